@@ -1,0 +1,97 @@
+# Bessemer's commands. On a fresh machine they need Python >= 3.11, make and a C compiler; everything else goes
+# into .venv, once: a second call installs nothing and asks nothing of the network. `make` alone lists them.
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PEERS := .venv-peers
+# -qq: errors only. torch is installed first and by its pin, so that no other package can choose another one.
+PIP := $(BIN)/python -m pip install -qq --no-input -c constraints.txt
+# setuptools is in the environment (torch requires it): the build of Bessemer itself downloads nothing.
+PIP_SELF := $(PIP) --no-build-isolation
+
+CORE_STAMP := $(VENV)/.installed-core
+DEV_STAMP := $(VENV)/.installed-dev
+BENCH_STAMP := $(VENV)/.installed-bench
+PEERS_STAMP := $(PEERS)/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all lint format bench clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+
+demo: $(CORE_STAMP) ## train a small model on this machine and show what Bessemer does
+	@$(BIN)/bessemer demo
+
+test: lint ## linters, types, import contracts, then the fast tests
+	@echo "pytest (fast tests, $(WORKERS) workers)"
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
+
+test-all: lint $(BENCH_STAMP) $(PEERS_STAMP) ## the same with the slow tests and the comparisons with other trainers
+	@echo "pytest (all but gpu, $(WORKERS) workers)"
+	@PYTHONPATH="$(CURDIR)/$(PEERS)/megatron$${PYTHONPATH:+:$$PYTHONPATH}" \
+	  $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+lint: $(DEV_STAMP) ## ruff, import contracts and mypy
+	@echo "ruff check"
+	@$(BIN)/ruff check --quiet .
+	@echo "ruff format --check"
+	@$(BIN)/ruff format --check --quiet . || { echo "Some files are not formatted: run 'make format'."; exit 1; }
+	@echo "import contracts"
+	@$(BIN)/lint-imports > $(VENV)/lint-imports.log 2>&1 || { cat $(VENV)/lint-imports.log; exit 1; }
+	@echo "mypy"
+	@$(BIN)/mypy --no-error-summary
+
+format: $(DEV_STAMP) ## format the code and apply ruff's safe fixes
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+bench: $(BENCH_STAMP) ## measure Bessemer beside other trainers on this machine
+	@$(BIN)/python benchmarks/hf_trainer.py
+	@$(BIN)/python benchmarks/data_memory.py
+
+clean: ## remove the environments, caches and build products (runs/ stays)
+	@rm -rf $(VENV) $(PEERS) build dist src/*.egg-info
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# An environment without a working pip is one whose creation was cut off: it is made again.
+$(CORE_STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	  echo "No '$(PYTHON)' found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3 ..."; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Bessemer needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1)." \
+	       "Name a newer one: make PYTHON=python3.12 ..."; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  echo "Creating $(VENV) with $$("$(PYTHON)" --version 2>&1)"; \
+	  "$(PYTHON)" -m venv --clear $(VENV) || { \
+	    echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt install python3-venv"; exit 1; }; }
+	@echo "Installing torch (the large one: some minutes on a slow line)"
+	@$(PIP) torch setuptools
+	@echo "Installing Bessemer and its core packages"
+	@$(PIP_SELF) -e .
+	@touch $@
+
+$(DEV_STAMP): $(CORE_STAMP)
+	@echo "Installing the development tools"
+	@$(PIP_SELF) -e ".[dev]"
+	@touch $@
+
+$(BENCH_STAMP): $(CORE_STAMP)
+	@echo "Installing what the benchmarks compare with"
+	@$(PIP_SELF) -e ".[bench]"
+	@touch $@
+
+# Without its dependencies: only its data index is compared with, and that needs nothing beyond what .venv holds.
+$(PEERS_STAMP): $(CORE_STAMP)
+	@echo "Installing megatron-core, alone, into $(PEERS)"
+	@rm -rf $(PEERS)/megatron
+	@$(PIP) --no-deps --target $(PEERS)/megatron megatron-core
+	@touch $@

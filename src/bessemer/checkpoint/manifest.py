@@ -1,0 +1,104 @@
+"""The manifest is the commit: a checkpoint folder without one, or whose files do not match it, is not a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+FORMAT = 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. It has done `step` steps; the next one is number `step`."""
+
+    step: int
+    attempt: int
+    stream_fingerprint: str
+    stream: dict[str, Any]
+    spec_fingerprint: str
+    segments: list[dict[str, int]]
+    progress: dict[str, Any]
+    threads: int
+    device: str
+    versions: dict[str, str]
+    time: float
+    validation_loss: float | None = None
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+class Damaged(Exception):
+    """A checkpoint that must not be loaded; the message names the file."""
+
+
+def hash_file(path: Path) -> str:
+    """xxh3-128 of the content, read in pieces."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(4 << 20):
+            digest.update(piece)
+    return str(digest.hexdigest())
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of every file in a checkpoint folder."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != NAME and not path.name.startswith(NAME))
+    return {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": hash_file(folder / name)} for name in names}
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest so that it appears whole or not at all, and survives a power cut."""
+    temporary = folder / f"{NAME}.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(asdict(manifest), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+    os.replace(temporary, folder / NAME)
+    _sync_folder(folder)
+    _sync_folder(folder.parent)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest as written. Raises Damaged if it is missing, unreadable or of another format."""
+    try:
+        data = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        if data.get("format") != FORMAT:
+            raise Damaged(f"{folder / NAME}: format {data.get('format')}, this version reads {FORMAT}")
+        return Manifest(**data)
+    except FileNotFoundError:
+        raise Damaged(f"{folder}: no manifest, the save did not finish") from None
+    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise Damaged(f"{folder / NAME}: unreadable: {error}") from None
+
+
+def verify(folder: Path) -> Manifest:
+    """Check every file against the manifest: all there, right size, right hash, nothing added."""
+    manifest = read_manifest(folder)
+    present = {path.name for path in folder.iterdir()} - {NAME}
+    for name in present - set(manifest.files):
+        raise Damaged(f"{folder / name}: not in the manifest")
+    for name, expected in manifest.files.items():
+        path = folder / name
+        if not path.exists():
+            raise Damaged(f"{path}: missing")
+        if path.stat().st_size != expected["bytes"]:
+            raise Damaged(f"{path}: {path.stat().st_size} bytes, the manifest says {expected['bytes']}")
+        if hash_file(path) != expected["xxh3_128"]:
+            raise Damaged(f"{path}: its content differs from what was saved (hash mismatch)")
+    return manifest

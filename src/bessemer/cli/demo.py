@@ -1,0 +1,21 @@
+"""`bessemer demo`: three minutes from raw text to a model that writes Python."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+
+def demo(
+    minutes: float = typer.Option(3.0, min=0.2, max=600, help="Training time to aim for."),
+    runs: str = typer.Option("runs", help="Folder for the run and its data."),
+) -> None:
+    """Train a small model on this machine's Python library; see a bad batch vetoed, a kill survived, and text written.
+
+    Example: bessemer demo --minutes 1
+    """
+    from bessemer.supervise.demo import play
+
+    for line in play(runs, minutes, live=sys.stdout.isatty()):
+        print(line, flush=True)

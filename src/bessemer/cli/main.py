@@ -1,0 +1,47 @@
+"""The `bessemer` command. Verb files import only typer at the top, so that help costs nothing."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from bessemer import __version__
+from bessemer.cli import demo, generate, replay, runs, spec, train
+from bessemer.errors import UserError
+
+app = typer.Typer(
+    name="bessemer",
+    help="An LLM training engineer that you install: it prepares data, plans, trains, guards every step and explains.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train.train)
+app.command("runs")(runs.runs)
+app.command("replay")(replay.replay)
+app.command("generate")(generate.generate)
+app.add_typer(spec.app, name="spec")
+app.command("demo")(demo.demo)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    if version:
+        print(f"bessemer {__version__}")
+        raise typer.Exit
+
+
+def run() -> None:
+    """Exit codes: 0 done, 2 a mistake in the input (one line for each), 1 a fault, 130 and 143 stopped by a signal."""
+    try:
+        app()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)

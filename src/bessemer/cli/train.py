@@ -1,0 +1,33 @@
+"""`bessemer train`: start a run, or continue it where it stopped."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+
+def train(
+    spec: Path = typer.Argument(help="The run's YAML file."),
+    settings: list[str] = typer.Option([], "--set", help="Override a key, such as --set optimizer.lr=3e-4. Repeatable."),
+    plain: bool = typer.Option(False, "--plain", help="Plain lines, also in a terminal."),
+) -> None:
+    """Train the run that a spec describes. The same command again continues it.
+
+    Example: bessemer train my-run.yaml --set budget.tokens=50M
+    """
+    from bessemer.spec.load import load_spec
+
+    run_spec = load_spec(spec, settings)
+    from bessemer.observe.live import LiveView
+    from bessemer.observe.view import LineView
+    from bessemer.supervise.session import Session
+
+    live = sys.stdout.isatty() and not plain
+    view = LiveView(str(spec)) if live else LineView(str(spec), run_spec.observe.line_every)
+    outcome = Session(run_spec, view).train()
+    if outcome.kind == "interrupted":
+        raise typer.Exit(143 if outcome.reason == "SIGTERM" else 130)
+    if outcome.kind == "failed":
+        raise typer.Exit(1)

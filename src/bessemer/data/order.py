@@ -1,0 +1,203 @@
+"""Which sequence of which source stands at a position of the stream.
+
+A pure function with O(1) seek: mixture blocks interleave the sources, and a keyed permutation shuffles each
+source anew in every epoch. Old runs are replayed from these numbers, so no output here may ever change: all
+arithmetic is in integers and all randomness is `mix`, since numpy and torch promise no stable shuffles.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from bessemer.errors import UserError
+from bessemer.spec.mixture import Mixture
+
+Words = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+
+_ROUNDS = 8
+_SMALL = 256  # below this many items a Feistel network has too few bits to shuffle well
+_TABLE_POSITIONS = 4096  # small blocks are laid out together, about this many positions at a time
+_TABLES_KEPT = 8
+_LAYOUT, _SHUFFLE = 1, 2  # the two uses of the seed
+
+
+def mix(values: npt.ArrayLike) -> Words:
+    """The 64-bit mixer (one step of splitmix64 from each value): a bijection of the 64-bit words."""
+    word = np.array(values, dtype=np.uint64)  # a copy, changed in place: arrays wrap around without a warning
+    word += np.uint64(0x9E3779B97F4A7C15)
+    word ^= word >> np.uint64(30)
+    word *= np.uint64(0xBF58476D1CE4E5B9)
+    word ^= word >> np.uint64(27)
+    word *= np.uint64(0x94D049BB133111EB)
+    word ^= word >> np.uint64(31)
+    return word
+
+
+def chain(first: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
+    """One key from several non-negative integers or broadcasting arrays of them; their order counts."""
+    key = mix(first)
+    for part in parts:
+        key = mix(key ^ np.asarray(part).astype(np.uint64))
+    return key
+
+
+def name_key(name: str) -> Words:
+    """A source's key follows its name, so a source added or reordered leaves the others' shuffles alone."""
+    raw = name.encode()
+    return chain(len(raw), *(int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)))
+
+
+def permute(index: npt.ArrayLike, n: int, key: npt.ArrayLike) -> Ints:
+    """Where each index goes under the permutation of [0, n) that the key names: one key, or one per index."""
+    words = np.asarray(index).astype(np.uint64)
+    if words.size and int(words.max()) >= n:
+        raise ValueError(f"index outside [0, {n})")
+    keys = np.broadcast_to(np.asarray(key, dtype=np.uint64), words.shape)
+    if n < _SMALL:
+        return _argsort_shuffle(words.ravel(), n, keys.ravel()).reshape(words.shape)
+    flat, keys = words.ravel(), keys.ravel()
+    moved = _feistel(flat, (n - 1).bit_length(), keys)
+    outside = np.flatnonzero(moved >= n)
+    while outside.size:  # cycle walking: at most half of the words lie outside, so about two turns each
+        moved[outside] = _feistel(moved[outside], (n - 1).bit_length(), keys[outside])
+        outside = outside[moved[outside] >= n]
+    return moved.astype(np.int64).reshape(words.shape)
+
+
+def _feistel(words: Words, bits: int, keys: Words) -> Words:
+    """A permutation of the `bits`-bit words: each round changes one part by a hash of the other."""
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = np.uint64((1 << (bits // 2)) - 1), np.uint64((1 << (bits - bits // 2)) - 1)
+    high, low = words >> low_bits, words & low_mask
+    for turn in range(_ROUNDS):
+        fixed = low if turn % 2 == 0 else high
+        change = mix(((fixed << np.uint64(3)) | np.uint64(turn)) ^ keys)
+        if turn % 2 == 0:
+            high = high ^ (change & high_mask)
+        else:
+            low = low ^ (change & low_mask)
+    return (high << low_bits) | low
+
+
+def _argsort_shuffle(words: Words, n: int, keys: Words) -> Ints:
+    distinct, which = np.unique(keys, return_inverse=True)
+    hashes = mix(distinct[:, None] ^ np.arange(n, dtype=np.uint64))
+    return np.argsort(hashes, axis=1, kind="stable")[which.ravel(), words.astype(np.int64)].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """From position `start` on, sequences are dealt by `mixture`."""
+
+    start: int
+    mixture: Mixture
+
+
+class _Layout:
+    """How one phase deals: the items of a block by source, then rank, each with the salt of its offset."""
+
+    def __init__(self, phase: Phase, number: int, names: Sequence[str], seed: int) -> None:
+        counts = dict(zip(phase.mixture.names, phase.mixture.counts, strict=True))
+        self.start, self.block = phase.start, phase.mixture.block
+        self.counts = np.array([counts.get(name, 0) for name in names], dtype=np.int64)
+        self.source = np.repeat(np.arange(len(names)), self.counts)
+        self.rank = np.concatenate([np.arange(count) for count in self.counts])
+        self.blocks_per_table = max(1, _TABLE_POSITIONS // self.block)
+        self._key = chain(seed, _LAYOUT, number)
+        name_keys = np.array([name_key(name) for name in names], dtype=np.uint64)
+        self._salts = chain(name_keys[self.source], self.rank)
+
+    def table(self, number: int) -> npt.NDArray[np.int32]:
+        """The items of `blocks_per_table` blocks in the order they are dealt."""
+        blocks = number * self.blocks_per_table + np.arange(self.blocks_per_table)
+        offset = mix(chain(self._key, blocks)[:, None] ^ self._salts) >> np.uint64(32)
+        # (rank + offset) / count in fixed point: 16 bits of rank and 32 of offset, shifted by 15, fill 63.
+        fixed = ((self.rank.astype(np.uint64) << np.uint64(32)) | offset) << np.uint64(15)
+        when = fixed // self.counts[self.source].astype(np.uint64)
+        return np.argsort(when, axis=1, kind="stable").astype(np.int32).ravel()
+
+
+class Order:
+    """The order of a stream, from its phases, the number of sequences per source and the seed.
+
+    `names`, sorted, is what source indices refer to. A source in several phases runs on from one to the next.
+    """
+
+    def __init__(self, phases: Sequence[Phase], lengths: Mapping[str, int], seed: int) -> None:
+        starts = [phase.start for phase in phases]
+        if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+            raise UserError(f"mixture phases start at {starts}: begin at 0 and let each start after the last")
+        self.phases, self.seed = tuple(phases), seed
+        self.names = tuple(sorted({name for phase in phases for name in phase.mixture.names}))
+        for name in self.names:
+            if name not in lengths:
+                raise UserError(f"the mixture's source {name!r} has no data: prepare it or remove it")
+            if lengths[name] < 1:
+                raise UserError(
+                    f"source {name!r} has too few tokens for one sequence: "
+                    "add data, shorten the sequence length or remove the source"
+                )
+        self.lengths = {name: int(lengths[name]) for name in self.names}
+        word = seed % 2**64
+        self._sizes = np.array([self.lengths[name] for name in self.names], dtype=np.int64)
+        self._shuffle_keys = [chain(word, _SHUFFLE, name_key(name)) for name in self.names]
+        self._layouts = [_Layout(phase, k, self.names, word) for k, phase in enumerate(phases)]
+        self._table = lru_cache(_TABLES_KEPT)(lambda phase, number: self._layouts[phase].table(number))
+        self._starts = np.array(starts, dtype=np.int64)
+        self._bases = [np.zeros(len(self.names), dtype=np.int64)]
+        for k in range(1, len(starts)):
+            self._bases.append(self._before(k - 1, starts[k] - starts[k - 1]))
+
+    def resolve(self, positions: npt.ArrayLike) -> tuple[Ints, Ints, Ints]:
+        """(index into `names`, sequence of that source, epoch) at each position.
+
+        Ask for thousands at once: a call costs about a millisecond, a position in it less than a microsecond.
+        """
+        at = np.asarray(positions, dtype=np.int64)
+        if at.size and at.min() < 0:
+            raise ValueError(f"position {at.min()} is negative")
+        source, ordinal, sequence = np.empty_like(at), np.empty_like(at), np.empty_like(at)
+        phases = np.searchsorted(self._starts, at, side="right") - 1
+        for k in np.unique(phases).tolist():
+            here = phases == k
+            source[here], ordinal[here] = self._deal(k, at[here] - self._starts[k])
+        epoch, index = np.divmod(ordinal, self._sizes[source])
+        for s in np.unique(source).tolist():
+            here = source == s
+            keys = chain(self._shuffle_keys[s], epoch[here])
+            sequence[here] = permute(index[here], int(self._sizes[s]), keys)
+        return source, sequence, epoch
+
+    def consumed(self, position: int) -> dict[str, int]:
+        """How many sequences of each source lie before a position, repeats counted."""
+        if position < 0:
+            raise ValueError(f"position {position} is negative")
+        k = int(np.searchsorted(self._starts, position, side="right")) - 1
+        counts = self._before(k, position - self.phases[k].start)
+        return dict(zip(self.names, counts.tolist(), strict=True))
+
+    def _deal(self, phase: int, local: Ints) -> tuple[Ints, Ints]:
+        """(source, ordinal) at positions counted from the phase's start."""
+        layout = self._layouts[phase]
+        number, offset = np.divmod(local, layout.block * layout.blocks_per_table)
+        item = np.empty(local.shape, dtype=np.int64)
+        for k in np.unique(number).tolist():
+            here = number == k
+            item[here] = self._table(phase, k)[offset[here]]
+        source = layout.source[item]
+        done = self._bases[phase][source] + local // layout.block * layout.counts[source]
+        return source, done + layout.rank[item]
+
+    def _before(self, phase: int, local: int) -> Ints:
+        """Each source's sequences before a position counted from the phase's start."""
+        layout = self._layouts[phase]
+        blocks, part = divmod(local, layout.block)
+        number, skipped = divmod(blocks, layout.blocks_per_table)
+        items = self._table(phase, number)[skipped * layout.block :][:part]
+        partial = np.bincount(layout.source[items], minlength=len(self.names))
+        return self._bases[phase] + blocks * layout.counts + partial

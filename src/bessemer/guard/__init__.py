@@ -1,0 +1,1 @@
+"""Judges steps. It only judges: what follows from a verdict is done elsewhere."""

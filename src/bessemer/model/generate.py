@@ -1,0 +1,66 @@
+"""Text from a model: temperature, top-k, top-p, a seed, and a key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bessemer.errors import UserError
+from bessemer.model.attention import LayerCache
+from bessemer.model.transformer import Decoder
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 takes the most likely one."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise UserError(f"temperature {self.temperature} is negative: write 0 for greedy, or about 0.8")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top-p {self.top_p} must lie above 0 and up to 1")
+        if self.top_k < 0:
+            raise UserError(f"top-k {self.top_k} is negative: write 0 for no limit")
+
+
+def filter_logits(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """Tempered logits with everything outside top-k and top-p at -inf. Top-p keeps the smallest set that reaches p."""
+    logits_V = logits_V.float() / sampling.temperature
+    if 0 < sampling.top_k < logits_V.numel():
+        least = torch.topk(logits_V, sampling.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
+    if sampling.top_p < 1:
+        ordered, index = torch.sort(logits_V, descending=True)
+        shares = torch.softmax(ordered, dim=-1)
+        outside = torch.cumsum(shares, dim=-1) - shares >= sampling.top_p
+        logits_V = logits_V.masked_fill(torch.zeros_like(outside).scatter(0, index, outside), float("-inf"))
+    return logits_V
+
+
+@torch.inference_mode()
+def generate(model: Decoder, prompt: list[int], max_tokens: int, eos: int | None, sampling: Sampling) -> Iterator[int]:
+    """New tokens, one by one, until `eos` or `max_tokens`. The prompt must have at least one token."""
+    device = model.head_weight.device
+    generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
+    caches = [LayerCache() for _ in model.blocks]
+    tokens = torch.tensor([prompt], device=device)
+    for _ in range(max_tokens):
+        hidden_BTW = model(tokens, caches=caches)
+        logits_V = model.logits(hidden_BTW[:, -1])[0]
+        if sampling.temperature == 0:
+            token = int(logits_V.argmax())
+        else:
+            shares = torch.softmax(filter_logits(logits_V, sampling), dim=-1).cpu()
+            token = int(torch.multinomial(shares, 1, generator=generator))
+        if token == eos:
+            return
+        yield token
+        tokens = torch.tensor([[token]], device=device)

@@ -1,0 +1,135 @@
+"""Following a run: every line goes to logs/rank-N.log; what is shown besides depends on who watches.
+
+RunView shows nothing (for programs), LineView prints plain lines (pipes, CI), LiveView in live.py redraws a terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from bessemer.observe.words import event_line, resume_hint, step_line, validation_line
+from bessemer.run.directory import Run
+
+
+class RunView:
+    """Keeps the recent numbers and the log; subclasses show them."""
+
+    line_every_s = 5.0
+
+    def __init__(self, spec_path: str | None = None) -> None:
+        self.spec_path = spec_path
+        self.total = 0
+        self.recent: deque[dict[str, Any]] = deque(maxlen=32)
+        self.losses: list[float] = []
+        self.last_validation: dict[str, Any] | None = None
+        self.vetoes = self.clipped = self.steps_seen = 0
+        self._log: TextIO | None = None
+        self._line_due = 0.0
+        self._stride = 1
+
+    @contextmanager
+    def following(self, run: Run, rank: int = 0) -> Iterator[None]:
+        """Open the log, and the display if there is one."""
+        with (run.folder / "logs" / f"rank-{rank}.log").open("a", encoding="utf-8", buffering=1) as self._log:
+            self.open()
+            try:
+                yield
+            finally:
+                self.close()
+                self._log = None
+
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+
+    def log(self, text: str) -> None:
+        """Into the log file, with the time."""
+        if self._log:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._log.writelines(f"{stamp}  {line}\n" for line in text.splitlines())
+
+    def show(self, text: str) -> None:
+        """In front of the user. Here: nobody."""
+
+    def say(self, text: str) -> None:
+        self.log(text)
+        self.show(text)
+
+    def progress(self, text: str) -> None:
+        """A line about preparing, before the first step."""
+        self.say(f"data  {text}")
+
+    def planned(self, rows: list[tuple[str, str, str, str]], summary: str) -> None:
+        """The decisions (key, value, reason, source) and one line that sums them up."""
+        for key, value, reason, source in rows:
+            self.log(f"plan  {key} = {value}  ({reason}; {source})")
+        self.say(f"plan  {summary}")
+
+    def step(self, record: dict[str, Any]) -> None:
+        self.recent.append(record)
+        self.steps_seen += 1
+        self.vetoes += record["veto"] is not None
+        self.clipped += record["clipped"]
+        if self.steps_seen % self._stride == 0 and isinstance(record["loss"], float):
+            self.losses.append(record["loss"])
+            if len(self.losses) > 4096:  # the curve of a long run: keep every second point
+                self.losses, self._stride = self.losses[::2], self._stride * 2
+        now = time.monotonic()
+        if now >= self._line_due:
+            self._line_due = now + self.line_every_s
+            self.step_shown(step_line(record, self.total, self.smooth(), self.last_validation))
+
+    def step_shown(self, line: str) -> None:
+        self.log(line)
+
+    def smooth(self) -> dict[str, float]:
+        """Means over the recent steps that were accepted; rates over all of them."""
+        kept = [record for record in self.recent if record["veto"] is None] or list(self.recent)
+        seconds = sum(record["step_s"] for record in self.recent) or 1e-9
+        tokens = sum(record["tokens_per_s"] * record["step_s"] for record in self.recent)
+        rate = tokens / seconds
+        return {
+            "loss": sum(record["loss"] for record in kept) / len(kept),
+            "rate": rate,
+            "mfu": sum(record["mfu"] * record["step_s"] for record in self.recent) / seconds,
+            "wait": sum(record["data_wait_s"] for record in self.recent) / seconds,
+            "left_s": (self.total - self.recent[-1]["step"] - 1) * seconds / len(self.recent),
+        }
+
+    def validation(self, record: dict[str, Any]) -> None:
+        self.last_validation = record
+        self.say(validation_line(record))
+
+    def event(self, record: dict[str, Any]) -> None:
+        self.total = record.get("total_steps", self.total)
+        line = event_line(record)
+        if line:
+            (self.log if record["kind"] == "saved" else self.say)(line)
+
+    def outcome(self, kind: str, reason: str, step: int, run: Run) -> None:
+        last = self.last_validation
+        numbers = f"  validation loss {last['loss']:.4f}, {last['bits_per_byte']:.3f} bits per byte" if last else ""
+        self.say(f"{kind}  step {step:,}  {reason}{numbers}  run: {run.folder}")
+        if kind == "finished":
+            self.say(f"try   bessemer generate {run.folder} --prompt '...'")
+        else:
+            self.say(resume_hint(run.folder, self.spec_path))
+
+
+class LineView(RunView):
+    """Plain lines, for pipes and logs."""
+
+    def __init__(self, spec_path: str | None = None, line_every_s: float = 5.0, out: TextIO | None = None) -> None:
+        super().__init__(spec_path)
+        self.line_every_s = line_every_s
+        self.out = out or sys.stdout
+
+    def show(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
+
+    def step_shown(self, line: str) -> None:
+        self.say(line)

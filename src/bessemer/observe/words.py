@@ -1,0 +1,97 @@
+"""Events and numbers as the lines that people read, in the terminal and in the log."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bessemer.spec.quantity import human_bytes, human_time
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """A curve in one line of text; long series are averaged into `width` columns."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    columns = min(width, len(finite))
+    edges = [i * len(finite) // columns for i in range(columns + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in means)
+
+
+def short_path(path: str) -> str:
+    """Relative to here when that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(path) else path
+
+
+def perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.4g}" if loss < 30 else "over 1e13"
+
+
+def veto_line(event: dict[str, Any]) -> str:
+    """What was refused, why, and which document made it."""
+    numbers, documents = event["statistics"], event["documents"]
+    if event["reason"].startswith("loss"):
+        what = f"loss {event['loss']:.2f} is {numbers['loss_z']:.0f} sigma above {numbers['loss_center']:.2f}"
+    elif event["reason"].startswith("gradient"):
+        what = f"gradient norm {event['grad_norm']:.3g} against {numbers['grad_center']:.3g} ({numbers['grad_z']:.0f} sigma of its log)"
+    else:
+        what = f"{event['reason']} (loss {event['loss']}, gradient norm {event['grad_norm']})"
+    line = f"veto  step {event['step']:,}  {what}. Weights untouched."
+    if documents:
+        worst = documents[0]
+        share = f", {worst['share']:.0%} of the loss" if worst["share"] is not None else ""
+        line += f" Batch held {short_path(worst['file'])} (row {worst['row']}, {worst['tokens']} tokens{share}"
+        line += f", {worst['mean_loss']:.2f} a token)" if math.isfinite(worst["mean_loss"]) else ")"
+    return line
+
+
+def event_line(event: dict[str, Any]) -> str | None:
+    """One line for an event, or None for those that are only for the record."""
+    kind = event["kind"]
+    if kind == "veto":
+        return veto_line(event)
+    if kind == "saved":
+        return f"saved {event['checkpoint']} in {event['seconds']:.2f} s"
+    if kind == "started":
+        return f"resumed from {event['resumed_from']} at step {event['step']:,}" if event["resumed_from"] else None
+    if kind == "spec_changed":
+        return "spec  changed: " + "; ".join(f"{key} {old} -> {new}" for key, (old, new) in event["changes"].items())
+    if kind == "metrics_cut":
+        return f"cut   metrics of {event['steps']} steps from {event['from_step']:,} on: they are trained again"
+    step = f"step {event['step']:,}  " if "step" in event else ""
+    return f"{kind.replace('_', ' ')}  {step}{event.get('reason', '')}"
+
+
+def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], validation: dict[str, Any] | None) -> str:
+    """One line of progress, for logs. `smooth` has the recent means of loss, rate and utilisation, and seconds left."""
+    parts = [
+        f"step {record['step'] + 1:,}/{total:,}", f"loss {smooth['loss']:.3f}", f"ppl {perplexity(smooth['loss'])}",
+        f"acc {record['accuracy']:.1%}",
+    ]  # fmt: skip
+    if validation:
+        parts.append(f"val {validation['loss']:.3f}")
+    parts += [
+        f"lr {record['lr']:.2e}", f"grad {record['grad_norm']:.2f}", f"{smooth['rate']:,.0f} tok/s",
+        f"{smooth['mfu']:.0%} of peak", human_bytes(record["memory_bytes"]), f"eta {human_time(smooth['left_s'])}",
+    ]  # fmt: skip
+    return "  ".join(parts)
+
+
+def validation_line(record: dict[str, Any]) -> str:
+    return (
+        f"val   step {record['step']:,}  loss {record['loss']:.4f}  perplexity {perplexity(record['loss'])}  "
+        f"{record['bits_per_byte']:.3f} bits per byte  accuracy {record['accuracy']:.1%}"
+    )
+
+
+def resume_hint(folder: Path, spec_path: str | None) -> str:
+    return f"continue with: bessemer train {spec_path or folder / 'spec.yaml'}"

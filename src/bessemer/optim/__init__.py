@@ -1,0 +1,1 @@
+"""Optimizers, schedules, clipping and the guarded step: an update that a verdict can withhold."""

@@ -1,0 +1,62 @@
+"""Plan: every decision taken for a run, with value, reason and source. Serialises beside the spec, prints as a table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One setting and why it has this value. `source` is the rule, paper or measurement; `asked` if the user wrote it."""
+
+    key: str
+    value: Any
+    reason: str
+    source: str
+
+
+@dataclass
+class Plan:
+    """Decisions in the order they were taken."""
+
+    decisions: dict[str, Decision] = field(default_factory=dict)
+
+    def add(self, key: str, value: Any, reason: str, source: str) -> Any:
+        self.decisions[key] = Decision(key, value, reason, source)
+        return value
+
+    def asked(self, key: str, value: Any) -> Any:
+        return self.add(key, value, "written in the spec", "asked")
+
+    def choose(self, key: str, written: Any, decide: tuple[Any, str, str]) -> Any:
+        """The user's value where there is one, else the planner's (value, reason, source)."""
+        return self.asked(key, written) if written not in ("auto", None) else self.add(key, *decide)
+
+    def value(self, key: str) -> Any:
+        return self.decisions[key].value
+
+    def to_json(self) -> str:
+        return json.dumps({"decisions": [asdict(decision) for decision in self.decisions.values()]}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        plan = Plan()
+        for item in json.loads(text)["decisions"]:
+            plan.add(item["key"], item["value"], item["reason"], item["source"])
+        return plan
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """For a table: key, value, reason, source."""
+        return [(d.key, _short(d.value), d.reason, d.source) for d in self.decisions.values()]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_short(item)}" for key, item in value.items())
+    return str(value)

@@ -1,0 +1,187 @@
+"""Run: one directory, one writer, many readers.
+
+    runs/NAME/
+      spec.yaml  plan.json           what was asked, what was decided
+      metrics/steps.jsonl            one record a step; metrics/validation.jsonl one an evaluation
+      events.jsonl                   every decision as it was taken
+      checkpoints/  reports/  logs/rank-N.log
+
+The run's state is not stored, it follows from the last life-cycle event and whether the owner is alive: a killed process
+cannot lie about itself.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bessemer.errors import UserError
+from bessemer.run.journal import Journal, Record, last_record, read_records
+from bessemer.run.lock import Lock, is_alive, read_owner
+
+LIFE = {"started": "running", "finished": "finished", "failed": "failed", "interrupted": "interrupted"}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a crash, sees the old or the new one, never half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Run:
+    """A run's directory, for reading. `open_writer` gives the writing end."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @classmethod
+    def existing(cls, folder: str | Path) -> Run:
+        run = cls(folder)
+        if not (run.folder / "events.jsonl").exists():
+            raise UserError(f"{folder}: not a run (no events.jsonl); `bessemer runs` lists the runs here")
+        return run
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def steps_path(self) -> Path:
+        return self.folder / "metrics" / "steps.jsonl"
+
+    @property
+    def validation_path(self) -> Path:
+        return self.folder / "metrics" / "validation.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        return self.folder / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def metrics(self) -> Iterator[Record]:
+        """Per-step records, every step once, in order."""
+        return read_records(self.steps_path)
+
+    def validations(self) -> Iterator[Record]:
+        return read_records(self.validation_path)
+
+    def events(self, kind: str | None = None) -> Iterator[Record]:
+        return (event for event in read_records(self.events_path) if kind is None or event["kind"] == kind)
+
+    @property
+    def state(self) -> str:
+        """running, finished, failed, interrupted or new."""
+        state = "new"
+        for event in self.events():
+            state = LIFE.get(event["kind"], state)
+        if state == "running":
+            owner = read_owner(self.folder)
+            if owner is None or not is_alive(owner, self.folder):
+                return "interrupted"  # it was killed: no last word in the events
+        return state
+
+
+class RunWriter(Run):
+    """The writing end of a run: holds its lock until close()."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        for name in ("metrics", "checkpoints", "reports", "logs"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.lock = Lock(self.folder)
+        self.lock.acquire()
+        self._steps = Journal(self.steps_path)
+        self._validation = Journal(self.validation_path)
+        self._events = Journal(self.events_path)
+
+    def step(self, record: Record) -> None:
+        self._steps.append(record)
+
+    def validation(self, record: Record) -> None:
+        self._validation.append(record)
+
+    def event(self, kind: str, **details: Any) -> Record:
+        """Write down a decision, with the time."""
+        record = {"kind": kind, "time": round(time.time(), 3), **details}
+        self._events.append(record)
+        return record
+
+    def cut_after(self, step: int) -> int:
+        """Drop metrics of steps the checkpoint at `step` does not hold (it holds steps < `step`); how many."""
+        removed = self._steps.cut(lambda record: record["step"] < step)
+        self._validation.cut(lambda record: record["step"] <= step)
+        if removed:
+            self.event("metrics_cut", from_step=step, steps=removed, reason="they are trained again from the checkpoint")
+        return removed
+
+    def write_file(self, name: str, text: str) -> None:
+        write_whole(self.folder / name, text)
+
+    def sync(self) -> None:
+        """Make everything written so far survive a power cut."""
+        for journal in (self._steps, self._validation, self._events):
+            journal.sync()
+
+    def close(self) -> None:
+        for journal in (self._steps, self._validation, self._events):
+            journal.close()
+        self.lock.release()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One line of `bessemer runs`."""
+
+    name: str
+    folder: str
+    state: str
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    validation_loss: float | None
+    age_s: float
+    reason: str
+
+
+def summarize(run: Run) -> RunSummary:
+    last = last_record(run.steps_path)
+    validation = last_record(run.validation_path)
+    total, reason, newest = None, "", 0.0
+    for event in run.events():
+        newest = max(newest, event["time"])
+        total = event.get("total_steps", total)
+        if event["kind"] in LIFE:
+            reason = event.get("reason", "")
+    if run.steps_path.exists():
+        newest = max(newest, run.steps_path.stat().st_mtime)
+    return RunSummary(
+        name=run.name, folder=str(run.folder), state=run.state,
+        step=last["step"] + 1 if last else None, total_steps=total,
+        loss=last["loss"] if last and isinstance(last["loss"], float) else None,
+        validation_loss=validation["loss"] if validation else None,
+        age_s=max(0.0, time.time() - newest), reason=reason,
+    )
+
+
+def list_runs(folder: str | Path) -> list[RunSummary]:
+    """Every run under a folder, newest first."""
+    root = Path(folder)
+    runs = [Run(path.parent) for path in root.glob("*/events.jsonl")] if root.is_dir() else []
+    return sorted((summarize(run) for run in runs), key=lambda summary: summary.age_s)

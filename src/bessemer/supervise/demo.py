@@ -1,0 +1,267 @@
+"""The demonstration: a small model on this machine's own Python library, with a poisoned file and a kill on the way.
+
+Nothing is faked: it writes a spec that a user could have written, runs `bessemer train` on it in a process of its own,
+kills that process, runs the same command again, and reads everything it says from the run's records. Each `play` step
+yields lines as they become true; the command prints them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bessemer.data.order import Order, Phase
+from bessemer.data.read import list_files
+from bessemer.errors import UserError
+from bessemer.model.generate import Sampling
+from bessemer.plan.decide import decide_precision
+from bessemer.plan.decision import Plan
+from bessemer.plan.machine import Machine
+from bessemer.run.directory import Run
+from bessemer.spec.load import dump_spec
+from bessemer.spec.mixture import quantise
+from bessemer.spec.quantity import human_bytes, human_count, human_time
+from bessemer.spec.schema import RunSpec, SourceSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.device import measure, pick_device
+from bessemer.train.restore import load_trained, stream_text
+from bessemer.train.speed import training_rate
+
+PROMPTS = ("def read_lines(self, path):\n", "class Queue:\n    def __init__(self", "    for name in names:\n        if ")
+POISON_NAME = "zz_noise.py"
+POISON_CHARS = 4000
+CONTEXT, ROWS = 256, 8
+MARK = "demo.yaml"
+EXCLUDED = ["test/*", "*/test/*", "*/tests/*", "idlelib/*", "pydoc_data/*", "encodings/*", "lib2to3/*"]
+# (width, layers, heads, ffn, vocabulary), smallest first.
+SIZES = ((128, 4, 4, 384, 512), (192, 6, 6, 512, 768), (256, 6, 8, 704, 1024), (384, 8, 6, 1024, 2048), (512, 12, 8, 1408, 4096), (768, 12, 12, 2048, 8192))  # fmt: skip
+TOKENS_PER_PARAMETER = 1.5
+MAX_EPOCHS = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A shape and how much of it fits in the time."""
+
+    shape: ModelShape
+    precision: str
+    rate: float
+    tokens: int
+
+
+def corpus_source() -> SourceSpec:
+    return SourceSpec(path=[sysconfig.get_paths()["stdlib"]], format="source", include=["*.py"], exclude=EXCLUDED)
+
+
+def write_poison(folder: Path) -> Path:
+    """A source file of random control characters, as when a binary slips into a crawl. Seeded: the same bytes each time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    characters = [chr(code) for code in range(1, 32) if chr(code) not in "\t\n\r"]
+    path = folder / POISON_NAME
+    path.write_text("".join(draw.choice(characters) for _ in range(POISON_CHARS)))
+    return path
+
+
+def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_bytes: int) -> Choice:
+    """The largest size that still sees TOKENS_PER_PARAMETER tokens for each parameter in the time, by timing true steps."""
+    chosen: Choice | None = None
+    for width, layers, heads, ffn, vocab in SIZES:
+        shape = ModelShape(vocab, width, layers, heads, heads, width // heads, ffn)
+        rates = {"fp32": training_rate(shape, CONTEXT, ROWS, "fp32", device, 0.6)}
+        if machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]:
+            rates["bf16"] = training_rate(shape, CONTEXT, ROWS, "bf16", device, 0.6)
+        spec = RunSpec.model_construct(precision="auto")
+        precision = decide_precision(spec, replace(machine, training=rates if len(rates) > 1 else {}), Plan())
+        bytes_per_token = 1.2 + 0.2 * math.log2(vocab / 64)  # of this corpus, measured between 512 and 8,192
+        tokens = int(min(rates[precision] * seconds, MAX_EPOCHS * corpus_bytes / bytes_per_token))
+        if chosen is not None and tokens < TOKENS_PER_PARAMETER * shape.parameters:
+            break
+        chosen = Choice(shape, precision, rates[precision], tokens)
+    assert chosen is not None
+    return chosen
+
+
+def choose_seed(steps: int) -> tuple[int, float]:
+    """A seed under which the poisoned sequence comes up once, about the middle of the run: the order is a pure function.
+
+    In a longer run every document comes up; in three minutes only a part of the corpus does.
+    """
+    positions = steps * ROWS
+    block = 1 << max(1, (positions - 1).bit_length())
+    mixture = quantise({"library": block - 1, "poisoned": 1})
+    import numpy as np
+
+    for seed in range(10_000):
+        order = Order([Phase(0, mixture)], {"library": 1 << 30, "poisoned": 1}, seed)
+        sources, _, _ = order.resolve(np.arange(positions))
+        at = np.flatnonzero(sources == order.names.index("poisoned"))
+        if len(at) == 1 and 0.45 < at[0] / positions < 0.55:
+            return seed, 1 / (block - 1)
+    raise AssertionError("no seed places the poisoned sequence in the middle")
+
+
+def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: torch.device) -> tuple[Path, RunSpec]:
+    shape = choice.shape
+    steps = max(100, choice.tokens // (CONTEXT * ROWS))
+    seed, weight = choose_seed(steps)
+    library = corpus_source().model_dump()
+    spec = RunSpec.model_validate(
+        {
+            "name": "demo", "runs": runs, "seed": seed,
+            "model": {"width": shape.width, "layers": shape.layers, "heads": shape.heads, "ffn": shape.ffn, "tied": True},
+            "tokenizer": {"vocab": shape.vocab, "sample": "8MB"},
+            "data": {
+                "context": CONTEXT, "validation": "2%",
+                "sources": {"library": library, "poisoned": {"path": [str(poison)], "format": "text", "weight": weight}},
+            },
+            "budget": {"steps": steps, "batch": CONTEXT * ROWS},
+            "optimizer": {"lr": learning_rate(shape)}, "schedule": {"warmup": "5%", "floor": "5%"},
+            "precision": choice.precision, "parallel": {"device": device.type},
+            "checkpoint": {"every": max(10, steps // 30), "keep_best": False},
+            "evaluate": {"every": max(10, steps // 10), "tokens": "64K"},
+        }
+    )  # fmt: skip
+    path = folder / MARK
+    path.write_text("# Written by `bessemer demo`.\n" + dump_spec(spec))
+    return path, spec
+
+
+def learning_rate(shape: ModelShape) -> float:
+    """Tuned on this corpus for three-minute runs: 6e-3 at 1M parameters, falling with the width."""
+    return float(f"{6e-3 * (128 / shape.width) ** 0.5:.2g}")
+
+
+def _start(path: Path, live: bool) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "bessemer", "train", str(path), *([] if live else ["--plain"])]
+    return subprocess.Popen(command)
+
+
+def kill_after(process: subprocess.Popen[bytes], run: Run, step: int) -> None:
+    """Wait until the run has written that step, then SIGKILL."""
+    while process.poll() is None:
+        last = None
+        for record in run.metrics():
+            last = record["step"]
+        if last is not None and last >= step:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return
+        time.sleep(0.2)
+    raise UserError(f"the demo's training ended early with exit code {process.returncode}; see {run.folder}/logs/rank-0.log")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Losses of steps that were trained twice: before the kill, and again after the resume."""
+
+    first: int
+    last: int
+    identical: int
+    largest: float
+
+
+def compare(before: dict[int, float], after: dict[int, float], resumed_at: int) -> Comparison:
+    twice = [step for step in before if step >= resumed_at]
+    gaps = [abs(before[step] - after[step]) for step in twice]
+    return Comparison(min(twice), max(twice), sum(gap == 0 for gap in gaps), max(gaps))
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in run.metrics()}
+
+
+def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
+    """The whole demonstration, as lines to print. Raises UserError if something that must happen did not."""
+    started = time.monotonic()
+    folder = Path(runs) / "demo"
+    if (folder / "events.jsonl").exists():
+        former = Run(folder)
+        if former.state == "running":
+            raise UserError(f"{folder}: a demo is running there; wait for it, or use --runs ANOTHER_FOLDER")
+        if not (folder.parent / MARK).exists():
+            raise UserError(f"{folder}: is not the demo's; use --runs ANOTHER_FOLDER")
+        shutil.rmtree(folder)
+    Path(runs).mkdir(parents=True, exist_ok=True)
+    files = list_files(corpus_source())
+    size = sum(entry.size_bytes for entry in files)
+    yield f"corpus     Python standard library on this machine: {len(files):,} files, {human_bytes(size)}"
+    device = pick_device(RunSpec.model_fields["parallel"].default_factory())  # type: ignore[misc, call-arg]
+    machine = measure(device)
+    choice = choose_size(machine, device, minutes * 60, size)
+    poison = write_poison(Path(runs) / "poisoned")
+    path, spec = write_spec(Path(runs), runs, choice, poison, device)
+    steps = spec.budget.steps or 0
+    yield (
+        f"plan       {human_count(choice.shape.parameters)} parameters, {CONTEXT}-token context, {choice.shape.vocab}-token vocabulary, "
+        f"{choice.precision}: this machine does about {choice.rate:,.0f} tokens/s, so {minutes:g} minutes is {human_count(choice.tokens)} tokens"
+    )
+    yield f"poison     {poison}: one file of random control characters is mixed in on purpose"
+    run = Run(folder)
+    kill_after(_start(path, live), run, round(0.7 * steps))
+    if live:
+        print("\x1b[?25h", end="", flush=True)  # the killed view could not show the cursor again
+    before = losses(run)
+    yield f"kill       process killed on purpose (SIGKILL) after step {max(before):,}; the same command again:"
+    code = _start(path, live).wait()
+    if code != 0:
+        raise UserError(f"the resumed run ended with exit code {code}; see {folder}/logs/rank-0.log")
+    yield from verdicts(run, before, poison, steps)
+    yield from completions(folder)
+    yield f"took       {human_time(time.monotonic() - started)} in all   run: {folder}"
+    yield f"next       bessemer runs {runs}   bessemer replay {folder} --step {_veto(run, poison)['step']} --show"
+    yield f"           bessemer generate {folder} --prompt 'import '   bessemer spec show {path}"
+
+
+def _veto(run: Run, poison: Path) -> dict[str, Any]:
+    named = [event for event in run.events("veto") if Path(event["documents"][0]["file"]) == poison.resolve()]
+    if not named:
+        raise UserError(f"no veto named {poison}: the guard missed the poisoned batch; see {run.events_path}")
+    return named[-1]
+
+
+def verdicts(run: Run, before: dict[int, float], poison: Path, steps: int) -> Iterator[str]:
+    """What the records say of the veto, the resume and the loss."""
+    veto = _veto(run, poison)
+    worst = veto["documents"][0]
+    yield (
+        f"veto       step {veto['step']:,}: loss {veto['loss']:.2f} is {veto['statistics']['loss_z']:.0f} sigma above trend, caused by "
+        f"{os.path.relpath(worst['file'])} ({worst['tokens']} tokens, {worst['share']:.0%} of the loss); weights untouched"
+    )
+    resumed = [event for event in run.events("started") if event["resumed_from"]][-1]
+    compared = compare(before, losses(run), resumed["step"])
+    same = compared.identical == compared.last - compared.first + 1
+    how = "identical to" if same else f"within {compared.largest:.1e} of"
+    yield f"resume     from step {resumed['step']:,}; losses {compared.first:,}-{compared.last:,} are {how} the killed run's, digit for digit" if same else (
+        f"resume     from step {resumed['step']:,}; losses {compared.first:,}-{compared.last:,} are {how} the killed run's (a GPU does not repeat its last digits)"
+    )
+    if [record["step"] for record in run.metrics()] != list(range(steps)):
+        raise UserError(f"{run.steps_path}: a step is missing or doubled")
+    first, *_, last = run.validations()
+    drop = first["loss"] - last["loss"]
+    yield (
+        f"done       validation loss {first['loss']:.2f} -> {last['loss']:.2f}: down {drop:.2f} nats, {drop / first['loss']:.0%} "
+        f"({first['bits_per_byte']:.2f} -> {last['bits_per_byte']:.2f} bits per byte)"
+    )
+
+
+def completions(folder: Path) -> Iterator[str]:
+    """What the model writes."""
+    model, tokenizer = load_trained(folder)
+    for i, prompt in enumerate(PROMPTS):
+        text = "".join(stream_text(model, tokenizer, prompt, 120, Sampling(temperature=0.6, top_p=0.9, seed=i)))
+        shown = (prompt + text).splitlines()[:14]
+        yield "\n".join(f"  {'>>>' if n == 0 else '...'} {line}" for n, line in enumerate(shown))

@@ -1,0 +1,78 @@
+"""Validation inside a run: the loss on the same held-out sequences every time, per source and in all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from bessemer.data.order import Order, Phase
+from bessemer.data.store import TokenStore
+from bessemer.data.steps import BatchPhase, Steps
+from bessemer.data.stream import BatchStream, sequence_count
+from bessemer.model.transformer import Decoder
+from bessemer.spec.mixture import quantise
+from bessemer.train.objective import CausalLM
+from bessemer.train.precision import compute_in
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Nats per token, bits per byte of text, and the share of next tokens guessed right."""
+
+    loss: float
+    bits_per_byte: float
+    accuracy: float
+    tokens: int
+    per_source: dict[str, float]
+
+
+class Evaluator:
+    """Holds the chosen sequences: a fixed shuffled part of each held-out source, in proportion to its size."""
+
+    def __init__(
+        self, stores: dict[str, TokenStore], context: int, tokens: int, micro_rows: int, precision: str, device: torch.device
+    ) -> None:
+        self.stores = {name: store for name, store in stores.items() if sequence_count(store.tokens, context)}
+        self.precision, self.device = precision, device
+        self.parts: dict[str, tuple[BatchStream, int]] = {}
+        available = sum(store.tokens for store in self.stores.values())
+        for name, store in self.stores.items():
+            sequences = sequence_count(store.tokens, context)
+            rows = min(micro_rows, sequences)
+            order = Order([Phase(0, quantise({name: 1.0}))], {name: sequences}, seed=0)
+            stream = BatchStream({name: store}, order, context, Steps([BatchPhase(0, rows)]))
+            wanted = min(sequences, tokens / context * store.tokens / available)
+            self.parts[name] = (stream, max(1, int(wanted // rows)))
+
+    @property
+    def available(self) -> bool:
+        return bool(self.parts)
+
+    @torch.no_grad()
+    def evaluate(self, model: Decoder, objective: CausalLM) -> Validation:
+        """Costs one forward pass over the chosen tokens; changes nothing."""
+        sums: dict[str, tuple[float, float, int]] = {}
+        model.eval()
+        for name, (stream, steps) in self.parts.items():
+            loss, correct, count = 0.0, 0.0, 0
+            for step in range(steps):
+                batch = stream.batch(step)
+                with compute_in(self.precision, self.device):
+                    terms = objective.loss(model, objective.feed(batch, self.device), 1.0)
+                loss += float(terms.loss)
+                correct += float(terms.correct)
+                count += int(batch.count)
+            sums[name] = (loss, correct, count)
+        model.train()
+        total = sum(count for _, _, count in sums.values())
+        # A token stands for this many bytes of its source's text, end-of-document tokens counted among the tokens.
+        bits = sum(loss * self.stores[name].tokens / self.stores[name].text_bytes for name, (loss, _, _) in sums.items())
+        return Validation(
+            loss=sum(loss for loss, _, _ in sums.values()) / total,
+            bits_per_byte=bits / total / math.log(2),
+            accuracy=sum(correct for _, correct, _ in sums.values()) / total,
+            tokens=total,
+            per_source={name: loss / count for name, (loss, _, count) in sums.items()},
+        )

@@ -1,0 +1,353 @@
+"""Batches are the same for every world and from any start; documents and origins are as a scan finds them."""
+
+import json
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bessemer.data.order import Order, Phase
+from bessemer.data.prefetch import Prefetch
+from bessemer.data.steps import BatchPhase, Segment, Steps
+from bessemer.data.stream import Batch, BatchStream, sequence_count
+from bessemer.errors import UserError
+from bessemer.spec.mixture import quantise
+
+T = 16
+WORLDS = [1, 2, 3, 4, 8]
+
+
+@dataclass(frozen=True)
+class Origin:
+    file: str
+    row: int
+    document_id: str
+    document: int
+    start: int
+    stop: int
+
+
+class Store:
+    """Documents in memory; lengths may be 0. Token values are unique, so a token tells where it came from."""
+
+    def __init__(self, name: str, lengths: list[int], first_token: int = 0) -> None:
+        self.name, self.fingerprint = name, f"{name}-{lengths}"
+        self.starts = np.cumsum([0, *lengths])
+        self.tokens = int(self.starts[-1])
+        self.data = (first_token + np.arange(self.tokens)).astype(np.uint32)
+        self.gathers = 0
+
+    def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
+        self.gathers += 1
+        return self.data[starts[:, None] + np.arange(length)]
+
+    def document_of(self, positions: np.ndarray) -> np.ndarray:
+        assert positions.min(initial=0) >= 0 and positions.max(initial=0) < self.tokens
+        return np.searchsorted(self.starts, positions, side="right") - 1
+
+    def origin(self, position: int) -> Origin:
+        k = int(self.document_of(np.array([position]))[0])
+        start, stop = int(self.starts[k]), int(self.starts[k + 1])
+        return Origin(f"{self.name}.jsonl", 10 + k, f"{self.name}/{k}", k, start, stop)
+
+
+def make(
+    lengths: dict[str, list[int]],
+    rows: int | list[BatchPhase] = 6,
+    segments: list[Segment] | None = None,
+    banned: frozenset[tuple[str, int]] = frozenset(),
+    seed: int = 3,
+    length: int = T,
+) -> BatchStream:
+    stores = {name: Store(name, sizes, k * 10**6) for k, (name, sizes) in enumerate(lengths.items())}
+    phases = [
+        Phase(0, quantise({name: k + 1 for k, name in enumerate(stores)})),
+        Phase(37, quantise(dict.fromkeys(stores, 1.0))),
+    ]
+    order = Order(
+        phases, {name: sequence_count(store.tokens, length) for name, store in stores.items()}, seed
+    )
+    steps = Steps([BatchPhase(0, rows)] if isinstance(rows, int) else rows, segments or [Segment(0, 0)])
+    return BatchStream(stores, order, length, steps, banned)
+
+
+def example(**settings: object) -> BatchStream:
+    rng = np.random.default_rng(0)
+    lengths = {
+        "web": rng.integers(0, 40, 60).tolist(),
+        "code": rng.integers(30, 90, 20).tolist(),
+        "one": [9, T - 8],  # a single sequence
+        "lines": [2] * 30,
+    }
+    return make(lengths, **settings)
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return all(np.array_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Batch))
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """The batches' rows in one, without padding."""
+    arrays = {f.name: np.concatenate([getattr(batch, f.name) for batch in batches]) for f in fields(Batch)}
+    return Batch(**{name: array[arrays["positions"] >= 0] for name, array in arrays.items()})
+
+
+def targets_by_scan(stream: BatchStream, batch: Batch) -> list[list[tuple[str, Origin]]]:
+    """(source, origin) of every target of every real row, one token at a time."""
+    return [
+        [
+            (stream.names[source], stream.stores[stream.names[source]].origin(int(start) + t + 1))
+            for t in range(stream.sequence_length)
+        ]
+        for source, start in zip(batch.sources, batch.starts, strict=True)
+    ]
+
+
+documents = st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(lambda sizes: sum(sizes) > T)
+
+
+@settings(max_examples=40)
+@given(
+    st.dictionaries(st.sampled_from(["web", "code", "maths"]), documents, min_size=1),
+    st.integers(0, 40),
+    st.sampled_from([1, 2, 3, 7, 16]),
+)
+def test_a_batch_is_what_a_plain_scan_gives(lengths: dict[str, list[int]], step: int, length: int) -> None:
+    stream = make(lengths, length=length)
+    batch = stream.batch(step)
+    source, sequence, _ = stream.order.resolve(batch.positions)
+    assert batch.sources.tolist() == source.tolist()
+    assert batch.starts.tolist() == (sequence * length).tolist()
+    expected_locate = []
+    for row, scan in enumerate(targets_by_scan(stream, batch)):
+        data = stream.stores[stream.names[source[row]]].data[batch.starts[row] :][: length + 1]
+        assert np.array_equal(batch.tokens[row], data[:-1])
+        assert np.array_equal(batch.targets[row], data[1:])
+        order_of_documents = list(dict.fromkeys(scan))
+        assert batch.documents[row].tolist() == [order_of_documents.index(target) for target in scan]
+        expected_locate += [(row, number, origin) for number, (_, origin) in enumerate(order_of_documents)]
+    assert stream.locate(batch) == expected_locate
+    assert batch.single_document == (len(expected_locate) == 6)
+    assert (batch.tokens.dtype, batch.targets.dtype) == (np.int64, np.int64)
+    assert (batch.weights.dtype, batch.documents.dtype) == (np.float32, np.int32)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(st.sampled_from(["web", "code", "maths"]), documents, min_size=1), st.integers(0, 40))
+def test_origins_are_what_a_plain_scan_gives(lengths: dict[str, list[int]], step: int) -> None:
+    stream = make(lengths)
+    batch = stream.batch(step)
+    tokens: dict[tuple[str, Origin], int] = defaultdict(int)
+    rows: dict[tuple[str, Origin], set[int]] = defaultdict(set)
+    for position, scan in zip(batch.positions.tolist(), targets_by_scan(stream, batch), strict=True):
+        for target in scan:
+            tokens[target] += 1
+            rows[target].add(position)
+    shares = stream.origins(step)
+    found = {(s.source, s.file, s.row, s.document_id, s.document, s.tokens, tuple(s.rows)) for s in shares}
+    assert found == {
+        (source, o.file, o.row, o.document_id, o.document, count, tuple(sorted(rows[source, o])))
+        for (source, o), count in tokens.items()
+    }
+    assert len(shares) == len(tokens)
+    assert [s.tokens for s in shares] == sorted(tokens.values(), reverse=True)
+
+
+def test_the_eos_of_a_document_opens_the_next_as_an_input() -> None:
+    stream = make({"web": [5, 5, 7]}, rows=1)
+    batch = stream.batch(0)  # the only sequence: tokens 0 to 15, targets 1 to 16
+    assert batch.documents[0].tolist() == [0] * 4 + [1] * 5 + [2] * 7
+    assert not batch.single_document
+    assert make({"web": [1, T]}, rows=1).batch(0).single_document  # the boundary lies before the first target
+
+
+@given(st.integers(0, 60), st.sampled_from([1, 5, 6, 7, 16]))
+def test_every_world_size_gives_the_same_global_batch(step: int, rows: int) -> None:
+    stream = example(rows=rows)
+    whole = stream.batch(step)
+    for world in WORLDS:
+        ranks = [stream.batch(step, rank, world) for rank in range(world)]
+        assert {batch.tokens.shape for batch in ranks} == {(-(-rows // world), T)}
+        assert same(joined(ranks), whole)
+        assert sum(batch.count for batch in ranks) == stream.step_count(step) == rows * T
+
+
+@given(st.integers(0, 60), st.sampled_from(WORLDS), st.integers(1, 9))
+def test_micro_batches_have_one_shape_and_one_number(step: int, world: int, micro_rows: int) -> None:
+    stream = example(rows=11)
+    per_rank = [stream.micro_batches(step, micro_rows, rank, world) for rank in range(world)]
+    share = -(-11 // world)
+    assert {len(batches) for batches in per_rank} == {-(-share // micro_rows)}
+    every = [batch for batches in per_rank for batch in batches]
+    assert {batch.tokens.shape for batch in every} == {(micro_rows, T)}
+    assert same(joined(every), stream.batch(step))
+    for batch in every:
+        padding = batch.positions < 0
+        assert not batch.weights[padding].any() and not batch.tokens[padding].any()
+        assert (batch.sources[padding] == -1).all() and (batch.starts[padding] == -1).all()
+        assert batch.weights[~padding].all()
+        assert {row for row, _, _ in stream.locate(batch)} == set(np.flatnonzero(~padding).tolist())
+
+
+def test_rows_that_divide_are_not_padded() -> None:
+    batches = example(rows=12).micro_batches(0, 3, 1, 2)
+    assert len(batches) == 2 and all((batch.positions >= 0).all() for batch in batches)
+
+
+def test_a_random_step_equals_the_step_reached_from_the_start() -> None:
+    ramp = [BatchPhase(0, 3), BatchPhase(40, 5), BatchPhase(90, 64)]
+    segments = [Segment(0, 0), Segment(70, 5000)]
+    walked = example(rows=ramp, segments=segments)
+    reached = [walked.batch(step) for step in range(200)]
+    for step in (150, 0, 39, 40, 199, 70, 69):
+        assert same(example(rows=ramp, segments=segments).batch(step), reached[step])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), max_size=4),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10**6)), max_size=4),
+)
+def test_steps_are_closed_form(ramp: list[tuple[int, int]], skips: list[tuple[int, int]]) -> None:
+    phases, segments = [BatchPhase(0, 4)], [Segment(0, 0)]
+    for gap, rows in ramp:
+        phases.append(BatchPhase(phases[-1].from_step + gap, rows))
+    for gap, position in skips:
+        segments.append(Segment(segments[-1].from_step + gap, position))
+    steps = Steps(phases, segments)
+    position, rows = 0, 0
+    for step in range(150):
+        position = next((s.position for s in reversed(segments) if s.from_step == step), position + rows)
+        rows = next((p.rows for p in reversed(phases) if p.from_step <= step), 0)
+        assert (steps.position(step), steps.rows(step)) == (position, rows)
+        assert steps.range(step) == (position, position + rows)
+
+
+def test_a_skip_moves_what_follows_and_nothing_before() -> None:
+    steps = Steps([BatchPhase(0, 4)])
+    skipped = steps.skip(10, steps.position(15))
+    assert [skipped.position(step) for step in (9, 10, 11)] == [36, 60, 64]
+    again = skipped.skip(8, 100)  # a rollback past the first one undoes it
+    assert again.segments == (Segment(0, 0), Segment(8, 100))
+    entries = json.loads(json.dumps([segment.to_json() for segment in again.segments]))
+    assert tuple(Segment.from_json(entry) for entry in entries) == again.segments
+
+
+def test_steps_refuse_nonsense() -> None:
+    for phases in ([], [BatchPhase(1, 4)], [BatchPhase(0, 4), BatchPhase(0, 4)], [BatchPhase(0, 0)]):
+        with pytest.raises(UserError):
+            Steps(phases)
+    with pytest.raises(ValueError, match="rising"):
+        Steps([BatchPhase(0, 4)], [Segment(0, 0), Segment(5, 1), Segment(3, 1)])
+    with pytest.raises(ValueError, match="negative"):
+        Steps([BatchPhase(0, 4)]).position(-1)
+    with pytest.raises(ValueError, match="outside a world"):
+        example().rows(0, 2, 2)
+
+
+@given(st.sets(st.tuples(st.sampled_from(["web", "code", "lines"]), st.integers(0, 20))), st.integers(0, 30))
+def test_banned_documents_weigh_nothing_and_keep_their_place(banned: set[tuple[str, int]], step: int) -> None:
+    stream, plain = example(banned=frozenset(banned)), example()
+    batch, unbanned = stream.batch(step), plain.batch(step)
+    expected = [
+        [0.0 if (source, origin.document) in banned else 1.0 for source, origin in scan]
+        for scan in targets_by_scan(stream, batch)
+    ]
+    assert batch.weights.tolist() == expected
+    assert stream.step_count(step) == batch.count == np.sum(expected)
+    assert np.array_equal(batch.tokens, unbanned.tokens) and np.array_equal(
+        batch.documents, unbanned.documents
+    )
+    assert stream.fingerprint == plain.fingerprint
+    assert sum(b.count for b in stream.micro_batches(step, 4, 1, 2)) == stream.batch(step, 1, 2).count
+
+
+def test_the_count_of_a_step_reads_no_tokens() -> None:
+    stream = example(banned=frozenset({("web", 1)}))
+    stream.step_count(3), stream.origins(3)
+    assert sum(store.gathers for store in stream.stores.values()) == 0
+
+
+def test_the_fingerprint_covers_what_decides_the_tokens_and_nothing_else() -> None:
+    one = example()
+    assert len(one.fingerprint) == 64 and int(one.fingerprint, 16)
+    assert example().fingerprint == one.fingerprint
+    assert example(rows=9, segments=[Segment(0, 50)]).fingerprint == one.fingerprint
+    assert one.replace(steps=Steps([BatchPhase(0, 2)])).fingerprint == one.fingerprint
+    others = [example(seed=4), example(length=T - 1)]
+    lengths = {name: np.diff(store.starts).tolist() for name, store in one.stores.items()}
+    others += [make({**lengths, "web": [7, *lengths["web"]]}), make(dict(reversed(lengths.items())))]
+    assert one.fingerprint not in {other.fingerprint for other in others}
+    golden = make({"web": [20, 30], "code": [50]}, seed=1)
+    assert golden.fingerprint == "3ca56826a981687ad391e1ec786d808344b4d17ee00b2a75f9e2b245e7955739"
+
+
+def test_a_replaced_stream_reads_by_its_own_steps() -> None:
+    stream = example()
+    moved = stream.replace(steps=stream.steps.skip(4, 600), banned={("web", 3)})
+    assert same(stream.batch(3), example().batch(3))
+    assert moved.rows(4).tolist() == list(range(600, 606))
+    assert moved.banned == {("web", 3)} and moved.replace().banned == moved.banned
+
+
+def test_a_store_of_another_size_is_refused() -> None:
+    stream = example()
+    with pytest.raises(ValueError, match="'one'"):
+        BatchStream({**stream.stores, "one": Store("one", [100])}, stream.order, T, stream.steps)
+
+
+def batch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_prefetch_gives_the_same_batches_in_any_sequence_of_steps() -> None:
+    stream = example()
+    with Prefetch(stream, 2, 1, 2) as prefetch:
+        for step in [0, 1, 2, 3, 1, 2, 50, 51, 53, 53, 0]:
+            batches = prefetch.get(step)
+            expected = stream.micro_batches(step, 2, 1, 2)
+            assert len(batches) == len(expected)
+            assert all(same(one, other) for one, other in zip(batches, expected, strict=True))
+            assert prefetch.wait_s >= 0
+        assert len(batch_threads()) == 1
+    assert batch_threads() == []
+    with pytest.raises(RuntimeError):
+        prefetch.get(0)
+
+
+def test_prefetch_works_ahead_but_no_further_than_its_depth() -> None:
+    asked: list[int] = []
+    reached = threading.Event()
+
+    class Recorder:
+        def micro_batches(self, step: int, *cut: int) -> list[Batch]:
+            asked.append(step)
+            if step == 7:
+                reached.set()
+            return []
+
+    with Prefetch(Recorder(), 2, depth=2) as prefetch:  # type: ignore[arg-type]
+        prefetch.get(5)
+        assert reached.wait(20)
+    assert asked == [5, 6, 7]
+
+
+def test_prefetch_raises_in_get_and_can_be_asked_again() -> None:
+    class Flaky:
+        failures = 1
+
+        def micro_batches(self, step: int, *cut: int) -> list[Batch]:
+            if step == 2 and self.failures:
+                self.failures -= 1
+                raise OSError("disk gone at step 2")
+            return []
+
+    with Prefetch(Flaky(), 2) as prefetch:  # type: ignore[arg-type]
+        assert prefetch.get(1) == []
+        with pytest.raises(OSError, match="disk gone"):
+            prefetch.get(2)
+        assert prefetch.get(2) == []
+    assert batch_threads() == []
