@@ -54,7 +54,11 @@ def test_bad_utf8_in_text_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz"])
 def test_jsonl_rows_are_line_numbers(tmp_path: Path, name: str) -> None:
-    content = lines({"text": "one"}) + "\n" + lines({"text": ""}, {"text": None}, {"text": "fünf"}).replace("\n", "\r\n")
+    content = (
+        lines({"text": "one"})
+        + "\n"
+        + lines({"text": ""}, {"text": None}, {"text": "fünf"}).replace("\n", "\r\n")
+    )
     data = content.encode()
     path = write(tmp_path / name, gzip.compress(data) if name.endswith(".gz") else data)
     assert documents(source_of(path)) == [Document("one", str(path), 1), Document("fünf", str(path), 5)]
@@ -128,7 +132,15 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
 
 
 def test_a_source_tree_leaves_out_what_is_not_source(tmp_path: Path) -> None:
-    for name in ["b.py", "a/z.rs", "README.md", ".hidden.py", ".git/x.py", "a/__pycache__/x.py", "node_modules/x.js"]:
+    for name in [
+        "b.py",
+        "a/z.rs",
+        "README.md",
+        ".hidden.py",
+        ".git/x.py",
+        "a/__pycache__/x.py",
+        "node_modules/x.js",
+    ]:
         write(tmp_path / name)
     write(tmp_path / "binary.c", b"int\0x")
     write(tmp_path / "generated.py", "x = 1\n" * 200_000)
@@ -155,6 +167,17 @@ def test_include_chooses_inside_a_folder(tmp_path: Path) -> None:
     assert names(source_of(tmp_path, include=["*.py"]), tmp_path) == ["a.py", "lib/c.py", "lib/deep/d.py"]
     assert names(source_of(tmp_path, include=["lib/**/*.py"]), tmp_path) == ["lib/c.py", "lib/deep/d.py"]
     assert names(source_of(tmp_path, include=["**/*.log"]), tmp_path) == ["e.log"]
+
+
+def test_exclude_leaves_out_inside_a_folder(tmp_path: Path) -> None:
+    for name in ["a.py", "test_a.py", "tests/b.py", "lib/c.py", "lib/tests/d.py"]:
+        write(tmp_path / name)
+    assert names(source_of(tmp_path, exclude=["tests/*", "test_*"]), tmp_path) == [
+        "a.py",
+        "lib/c.py",
+        "lib/tests/d.py",
+    ]
+    assert names(source_of(tmp_path, exclude=["**/tests/*", "test_*"]), tmp_path) == ["a.py", "lib/c.py"]
 
 
 def test_a_folder_is_read_as_what_most_of_it_is(tmp_path: Path) -> None:

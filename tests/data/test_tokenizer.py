@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
@@ -45,14 +45,14 @@ def test_pieces_join_to_the_text(text: str, size: int) -> None:
     assert all(len(piece) <= 2 * size for piece in pieces)
 
 
-@settings(max_examples=30)
-@given(st.lists(st.sampled_from(CODE.splitlines(keepends=True)), max_size=60))
+MARGIN_LINES = [line for line in CODE.splitlines(keepends=True) if not line[0].isspace()]
+
+
+@given(st.lists(st.sampled_from([*MARGIN_LINES, "    x = 1\n", "\n"]), max_size=60))
 def test_pieces_have_the_tokens_of_the_whole(lines: list[str]) -> None:
-    text = "".join(lines)
-    whole = TRAINED.encode(text)
-    # Hard cuts are possible where 200 characters have no line that starts at the margin: not in this text.
-    pieces = TRAINED.encode_batch(list(cut(text, 2000)))
-    assert [i for ids in pieces for i in ids] == whole
+    text = "".join(line + "end\n" for line in lines)
+    pieces = TRAINED.encode_batch(list(cut(text, 150)))
+    assert [i for ids in pieces for i in ids] == TRAINED.encode(text)
 
 
 def test_indentation_merges_and_long_numbers_do_not() -> None:
@@ -92,7 +92,7 @@ def test_the_smallest_vocabulary(vocab: int) -> None:
     tokenizer = Tokenizer.train(["aaaa aaaa"], vocab=vocab)
     assert tokenizer.vocab_size == vocab
     assert tokenizer.decode(tokenizer.encode("żółw \0")) == "żółw \0"
-    with pytest.raises(UserError, match="256 is too small .*give 257 or more"):
+    with pytest.raises(UserError, match=r"256 is too small .*give 257 or more"):
         Tokenizer.train(["a"], vocab=256)
 
 

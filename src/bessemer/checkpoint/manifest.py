@@ -1,9 +1,13 @@
-"""The manifest is the commit: a checkpoint folder without one, or whose files do not match it, is not a checkpoint."""
+"""The manifest is the commit: a checkpoint folder without one, or whose files do not match it, is not a checkpoint.
+
+It holds a hash of every file and one of itself, so a changed step or data position is found like a changed tensor.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import xxhash
 
 FORMAT = 1
 NAME = "manifest.json"
+_SELF = "manifest_xxh3_128"
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,11 @@ def hash_file(path: Path) -> str:
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and hash of every file in a checkpoint folder."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != NAME and not path.name.startswith(NAME))
-    return {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": hash_file(folder / name)} for name in names}
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(NAME))
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "xxh3_128": hash_file(folder / name)}
+        for name in names
+    }
 
 
 def _sync_folder(folder: Path) -> None:
@@ -61,11 +69,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def _hash_of_itself(data: dict[str, Any]) -> str:
+    """Of the values, not of the text: what JSON reads back hashes the same, in the order it was written."""
+    return str(xxhash.xxh3_128(json.dumps(data).encode()).hexdigest())
+
+
 def commit(folder: Path, manifest: Manifest) -> None:
     """Write the manifest so that it appears whole or not at all, and survives a power cut."""
     temporary = folder / f"{NAME}.tmp"
+    data = json.loads(json.dumps(asdict(manifest)))
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(asdict(manifest), file, indent=1)
+        json.dump({**data, _SELF: _hash_of_itself(data)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(folder)
@@ -74,16 +88,24 @@ def commit(folder: Path, manifest: Manifest) -> None:
     _sync_folder(folder.parent)
 
 
+def discard(folder: Path) -> None:
+    """Delete a checkpoint. The manifest goes first, so a kill on the way leaves a leftover, not a ruin."""
+    (folder / NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest as written. Raises Damaged if it is missing, unreadable or of another format."""
+    """The manifest as written. Raises Damaged if it is missing, unreadable, altered or of another format."""
     try:
         data = json.loads((folder / NAME).read_text(encoding="utf-8"))
         if data.get("format") != FORMAT:
             raise Damaged(f"{folder / NAME}: format {data.get('format')}, this version reads {FORMAT}")
+        if data.pop(_SELF, None) != _hash_of_itself(data):
+            raise Damaged(f"{folder / NAME}: its content differs from what was saved (hash mismatch)")
         return Manifest(**data)
     except FileNotFoundError:
         raise Damaged(f"{folder}: no manifest, the save did not finish") from None
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:  # ValueError: neither JSON nor UTF-8
         raise Damaged(f"{folder / NAME}: unreadable: {error}") from None
 
 

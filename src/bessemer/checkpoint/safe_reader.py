@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import io
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from bessemer.checkpoint.manifest import Damaged
 
+# All that an index of tensors names, as torch 2.11 and 2.13 write it. Plain data classes but for the last two lines.
 _ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-        "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"), ("torch._utils", "_rebuild_device"),
-    ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"), ("pathlib._local", "Path"),
-}  # fmt: skip
+    ("torch.distributed.checkpoint.metadata", "Metadata"),  # the whole
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),  # a tensor: properties, size, chunks
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),  # dtype, layout, memory format
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),  # an enum: the memory format's number
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),  # offsets and sizes of one chunk
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),  # the key of a chunk
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),  # where and under which id it was saved
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),  # file, offset and length of a chunk
+    ("torch", "Size"),  # a tuple of integers
+    ("torch.serialization", "_get_layout"),  # a table look-up from a layout's name
+}
+# The folder it was saved to, which nothing here reads: a pure path has no file system behind it. Python 3.13 alone says
+# `pathlib._local`, which other versions do not have.
+_PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -40,9 +45,13 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) in _PATHS:
+            return PurePosixPath
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise Damaged(f"{self._path}: refers to {module}.{name}, which no checkpoint of ours does; it was not loaded")
+        raise Damaged(
+            f"{self._path}: refers to {module}.{name}, which no checkpoint of ours does; it was not loaded"
+        )
 
 
 class TensorReader(FileSystemReader):
@@ -61,7 +70,9 @@ class TensorReader(FileSystemReader):
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise Damaged(f"{path}: entry {key!r} is not a tensor; it was not loaded")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = self.storage_meta()
-        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        for place in (metadata.storage_data or {}).values():
+            name = str(getattr(place, "relative_path", place))
+            if Path(name).name != name:
+                raise Damaged(f"{path}: points outside its folder, to {name}; it was not loaded")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -25,7 +25,8 @@ def train(
     from bessemer.supervise.session import Session
 
     live = sys.stdout.isatty() and not plain
-    view = LiveView(str(spec)) if live else LineView(str(spec), run_spec.observe.line_every)
+    again = None if settings else str(spec)  # with overrides, the spec in the run's folder is the one to continue with
+    view = LiveView(again) if live else LineView(again, run_spec.observe.line_every)
     outcome = Session(run_spec, view).train()
     if outcome.kind == "interrupted":
         raise typer.Exit(143 if outcome.reason == "SIGTERM" else 130)

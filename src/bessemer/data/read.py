@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 Format = Literal["text", "source", "jsonl", "parquet"]
 
 _PROSE = (".txt", ".md", ".rst")
-_CODE = (  # fmt: skip
+# fmt: off
+_CODE = (
     ".py", ".pyi", ".pyx", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".rs", ".go", ".zig", ".nim",
     ".java", ".kt", ".scala", ".clj", ".swift", ".m", ".mm", ".cs", ".fs", ".dart", ".js", ".mjs", ".jsx", ".ts",
-    ".tsx", ".vue", ".html", ".css", ".scss", ".rb", ".php", ".pl", ".pm", ".lua", ".r", ".jl", ".hs", ".ml", ".mli",
-    ".ex", ".exs", ".erl", ".sh", ".bash", ".zsh", ".ps1", ".sql", ".tex", ".f90", ".asm", ".s", ".proto", ".cmake",
-    ".toml", ".yaml", ".yml",
+    ".tsx", ".vue", ".html", ".css", ".scss", ".rb", ".php", ".pl", ".pm", ".lua", ".r", ".jl", ".hs", ".ml",
+    ".mli", ".ex", ".exs", ".erl", ".sh", ".bash", ".zsh", ".ps1", ".sql", ".tex", ".f90", ".asm", ".s", ".proto",
+    ".cmake", ".toml", ".yaml", ".yml",
 )
+# fmt: on
 _EXTENSIONS: dict[Format, tuple[str, ...]] = {
     "text": (".txt", ".md"),
     "source": _CODE + _PROSE,

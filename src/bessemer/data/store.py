@@ -86,14 +86,15 @@ class StoreWriter:
         ids = np.asarray(tokens)
         assert ids.ndim == 1 and 0 < ids.size < 1 << 31, "a document has between 1 and 2^31 - 1 tokens"
         assert ids.min() >= 0 and ids.max() < self.vocab, "a token id lies outside the vocabulary"
-        data = ids.astype(self.dtype).tobytes()
+        data = np.ascontiguousarray(ids, dtype=self.dtype).data
         length = struct.pack("<i", ids.size)
         number = self._files.setdefault(file, len(self._files))
         self._parts["bin"].write(data)
         self._parts["lengths.tmp"].write(length)
         self._parts["starts"].write(struct.pack("<q", self.tokens))
         self._parts["origins"].write(struct.pack("<IQQ", number, row, text_hash))
-        self._content.update(length + data)
+        self._content.update(length)
+        self._content.update(data)
         self.documents += 1
         self.tokens += ids.size
         self.text_bytes += text_bytes
@@ -150,7 +151,7 @@ class StoreWriter:
             json.dump(about, file, indent=1)
             _sync(file)
         os.replace(f"{self.prefix}.json.tmp", f"{self.prefix}.json")
-        sync_folder(os.path.dirname(self.prefix) or ".")
+        sync(os.path.dirname(self.prefix) or ".")
 
 
 class TokenStore:
@@ -254,8 +255,8 @@ class TokenStore:
         return UserError(f"{self.prefix}.{name} {what}; delete the folder {folder} and run again")
 
 
-def sync_folder(path: str | Path) -> None:
-    """Makes a rename inside the folder survive a power cut."""
+def sync(path: str | Path) -> None:
+    """Makes a file's content, or the names inside a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,11 +1,12 @@
 """The judge: is this step's loss or gradient norm an outlier against the steps accepted lately?
 
-Everything is tensor arithmetic on the device, without a host sync. A window holds the last accepted values of the loss
-and of the log of the gradient norm. The centre is the median of its newer half (it lags a falling loss from above, which
-errs on the side of accepting); the scale is 1.4826 times the median absolute deviation from a resistant line through the
-two halves' medians, so that the trend of early training is not taken for noise, with a floor. Only high values are
-outliers. Rejected steps never enter the window, but never for ever either: after `max_vetoes` in a row the next finite
-one is accepted and the window starts anew (otherwise a harmless change of data would be vetoed without end).
+Everything is tensor arithmetic on the device, without a host sync. A window holds the last accepted values of the
+loss and of the log of the gradient norm. The centre is the median of its newer half (it lags a falling loss from above,
+which errs on the side of accepting); the scale is 1.4826 times the median absolute deviation from a resistant line
+through the two halves' medians, so that the trend of early training is not taken for noise, with a floor. Only high
+values are outliers. Rejected steps never enter the window, but never for ever either: after `max_vetoes` in a row the
+next finite one is accepted and the window starts anew (otherwise a harmless change of data would be vetoed without
+end).
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from torch import Tensor
 from bessemer.spec.schema import GuardSpec
 
 ACCEPT, NONFINITE, LOSS_OUTLIER, GRAD_OUTLIER = 0, 1, 2, 3
-REASONS = {NONFINITE: "non-finite loss or gradient", LOSS_OUTLIER: "loss outlier", GRAD_OUTLIER: "gradient-norm outlier"}
+REASONS = {
+    NONFINITE: "non-finite loss or gradient",
+    LOSS_OUTLIER: "loss outlier",
+    GRAD_OUTLIER: "gradient-norm outlier",
+}
 LOSS_FLOOR = 0.02  # the scale of the loss is at least 2 % of its centre
 GRAD_FLOOR = 0.15  # and that of the log gradient norm 0.15: with 10 sigma, a factor of 4.5
 
@@ -79,6 +84,7 @@ class Judge:
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Verdict:
         """The verdict on a step, from its mean loss and its global gradient norm."""
+        loss, grad_norm = loss.to(self.window_2N.device), grad_norm.to(self.window_2N.device)
         value_2 = torch.stack((loss.float(), grad_norm.float().clamp(min=1e-30).log()))
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         center_2, scale_2 = self._center_and_scale()

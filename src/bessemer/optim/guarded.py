@@ -1,9 +1,9 @@
 """AdamW whose update a verdict can withhold.
 
-The verdict is a float32 tensor, exactly 0 or 1. Fused AdamW takes it as `found_inf` and the clip divisor as `grad_scale`:
-no host sync, and a rejected step leaves weights, moments and counts bit-untouched even under NaN. Where there is no fused
-kernel the verdict is read once on the host before the step. Which of the two is safe here is not assumed: a probe on one
-parameter proves it at start.
+The verdict is a float32 tensor, exactly 0 or 1. Fused AdamW takes it as `found_inf` and the clip divisor as
+`grad_scale`: no host sync, and a rejected step leaves weights, moments and counts bit-untouched even under NaN. Where
+there is no fused kernel the verdict is read once on the host before the step. Which of the two is safe here is not
+assumed: a probe on one parameter proves it at start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ class GuardedAdamW:
         ]
         self.fused = fused_veto_works(self.device)
         self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=self.fused, foreach=None if self.fused else True
+            [group for group in groups if group["params"]],
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            fused=self.fused,
+            foreach=None if self.fused else True,
         )
 
     def grad_norm(self) -> Tensor:
@@ -57,7 +62,9 @@ class GuardedAdamW:
             state = self.optimizer.state[parameter]
             if not state:
                 # As torch lays it out: fused keeps the count on the device, the others on the CPU.
-                state["step"] = torch.zeros((), dtype=torch.float32, device=self.device if self.fused else "cpu")
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=self.device if self.fused else "cpu"
+                )
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             for key in MOMENTS:

@@ -1,12 +1,20 @@
-"""Combinations that cannot work, one named check each. A check yields (key, message with the fix)."""
+"""Combinations that cannot work, one named check each. A check yields (path, message with the fix).
+
+Each check is listed with the keys it reads: where one of them is itself wrong, the check has nothing to go by and is
+left out, so that one mistake is told once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 
+from bessemer.spec.document import Path
+from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 
-Problem = tuple[str, str]
+Problem = tuple[Path, str]
+PARALLEL_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 
 
 def one_length(spec: RunSpec) -> Iterator[Problem]:
@@ -14,102 +22,196 @@ def one_length(spec: RunSpec) -> Iterator[Problem]:
     if spec.budget.tokens != "auto":
         given.insert(0, "tokens")
     for extra in given[1:]:
-        yield f"budget.{extra}", f"the run's length is given twice, by {given[0]} and {extra}: keep one of them"
+        yield (
+            ("budget", extra),
+            f"the run's length is given twice, by {given[0]} and {extra}: keep one of them",
+        )
 
 
 def model_is_complete(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
-    if model.preset is None:
-        missing = [key for key in ("width", "layers", "heads") if getattr(model, key) is None]
-        if missing:
-            yield "model", f"{' and '.join(missing)} missing: write them, or a preset such as `model: 10M`"
+    missing = [key for key in ("width", "layers", "heads") if getattr(model, key) is None]
+    if model.preset is None and missing:
+        yield ("model",), f"{' and '.join(missing)} missing: write them, or a preset such as `model: 10M`"
 
 
 def heads_divide(spec: RunSpec) -> Iterator[Problem]:
-    from bessemer.spec.resolve import model_shape
-
     model = spec.model
     if model.preset is None and (model.width is None or model.layers is None or model.heads is None):
         return
     shape = model_shape(model, vocab=1)
     if model.head_dim is None and shape.width % shape.heads:
-        fits = [n for n in range(1, shape.heads + 1) if shape.width % n == 0]
-        yield "model.heads", f"width {shape.width} cannot be cut into {shape.heads} heads: write heads: {fits[-1]}, or give head_dim"
-    elif shape.head_dim % 2:
-        yield "model.head_dim", f"head_dim {shape.head_dim} is odd, rotary positions need pairs: write {shape.head_dim + 1}"
+        fits = [n for n in range(1, shape.heads) if shape.width % n == 0 and shape.width // n % 2 == 0]
+        fix = f"write heads: {fits[-1]}, or give head_dim" if fits else "give head_dim, such as head_dim: 64"
+        yield ("model", "heads"), f"width {shape.width} cannot be cut into {shape.heads} heads: {fix}"
+        return
+    if shape.head_dim % 2:
+        why = f"head_dim {shape.head_dim} is odd, rotary positions need pairs"
+        yield ("model", "head_dim"), f"{why}: write head_dim: {shape.head_dim + 1}"
     if shape.heads % shape.kv_heads:
         fits = [n for n in range(1, min(shape.kv_heads, shape.heads) + 1) if shape.heads % n == 0]
-        yield "model.kv_heads", f"{shape.kv_heads} does not divide heads ({shape.heads}): write kv_heads: {fits[-1]}"
+        yield (
+            ("model", "kv_heads"),
+            f"{shape.kv_heads} does not divide heads ({shape.heads}): write kv_heads: {fits[-1]}",
+        )
 
 
 def tokenizer_once(spec: RunSpec) -> Iterator[Problem]:
-    tokenizer = spec.tokenizer
-    if tokenizer.path is not None and tokenizer.vocab != "auto":
-        yield "tokenizer.vocab", "a loaded tokenizer has its own size: remove vocab, or remove path to train one"
-    if isinstance(tokenizer.vocab, int) and tokenizer.vocab < 257:
-        yield "tokenizer.vocab", f"{tokenizer.vocab} is too small: 256 bytes and the end-of-document token need at least 257"
+    vocab = spec.tokenizer.vocab
+    if vocab == "auto":
+        return
+    if spec.tokenizer.path is not None:
+        yield (
+            ("tokenizer", "vocab"),
+            "a loaded tokenizer has its own size: remove vocab, or remove path to train one",
+        )
+    elif vocab < 257:
+        need = "256 bytes and the end-of-document token need at least 257"
+        yield ("tokenizer", "vocab"), f"{vocab} is too small: {need}; write vocab: auto or 8K"
+
+
+def context_is_a_sequence(spec: RunSpec) -> Iterator[Problem]:
+    context = spec.data.context
+    if context != "auto" and context < 2:
+        yield ("data", "context"), f"{context} is too short: write at least 2 tokens, such as 2048"
 
 
 def batch_holds_sequences(spec: RunSpec) -> Iterator[Problem]:
     budget, context = spec.budget, spec.data.context
-    if context != "auto" and context < 2:
-        yield "data.context", f"{context} is too short: write at least 2 tokens, such as 2048"
+    if context == "auto":
         return
-    sizes = [("budget.batch", budget.batch)]
-    sizes += [(f"budget.batch_changes.{i}.batch", change.batch) for i, change in enumerate(budget.batch_changes)]
-    for key, batch in sizes:
-        if batch != "auto" and context != "auto" and batch < context:
-            yield key, f"{batch} tokens do not hold one sequence of {context}: write at least {context}, or lower data.context"
-    if "auto" not in (budget.batch, budget.micro_batch, context):
-        rows = max(1, round(budget.batch / context))  # type: ignore[operator]
-        if budget.micro_batch > rows:  # type: ignore[operator]
-            yield "budget.micro_batch", f"{budget.micro_batch} sequences exceed the batch of {rows}: write {rows} or less"
-    starts = [change.from_step for change in budget.batch_changes]
-    if starts != sorted(set(starts)):
-        yield "budget.batch_changes", "from_step must rise from one change to the next"
+    sizes: list[tuple[Path, int]] = []
+    if budget.batch != "auto":
+        sizes.append((("budget", "batch"), budget.batch))
+    sizes += [
+        (("budget", "batch_changes", i, "batch"), change.batch)
+        for i, change in enumerate(budget.batch_changes)
+    ]
+    for path, batch in sizes:
+        if batch < context:
+            fix = f"write at least {context}, or lower data.context"
+            yield path, f"{batch} tokens do not hold one sequence of {context}: {fix}"
+
+
+def micro_batch_fits(spec: RunSpec) -> Iterator[Problem]:
+    batch, micro, context = spec.budget.batch, spec.budget.micro_batch, spec.data.context
+    if batch == "auto" or micro == "auto" or context == "auto":
+        return
+    rows = max(1, round(batch / context))
+    if micro > rows:
+        fix = f"write {rows} or less, or a larger budget.batch"
+        yield (
+            ("budget", "micro_batch"),
+            f"{micro} sequences exceed the batch, which holds {rows} of {context} tokens: {fix}",
+        )
+
+
+def batch_changes_rise(spec: RunSpec) -> Iterator[Problem]:
+    changes = spec.budget.batch_changes
+    for i, change in enumerate(changes[1:], 1):
+        before = changes[i - 1].from_step
+        if change.from_step <= before:
+            yield (
+                ("budget", "batch_changes", i, "from_step"),
+                f"{change.from_step} must lie after {before}, where the change before it begins",
+            )
+
+
+def sources_have_names_and_files(spec: RunSpec) -> Iterator[Problem]:
+    for name, source in spec.data.sources.items():
+        if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+            fix = "use letters, digits, '.', '_' and '-', 100 at most, beginning with a letter or digit"
+            yield ("data", "sources", name), f"not a source's name: {fix}"
+        if not any(path.strip() for path in source.path):
+            yield ("data", "sources", name, "path"), "names no file: write a file, a folder or a glob"
+
+
+def a_source_has_weight(spec: RunSpec) -> Iterator[Problem]:
+    if not any(source.weight > 0 for source in spec.data.sources.values()):
+        yield ("data", "sources"), "at least one source needs a weight above 0"
 
 
 def phases_name_sources(spec: RunSpec) -> Iterator[Problem]:
     for i, phase in enumerate(spec.data.phases):
-        key = f"data.phases.{i}"
+        path: Path = ("data", "phases", i, "weights")
+        wrong = False
         for name, weight in phase.weights.items():
             if name not in spec.data.sources:
-                yield f"{key}.weights.{name}", f"no source {name!r}; there are {', '.join(spec.data.sources)}"
+                wrong = True
+                yield (*path, name), f"no source {name!r}: there are {', '.join(spec.data.sources)}"
             elif weight < 0:
-                yield f"{key}.weights.{name}", f"weight {weight} is negative: write 0 or more"
-        if not any(weight > 0 for weight in phase.weights.values()):
-            yield f"{key}.weights", "at least one source needs a weight above 0"
-        before = spec.data.phases[i - 1].start if i else 0
-        if phase.start <= before:
-            yield f"{key}.start", f"{phase.start} must lie after {before}, where the phase before it starts"
-    if not any(source.weight > 0 for source in spec.data.sources.values()):
-        yield "data.sources", "at least one source needs a weight above 0"
+                wrong = True
+                yield (*path, name), f"weight {weight:g} is negative: write 0 or more"
+        if not wrong and not any(weight > 0 for weight in phase.weights.values()):
+            yield path, "at least one source needs a weight above 0"
 
 
-def validation_is_there(spec: RunSpec) -> Iterator[Problem]:
+def phases_rise(spec: RunSpec) -> Iterator[Problem]:
+    for i, (before, phase) in enumerate(zip(spec.data.phases, spec.data.phases[1:], strict=False), 1):
+        if phase.start <= before.start:
+            yield (
+                ("data", "phases", i, "start"),
+                f"{phase.start:,} must lie after {before.start:,}, where the phase before it starts",
+            )
+
+
+def most_is_trained_on(spec: RunSpec) -> Iterator[Problem]:
     if spec.data.validation > 0.5:
-        yield "data.validation", f"{spec.data.validation:.0%} held out leaves too little to train on: write 1%"
+        held_out = f"{spec.data.validation:.3g} of the documents held out"
+        yield ("data", "validation"), f"{held_out} leaves too little to train on: write validation: 1%"
+
+
+def stop_rules_can_be_judged(spec: RunSpec) -> Iterator[Problem]:
     if spec.data.validation > 0:
         return
-    stop = spec.budget.stop
     for key in ("validation_loss", "patience"):
-        if getattr(stop, key) is not None:
-            yield f"budget.stop.{key}", "needs held-out documents: write data.validation: 1%, or remove this rule"
+        if getattr(spec.budget.stop, key) is not None:
+            yield (
+                ("budget", "stop", key),
+                "needs held-out documents: write data.validation: 1%, or remove this rule",
+            )
 
 
 def one_device(spec: RunSpec) -> Iterator[Problem]:
-    for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep"):
+    for key in PARALLEL_DEGREES:
         degree = getattr(spec.parallel, key)
         if degree > 1:
-            yield f"parallel.{key}", f"{degree} devices were asked for and this version trains on one: write {key}: 1"
+            yield (
+                ("parallel", key),
+                f"{degree} devices were asked for and this version trains on one: write {key}: 1",
+            )
 
 
-CHECKS = (
-    one_length, model_is_complete, heads_divide, tokenizer_once, batch_holds_sequences,
-    phases_name_sources, validation_is_there, one_device,
+CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (
+    (one_length, ("budget.tokens", "budget.steps", "budget.epochs")),
+    (model_is_complete, ("model",)),
+    (heads_divide, ("model",)),
+    (tokenizer_once, ("tokenizer.path", "tokenizer.vocab")),
+    (context_is_a_sequence, ("data.context",)),
+    (batch_holds_sequences, ("data.context", "budget.batch", "budget.batch_changes")),
+    (micro_batch_fits, ("data.context", "budget.batch", "budget.micro_batch")),
+    (batch_changes_rise, ("budget.batch_changes",)),
+    (sources_have_names_and_files, ("data.sources",)),
+    (a_source_has_weight, ("data.sources",)),
+    (phases_name_sources, ("data.sources", "data.phases")),
+    (phases_rise, ("data.phases",)),
+    (most_is_trained_on, ("data.validation",)),
+    (stop_rules_can_be_judged, ("data.validation", "budget.stop")),
+    (one_device, ()),  # a degree that is wrong itself stands at 1 here
 )
 
 
-def check(spec: RunSpec) -> list[Problem]:
-    """Every combination in the spec that cannot work."""
-    return [problem for named in CHECKS for problem in named(spec)]
+def _touches(read: str, broken: Path) -> bool:
+    path: Path = tuple(read.split("."))
+    shared = min(len(path), len(broken))
+    return path[:shared] == broken[:shared]
+
+
+def check(spec: RunSpec, broken: Collection[Path] = ()) -> list[Problem]:
+    """Every combination in the spec that cannot work, judged only by keys that are not `broken` themselves."""
+    return [
+        problem
+        for named, reads in CHECKS
+        if not any(_touches(read, path) for read in reads for path in broken)
+        for problem in named(spec)
+    ]

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from bessemer.errors import UserError
 from bessemer.spec.checks import check
-from bessemer.spec.document import Document, override, parse
+from bessemer.spec.document import Document, override, parse, scalar
 from bessemer.spec.document import Path as KeyPath
+from bessemer.spec.quantity import shown
 from bessemer.spec.schema import RunSpec
 
 _EXPECTED = {
-    "int_type": "a whole number", "int_parsing": "a whole number", "int_from_float": "a whole number",
-    "float_type": "a number", "float_parsing": "a number", "string_type": "text", "bool_type": "true or false",
-    "list_type": "a list", "dict_type": "a mapping of keys", "model_type": "a mapping of keys",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "finite_number": "a finite number",
+    "string_pattern_mismatch": "letters, digits, '.', '_' and '-', 100 at most, beginning with a letter or digit",
 }
+_NUMBERS = ("int_type", "float_type")
+_MOST_PASSES = 20
 
 
 class SpecError(UserError):
@@ -41,7 +56,7 @@ class Loaded:
     document: Document
 
 
-def _fields_at(path: KeyPath) -> dict[str, Any] | None:
+def _fields_at(path: KeyPath) -> dict[str, FieldInfo] | None:
     """The known fields of the section that `path` leads into, or None where keys are the user's own."""
     model: Any = RunSpec
     for step in path:
@@ -52,109 +67,181 @@ def _fields_at(path: KeyPath) -> dict[str, Any] | None:
         else:
             arguments = typing.get_args(model)
             model = arguments[-1] if arguments else None
-        inner = [a for a in typing.get_args(model) if isinstance(a, type) and issubclass(a, BaseModel)]
-        if inner and typing.get_origin(model) not in (dict, list):
-            model = inner[0]
     return dict(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else None
 
 
+def _field(path: KeyPath) -> FieldInfo | None:
+    return (_fields_at(path[:-1]) or {}).get(str(path[-1])) if path else None
+
+
+def _yaml(value: Any) -> str:
+    """A value on one line, as it would stand in a spec."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
 def _example(path: KeyPath) -> str:
-    fields = _fields_at(path[:-1]) if path else None
-    field = fields.get(str(path[-1])) if fields else None
+    while path and isinstance(path[-1], int):  # an entry of a list: show the whole list
+        path = path[:-1]
+    field = _field(path)
     if field is None or not field.examples:
         return ""
-    example = field.examples[0]
-    shown = {True: "true", False: "false"}.get(example, example) if isinstance(example, bool) else example
-    return f"; write {path[-1]}: {shown} ({field.description})"
+    return f"; write {path[-1]}: {_yaml(field.examples[0])} ({field.description})"
+
+
+def _meant(path: KeyPath) -> str | None:
+    """The known key that an unknown one is nearest to."""
+    near = difflib.get_close_matches(str(path[-1]), _fields_at(path[:-1]) or {}, n=1, cutoff=0.5)
+    return near[0] if near else None
+
+
+def _unknown(path: KeyPath) -> str:
+    key = str(path[-1])
+    holders = [section for section in RunSpec.model_fields if key in (_fields_at((section,)) or {})]
+    if holders and (section := path[:-1]) != (holders[0],):
+        there = f"{holders[0]}:" + (f" (or {', '.join(holders[1:])})" if holders[1:] else "")
+        return f"unknown key {'in ' + '.'.join(map(str, section)) if section else 'here'}; it belongs under {there}"
+    if near := _meant(path):
+        return f"unknown key; did you mean {near}?"
+    return f"unknown key; known here: {', '.join(_fields_at(path[:-1]) or {})}"
 
 
 def _explain(error: ErrorDetails, path: KeyPath) -> str:
+    """What is wrong with one key, and what to write instead."""
     kind, given = error["type"], error["input"]
     if kind == "extra_forbidden":
-        known = list(_fields_at(path[:-1]) or [])
-        near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
-        if near:
-            return f"unknown key; did you mean {near[0]}?"
-        holders = [name for name in RunSpec.model_fields if str(path[-1]) in (_fields_at((name,)) or {})]
-        hint = f"; it belongs under {holders[0]}:" if holders else ""
-        return f"unknown key{hint}; known here: {', '.join(known)}"
+        return _unknown(path)
     if kind == "missing":
         return f"missing{_example(path)}"
     if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind]}, got {given!r}{_example(path)}"
+        message = f"expected {_EXPECTED[kind]}, got {shown(given)}"
+        if kind in _NUMBERS and isinstance(given, str) and isinstance(scalar(given), (int, float)):
+            return f"{message}: remove the quotes"
+        if kind == "string_type" and isinstance(given, (int, float)):
+            return f'{message}: put it in quotes, {path[-1]}: "{shown(given)}"'
+        if path[:2] == ("data", "sources") and len(path) == 3:
+            return f"{message}; write {path[-1]}: PATH, or a mapping with path, weight and so on"
+        return message + _example(path)
     if kind == "literal_error":
-        allowed = error["ctx"]["expected"]
-        near = difflib.get_close_matches(str(given), [word.strip("'") for word in allowed.replace(" or ", ", ").split(", ")], n=1)
-        return f"expected {allowed}, got {given!r}" + (f"; did you mean {near[0]}?" if near else "")
-    message = error["msg"].removeprefix("Value error, ")
-    if message.startswith("Input should"):
-        message = f"{given!r} {message.replace('Input should', 'should')}"
-    return message + ("" if kind == "value_error" else _example(path))
+        allowed = error["ctx"]["expected"].replace("'", "")
+        words = allowed.replace(" or ", ", ").split(", ")
+        near = difflib.get_close_matches(str(given), words, n=1)
+        return f"expected {allowed}, got {shown(given)}" + (f"; did you mean {near[0]}?" if near else "")
+    if kind == "value_error":
+        return error["msg"].removeprefix("Value error, ")
+    message = error["msg"][:1].lower() + error["msg"][1:]
+    return message.replace("input", shown(given), 1) + _example(path)
 
 
-def _drop(data: Any, path: KeyPath) -> bool:
-    """Remove what is wrong, so that a second look can find what it hid."""
+def _mend(data: Any, path: KeyPath, missing: bool) -> KeyPath:
+    """Take out what is wrong, so that a second look finds what it hid; the part that was taken out.
+
+    Something required gets its example as a stand-in. In a list nothing is moved: the whole list goes.
+    """
+    trail = [data]
     for step in path[:-1]:
-        if not isinstance(data, (dict, list)) or (isinstance(data, dict) and step not in data):
-            return False
-        data = data[step]
-    if isinstance(data, dict) and path and path[-1] in data:
-        del data[path[-1]]
-        return True
-    return False
+        inside = isinstance(trail[-1], dict) and step in trail[-1]
+        inside = inside or (isinstance(trail[-1], list) and isinstance(step, int) and step < len(trail[-1]))
+        if not inside:
+            break
+        trail.append(trail[-1][step])
+    depth = len(trail) - 1
+    while depth > 0 and not isinstance(trail[depth], dict):
+        depth -= 1
+    holder, taken = trail[depth], path[: depth + 1]
+    if missing and len(taken) == len(path):
+        field = _field(path)
+        holder[path[-1]] = copy.deepcopy(field.examples[0]) if field and field.examples else None
+    elif taken[:2] == ("data", "sources") and len(taken) == 3:
+        holder[taken[-1]] = "stand-in"
+    else:
+        holder.pop(taken[-1], None)
+    return taken
+
+
+def _is(error: ErrorDetails, kind: str) -> bool:
+    return error["type"] == kind
 
 
 def validate(document: Document) -> RunSpec:
     """The spec in a document; all problems together in one SpecError."""
-    found: dict[tuple[KeyPath, str], str] = {}
+    found: list[tuple[tuple[int, int], str]] = []
 
-    def note(path: KeyPath, message: str, place: str | None = None) -> None:
-        key = ".".join(str(step) for step in path)
-        found.setdefault((path, message), f"{place or document.place(path)}: {key}: {message}" if key else f"{document.name}: {message}")
+    def note(path: KeyPath, message: str, line: int | None = None) -> None:
+        place = document.place(path) if line is None else f"{document.name}:{line}"
+        parts = [place, ".".join(str(step) for step in path), message]
+        text = ": ".join(" ".join(part.split()) for part in parts if part)  # one problem is one line
+        found.append((document.rank(path) if line is None else (0, line), text))
 
     for path, line, message in document.problems:
-        note(path, message, f"{document.name}:{line}")
+        note(path, message, line)
     data = copy.deepcopy(document.data)
     spec: RunSpec | None = None
-    for _ in range(20):
+    broken: set[KeyPath] = set()
+    for _ in range(_MOST_PASSES):
         try:
             spec = RunSpec.model_validate(data)
             break
         except ValidationError as error:
-            progress = False
-            for detail in error.errors(include_url=False):
-                path = tuple(detail["loc"])
+            details = {tuple(detail["loc"]): detail for detail in reversed(error.errors(include_url=False))}
+        # A required key that was only misspelt is one mistake, not two.
+        meant = {
+            (*path[:-1], _meant(path)) for path, detail in details.items() if _is(detail, "extra_forbidden")
+        }
+        broken |= {path for path, detail in details.items() if _is(detail, "missing") and path in meant}
+        told = frozenset(broken)
+        for path, detail in sorted(details.items(), key=lambda item: str(item[0])):
+            if not any(path[: len(known)] == known for known in told):
                 note(path, _explain(detail, path))
-                progress |= _drop(data, path)
-            if not progress:
-                break
+                broken.add(path)
+            broken.add(_mend(data, path, _is(detail, "missing")))
     if spec is not None:
-        for key, message in check(spec):
-            note(tuple(int(step) if step.isdigit() else step for step in key.split(".")), message)
+        for path, message in check(spec, broken):
+            note(path, message)
     if found:
-        raise SpecError([found[at] for at in sorted(found, key=lambda at: document.line(at[0]))])
-    assert spec is not None
+        raise SpecError([text for _, text in sorted(found, key=lambda item: item[0])])
+    assert spec is not None, "a spec without a problem is a spec"
     return spec
+
+
+def read_text(path: Path) -> str:
+    """The text of a spec's file; whatever prevents that is the user's to mend."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: no such file; give a run's YAML file (`bessemer demo` needs none)"
+        ) from None
+    except IsADirectoryError:
+        inner = path / "spec.yaml"
+        hint = f"{inner}" if inner.is_file() else "the spec's YAML file"
+        raise UserError(f"{path}: is a folder; give {hint}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); a spec is YAML") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(f"{path}: cannot be read: {reason}") from None
 
 
 def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Loaded:
     """Read, override, validate."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such spec; `bessemer demo` runs without one") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; give the spec's YAML file") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8 text; a spec is YAML") from None
-    document = parse(text, str(path))
+    document = parse(read_text(path), str(path))
+    problems = []
     for setting in overrides:
-        override(document, setting)
-    spec = validate(document)
+        try:
+            override(document, setting)
+        except UserError as error:
+            problems.append(" ".join(str(error).split()))
+    try:
+        spec = validate(document)
+    except SpecError as error:
+        raise SpecError([*error.problems, *problems]) from None
+    if problems:
+        raise SpecError(problems)
     if spec.name == "auto":
-        name = path.stem if path.stem[:1].isalnum() else "run"
-        spec = spec.model_copy(update={"name": name})
+        name = re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")[:100]
+        spec = spec.model_copy(update={"name": name or "run"})
     return Loaded(spec, document)
 
 
@@ -163,8 +250,19 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
     return load_document(path, overrides).spec
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `parse` would otherwise read as a number or a truth: PyYAML has other rules for both."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = None if isinstance(scalar(text), str) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def dump_spec(spec: RunSpec) -> str:
     """YAML that loads back to the same spec, in the order of the schema."""
-    import yaml
-
-    return yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)
+    data = spec.model_dump(mode="json", exclude_none=True)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)

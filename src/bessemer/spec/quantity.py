@@ -3,132 +3,190 @@
 Each parser takes what YAML gave (a number or a string) and returns a plain int or float in one unit, or raises
 ValueError with the accepted forms. K, M, B, T are powers of ten for counts of tokens and parameters; batch and context
 sizes are usually powers of two, so `Ki`/`Mi` are powers of 1024; bytes follow the same rule (`64MB`, `64MiB`).
+Arithmetic is exact: 2.3M is 2,300,000 and nothing near it.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
-_NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
-_SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SECONDS = {"s": 1, "sec": 1, "second": 1, "min": 60, "m": 60, "minute": 60, "h": 3600, "hour": 3600, "d": 86400, "day": 86400}
-_COUNT = re.compile(rf"^{_NUMBER}\s*([kmbgt]i?)?\s*(tokens?|tok|params?|parameters|steps?|sequences?|rows?)?$", re.I)
-_BYTES = re.compile(rf"^{_NUMBER}\s*([kmgt]i?)?b?(?:ytes?)?$", re.I)
-_DURATION = re.compile(rf"^{_NUMBER}\s*([a-z]+?)s?$", re.I)
-_SHARE = re.compile(rf"^{_NUMBER}\s*(%)?$")
+LARGEST = 10**18  # more than any run trains on, and inside 64 bits
+LONGEST_S = 10**10  # three centuries
+# A comma only separates thousands: `1,5` is refused, since it could mean 1.5 as well as 15.
+_NUMBER = r"((?=[.0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)?(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)"
+_SCALE = {
+    "": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12,
+    "ki": 2**10, "mi": 2**20, "bi": 2**30, "gi": 2**30, "ti": 2**40,
+}  # fmt: skip
+_COUNTED = {  # unit -> how it may be written, an example
+    "tokens": (("token", "tokens", "tok", "toks"), "4096, 256K or 20M"),
+    "steps": (("step", "steps"), "1000 or 10K"),
+    "sequences": (("sequence", "sequences", "row", "rows"), "8"),
+    "threads": (("thread", "threads"), "8"),
+}
+_UNIT_OF = {word: unit for unit, (words, _) in _COUNTED.items() for word in words}
+_SECONDS = {
+    "s": 1, "sec": 1, "secs": 1, "second": 1, "seconds": 1, "m": 60, "min": 60, "mins": 60, "minute": 60, "minutes": 60,
+    "h": 3600, "hr": 3600, "hrs": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400,
+}  # fmt: skip
+_COUNT = re.compile(rf"{_NUMBER}\s*([kmbgt]i?)?\s*({'|'.join(_UNIT_OF)})?", re.I)
+_BYTES = re.compile(rf"{_NUMBER}\s*([kmgt]i?)?(b|bytes?)?", re.I)
+_SHARE = re.compile(rf"{_NUMBER}\s*(%)?", re.I)
+_TIME_PART = re.compile(rf"{_NUMBER}\s*([a-z]+)[\s,]*", re.I)
+_LONGEST_TEXT = 64
 
 
-def _number(text: str) -> float:
-    return float(text.replace(",", "").replace("_", ""))
+def shown(value: Any) -> str:
+    """A value as a message shows it: in YAML's words, on one line, not too long."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "nothing"
+    if isinstance(value, int) and abs(value) >= 10**_LONGEST_TEXT:
+        return f"a number of over {_LONGEST_TEXT} digits"  # Python refuses to print thousands of them
+    if isinstance(value, str):
+        text = repr(value)
+    elif isinstance(value, (dict, list)):
+        text = json.dumps(value, default=str)
+    else:
+        text = str(value)
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
 
 
-def _whole(value: float, written: Any) -> int:
-    if value != int(value):
-        raise ValueError(f"{written!r} is not a whole number")
-    return int(value)
+def _refuse(forms: str, value: Any, why: str = "") -> ValueError:
+    return ValueError(f"expected {forms}, got {shown(value)}" + (f": {why}" if why else ""))
 
 
-def _reject_bool(value: Any, forms: str) -> None:
+def _match(pattern: re.Pattern[str], value: Any) -> re.Match[str] | None:
+    """What was written, against a pattern; numbers count as the text that YAML had of them."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"expected {forms}, got {value!r}")
+        return None
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return None  # printing an int of thousands of digits is itself an error
+    text = str(value).strip()
+    return pattern.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
 
 
-def parse_count(value: Any) -> int:
-    """`20M`, `256K tokens`, `1e9`, `4096`, `64Ki` -> int."""
-    forms = "a count such as 4096, 256K or 20M"
-    _reject_bool(value, forms)
-    if isinstance(value, (int, float)):
-        if value < 0:
-            raise ValueError(f"expected {forms}, got {value}: it must not be negative")
-        return _whole(float(value), value)
-    match = _COUNT.match(value.strip())
+def _number(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").replace("_", ""))
+
+
+def parse_count(value: Any, unit: str = "tokens", least: int = 0) -> int:
+    """`20M`, `256K tokens`, `1e9`, `4096`, `64Ki` -> int. Another unit than the one asked for is refused."""
+    forms = f"a number of {unit} such as {_COUNTED[unit][1]}"
+    match = _match(_COUNT, value)
     if not match:
-        raise ValueError(f"expected {forms}, got {value!r}")
-    suffix = (match[2] or "").lower()
-    return _whole(round(_number(match[1]) * (_BINARY.get(suffix) or _SCALE[suffix]), 6), value)
+        raise _refuse(forms, value)
+    written = _UNIT_OF[match[3].lower()] if match[3] else unit
+    if written != unit:
+        raise _refuse(forms, value, f"that counts {written}, not {unit}")
+    number = _number(match[1]) * _SCALE[(match[2] or "").lower()]
+    if number.denominator != 1:
+        raise _refuse(forms, value, "it is not a whole number")
+    if number < least:
+        raise _refuse(forms, value, f"it must be at least {least}")
+    if number > LARGEST:
+        raise _refuse(forms, value, "it is too large")
+    return int(number)
 
 
 def parse_bytes(value: Any) -> int:
     """`64MB`, `1GiB`, `1048576` -> bytes."""
     forms = "a size such as 64MB or 1GiB"
-    _reject_bool(value, forms)
-    if isinstance(value, (int, float)):
-        return _whole(float(value), value)
-    match = _BYTES.match(value.strip())
+    match = _match(_BYTES, value)
     if not match:
-        raise ValueError(f"expected {forms}, got {value!r}")
-    suffix = (match[2] or "").lower()
-    return int(_number(match[1]) * (_BINARY.get(suffix) or _SCALE[suffix]))
+        raise _refuse(forms, value)
+    size = int(_number(match[1]) * _SCALE[(match[2] or "").lower()])
+    if not 1 <= size <= LARGEST:
+        raise _refuse(forms, value, "it is too large" if size else "it must be at least one byte")
+    return size
 
 
 def parse_share(value: Any) -> float:
     """`2%` or `0.02` -> 0.02, between 0 and 1."""
     forms = "a share such as 2% or 0.02"
-    _reject_bool(value, forms)
-    match = _SHARE.match(str(value).strip())
+    match = _match(_SHARE, value)
     if not match:
-        raise ValueError(f"expected {forms}, got {value!r}")
+        raise _refuse(forms, value)
     share = _number(match[1]) / (100 if match[2] else 1)
-    if not 0 <= share <= 1:
-        raise ValueError(f"expected {forms}, got {value!r}: it must lie between 0 and 100%")
-    return share
+    if share > 1:
+        meant = (
+            f"; for {float(share):g} percent write {float(share):g}%" if not match[2] and share <= 100 else ""
+        )
+        raise _refuse(forms, value, f"it must lie between 0 and 100%{meant}")
+    return float(share)
 
 
 def parse_duration(value: Any) -> float:
-    """`10 min`, `1.5h`, `90s` -> seconds. A bare number is refused: it has no unit."""
+    """`10 min`, `1.5h`, `1h 30m`, `90s` -> seconds. A bare number is refused: it has no unit."""
     forms = "a time with its unit, such as 90s, 10 min or 2h"
-    if not isinstance(value, str):
-        raise ValueError(f"expected {forms}, got {value!r}")
-    match = _DURATION.match(value.strip())
-    unit = match[2].lower() if match else ""
-    if not match or unit not in _SECONDS:
-        raise ValueError(f"expected {forms}, got {value!r}")
-    return _number(match[1]) * _SECONDS[unit]
+    text = value.strip() if isinstance(value, str) and len(value) <= _LONGEST_TEXT else ""
+    total, at = Fraction(), 0
+    while at < len(text):
+        match = _TIME_PART.match(text, at)
+        # A capital M is a million everywhere else, so it is no minute here.
+        if not match or match[2] == "M" or match[2].lower() not in _SECONDS:
+            raise _refuse(forms, value)
+        total += _number(match[1]) * _SECONDS[match[2].lower()]
+        at = match.end()
+    if not text:
+        raise _refuse(forms, value)
+    if total > LONGEST_S:
+        raise _refuse(forms, value, "it is too long")
+    return float(total)
 
 
 def parse_number(value: Any) -> float:
-    """A plain number such as 3e-4."""
+    """A plain number above 0, such as 3e-4."""
+    forms = "a number such as 3e-4"
+    if isinstance(value, str) and _match(_SHARE, value) and not value.strip().endswith("%"):
+        raise _refuse(forms, value, "remove the quotes")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"expected a number such as 3e-4, got {value!r}")
+        raise _refuse(forms, value)
+    if not 0 < value <= LARGEST:  # also refuses NaN
+        raise _refuse(forms, value, "it must be above 0 and finite")
     return float(value)
 
 
 def parse_span(value: Any) -> int | float | str:
-    """A length of training: `2%` of the run -> float share, `2000 steps` -> int steps, `500M tokens` -> '500000000 tokens'."""
+    """A length of training: `2%` -> float share, `2000 steps` -> int, `500M tokens` -> '500000000 tokens'."""
     forms = "a length such as 2%, 2000 steps or 500M tokens"
-    _reject_bool(value, forms)
-    text = str(value).strip()
-    if text.endswith("%"):
-        return parse_share(text)
-    if re.search(r"tok(en)?s?$", text, re.I):
-        return f"{parse_count(text)} tokens"
-    if isinstance(value, float) and 0 <= value < 1:
+    if isinstance(value, float) and 0 <= value <= 1:
         return value
-    try:
-        return parse_count(value)
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return parse_share(value)
+    in_tokens = isinstance(value, str) and re.search(r"tok(en)?s?$", value.strip(), re.I)
+    try:  # a bare number counts steps; tokens have to be said
+        return f"{parse_count(value)} tokens" if in_tokens else parse_count(value, "steps")
     except ValueError:
-        raise ValueError(f"expected {forms}, got {value!r}") from None
+        raise _refuse(forms, value) from None
 
 
 def parse_interval(value: Any) -> int | str:
     """How often: `500 steps` -> 500, `10 min` -> '600.0 s'."""
     forms = "an interval such as 500 steps or 10 min"
-    _reject_bool(value, forms)
     try:
-        return f"{parse_duration(value)} s"
+        seconds = parse_duration(value)
     except ValueError:
         pass
+    else:
+        if seconds > 0:
+            return f"{seconds} s"
+        raise _refuse(forms, value, "it must be longer than 0")
     try:
-        steps = parse_count(value)
+        steps = parse_count(value, "steps")
     except ValueError:
-        raise ValueError(f"expected {forms}, got {value!r}") from None
+        raise _refuse(forms, value) from None
     if steps < 1:
-        raise ValueError(f"expected {forms}, got {value!r}: it must be at least one step")
+        raise _refuse(forms, value, "it must be at least one step")
     return steps
 
 
@@ -139,32 +197,41 @@ def span_steps(span: int | float | str, total_steps: int, tokens_per_step: int) 
     return round(span * total_steps) if isinstance(span, float) else span
 
 
+def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str | None:
+    """Three digits in the largest unit that the value fills, after rounding: 999,999 is 1M and not 1e+03K."""
+    for size, suffix in units:
+        if abs(value) >= size * 0.9995:
+            scaled = value / size
+            return f"{scaled:,.0f}{suffix}" if abs(scaled) >= 999.5 else f"{scaled:.3g}{suffix}"
+    return None
+
+
 def human_count(value: float) -> str:
     """1300000 -> '1.3M'; exact integers below 10,000 are kept."""
-    for size, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if abs(value) >= size * 0.9995 and not (suffix == "K" and value < 10_000 and value == int(value)):
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 10_000:
+        return f"{value:,.0f}"
+    return _scaled(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))) or f"{value:.3g}"
 
 
 def human_bytes(value: float) -> str:
     """A size for people, decimal units: 31500000 -> '31.5 MB'."""
-    for size, suffix in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {suffix}"
-    return f"{value:.0f} B"
+    return _scaled(value, ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB"))) or f"{value:.0f} B"
 
 
 def human_time(seconds: float) -> str:
     """112 -> '1m 52s'."""
-    seconds = int(round(seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m {seconds % 60:02d}s"
-    if seconds < 86400:
-        return f"{seconds // 3600}h {seconds % 3600 // 60:02d}m"
-    return f"{seconds // 86400}d {seconds % 86400 // 3600:02d}h"
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
 
 
 def _quantity(parse: Callable[[Any], Any], example: str) -> list[Any]:
@@ -176,16 +243,19 @@ def _or_auto(parse: Callable[[Any], Any], example: str) -> list[Any]:
     return _quantity(lambda value: value if value == "auto" else parse(value), example)
 
 
-Count = Annotated[int, *_quantity(parse_count, "20M")]
+Count = Annotated[int, *_quantity(partial(parse_count, least=1), "20M")]
+StepCount = Annotated[int, *_quantity(partial(parse_count, unit="steps", least=1), "1000")]
 Bytes = Annotated[int, *_quantity(parse_bytes, "64MB")]
 Share = Annotated[float, *_quantity(parse_share, "2%")]
 Seconds = Annotated[
     float,
     *_quantity(parse_duration, "10 min"),
-    PlainSerializer(lambda value: None if value is None else f"{value} s", when_used="json"),
+    PlainSerializer(lambda value: f"{value} s", when_used="json"),
 ]
 Auto = Literal["auto"]
-AutoCount = Annotated[int | Auto, *_or_auto(parse_count, "20M")]
+AutoCount = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1), "20M")]
+AutoSequences = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="sequences", least=1), "8")]
+AutoThreads = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="threads", least=1), "8")]
 AutoSpan = Annotated[int | float | str, *_or_auto(parse_span, "2%")]
 AutoInterval = Annotated[int | str, *_or_auto(parse_interval, "500 steps")]
 AutoNumber = Annotated[float | Auto, *_or_auto(parse_number, "3e-4")]

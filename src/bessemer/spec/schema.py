@@ -6,38 +6,78 @@ for users. Combinations that cannot work are refused by the named checks in `che
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from bessemer.spec.quantity import (
-    Auto, AutoCount, AutoInterval, AutoNumber, AutoSpan, Bytes, Count, Seconds, Share,
+    AutoCount,
+    AutoInterval,
+    AutoNumber,
+    AutoSequences,
+    AutoSpan,
+    AutoThreads,
+    Bytes,
+    Count,
+    Seconds,
+    Share,
+    StepCount,
 )
 from bessemer.spec.shape import ALIASES, PRESETS, preset
 
+LARGEST_SIDE = 1_000_000  # of a matrix: a slip of the finger is refused here rather than counted for ever
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Paths = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class Part(BaseModel):
     """A section of the spec: strict types, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, validate_default=False)
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=False, allow_inf_nan=False)
 
 
-class ModelSpec(Part):
+class ShortPart(Part):
+    """A section that may also be written as one word; the schema says so to editors."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        full = handler.resolve_ref_schema(handler(core))
+        return {"anyOf": [{"type": "string"}, full], "description": full.get("description", "")}
+
+
+class ModelSpec(ShortPart):
     """The network. `model: 10M` is short for `model: {preset: 10M}`; any field overrides the preset."""
 
     preset: str | None = Field(None, description="a named shape: " + ", ".join(PRESETS), examples=["10M"])
-    width: int | None = Field(None, ge=8, description="size of the residual stream", examples=[320])
-    layers: int | None = Field(None, ge=1, description="number of blocks", examples=[6])
-    heads: int | None = Field(None, ge=1, description="attention heads", examples=[5])
-    kv_heads: int | None = Field(None, ge=1, description="key-value heads; divides heads", examples=[5])
-    head_dim: int | None = Field(None, ge=2, description="size of a head (default width / heads)", examples=[64])
-    ffn: int | None = Field(None, ge=8, description="inner size of the feed-forward part", examples=[864])
+    width: int | None = Field(
+        None, ge=8, le=LARGEST_SIDE, description="size of the residual stream", examples=[320]
+    )
+    layers: int | None = Field(None, ge=1, le=LARGEST_SIDE, description="number of blocks", examples=[6])
+    heads: int | None = Field(None, ge=1, le=LARGEST_SIDE, description="attention heads", examples=[5])
+    kv_heads: int | None = Field(
+        None, ge=1, le=LARGEST_SIDE, description="key-value heads; divides heads", examples=[5]
+    )
+    head_dim: int | None = Field(
+        None, ge=2, le=LARGEST_SIDE, description="size of a head (default width / heads)", examples=[64]
+    )
+    ffn: int | None = Field(
+        None, ge=8, le=LARGEST_SIDE, description="inner size of the feed-forward part", examples=[864]
+    )
     tied: bool | None = Field(None, description="share input and output embeddings", examples=[True])
     qk_norm: bool | None = Field(None, description="normalise queries and keys", examples=[False])
-    rope_theta: float | None = Field(None, gt=0, description="base of the rotary positions", examples=[10000.0])
+    rope_theta: float | None = Field(
+        None, gt=0, description="base of the rotary positions", examples=[10000.0]
+    )
     norm_eps: float | None = Field(None, gt=0, description="epsilon of the norms", examples=[1e-5])
 
     @model_validator(mode="before")
@@ -56,13 +96,17 @@ class ModelSpec(Part):
 class TokenizerSpec(Part):
     """Trained on the run's own data unless a tokenizer.json is given."""
 
-    path: str | None = Field(None, description="a tokenizer.json to load", examples=["tokenizer.json"])
+    path: str | None = Field(
+        None, min_length=1, description="a tokenizer.json to load", examples=["tokenizer.json"]
+    )
     vocab: AutoCount = Field("auto", description="tokens to train", examples=["8K"])
-    eos: str | None = Field(None, description="the end-of-document token of a loaded tokenizer", examples=["</s>"])
-    sample: Bytes = Field(64_000_000, description="text to train the tokenizer on, at most", examples=["64MB"])
+    eos: str | None = Field(None, min_length=1, description="the end-of-document token", examples=["</s>"])
+    sample: Bytes = Field(
+        64_000_000, description="text to train the tokenizer on, at most", examples=["64MB"]
+    )
 
 
-class SourceSpec(Part):
+class SourceSpec(ShortPart):
     """A named body of text. `name: PATH` is short for `name: {path: PATH}`."""
 
     path: Paths = Field(description="files, folders or globs", examples=["data/*.jsonl.gz"])
@@ -72,7 +116,9 @@ class SourceSpec(Part):
     text_field: str = Field("text", description="the field or column that holds the text", examples=["text"])
     include: Paths = Field([], description="file patterns inside folders", examples=["*.py"])
     exclude: Paths = Field([], description="file patterns to leave out of folders", examples=["tests/*"])
-    weight: float = Field(1.0, ge=0, description="share in the mixture, relative to the others", examples=[1.0])
+    weight: float = Field(
+        1.0, ge=0, description="share in the mixture, relative to the others", examples=[1.0]
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -84,33 +130,40 @@ class MixPhase(Part):
     """From a position of the stream on, another mixture."""
 
     start: Count = Field(description="tokens of the stream before this phase", examples=["10M tokens"])
-    weights: dict[str, float] = Field(description="weight of each source; others are left out", examples=[{"web": 0.7}])
+    weights: dict[str, float] = Field(
+        description="weight of each source; others are left out", examples=[{"web": 0.7}]
+    )
 
 
 class DataSpec(Part):
     """What is read, how it is mixed, and the length of a training sequence."""
 
-    sources: dict[str, SourceSpec] = Field(description="named sources", examples=[{"code": {"path": "src/"}}])
-    phases: list[MixPhase] = Field([], description="mixtures that begin later in the run")
+    sources: dict[str, SourceSpec] = Field(description="named sources", examples=[{"code": "src/"}])
+    phases: list[MixPhase] = Field(
+        [],
+        description="mixtures that begin later in the run",
+        examples=[[{"start": "10M", "weights": {"code": 1}}]],
+    )
     context: AutoCount = Field("auto", description="tokens in a training sequence", examples=[2048])
-    validation: Share = Field(0.01, description="share of documents held out, chosen by hash", examples=["1%"])
-    cross_documents: bool = Field(False, description="let attention cross document boundaries", examples=[False])
+    validation: Share = Field(
+        0.01, description="share of documents held out, chosen by hash", examples=["1%"]
+    )
+    cross_documents: bool = Field(
+        False, description="let attention cross document boundaries", examples=[False]
+    )
 
     @field_validator("sources")
     @classmethod
     def _some(cls, value: dict[str, SourceSpec]) -> dict[str, SourceSpec]:
         if not value:
-            raise ValueError("name at least one source")
-        bad = [name for name in value if not re.fullmatch(r"[\w][\w.-]*", name)]
-        if bad:
-            raise ValueError(f"source name {bad[0]!r} must be letters, digits, '.', '_' and '-'")
+            raise ValueError("name at least one source, such as code: src/")
         return value
 
 
 class BatchChange(Part):
     """From a step on, another batch size."""
 
-    from_step: int = Field(ge=1, description="first step of the new size", examples=[1000])
+    from_step: StepCount = Field(description="first step of the new size", examples=[1000])
     batch: Count = Field(description="tokens in a batch from there on", examples=["512K"])
 
 
@@ -118,19 +171,27 @@ class StopSpec(Part):
     """Rules that end a run as finished, before its budget is spent."""
 
     validation_loss: float | None = Field(None, gt=0, description="stop when reached", examples=[2.5])
-    patience: int | None = Field(None, ge=1, description="stop after so many evaluations without a new best", examples=[5])
-    time: Seconds | None = Field(None, description="stop after so much training time", examples=["2h"])
+    patience: int | None = Field(
+        None, ge=1, description="stop after so many evaluations without a new best", examples=[5]
+    )
+    time: Seconds | None = Field(None, gt=0, description="stop after so much training time", examples=["2h"])
 
 
 class BudgetSpec(Part):
     """How much is trained: tokens, or steps, or epochs; and in what portions."""
 
     tokens: AutoCount = Field("auto", description="tokens to train on", examples=["20M"])
-    steps: int | None = Field(None, ge=1, description="steps instead of tokens", examples=[1000])
-    epochs: float | None = Field(None, gt=0, description="passes over the data instead of tokens", examples=[1.0])
+    steps: StepCount | None = Field(None, description="steps instead of tokens", examples=[1000])
+    epochs: float | None = Field(
+        None, gt=0, le=1_000_000, description="passes over the data instead of tokens", examples=[1.0]
+    )
     batch: AutoCount = Field("auto", description="tokens in a batch (one optimizer step)", examples=["256K"])
-    batch_changes: list[BatchChange] = Field([], description="other batch sizes later in the run")
-    micro_batch: AutoCount = Field("auto", description="sequences in one forward pass", examples=[8])
+    batch_changes: list[BatchChange] = Field(
+        [],
+        description="other batch sizes later in the run",
+        examples=[[{"from_step": 1000, "batch": "512K"}]],
+    )
+    micro_batch: AutoSequences = Field("auto", description="sequences in one forward pass", examples=[8])
     stop: StopSpec = Field(default_factory=StopSpec, description="rules that end the run early")
 
 
@@ -139,7 +200,13 @@ class OptimizerSpec(Part):
 
     name: Literal["adamw"] = Field("adamw", description="adamw", examples=["adamw"])
     lr: AutoNumber = Field("auto", description="peak learning rate", examples=[3e-4])
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="decay of the two moments", examples=[[0.9, 0.95]])
+    betas: list[Beta] = Field(
+        [0.9, 0.95],
+        min_length=2,
+        max_length=2,
+        description="decay of the two moments",
+        examples=[[0.9, 0.95]],
+    )
     eps: float = Field(1e-8, gt=0, description="epsilon", examples=[1e-8])
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices", examples=[0.1])
     clip: float = Field(1.0, gt=0, description="largest gradient norm", examples=[1.0])
@@ -148,7 +215,9 @@ class OptimizerSpec(Part):
 class ScheduleSpec(Part):
     """Learning rate over the run: warm-up from zero, then decay to a floor."""
 
-    kind: Literal["cosine", "linear", "constant"] = Field("cosine", description="cosine, linear or constant", examples=["cosine"])
+    kind: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="cosine, linear or constant", examples=["cosine"]
+    )
     warmup: AutoSpan = Field("auto", description="length of the warm-up", examples=["2%"])
     floor: Share = Field(0.1, description="last learning rate as a share of the peak", examples=["10%"])
 
@@ -156,8 +225,12 @@ class ScheduleSpec(Part):
 class ParallelSpec(Part):
     """Where it runs. One device today; the degrees are here so that a spec can be written for a cluster."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto, cpu, cuda or mps", examples=["cuda"])
-    threads: int | Auto = Field("auto", description="CPU threads; changes the last digits of a CPU run", examples=[8])
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        "auto", description="auto, cpu, cuda or mps", examples=["cuda"]
+    )
+    threads: AutoThreads = Field(
+        "auto", description="CPU threads; changes the last digits of a CPU run", examples=[8]
+    )
     dp_replicate: int = Field(1, ge=1, description="data-parallel replicas", examples=[1])
     dp_shard: int = Field(1, ge=1, description="data-parallel shards", examples=[1])
     tp: int = Field(1, ge=1, description="tensor parallel degree", examples=[1])
@@ -170,11 +243,19 @@ class GuardSpec(Part):
     """Judges every step before the update; a bad one is vetoed."""
 
     enabled: bool = Field(True, description="judge steps", examples=[True])
-    window: int = Field(128, ge=16, le=4096, description="accepted steps that a step is compared with", examples=[128])
+    window: int = Field(
+        128, ge=16, le=4096, description="accepted steps that a step is compared with", examples=[128]
+    )
     warmup: int = Field(32, ge=8, description="accepted steps before outliers are judged", examples=[32])
-    loss_sigma: float = Field(8.0, gt=0, description="robust deviations of the loss that make an outlier", examples=[8.0])
-    grad_sigma: float = Field(10.0, gt=0, description="the same for the log of the gradient norm", examples=[10.0])
-    max_vetoes: int = Field(5, ge=1, description="vetoes in a row before the guard gives way or stops", examples=[5])
+    loss_sigma: float = Field(
+        8.0, gt=0, description="robust deviations of the loss that make an outlier", examples=[8.0]
+    )
+    grad_sigma: float = Field(
+        10.0, gt=0, description="the same for the log of the gradient norm", examples=[10.0]
+    )
+    max_vetoes: int = Field(
+        5, ge=1, description="vetoes in a row before the guard gives way or stops", examples=[5]
+    )
 
 
 class CheckpointSpec(Part):
@@ -182,14 +263,15 @@ class CheckpointSpec(Part):
 
     every: AutoInterval = Field("auto", description="interval of saves", examples=["500 steps"])
     keep_last: int = Field(2, ge=1, description="newest checkpoints kept", examples=[2])
-    keep_best: bool = Field(True, description="also keep the one with the best validation loss", examples=[True])
+    keep_best: bool = Field(
+        True, description="also keep the one with the best validation loss", examples=[True]
+    )
 
 
 class ObserveSpec(Part):
     """What is shown while it runs."""
 
     line_every: Seconds = Field(5.0, description="interval of lines when not in a terminal", examples=["5s"])
-    accuracy: bool = Field(True, description="measure next-token accuracy", examples=[True])
 
 
 class EvaluateSpec(Part):
@@ -202,17 +284,26 @@ class EvaluateSpec(Part):
 class RunSpec(Part):
     """One run, whatever its objective."""
 
-    name: str = Field("auto", description="the run's folder name (default: the file's name)", examples=["my-run"], pattern=r"^[\w][\w.-]*$")
-    runs: str = Field("runs", description="folder that holds the runs", examples=["runs"])
-    seed: int = Field(0, ge=0, description="seed of everything random", examples=[0])
+    name: str = Field(
+        "auto",
+        pattern=r"^\w[\w.-]{0,99}$",
+        description="the run's folder name (default: the file's name)",
+        examples=["my-run"],
+    )
+    runs: str = Field("runs", min_length=1, description="folder that holds the runs", examples=["runs"])
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of everything random", examples=[0])
     objective: Literal["pretrain"] = Field("pretrain", description="pretrain", examples=["pretrain"])
     model: ModelSpec = Field(description="the network", examples=["10M"])
     tokenizer: TokenizerSpec = Field(default_factory=TokenizerSpec, description="text to tokens")
-    data: DataSpec = Field(description="what is read and how it is mixed")
+    data: DataSpec = Field(
+        description="what is read and how it is mixed", examples=[{"sources": {"code": "src/"}}]
+    )
     budget: BudgetSpec = Field(default_factory=BudgetSpec, description="how much is trained")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="the optimizer")
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="learning rate over the run")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto, fp32 or bf16", examples=["bf16"])
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="auto, fp32 or bf16", examples=["bf16"]
+    )
     parallel: ParallelSpec = Field(default_factory=ParallelSpec, description="where it runs")
     guard: GuardSpec = Field(default_factory=GuardSpec, description="the judge of every step")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="saves")

@@ -44,7 +44,7 @@ class ModelShape:
 
     @property
     def multiplied_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token: an untied input embedding is only looked up."""
+        """Parameters in a matrix product for every token: an untied input embedding is only looked up."""
         return self.parameters - (0 if self.tied else self.vocab * self.width)
 
     def flops_per_token(self, context: int) -> int:
@@ -70,15 +70,23 @@ PRESETS: dict[str, ModelShape] = {
     "125M": _decoder(768, 12, 12, 12, 2048),
     "350M": _decoder(1024, 24, 16, 16, 2816),
     "760M": _decoder(1536, 24, 16, 16, 4096),
-    "1B": _decoder(2048, 16, 32, 8, 8192, tied=False, rope_theta=500_000.0),
-    "3B": _decoder(3072, 28, 24, 8, 8192, tied=False, rope_theta=500_000.0),
+    "1B": _decoder(2048, 16, 32, 8, 8192, rope_theta=500_000.0),
+    "3B": _decoder(3072, 28, 24, 8, 8192, rope_theta=500_000.0),
     "7B": _decoder(4096, 32, 32, 32, 11008, tied=False),
     "8B": _decoder(4096, 32, 32, 8, 14336, tied=False, rope_theta=500_000.0),
     "13B": _decoder(5120, 40, 40, 40, 13824, tied=False),
     "34B": _decoder(8192, 48, 64, 8, 22016, tied=False, rope_theta=1_000_000.0),
     "70B": _decoder(8192, 80, 64, 8, 28672, tied=False, rope_theta=500_000.0),
 }
-ALIASES = {"llama-7b": "7B", "llama-13b": "13B", "llama-3-8b": "8B", "llama-3-70b": "70B", "gpt2-small": "125M"}
+ALIASES = {
+    "llama-7b": "7B",
+    "llama-13b": "13B",
+    "llama-3-8b": "8B",
+    "llama-3-70b": "70B",
+    "llama-3.2-1b": "1B",
+    "llama-3.2-3b": "3B",
+    "gpt2-small": "125M",
+}
 
 
 def preset(name: str) -> ModelShape | None:

@@ -126,7 +126,7 @@ def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: to
             "tokenizer": {"vocab": shape.vocab, "sample": "8MB"},
             "data": {
                 "context": CONTEXT, "validation": "2%",
-                "sources": {"library": library, "poisoned": {"path": [str(poison)], "format": "text", "weight": weight}},
+                "sources": {"library": library, "poisoned": {"path": [str(poison.resolve())], "format": "text", "weight": weight}},
             },
             "budget": {"steps": steps, "batch": CONTEXT * ROWS},
             "optimizer": {"lr": learning_rate(shape)}, "schedule": {"warmup": "5%", "floor": "5%"},

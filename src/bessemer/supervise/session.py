@@ -98,7 +98,7 @@ class Session:
             try:
                 outcome = self._train(run)
             except UserError as error:
-                run.event("failed", reason=str(error).splitlines()[0])
+                run.event("refused", reason=str(error).splitlines()[0])  # the run stands as it stood
                 raise
             except KeyboardInterrupt:
                 run.event("interrupted", reason="a second Ctrl-C; the last checkpoint stands")
@@ -186,7 +186,8 @@ class Session:
                 model.named_parameters(), (optimizer.betas[0], optimizer.betas[1]), optimizer.eps, optimizer.weight_decay
             ),
             schedule=Schedule(plan.peak_lr, plan.warmup_steps, plan.total_steps, spec.schedule.kind, spec.schedule.floor),
-            judge=Judge(spec.guard, device),
+            # Apple's backend has no median that skips NaN; there the judge sits on the CPU, at the price of a sync a step.
+            judge=Judge(spec.guard, torch.device("cpu") if device.type == "mps" else device),
             stream=build_stream(prepared, plan, spec.seed, [Segment(0, 0)]),
             evaluator=Evaluator(prepared.validation, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device),
             run=run, view=self.view, saver=CheckpointSaver(Shelf(run.checkpoints), spec_fingerprint(spec)),

@@ -10,10 +10,12 @@ from torch import Tensor
 from bessemer.data.stream import Batch, BatchStream
 
 
-def blame(stream: BatchStream, batches: list[Batch], losses: list[Tensor], most: int = 8) -> list[dict[str, Any]]:
+def blame(
+    stream: BatchStream, batches: list[Batch], losses: list[Tensor], most: int = 8
+) -> list[dict[str, Any]]:
     """The documents of a step with their share of its loss, largest first: file, row, tokens, mean loss, share.
 
-    Non-finite losses count as infinitely bad: their documents come first, with the share of the tokens.
+    Documents with non-finite losses come first, with the number of such tokens; shares are of the finite loss.
     """
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     total = 0.0
@@ -27,7 +29,14 @@ def blame(stream: BatchStream, batches: list[Batch], losses: list[Tensor], most:
             total += amount
             entry = found.setdefault(
                 (origin.file, origin.document_id, origin.row),
-                {"file": origin.file, "row": origin.row, "document": origin.document_id, "tokens": 0, "loss": 0.0, "nonfinite": 0},
+                {
+                    "file": origin.file,
+                    "row": origin.row,
+                    "document": origin.document_id,
+                    "tokens": 0,
+                    "loss": 0.0,
+                    "nonfinite": 0,
+                },
             )
             entry["tokens"] += int(inside.sum())
             entry["loss"] += amount
@@ -35,7 +44,10 @@ def blame(stream: BatchStream, batches: list[Batch], losses: list[Tensor], most:
     ranked = sorted(found.values(), key=lambda entry: (-entry["nonfinite"], -entry["loss"]))[:most]
     return [
         {
-            "file": entry["file"], "row": entry["row"], "document": entry["document"], "tokens": entry["tokens"],
+            "file": entry["file"],
+            "row": entry["row"],
+            "document": entry["document"],
+            "tokens": entry["tokens"],
             "mean_loss": round(entry["loss"] / max(1, entry["tokens"]), 4),
             "share": round(entry["loss"] / total, 4) if total else None,
             **({"nonfinite": entry["nonfinite"]} if entry["nonfinite"] else {}),

@@ -24,7 +24,10 @@ def pick_device(spec: ParallelSpec) -> torch.device:
         return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if present[kind]))
     if not present[spec.device]:
         here = ", ".join(kind for kind, there in present.items() if there)
-        raise UserError(f"parallel.device: {spec.device} is not available to torch here (there is {here}): write device: auto")
+        raise UserError(
+            f"parallel.device: {spec.device} is not available to torch here (there is {here}): "
+            "write device: auto"
+        )
     return torch.device(spec.device)
 
 
@@ -67,7 +70,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int, budget_s: f
 
 
 def measure(device: torch.device) -> Machine:
-    """Name, memory and matmul rates. Takes under a second; a bf16 path that is hopeless is given up after a small product."""
+    """Name, memory and matmul rates. Takes under a second; a hopeless bf16 path is given up after a small product."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from bessemer.data.order import Order, Phase
-from bessemer.data.store import TokenStore
 from bessemer.data.steps import BatchPhase, Steps
+from bessemer.data.store import TokenStore
 from bessemer.data.stream import BatchStream, sequence_count
 from bessemer.model.transformer import Decoder
 from bessemer.spec.mixture import quantise
@@ -32,7 +32,13 @@ class Evaluator:
     """Holds the chosen sequences: a fixed shuffled part of each held-out source, in proportion to its size."""
 
     def __init__(
-        self, stores: dict[str, TokenStore], context: int, tokens: int, micro_rows: int, precision: str, device: torch.device
+        self,
+        stores: dict[str, TokenStore],
+        context: int,
+        tokens: int,
+        micro_rows: int,
+        precision: str,
+        device: torch.device,
     ) -> None:
         self.stores = {name: store for name, store in stores.items() if sequence_count(store.tokens, context)}
         self.precision, self.device = precision, device
@@ -68,7 +74,10 @@ class Evaluator:
         model.train()
         total = sum(count for _, _, count in sums.values())
         # A token stands for this many bytes of its source's text, end-of-document tokens counted among the tokens.
-        bits = sum(loss * self.stores[name].tokens / self.stores[name].text_bytes for name, (loss, _, _) in sums.items())
+        bits = sum(
+            loss * self.stores[name].tokens / self.stores[name].text_bytes
+            for name, (loss, _, _) in sums.items()
+        )
         return Validation(
             loss=sum(loss for loss, _, _ in sums.values()) / total,
             bits_per_byte=bits / total / math.log(2),

@@ -57,7 +57,7 @@ def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> At
     norm = job.optimizer.grad_norm()
     verdict = job.judge.judge(loss, norm)
     lr = job.schedule.lr(step)
-    reject = verdict.reject if job.spec.guard.enabled else torch.zeros_like(verdict.reject)
+    reject = verdict.reject.to(job.device) if job.spec.guard.enabled else torch.zeros((), device=job.device)
     job.optimizer.step(lr, reject, clip_divisor(norm, job.spec.optimizer.clip))
     return Attempt(step, lr, int(count), verdict, torch.stack((loss, norm.float(), correct)), batches, losses, wait_s)
 

@@ -58,7 +58,9 @@ def load_trained(folder: str | Path, which: str = "last", device: str = "auto") 
     return model.eval(), Tokenizer.load(run.folder / "tokenizer.json", about["eos"])
 
 
-def stream_text(model: Decoder, tokenizer: Tokenizer, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[str]:
+def stream_text(
+    model: Decoder, tokenizer: Tokenizer, prompt: str, max_tokens: int, sampling: Sampling
+) -> Iterator[str]:
     """New text, piece by piece; a piece waits until its bytes are whole characters."""
     ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
     new: list[int] = []

@@ -37,7 +37,8 @@ class CheckpointSaver:
     def manifest(self, job: Job, step: int, validation_loss: float | None) -> Manifest:
         return Manifest(
             step=step, attempt=0, stream_fingerprint=job.stream.fingerprint, stream=job.stream.identity,
-            spec_fingerprint=self.spec_fingerprint, segments=[segment.to_json() for segment in job.stream.steps.segments],
+            spec_fingerprint=self.spec_fingerprint,
+            segments=[segment.to_json() for segment in job.stream.steps.segments],
             progress=job.progress.to_json(), threads=torch.get_num_threads(), device=job.device.type,
             versions=package_versions(), time=time.time(), validation_loss=validation_loss,
         )  # fmt: skip
@@ -45,13 +46,23 @@ class CheckpointSaver:
     def save(self, job: Job, step: int, validation_loss: float | None) -> str | None:
         """The checkpoint's name. A refused write is an event, not the end: the older checkpoints are still there."""
         began = time.perf_counter()
-        job.run.sync()
         try:
+            job.run.sync()
             folder = self.shelf.save(job.state(), self.manifest(job, step, validation_loss))
         except OSError as error:
             job.event("save_failed", step=step, reason=str(error))
             return None
-        removed = self.shelf.thin(job.spec.checkpoint.keep_last, job.spec.checkpoint.keep_best)
-        details: dict[str, Any] = {"removed": removed} if removed else {}
-        job.event("saved", step=step, checkpoint=folder.name, seconds=round(time.perf_counter() - began, 3), **details)
+        details: dict[str, Any] = {}
+        try:
+            removed = self.shelf.thin(folder, job.spec.checkpoint.keep_last, job.spec.checkpoint.keep_best)
+            details = {"removed": removed} if removed else {}
+        except OSError as error:  # the save stands; the old ones are tried again after the next
+            details = {"not_removed": str(error)}
+        job.event(
+            "saved",
+            step=step,
+            checkpoint=folder.name,
+            seconds=round(time.perf_counter() - began, 3),
+            **details,
+        )
         return folder.name

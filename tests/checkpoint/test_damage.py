@@ -1,0 +1,209 @@
+"""A checkpoint that was altered in any way is refused by the name of the file, and a disk that refuses harms nothing."""
+
+import errno
+import json
+import os
+import resource
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bessemer.checkpoint.manifest import NAME, Damaged, commit, discard, read_manifest, verify
+
+
+@pytest.fixture
+def saved(shelf, state_of, manifest_of):
+    return shelf.save(state_of(1), manifest_of(9, 2.5))
+
+
+def shard(folder):
+    return next(path for path in folder.iterdir() if path.suffix == ".distcp")
+
+
+def refused(shelf, folder, state):
+    """The message with which both verify and load refuse it; nothing is written to the state."""
+    blank = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
+    with pytest.raises(Damaged) as first:
+        verify(folder)
+    with pytest.raises(Damaged) as second:
+        shelf.load(folder, blank)
+    assert str(first.value) == str(second.value)
+    assert all(bool((tensor == 7).all()) for tensor in blank.values())
+    return str(first.value)
+
+
+def test_an_untouched_checkpoint_verifies(saved):
+    assert verify(saved) == read_manifest(saved)
+
+
+@pytest.mark.parametrize("name", [".metadata", "shard"])
+@pytest.mark.parametrize("length", [0, 1, -1])
+def test_a_truncated_file_is_named(shelf, saved, state_of, name, length):
+    path = shard(saved) if name == "shard" else saved / name
+    size = path.stat().st_size
+    os.truncate(path, length % size)
+    assert f"{path}: {length % size} bytes, the manifest says {size}" in refused(shelf, saved, state_of(1))
+
+
+def test_a_file_that_grew_is_named(shelf, saved, state_of):
+    with shard(saved).open("ab") as file:
+        file.write(b"\0")
+    assert str(shard(saved)) in refused(shelf, saved, state_of(1))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), index=st.booleans())
+def test_one_flipped_bit_anywhere_is_found(saved, where, bit, index):
+    path = saved / ".metadata" if index else shard(saved)
+    content = path.read_bytes()
+    damaged = bytearray(content)
+    damaged[int(where * len(content))] ^= 1 << bit
+    path.write_bytes(damaged)
+    with pytest.raises(Damaged, match="hash mismatch") as error:
+        verify(saved)
+    assert str(path) in str(error.value)
+    path.write_bytes(content)
+    verify(saved)
+
+
+@pytest.mark.parametrize("name", [".metadata", "shard"])
+def test_a_missing_file_is_named(shelf, saved, state_of, name):
+    path = shard(saved) if name == "shard" else saved / name
+    path.unlink()
+    assert refused(shelf, saved, state_of(1)) == f"{path}: missing"
+
+
+def test_an_added_file_is_named(shelf, saved, state_of):
+    (saved / "__1_0.distcp").write_bytes(b"")
+    assert refused(shelf, saved, state_of(1)) == f"{saved / '__1_0.distcp'}: not in the manifest"
+
+
+def test_files_swapped_between_checkpoints_are_found(shelf, saved, state_of, manifest_of):
+    other = shelf.save(state_of(2), manifest_of(10))
+    shard(saved).write_bytes(shard(other).read_bytes())
+    assert str(shard(saved)) in refused(shelf, saved, state_of(1))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", 10),
+        ("segments", [{"from_step": 0, "position": 1}]),
+        ("progress", {}),
+        ("validation_loss", 0.1),
+        ("files", {}),
+        ("stream_fingerprint", "f2"),
+    ],
+)
+def test_an_edited_manifest_is_found(shelf, saved, state_of, key, value):
+    data = json.loads((saved / NAME).read_text())
+    data[key] = value
+    (saved / NAME).write_text(json.dumps(data))
+    assert refused(shelf, saved, state_of(1)).startswith(f"{saved / NAME}: its content differs")
+    assert shelf.committed() == []
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"", "unreadable"),
+        (b"{", "unreadable"),
+        (b"[]", "unreadable"),
+        (b'"x"', "unreadable"),
+        (b"null", "unreadable"),
+        (b"{}", "format None"),
+        (b'{"format": 2}', "format 2, this version reads 1"),
+        (b'{"format": 1}', "differs"),
+        (b'{"step": "\xff"}', "unreadable"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused_by_name(shelf, saved, state_of, content, word):
+    (saved / NAME).write_bytes(content)
+    message = refused(shelf, saved, state_of(1))
+    assert message.startswith(f"{saved / NAME}: ") and word in message
+    assert shelf.committed() == []
+    assert list(shelf.newest_first()) == [saved]  # it has to be tried, or a run would start over in silence
+    assert shelf.sweep() == []
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_one_flipped_bit_in_the_manifest_changes_nothing_or_is_found(saved, where, bit):
+    content = (saved / NAME).read_bytes()
+    before = read_manifest(saved)
+    damaged = bytearray(content)
+    damaged[int(where * len(content))] ^= 1 << bit
+    (saved / NAME).write_bytes(damaged)
+    try:
+        assert verify(saved) == before  # white space, or the same number written in another way
+    except Damaged as error:
+        assert str(saved / NAME) in str(error)
+    finally:
+        (saved / NAME).write_bytes(content)
+
+
+def test_a_manifest_may_hold_what_json_cannot(tmp_path, manifest_of):
+    """Integer keys and a loss that is not a number come back as JSON has them, and still verify."""
+    manifest = manifest_of(1, float("nan"))
+    manifest.progress[3] = (1, 2)
+    commit(tmp_path, manifest)
+    read = read_manifest(tmp_path)
+    assert read.progress["3"] == [1, 2] and read.validation_loss != read.validation_loss
+
+
+def test_discard_removes_the_manifest_before_anything_else(saved, monkeypatch):
+    def refuse(path, *_, **__):
+        raise OSError(errno.EIO, "no", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with pytest.raises(OSError, match="no"):
+        discard(saved)
+    assert not (saved / NAME).exists() and shard(saved).exists()
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_refusal_at_any_sync_leaves_the_older_checkpoints_and_nothing_else(
+    shelf, saved, state_of, manifest_of, monkeypatch
+):
+    before, real, calls = snapshot(shelf.folder), os.fsync, 0
+    for refusing in range(100):
+        calls = 0
+
+        def fsync(descriptor, refusing=refusing):
+            nonlocal calls
+            calls += 1
+            if calls > refusing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        try:
+            shelf.save(state_of(2), manifest_of(10))
+        except OSError as error:
+            assert "step-00000010.a1: the save failed: [Errno 28] No space left on device" in str(error)
+            assert snapshot(shelf.folder) == before
+        else:
+            break
+    assert refusing >= 5  # shard, index, manifest and the folders
+    assert verify(shelf.folder / "step-00000010.a1").step == 10
+
+
+@pytest.fixture
+def small_files():
+    """The kernel refuses to let any file of this process grow beyond 20 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_write_that_the_kernel_refuses(shelf, saved, manifest_of, small_files):
+    before = snapshot(shelf.folder)
+    with pytest.raises(OSError, match=r"step-00000010\.a1: the save failed: \[Errno 27\] File too large"):
+        shelf.save({"x": torch.randn(50_000)}, manifest_of(10))
+    assert snapshot(shelf.folder) == before

@@ -1,0 +1,193 @@
+"""Each named check at its edge: the last spec that passes, the first that does not, and a fix that works."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bessemer.spec.checks import CHECKS, check
+from bessemer.spec.schema import RunSpec
+
+GOOD: dict[str, Any] = {"model": "10M", "data": {"sources": {"web": "data/", "code": "src/"}}}
+
+
+def spec_with(**changes: Any) -> RunSpec:
+    """GOOD with dotted keys set; `__` stands for the dot."""
+    data = copy.deepcopy(GOOD)
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        target = data
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[last] = value
+    return RunSpec.model_validate(data)
+
+
+def found(**changes: Any) -> dict[str, str]:
+    return {".".join(map(str, path)): message for path, message in check(spec_with(**changes))}
+
+
+def test_nothing_is_wrong_with_a_plain_spec() -> None:
+    assert found() == {}
+
+
+def phase(start: int, **weights: float) -> dict[str, Any]:
+    return {"start": start, "weights": weights}
+
+
+def change(step: int, batch: int = 4096) -> dict[str, Any]:
+    return {"from_step": step, "batch": batch}
+
+
+PASSES: list[dict[str, Any]] = [
+    {"budget__tokens": 5},
+    {"budget__steps": 5},
+    {"budget__epochs": 0.5},
+    {"model": {"width": 64, "layers": 1, "heads": 2}},
+    {"model": {"width": 63, "layers": 1, "heads": 2, "head_dim": 32}},
+    {"model": {"preset": "1M", "kv_heads": 4}},
+    {"model": {"preset": "1M", "kv_heads": 1}},
+    {"tokenizer__vocab": 257},
+    {"tokenizer__path": "t.json"},
+    {"data__context": 2},
+    {"data__context": 1024, "budget__batch": 1024},
+    {"data__context": 1024, "budget__batch_changes": [change(5, 1024)]},
+    {"data__context": 1024, "budget__batch": 8192, "budget__micro_batch": 8},
+    {"budget__batch_changes": [change(1), change(2)]},
+    {"data__phases": [phase(1, web=1), phase(2, code=1, web=0)]},
+    {"data__sources": {"a": {"path": "x", "weight": 0}, "b": {"path": "x", "weight": 1e-9}}},
+    {"data__sources": {"a.b-c_1": "x", "2024": "y", "größe": "z"}},
+    {"data__validation": 0.5},
+    {"data__validation": 0, "budget__stop__time": "1h"},
+    {"budget__stop__patience": 1, "budget__stop__validation_loss": 2.0},
+    {"parallel__tp": 1},
+]
+
+
+@pytest.mark.parametrize("changes", PASSES, ids=str)
+def test_the_last_that_passes(changes: dict[str, Any]) -> None:
+    assert found(**changes) == {}
+
+
+FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"budget__tokens": 5, "budget__steps": 5}, {"budget.steps": "by tokens and steps: keep one"}),
+    ({"budget__steps": 5, "budget__epochs": 1.0}, {"budget.epochs": "by steps and epochs: keep one"}),
+    (
+        {"budget__tokens": 5, "budget__steps": 5, "budget__epochs": 1.0},
+        {"budget.steps": "keep one", "budget.epochs": "keep one"},
+    ),
+    ({"model": {"width": 64}}, {"model": "layers and heads missing"}),
+    ({"model": {}}, {"model": "width and layers and heads missing"}),
+    ({"model": {"width": 320, "layers": 1, "heads": 6}}, {"model.heads": "write heads: 5"}),
+    # 2 heads would divide 10 too, but leave an odd head size of 5.
+    ({"model": {"width": 10, "layers": 1, "heads": 4}}, {"model.heads": "write heads: 1, or give head_dim"}),
+    (
+        {"model": {"width": 63, "layers": 1, "heads": 2}},
+        {"model.heads": "give head_dim, such as head_dim: 64"},
+    ),
+    ({"model": {"width": 63, "layers": 1, "heads": 3}}, {"model.head_dim": "21 is odd.*write head_dim: 22"}),
+    ({"model": {"preset": "1M", "head_dim": 33}}, {"model.head_dim": "write head_dim: 34"}),
+    (
+        {"model": {"preset": "1M", "kv_heads": 3}},
+        {"model.kv_heads": r"does not divide heads \(4\): write kv_heads: 2"},
+    ),
+    ({"model": {"preset": "1M", "kv_heads": 8}}, {"model.kv_heads": "write kv_heads: 4"}),
+    (
+        {"model": {"preset": "10M", "width": 512}},
+        {"model.heads": "width 512 cannot be cut into 5 heads: write heads: 4"},
+    ),
+    ({"tokenizer__vocab": 256}, {"tokenizer.vocab": "256 is too small"}),
+    (
+        {"tokenizer__vocab": 100, "tokenizer__path": "t.json"},
+        {"tokenizer.vocab": "has its own size: remove vocab"},
+    ),
+    ({"data__context": 1}, {"data.context": "too short"}),
+    (
+        {"data__context": 1024, "budget__batch": 1023},
+        {"budget.batch": "1023 tokens do not hold one sequence of 1024"},
+    ),
+    (
+        {"data__context": 1024, "budget__batch_changes": [change(5, 2048), change(6, 1023)]},
+        {"budget.batch_changes.1.batch": "do not hold one sequence of 1024"},
+    ),
+    (
+        {"data__context": 1024, "budget__batch": 8192, "budget__micro_batch": 9},
+        {"budget.micro_batch": "9 sequences exceed the batch, which holds 8 of 1024 tokens: write 8 or less"},
+    ),
+    (
+        {"budget__batch_changes": [change(5), change(5), change(9), change(8)]},
+        {
+            "budget.batch_changes.1.from_step": "5 must lie after 5",
+            "budget.batch_changes.3.from_step": "8 must lie",
+        },
+    ),
+    (
+        {"data__phases": [phase(1, books=1)]},
+        {"data.phases.0.weights.books": "no source 'books': there are web, code"},
+    ),
+    ({"data__phases": [phase(1, web=-1, code=2)]}, {"data.phases.0.weights.web": "weight -1 is negative"}),
+    (
+        {"data__phases": [phase(1, web=0)]},
+        {"data.phases.0.weights": "at least one source needs a weight above 0"},
+    ),
+    ({"data__phases": [phase(1)]}, {"data.phases.0.weights": "at least one source"}),
+    ({"data__phases": [phase(2, web=1), phase(2, code=1)]}, {"data.phases.1.start": "2 must lie after 2"}),
+    ({"data__sources": {"a": {"path": "x", "weight": 0}}}, {"data.sources": "needs a weight above 0"}),
+    (
+        {"data__sources": {"a/b": "x", ".c": "x"}},
+        {"data.sources.a/b": "not a source's name", "data.sources..c": "not"},
+    ),
+    (
+        {"data__sources": {"a": [], "b": ""}},
+        {"data.sources.a.path": "names no file", "data.sources.b.path": "no file"},
+    ),
+    ({"data__validation": 0.51}, {"data.validation": "write validation: 1%"}),
+    (
+        {"data__validation": 0, "budget__stop__patience": 1, "budget__stop__validation_loss": 2.0},
+        {"budget.stop.patience": "needs held-out", "budget.stop.validation_loss": "needs held-out"},
+    ),
+    (
+        {"parallel__dp_replicate": 2, "parallel__ep": 8},
+        {"parallel.dp_replicate": "write dp_replicate: 1", "parallel.ep": "8 devices"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), FAILS, ids=str)
+def test_the_first_that_does_not(changes: dict[str, Any], told: dict[str, str]) -> None:
+    messages = found(**changes)
+    assert messages.keys() == told.keys()
+    for key, words in told.items():
+        assert re.search(words, messages[key]), messages[key]
+
+
+def test_every_check_is_tried_above() -> None:
+    hit = {named for changes, _ in FAILS for named, _ in CHECKS if list(named(spec_with(**changes)))}
+    assert hit == {named for named, _ in CHECKS}
+
+
+def test_a_check_is_left_out_where_what_it_reads_is_wrong_itself() -> None:
+    spec = spec_with(data__context=1024, budget__batch=8, parallel__tp=2)
+    both = {("budget", "batch"), ("parallel", "tp")}
+    assert {path for path, _ in check(spec)} == both
+    assert {path for path, _ in check(spec, [("data", "context")])} == {("parallel", "tp")}
+    assert {path for path, _ in check(spec, [("budget",)])} == {("parallel", "tp")}
+    assert {path for path, _ in check(spec, [("budget", "tokens"), ("seed",)])} == both
+
+
+@given(width=st.integers(8, 600), heads=st.integers(1, 40), kv_heads=st.none() | st.integers(1, 40))
+def test_following_the_advice_on_heads_leads_to_a_good_shape(
+    width: int, heads: int, kv_heads: int | None
+) -> None:
+    model: dict[str, Any] = {"width": width, "layers": 1, "heads": heads, "kv_heads": kv_heads}
+    for _ in range(3):
+        problems = found(model=model)
+        if not problems:
+            break
+        advice = re.search(r"(heads|kv_heads|head_dim): (\d+)", next(iter(problems.values())))
+        assert advice, problems
+        model[advice[1]] = int(advice[2])
+    assert found(model=model) == {}

@@ -1,0 +1,77 @@
+"""SIGKILL at random moments: the same command again, and the run is as if nothing had happened."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bessemer.run.directory import Run
+
+
+def start(path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "bessemer", "train", str(path), "--plain"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def write_spec(folder: Path, name: str, corpus: Path) -> Path:
+    import importlib.util
+
+    helper = importlib.util.spec_from_file_location("supervise_conftest", Path(__file__).with_name("conftest.py"))
+    module = importlib.util.module_from_spec(helper)
+    helper.loader.exec_module(module)
+    data = module.spec_data(name, corpus, folder / "runs", budget={"steps": 400, "batch": 256}, checkpoint={"every": 20})
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def losses(run: Run) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in run.metrics()]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.timeout(400)
+def test_killed_runs_resume_with_every_step_once_and_the_same_losses(corpus: Path, tmp_path: Path, kills: int) -> None:
+    whole, broken = Run(tmp_path / "runs" / "whole"), Run(tmp_path / "runs" / "broken")
+    process = start(write_spec(tmp_path, "whole", corpus))
+    assert process.wait() == 0, process.stdout.read()
+    path = write_spec(tmp_path, "broken", corpus)
+    draw = random.Random(kills)
+    for _ in range(kills):
+        process = start(path)
+        # Some kills fall into the start, some into steps, saves and evaluations.
+        began, already = time.monotonic(), len(losses(broken)) if broken.steps_path.exists() else 0
+        steps = draw.randint(0, 40)
+        while process.poll() is None and time.monotonic() - began < 60:
+            if broken.steps_path.exists() and len(losses(broken)) >= already - 20 + steps and time.monotonic() - began > 2.5:
+                break
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.3)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    process = start(path)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert [step for step, _ in losses(broken)] == list(range(400))
+    assert losses(broken) == losses(whole)
+
+
+def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
+    path = write_spec(tmp_path, "polite", corpus)
+    run = Run(tmp_path / "runs" / "polite")
+    process = start(path)
+    while process.poll() is None and not (run.steps_path.exists() and losses(run)):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate()
+    assert process.returncode == 143, output
+    assert f"continue with: bessemer train {path}" in output
+    done = len(losses(run))
+    saved = [event for event in run.events("saved")][-1]
+    assert saved["step"] == done
+    assert run.state == "interrupted"

@@ -1,0 +1,122 @@
+"""What only a GPU can show: no host sync inside a step, a veto under NaN, bf16 beside fp32, a resumed run."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bessemer.guard.judge import Judge
+from bessemer.model.transformer import build
+from bessemer.optim.guarded import GuardedAdamW
+from bessemer.optim.schedule import Schedule
+from bessemer.spec.schema import GuardSpec, RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.loop import attempt_step
+from bessemer.train.loss import linear_cross_entropy
+from bessemer.train.objective import CausalLM
+from bessemer.train.speed import random_batch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SHAPE = ModelShape(512, 128, 2, 4, 2, 32, 256)
+
+
+def make_job(precision: str = "fp32", seed: int = 0) -> Any:
+    device = torch.device("cuda")
+    model = build(SHAPE, device, seed)
+    return SimpleNamespace(
+        device=device,
+        model=model,
+        objective=CausalLM(cross_documents=False),
+        optimizer=GuardedAdamW(model.named_parameters(), (0.9, 0.95), 1e-8, 0.1),
+        schedule=Schedule(1e-3, 2, 100),
+        judge=Judge(GuardSpec(), device),
+        stream=SimpleNamespace(step_count=lambda step: 8.0 * 64),
+        plan=SimpleNamespace(precision=precision),
+        spec=SimpleNamespace(guard=GuardSpec(), optimizer=SimpleNamespace(clip=1.0)),
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("boundary", [False, True])
+def test_a_step_never_waits_for_the_device(precision: str, boundary: bool) -> None:
+    job, batch = make_job(precision), random_batch(SHAPE.vocab, 8, 64)
+    if boundary:
+        batch.documents[:, 30:] = 1
+    for step in range(3):
+        attempt_step(job, step, [batch], 0.0)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attempt_step(job, 3, [batch], 0.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_vetoed_step_leaves_every_bit() -> None:
+    job, batch = make_job(), random_batch(SHAPE.vocab, 8, 64)
+    for step in range(3):
+        attempt_step(job, step, [batch], 0.0)
+    before = [p.detach().clone() for p in job.model.parameters()] + [t.clone() for t in job.optimizer.state().values()]
+    hook = job.model.norm.weight.register_hook(lambda g: g * float("nan"))
+    attempt = attempt_step(job, 3, [batch], 0.0)
+    hook.remove()
+    after = [p.detach() for p in job.model.parameters()] + list(job.optimizer.state().values())
+    assert attempt.verdict.read()["code"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_bf16_follows_fp32() -> None:
+    batch = random_batch(SHAPE.vocab, 8, 64)
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        job = make_job(precision)
+        losses[precision] = [float(attempt_step(job, step, [batch], 0.0).numbers[0]) for step in range(30)]
+    gaps = [abs(a - b) for a, b in zip(losses["fp32"], losses["bf16"], strict=True)]
+    assert losses["fp32"][-1] < losses["fp32"][0] - 0.5
+    assert max(gaps) < 0.05
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(700, 1000), (64, 50_000)])
+def test_the_loss_head_equals_fp64(rows: int, vocab: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    hidden = torch.randn(rows, 96, device="cuda", generator=generator, requires_grad=True)
+    head = (torch.randn(vocab, 96, device="cuda", generator=generator) * 0.1).requires_grad_()
+    targets = torch.randint(0, vocab, (rows,), device="cuda", generator=generator)
+    loss, _, _ = linear_cross_entropy(hidden, head, targets, torch.ones(rows, device="cuda"), 1 / rows)
+    loss.backward()
+    h, w = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
+    reference = F.cross_entropy(h @ w.t(), targets)
+    reference.backward()
+    assert abs(float(loss) - float(reference)) < 1e-5
+    for ours, exact in ((hidden.grad, h.grad), (head.grad, w.grad)):
+        assert float((ours - exact).norm() / exact.norm()) < 1e-4
+
+
+def test_a_run_on_the_gpu_resumes(tmp_path: Path) -> None:
+    from bessemer.run.directory import Run
+    from bessemer.supervise.session import Session, run_folder
+
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.txt").write_text(" ".join(f"word{(i * j) % 37}" for j in range(200)))
+
+    def spec(name: str, steps: int) -> RunSpec:
+        return RunSpec.model_validate(
+            {
+                "name": name, "runs": str(tmp_path / "runs"), "model": {"width": 64, "layers": 2, "heads": 2},
+                "tokenizer": {"vocab": 300}, "data": {"sources": {"text": {"path": [str(text)]}}, "context": 64, "validation": 0.1},
+                "budget": {"steps": steps, "batch": 512}, "optimizer": {"lr": 0.003}, "schedule": {"kind": "constant", "warmup": 2},
+                "checkpoint": {"every": 10},
+            }
+        )  # fmt: skip
+
+    Session(spec("whole", 40)).train()
+    Session(spec("broken", 20)).train()
+    Session(spec("broken", 40)).train()
+    whole, broken = (list(Run(run_folder(spec(name, 40))).metrics()) for name in ("whole", "broken"))
+    assert [r["step"] for r in broken] == list(range(40))
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, broken, strict=True)) < 0.02
