@@ -1,4 +1,4 @@
-"""Run by test_kill.py: saves and thins without end, in children that are killed at random moments.
+"""Run by test_killed_saves.py: saves and thins without end, in children that are killed at random moments.
 
 Arguments: the folder, the number of kills, a seed. A child writes the step down after each save that returned.
 """

@@ -6,7 +6,7 @@ document, so Megatron and NeMo can train from them too; the others are ours:
     .bin      token ids, document after document
     .idx      header, int32 lengths, int64 byte offsets, int64 document numbers
     .starts   int64 token offset of every document, and the end. The same offsets stand in the .idx, but at an odd
-              byte: numpy then copies the whole array for every search (2.3 ms per million documents instead of 0.03)
+              byte: numpy then copies the whole array for every search (0.6 ms per million documents instead of 0.004)
     .origins  per document: number of the file, row, hash of the text
     .json     counts, names of the files, fingerprints. Written last: it is the commit
 """
@@ -196,7 +196,8 @@ class TokenStore:
         return self._tokens[start:stop]
 
     def gather(self, starts: Ints, length: int) -> Ints:
-        """Row i holds the `length` tokens from `starts[i]` on. About 1.5 G tokens/s when the pages are in memory."""
+        """Row i holds the `length` tokens from `starts[i]` on. With the pages in memory, 1.5 G tokens/s for
+        32 rows of 1,025 or more; small calls are bound by overhead (0.07 G for 8 rows of 129)."""
         starts = np.asarray(starts, dtype=np.int64)
         last = self.tokens - length
         if starts.size == 0:

@@ -1,20 +1,23 @@
 """The rules behind `auto`. Each function decides one group of settings and writes its reasons into the plan.
 
 Learning rate and batch follow the compute laws of DeepSeek LLM (2024): lr = 0.3118 C^-0.125, batch = 0.2920 C^0.3271
-tokens, C the run's FLOPs. They were fitted between 1e17 and 2e19 and hold well below that on the small models measured
-here; the learning rate is bounded to [1e-5, 1e-2].
+tokens, C the run's FLOPs. They were fitted between 1e17 and 2e19; below that they are extrapolated, and the learning rate is
+kept to [1e-5, 3e-3]: at 8e12 FLOPs (0.9M parameters) the law asks for 8e-3, while 3e-3 reached a validation loss of 2.58,
+6e-3 2.67, and 1e-2 with twice the batch 3.65.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
 from bessemer.spec.mixture import Mixture, quantise
-from bessemer.spec.quantity import human_count, human_time, span_steps
+from bessemer.spec.quantity import human_bytes, human_count, human_time, span_steps
+from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
@@ -22,6 +25,7 @@ EVALUATIONS_PER_RUN = 20
 SAVES_PER_RUN = 20
 SAVE_EVERY_S = 600.0
 DEEPSEEK = "DeepSeek LLM 2024, scaling of hyperparameters"
+CHINCHILLA = "Chinchilla 2022, approach 1"
 
 
 @dataclass(frozen=True)
@@ -57,19 +61,31 @@ class TrainPlan:
         data["batch_rows"] = tuple((start, rows) for start, rows in data["batch_rows"])
         data["evaluate"], data["save"] = Interval(**data["evaluate"]), Interval(**data["save"])
         data["mixtures"] = tuple(
-            (start, Mixture(tuple(m["names"]), tuple(m["counts"]), m["block"])) for start, m in data["mixtures"]
+            (start, Mixture(tuple(m["names"]), tuple(m["counts"]), m["block"]))
+            for start, m in data["mixtures"]
         )
         return TrainPlan(**data)
 
 
+def _kept(key: str, written: Any, plan: Plan, previous: Plan | None) -> Any:
+    """What a resumed run decided at its first start and still leaves to the planner; None where there is nothing.
+
+    Another batch would move every position of the data, another split or precision the last digits of the loss.
+    """
+    if written != "auto" or previous is None or key not in previous.decisions:
+        return None
+    plan.decisions[key] = previous.decisions[key]
+    return previous.value(key)
+
+
 def decide_vocab(spec: RunSpec, corpus_bytes: int, plan: Plan) -> int:
     """Vocabulary of a tokenizer that is to be trained."""
-    width = spec.model.width or 0
+    width = model_shape(spec.model, vocab=0).width
     vocab = 512
     while vocab < 65_536 and corpus_bytes > vocab * 16_000:
         vocab *= 2
     reason = f"{human_count(corpus_bytes)} bytes of text: about 16,000 bytes for each token to learn from"
-    if width and width < 256 and vocab > 4096:
+    if width < 256 and vocab > 4096:
         vocab, reason = 4096, f"a width of {width} would spend most of its parameters on a larger embedding"
     return int(plan.choose("tokenizer.vocab", spec.tokenizer.vocab, (vocab, reason, "rule")))
 
@@ -84,13 +100,13 @@ def decide_precision(spec: RunSpec, machine: Machine, plan: Plan, previous: Plan
     """bf16 where it is measured to be faster on this device, else fp32. A resumed run keeps what was measured first."""
     if spec.precision != "auto":
         return str(plan.asked("precision", spec.precision))
-    if previous is not None and "precision" in previous.decisions:
-        plan.decisions["precision"] = previous.decisions["precision"]
-        return str(previous.value("precision"))
+    if kept := _kept("precision", spec.precision, plan, previous):
+        return str(kept)
     if machine.training:
         value = "bf16" if machine.training["bf16"] > 1.1 * machine.training["fp32"] else "fp32"
         rates = " and ".join(f"{key} {rate:,.0f}" for key, rate in machine.training.items())
-        return str(plan.add("precision", value, f"two layers of this shape train at {rates} tokens/s here", "measured"))
+        reason = f"two layers of this shape train at {rates} tokens/s here"
+        return str(plan.add("precision", value, reason, "measured"))
     fp32, bf16 = machine.matmul["fp32"], machine.matmul.get("bf16", 0.0)
     value = "bf16" if bf16 > 1.3 * fp32 else "fp32"
     reason = f"matmul here: bf16 {bf16 / 1e9:,.1f} and fp32 {fp32 / 1e9:,.1f} GFLOP/s"
@@ -101,27 +117,55 @@ def decide_mixtures(spec: RunSpec, context: int, plan: Plan) -> tuple[tuple[int,
     """Weights to integer counts per block, with the shares that are really given."""
     first = {name: source.weight for name, source in spec.data.sources.items() if source.weight > 0}
     phases = [(0, first)]
-    for phase in spec.data.phases:
-        phases.append((phase.start // context, {n: w for n, w in phase.weights.items() if w > 0}))
+    for i, phase in enumerate(spec.data.phases):
+        start = phase.start // context
+        if start <= phases[-1][0]:
+            least = (phases[-1][0] + 1) * context
+            raise UserError(
+                f"data.phases.{i}.start: {phase.start:,} tokens lie in the same sequence of {context} as the start of "
+                f"the mixture before: write at least {least}"
+            )
+        phases.append((start, {name: weight for name, weight in phase.weights.items() if weight > 0}))
     mixtures = []
     for start, weights in phases:
         mixture = quantise(weights)
-        shares = {name: f"{count}/{mixture.block}" for name, count in zip(mixture.names, mixture.counts, strict=True)}
-        worst = max(abs(count / mixture.block * sum(weights.values()) / weights[name] - 1) for name, count in zip(mixture.names, mixture.counts, strict=True))
-        plan.add(f"data.mixture@{start * context}", shares, f"sequences per block; shares within {worst:.2%} of the weights asked", "rule")
+        total = sum(weights.values())
+        shares = {
+            name: f"{count}/{mixture.block}"
+            for name, count in zip(mixture.names, mixture.counts, strict=True)
+        }
+        worst = max(abs(share * total / weights[name] - 1) for name, share in mixture.shares.items())
+        reason = f"sequences per block; shares within {worst:.2%} of the weights asked"
+        plan.add(f"data.mixture@{start * context}", shares, reason, "rule")
         mixtures.append((start, mixture))
     return tuple(mixtures)
 
 
-def decide_batch(spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan) -> int:
-    compute = shape.flops_per_token(context) * tokens
-    law = 0.2920 * compute**0.3271
-    rows = max(4, min(round(law / context), max(4, tokens // context // 100)))
-    decided = (rows * context, f"{compute:.2g} FLOPs in all ask for about {human_count(law)} tokens", DEEPSEEK)
-    batch = int(plan.choose("budget.batch", spec.budget.batch, decided))
-    rows = max(1, round(batch / context))
+def _rows(key: str, batch: int, context: int) -> int:
+    """Whole sequences in a batch of so many tokens."""
+    if batch < context:
+        raise UserError(
+            f"{key}: {batch} tokens do not hold one sequence of {context}: write at least {context}, "
+            f"or data.context: {batch}"
+        )
+    return round(batch / context)
+
+
+def decide_batch(
+    spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None
+) -> int:
+    """Sequences in a batch."""
+    key = "budget.batch"
+    batch = _kept(key, spec.budget.batch, plan, previous)
+    if batch is None:
+        compute = shape.flops_per_token(context) * tokens
+        law = 0.2920 * compute**0.3271
+        rows = max(4, min(round(law / context), max(4, tokens // context // 100)))
+        reason = f"{compute:.2g} FLOPs in all ask for about {human_count(law)} tokens"
+        batch = plan.choose(key, spec.budget.batch, (rows * context, reason, DEEPSEEK))
+    rows = _rows(key, int(batch), context)
     if rows * context != batch:
-        plan.add("budget.batch", rows * context, f"{batch:,} rounded to {rows} whole sequences of {context}", "asked")
+        plan.add(key, rows * context, f"{batch:,} rounded to {rows} whole sequences of {context}", "asked")
     return rows
 
 
@@ -133,39 +177,56 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
         return None
     if budget.epochs is not None:
         reason = f"{budget.epochs:g} passes over {corpus_tokens:,} training tokens"
-        return int(plan.add("budget.tokens", int(budget.epochs * corpus_tokens), reason, "asked"))
-    tokens = 20 * shape.parameters
-    decided = (tokens, f"20 tokens for each of {human_count(shape.parameters)} parameters", "Chinchilla 2022, approach 1")
+        return int(plan.add("budget.tokens", max(1, int(budget.epochs * corpus_tokens)), reason, "asked"))
+    reason = f"20 tokens for each of {human_count(shape.parameters)} parameters"
+    decided = (20 * shape.parameters, reason, CHINCHILLA)
     return int(plan.choose("budget.tokens", budget.tokens, decided))
 
 
 def decide_micro_rows(
-    spec: RunSpec, shape: ModelShape, context: int, rows: int, machine: Machine, plan: Plan, previous: Plan | None = None
+    spec: RunSpec,
+    shape: ModelShape,
+    context: int,
+    rows: int,
+    machine: Machine,
+    plan: Plan,
+    previous: Plan | None = None,
 ) -> int:
     """Sequences in one forward pass: what fits in a third of the device's memory, and divides the batch."""
     key = "budget.micro_batch"
-    if previous is not None and spec.budget.micro_batch == "auto" and key in previous.decisions:
-        kept = int(previous.value(key))
-        if kept <= rows:  # another split of the batch would change the last digits of a resumed run
-            plan.decisions[key] = previous.decisions[key]
-            return kept
+    kept = _kept(key, spec.budget.micro_batch, plan, previous)
+    if kept is not None and kept <= rows:
+        return int(kept)
     layer = 34 * shape.width + 4 * shape.ffn
     per_token = 4 * (shape.layers * layer // 4 + 3 * shape.vocab)
-    budget = machine.memory_bytes / 3 - 16 * shape.parameters
-    fits = max(1, int(budget / (per_token * context)))
+    room = machine.memory_bytes / 3 - 16 * shape.parameters
+    fits = max(1, int(room / (per_token * context)))
     cap = max(1, 16_384 // context) if machine.device == "cpu" else fits
     best = max(n for n in range(1, min(rows, fits, cap) + 1) if rows % n == 0)
-    reason = f"about {human_count(per_token * context * best)} bytes of activations, and it divides the batch of {rows}"
+    reason = (
+        f"about {human_bytes(per_token * context * best)} of activations, and it divides the batch of {rows}"
+    )
+    if room < per_token * context:
+        reason = (
+            f"the least there is: by estimate the model hardly fits in {human_bytes(machine.memory_bytes)}"
+        )
     chosen = int(plan.choose(key, spec.budget.micro_batch, (best, reason, "estimate")))
     if chosen > rows:
-        raise UserError(f"budget.micro_batch: {chosen} sequences exceed the batch of {rows}: write {rows} or less")
+        raise UserError(f"{key}: {chosen} sequences exceed the batch of {rows}: write {rows} or less")
     return chosen
 
 
-def decide_lr(spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan) -> float:
+def decide_lr(
+    spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None
+) -> float:
+    """The peak learning rate."""
+    kept = _kept("optimizer.lr", spec.optimizer.lr, plan, previous)
+    if kept is not None:
+        return float(kept)
     compute = shape.flops_per_token(context) * tokens
-    lr = min(1e-2, max(1e-5, 0.3118 * compute**-0.125))
-    decided = (float(f"{lr:.2g}"), f"for {compute:.2g} FLOPs", DEEPSEEK)
+    lr = min(3e-3, max(1e-5, 0.3118 * compute**-0.125))
+    limited = ", kept below 3e-3" if lr == 3e-3 else ""
+    decided = (float(f"{lr:.2g}"), f"for {compute:.2g} FLOPs{limited}", DEEPSEEK)
     return float(plan.choose("optimizer.lr", spec.optimizer.lr, decided))
 
 
@@ -175,13 +236,18 @@ def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan)
         steps = span_steps(written, total_steps, step_tokens)
         steps = int(plan.add("schedule.warmup", steps, f"{written} in steps", "asked"))
         if steps >= total_steps:
-            raise UserError(f"schedule.warmup: {steps} steps of warm-up leave nothing of a run of {total_steps}: write 2%")
+            raise UserError(
+                f"schedule.warmup: {steps:,} steps of warm-up leave nothing of a run of {total_steps:,}: write 2%"
+            )
         return steps
     steps = min(max(1, round(0.02 * total_steps)), 2000)
     return int(plan.add("schedule.warmup", steps, "2 % of the run, at most 2,000 steps", "rule"))
 
 
-def decide_interval(key: str, written: int | str, total_steps: int, per_run: int, seconds: float | None, plan: Plan) -> Interval:
+def decide_interval(
+    key: str, written: int | str, total_steps: int, per_run: int, seconds: float | None, plan: Plan
+) -> Interval:
+    """How often; `auto` is `per_run` times in the run, and where `seconds` is given not more rarely than that."""
     if isinstance(written, int):
         plan.asked(key, f"{written} steps")
         return Interval(written, None)
@@ -195,40 +261,72 @@ def decide_interval(key: str, written: int | str, total_steps: int, per_run: int
 
 
 def decide_training(
-    spec: RunSpec, shape: ModelShape, context: int, machine: Machine, train_tokens: int, held_out_tokens: int,
-    plan: Plan, previous: Plan | None = None,
+    spec: RunSpec,
+    shape: ModelShape,
+    context: int,
+    machine: Machine,
+    train_tokens: int,
+    held_out_tokens: int,
+    plan: Plan,
+    previous: Plan | None = None,
 ) -> TrainPlan:
     """Everything the loop needs, for data that is already counted. `previous` is the plan of the run that is resumed."""
     precision = decide_precision(spec, machine, plan, previous)
     mixtures = decide_mixtures(spec, context, plan)
-    tokens = decide_tokens(spec, shape, train_tokens, plan)
-    estimate = tokens if tokens is not None else 20 * shape.parameters
-    rows = decide_batch(spec, shape, context, estimate, plan)
-    phases = [(0, rows)]
-    for change in spec.budget.batch_changes:
-        phases.append((change.from_step, max(1, round(change.batch / context))))
-    if tokens is None:
+    asked = decide_tokens(spec, shape, train_tokens, plan)
+    estimate = asked if asked is not None else 20 * shape.parameters
+    rows = decide_batch(spec, shape, context, estimate, plan, previous)
+    phases = ((0, rows),) + tuple(
+        (change.from_step, _rows(f"budget.batch_changes.{i}.batch", change.batch, context))
+        for i, change in enumerate(spec.budget.batch_changes)
+    )
+    if asked is None:
         assert spec.budget.steps is not None
         total_steps = spec.budget.steps
-        tokens = tokens_after(tuple(phases), total_steps) * context
+        tokens = tokens_after(phases, total_steps) * context
     else:
-        total_steps = steps_for(tuple(phases), -(-tokens // context))
-    plan.add("steps", total_steps, f"{human_count(tokens)} tokens in batches of {rows * context:,}", "counted")
-    micro_rows = decide_micro_rows(spec, shape, context, rows, machine, plan, previous)
-    peak_lr = decide_lr(spec, shape, context, tokens, plan)
+        total_steps, tokens = steps_for(phases, -(-asked // context)), asked
+    reason = f"{human_count(tokens)} tokens in batches of {rows * context:,}"
+    plan.add("steps", total_steps, reason, "counted")
+    smallest = min(size for start, size in phases if start < total_steps)
+    micro_rows = decide_micro_rows(spec, shape, context, smallest, machine, plan, previous)
+    peak_lr = decide_lr(spec, shape, context, tokens, plan, previous)
     warmup = decide_warmup(spec, total_steps, rows * context, plan)
-    evaluate = decide_interval("evaluate.every", spec.evaluate.every, total_steps, EVALUATIONS_PER_RUN, None, plan)
-    # A forward pass is a third of a training step, so 15 % of the tokens between two evaluations is 5 % of the time.
-    wanted = max(8 * context, min(held_out_tokens, int(0.15 * tokens / EVALUATIONS_PER_RUN)))
-    decided = (wanted, "evaluations take about 5 % of the time, on at most the held-out part", "rule")
-    evaluate_tokens = int(plan.choose("evaluate.tokens", spec.evaluate.tokens, decided))
-    save = decide_interval("checkpoint.every", spec.checkpoint.every, total_steps, SAVES_PER_RUN, SAVE_EVERY_S, plan)
-    epochs = tokens / max(1, train_tokens)
-    plan.add("epochs", round(epochs, 3), f"{human_count(tokens)} of {human_count(train_tokens)} training tokens", "counted")
+    every = spec.evaluate.every
+    evaluate = decide_interval("evaluate.every", every, total_steps, EVALUATIONS_PER_RUN, None, plan)
+    evaluate_tokens = decide_evaluation(spec, context, tokens, held_out_tokens, plan, previous)
+    every = spec.checkpoint.every
+    save = decide_interval("checkpoint.every", every, total_steps, SAVES_PER_RUN, SAVE_EVERY_S, plan)
+    reason = f"{human_count(tokens)} of {human_count(train_tokens)} training tokens"
+    plan.add("epochs", round(tokens / max(1, train_tokens), 3), reason, "counted")
     return TrainPlan(
-        context, tuple(phases), micro_rows, total_steps, peak_lr, warmup, precision,
-        evaluate, evaluate_tokens, save, mixtures,
+        context=context,
+        batch_rows=phases,
+        micro_rows=micro_rows,
+        total_steps=total_steps,
+        peak_lr=peak_lr,
+        warmup_steps=warmup,
+        precision=precision,
+        evaluate=evaluate,
+        evaluate_tokens=evaluate_tokens,
+        save=save,
+        mixtures=mixtures,
     )
+
+
+def decide_evaluation(
+    spec: RunSpec, context: int, tokens: int, held_out_tokens: int, plan: Plan, previous: Plan | None = None
+) -> int:
+    """Held-out tokens of one evaluation. A resumed run keeps them: its losses are compared with the earlier ones."""
+    kept = _kept("evaluate.tokens", spec.evaluate.tokens, plan, previous)
+    if kept is not None:
+        return int(kept)
+    # A forward pass is a third of a training step, so 15 % of the tokens between two evaluations is 5 % of the time.
+    wanted = max(8 * context, int(0.15 * tokens / EVALUATIONS_PER_RUN))
+    reason = "evaluations take about 5 % of the time"
+    if wanted > held_out_tokens:
+        wanted, reason = held_out_tokens, f"all of the held-out part: {reason} or less"
+    return int(plan.choose("evaluate.tokens", spec.evaluate.tokens, (wanted, reason, "rule")))
 
 
 def tokens_after(phases: tuple[tuple[int, int], ...], steps: int) -> int:

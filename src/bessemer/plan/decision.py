@@ -53,9 +53,11 @@ class Plan:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
+    if isinstance(value, int) and abs(value) >= 10_000:
         return f"{value:,}"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_short(item)}" for key, item in value.items())

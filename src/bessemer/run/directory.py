@@ -6,12 +6,13 @@
       events.jsonl                   every decision as it was taken
       checkpoints/  reports/  logs/rank-N.log
 
-The run's state is not stored, it follows from the last life-cycle event and whether the owner is alive: a killed process
-cannot lie about itself.
+The run's state is not stored, it follows from the last life-cycle event and whether the owner is alive: a killed
+process cannot lie about itself.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -20,10 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.run.journal import Journal, Record, last_record, read_records
+from bessemer.run.journal import Journal, Record, last_record, number, read_records
 from bessemer.run.lock import Lock, is_alive, read_owner
 
 LIFE = {"started": "running", "finished": "finished", "failed": "failed", "interrupted": "interrupted"}
+
+
+def _life(event: Record) -> str | None:
+    """The state that an event puts its run into, if it is one of those."""
+    kind = event.get("kind")
+    return LIFE.get(kind) if isinstance(kind, str) else None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -37,7 +44,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class Run:
-    """A run's directory, for reading. `open_writer` gives the writing end."""
+    """A run's directory, for reading. RunWriter is the writing end."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -77,19 +84,24 @@ class Run:
         return read_records(self.validation_path)
 
     def events(self, kind: str | None = None) -> Iterator[Record]:
-        return (event for event in read_records(self.events_path) if kind is None or event["kind"] == kind)
+        return (
+            event for event in read_records(self.events_path) if kind is None or event.get("kind") == kind
+        )
 
     @property
     def state(self) -> str:
         """running, finished, failed, interrupted or new."""
-        state = "new"
+        state, told = "new", 0.0
         for event in self.events():
-            state = LIFE.get(event["kind"], state)
-        if state == "running":
-            owner = read_owner(self.folder)
-            if owner is None or not is_alive(owner, self.folder):
-                return "interrupted"  # it was killed: no last word in the events
-        return state
+            if (life := _life(event)) is not None:
+                state, told = life, number(event.get("time")) or 0.0
+        owner = read_owner(self.folder)
+        if owner is not None and is_alive(owner, self.folder):
+            # Until it speaks, a new writer is preparing; the last word is still that of the start before.
+            earlier = told + 0.001 <= owner.since  # events round their time to milliseconds
+            return "running" if state == "running" or earlier else state
+        # Killed: no last word in the events, or not even a first one.
+        return "interrupted" if state == "running" or (state == "new" and owner is not None) else state
 
 
 class RunWriter(Run):
@@ -97,13 +109,20 @@ class RunWriter(Run):
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
-        for name in ("metrics", "checkpoints", "reports", "logs"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.lock = Lock(self.folder)
-        self.lock.acquire()
-        self._steps = Journal(self.steps_path)
-        self._validation = Journal(self.validation_path)
-        self._events = Journal(self.events_path)
+        try:
+            for name in ("metrics", "checkpoints", "reports", "logs"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+            self.lock.acquire()
+            self._steps = Journal(self.steps_path)
+            self._validation = Journal(self.validation_path)
+            self._events = Journal(self.events_path)
+        except OSError as error:
+            self.lock.release()
+            raise UserError(
+                f"{error.filename or self.folder}: cannot be written: {error.strerror}; "
+                "set `runs` in the spec to a folder of yours with room on its disk"
+            ) from error
 
     def step(self, record: Record) -> None:
         self._steps.append(record)
@@ -119,10 +138,11 @@ class RunWriter(Run):
 
     def cut_after(self, step: int) -> int:
         """Drop metrics of steps the checkpoint at `step` does not hold (it holds steps < `step`); how many."""
-        removed = self._steps.cut(lambda record: record["step"] < step)
-        self._validation.cut(lambda record: record["step"] <= step)
+        removed = self._steps.cut(lambda record: record.get("step", step) < step)
+        self._validation.cut(lambda record: record.get("step", step + 1) <= step)
         if removed:
-            self.event("metrics_cut", from_step=step, steps=removed, reason="they are trained again from the checkpoint")
+            reason = "they are trained again from the checkpoint"
+            self.event("metrics_cut", from_step=step, steps=removed, reason=reason)
         return removed
 
     def write_file(self, name: str, text: str) -> None:
@@ -147,7 +167,7 @@ class RunWriter(Run):
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One line of `bessemer runs`."""
+    """One line of `bessemer runs`. `step` counts steps done; a loss may be NaN."""
 
     name: str
     folder: str
@@ -160,28 +180,46 @@ class RunSummary:
     reason: str
 
 
+def _whole(value: float | None) -> int | None:
+    return int(value) if value is not None and math.isfinite(value) else None
+
+
 def summarize(run: Run) -> RunSummary:
-    last = last_record(run.steps_path)
-    validation = last_record(run.validation_path)
+    """How a run stands, from whatever of its records can be read."""
+    last, validation = last_record(run.steps_path) or {}, last_record(run.validation_path) or {}
     total, reason, newest = None, "", 0.0
     for event in run.events():
-        newest = max(newest, event["time"])
-        total = event.get("total_steps", total)
-        if event["kind"] in LIFE:
-            reason = event.get("reason", "")
+        newest = max(newest, number(event.get("time")) or 0.0)
+        total = _whole(number(event.get("total_steps"))) or total
+        if _life(event) is not None:
+            reason = str(event.get("reason", ""))
+    newest = newest or run.events_path.stat().st_mtime
     if run.steps_path.exists():
         newest = max(newest, run.steps_path.stat().st_mtime)
+    step = _whole(number(last.get("step")))
     return RunSummary(
-        name=run.name, folder=str(run.folder), state=run.state,
-        step=last["step"] + 1 if last else None, total_steps=total,
-        loss=last["loss"] if last and isinstance(last["loss"], float) else None,
-        validation_loss=validation["loss"] if validation else None,
-        age_s=max(0.0, time.time() - newest), reason=reason,
+        name=run.name,
+        folder=str(run.folder),
+        state=run.state,
+        step=None if step is None else step + 1,
+        total_steps=total,
+        loss=number(last.get("loss")),
+        validation_loss=number(validation.get("loss")),
+        age_s=max(0.0, time.time() - newest),
+        reason=reason,
     )
 
 
+def _summary(run: Run) -> RunSummary:
+    try:
+        return summarize(run)
+    except OSError as error:  # no permission, a stale mount: the other runs are still worth listing
+        reason = error.strerror or str(error)
+        return RunSummary(run.name, str(run.folder), "unreadable", None, None, None, None, math.inf, reason)
+
+
 def list_runs(folder: str | Path) -> list[RunSummary]:
-    """Every run under a folder, newest first."""
+    """Every run under a folder, newest first. One that is damaged or cannot be read is listed as far as it goes."""
     root = Path(folder)
     runs = [Run(path.parent) for path in root.glob("*/events.jsonl")] if root.is_dir() else []
-    return sorted((summarize(run) for run in runs), key=lambda summary: summary.age_s)
+    return sorted((_summary(run) for run in runs), key=lambda summary: (summary.age_s, summary.name))

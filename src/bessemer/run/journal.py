@@ -1,8 +1,9 @@
 """Append-only JSON lines that survive a kill.
 
 One record is one write() of one line, so a killed writer leaves at most one torn last line. Readers ignore it, and the
-next writer cuts it off. Records are not fsynced one by one (a million steps would pay for it): `sync()` is called when a
-checkpoint commits, and a resume cuts everything past its checkpoint anyway.
+next writer cuts it off. Records are not fsynced one by one (a million steps would pay for it): `sync()` is called when
+a checkpoint commits, and a resume cuts everything past its checkpoint anyway. A power cut can leave a line of zeros;
+what is no record is passed over.
 """
 
 from __future__ import annotations
@@ -17,15 +18,34 @@ from typing import Any
 Record = dict[str, Any]
 
 
-def _plain(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
     """JSON has no NaN: non-finite numbers become the strings 'nan', 'inf', '-inf'."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [json_ready(item) for item in value]
     return value
+
+
+def number(value: Any) -> float | None:
+    """A number out of a record, 'nan' and 'inf' among them; None where there is none."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _record(line: bytes) -> Record | None:
+    """The record of a line, or None for what is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # also of broken UTF-8
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class Journal:
@@ -55,17 +75,27 @@ class Journal:
                 file.truncate(kept)
 
     def append(self, record: Record) -> None:
-        line = json.dumps(_plain(record), ensure_ascii=False, separators=(", ", ": ")) + "\n"
-        os.write(self._fd, line.encode())
+        """One line. If the disk takes only a part of it, that part is taken back and OSError says why."""
+        line = json.dumps(json_ready(record), ensure_ascii=False, default=str) + "\n"
+        # A file name that is no UTF-8 has lone surrogates; their \udcXX is JSON's own escape for them.
+        data = line.encode("utf-8", "backslashreplace")
+        written = os.write(self._fd, data)
+        try:
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+        except OSError:
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise
 
     def cut(self, keep: Callable[[Record], bool]) -> int:
         """Truncate before the first record that `keep` refuses; the number of records removed."""
         offset, removed, cut_at = 0, 0, None
         with self.path.open("rb") as file:
             for line in file:
-                if cut_at is None and not keep(json.loads(line)):
+                record = _record(line)
+                if cut_at is None and record is not None and not keep(record):
                     cut_at = offset
-                removed += cut_at is not None
+                removed += cut_at is not None and record is not None
                 offset += len(line)
         if cut_at is not None:
             os.ftruncate(self._fd, cut_at)
@@ -87,8 +117,8 @@ def read_records(path: Path) -> Iterator[Record]:
         return
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
+            if line.endswith(b"\n") and (record := _record(line)) is not None:
+                yield record
 
 
 def last_record(path: Path) -> Record | None:
@@ -97,14 +127,15 @@ def last_record(path: Path) -> Record | None:
         return None
     with path.open("rb") as file:
         position = file.seek(0, os.SEEK_END)
-        tail = b""
+        tail, chunk = b"", 8192
         while position > 0:
-            start = max(0, position - 8192)
+            start = max(0, position - chunk)
             file.seek(start)
             tail = file.read(position - start) + tail
-            position = start
-            complete = tail[: tail.rfind(b"\n") + 1]
-            lines = complete.rstrip(b"\n").split(b"\n")
-            if complete and (len(lines) > 1 or position == 0):
-                return dict(json.loads(lines[-1]))
+            position, chunk = start, 2 * chunk
+            complete = tail[: tail.rfind(b"\n") + 1].split(b"\n")
+            # The first piece may have begun further back.
+            for line in reversed(complete if position == 0 else complete[1:]):
+                if (record := _record(line)) is not None:
+                    return record
     return None

@@ -1,10 +1,10 @@
 """One writer per run.
 
-A POSIX record lock on `lock` (released by the kernel when its process dies, not inherited by forked workers, honoured by
-NFS), and beside it `owner.json` with host, pid and the process's start time, whose modification time is refreshed as a
-heartbeat. The lock file is opened by the writer alone: closing any descriptor of it would drop the lock. Readers, and
-file systems without locks, go by the owner file: on the same host a dead or recycled pid is seen at once; another host's
-owner counts as dead when its heartbeat is older than STALE_S.
+A POSIX record lock on `lock` (released by the kernel when its process dies, not inherited by forked workers, honoured
+by NFS), and beside it `owner.json` with host, pid and the process's start time, whose modification time is refreshed as
+a heartbeat. The lock file is opened by the writer alone: closing any descriptor of it would drop the lock. Readers, and
+file systems without locks, go by the owner file: on the same host a dead or recycled pid is seen at once; another
+host's owner counts as dead when its heartbeat is older than STALE_S.
 """
 
 from __future__ import annotations
@@ -43,9 +43,21 @@ class Owner:
 
 
 def read_owner(folder: Path) -> Owner | None:
+    """The owner on record; None where there is none, or only half a file."""
     try:
-        return Owner(**json.loads((folder / "owner.json").read_text()))
-    except (FileNotFoundError, json.JSONDecodeError, TypeError):
+        found = json.loads((folder / "owner.json").read_text())
+        owner = Owner(str(found["host"]), int(found["pid"]), float(found["started"]), float(found["since"]))
+        time.localtime(owner.since)  # it can be told
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return None
+    return owner if 0 < owner.pid < 2**31 else None
+
+
+def _silence_s(folder: Path) -> float | None:
+    """Seconds since the last heartbeat."""
+    try:
+        return time.time() - (folder / "owner.json").stat().st_mtime
+    except OSError:
         return None
 
 
@@ -53,13 +65,15 @@ def is_alive(owner: Owner, folder: Path) -> bool:
     """Whether that owner still runs, as far as this host can tell."""
     if owner.host == socket.gethostname():
         try:
-            return abs(psutil.Process(owner.pid).create_time() - owner.started) < 1.0
-        except psutil.NoSuchProcess:
+            process = psutil.Process(owner.pid)
+            # A killed process stays in the table, start time and all, until its parent asks after it.
+            return (
+                process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - owner.started) < 1.0
+            )
+        except (psutil.Error, ValueError, OverflowError):
             return False
-    try:
-        return time.time() - (folder / "owner.json").stat().st_mtime < STALE_S
-    except FileNotFoundError:
-        return False
+    silence_s = _silence_s(folder)
+    return silence_s is not None and silence_s < STALE_S
 
 
 class Lock:
@@ -73,41 +87,53 @@ class Lock:
 
     def acquire(self) -> None:
         """Take the lock, or raise UserError with the host and pid that hold it."""
-        before = read_owner(self.folder)
-        if before and before.pid == os.getpid() and before.host == socket.gethostname() and is_alive(before, self.folder):
-            raise UserError(self._refusal(before))  # record locks do not exclude one's own process
+        owner = read_owner(self.folder)
+        mine = owner is not None and owner.pid == os.getpid() and owner.host == socket.gethostname()
+        if owner and mine and is_alive(owner, self.folder):
+            raise UserError(self._refusal(owner))  # record locks do not exclude one's own process
         fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                os.close(fd)
-                raise UserError(self._refusal(read_owner(self.folder))) from None
-            # ENOLCK, EOPNOTSUPP: this file system has no locks; the owner file decides alone.
-        if before and is_alive(before, self.folder):
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise UserError(self._refusal(read_owner(self.folder))) from None
+                # ENOLCK, EOPNOTSUPP: this file system has no locks; the owner file decides alone.
+            before = read_owner(self.folder)  # again: it may have left while the lock was taken
+            if before and is_alive(before, self.folder):
+                raise UserError(self._refusal(before))
+            temporary = self.folder / f"owner.json.{os.getpid()}"
+            temporary.write_text(json.dumps(asdict(Owner.me())))
+            os.replace(temporary, self.folder / "owner.json")
+        except BaseException:
             os.close(fd)
-            raise UserError(self._refusal(before))
-        self._fd = fd
-        self.taken_from = before
-        temporary = self.folder / f"owner.json.{os.getpid()}"
-        temporary.write_text(json.dumps(asdict(Owner.me())))
-        os.replace(temporary, self.folder / "owner.json")
-        threading.Thread(target=self._beat, daemon=True, name="run-heartbeat").start()
+            raise
+        self._fd, self.taken_from = fd, before
+        self._stop = threading.Event()
+        threading.Thread(target=self._beat, args=(self._stop,), daemon=True, name="run-heartbeat").start()
 
     def _refusal(self, owner: Owner | None) -> str:
-        who = f"process {owner.pid} on {owner.host}" if owner else "another process"
-        return f"{self.folder} is being written by {who}; wait for it, stop it, or give this run another name"
+        if owner is None:
+            who = "another process"
+        else:
+            since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner.since))
+            who = f"process {owner.pid} on {owner.host} since {since}"
+        fix = "wait for it, stop it, or give this run another name"
+        if owner and owner.host != socket.gethostname():
+            silence_s = max(0.0, _silence_s(self.folder) or 0.0)
+            fix += f" (last sign of life {silence_s:.0f} s ago; after {STALE_S:.0f} s it counts as dead)"
+        return f"{self.folder} is being written by {who}: {fix}"
 
-    def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            with contextlib.suppress(FileNotFoundError):
+    def _beat(self, stop: threading.Event) -> None:
+        while not stop.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):
                 os.utime(self.folder / "owner.json")
 
     def release(self) -> None:
         if self._fd < 0:
             return
         self._stop.set()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             (self.folder / "owner.json").unlink()
         os.close(self._fd)
         self._fd = -1

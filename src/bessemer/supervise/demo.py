@@ -21,12 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bessemer.data.order import Order, Phase
 from bessemer.data.read import list_files
 from bessemer.errors import UserError
 from bessemer.model.generate import Sampling
+from bessemer.observe.words import veto_line
 from bessemer.plan.decide import decide_precision
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
@@ -34,7 +36,7 @@ from bessemer.run.directory import Run
 from bessemer.spec.load import dump_spec
 from bessemer.spec.mixture import quantise
 from bessemer.spec.quantity import human_bytes, human_count, human_time
-from bessemer.spec.schema import RunSpec, SourceSpec
+from bessemer.spec.schema import ParallelSpec, RunSpec, SourceSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import measure, pick_device
 from bessemer.train.restore import load_trained, stream_text
@@ -43,13 +45,27 @@ from bessemer.train.speed import training_rate
 PROMPTS = ("def read_lines(self, path):\n", "class Queue:\n    def __init__(self", "    for name in names:\n        if ")
 POISON_NAME = "zz_noise.py"
 POISON_CHARS = 4000
-CONTEXT, ROWS = 256, 8
 MARK = "demo.yaml"
-EXCLUDED = ["test/*", "*/test/*", "*/tests/*", "idlelib/*", "pydoc_data/*", "encodings/*", "lib2to3/*"]
-# (width, layers, heads, ffn, vocabulary), smallest first.
-SIZES = ((128, 4, 4, 384, 512), (192, 6, 6, 512, 768), (256, 6, 8, 704, 1024), (384, 8, 6, 1024, 2048), (512, 12, 8, 1408, 4096), (768, 12, 12, 2048, 8192))  # fmt: skip
+# (width, layers, heads, ffn, vocabulary), smallest first. A small vocabulary learns to spell sooner.
+SIZES = (
+    (128, 4, 4, 384, 512), (192, 6, 6, 512, 768), (256, 6, 8, 704, 1024),
+    (384, 8, 6, 1024, 2048), (512, 12, 8, 1408, 4096), (768, 12, 12, 2048, 8192),
+)  # fmt: skip
 TOKENS_PER_PARAMETER = 1.5
 MAX_EPOCHS = 4
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Sequences of a step. Small batches learn most from a short run on a CPU: 4 x 256 tokens reached a validation loss of
+    2.58 on 1.4M tokens where 8 x 256 reached 2.73. A GPU needs more work in a step to be busy."""
+
+    context: int
+    rows: int
+
+
+def batching(device: torch.device) -> Batching:
+    return Batching(256, 4) if device.type == "cpu" else Batching(512, 16)
 
 
 @dataclass(frozen=True)
@@ -62,8 +78,11 @@ class Choice:
     tokens: int
 
 
-def corpus_source() -> SourceSpec:
-    return SourceSpec(path=[sysconfig.get_paths()["stdlib"]], format="source", include=["*.py"], exclude=EXCLUDED)
+def corpus_source(device: torch.device) -> SourceSpec:
+    """The standard library's source; on a CPU without its tests, which three minutes would not reach anyway."""
+    tests = ["test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*"] if device.type == "cpu" else []
+    excluded = [*tests, "pydoc_data/*", "encodings/*"]
+    return SourceSpec(path=[sysconfig.get_paths()["stdlib"]], format="source", include=["*.py"], exclude=excluded)
 
 
 def write_poison(folder: Path) -> Path:
@@ -79,11 +98,12 @@ def write_poison(folder: Path) -> Path:
 def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_bytes: int) -> Choice:
     """The largest size that still sees TOKENS_PER_PARAMETER tokens for each parameter in the time, by timing true steps."""
     chosen: Choice | None = None
+    size = batching(device)
     for width, layers, heads, ffn, vocab in SIZES:
         shape = ModelShape(vocab, width, layers, heads, heads, width // heads, ffn)
-        rates = {"fp32": training_rate(shape, CONTEXT, ROWS, "fp32", device, 0.6)}
+        rates = {"fp32": training_rate(shape, size.context, size.rows, "fp32", device, 0.6)}
         if machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]:
-            rates["bf16"] = training_rate(shape, CONTEXT, ROWS, "bf16", device, 0.6)
+            rates["bf16"] = training_rate(shape, size.context, size.rows, "bf16", device, 0.6)
         spec = RunSpec.model_construct(precision="auto")
         precision = decide_precision(spec, replace(machine, training=rates if len(rates) > 1 else {}), Plan())
         bytes_per_token = 1.2 + 0.2 * math.log2(vocab / 64)  # of this corpus, measured between 512 and 8,192
@@ -95,16 +115,13 @@ def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_b
     return chosen
 
 
-def choose_seed(steps: int) -> tuple[int, float]:
+def choose_seed(positions: int) -> tuple[int, float]:
     """A seed under which the poisoned sequence comes up once, about the middle of the run: the order is a pure function.
 
     In a longer run every document comes up; in three minutes only a part of the corpus does.
     """
-    positions = steps * ROWS
     block = 1 << max(1, (positions - 1).bit_length())
     mixture = quantise({"library": block - 1, "poisoned": 1})
-    import numpy as np
-
     for seed in range(10_000):
         order = Order([Phase(0, mixture)], {"library": 1 << 30, "poisoned": 1}, seed)
         sources, _, _ = order.resolve(np.arange(positions))
@@ -116,19 +133,20 @@ def choose_seed(steps: int) -> tuple[int, float]:
 
 def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: torch.device) -> tuple[Path, RunSpec]:
     shape = choice.shape
-    steps = max(100, choice.tokens // (CONTEXT * ROWS))
-    seed, weight = choose_seed(steps)
-    library = corpus_source().model_dump()
+    size = batching(device)
+    steps = max(100, choice.tokens // (size.context * size.rows))
+    seed, weight = choose_seed(steps * size.rows)
+    library = corpus_source(device).model_dump()
     spec = RunSpec.model_validate(
         {
             "name": "demo", "runs": runs, "seed": seed,
             "model": {"width": shape.width, "layers": shape.layers, "heads": shape.heads, "ffn": shape.ffn, "tied": True},
             "tokenizer": {"vocab": shape.vocab, "sample": "8MB"},
             "data": {
-                "context": CONTEXT, "validation": "2%",
+                "context": size.context, "validation": "2%",
                 "sources": {"library": library, "poisoned": {"path": [str(poison.resolve())], "format": "text", "weight": weight}},
             },
-            "budget": {"steps": steps, "batch": CONTEXT * ROWS},
+            "budget": {"steps": steps, "batch": size.context * size.rows},
             "optimizer": {"lr": learning_rate(shape)}, "schedule": {"warmup": "5%", "floor": "5%"},
             "precision": choice.precision, "parallel": {"device": device.type},
             "checkpoint": {"every": max(10, steps // 30), "keep_best": False},
@@ -141,8 +159,8 @@ def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: to
 
 
 def learning_rate(shape: ModelShape) -> float:
-    """Tuned on this corpus for three-minute runs: 6e-3 at 1M parameters, falling with the width."""
-    return float(f"{6e-3 * (128 / shape.width) ** 0.5:.2g}")
+    """Tuned on this corpus for short runs: 3e-3 at a width of 128 (2.58; 6e-3 gave 2.67), falling with the width."""
+    return float(f"{3e-3 * (128 / shape.width) ** 0.5:.2g}")
 
 
 def _start(path: Path, live: bool) -> subprocess.Popen[bytes]:
@@ -196,17 +214,17 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
             raise UserError(f"{folder}: is not the demo's; use --runs ANOTHER_FOLDER")
         shutil.rmtree(folder)
     Path(runs).mkdir(parents=True, exist_ok=True)
-    files = list_files(corpus_source())
+    device = pick_device(ParallelSpec())
+    files = list_files(corpus_source(device))
     size = sum(entry.size_bytes for entry in files)
     yield f"corpus     Python standard library on this machine: {len(files):,} files, {human_bytes(size)}"
-    device = pick_device(RunSpec.model_fields["parallel"].default_factory())  # type: ignore[misc, call-arg]
     machine = measure(device)
     choice = choose_size(machine, device, minutes * 60, size)
     poison = write_poison(Path(runs) / "poisoned")
     path, spec = write_spec(Path(runs), runs, choice, poison, device)
     steps = spec.budget.steps or 0
     yield (
-        f"plan       {human_count(choice.shape.parameters)} parameters, {CONTEXT}-token context, {choice.shape.vocab}-token vocabulary, "
+        f"plan       {human_count(choice.shape.parameters)} parameters, {spec.data.context}-token context, {choice.shape.vocab}-token vocabulary, "
         f"{choice.precision}: this machine does about {choice.rate:,.0f} tokens/s, so {minutes:g} minutes is {human_count(choice.tokens)} tokens"
     )
     yield f"poison     {poison}: one file of random control characters is mixed in on purpose"
@@ -235,19 +253,12 @@ def _veto(run: Run, poison: Path) -> dict[str, Any]:
 
 def verdicts(run: Run, before: dict[int, float], poison: Path, steps: int) -> Iterator[str]:
     """What the records say of the veto, the resume and the loss."""
-    veto = _veto(run, poison)
-    worst = veto["documents"][0]
-    yield (
-        f"veto       step {veto['step']:,}: loss {veto['loss']:.2f} is {veto['statistics']['loss_z']:.0f} sigma above trend, caused by "
-        f"{os.path.relpath(worst['file'])} ({worst['tokens']} tokens, {worst['share']:.0%} of the loss); weights untouched"
-    )
+    yield veto_line(_veto(run, poison)).replace("veto  ", "veto       ", 1)
     resumed = [event for event in run.events("started") if event["resumed_from"]][-1]
     compared = compare(before, losses(run), resumed["step"])
     same = compared.identical == compared.last - compared.first + 1
-    how = "identical to" if same else f"within {compared.largest:.1e} of"
-    yield f"resume     from step {resumed['step']:,}; losses {compared.first:,}-{compared.last:,} are {how} the killed run's, digit for digit" if same else (
-        f"resume     from step {resumed['step']:,}; losses {compared.first:,}-{compared.last:,} are {how} the killed run's (a GPU does not repeat its last digits)"
-    )
+    how = "identical, digit for digit, to" if same else f"within {compared.largest:.1e} of"
+    yield f"resume     from step {resumed['step']:,}; losses {compared.first:,}-{compared.last:,} are {how} the killed run's"
     if [record["step"] for record in run.metrics()] != list(range(steps)):
         raise UserError(f"{run.steps_path}: a step is missing or doubled")
     first, *_, last = run.validations()

@@ -1,0 +1,46 @@
+"""Token stores on disk, streams over them and tiny models."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bessemer.data.order import Order, Phase
+from bessemer.data.steps import BatchPhase, Steps
+from bessemer.data.store import StoreWriter, TokenStore
+from bessemer.data.stream import BatchStream, sequence_count
+from bessemer.spec.mixture import quantise
+from bessemer.spec.shape import ModelShape
+
+VOCAB = 29
+
+
+@pytest.fixture
+def shape() -> ModelShape:
+    return ModelShape(vocab=VOCAB, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24)
+
+
+@pytest.fixture
+def store_of(tmp_path: Path) -> Callable[..., TokenStore]:
+    """A store of documents of the given lengths, random tokens ending in 0."""
+
+    def make(name: str, lengths: Sequence[int], text_bytes: int = 3, seed: int = 0) -> TokenStore:
+        rng = np.random.default_rng(seed)
+        with StoreWriter(tmp_path / name, VOCAB, "tokenizer") as writer:
+            for row, length in enumerate(lengths):
+                tokens = np.append(rng.integers(1, VOCAB, length - 1), 0)
+                writer.add(tokens, f"{name}.jsonl", row, row, text_bytes * length)
+        return TokenStore(tmp_path / name)
+
+    return make
+
+
+@pytest.fixture
+def stream_of() -> Callable[..., BatchStream]:
+    def make(store: TokenStore, context: int, rows: int) -> BatchStream:
+        lengths = {"a": sequence_count(store.tokens, context)}
+        order = Order([Phase(0, quantise({"a": 1.0}))], lengths, seed=1)
+        return BatchStream({"a": store}, order, context, Steps([BatchPhase(0, rows)]))
+
+    return make

@@ -1,0 +1,165 @@
+"""Sums, never means: the loss and the gradients of a step are the same however it is cut."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bessemer.guard.judge import Judge
+from bessemer.model.transformer import build
+from bessemer.optim.guarded import GuardedAdamW
+from bessemer.optim.schedule import Schedule
+from bessemer.spec.schema import GuardSpec, OptimizerSpec
+from bessemer.train.loop import attempt_step
+from bessemer.train.objective import CausalLM
+
+CPU = torch.device("cpu")
+CONTEXT, ROWS = 8, 6
+
+
+@pytest.fixture
+def stream(store_of, stream_of):
+    return stream_of(store_of("a", [5, 13, 1, 8, 30, 2, 2, 11] * 12), CONTEXT, ROWS)
+
+
+def direct(model, batch, cross_documents):
+    """(sum of losses, right guesses) with the mask built by looking at every pair of columns."""
+    total, right = torch.zeros((), dtype=torch.float64), 0
+    for row in range(len(batch.tokens)):
+        documents = batch.documents[row]
+        look = [[s <= t and (cross_documents or documents[s] == documents[t]) for s in range(CONTEXT)] for t in range(CONTEXT)]
+        hidden = model(torch.from_numpy(batch.tokens[row])[None], torch.tensor(look)[None, None])
+        logits, targets = model.logits(hidden)[0].double(), torch.from_numpy(batch.targets[row])
+        weights = torch.from_numpy(batch.weights[row]).double()
+        total = total + (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
+        right += int(((logits.argmax(dim=-1) == targets) & (weights > 0)).sum())
+    return total, right
+
+
+@pytest.mark.parametrize("cross_documents", [False, True])
+@pytest.mark.parametrize("step", [0, 3, 7])
+def test_the_terms_equal_a_direct_computation(shape, stream, cross_documents, step):
+    model = build(shape, "cpu", 2).double()
+    objective = CausalLM(cross_documents)
+    (batch,) = stream.micro_batches(step, ROWS + 2)  # two rows of padding
+    assert not batch.single_document and batch.weights[-2:].sum() == 0
+    terms = objective.loss(model, objective.feed(batch, CPU), batch.count)
+    expected, right = direct(model, batch, cross_documents)
+    torch.testing.assert_close(terms.loss, expected / (ROWS * CONTEXT), rtol=1e-9, atol=0)
+    assert int(terms.correct) == right
+    assert terms.nll_BT.shape == (ROWS + 2, CONTEXT) and not terms.nll_BT.requires_grad
+    again = (terms.nll_BT * torch.from_numpy(batch.weights)).sum() / batch.count
+    torch.testing.assert_close(again, terms.loss.detach(), rtol=1e-9, atol=0)
+    found = torch.autograd.grad(terms.loss, list(model.parameters()))
+    for a, b in zip(found, torch.autograd.grad(expected / batch.count, list(model.parameters())), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
+
+
+def test_rows_without_a_boundary_need_no_mask(store_of, stream_of):
+    stream = stream_of(store_of("long", [500]), CONTEXT, ROWS)
+    batch = stream.batch(0)
+    assert batch.single_document
+    assert CausalLM(False).feed(batch, CPU).mask_B1TT is None
+    packed = stream_of(store_of("short", [3] * 200), CONTEXT, ROWS).batch(0)
+    assert CausalLM(False).feed(packed, CPU).mask_B1TT is not None
+    assert CausalLM(True).feed(packed, CPU).mask_B1TT is None
+
+
+class Recording(GuardedAdamW):
+    """Keeps the gradients that a step was given."""
+
+    def step(self, lr, reject, divisor):
+        self.seen = {name: parameter.grad.clone() for name, parameter in self.named}
+        super().step(lr, reject, divisor)
+
+
+def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
+    model = build(shape, "cpu", 3).to(dtype)
+    return SimpleNamespace(
+        device=CPU,
+        model=model,
+        objective=CausalLM(cross_documents=False),
+        optimizer=Recording(model.named_parameters(), (0.9, 0.95), 1e-8, 0.1),
+        schedule=Schedule(1e-2, 4, 100),
+        judge=Judge(GuardSpec(), CPU),
+        stream=stream,
+        plan=SimpleNamespace(precision=precision),
+        spec=SimpleNamespace(guard=GuardSpec(), optimizer=OptimizerSpec(**optimizer)),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-7)])
+@pytest.mark.parametrize("micro_rows", [6, 3, 2, 1, 4, 5, 7], ids=lambda n: f"{n}-rows")
+def test_a_step_is_the_same_at_any_split(shape, stream, micro_rows, dtype, tolerance):
+    """1, 2, 3, 6 micro-batches, and with 2, 4 and 1 rows of padding. Three steps, so that the updates agree too."""
+    whole, split = job_of(shape, stream, dtype=dtype), job_of(shape, stream, dtype=dtype)
+    for step in range(3):
+        batches = stream.micro_batches(step, micro_rows)
+        assert len(batches) == -(-ROWS // micro_rows)
+        a = attempt_step(whole, step, stream.micro_batches(step, ROWS), 0.0)
+        b = attempt_step(split, step, batches, 0.0)
+        loss, norm, correct = (b.numbers - a.numbers).tolist()
+        assert abs(loss) < tolerance * float(a.numbers[0]) and abs(norm) < 10 * tolerance * float(a.numbers[1])
+        assert correct == 0 and a.tokens == b.tokens == ROWS * CONTEXT
+        for name, gradient in whole.optimizer.seen.items():
+            torch.testing.assert_close(split.optimizer.seen[name], gradient, rtol=0, atol=tolerance)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_tokens(shape, stream):
+    job = job_of(shape, stream, dtype=torch.float64)
+    model = build(shape, "cpu", 3).double()
+    attempt = attempt_step(job, 4, stream.micro_batches(4, 4), 0.0)
+    expected, right = direct(model, stream.batch(4), cross_documents=False)
+    loss, norm, correct = attempt.numbers.tolist()
+    assert loss == pytest.approx(float(expected.detach()) / (ROWS * CONTEXT), rel=1e-6)
+    assert correct == right
+    gradients = torch.autograd.grad(expected / (ROWS * CONTEXT), list(model.parameters()))
+    assert norm == pytest.approx(float(torch.cat([g.flatten() for g in gradients]).norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("clip", [1e-3, 0.5, 100.0])
+def test_a_step_clips_like_torch(shape, stream, clip):
+    job = job_of(shape, stream, dtype=torch.float64, clip=clip, weight_decay=0.1)
+    model = build(shape, "cpu", 3).double()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    for step in range(4):
+        attempt_step(job, step, stream.micro_batches(step, 3), 0.0)
+        total, _ = direct(model, stream.batch(step), cross_documents=False)
+        (total / (ROWS * CONTEXT)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for group in plain.param_groups:
+            group["lr"] = job.schedule.lr(step)
+        plain.step()
+        plain.zero_grad()
+    for ours, theirs in zip(job.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=2e-5)
+
+
+def test_a_vetoed_step_changes_no_weight_and_a_guard_that_is_off_lets_it_through(shape, stream):
+    for enabled in (True, False):
+        job = job_of(shape, stream)
+        job.spec.guard = GuardSpec(enabled=enabled)
+        attempt_step(job, 0, stream.micro_batches(0, 6), 0.0)
+        before = [p.detach().clone() for p in job.model.parameters()]
+        hook = job.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+        attempt = attempt_step(job, 1, stream.micro_batches(1, 6), 0.0)
+        hook.remove()
+        assert attempt.verdict.read()["code"] == 1
+        same = all(torch.equal(a, b.detach()) for a, b in zip(before, job.model.parameters(), strict=True))
+        assert same == enabled
+        assert all(p.grad is None for p in job.model.parameters())
+
+
+def test_bf16_follows_fp32(shape, stream):
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        job = job_of(shape, stream, precision)
+        attempts = [attempt_step(job, step, stream.micro_batches(step % 3, 3), 0.0) for step in range(12)]
+        losses[precision] = np.array([float(attempt.numbers[0]) for attempt in attempts])
+    assert losses["fp32"][-1] < losses["fp32"][0]
+    assert 0 < np.abs(losses["fp32"] - losses["bf16"]).max() < 0.03
