@@ -2,7 +2,7 @@
 
 Both train the same LlamaForCausalLM shape on the same token rows in fp32: 256 tokens x 16 rows a step, one micro-batch,
 gradient clipping, fused AdamW. Ours runs as `bessemer train` does, guard and per-step metrics on. Each round is a fresh
-process; rounds alternate; a round's rate is over its steps after the first three; the medians of the rounds are compared.
+process; rounds alternate; a round's rate is over its steps after the first three; medians of the rounds are compared.
 
     python benchmarks/hf_trainer.py [--rounds 5] [--sizes 1.3M,10M] [--write benchmarks/results/DATE-hf-trainer.json]
 """
@@ -84,7 +84,10 @@ def run_peer(size: str, folder: Path) -> float:
 
     spec, shape = make_spec(size, folder), SIZES[size]
     store = prepare(spec.data, spec.tokenizer, folder / ".data", shape["vocab"], spec.seed).train["library"]
-    rows = [torch.from_numpy(store.slice(i * CONTEXT, (i + 1) * CONTEXT).astype("int64")) for i in range(shape["steps"] * ROWS)]
+    rows = [
+        torch.from_numpy(store.slice(i * CONTEXT, (i + 1) * CONTEXT).astype("int64"))
+        for i in range(shape["steps"] * ROWS)
+    ]
     config = LlamaConfig(
         vocab_size=shape["vocab"],
         hidden_size=shape["width"],
@@ -129,14 +132,18 @@ def run_peer(size: str, folder: Path) -> float:
 
 def one_round(side: str, size: str, folder: Path) -> float:
     command = [sys.executable, __file__, "--side", side, "--sizes", size, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"}
+    )
     if done.returncode:
         sys.exit(f"{side} {size} failed:\n{done.stdout}\n{done.stderr}")
     return float(done.stdout.strip().splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default="1.3M,10M")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
@@ -148,7 +155,11 @@ def main() -> None:
     if options.side:
         print((run_ours if options.side == "ours" else run_peer)(sizes[0], options.folder))
         return
-    result: dict[str, object] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "sizes": {}}
+    result: dict[str, object] = {
+        "machine": machine(),
+        "command": " ".join(["python", *sys.argv]),
+        "sizes": {},
+    }
     print(f"{'size':6} {'ours tok/s':>12} {'HF Trainer':>12} {'ratio':>7} {'goal':>6}   rounds (ours / HF)")
     for size in sizes:
         rates: dict[str, list[float]] = {"ours": [], "peer": []}
@@ -157,8 +168,15 @@ def main() -> None:
                 rates[side].append(one_round(side, size, options.folder))
         ours, peer = (statistics.median(rates[side]) for side in ("ours", "peer"))
         pairs = "  ".join(f"{a:,.0f}/{b:,.0f}" for a, b in zip(rates["ours"], rates["peer"], strict=True))
-        print(f"{size:6} {ours:12,.0f} {peer:12,.0f} {ours / peer:7.3f} {GOALS[size]:6.2f}   {pairs}", flush=True)
-        result["sizes"][size] = {"ours": rates["ours"], "hf_trainer": rates["peer"], "ratio_of_medians": ours / peer}  # type: ignore[index]
+        print(
+            f"{size:6} {ours:12,.0f} {peer:12,.0f} {ours / peer:7.3f} {GOALS[size]:6.2f}   {pairs}",
+            flush=True,
+        )
+        result["sizes"][size] = {
+            "ours": rates["ours"],
+            "hf_trainer": rates["peer"],
+            "ratio_of_medians": ours / peer,
+        }  # type: ignore[index]
     if options.write:
         options.write.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -168,8 +186,12 @@ def machine() -> dict[str, object]:
     import transformers
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    name = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,

@@ -10,6 +10,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# Name -> module, and the name there. None is that of a subpackage (`bessemer.train` is one): importing that would
+# silently take its place.
 _PUBLIC = {
     "RunSpec": "bessemer.spec.schema",
     "load_spec": "bessemer.spec.load",
@@ -18,7 +20,7 @@ _PUBLIC = {
     "Plan": "bessemer.plan.decision",
     "TokenStore": "bessemer.data.store",
     "BatchStream": "bessemer.data.stream",
-    "train": "bessemer.supervise.session",
+    "train_run": "bessemer.supervise.session:train",
     "UserError": "bessemer.errors",
 }
 
@@ -28,7 +30,8 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'bessemer' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    module, _, there = _PUBLIC[name].partition(":")
+    return getattr(importlib.import_module(module), there or name)
 
 
 def __dir__() -> list[str]:

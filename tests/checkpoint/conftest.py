@@ -26,6 +26,7 @@ def manifest_of() -> Callable[..., Manifest]:
             stream={"seed": 3, "sources": {"naïve": "ab"}},
             spec_fingerprint="s1",
             segments=[{"from_step": 0, "position": 0}, {"from_step": 7, "position": 120}],
+            batch_rows=[[0, 4]],
             progress={"tokens": step * 512, "elapsed_s": 0.1 + 0.2, "best_validation": None},
             threads=1,
             device="cpu",

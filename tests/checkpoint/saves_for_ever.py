@@ -21,7 +21,7 @@ def save_for_ever(folder: Path, done: Path, step: int) -> None:
     shelf = Shelf(folder)
     while True:
         state = {"x": torch.full((40_000,), float(step)), "step": torch.tensor(step)}
-        manifest = Manifest(step, 0, "f", {}, "s", [], {}, 1, "cpu", {}, time.time())
+        manifest = Manifest(step, 0, "f", {}, "s", [], [], {}, 1, "cpu", {}, time.time())
         newest = shelf.save(state, manifest)
         with done.open("a") as file:
             file.write(f"{step}\n")
@@ -46,7 +46,9 @@ def main() -> None:
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child ended by itself"
         done = (folder / "done").read_text().split() if (folder / "done").exists() else []
         steps = {manifest.step for _, manifest in Shelf(folder / "checkpoints").committed()}
-        assert not done or int(done[-1]) in steps, f"the save of step {done[-1]} had returned; there are {steps}"
+        assert not done or int(done[-1]) in steps, (
+            f"the save of step {done[-1]} had returned; there are {steps}"
+        )
 
 
 main()

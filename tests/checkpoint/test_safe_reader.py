@@ -37,9 +37,13 @@ class Call:
 
 @pytest.mark.parametrize("inside", ["alone", "planner_data", "storage_data", "state_dict_metadata"])
 @pytest.mark.parametrize(
-    ("function", "name"), [(os.system, "posix.system"), (builtins.exec, "builtins.exec")], ids=["system", "exec"]
+    ("function", "name"),
+    [(os.system, "posix.system"), (builtins.exec, "builtins.exec")],
+    ids=["system", "exec"],
 )
-def test_code_in_the_index_is_refused_and_never_runs(shelf, saved, state_of, tmp_path, function, name, inside):
+def test_code_in_the_index_is_refused_and_never_runs(
+    shelf, saved, state_of, tmp_path, function, name, inside
+):
     witness = tmp_path / "witness"
     command = f"touch {witness}" if function is os.system else f"open({str(witness)!r}, 'w')"
     payload = Call(function, command)
@@ -92,12 +96,14 @@ def test_an_entry_that_is_not_a_tensor_is_refused(shelf, saved, state_of, entry)
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.state_dict_metadata["extra"] = entry
     put_index(saved, pickle.dumps(metadata))
-    with pytest.raises(Damaged, match="BytesStorageMetadata|entry 'extra' is not a tensor") as error:
+    with pytest.raises(Damaged, match=r"BytesStorageMetadata|entry 'extra' is not a tensor") as error:
         shelf.load(saved, state_of(1))
     assert str(saved / ".metadata") in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"garbage", pickle.dumps([1, 2]), pickle.dumps(None)], ids=repr)
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", b"garbage", pickle.dumps([1, 2]), pickle.dumps(None)], ids=repr
+)
 def test_an_index_that_is_none_is_refused(shelf, saved, state_of, content):
     put_index(saved, content)
     with pytest.raises(Damaged) as error:
@@ -151,4 +157,6 @@ def test_the_list_has_no_name_that_an_index_does_not_use(saved):
     dtypes = {(module, name) for module, name in asked if module == "torch" and name != "Size"}
     paths = {(module, name) for module, name in asked if name == "PosixPath"}
     assert asked - dtypes - paths == safe_reader._ALLOWED
-    assert paths <= safe_reader._PATHS and all(isinstance(getattr(torch, name), torch.dtype) for _, name in dtypes)
+    assert paths <= safe_reader._PATHS and all(
+        isinstance(getattr(torch, name), torch.dtype) for _, name in dtypes
+    )

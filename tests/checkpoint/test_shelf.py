@@ -13,7 +13,8 @@ from bessemer.errors import UserError
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+    a, b = a.contiguous().numpy(), b.contiguous().numpy()
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def blank(state):

@@ -18,7 +18,9 @@ def falling():
 
 def small_batch(rng):
     """Noise of 8 % in the loss and of a third in the gradient norm, as batches of a few sequences have."""
-    return falling() * (1 + 0.08 * rng.standard_normal(STEPS)), 0.8 * np.exp(0.35 * rng.standard_normal(STEPS))
+    return falling() * (1 + 0.08 * rng.standard_normal(STEPS)), 0.8 * np.exp(
+        0.35 * rng.standard_normal(STEPS)
+    )
 
 
 def heavy_tails(rng):
@@ -30,7 +32,9 @@ def learning_rate_steps(rng):
     """The learning rate is cut, raised and cut: the loss moves by a few tenths, the gradient norm by up to four."""
     level = np.select([T < 1000, T < 2000, T < 3000], [0.0, -0.25, -0.1], -0.4)
     norm = np.select([T < 1000, T < 2000, T < 3000], [1.0, 0.5, 1.5], 0.4)
-    return falling() + level + 0.03 * rng.standard_normal(STEPS), 0.6 * norm * np.exp(0.2 * rng.standard_normal(STEPS))
+    return falling() + level + 0.03 * rng.standard_normal(STEPS), 0.6 * norm * np.exp(
+        0.2 * rng.standard_normal(STEPS)
+    )
 
 
 def warm_up(rng):
@@ -51,7 +55,9 @@ def plateau(rng):
 FAMILIES = [(small_batch, 0), (heavy_tails, 6), (learning_rate_steps, 0), (warm_up, 0), (plateau, 0)]
 
 
-@pytest.mark.parametrize(("family", "tolerated"), FAMILIES, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("family", "tolerated"), FAMILIES, ids=lambda value: getattr(value, "__name__", None)
+)
 def test_healthy_steps_are_not_vetoed(family, tolerated):
     loss, norm = family(np.random.default_rng(0))
     judge = Judge(GuardSpec(), torch.device("cpu"))
@@ -59,4 +65,6 @@ def test_healthy_steps_are_not_vetoed(family, tolerated):
     numbers = torch.stack([judge.judge(*pair).numbers for pair in values.unbind()])
     alarms = (numbers[:, 0] != ACCEPT).nonzero().flatten().tolist()
     assert len(alarms) <= tolerated, f"steps {alarms}"
-    assert not numbers[:, 2].any(), "the window was reopened: a healthy stretch was taken for a lasting change"
+    assert not numbers[:, 2].any(), (
+        "the window was reopened: a healthy stretch was taken for a lasting change"
+    )

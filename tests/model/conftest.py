@@ -16,7 +16,16 @@ def shape_of() -> Callable[..., ModelShape]:
     """A tiny shape; any field may be given."""
 
     def make(**fields: object) -> ModelShape:
-        defaults = dict(vocab=37, width=24, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=40, rope_theta=100.0)
+        defaults = {
+            "vocab": 37,
+            "width": 24,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 6,
+            "ffn": 40,
+            "rope_theta": 100.0,
+        }
         return ModelShape(**(defaults | fields))  # type: ignore[arg-type]
 
     return make
@@ -46,7 +55,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def turn(x_TD: Tensor, theta: float) -> Tensor:
-    """Rotary positions as complex numbers: component j and component j + D/2 are one number, turned by t theta^(-2j/D)."""
+    """Rotary positions as complex numbers: components j and j + D/2 are one number, turned by t theta^(-2j/D)."""
     half = x_TD.shape[-1] // 2
     number = torch.complex(x_TD[:, :half], x_TD[:, half:])
     speed = torch.tensor([theta ** (-2 * j / (2 * half)) for j in range(half)], dtype=torch.float64)
@@ -82,7 +91,9 @@ def attend(weights: dict[str, Tensor], shape: ModelShape, x_TW: Tensor, document
 def reference_hidden() -> Callable[..., Tensor]:
     """Hidden states (T, W) of one row, from a dictionary of parameters by name; differentiable."""
 
-    def forward(weights: dict[str, Tensor], shape: ModelShape, tokens: Tensor, documents: list[int] | None = None) -> Tensor:
+    def forward(
+        weights: dict[str, Tensor], shape: ModelShape, tokens: Tensor, documents: list[int] | None = None
+    ) -> Tensor:
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
 

@@ -61,7 +61,13 @@ def their_model(shape, weights):
 
 
 @pytest.fixture(
-    params=[dict(), dict(tied=False, kv_heads=4), dict(qk_norm=True), dict(qk_norm=True, tied=False, kv_heads=1)], ids=str
+    params=[
+        {},
+        {"tied": False, "kv_heads": 4},
+        {"qk_norm": True},
+        {"qk_norm": True, "tied": False, "kv_heads": 1},
+    ],
+    ids=str,
 )
 def pair(request, shape_of, build_random, weights_of):
     shape = shape_of(layers=3, rope_theta=10_000.0, **request.param)

@@ -20,7 +20,7 @@ def ids(seed, *size, vocab=37):
     return torch.randint(0, vocab, size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=[dict(), dict(kv_heads=4, tied=False), dict(kv_heads=1, qk_norm=True)], ids=str)
+@pytest.fixture(params=[{}, {"kv_heads": 4, "tied": False}, {"kv_heads": 1, "qk_norm": True}], ids=str)
 def model(request, shape_of, build_random):
     return build_random(shape_of(**request.param)).eval()
 
@@ -31,7 +31,9 @@ def states_by_chunks(model, tokens_BT, lengths):
         return torch.cat([model(part, caches=caches) for part in tokens_BT.split(lengths, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize("lengths", [[40], [1] * 40, [7, 1, 1, 12, 19], [16, 16, 8], [17, 1, 22], [1, 39]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[40], [1] * 40, [7, 1, 1, 12, 19], [16, 16, 8], [17, 1, 22], [1, 39]], ids=str
+)
 def test_states_with_a_cache_equal_the_whole_at_once(model, lengths):
     """One by one, in chunks, and across the sizes (16, 32, 64) at which the buffers grow."""
     tokens = ids(1, 3, 40)
@@ -77,7 +79,9 @@ def test_sampled_tokens_follow_the_distribution_of_running_everything_again(mode
 
 def test_a_seed_reproduces_and_another_differs(model):
     prompt = [1, 2, 3]
-    one, again, other = (list(generate(model, prompt, 30, None, Sampling(1.0, seed=seed))) for seed in (1, 1, 2))
+    one, again, other = (
+        list(generate(model, prompt, 30, None, Sampling(1.0, seed=seed))) for seed in (1, 1, 2)
+    )
     assert one == again != other
 
 
@@ -107,7 +111,11 @@ def test_generation_is_lazy_and_leaves_no_gradients(model):
 
 
 def kept(logits, sampling):
-    return {i for i, value in enumerate(filter_logits(torch.tensor(logits), sampling).tolist()) if value > -math.inf}
+    return {
+        i
+        for i, value in enumerate(filter_logits(torch.tensor(logits), sampling).tolist())
+        if value > -math.inf
+    }
 
 
 # Steps of 0.01 in the logits: ties are exact, and everything else is told apart in float32.
@@ -146,13 +154,17 @@ def test_top_p_counts_within_top_k(logits, k, p):
         reached += weights[i] / total
         if abs(reached - p) < 1e-5:
             return
-    assert sorted((logits[i] for i in kept(logits, Sampling(1.0, top_k=k, top_p=p))), reverse=True) == expected
+    assert (
+        sorted((logits[i] for i in kept(logits, Sampling(1.0, top_k=k, top_p=p))), reverse=True) == expected
+    )
 
 
 @given(logits=logit_lists, temperature=st.floats(0.1, 5))
 def test_without_limits_only_the_temperature_acts(logits, temperature):
     found = filter_logits(torch.tensor(logits), Sampling(temperature))
-    torch.testing.assert_close(found, torch.tensor([value / temperature for value in logits]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found, torch.tensor([value / temperature for value in logits]), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_filters_keep_the_odds_among_what_they_keep():
@@ -166,10 +178,10 @@ def test_filters_keep_the_odds_among_what_they_keep():
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        (dict(temperature=-0.1), "temperature -0.1 is negative"),
-        (dict(top_p=0.0), "top-p 0.0"),
-        (dict(top_p=1.5), "top-p 1.5"),
-        (dict(top_k=-1), "top-k -1"),
+        ({"temperature": -0.1}, "temperature -0.1 is negative"),
+        ({"top_p": 0.0}, "top-p 0.0"),
+        ({"top_p": 1.5}, "top-p 1.5"),
+        ({"top_k": -1}, "top-k -1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields, word):

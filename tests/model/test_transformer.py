@@ -61,12 +61,12 @@ def test_a_model_on_meta_allocates_nothing():
 
 
 CASES = [
-    dict(),
-    dict(tied=False),
-    dict(qk_norm=True),
-    dict(kv_heads=4),
-    dict(kv_heads=1, head_dim=10, norm_eps=1e-2),
-    dict(tied=False, qk_norm=True, kv_heads=1, rope_theta=500_000.0),
+    {},
+    {"tied": False},
+    {"qk_norm": True},
+    {"kv_heads": 4},
+    {"kv_heads": 1, "head_dim": 10, "norm_eps": 1e-2},
+    {"tied": False, "qk_norm": True, "kv_heads": 1, "rope_theta": 500_000.0},
 ]
 
 
@@ -93,7 +93,9 @@ def test_hidden_states_and_gradients_equal_the_reference(
     (model.logits(hidden) * pull).sum().backward()
     gradients = torch.autograd.grad((expected @ head.T * pull).sum(), list(weights.values()))
     for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @given(seed=st.integers(0, 1000), length=st.integers(2, 12), at=st.integers(0, 11), qk_norm=st.booleans())
@@ -146,7 +148,9 @@ def test_the_document_mask_is_causal_and_inside_documents(lengths):
             assert mask[b, 0, t, s] == (s <= t and row[s] == row[t])
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # says that torch takes a slower path
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight"
+)  # says that torch takes a slower path
 def test_bf16_autocast_stays_close(shape_of):
     """Also with normalised queries and keys, where autocast hands the attention fp32 and bf16 at once."""
     for qk_norm in (False, True):

@@ -22,12 +22,17 @@ def path(request, monkeypatch):
 
 def parameters(seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
+        for name, shape in SHAPES.items()
+    }
 
 
 def gradients(step, dtype=torch.float32, size=1.0):
     generator = torch.Generator().manual_seed(1000 + step)
-    return {name: size * torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+    return {
+        name: size * torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()
+    }
 
 
 def give(named, values):
@@ -81,7 +86,9 @@ def test_equals_plain_adamw_with_clipping_over_20_steps(path, dtype, tolerance):
     for name, parameter in theirs.items():
         assert state[f"{name}.step"] == plain.state[parameter]["step"] == 20
         for key in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(state[f"{name}.{key}"], plain.state[parameter][key], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                state[f"{name}.{key}"], plain.state[parameter][key], rtol=1e-5, atol=1e-7
+            )
 
 
 def test_equals_the_formula_in_float64_without_clipping(path):
@@ -177,7 +184,9 @@ def test_state_before_the_first_step_is_zero_and_changes_nothing(path):
         advance(optimizer, asked, step)
         advance(other, untouched, step)
     assert same(bits(asked, optimizer), bits(untouched, other))
-    assert all(a is b for a, b in zip(state.values(), optimizer.state().values(), strict=True)), "state() is live"
+    assert all(a is b for a, b in zip(state.values(), optimizer.state().values(), strict=True)), (
+        "state() is live"
+    )
     layout = {name: (tensor.dtype, tensor.device, tensor.shape) for name, tensor in other.state().items()}
     assert {name: (t.dtype, t.device, t.shape) for name, t in state.items()} == layout
 
@@ -226,7 +235,9 @@ def test_clipping_equals_torch(size):
     give(named, values)
     divisor = clip_divisor(optimizer.grad_norm(), 0.7)
     norm = torch.nn.utils.clip_grad_norm_(named.values(), 0.7)
-    assert float(norm) == pytest.approx(sum(float(v.square().sum()) for v in values.values()) ** 0.5, rel=1e-12)
+    assert float(norm) == pytest.approx(
+        sum(float(v.square().sum()) for v in values.values()) ** 0.5, rel=1e-12
+    )
     for name, parameter in named.items():
         torch.testing.assert_close(values[name] / divisor, parameter.grad, rtol=2e-6, atol=0)
 
@@ -275,7 +286,9 @@ def test_the_probe_finds_a_kernel_that_never_moves_and_one_that_is_missing(monke
 
     class Missing(torch.optim.AdamW):
         def __init__(self, *_, **__):
-            raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
+            raise RuntimeError(
+                "`fused=True` requires all the params to be floating point Tensors of supported devices"
+            )
 
     for kind in (Idle, Missing):
         monkeypatch.setattr(torch.optim, "AdamW", kind)

@@ -1,6 +1,7 @@
 """The learning rate against hand values and torch's own schedulers."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -59,12 +60,16 @@ def test_equals_torch_with_a_warm_up(kind, warmup):
         return SequentialLR(optimizer, [first, second], milestones=[warmup])
 
     schedule = Schedule(peak, warmup, total, kind, floor)
-    assert [schedule.lr(step) for step in range(total)] == pytest.approx(rates_of_torch(make, total, peak), rel=1e-9)
+    assert [schedule.lr(step) for step in range(total)] == pytest.approx(
+        rates_of_torch(make, total, peak), rel=1e-9
+    )
 
 
 def test_drives_torch_as_a_lambda():
     schedule = Schedule(peak=5e-4, warmup=5, total=40)
-    rates = rates_of_torch(lambda optimizer: LambdaLR(optimizer, lambda step: schedule.lr(step) / 5e-4), 40, 5e-4)
+    rates = rates_of_torch(
+        lambda optimizer: LambdaLR(optimizer, lambda step: schedule.lr(step) / 5e-4), 40, 5e-4
+    )
     assert rates == pytest.approx([schedule.lr(step) for step in range(40)], rel=1e-12)
 
 
@@ -75,9 +80,8 @@ def test_it_starts_above_zero_and_stays_between_floor_and_peak(schedule):
     assert rates[0] > 0
     assert all(rate <= schedule.peak * (1 + 1e-12) for rate in rates)
     assert all(rate >= low * (1 - 1e-12) for rate in rates[schedule.warmup :])
-    assert all(b >= a for a, b in zip(rates[: schedule.warmup], rates[1 : schedule.warmup], strict=False))
-    falling = rates[schedule.warmup :]
-    assert all(b <= a * (1 + 1e-12) for a, b in zip(falling, falling[1:], strict=False))
+    assert all(b >= a for a, b in pairwise(rates[: schedule.warmup]))
+    assert all(b <= a * (1 + 1e-12) for a, b in pairwise(rates[schedule.warmup :]))
 
 
 @given(schedule=schedules.filter(lambda s: s.kind != "constant"), beyond=st.integers(0, 10**9))

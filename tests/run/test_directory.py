@@ -1,4 +1,4 @@
-"""A run's directory: what is written is read, its state follows from what happened, and damage does not hide other runs."""
+"""A run's directory: what is written is read, the state follows from what happened, damage hides no other run."""
 
 import json
 import math

@@ -40,15 +40,19 @@ anything = st.one_of(
 
 @given(anything, st.sampled_from(PARSERS))
 def test_every_input_is_a_number_or_a_refusal_of_one_line(value: Any, parse: Callable[[Any], Any]) -> None:
+    refusal = ""
     try:
         result = parse(value)
     except ValueError as error:
-        assert str(error).startswith("expected ")
-        assert "\n" not in str(error) and len(str(error)) < 250
+        refusal = str(error)
+    if refusal:
+        assert refusal.startswith("expected ")
+        assert "\n" not in refusal and len(refusal) < 250
     else:
         assert isinstance(result, (int, float, str)) and not isinstance(result, bool)
         assert isinstance(result, str) or (math.isfinite(result) and result >= 0)
-        assert parse(result) == result or parse is parse_duration  # what was understood is understood again
+        # What was understood is understood again; a time needs its unit for that.
+        assert parse(f"{result} s" if parse is parse_duration else result) == result
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_shares(written: Any, share: float) -> None:
 
 @pytest.mark.parametrize("written", ["101%", 1.01, -0.1, "half", True])
 def test_what_is_no_share(written: Any) -> None:
-    with pytest.raises(ValueError, match="2% or 0.02"):
+    with pytest.raises(ValueError, match=r"2% or 0\.02"):
         parse_share(written)
 
 

@@ -1,4 +1,4 @@
-"""The spec as data: it survives being written and read, `auto` is accepted where the planner decides, editors get a schema."""
+"""The spec as data: it survives being written and read, takes `auto` where the planner decides, has a JSON Schema."""
 
 import tempfile
 from pathlib import Path

@@ -77,11 +77,11 @@ def outcome(text: str, overrides: tuple[str, ...] = ()) -> RunSpec | UserError:
         try:
             return load_spec(path, overrides)
         except UserError as error:
-            lines = str(error).splitlines()
-            assert lines and all(lines)
-            assert not isinstance(error, SpecError) or len(lines) == len(error.problems)
-            assert all(line.startswith((str(path), "--set")) for line in lines)
-            return error
+            refused = error
+    lines = str(refused).splitlines()
+    assert lines and all(line.startswith((str(path), "--set")) for line in lines)
+    assert not isinstance(refused, SpecError) or len(lines) == len(refused.problems)
+    return refused
 
 
 def parts(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -10,7 +10,24 @@ import pytest
 
 from bessemer.spec.schema import RunSpec
 
-WORDS = "steel iron blast flame ore coke slag heat pour mould ingot forge anvil hammer tongs bellows".split()
+WORDS = [
+    "steel",
+    "iron",
+    "blast",
+    "flame",
+    "ore",
+    "coke",
+    "slag",
+    "heat",
+    "pour",
+    "mould",
+    "ingot",
+    "forge",
+    "anvil",
+    "hammer",
+    "tongs",
+    "bellows",
+]
 
 
 def write_corpus(path: Path, documents: int = 120, seed: int = 0) -> Path:

@@ -21,10 +21,14 @@ def start(path: Path) -> subprocess.Popen[str]:
 def write_spec(folder: Path, name: str, corpus: Path) -> Path:
     import importlib.util
 
-    helper = importlib.util.spec_from_file_location("supervise_conftest", Path(__file__).with_name("conftest.py"))
+    helper = importlib.util.spec_from_file_location(
+        "supervise_conftest", Path(__file__).with_name("conftest.py")
+    )
     module = importlib.util.module_from_spec(helper)
     helper.loader.exec_module(module)
-    data = module.spec_data(name, corpus, folder / "runs", budget={"steps": 400, "batch": 256}, checkpoint={"every": 20})
+    data = module.spec_data(
+        name, corpus, folder / "runs", budget={"steps": 400, "batch": 256}, checkpoint={"every": 20}
+    )
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(data))
     return path
@@ -36,7 +40,9 @@ def losses(run: Run) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.timeout(400)
-def test_killed_runs_resume_with_every_step_once_and_the_same_losses(corpus: Path, tmp_path: Path, kills: int) -> None:
+def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
+    corpus: Path, tmp_path: Path, kills: int
+) -> None:
     whole, broken = Run(tmp_path / "runs" / "whole"), Run(tmp_path / "runs" / "broken")
     process = start(write_spec(tmp_path, "whole", corpus))
     assert process.wait() == 0, process.stdout.read()
@@ -48,7 +54,11 @@ def test_killed_runs_resume_with_every_step_once_and_the_same_losses(corpus: Pat
         began, already = time.monotonic(), len(losses(broken)) if broken.steps_path.exists() else 0
         steps = draw.randint(0, 40)
         while process.poll() is None and time.monotonic() - began < 60:
-            if broken.steps_path.exists() and len(losses(broken)) >= already - 20 + steps and time.monotonic() - began > 2.5:
+            if (
+                broken.steps_path.exists()
+                and len(losses(broken)) >= already - 20 + steps
+                and time.monotonic() - began > 2.5
+            ):
                 break
             time.sleep(0.01)
         time.sleep(draw.random() * 0.3)
@@ -72,6 +82,6 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(corpus: Path, tmp
     assert process.returncode == 143, output
     assert f"continue with: bessemer train {path}" in output
     done = len(losses(run))
-    saved = [event for event in run.events("saved")][-1]
+    saved = list(run.events("saved"))[-1]
     assert saved["step"] == done
     assert run.state == "interrupted"

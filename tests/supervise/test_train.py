@@ -84,10 +84,14 @@ def test_a_resumed_run_equals_an_unbroken_one_digit_for_digit(make_spec: Make, s
     assert Run(run_folder(broken)).state == "interrupted"
     assert train(broken).kind == "finished"
     assert losses(broken) == losses(whole)
-    assert [r["loss"] for r in Run(run_folder(broken)).validations()] == [r["loss"] for r in Run(run_folder(whole)).validations()]
+    assert [r["loss"] for r in Run(run_folder(broken)).validations()] == [
+        r["loss"] for r in Run(run_folder(whole)).validations()
+    ]
 
 
-def test_metrics_past_the_checkpoint_are_cut_and_the_cut_is_an_event(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_past_the_checkpoint_are_cut_and_the_cut_is_an_event(
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, broken = make_spec("whole"), make_spec("broken")
     train(whole)
     genuine = loop.attempt_step
@@ -111,7 +115,11 @@ def test_metrics_past_the_checkpoint_are_cut_and_the_cut_is_an_event(make_spec: 
 def test_another_stream_is_refused_by_name(make_spec: Make) -> None:
     train_until(make_spec(), 12)
     with pytest.raises(UserError, match="sequence_length was 32, is 16"):
-        train(make_spec(data={**make_spec().data.model_dump(), "context": 16}, budget={"steps": 40, "batch": 128}))
+        train(
+            make_spec(
+                data={**make_spec().data.model_dump(), "context": 16}, budget={"steps": 40, "batch": 128}
+            )
+        )
     with pytest.raises(UserError, match=r"seed was 0, is 1"):
         train(make_spec(seed=1))
     assert len(losses(make_spec())) == 14  # nothing was cut by the refusals (a step is read one step late)
@@ -172,10 +180,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(make_spec: 
 
 
 @pytest.mark.parametrize(
-    ("stop", "word"), [({"validation_loss": 5.0}, "validation_loss"), ({"time": "0.05 s"}, "time"), ({"patience": 1}, "patience")]
+    ("stop", "word"),
+    [
+        ({"validation_loss": 5.0}, "validation_loss"),
+        ({"time": "0.05 s"}, "time"),
+        ({"patience": 1}, "patience"),
+    ],
 )
-def test_stopping_rules_end_a_run_as_finished_with_the_reason(make_spec: Make, stop: dict[str, Any], word: str) -> None:
-    spec = make_spec(budget={"steps": 400, "batch": 128, "stop": stop}, optimizer={"lr": 0.3 if word == "patience" else 0.01})
+def test_stopping_rules_end_a_run_as_finished_with_the_reason(
+    make_spec: Make, stop: dict[str, Any], word: str
+) -> None:
+    spec = make_spec(
+        budget={"steps": 400, "batch": 128, "stop": stop},
+        optimizer={"lr": 0.3 if word == "patience" else 0.01},
+    )
     outcome = train(spec)
     assert outcome.kind == "finished"
     assert word in outcome.reason
@@ -187,7 +205,9 @@ def test_a_poisoned_document_is_vetoed_by_name(make_spec: Make, tmp_path: Path) 
     poison = tmp_path / "noise.txt"
     poison.write_text("\x01\x02\x03\x04\x05\x06\x07\x08" * 60)
     sources = {**make_spec().data.model_dump()["sources"], "noise": {"path": [str(poison)], "weight": 0.02}}
-    spec = make_spec(data={"sources": sources, "context": 32, "validation": 0.1}, budget={"steps": 120, "batch": 64})
+    spec = make_spec(
+        data={"sources": sources, "context": 32, "validation": 0.1}, budget={"steps": 120, "batch": 64}
+    )
     train(spec)
     vetoes = events(spec, "veto")
     assert vetoes
@@ -196,16 +216,22 @@ def test_a_poisoned_document_is_vetoed_by_name(make_spec: Make, tmp_path: Path) 
     assert vetoes[0]["statistics"]["loss_z"] > 4
 
 
-def test_a_veto_leaves_the_weights_of_the_step_before(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_veto_leaves_the_weights_of_the_step_before(
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     genuine, seen = loop.attempt_step, {}
 
     def watch(job: Any, step: int, *rest: Any) -> Any:
         if step == 20:
             job.model.blocks[0].ffn.down.weight.register_hook(lambda g: g * float("nan"))
-            seen["before"] = {name: tensor.clone() for name, tensor in job.state().items() if not name.startswith("guard")}
+            seen["before"] = {
+                name: tensor.clone() for name, tensor in job.state().items() if not name.startswith("guard")
+            }
         result = genuine(job, step, *rest)
         if step == 20:
-            seen["after"] = {name: tensor.clone() for name, tensor in job.state().items() if not name.startswith("guard")}
+            seen["after"] = {
+                name: tensor.clone() for name, tensor in job.state().items() if not name.startswith("guard")
+            }
             job.model.blocks[0].ffn.down.weight._backward_hooks.clear()
         return result
 
@@ -217,7 +243,9 @@ def test_a_veto_leaves_the_weights_of_the_step_before(make_spec: Make, monkeypat
     assert "non-finite" in events(spec, "veto")[0]["reason"]
 
 
-def test_non_finite_steps_without_end_stop_the_run_with_healthy_weights(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_steps_without_end_stop_the_run_with_healthy_weights(
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     genuine = loop.attempt_step
 
     def poison(job: Any, step: int, *rest: Any) -> Any:
@@ -280,3 +308,28 @@ def test_two_sessions_never_write_one_run(make_spec: Make) -> None:
     Session(spec, StartAnother()).train()
     assert "being written by process" in StartAnother.refusal
     assert len(losses(spec)) == 40
+
+
+def test_another_batch_size_is_refused_with_the_way_to_change_it(make_spec: Make) -> None:
+    train_until(make_spec(), 12)
+    with pytest.raises(UserError, match=r"batch_changes: \[\{from_step: 14, batch: 256\}\]"):
+        train(make_spec(budget={"steps": 40, "batch": 256}))
+    changes = [{"from_step": 14, "batch": 256}]
+    spec = make_spec(budget={"steps": 40, "batch": 128, "batch_changes": changes})
+    assert train(spec).kind == "finished"
+    assert list(Run(run_folder(spec)).metrics())[-1]["tokens"] == 14 * 128 + 26 * 256
+
+
+def test_a_run_killed_before_its_first_save_is_planned_anew(
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no memory")
+
+    genuine = loop.attempt_step
+    monkeypatch.setattr(loop, "attempt_step", fail)
+    with pytest.raises(MemoryError):
+        train(make_spec(optimizer={"lr": "auto"}))
+    monkeypatch.setattr(loop, "attempt_step", genuine)
+    spec = make_spec(optimizer={"lr": "auto"}, model={"ffn": 128})
+    assert train(spec).kind == "finished"

@@ -19,7 +19,10 @@ from bessemer.train.loss import linear_cross_entropy
 from bessemer.train.objective import CausalLM
 from bessemer.train.speed import random_batch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 SHAPE = ModelShape(512, 128, 2, 4, 2, 32, 256)
 
 
@@ -59,7 +62,9 @@ def test_a_vetoed_step_leaves_every_bit() -> None:
     job, batch = make_job(), random_batch(SHAPE.vocab, 8, 64)
     for step in range(3):
         attempt_step(job, step, [batch], 0.0)
-    before = [p.detach().clone() for p in job.model.parameters()] + [t.clone() for t in job.optimizer.state().values()]
+    before = [p.detach().clone() for p in job.model.parameters()] + [
+        t.clone() for t in job.optimizer.state().values()
+    ]
     hook = job.model.norm.weight.register_hook(lambda g: g * float("nan"))
     attempt = attempt_step(job, 3, [batch], 0.0)
     hook.remove()
@@ -108,8 +113,9 @@ def test_a_run_on_the_gpu_resumes(tmp_path: Path) -> None:
         return RunSpec.model_validate(
             {
                 "name": name, "runs": str(tmp_path / "runs"), "model": {"width": 64, "layers": 2, "heads": 2},
-                "tokenizer": {"vocab": 300}, "data": {"sources": {"text": {"path": [str(text)]}}, "context": 64, "validation": 0.1},
-                "budget": {"steps": steps, "batch": 512}, "optimizer": {"lr": 0.003}, "schedule": {"kind": "constant", "warmup": 2},
+                "tokenizer": {"vocab": 300}, "budget": {"steps": steps, "batch": 512}, "optimizer": {"lr": 0.003},
+                "data": {"sources": {"text": {"path": [str(text)]}}, "context": 64, "validation": 0.1},
+                "schedule": {"kind": "constant", "warmup": 2},
                 "checkpoint": {"every": 10},
             }
         )  # fmt: skip

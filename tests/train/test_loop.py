@@ -134,7 +134,6 @@ def test_a_run_that_fails_has_the_weights_of_its_last_good_step(make_job):
         assert torch.equal(a, b)
 
 
-@pytest.mark.xfail(strict=True, reason="the step in flight when the fault is read is saved but never reported")
 def test_a_run_that_fails_has_a_record_of_every_step_it_counts(make_job):
     job = make_job(max_vetoes=3)
     poison(job, 6)
@@ -142,7 +141,6 @@ def test_a_run_that_fails_has_a_record_of_every_step_it_counts(make_job):
     assert steps_of(job) == list(range(outcome.step))
 
 
-@pytest.mark.xfail(strict=True, reason="the save after a fault carries the loss of an evaluation before it")
 def test_a_failed_run_s_last_save_claims_no_validation_it_did_not_have(make_job):
     job = make_job(max_vetoes=3)
     poison(job, 6)

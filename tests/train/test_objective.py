@@ -29,7 +29,10 @@ def direct(model, batch, cross_documents):
     total, right = torch.zeros((), dtype=torch.float64), 0
     for row in range(len(batch.tokens)):
         documents = batch.documents[row]
-        look = [[s <= t and (cross_documents or documents[s] == documents[t]) for s in range(CONTEXT)] for t in range(CONTEXT)]
+        look = [
+            [s <= t and (cross_documents or documents[s] == documents[t]) for s in range(CONTEXT)]
+            for t in range(CONTEXT)
+        ]
         hidden = model(torch.from_numpy(batch.tokens[row])[None], torch.tensor(look)[None, None])
         logits, targets = model.logits(hidden)[0].double(), torch.from_numpy(batch.targets[row])
         weights = torch.from_numpy(batch.weights[row]).double()
@@ -53,7 +56,9 @@ def test_the_terms_equal_a_direct_computation(shape, stream, cross_documents, st
     again = (terms.nll_BT * torch.from_numpy(batch.weights)).sum() / batch.count
     torch.testing.assert_close(again, terms.loss.detach(), rtol=1e-9, atol=0)
     found = torch.autograd.grad(terms.loss, list(model.parameters()))
-    for a, b in zip(found, torch.autograd.grad(expected / batch.count, list(model.parameters())), strict=True):
+    for a, b in zip(
+        found, torch.autograd.grad(expected / batch.count, list(model.parameters())), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
 
 
@@ -101,7 +106,9 @@ def test_a_step_is_the_same_at_any_split(shape, stream, micro_rows, dtype, toler
         a = attempt_step(whole, step, stream.micro_batches(step, ROWS), 0.0)
         b = attempt_step(split, step, batches, 0.0)
         loss, norm, correct = (b.numbers - a.numbers).tolist()
-        assert abs(loss) < tolerance * float(a.numbers[0]) and abs(norm) < 10 * tolerance * float(a.numbers[1])
+        assert abs(loss) < tolerance * float(a.numbers[0]) and abs(norm) < 10 * tolerance * float(
+            a.numbers[1]
+        )
         assert correct == 0 and a.tokens == b.tokens == ROWS * CONTEXT
         for name, gradient in whole.optimizer.seen.items():
             torch.testing.assert_close(split.optimizer.seen[name], gradient, rtol=0, atol=tolerance)

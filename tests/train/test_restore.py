@@ -43,7 +43,7 @@ def save(run, shape, step, loss=None):
     model = build(shape, "cpu", seed=step)
     state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     state["optimizer.something"] = torch.zeros(3)
-    manifest = Manifest(step, 0, "f", {}, "s", [], {}, 1, "cpu", {}, 0.0, validation_loss=loss)
+    manifest = Manifest(step, 0, "f", {}, "s", [], [], {}, 1, "cpu", {}, 0.0, validation_loss=loss)
     return Shelf(run / "checkpoints").save(state, manifest), model
 
 
@@ -113,7 +113,9 @@ def test_text_streams_in_whole_characters(text, monkeypatch):
     """One byte a token: a piece never ends inside a character, and the pieces join to the text."""
     tokens = list(text.encode())
     byte_level = SimpleNamespace(
-        eos_id=0, encode=lambda prompt: list(prompt.encode()), decode=lambda ids: bytes(ids).decode("utf-8", "replace")
+        eos_id=0,
+        encode=lambda prompt: list(prompt.encode()),
+        decode=lambda ids: bytes(ids).decode("utf-8", "replace"),
     )
     asked = []
 
@@ -129,7 +131,9 @@ def test_text_streams_in_whole_characters(text, monkeypatch):
 
 
 def test_text_that_ends_inside_a_character_is_still_given_out(monkeypatch):
-    byte_level = SimpleNamespace(eos_id=0, encode=list, decode=lambda ids: bytes(ids).decode("utf-8", "replace"))
+    byte_level = SimpleNamespace(
+        eos_id=0, encode=list, decode=lambda ids: bytes(ids).decode("utf-8", "replace")
+    )
     monkeypatch.setattr(restore, "generate", lambda *_: iter(b"ab\xe6\x97"))
     assert "".join(stream_text(None, byte_level, "", 9, Sampling())) == "ab\N{REPLACEMENT CHARACTER}"
 

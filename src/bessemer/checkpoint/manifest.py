@@ -29,6 +29,7 @@ class Manifest:
     stream: dict[str, Any]
     spec_fingerprint: str
     segments: list[dict[str, int]]
+    batch_rows: list[list[int]]  # [from step, sequences in a batch]
     progress: dict[str, Any]
     threads: int
     device: str

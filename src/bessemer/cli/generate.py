@@ -9,7 +9,9 @@ import typer
 
 def generate(
     run: Path = typer.Argument(help="The run's folder, such as runs/demo."),
-    prompt: str = typer.Option("", "--prompt", "-p", help="The text to continue; empty begins a new document."),
+    prompt: str = typer.Option(
+        "", "--prompt", "-p", help="The text to continue; empty begins a new document."
+    ),
     max_tokens: int = typer.Option(200, help="Most new tokens."),
     temperature: float = typer.Option(0.8, help="0 always takes the likeliest token."),
     top_k: int = typer.Option(0, help="Draw from so many likeliest tokens; 0 for no limit."),
@@ -22,9 +24,8 @@ def generate(
 
     Example: bessemer generate runs/demo --prompt "def parse(self, line):" --temperature 0.7
     """
-    from bessemer.train.restore import load_trained, stream_text
-
     from bessemer.model.generate import Sampling
+    from bessemer.train.restore import load_trained, stream_text
 
     model, tokenizer = load_trained(run, checkpoint, device)
     sampling = Sampling(temperature, top_k, top_p, seed)

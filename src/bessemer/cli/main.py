@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import typer
@@ -36,8 +37,11 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def run() -> None:
     """Exit codes: 0 done, 2 a mistake in the input (one line for each), 1 a fault, 130 and 143 stopped by a signal."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is shown with escapes
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        app(prog_name="bessemer")
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -10,7 +10,9 @@ import typer
 def replay(
     run: Path = typer.Argument(help="The run's folder, such as runs/demo."),
     step: int = typer.Option(..., "--step", help="The step, as in the metrics and events."),
-    show: bool = typer.Option(False, "--show", help="Also print the text of each document that was in the batch."),
+    show: bool = typer.Option(
+        False, "--show", help="Also print the text of each document that was in the batch."
+    ),
     as_json: bool = typer.Option(False, "--json", help="As JSON."),
 ) -> None:
     """Rebuild the batch of a past step and name its documents: file, row, and how much of the batch each had.
@@ -26,6 +28,8 @@ def replay(
         print(json.dumps(found, indent=1))
         return
     for document in found:
-        print(f"{document['file']}  row {document['row']}  {document['tokens']} tokens  ({document['source']})")
+        print(
+            f"{document['file']}  row {document['row']}  {document['tokens']} tokens  ({document['source']})"
+        )
         for text in document.get("texts", []):
             print("\n".join("    | " + line for line in text.splitlines()))

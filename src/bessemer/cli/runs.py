@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from bessemer.run.directory import RunSummary
 
 
 def runs(
     folder: Path = typer.Argument(Path("runs"), help="The folder that holds the runs."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object for each run."),
+    as_json: bool = typer.Option(False, "--json", help="As JSON, a list with an object for each run."),
 ) -> None:
     """List runs with state, step, loss and age, the newest first.
 
@@ -19,29 +23,43 @@ def runs(
     from dataclasses import asdict
 
     from bessemer.errors import UserError
-    from bessemer.run.directory import list_runs
+    from bessemer.run.directory import Run, list_runs, summarize
+    from bessemer.run.journal import json_ready
 
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; runs are written to ./runs unless the spec says otherwise")
-    found = list_runs(folder)
+        what = "is a file, not a folder" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}; runs are written to ./runs unless the spec says otherwise")
+    alone = (folder / "events.jsonl").is_file()  # the folder of one run
+    found = [summarize(Run(folder))] if alone else list_runs(folder)
     if as_json:
-        print(json.dumps([asdict(run) for run in found], indent=1))
-        return
-    if not found:
+        print(json.dumps([json_ready(asdict(run)) for run in found], indent=1))
+    elif not found:
         print(f"no runs in {folder}; start one with `bessemer train SPEC` or `bessemer demo`")
-        return
+    else:
+        _print_table(found)
+
+
+def _print_table(found: list[RunSummary]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from bessemer.spec.quantity import human_time
 
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "step", "loss", "val", "age", "last word"):
-        table.add_column(column, justify="right" if column in ("step", "loss", "val", "age") else "left")
-    colours = {"running": "green", "failed": "red", "interrupted": "yellow"}
+        justify: Literal["left", "right"] = "right" if column in ("step", "loss", "val", "age") else "left"
+        table.add_column(column, justify=justify, no_wrap=column != "last word")
+    colours = {"running": "green", "failed": "red", "unreadable": "red", "interrupted": "yellow"}
     for run in found:
-        step = "-" if run.step is None else f"{run.step:,}" + (f"/{run.total_steps:,}" if run.total_steps else "")
+        total = f"/{run.total_steps:,}" if run.total_steps else ""
+        step = "-" if run.step is None else f"{run.step:,}{total}"
         numbers = ["-" if value is None else f"{value:.3f}" for value in (run.loss, run.validation_loss)]
-        state = f"[{colours[run.state]}]{run.state}[/]" if run.state in colours else run.state
-        table.add_row(run.name, state, step, *numbers, human_time(run.age_s), run.reason)
-    Console().print(table)
+        state = Text(run.state, style=colours.get(run.state, ""))
+        # Text, not markup: a reason may well hold square brackets. One run is one line: a long last word is cut.
+        reason = Text(run.reason, no_wrap=True, overflow="ellipsis")
+        table.add_row(Text(run.name), state, step, *numbers, human_time(run.age_s), reason)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 240  # in a pipe or a file nothing needs to fit
+    console.print(table)

@@ -7,29 +7,28 @@ from pathlib import Path
 import typer
 
 app = typer.Typer(help="Check a spec, show it in full, or print its JSON Schema.", no_args_is_help=True)
+_SPEC = typer.Argument(help="The run's YAML file.")
 _SETTINGS = typer.Option([], "--set", help="Override a key, such as --set optimizer.lr=3e-4. Repeatable.")
 
 
 @app.command()
-def check(spec: Path = typer.Argument(help="The run's YAML file."), settings: list[str] = _SETTINGS) -> None:
-    """Say every mistake in a spec, each with its line and its fix; exit 2 if there is one.
+def check(spec: Path = _SPEC, settings: list[str] = _SETTINGS) -> None:
+    """Say every mistake in a spec, with its line and its fix.
+
+    Exit code 2 if there is one.
 
     Example: bessemer spec check my-run.yaml
     """
-    from bessemer.spec.load import SpecError, load_spec
+    from bessemer.spec.load import load_spec
 
-    try:
-        loaded = load_spec(spec, settings)
-    except SpecError as error:
-        for problem in error.problems:
-            typer.echo(problem, err=True)
-        raise typer.Exit(2) from None
-    print(f"{spec}: fine (run {loaded.name})")
+    print(f"{spec}: fine (run {load_spec(spec, settings).name})")
 
 
 @app.command()
-def show(spec: Path = typer.Argument(help="The run's YAML file."), settings: list[str] = _SETTINGS) -> None:
-    """Print the spec with every default filled in; what is left `auto` is decided when the run starts.
+def show(spec: Path = _SPEC, settings: list[str] = _SETTINGS) -> None:
+    """Print a spec with every default filled in.
+
+    What is left `auto` is decided when the run starts.
 
     Example: bessemer spec show my-run.yaml --set model=30M
     """
@@ -40,7 +39,7 @@ def show(spec: Path = typer.Argument(help="The run's YAML file."), settings: lis
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of a spec, for editors that complete and check YAML.
+    """Print the JSON Schema of a spec, for editors.
 
     Example: bessemer spec schema > bessemer.schema.json
     """

@@ -10,7 +10,9 @@ import typer
 
 def train(
     spec: Path = typer.Argument(help="The run's YAML file."),
-    settings: list[str] = typer.Option([], "--set", help="Override a key, such as --set optimizer.lr=3e-4. Repeatable."),
+    settings: list[str] = typer.Option(
+        [], "--set", help="Override a key, such as --set optimizer.lr=3e-4. Repeatable."
+    ),
     plain: bool = typer.Option(False, "--plain", help="Plain lines, also in a terminal."),
 ) -> None:
     """Train the run that a spec describes. The same command again continues it.
@@ -25,7 +27,9 @@ def train(
     from bessemer.supervise.session import Session
 
     live = sys.stdout.isatty() and not plain
-    again = None if settings else str(spec)  # with overrides, the spec in the run's folder is the one to continue with
+    again = (
+        None if settings else str(spec)
+    )  # with overrides, the spec in the run's folder is the one to continue with
     view = LiveView(again) if live else LineView(again, run_spec.observe.line_every)
     outcome = Session(run_spec, view).train()
     if outcome.kind == "interrupted":

@@ -94,9 +94,13 @@ def open_prepared(folder: Path) -> Prepared:
     try:
         about = json.loads((folder / "prepared.json").read_text())
     except FileNotFoundError:
-        raise UserError(f"{folder}: the prepared data is gone; `bessemer train` on the same spec makes it again") from None
+        raise UserError(
+            f"{folder}: the prepared data is gone; `bessemer train` on the same spec makes it again"
+        ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}/prepared.json: {error}; delete the folder {folder} and run again") from error
+        raise UserError(
+            f"{folder}/prepared.json: {error}; delete the folder {folder} and run again"
+        ) from error
     return Prepared(
         tokenizer=Tokenizer.load(folder / "tokenizer.json", about["eos"]),
         train={name: TokenStore(folder / f"{name}.train") for name in about["train"]},
@@ -163,7 +167,11 @@ def _build(
             _tokenize(name, files[name], source, splits[name], seed, tokenizer, work, meter)
         if _list_sources(data) != files:
             raise UserError("files changed while they were read; run again when they are complete")
-        about = {"eos": eos, "train": list(splits), "validation": [name for name in splits if splits[name].held_out]}
+        about = {
+            "eos": eos,
+            "train": list(splits),
+            "validation": [name for name in splits if splits[name].held_out],
+        }
         (work / "prepared.json").write_text(json.dumps(about, indent=1))
         for path in (work / "tokenizer.json", work / "prepared.json", work):
             sync(path)

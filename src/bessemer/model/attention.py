@@ -26,7 +26,10 @@ class LayerCache:
         new = self.length + k_BTKD.shape[1]
         if self.keys is None or self.values is None or self.keys.shape[1] < new:
             size = 1 << max(new - 1, 15).bit_length()
-            grown = [torch.empty((x.shape[0], size, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in (k_BTKD, v_BTKD)]
+            grown = [
+                torch.empty((x.shape[0], size, *x.shape[2:]), dtype=x.dtype, device=x.device)
+                for x in (k_BTKD, v_BTKD)
+            ]
             if self.keys is not None and self.values is not None:
                 grown[0][:, : self.length] = self.keys[:, : self.length]
                 grown[1][:, : self.length] = self.values[:, : self.length]
@@ -58,9 +61,13 @@ class Attention(nn.Module):
             self.key_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
 
     def forward(
-        self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor], mask_B1TT: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x_BTW: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask_B1TT: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        B, T, _ = x_BTW.shape  # noqa: N806
+        B, T, _ = x_BTW.shape
         q_BTND = self.query(x_BTW).view(B, T, self.shape.heads, self.shape.head_dim)
         k_BTKD = self.key(x_BTW).view(B, T, self.shape.kv_heads, self.shape.head_dim)
         v_BTKD = self.value(x_BTW).view(B, T, self.shape.kv_heads, self.shape.head_dim)
@@ -69,10 +76,11 @@ class Attention(nn.Module):
         q_BTND, k_BTKD = rotate(q_BTND, *rotary), rotate(k_BTKD, *rotary)
         causal = mask_B1TT is None and T > 1
         if cache is not None:
+            assert mask_B1TT is None, "generation has one document"
             before = cache.length
             k_BTKD, v_BTKD = cache.extend(k_BTKD, v_BTKD)
             if before and T > 1:
-                S = k_BTKD.shape[1]  # noqa: N806
+                S = k_BTKD.shape[1]
                 mask_B1TT = torch.ones(T, S, dtype=torch.bool, device=x_BTW.device).tril_(before)[None, None]
                 causal = False
         out_BNTD = F.scaled_dot_product_attention(

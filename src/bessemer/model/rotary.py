@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class RotaryTable:
-    """cos and sin for positions 0..length, grown on demand and kept per device and type. Not a parameter, never saved."""
+    """cos and sin by position, grown on demand and kept per device and type. Not a parameter, never saved."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim = head_dim
@@ -18,14 +18,17 @@ class RotaryTable:
         """(length, head_dim) each, computed in float32 (float64 for float64 models)."""
         cos_TD, sin_TD = self._tables.get((device, dtype), (None, None))
         if cos_TD is None or sin_TD is None or len(cos_TD) < length:
-            size = 1 << max(length - 1, 1).bit_length()
-            exact = torch.float64 if dtype == torch.float64 else torch.float32
-            halves = torch.arange(0, self.head_dim, 2, device=device, dtype=exact) / self.head_dim
-            angle_TH = torch.outer(torch.arange(size, device=device, dtype=exact), 1.0 / self.theta**halves)
-            angle_TD = torch.cat((angle_TH, angle_TH), dim=-1)
-            cos_TD, sin_TD = angle_TD.cos().to(dtype), angle_TD.sin().to(dtype)
+            with torch.inference_mode(False):  # a table first asked for by generation must serve training too
+                cos_TD, sin_TD = self._make(1 << max(length - 1, 1).bit_length(), device, dtype)
             self._tables[device, dtype] = (cos_TD, sin_TD)
         return cos_TD[:length], sin_TD[:length]
+
+    def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        halves = torch.arange(0, self.head_dim, 2, device=device, dtype=exact) / self.head_dim
+        angle_TH = torch.outer(torch.arange(size, device=device, dtype=exact), 1.0 / self.theta**halves)
+        angle_TD = torch.cat((angle_TH, angle_TH), dim=-1)
+        return angle_TD.cos().to(dtype), angle_TD.sin().to(dtype)
 
 
 class _Rotate(torch.autograd.Function):

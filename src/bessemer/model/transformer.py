@@ -43,7 +43,11 @@ class Block(nn.Module):
         self.ffn = SwiGLU(shape.width, shape.ffn)
 
     def forward(
-        self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x_BTW: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         x_BTW = x_BTW + self.attention(self.attention_norm(x_BTW), rotary, mask, cache)
         return x_BTW + self.ffn(self.ffn_norm(x_BTW))
@@ -67,7 +71,9 @@ class Decoder(nn.Module):
         """(V, W): the output embedding, which is the input one where they are tied."""
         return self.embedding.weight if self.shape.tied else self.head.weight
 
-    def forward(self, tokens_BT: Tensor, mask_B1TT: Tensor | None = None, caches: list[LayerCache] | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, mask_B1TT: Tensor | None = None, caches: list[LayerCache] | None = None
+    ) -> Tensor:
         """Hidden states (B, T, W) after the last norm."""
         x_BTW = self.embedding(tokens_BT)
         start = caches[0].length if caches else 0
@@ -84,6 +90,8 @@ class Decoder(nn.Module):
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """The type that linear layers give: autocast's where it is on."""
     kind = x.device.type
+    if kind == "meta":
+        return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 

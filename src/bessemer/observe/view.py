@@ -5,6 +5,7 @@ RunView shows nothing (for programs), LineView prints plain lines (pipes, CI), L
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -35,7 +36,9 @@ class RunView:
     @contextmanager
     def following(self, run: Run, rank: int = 0) -> Iterator[None]:
         """Open the log, and the display if there is one."""
-        with (run.folder / "logs" / f"rank-{rank}.log").open("a", encoding="utf-8", buffering=1) as self._log:
+        path = run.folder / "logs" / f"rank-{rank}.log"
+        # A file name in a message may be no text at all: it is shown with escapes rather than not at all.
+        with path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as self._log:
             self.open()
             try:
                 yield
@@ -47,10 +50,11 @@ class RunView:
     def close(self) -> None: ...
 
     def log(self, text: str) -> None:
-        """Into the log file, with the time."""
+        """Into the log file, with the time. A full disk costs a line of the log, not the run."""
         if self._log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._log.writelines(f"{stamp}  {line}\n" for line in text.splitlines())
+            with contextlib.suppress(OSError):
+                self._log.writelines(f"{stamp}  {line}\n" for line in text.splitlines())
 
     def show(self, text: str) -> None:
         """In front of the user. Here: nobody."""
@@ -88,16 +92,16 @@ class RunView:
 
     def smooth(self) -> dict[str, float]:
         """Means over the recent steps that were accepted; rates over all of them."""
-        kept = [record for record in self.recent if record["veto"] is None] or list(self.recent)
-        seconds = sum(record["step_s"] for record in self.recent) or 1e-9
-        tokens = sum(record["tokens_per_s"] * record["step_s"] for record in self.recent)
-        rate = tokens / seconds
+        recent = list(self.recent)  # at once: the display draws in a thread of its own while steps arrive
+        kept = [record for record in recent if record["veto"] is None] or recent
+        seconds = sum(record["step_s"] for record in recent) or 1e-9
+        tokens = sum(record["tokens_per_s"] * record["step_s"] for record in recent)
         return {
             "loss": sum(record["loss"] for record in kept) / len(kept),
-            "rate": rate,
-            "mfu": sum(record["mfu"] * record["step_s"] for record in self.recent) / seconds,
-            "wait": sum(record["data_wait_s"] for record in self.recent) / seconds,
-            "left_s": (self.total - self.recent[-1]["step"] - 1) * seconds / len(self.recent),
+            "rate": tokens / seconds,
+            "mfu": sum(record["mfu"] * record["step_s"] for record in recent) / seconds,
+            "wait": sum(record["data_wait_s"] for record in recent) / seconds,
+            "left_s": max(0, self.total - recent[-1]["step"] - 1) * seconds / len(recent),
         }
 
     def validation(self, record: dict[str, Any]) -> None:
@@ -112,7 +116,9 @@ class RunView:
 
     def outcome(self, kind: str, reason: str, step: int, run: Run) -> None:
         last = self.last_validation
-        numbers = f"  validation loss {last['loss']:.4f}, {last['bits_per_byte']:.3f} bits per byte" if last else ""
+        numbers = ""
+        if last:
+            numbers = f"  validation loss {last['loss']:.4f}, {last['bits_per_byte']:.3f} bits per byte"
         self.say(f"{kind}  step {step:,}  {reason}{numbers}  run: {run.folder}")
         if kind == "finished":
             self.say(f"try   bessemer generate {run.folder} --prompt '...'")
@@ -123,13 +129,20 @@ class RunView:
 class LineView(RunView):
     """Plain lines, for pipes and logs."""
 
-    def __init__(self, spec_path: str | None = None, line_every_s: float = 5.0, out: TextIO | None = None) -> None:
+    def __init__(
+        self, spec_path: str | None = None, line_every_s: float = 5.0, out: TextIO | None = None
+    ) -> None:
         super().__init__(spec_path)
         self.line_every_s = line_every_s
-        self.out = out or sys.stdout
+        self.out: TextIO | None = out or sys.stdout
 
     def show(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        if self.out is None:
+            return
+        try:
+            print(text, file=self.out, flush=True)
+        except BrokenPipeError:  # `bessemer train ... | head`: nobody listens any more, the run goes on
+            self.out = None
 
     def step_shown(self, line: str) -> None:
         self.say(line)

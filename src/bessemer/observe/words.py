@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bessemer.run.journal import number
 from bessemer.spec.quantity import human_bytes, human_time
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -16,11 +18,13 @@ _BARS = "▁▂▃▄▅▆▇█"
 def sparkline(values: Sequence[float], width: int = 24) -> str:
     """A curve in one line of text; long series are averaged into `width` columns."""
     finite = [value for value in values if math.isfinite(value)]
-    if not finite:
+    if not finite or width < 1:
         return ""
-    columns = min(width, len(finite))
-    edges = [i * len(finite) // columns for i in range(columns + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    largest = max(map(abs, finite)) or 1.0
+    scaled = [value / largest for value in finite]  # so that no sum overflows
+    columns = min(width, len(scaled))
+    edges = [i * len(scaled) // columns for i in range(columns + 1)]
+    means = [sum(scaled[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in means)
@@ -33,24 +37,37 @@ def short_path(path: str) -> str:
 
 
 def perplexity(loss: float) -> str:
+    if not math.isfinite(loss):
+        return str(loss)
     return f"{math.exp(loss):,.4g}" if loss < 30 else "over 1e13"
+
+
+def _number(value: Any) -> float:
+    """A number of a record, which may have been through JSON."""
+    found = number(value)
+    return math.nan if found is None else found
 
 
 def veto_line(event: dict[str, Any]) -> str:
     """What was refused, why, and which document made it."""
     numbers, documents = event["statistics"], event["documents"]
+    loss, norm = _number(event["loss"]), _number(event["grad_norm"])
     if event["reason"].startswith("loss"):
-        what = f"loss {event['loss']:.2f} is {numbers['loss_z']:.0f} sigma above {numbers['loss_center']:.2f}"
+        what = f"loss {loss:.2f} is {numbers['loss_z']:.0f} sigma above {numbers['loss_center']:.2f}"
     elif event["reason"].startswith("gradient"):
-        what = f"gradient norm {event['grad_norm']:.3g} against {numbers['grad_center']:.3g} ({numbers['grad_z']:.0f} sigma of its log)"
+        sigmas = f"{numbers['grad_z']:.0f} sigma of its log"
+        what = f"gradient norm {norm:.3g} against {numbers['grad_center']:.3g} ({sigmas})"
     else:
-        what = f"{event['reason']} (loss {event['loss']}, gradient norm {event['grad_norm']})"
+        what = f"{event['reason']} (loss {loss:.4g}, gradient norm {norm:.4g})"
     line = f"veto  step {event['step']:,}  {what}. Weights untouched."
     if documents:
         worst = documents[0]
-        share = f", {worst['share']:.0%} of the loss" if worst["share"] is not None else ""
-        line += f" Batch held {short_path(worst['file'])} (row {worst['row']}, {worst['tokens']} tokens{share}"
-        line += f", {worst['mean_loss']:.2f} a token)" if math.isfinite(worst["mean_loss"]) else ")"
+        about = [f"row {worst['row']}", f"{worst['tokens']} tokens"]
+        if worst["share"] is not None:
+            about.append(f"{worst['share']:.0%} of the loss")
+        if math.isfinite(mean := _number(worst["mean_loss"])):
+            about.append(f"{mean:.2f} a token")
+        line += f" Batch held {short_path(worst['file'])} ({', '.join(about)})"
     return line
 
 
@@ -62,27 +79,38 @@ def event_line(event: dict[str, Any]) -> str | None:
     if kind == "saved":
         return f"saved {event['checkpoint']} in {event['seconds']:.2f} s"
     if kind == "started":
-        return f"resumed from {event['resumed_from']} at step {event['step']:,}" if event["resumed_from"] else None
+        resumed = event.get("resumed_from")
+        return f"resumed from {resumed} at step {event['step']:,}" if resumed else None
     if kind == "spec_changed":
-        return "spec  changed: " + "; ".join(f"{key} {old} -> {new}" for key, (old, new) in event["changes"].items())
+        changes = (f"{key} {old} -> {new}" for key, (old, new) in event["changes"].items())
+        return f"spec  changed: {'; '.join(changes)}"
     if kind == "metrics_cut":
-        return f"cut   metrics of {event['steps']} steps from {event['from_step']:,} on: they are trained again"
+        return f"cut   metrics of {event['steps']:,} steps from {event['from_step']:,} on: they are trained again"
     step = f"step {event['step']:,}  " if "step" in event else ""
-    return f"{kind.replace('_', ' ')}  {step}{event.get('reason', '')}"
+    checkpoint = f"{event['checkpoint']}  " if "checkpoint" in event else ""
+    return f"{kind.replace('_', ' ')}  {step}{checkpoint}{event.get('reason', '')}".rstrip()
 
 
-def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], validation: dict[str, Any] | None) -> str:
-    """One line of progress, for logs. `smooth` has the recent means of loss, rate and utilisation, and seconds left."""
+def step_line(
+    record: dict[str, Any], total: int, smooth: dict[str, float], validation: dict[str, Any] | None
+) -> str:
+    """One line of progress, for logs. `smooth` has the recent means of loss, rate, utilisation, and seconds left."""
     parts = [
-        f"step {record['step'] + 1:,}/{total:,}", f"loss {smooth['loss']:.3f}", f"ppl {perplexity(smooth['loss'])}",
+        f"step {record['step'] + 1:,}/{total:,}",
+        f"loss {smooth['loss']:.3f}",
+        f"ppl {perplexity(smooth['loss'])}",
         f"acc {record['accuracy']:.1%}",
-    ]  # fmt: skip
+    ]
     if validation:
         parts.append(f"val {validation['loss']:.3f}")
     parts += [
-        f"lr {record['lr']:.2e}", f"grad {record['grad_norm']:.2f}", f"{smooth['rate']:,.0f} tok/s",
-        f"{smooth['mfu']:.0%} of peak", human_bytes(record["memory_bytes"]), f"eta {human_time(smooth['left_s'])}",
-    ]  # fmt: skip
+        f"lr {record['lr']:.2e}",
+        f"grad {record['grad_norm']:.2f}",
+        f"{smooth['rate']:,.0f} tok/s",
+        f"{smooth['mfu']:.0%} of peak",
+        human_bytes(record["memory_bytes"]),
+        f"eta {human_time(smooth['left_s'])}",
+    ]
     return "  ".join(parts)
 
 

@@ -1,9 +1,9 @@
 """The rules behind `auto`. Each function decides one group of settings and writes its reasons into the plan.
 
 Learning rate and batch follow the compute laws of DeepSeek LLM (2024): lr = 0.3118 C^-0.125, batch = 0.2920 C^0.3271
-tokens, C the run's FLOPs. They were fitted between 1e17 and 2e19; below that they are extrapolated, and the learning rate is
-kept to [1e-5, 3e-3]: at 8e12 FLOPs (0.9M parameters) the law asks for 8e-3, while 3e-3 reached a validation loss of 2.58,
-6e-3 2.67, and 1e-2 with twice the batch 3.65.
+tokens, C the run's FLOPs. They were fitted between 1e17 and 2e19; below that they are extrapolated, and the learning
+rate is kept to [1e-5, 3e-3]: at 8e12 FLOPs (0.9M parameters) the law asks for 8e-3, while 3e-3 reached a validation
+loss of 2.58, 6e-3 2.67, and 1e-2 with twice the batch 3.65.
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ def decide_context(spec: RunSpec, parameters: int, plan: Plan) -> int:
     return int(plan.choose("data.context", spec.data.context, decided))
 
 
+def faster_precision(rates: dict[str, float]) -> str:
+    """bf16 if it trains at least 1.1 times as fast as fp32; below that its rounding is not worth it."""
+    return "bf16" if rates.get("bf16", 0.0) > 1.1 * rates["fp32"] else "fp32"
+
+
 def decide_precision(spec: RunSpec, machine: Machine, plan: Plan, previous: Plan | None = None) -> str:
     """bf16 where it is measured to be faster on this device, else fp32. A resumed run keeps what was measured first."""
     if spec.precision != "auto":
@@ -103,7 +108,7 @@ def decide_precision(spec: RunSpec, machine: Machine, plan: Plan, previous: Plan
     if kept := _kept("precision", spec.precision, plan, previous):
         return str(kept)
     if machine.training:
-        value = "bf16" if machine.training["bf16"] > 1.1 * machine.training["fp32"] else "fp32"
+        value = faster_precision(machine.training)
         rates = " and ".join(f"{key} {rate:,.0f}" for key, rate in machine.training.items())
         reason = f"two layers of this shape train at {rates} tokens/s here"
         return str(plan.add("precision", value, reason, "measured"))
@@ -270,16 +275,16 @@ def decide_training(
     plan: Plan,
     previous: Plan | None = None,
 ) -> TrainPlan:
-    """Everything the loop needs, for data that is already counted. `previous` is the plan of the run that is resumed."""
+    """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run."""
     precision = decide_precision(spec, machine, plan, previous)
     mixtures = decide_mixtures(spec, context, plan)
     asked = decide_tokens(spec, shape, train_tokens, plan)
     estimate = asked if asked is not None else 20 * shape.parameters
     rows = decide_batch(spec, shape, context, estimate, plan, previous)
-    phases = ((0, rows),) + tuple(
-        (change.from_step, _rows(f"budget.batch_changes.{i}.batch", change.batch, context))
-        for i, change in enumerate(spec.budget.batch_changes)
-    )
+    phases: tuple[tuple[int, int], ...] = ((0, rows),)
+    for i, change in enumerate(spec.budget.batch_changes):
+        size = _rows(f"budget.batch_changes.{i}.batch", change.batch, context)
+        phases = (*phases, (change.from_step, size))
     if asked is None:
         assert spec.budget.steps is not None
         total_steps = spec.budget.steps

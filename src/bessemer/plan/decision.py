@@ -1,4 +1,4 @@
-"""Plan: every decision taken for a run, with value, reason and source. Serialises beside the spec, prints as a table."""
+"""Plan: every decision taken for a run, with value, reason and source. Lies beside the spec, prints as a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decision:
-    """One setting and why it has this value. `source` is the rule, paper or measurement; `asked` if the user wrote it."""
+    """One setting and why. `source` is the rule, paper or measurement; `asked` if the user wrote it."""
 
     key: str
     value: Any

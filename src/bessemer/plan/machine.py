@@ -9,10 +9,11 @@ from typing import Any
 # Dense bf16 peaks in FLOP/s from the vendors' data sheets, without sparsity; matched as words of the device's name,
 # the first that fits: the special before the general. V100 and T4 have no bf16 units, theirs are fp16.
 PEAK_BF16: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500e12), ("B200", 2250e12), ("GH200", 989e12), ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12),
-    ("H100", 989e12), ("H800", 989e12), ("H20", 148e12), ("A100", 312e12), ("A800", 312e12), ("A40", 150e12), ("A30", 165e12),
-    ("A10G", 70e12), ("A10", 125e12), ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("RTX 6000 Ada", 364e12),
-    ("A6000", 155e12), ("RTX 5090", 209e12), ("RTX 4090", 165e12), ("RTX 3090", 71e12), ("V100", 125e12), ("T4", 65e12),
+    ("GB200", 2500e12), ("B200", 2250e12), ("GH200", 989e12), ("H200", 989e12),
+    ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("H800", 989e12), ("H20", 148e12),
+    ("A100", 312e12), ("A800", 312e12), ("A40", 150e12), ("A30", 165e12), ("A10G", 70e12), ("A10", 125e12),
+    ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("RTX 6000 Ada", 364e12), ("A6000", 155e12),
+    ("RTX 5090", 209e12), ("RTX 4090", 165e12), ("RTX 3090", 71e12), ("V100", 125e12), ("T4", 65e12),
     ("MI325X", 1307e12), ("MI300X", 1307e12), ("MI250X", 383e12), ("MI250", 362e12),
 )  # fmt: skip
 
@@ -24,7 +25,7 @@ def published_peak(name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """One device as measured at start. `matmul` maps precision to measured FLOP/s; `peak` is what MFU is counted against."""
+    """One device as measured at start. `matmul` maps precision to measured FLOP/s."""
 
     device: str
     name: str

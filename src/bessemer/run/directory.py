@@ -191,7 +191,7 @@ def summarize(run: Run) -> RunSummary:
     for event in run.events():
         newest = max(newest, number(event.get("time")) or 0.0)
         total = _whole(number(event.get("total_steps"))) or total
-        if _life(event) is not None:
+        if _life(event) is not None or event.get("kind") == "refused":
             reason = str(event.get("reason", ""))
     newest = newest or run.events_path.stat().st_mtime
     if run.steps_path.exists():

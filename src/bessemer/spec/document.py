@@ -42,14 +42,18 @@ class Document:
     def _written(self, path: Path) -> Path | None:
         """The nearest part that the file or a setting speaks of."""
         ends = range(len(path), -1, -1)
-        return next((path[:end] for end in ends if path[:end] in self.overrides or path[:end] in self.lines), None)
+        return next(
+            (path[:end] for end in ends if path[:end] in self.overrides or path[:end] in self.lines), None
+        )
 
     def place(self, path: Path) -> str:
         """`file:line` of the nearest part that was written, or the `--set` that gave it."""
         near = self._written(path)
         if near is None:
             return self.name
-        return f"--set {self.overrides[near]}" if near in self.overrides else f"{self.name}:{self.lines[near]}"
+        return (
+            f"--set {self.overrides[near]}" if near in self.overrides else f"{self.name}:{self.lines[near]}"
+        )
 
     def rank(self, path: Path) -> tuple[int, int]:
         """Sorts messages: by line, then the settings of the command line as they were given."""

@@ -56,9 +56,10 @@ def reference() -> str:
     head = [
         "# Configuration",
         "",
-        "Every key of a run's spec, generated from the schema (`python -m bessemer.spec.reference`). `auto` is decided by the",
-        "planner when the run starts, and `plan.json` in the run's folder says what was decided and why. Counts take K, M, B, T",
-        "(powers of ten) and Ki, Mi, Gi (powers of 1024); shares take `2%` or `0.02`; times take `90s`, `10 min`, `2h`.",
+        "Every key of a run's spec, generated from the schema (`python -m bessemer.spec.reference`). `auto` is",
+        "decided by the planner when the run starts, and `plan.json` in the run's folder says what was decided and",
+        "why. Counts take K, M, B, T (powers of ten) and Ki, Mi, Gi (powers of 1024); shares take `2%` or `0.02`;",
+        "times take `90s`, `10 min`, `2h`.",
         "",
     ]
     return "\n".join([*head, *_section("", RunSpec)]).rstrip() + "\n"

@@ -8,7 +8,6 @@ yields lines as they become true; the command prints them.
 from __future__ import annotations
 
 import math
-import os
 import random
 import shutil
 import signal
@@ -17,7 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from bessemer.data.read import list_files
 from bessemer.errors import UserError
 from bessemer.model.generate import Sampling
 from bessemer.observe.words import veto_line
-from bessemer.plan.decide import decide_precision
-from bessemer.plan.decision import Plan
+from bessemer.plan.decide import faster_precision
 from bessemer.plan.machine import Machine
 from bessemer.run.directory import Run
 from bessemer.spec.load import dump_spec
@@ -42,7 +40,11 @@ from bessemer.train.device import measure, pick_device
 from bessemer.train.restore import load_trained, stream_text
 from bessemer.train.speed import training_rate
 
-PROMPTS = ("def read_lines(self, path):\n", "class Queue:\n    def __init__(self", "    for name in names:\n        if ")
+PROMPTS = (
+    "def read_lines(self, path):\n",
+    "class Queue:\n    def __init__(self",
+    "    for name in names:\n        if ",
+)
 POISON_NAME = "zz_noise.py"
 POISON_CHARS = 4000
 MARK = "demo.yaml"
@@ -57,8 +59,8 @@ MAX_EPOCHS = 4
 
 @dataclass(frozen=True)
 class Batching:
-    """Sequences of a step. Small batches learn most from a short run on a CPU: 4 x 256 tokens reached a validation loss of
-    2.58 on 1.4M tokens where 8 x 256 reached 2.73. A GPU needs more work in a step to be busy."""
+    """Sequences of a step. Small batches learn most from a short run on a CPU (docs/decisions.md has the losses); a GPU
+    needs more work in a step to be busy."""
 
     context: int
     rows: int
@@ -82,11 +84,13 @@ def corpus_source(device: torch.device) -> SourceSpec:
     """The standard library's source; on a CPU without its tests, which three minutes would not reach anyway."""
     tests = ["test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*"] if device.type == "cpu" else []
     excluded = [*tests, "pydoc_data/*", "encodings/*"]
-    return SourceSpec(path=[sysconfig.get_paths()["stdlib"]], format="source", include=["*.py"], exclude=excluded)
+    return SourceSpec(
+        path=[sysconfig.get_paths()["stdlib"]], format="source", include=["*.py"], exclude=excluded
+    )
 
 
 def write_poison(folder: Path) -> Path:
-    """A source file of random control characters, as when a binary slips into a crawl. Seeded: the same bytes each time."""
+    """A source file of random control characters, as when a binary slips into a crawl. The same each time."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     characters = [chr(code) for code in range(1, 32) if chr(code) not in "\t\n\r"]
@@ -96,7 +100,7 @@ def write_poison(folder: Path) -> Path:
 
 
 def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_bytes: int) -> Choice:
-    """The largest size that still sees TOKENS_PER_PARAMETER tokens for each parameter in the time, by timing true steps."""
+    """The largest size that sees TOKENS_PER_PARAMETER tokens for each parameter in the time, by timing true steps."""
     chosen: Choice | None = None
     size = batching(device)
     for width, layers, heads, ffn, vocab in SIZES:
@@ -104,8 +108,7 @@ def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_b
         rates = {"fp32": training_rate(shape, size.context, size.rows, "fp32", device, 0.6)}
         if machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]:
             rates["bf16"] = training_rate(shape, size.context, size.rows, "bf16", device, 0.6)
-        spec = RunSpec.model_construct(precision="auto")
-        precision = decide_precision(spec, replace(machine, training=rates if len(rates) > 1 else {}), Plan())
+        precision = faster_precision(rates)
         bytes_per_token = 1.2 + 0.2 * math.log2(vocab / 64)  # of this corpus, measured between 512 and 8,192
         tokens = int(min(rates[precision] * seconds, MAX_EPOCHS * corpus_bytes / bytes_per_token))
         if chosen is not None and tokens < TOKENS_PER_PARAMETER * shape.parameters:
@@ -116,7 +119,7 @@ def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_b
 
 
 def choose_seed(positions: int) -> tuple[int, float]:
-    """A seed under which the poisoned sequence comes up once, about the middle of the run: the order is a pure function.
+    """A seed under which the poisoned sequence comes up once, near the middle of the run: the order is a pure function.
 
     In a longer run every document comes up; in three minutes only a part of the corpus does.
     """
@@ -131,7 +134,9 @@ def choose_seed(positions: int) -> tuple[int, float]:
     raise AssertionError("no seed places the poisoned sequence in the middle")
 
 
-def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: torch.device) -> tuple[Path, RunSpec]:
+def write_spec(
+    folder: Path, runs: str, choice: Choice, poison: Path, device: torch.device
+) -> tuple[Path, RunSpec]:
     shape = choice.shape
     size = batching(device)
     steps = max(100, choice.tokens // (size.context * size.rows))
@@ -140,15 +145,19 @@ def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: to
     spec = RunSpec.model_validate(
         {
             "name": "demo", "runs": runs, "seed": seed,
-            "model": {"width": shape.width, "layers": shape.layers, "heads": shape.heads, "ffn": shape.ffn, "tied": True},
+            "model": {key: getattr(shape, key) for key in ("width", "layers", "heads", "ffn", "tied")},
             "tokenizer": {"vocab": shape.vocab, "sample": "8MB"},
             "data": {
                 "context": size.context, "validation": "2%",
-                "sources": {"library": library, "poisoned": {"path": [str(poison.resolve())], "format": "text", "weight": weight}},
+                "sources": {
+                    "library": library,
+                    "poisoned": {"path": [str(poison.resolve())], "format": "text", "weight": weight},
+                },
             },
             "budget": {"steps": steps, "batch": size.context * size.rows},
             "optimizer": {"lr": learning_rate(shape)}, "schedule": {"warmup": "5%", "floor": "5%"},
             "precision": choice.precision, "parallel": {"device": device.type},
+            "guard": {"loss_sigma": 6},
             "checkpoint": {"every": max(10, steps // 30), "keep_best": False},
             "evaluate": {"every": max(10, steps // 10), "tokens": "64K"},
         }
@@ -179,7 +188,9 @@ def kill_after(process: subprocess.Popen[bytes], run: Run, step: int) -> None:
             process.wait()
             return
         time.sleep(0.2)
-    raise UserError(f"the demo's training ended early with exit code {process.returncode}; see {run.folder}/logs/rank-0.log")
+    raise UserError(
+        f"the demo's training ended early with exit code {process.returncode}; see {run.folder}/logs/rank-0.log"
+    )
 
 
 @dataclass(frozen=True)
@@ -224,8 +235,9 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
     path, spec = write_spec(Path(runs), runs, choice, poison, device)
     steps = spec.budget.steps or 0
     yield (
-        f"plan       {human_count(choice.shape.parameters)} parameters, {spec.data.context}-token context, {choice.shape.vocab}-token vocabulary, "
-        f"{choice.precision}: this machine does about {choice.rate:,.0f} tokens/s, so {minutes:g} minutes is {human_count(choice.tokens)} tokens"
+        f"plan       {human_count(choice.shape.parameters)} parameters, {spec.data.context}-token context, "
+        f"{choice.shape.vocab}-token vocabulary, {choice.precision}: this machine does about "
+        f"{choice.rate:,.0f} tokens/s, so {minutes:g} min is {human_count(choice.tokens)} tokens"
     )
     yield f"poison     {poison}: one file of random control characters is mixed in on purpose"
     run = Run(folder)
@@ -258,14 +270,15 @@ def verdicts(run: Run, before: dict[int, float], poison: Path, steps: int) -> It
     compared = compare(before, losses(run), resumed["step"])
     same = compared.identical == compared.last - compared.first + 1
     how = "identical, digit for digit, to" if same else f"within {compared.largest:.1e} of"
-    yield f"resume     from step {resumed['step']:,}; losses {compared.first:,}-{compared.last:,} are {how} the killed run's"
+    again = f"losses {compared.first:,}-{compared.last:,}"
+    yield f"resume     from step {resumed['step']:,}; {again} are {how} the killed run's"
     if [record["step"] for record in run.metrics()] != list(range(steps)):
         raise UserError(f"{run.steps_path}: a step is missing or doubled")
     first, *_, last = run.validations()
     drop = first["loss"] - last["loss"]
     yield (
-        f"done       validation loss {first['loss']:.2f} -> {last['loss']:.2f}: down {drop:.2f} nats, {drop / first['loss']:.0%} "
-        f"({first['bits_per_byte']:.2f} -> {last['bits_per_byte']:.2f} bits per byte)"
+        f"done       validation loss {first['loss']:.2f} -> {last['loss']:.2f}: down {drop:.2f} nats, "
+        f"{drop / first['loss']:.0%} ({first['bits_per_byte']:.2f} -> {last['bits_per_byte']:.2f} bits per byte)"
     )
 
 
@@ -273,6 +286,8 @@ def completions(folder: Path) -> Iterator[str]:
     """What the model writes."""
     model, tokenizer = load_trained(folder)
     for i, prompt in enumerate(PROMPTS):
-        text = "".join(stream_text(model, tokenizer, prompt, 120, Sampling(temperature=0.6, top_p=0.9, seed=i)))
+        text = "".join(
+            stream_text(model, tokenizer, prompt, 120, Sampling(temperature=0.6, top_p=0.9, seed=i))
+        )
         shown = (prompt + text).splitlines()[:14]
         yield "\n".join(f"  {'>>>' if n == 0 else '...'} {line}" for n, line in enumerate(shown))

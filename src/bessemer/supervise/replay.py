@@ -25,7 +25,9 @@ def stream_of(folder: str | Path) -> tuple[Run, BatchStream, Prepared, TrainPlan
     plan = TrainPlan.from_json(settings.read_text())
     prepared = open_prepared(Path(json.loads((run.folder / "data.json").read_text())["folder"]))
     committed = Shelf(run.checkpoints).committed()
-    segments = [Segment.from_json(entry) for entry in committed[-1][1].segments] if committed else [Segment(0, 0)]
+    segments = (
+        [Segment.from_json(entry) for entry in committed[-1][1].segments] if committed else [Segment(0, 0)]
+    )
     return run, build_stream(prepared, plan, spec.seed, segments), prepared, plan
 
 
@@ -34,12 +36,17 @@ def documents_of(folder: str | Path, step: int, texts: bool = False) -> list[dic
     _, stream, prepared, plan = stream_of(folder)
     if not 0 <= step < plan.total_steps:
         raise UserError(f"--step {step}: this run has steps 0 to {plan.total_steps - 1}")
-    found = {(share.file, share.row): {"source": share.source, "file": share.file, "row": share.row,
-              "document": share.document_id, "tokens": share.tokens} for share in stream.origins(step)}  # fmt: skip
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for share in stream.origins(step):
+        found[share.source, share.file, share.row] = {
+            "source": share.source, "file": share.file, "row": share.row, "document": share.document_id,
+            "tokens": share.tokens,
+        }  # fmt: skip
     if texts:
         batch = stream.batch(step)
         for row, number, origin in stream.locate(batch):
+            source = stream.names[int(batch.sources[row])]
             inside = batch.documents[row] == number
-            entry = found[origin.file, origin.row]
-            entry.setdefault("texts", []).append(prepared.tokenizer.decode(batch.targets[row][inside].tolist()))
+            text = prepared.tokenizer.decode(batch.targets[row][inside].tolist())
+            found[source, origin.file, origin.row].setdefault("texts", []).append(text)
     return list(found.values())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from bessemer.checkpoint.manifest import Damaged, Manifest, verify
+from bessemer.checkpoint.manifest import Damaged, Manifest, read_manifest
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.order import Order, Phase
 from bessemer.data.prepare import Prepared, prepare
@@ -69,7 +69,11 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, list[Any]]:
 def build_stream(prepared: Prepared, plan: TrainPlan, seed: int, segments: list[Segment]) -> BatchStream:
     """The run's batches over prepared data."""
     used = {name for _, mixture in plan.mixtures for name in mixture.names}
-    lengths = {name: sequence_count(store.tokens, plan.context) for name, store in prepared.train.items() if name in used}
+    lengths = {
+        name: sequence_count(store.tokens, plan.context)
+        for name, store in prepared.train.items()
+        if name in used
+    }
     order = Order([Phase(start, mixture) for start, mixture in plan.mixtures], lengths, seed)
     steps = Steps([BatchPhase(start, rows) for start, rows in plan.batch_rows], segments)
     return BatchStream(prepared.train, order, plan.context, steps)
@@ -105,7 +109,10 @@ class Session:
                 raise
             except Exception as error:
                 self.view.log(traceback.format_exc())
-                run.event("failed", reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                run.event(
+                    "failed",
+                    reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                )
                 raise
             run.event(outcome.kind, step=outcome.step, reason=outcome.reason)
             self.view.outcome(outcome.kind, outcome.reason, outcome.step, run)
@@ -113,7 +120,9 @@ class Session:
 
     def _train(self, run: RunWriter) -> Outcome:
         former = self._former_spec(run)
-        previous = Plan.from_json((run.folder / "plan.json").read_text()) if (run.folder / "plan.json").exists() else None
+        # A run with nothing saved starts over, and is planned anew.
+        resuming = bool(Shelf(run.checkpoints).committed())
+        previous = Plan.from_json((run.folder / "plan.json").read_text()) if resuming else None
         device = pick_device(self.spec.parallel)
         if self.spec.parallel.threads != "auto":
             torch.set_num_threads(self.spec.parallel.threads)
@@ -133,20 +142,26 @@ class Session:
         run.write_file("plan.json", plan.to_json())
         run.write_file("settings.json", training.to_json())
         run.write_file("data.json", json.dumps({"folder": str(prepared.folder)}))
-        run.write_file("model.json", json.dumps({"shape": asdict(shape), "eos": prepared.tokenizer.eos}, indent=1))
+        run.write_file(
+            "model.json", json.dumps({"shape": asdict(shape), "eos": prepared.tokenizer.eos}, indent=1)
+        )
         prepared.tokenizer.save(run.folder / "tokenizer.json")
         if run.lock.taken_from:
             owner = run.lock.taken_from
             job.event("lock_taken", reason=f"process {owner.pid} on {owner.host} died without its last word")
-        if former and (changed := differences(former.model_dump(mode="json"), self.spec.model_dump(mode="json"))):
+        if former and (
+            changed := differences(former.model_dump(mode="json"), self.spec.model_dump(mode="json"))
+        ):
             job.event("spec_changed", changes=changed, versions=package_versions())
         job.event(
-            "started", step=job.start_step, total_steps=training.total_steps, parameters=shape.parameters, device=device.type,
-            resumed_from=restored, versions=package_versions(), machine=machine.to_json(),
+            "started", step=job.start_step, total_steps=training.total_steps, parameters=shape.parameters,
+            device=device.type, resumed_from=restored, versions=package_versions(), machine=machine.to_json(),
         )  # fmt: skip
         self.view.planned(plan.rows(), summary(shape, training))
         if job.start_step >= training.total_steps:
-            return Outcome("finished", "the budget was spent already; raise budget.tokens to train on", job.start_step)
+            return Outcome(
+                "finished", "the budget was spent already; raise budget.tokens to train on", job.start_step
+            )
         with self._signals():
             return train_loop(job)
 
@@ -154,20 +169,26 @@ class Session:
         path = run.folder / FORMER_SPEC
         return load_spec(path) if path.exists() else None
 
-    def _measure_precision(self, machine: Machine, shape: ModelShape, context: int, device: torch.device) -> Machine:
+    def _measure_precision(
+        self, machine: Machine, shape: ModelShape, context: int, device: torch.device
+    ) -> Machine:
         """On a CPU a fast bf16 product does not yet make a fast step: train two layers both ways before choosing."""
         promising = machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]
         if device.type != "cpu" or self.spec.precision != "auto" or not promising:
             return machine
         short, rows = replace(shape, layers=min(2, shape.layers)), max(1, 1024 // context)
-        rates = {key: training_rate(short, context, rows, key, device, budget_s=0.3) for key in ("fp32", "bf16")}
+        rates = {
+            key: training_rate(short, context, rows, key, device, budget_s=0.3) for key in ("fp32", "bf16")
+        }
         return replace(machine, training=rates)
 
     def _prepare(self, plan: Plan) -> tuple[Prepared, ModelShape, int]:
         spec = self.spec
         vocab = 0
         if spec.tokenizer.path is None:
-            size = sum(entry.size_bytes for source in spec.data.sources.values() for entry in list_files(source))
+            size = sum(
+                entry.size_bytes for source in spec.data.sources.values() for entry in list_files(source)
+            )
             vocab = decide_vocab(spec, size, plan)
         cache = Path(spec.runs) / ".data"
         prepared = prepare(spec.data, spec.tokenizer, cache, vocab, spec.seed, self.view.progress)
@@ -175,7 +196,13 @@ class Session:
         return prepared, shape, decide_context(spec, shape.parameters, plan)
 
     def _job(
-        self, run: RunWriter, prepared: Prepared, shape: ModelShape, plan: TrainPlan, machine: Machine, device: torch.device
+        self,
+        run: RunWriter,
+        prepared: Prepared,
+        shape: ModelShape,
+        plan: TrainPlan,
+        machine: Machine,
+        device: torch.device,
     ) -> Job:
         spec = self.spec
         model = build(shape, device, spec.seed)
@@ -183,13 +210,18 @@ class Session:
         return Job(
             spec=spec, plan=plan, device=device, model=model, objective=CausalLM(spec.data.cross_documents),
             optimizer=GuardedAdamW(
-                model.named_parameters(), (optimizer.betas[0], optimizer.betas[1]), optimizer.eps, optimizer.weight_decay
+                model.named_parameters(), (optimizer.betas[0], optimizer.betas[1]), optimizer.eps,
+                optimizer.weight_decay,
             ),
-            schedule=Schedule(plan.peak_lr, plan.warmup_steps, plan.total_steps, spec.schedule.kind, spec.schedule.floor),
-            # Apple's backend has no median that skips NaN; there the judge sits on the CPU, at the price of a sync a step.
+            schedule=Schedule(
+                plan.peak_lr, plan.warmup_steps, plan.total_steps, spec.schedule.kind, spec.schedule.floor
+            ),
+            # Apple's backend has no median that skips NaN: there the judge sits on the CPU, at the price of a sync.
             judge=Judge(spec.guard, torch.device("cpu") if device.type == "mps" else device),
             stream=build_stream(prepared, plan, spec.seed, [Segment(0, 0)]),
-            evaluator=Evaluator(prepared.validation, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device),
+            evaluator=Evaluator(
+                prepared.validation, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device
+            ),
             run=run, view=self.view, saver=CheckpointSaver(Shelf(run.checkpoints), spec_fingerprint(spec)),
             flops_per_token=shape.flops_per_token(plan.context), peak_flops=machine.peak(plan.precision)[0],
             interrupt=self.interrupt,
@@ -199,16 +231,17 @@ class Session:
         """Load the newest checkpoint that verifies; damaged ones are passed over with an event."""
         shelf = Shelf(job.run.checkpoints)
         if swept := shelf.sweep():
-            job.event("swept", checkpoints=swept, reason=f"{len(swept)} saves that never finished were removed")
+            job.event(
+                "swept", checkpoints=swept, reason=f"{len(swept)} saves that never finished were removed"
+            )
         folders = list(shelf.newest_first())
         for folder in folders:
             state = job.state()
             if former and former.guard.window != self.spec.guard.window:  # another window starts empty
                 state = {name: tensor for name, tensor in state.items() if not name.startswith("guard.")}
             try:
-                manifest = verify(folder)
-                self._refuse_other_stream(job, manifest, folder)
-                shelf.load(folder, state)
+                self._refuse_other_data(job, read_manifest(folder), folder)
+                manifest = shelf.load(folder, state)
             except Damaged as error:
                 job.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
                 continue
@@ -216,31 +249,55 @@ class Session:
             job.run.cut_after(manifest.step)
             return folder.name
         if folders:
-            raise UserError(f"{job.run.checkpoints}: none of {len(folders)} checkpoints verifies; to start over, delete {job.run.folder}")
+            raise UserError(
+                f"{job.run.checkpoints}: none of {len(folders)} checkpoints verifies; to start over, delete the run"
+            )
         job.run.cut_after(0)
         return None
 
     def _accept_state(self, job: Job, state: dict[str, torch.Tensor], manifest: Manifest) -> None:
-        if guard := {name.removeprefix("guard."): tensor for name, tensor in state.items() if name.startswith("guard.")}:
+        if guard := {
+            name.removeprefix("guard."): tensor for name, tensor in state.items() if name.startswith("guard.")
+        }:
             job.judge.load(guard)
-        job.stream = job.stream.replace(Steps(job.stream.steps.batch_phases, [Segment.from_json(s) for s in manifest.segments]))
+        job.stream = job.stream.replace(
+            Steps(job.stream.steps.batch_phases, [Segment.from_json(s) for s in manifest.segments])
+        )
         job.progress = Progress(**manifest.progress)
         job.start_step = manifest.step
-        here = {"threads": torch.get_num_threads(), "device": job.device.type, "torch": package_versions()["torch"]}
+        here = {
+            "threads": torch.get_num_threads(),
+            "device": job.device.type,
+            "torch": package_versions()["torch"],
+        }
         there = {"threads": manifest.threads, "device": manifest.device, "torch": manifest.versions["torch"]}
         if here != there:
-            changed = ", ".join(f"{key} {there[key]} -> {here[key]}" for key in here if here[key] != there[key])
-            job.event("digits_may_differ", reason=f"{changed}: the losses go on, their last digits may differ from an unbroken run's")
+            changed = ", ".join(
+                f"{key} {there[key]} -> {here[key]}" for key in here if here[key] != there[key]
+            )
+            job.event(
+                "digits_may_differ",
+                reason=f"{changed}: the losses go on, their last digits may differ from an unbroken run's",
+            )
 
-    def _refuse_other_stream(self, job: Job, manifest: Manifest, folder: Path) -> None:
-        if manifest.stream_fingerprint == job.stream.fingerprint:
-            return
-        changed = differences(manifest.stream, json.loads(json.dumps(job.stream.identity)))
-        what = "; ".join(f"{key} was {old}, is {new}" for key, (old, new) in changed.items())
-        raise UserError(
-            f"{folder}: was trained on another data stream ({what}): its positions mean other tokens now. "
-            "Put these back, or give the run another name"
-        )
+    def _refuse_other_data(self, job: Job, manifest: Manifest, folder: Path) -> None:
+        """Positions must mean the same tokens, and past steps must have read the same positions."""
+        if manifest.stream_fingerprint != job.stream.fingerprint:
+            changed = differences(manifest.stream, json.loads(json.dumps(job.stream.identity)))
+            what = "; ".join(f"{key} was {old}, is {new}" for key, (old, new) in changed.items())
+            raise UserError(
+                f"{folder}: was trained on another data stream ({what}): its positions mean other tokens now. "
+                "Put these back, or give the run another name"
+            )
+        past = [entry for entry in manifest.batch_rows if entry[0] < manifest.step]
+        now = [[p.from_step, p.rows] for p in job.stream.steps.batch_phases if p.from_step < manifest.step]
+        if past != now:
+            was, asked = (rows[-1][1] * job.plan.context for rows in (past, now))
+            raise UserError(
+                f"{folder}: its {manifest.step:,} steps had batches of {was:,} tokens, the spec says {asked:,}: "
+                "to change the size from here on, write budget.batch_changes: "
+                f"[{{from_step: {manifest.step}, batch: {asked}}}]"
+            )
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -78,6 +78,7 @@ class Job:
     interrupt: Interrupt = field(default_factory=Interrupt)
     progress: Progress = field(default_factory=Progress)
     start_step: int = 0
+    nonfinite_streak: int = 0
 
     def state(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint, by name. Everything else about a run is closed-form or in the manifest."""

@@ -59,7 +59,9 @@ def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> At
     lr = job.schedule.lr(step)
     reject = verdict.reject.to(job.device) if job.spec.guard.enabled else torch.zeros((), device=job.device)
     job.optimizer.step(lr, reject, clip_divisor(norm, job.spec.optimizer.clip))
-    return Attempt(step, lr, int(count), verdict, torch.stack((loss, norm.float(), correct)), batches, losses, wait_s)
+    return Attempt(
+        step, lr, int(count), verdict, torch.stack((loss, norm.float(), correct)), batches, losses, wait_s
+    )
 
 
 def report_step(job: Job, attempt: Attempt) -> str | None:
@@ -89,13 +91,14 @@ def report_step(job: Job, attempt: Attempt) -> str | None:
             statistics={key: round(value, 4) for key, value in verdict.items() if key not in ("code", "reopened")},
             documents=blame(job.stream, attempt.batches, attempt.losses),
         )  # fmt: skip
-    if verdict["reopened"]:
+    if verdict["reopened"] and job.spec.guard.enabled:
         job.event(
             "guard_reopened", step=attempt.step, loss=loss,
             reason=f"{job.spec.guard.max_vetoes} vetoes in a row: taken for a lasting change, the window starts anew",
         )  # fmt: skip
-    if code == NONFINITE and verdict["streak"] >= job.spec.guard.max_vetoes:
-        return f"{int(verdict['streak'])} steps in a row had a non-finite loss or gradient; the weights are those before them"
+    job.nonfinite_streak = job.nonfinite_streak + 1 if code == NONFINITE else 0
+    if job.nonfinite_streak >= job.spec.guard.max_vetoes:
+        return f"{job.nonfinite_streak} steps in a row had a non-finite loss or gradient; the weights are from before"
     return None
 
 
@@ -108,7 +111,9 @@ class Clock:
 
     def due(self, done: int) -> bool:
         by_steps = self.interval.steps is not None and done % self.interval.steps == 0
-        by_time = self.interval.seconds is not None and time.monotonic() - self.last_s >= self.interval.seconds
+        by_time = (
+            self.interval.seconds is not None and time.monotonic() - self.last_s >= self.interval.seconds
+        )
         return by_steps or by_time
 
     def reset(self) -> None:
@@ -119,7 +124,12 @@ def validate(job: Job, done: int) -> dict[str, Any]:
     """Evaluate after `done` steps, note a new best."""
     start = time.perf_counter()
     result = job.evaluator.evaluate(job.model, job.objective)
-    record = {"step": done, **asdict(result), "perplexity": math.exp(min(50.0, result.loss)), "seconds": round(time.perf_counter() - start, 3)}
+    record = {
+        "step": done,
+        **asdict(result),
+        "perplexity": math.exp(min(50.0, result.loss)),
+        "seconds": round(time.perf_counter() - start, 3),
+    }
     progress = job.progress
     if progress.best_validation is None or result.loss < progress.best_validation:
         progress.best_validation, progress.evaluations_since_best = result.loss, 0
@@ -154,7 +164,9 @@ def changes_at(job: Job) -> dict[int, str]:
     steps = job.stream.steps
     changes = {phase.from_step: "the batch size changes" for phase in steps.batch_phases[1:]}
     for phase in job.stream.order.phases[1:]:
-        first = bisect.bisect_right(range(job.plan.total_steps), phase.start, key=lambda step: steps.range(step)[1])
+        first = bisect.bisect_right(
+            range(job.plan.total_steps), phase.start, key=lambda step: steps.range(step)[1]
+        )
         changes[first] = "the data mixture changes"
     return changes
 
@@ -180,21 +192,32 @@ def train_loop(job: Job) -> Outcome:
 
             # Most steps end here. The rest is for boundaries: evaluate, save, perhaps leave.
             leaving = done == total or fault is not None or out_of_time(job, attempt)
-            evaluating = job.evaluator.available and (leaving or evaluations.due(done)) and not job.interrupt.signal
+            evaluating = (
+                job.evaluator.available and (leaving or evaluations.due(done)) and not job.interrupt.signal
+            )
             if not (leaving or evaluating or saves.due(done) or job.interrupt.signal):
                 continue
             waited = time.perf_counter()
             synchronize(job.device)  # nothing may be in flight, and the wait belongs to the step
             attempt.step_s += time.perf_counter() - waited
-            fault, pending = fault or report_step(job, attempt), None
-            if evaluating and not fault:
+            last = report_step(job, attempt)
+            fault, pending = fault or last, None
+            evaluating = evaluating and not fault
+            if evaluating:
                 validation = validate(job, done)
                 evaluations.reset()
             reason = stop_reason(job, validation if evaluating else None)
-            new_best = evaluating and job.spec.checkpoint.keep_best and job.progress.evaluations_since_best == 0
+            new_best = (
+                evaluating and job.spec.checkpoint.keep_best and job.progress.evaluations_since_best == 0
+            )
             if leaving or new_best or reason or saves.due(done) or job.interrupt.signal:
-                job.saver.save(job, done, validation["loss"] if evaluating and validation else None)
+                saved = job.saver.save(job, done, validation["loss"] if evaluating and validation else None)
                 saves.reset()
+                if saved is None and (leaving or reason or job.interrupt.signal):
+                    fault = (
+                        fault
+                        or "the last state could not be saved; make room and start again from the checkpoint before"
+                    )
             if fault:
                 return Outcome("failed", fault, done, validation)
             if reason and done < total:

@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head without the logits in memory.
 
 Logits are made for a chunk of rows at a time, and the gradients of that chunk at once: the (tokens x vocabulary) matrix
-never exists, and on a CPU a chunk stays in cache (at 4,096 tokens x 2,048 words a training step is 14 % faster than with
-F.cross_entropy). Per-token losses come out beside the sum, for the guard and for the share of each document.
+never exists, and on a CPU a chunk stays in cache (docs/decisions.md has the times against F.cross_entropy). Per-token
+losses come out beside the sum, for the guard and for the share of each document.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ CHUNK_BYTES_GPU = 512 << 20
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden_RW: Tensor, head_VW: Tensor, targets_R: Tensor, weights_R: Tensor, scale: float
+        ctx: Any,
+        hidden_RW: Tensor,
+        head_VW: Tensor,
+        targets_R: Tensor,
+        weights_R: Tensor,
+        scale: float,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = hidden_RW.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RW.dtype
         exact = torch.float64 if hidden_RW.dtype == torch.float64 else torch.float32
         h_RW, w_VW = hidden_RW.to(compute), head_VW.to(compute)
         rows, vocab = h_RW.shape[0], w_VW.shape[0]
-        needs_grad = any(ctx.needs_input_grad[:2])
         grad_h_RW = torch.empty_like(hidden_RW) if needs_grad else None
         grad_w_VW = torch.zeros_like(head_VW, dtype=exact) if needs_grad else None
         nll_R = torch.empty(rows, dtype=exact, device=h_RW.device)
@@ -56,18 +61,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         grad_w_VW.add_(grad_CV.t() @ h_RW[part])
         ctx.save_for_backward(grad_h_RW, grad_w_VW)
         ctx.mark_non_differentiable(nll_R, correct_R)
-        weighted = torch.where(weights_R > 0, nll_R * weights_R, 0.0)  # a padded row may hold anything, never NaN x 0
-        return weighted.sum() * scale, nll_R, correct_R
+        return (nll_R * weights_R).sum() * scale, nll_R, correct_R
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_h_RW, grad_w_VW = ctx.saved_tensors
-        return grad_h_RW * grad_loss, grad_w_VW * grad_loss, None, None, None
+        return grad_h_RW * grad_loss, grad_w_VW * grad_loss, None, None, None, None
 
 
 def linear_cross_entropy(
     hidden_RW: Tensor, head_VW: Tensor, targets_R: Tensor, weights_R: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`scale` times the weighted sum of token losses; the loss of each token; whether its most likely word was right."""
-    result: tuple[Tensor, Tensor, Tensor] = _LinearCrossEntropy.apply(hidden_RW, head_VW, targets_R, weights_R, scale)  # type: ignore[no-untyped-call]
+    """`scale` times the weighted sum of token losses; each token's loss; whether its most likely word was right."""
+    # Inside `forward` torch no longer says whether gradients are wanted: an evaluation would pay for them.
+    needs_grad = torch.is_grad_enabled() and (hidden_RW.requires_grad or head_VW.requires_grad)
+    inputs = (hidden_RW, head_VW, targets_R, weights_R, scale, needs_grad)
+    result: tuple[Tensor, Tensor, Tensor] = _LinearCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return result

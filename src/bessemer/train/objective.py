@@ -19,7 +19,7 @@ from bessemer.train.loss import linear_cross_entropy
 
 @dataclass
 class Terms:
-    """Of one micro-batch. `loss` is already divided by the step's count; the rest is for watching, without gradients."""
+    """Of one micro-batch. `loss` is already divided by the step's count; the rest is to watch, without gradients."""
 
     loss: Tensor
     correct: Tensor
@@ -47,7 +47,11 @@ class CausalLM:
 
         def move(array: np.ndarray) -> Tensor:
             tensor = torch.from_numpy(array)
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+            return (
+                tensor.pin_memory().to(device, non_blocking=True)
+                if device.type == "cuda"
+                else tensor.to(device)
+            )
 
         mask = None
         if not self.cross_documents and not batch.single_document:
@@ -57,7 +61,11 @@ class CausalLM:
     def loss(self, model: Decoder, feed: Feed, count: float) -> Terms:
         hidden_BTW = model(feed.tokens_BT, feed.mask_B1TT)
         loss, nll_R, correct_R = linear_cross_entropy(
-            hidden_BTW.flatten(0, 1), model.head_weight, feed.targets_BT.flatten(), feed.weights_BT.flatten(), 1.0 / count
+            hidden_BTW.flatten(0, 1),
+            model.head_weight,
+            feed.targets_BT.flatten(),
+            feed.weights_BT.flatten(),
+            1.0 / count,
         )
         correct = (correct_R * (feed.weights_BT.flatten() > 0)).sum()
         return Terms(loss, correct, nll_R.view_as(feed.targets_BT))

@@ -39,6 +39,7 @@ class CheckpointSaver:
             step=step, attempt=0, stream_fingerprint=job.stream.fingerprint, stream=job.stream.identity,
             spec_fingerprint=self.spec_fingerprint,
             segments=[segment.to_json() for segment in job.stream.steps.segments],
+            batch_rows=[[phase.from_step, phase.rows] for phase in job.stream.steps.batch_phases],
             progress=job.progress.to_json(), threads=torch.get_num_threads(), device=job.device.type,
             versions=package_versions(), time=time.time(), validation_loss=validation_loss,
         )  # fmt: skip

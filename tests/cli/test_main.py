@@ -1,0 +1,270 @@
+"""The command line as a user meets it: help with examples, exit codes, messages on standard error and no traceback."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import bessemer
+from bessemer.cli import main
+from bessemer.errors import UserError
+from bessemer.run.directory import RunWriter
+
+GOOD = "model: 10M\ndata:\n  sources:\n    web: data/\n"
+VERBS = ("train", "runs", "replay", "generate", "demo", "spec check", "spec show", "spec schema")
+
+
+class Said:
+    """What a call printed and how it ended."""
+
+    def __init__(self, code: object, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+Call = Callable[..., Said]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Calls `bessemer ARGUMENTS` in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["bessemer", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main.run()
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return Said(left.value.code or 0, printed.out, printed.err)
+
+    return run
+
+
+def test_help_names_every_verb(call: Call) -> None:
+    said = call("--help")
+    assert said.code == 0 and said.err == ""
+    for verb in VERBS:
+        assert f"\n  {verb.split()[0]} " in said.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_has_an_example_that_is_parsed(verb: str) -> None:
+    result = CliRunner().invoke(main.app, [*verb.split(), "--help"])
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    assert f"Example: bessemer {verb}" in text
+
+
+def test_every_verb_is_in_the_list_above() -> None:
+    commands = {command.name for command in main.app.registered_commands}
+    groups = {
+        f"{group.name} {command.callback.__name__}"
+        for group in main.app.registered_groups
+        for command in group.typer_instance.registered_commands
+    }
+    assert commands | groups == set(VERBS)
+
+
+def test_version(call: Call) -> None:
+    said = call("--version")
+    assert (said.code, said.out) == (0, f"bessemer {bessemer.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("nonsense",),
+        ("spec",),
+        ("spec", "chek"),
+        ("train",),
+        ("runs", "--nope"),
+        ("replay", "x"),
+        ("--nope",),
+    ],
+)
+def test_a_call_that_cannot_be_parsed_shows_the_usage(call: Call, arguments: tuple[str, ...]) -> None:
+    said = call(*arguments)
+    assert said.code == 2 and "Usage: bessemer" in said.err + said.out
+
+
+def test_a_good_spec(call: Call) -> None:
+    Path("my-run.yaml").write_text(GOOD)
+    said = call("spec", "check", "my-run.yaml", "--set", "seed=5")
+    assert (said.code, said.out, said.err) == (0, "my-run.yaml: fine (run my-run)\n", "")
+
+
+def test_a_spec_in_full_is_a_spec_again(call: Call) -> None:
+    Path("my-run.yaml").write_text(GOOD)
+    shown = call("spec", "show", "my-run.yaml", "--set", "optimizer.lr=1e-4", "--set", "model.layers=3")
+    assert shown.code == 0
+    assert yaml.safe_load(shown.out)["model"] == {"preset": "10M", "layers": 3}
+    Path("full.yaml").write_text(shown.out)
+    again = call("spec", "show", "full.yaml")
+    assert again.out == shown.out
+
+
+def test_five_mistakes_are_five_lines_on_standard_error(call: Call) -> None:
+    Path("bad.yaml").write_text(
+        "modle: 10M\nseed: x\ndata: {sources: {web: data/}, context: 1}\nlr: 1\nbudget: {steps: 5, epochs: 1}\n"
+    )
+    said = call("spec", "check", "bad.yaml")
+    assert said.code == 2 and said.out == ""
+    assert [line.split(": ")[:2] for line in said.err.splitlines()] == [
+        ["bad.yaml:1", "modle"],
+        ["bad.yaml:2", "seed"],
+        ["bad.yaml:3", "data.context"],
+        ["bad.yaml:4", "lr"],
+        ["bad.yaml:5", "budget.epochs"],
+    ]
+    assert call("train", "bad.yaml").err == said.err
+    assert call("spec", "show", "bad.yaml").err == said.err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "spec.yaml: no such file"),
+        ("", "spec.yaml: data: missing; write data:"),
+        ("a: [", "spec.yaml:1: not YAML"),
+        ("- 1", "spec.yaml:1: a spec is a mapping of keys"),
+        (b"\x7fELF\xff\x00", "spec.yaml: not UTF-8 text"),
+        (b"PK\x03\x04", "spec.yaml:1: not text"),
+        ("folder", "spec.yaml: is a folder; give the spec's YAML file"),
+    ],
+)
+def test_a_file_that_is_no_spec(call: Call, content: str | bytes | None, told: str) -> None:
+    if content == "folder":
+        Path("spec.yaml").mkdir()
+    elif content is not None:
+        Path("spec.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    for verb in (("spec", "check"), ("spec", "show"), ("train",)):
+        said = call(*verb, "spec.yaml")
+        assert said.code == 2 and said.out == ""
+        assert said.err.startswith(told)
+
+
+def test_a_setting_without_its_equals_sign(call: Call) -> None:
+    Path("my-run.yaml").write_text(GOOD)
+    said = call("spec", "check", "my-run.yaml", "--set", "seed")
+    assert (said.code, said.err) == (
+        2,
+        "--set seed: write it as key=value, such as --set optimizer.lr=3e-4\n",
+    )
+
+
+def test_the_schema_is_json(call: Call) -> None:
+    said = call("spec", "schema")
+    assert said.code == 0
+    assert json.loads(said.out)["title"] == "RunSpec"
+
+
+def test_no_folder_of_runs(call: Call) -> None:
+    said = call("runs")
+    assert (said.code, said.out) == (2, "")
+    assert said.err == "runs: no such folder; runs are written to ./runs unless the spec says otherwise\n"
+    Path("file").write_text("")
+    assert call("runs", "file").err.startswith("file: is a file, not a folder")
+
+
+def test_an_empty_folder_of_runs(call: Call) -> None:
+    Path("runs").mkdir()
+    said = call("runs")
+    assert said.code == 0 and said.out.startswith("no runs in runs; start one with")
+    assert call("runs", "--json").out == "[]\n"
+
+
+def test_runs_good_and_damaged(call: Call) -> None:
+    with RunWriter("runs/good") as run:
+        run.event("started", total_steps=2000)
+        run.step({"step": 1233, "loss": 2.5})
+        run.validation({"step": 1000, "loss": math.nan})
+        run.event("failed", reason="[/red] disk [full]")
+    RunWriter("runs/empty").close()
+    Path("runs/broken/events.jsonl").mkdir(parents=True)
+    said = call("runs")
+    assert said.code == 0 and said.err == ""
+    lines = {line.split()[0]: line for line in said.out.splitlines()}
+    assert lines["good"].split()[1:5] == ["failed", "1,234/2,000", "2.500", "nan"]
+    assert lines["good"].rstrip().endswith("[/red] disk [full]")
+    assert len(said.out.splitlines()) == 4
+    assert lines["empty"].split()[1:5] == ["new", "-", "-", "-"]
+    assert "unreadable" in lines["broken"]
+    found = {run["name"]: run for run in json.loads(call("runs", "--json").out, parse_constant=pytest.fail)}
+    assert found.keys() == {"good", "empty", "broken"}
+    assert (found["good"]["step"], found["good"]["validation_loss"]) == (1234, "nan")
+    alone = json.loads(call("runs", "runs/good", "--json").out)
+    assert [run["name"] for run in alone] == ["good"]
+
+
+@pytest.mark.parametrize("verb", [("replay", "--step", "1"), ("generate",)])
+def test_a_folder_that_is_no_run(call: Call, verb: tuple[str, ...]) -> None:
+    said = call(verb[0], ".", *verb[1:])
+    assert said.code == 2 and said.err.startswith(".: not a run (no events.jsonl)")
+
+
+def test_a_users_mistake_is_told_without_a_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise UserError("first line\nsecond line \udcff")
+
+    monkeypatch.setattr(main, "app", refuse)
+    said = call()
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("first line\nsecond line ")
+
+
+def test_ctrl_c_is_130(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    Path("runs").mkdir()
+    monkeypatch.setattr("bessemer.run.directory.list_runs", interrupted)
+    assert call("runs").code == 130
+
+
+def test_a_fault_of_ours_is_not_hidden(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    Path("runs").mkdir()
+    monkeypatch.setattr("bessemer.run.directory.list_runs", broken)
+    with pytest.raises(ZeroDivisionError):
+        call("runs")
+
+
+def in_a_process(
+    *arguments: str | bytes, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "bessemer", *arguments]
+    source = str(Path(bessemer.__file__).parents[1])  # this very package, wherever the process starts
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, env={**os.environ, "PYTHONPATH": source, **environment}
+    )
+
+
+def test_a_real_process_with_a_file_name_that_is_no_text(tmp_path: Path) -> None:
+    name = b"b\xffd.yaml"
+    (tmp_path / os.fsdecode(name)).write_text(GOOD)
+    done = in_a_process("spec", "check", name, cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(rb"b\udcffd.yaml: fine")
+    done = in_a_process("spec", "check", b"n\xffne.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith(rb"n\udcffne.yaml: no such file")
+
+
+def test_a_real_process_refuses_a_bad_spec(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("model: 11M\ndata: 5\n")
+    done = in_a_process("train", "bad.yaml", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert [line.split(b": ")[:2] for line in done.stderr.splitlines()] == [
+        [b"bad.yaml:1", b"model.preset"],
+        [b"bad.yaml:2", b"data"],
+    ]

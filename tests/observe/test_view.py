@@ -1,0 +1,252 @@
+"""Following a run: what stands in the log, what a pipe gets, what a terminal draws, and how little of it is kept."""
+
+import io
+import math
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bessemer.observe.live import LiveView
+from bessemer.observe.view import LineView, RunView
+from bessemer.run.directory import Run
+
+
+def record(step: int, loss: float = 3.0, veto: str | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": loss,
+        "accuracy": 0.2,
+        "grad_norm": 1.0,
+        "lr": 3e-4,
+        "clipped": False,
+        "veto": veto,
+        "tokens": 1000 * (step + 1),
+        "tokens_per_s": 2000.0,
+        "mfu": 0.3,
+        "step_s": 0.5,
+        "data_wait_s": 0.05,
+        "memory_bytes": 10**9,
+    } | more
+
+
+VALIDATION = {"step": 10, "loss": 2.5, "bits_per_byte": 1.2, "accuracy": 0.4}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    (tmp_path / "logs").mkdir()
+    return Run(tmp_path)
+
+
+def log_lines(run: Run) -> list[str]:
+    return (run.folder / "logs" / "rank-0.log").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_log_gets_every_line_with_its_time(run: Run) -> None:
+    view = RunView("my.yaml")
+    with view.following(run):
+        view.progress("reading 3 files")
+        view.planned([("budget.batch", "4096", "the law", "DeepSeek")], "1M parameters")
+        view.event({"kind": "started", "step": 0, "total_steps": 20, "resumed_from": None})
+        view.step(record(0))
+        view.validation(VALIDATION)
+        view.event({"kind": "saved", "checkpoint": "step-10.a1", "seconds": 0.5})
+        view.log("two\nlines")
+        view.outcome("finished", "the budget is spent", 20, run)
+    lines = log_lines(run)
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  \S", line) for line in lines)
+    assert [line[21:] for line in lines] == [
+        "data  reading 3 files",
+        "plan  budget.batch = 4096  (the law; DeepSeek)",
+        "plan  1M parameters",
+        "step 1/20  loss 3.000  ppl 20.09  acc 20.0%  lr 3.00e-04  grad 1.00  2,000 tok/s  30% of peak  1 GB  eta 10s",
+        "val   step 10  loss 2.5000  perplexity 12.18  1.200 bits per byte  accuracy 40.0%",
+        "saved step-10.a1 in 0.50 s",
+        "two",
+        "lines",
+        f"finished  step 20  the budget is spent  validation loss 2.5000, 1.200 bits per byte  run: {run.folder}",
+        f"try   bessemer generate {run.folder} --prompt '...'",
+    ]
+
+
+def test_a_second_start_adds_to_the_log(run: Run) -> None:
+    for text in ("first", "second"):
+        view = RunView()
+        with view.following(run):
+            view.say(text)
+        view.say("nobody hears this")
+    assert [line[21:] for line in log_lines(run)] == ["first", "second"]
+
+
+def test_a_name_that_is_no_text_does_not_stop_the_log(run: Run) -> None:
+    view = RunView()
+    with view.following(run):
+        view.say("file data/\udcff.txt")
+    assert log_lines(run)[0].endswith(r"file data/\udcff.txt")
+
+
+def test_a_pipe_gets_plain_lines(run: Run) -> None:
+    out = io.StringIO()
+    view = LineView("my.yaml", line_every_s=0.0, out=out)
+    with view.following(run):
+        view.event({"kind": "started", "step": 0, "total_steps": 20, "resumed_from": None})
+        view.step(record(0, loss=4.0))
+        view.step(record(1, loss=2.0))
+        view.event({"kind": "saved", "checkpoint": "step-10.a1", "seconds": 0.5})  # for the log alone
+        view.outcome("interrupted", "SIGTERM", 2, run)
+    shown = out.getvalue().splitlines()
+    assert [line[:24] for line in shown[:2]] == ["step 1/20  loss 4.000  p", "step 2/20  loss 3.000  p"]
+    assert shown[2:] == [
+        f"interrupted  step 2  SIGTERM  run: {run.folder}",
+        "continue with: bessemer train my.yaml",
+    ]
+    assert len(log_lines(run)) == 5
+
+
+def test_lines_come_no_more_often_than_asked(run: Run) -> None:
+    out = io.StringIO()
+    view = LineView(line_every_s=3600.0, out=out)
+    for step in range(100):
+        view.step(record(step))
+    assert out.getvalue().count("step") == 1
+
+
+def test_a_closed_pipe_does_not_stop_the_run(run: Run) -> None:
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    view = LineView(line_every_s=0.0, out=Closed())
+    with view.following(run):
+        view.step(record(0))
+        view.step(record(1))
+    assert len(log_lines(run)) == 2
+
+
+def test_means_are_of_the_accepted_steps_and_rates_of_all(run: Run) -> None:
+    view = RunView()
+    view.total = 100
+    view.step(record(0, loss=2.0, step_s=1.0, tokens_per_s=100.0, mfu=0.1, data_wait_s=0.0))
+    view.step(
+        record(1, loss=900.0, veto="loss outlier", step_s=1.0, tokens_per_s=100.0, mfu=0.1, data_wait_s=0.0)
+    )
+    view.step(record(2, loss=4.0, step_s=2.0, tokens_per_s=400.0, mfu=0.4, data_wait_s=1.0))
+    smooth = view.smooth()
+    assert smooth["loss"] == 3.0
+    assert smooth["rate"] == (100 + 100 + 800) / 4  # tokens over seconds, not a mean of rates
+    assert smooth["mfu"] == pytest.approx((0.1 + 0.1 + 0.8) / 4)
+    assert smooth["wait"] == 0.25
+    assert smooth["left_s"] == pytest.approx(97 * 4 / 3)
+    assert (view.vetoes, view.clipped, view.steps_seen) == (1, 0, 3)
+
+
+def test_only_vetoes_so_far(run: Run) -> None:
+    view = RunView()
+    view.step(record(0, loss=math.nan, veto="non-finite loss or gradient"))
+    assert math.isnan(view.smooth()["loss"])
+    assert view.smooth()["left_s"] == 0.0  # before the run said how long it is
+
+
+def test_a_million_steps_are_kept_in_little_memory() -> None:
+    view = RunView()
+    view._line_due = math.inf
+    shared = record(0)
+    for step in range(1_000_000):
+        shared["loss"] = 10.0 - step / 1e5
+        view.step(shared)
+    assert view.steps_seen == 1_000_000
+    assert 1024 <= len(view.losses) <= 4096 and len(view.recent) == 32
+    assert view.losses == sorted(view.losses, reverse=True)  # still the whole curve, in order
+    assert view.losses[0] > 9.9 and view.losses[-1] < 0.1
+
+
+def terminal(width: int) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=40, color_system="truecolor", record=True
+    )
+
+
+def drawn(view: LiveView) -> str:
+    view.console.print(view.render())
+    return view.console.export_text()
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 120])
+def test_the_panel_before_and_after_steps(width: int) -> None:
+    view = LiveView(console=terminal(width))
+    assert "starting" in drawn(view)
+    view.progress("reading")
+    assert "reading" in drawn(view)
+    view.event({"kind": "started", "step": 0, "total_steps": 1000, "resumed_from": None})
+    for step in range(50):
+        view.step(record(step, loss=5.0 - step / 20, clipped=step % 2 == 0))
+    assert drawn(view)
+    view.validation(VALIDATION)
+    view.step(record(50, loss=math.nan, veto="non-finite loss or gradient", grad_norm=math.inf))
+    text = drawn(view)
+    assert max(map(len, text.splitlines())) <= width
+    if width >= 60:
+        assert "step 51/1,000" in text and "7m 54s left" in text
+        words = " ".join(text.replace("│", " ").split())
+        for part in (
+            "loss 3.3000",
+            "validation 2.5000",
+            "gradient norm inf",
+            "clipped 49%",
+            "tokens/s 2,000",
+            "vetoes 1",
+        ):
+            assert part in words
+        assert "█" in text and "…" not in text
+
+
+def test_the_panel_with_nothing_but_nan() -> None:
+    view = LiveView(console=terminal(80))
+    view.last_validation = VALIDATION | {"loss": math.nan, "bits_per_byte": math.nan}
+    view.step(
+        record(0, loss=math.nan, accuracy=math.nan, grad_norm=math.nan, veto="non-finite loss or gradient")
+    )
+    assert "loss nan" in drawn(view)
+
+
+def test_events_scroll_above_the_panel(run: Run) -> None:
+    view = LiveView("my.yaml", console=terminal(80))
+    with view.following(run):
+        view.event({"kind": "started", "step": 0, "total_steps": 10, "resumed_from": None})
+        view.step(record(0))
+        view.event({"kind": "save_failed", "step": 1, "reason": "[/red] disk [full]"})  # no markup
+        view.outcome("failed", "disk full", 1, run)
+    text = view.console.export_text()
+    assert "save failed  step 1  [/red] disk [full]" in text
+    assert "failed  step 1  disk full" in text
+    assert "continue with: bessemer train my.yaml" in text
+    assert [line[21:].split()[0] for line in log_lines(run)] == ["step", "save", "failed", "continue"]
+
+
+def test_drawing_while_steps_arrive(run: Run) -> None:
+    """The display draws in its own thread: a step in between must not break it."""
+    view = LiveView(console=terminal(80))
+    view._line_due = math.inf
+    view.step(record(0))
+    done = threading.Event()
+    errors: list[BaseException] = []
+
+    def draw() -> None:
+        while not done.is_set():
+            try:
+                view.render()
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for step in range(1, 20_000):
+        view.step(record(step))
+    done.set()
+    thread.join()
+    assert errors == []
