@@ -90,7 +90,7 @@ class Plain:
         # The newer median lies in the middle of the newer half, n / 4 steps back.
         line = [center + slope * (n / 4 - age) for age in range(n - 1, -1, -1)]
         deviation = 1.4826 * self.median([abs(v - at) for v, at in zip(values, line, strict=True)])
-        floor = 0.02 * abs(center) if k == 0 else 0.15
+        floor = 0.02 * abs(center) if k == 0 else 0.25
         return (value - center) / max(deviation, floor), center
 
 

@@ -25,7 +25,9 @@ REASONS = {
     GRAD_OUTLIER: "gradient-norm outlier",
 }
 LOSS_FLOOR = 0.02  # the scale of the loss is at least 2 % of its centre
-GRAD_FLOOR = 0.15  # and that of the log gradient norm 0.15: with 10 sigma, a factor of 4.5
+GRAD_FLOOR = (
+    0.25  # and that of the log gradient norm 0.25: with 10 sigma, a factor of 12; clipping bounds the rest
+)
 
 
 @dataclass
