@@ -55,7 +55,7 @@ format: $(DEV_STAMP) ## format the code and apply ruff's safe fixes
 
 bench: $(BENCH_STAMP) ## measure Bessemer beside other trainers on this machine
 	@$(BIN)/python benchmarks/hf_trainer.py
-	@$(BIN)/python benchmarks/data_memory.py
+	@$(BIN)/python benchmarks/data_memory.py --sizes 10MB,1GB
 
 clean: ## remove the environments, caches and build products (runs/ stays)
 	@rm -rf $(VENV) $(PEERS) build dist src/*.egg-info
