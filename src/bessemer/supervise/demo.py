@@ -46,7 +46,7 @@ PROMPTS = (
     "    for name in names:\n        if ",
 )
 POISON_NAME = "zz_noise.py"
-POISON_CHARS = 4000
+POISON_CHARS = 2000
 MARK = "demo.yaml"
 # (width, layers, heads, ffn, vocabulary), smallest first. A small vocabulary learns to spell sooner.
 SIZES = (
@@ -92,12 +92,13 @@ def corpus_source(device: torch.device) -> SourceSpec:
 
 
 def write_poison(folder: Path) -> Path:
-    """A source file of random control characters, as when a binary slips into a crawl. The same each time."""
+    """A source file of random ideographs, as when a wrongly decoded file slips into a crawl. The same each time."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
-    characters = [chr(code) for code in range(1, 32) if chr(code) not in "\t\n\r"]
     path = folder / POISON_NAME
-    path.write_text("".join(draw.choice(characters) for _ in range(POISON_CHARS)))
+    path.write_text(
+        "".join(chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(POISON_CHARS)), encoding="utf-8"
+    )
     return path
 
 
@@ -106,7 +107,8 @@ def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_b
     chosen: Choice | None = None
     size = batching(device)
     for width, layers, heads, ffn, vocab in SIZES:
-        shape = ModelShape(vocab, width, layers, heads, heads, width // heads, ffn)
+        # Untied: a tied embedding learns to expect unseen tokens after unseen tokens, and the poison would look normal.
+        shape = ModelShape(vocab, width, layers, heads, heads, width // heads, ffn, tied=False)
         rates = {"fp32": training_rate(shape, size.context, size.rows, "fp32", device, 0.6)}
         if machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]:
             rates["bf16"] = training_rate(shape, size.context, size.rows, "bf16", device, 0.6)
@@ -243,7 +245,7 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
         f"{choice.shape.vocab}-token vocabulary, {choice.precision}: this machine does about "
         f"{choice.rate:,.0f} tokens/s, so {minutes:g} min is {human_count(choice.tokens)} tokens"
     )
-    yield f"poison     {poison}: one file of random control characters is mixed in on purpose"
+    yield f"poison     {poison}: one file of random ideographs is mixed in on purpose"
     run = Run(folder)
     kill_after(_start(path, live), run, round(0.7 * steps))
     if live:
