@@ -53,7 +53,7 @@ SIZES = (
     (128, 4, 4, 384, 512), (192, 6, 6, 512, 768), (256, 6, 8, 704, 1024),
     (384, 8, 6, 1024, 2048), (512, 12, 8, 1408, 4096), (768, 12, 12, 2048, 8192),
 )  # fmt: skip
-TOKENS_PER_PARAMETER = 1.0
+TOKENS_PER_PARAMETER = 0.75
 MAX_EPOCHS = 4
 TRAINING_SHARE = 0.85  # of the time; the rest goes into evaluations, saves and two starts
 
