@@ -333,3 +333,23 @@ def test_a_run_killed_before_its_first_save_is_planned_anew(
     monkeypatch.setattr(loop, "attempt_step", genuine)
     spec = make_spec(optimizer={"lr": "auto"}, model={"ffn": 128})
     assert train(spec).kind == "finished"
+
+
+def test_without_a_fused_optimizer_the_run_says_so_and_still_vetoes(
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bessemer.optim.guarded.fused_veto_works", lambda device: False)
+    genuine = loop.attempt_step
+
+    def poison(job: Any, step: int, *rest: Any) -> Any:
+        hook = job.model.norm.weight.register_hook(lambda g: g * float("inf")) if step == 20 else None
+        result = genuine(job, step, *rest)
+        if hook:
+            hook.remove()
+        return result
+
+    monkeypatch.setattr(loop, "attempt_step", poison)
+    spec = make_spec()
+    assert train(spec).kind == "finished"
+    assert "read on the host" in events(spec, "optimizer_fallback")[0]["reason"]
+    assert [event["step"] for event in events(spec, "veto")] == [20]

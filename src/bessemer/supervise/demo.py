@@ -31,6 +31,7 @@ from bessemer.observe.words import veto_line
 from bessemer.plan.decide import faster_precision
 from bessemer.plan.machine import Machine
 from bessemer.run.directory import Run
+from bessemer.run.journal import last_record
 from bessemer.spec.load import dump_spec
 from bessemer.spec.mixture import quantise
 from bessemer.spec.quantity import human_bytes, human_count, human_time
@@ -186,10 +187,8 @@ def _start(path: Path, live: bool) -> subprocess.Popen[bytes]:
 def kill_after(process: subprocess.Popen[bytes], run: Run, step: int) -> None:
     """Wait until the run has written that step, then SIGKILL."""
     while process.poll() is None:
-        last = None
-        for record in run.metrics():
-            last = record["step"]
-        if last is not None and last >= step:
+        last = last_record(run.steps_path)
+        if last is not None and last["step"] >= step:
             process.send_signal(signal.SIGKILL)
             process.wait()
             return

@@ -105,7 +105,7 @@ class Session:
                 run.event("refused", reason=str(error).splitlines()[0])  # the run stands as it stood
                 raise
             except KeyboardInterrupt:
-                run.event("interrupted", reason="a second Ctrl-C; the last checkpoint stands")
+                run.event("interrupted", reason="Ctrl-C, at once; the last checkpoint stands")
                 raise
             except Exception as error:
                 self.view.log(traceback.format_exc())
@@ -121,7 +121,7 @@ class Session:
     def _train(self, run: RunWriter) -> Outcome:
         former = self._former_spec(run)
         # A run with nothing saved starts over, and is planned anew.
-        resuming = bool(Shelf(run.checkpoints).committed())
+        resuming = Shelf(run.checkpoints).committed() and (run.folder / "plan.json").exists()
         previous = Plan.from_json((run.folder / "plan.json").read_text()) if resuming else None
         device = pick_device(self.spec.parallel)
         if self.spec.parallel.threads != "auto":
@@ -133,7 +133,8 @@ class Session:
         if previous is None:
             machine = self._measure_precision(machine, shape, context, device)
         training = decide_training(
-            self.spec, shape, context, machine, sum(store.tokens for store in prepared.train.values()),
+            self.spec, shape, context, machine,
+            sum(prepared.train[name].tokens for name in self._sources_used()),
             sum(store.tokens for store in prepared.validation.values()), plan, previous,
         )  # fmt: skip
         job = self._job(run, prepared, shape, training, machine, device)
@@ -157,6 +158,9 @@ class Session:
             "started", step=job.start_step, total_steps=training.total_steps, parameters=shape.parameters,
             device=device.type, resumed_from=restored, versions=package_versions(), machine=machine.to_json(),
         )  # fmt: skip
+        if not job.optimizer.fused:
+            reason = f"fused AdamW fails its probe on {device.type}: the verdict is read on the host before each step"
+            job.event("optimizer_fallback", reason=reason)
         self.view.planned(plan.rows(), summary(shape, training))
         if job.start_step >= training.total_steps:
             return Outcome(
@@ -164,6 +168,12 @@ class Session:
             )
         with self._signals():
             return train_loop(job)
+
+    def _sources_used(self) -> set[str]:
+        """Sources that some part of the run draws from."""
+        data = self.spec.data
+        first = {name for name, source in data.sources.items() if source.weight > 0}
+        return first | {name for phase in data.phases for name, weight in phase.weights.items() if weight > 0}
 
     def _former_spec(self, run: RunWriter) -> RunSpec | None:
         path = run.folder / FORMER_SPEC
