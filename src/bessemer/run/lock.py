@@ -26,6 +26,7 @@ from bessemer.errors import UserError
 
 HEARTBEAT_S = 15.0
 STALE_S = 120.0
+LAST_BREATH_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,7 @@ class Lock:
             raise UserError(self._refusal(owner))  # record locks do not exclude one's own process
         fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise UserError(self._refusal(read_owner(self.folder))) from None
-                # ENOLCK, EOPNOTSUPP: this file system has no locks; the owner file decides alone.
+            self._lock_file(fd)
             before = read_owner(self.folder)  # again: it may have left while the lock was taken
             if before and is_alive(before, self.folder):
                 raise UserError(self._refusal(before))
@@ -111,6 +107,21 @@ class Lock:
         self._fd, self.taken_from = fd, before
         self._stop = threading.Event()
         threading.Thread(target=self._beat, args=(self._stop,), daemon=True, name="run-heartbeat").start()
+
+    def _lock_file(self, fd: int) -> None:
+        """Take the record lock. A killed process is dead before its last thread lets go of it: that is waited for."""
+        give_up = time.monotonic() + LAST_BREATH_S
+        while True:
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    return  # ENOLCK, EOPNOTSUPP: this file system has no locks; the owner file decides alone
+            owner = read_owner(self.folder)
+            if owner is None or is_alive(owner, self.folder) or time.monotonic() > give_up:
+                raise UserError(self._refusal(owner))
+            time.sleep(0.02)
 
     def _refusal(self, owner: Owner | None) -> str:
         if owner is None:
