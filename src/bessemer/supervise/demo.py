@@ -198,20 +198,14 @@ def kill_after(process: subprocess.Popen[bytes], run: Run, step: int) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Losses of steps that were trained twice: before the kill, and again after the resume."""
-
-    first: int
-    last: int
-    identical: int
-    largest: float
-
-
-def compare(before: dict[int, float], after: dict[int, float], resumed_at: int) -> Comparison:
-    twice = [step for step in before if step >= resumed_at]
-    gaps = [abs(before[step] - after[step]) for step in twice]
-    return Comparison(min(twice), max(twice), sum(gap == 0 for gap in gaps), max(gaps))
+def compare(before: dict[int, float], after: dict[int, float], resumed_at: int) -> str:
+    """How the losses of the steps that were trained twice agree: before the kill, and again after the resume."""
+    gaps = {step: abs(before[step] - after[step]) for step in before if step >= resumed_at}
+    if not gaps:
+        return "it was killed right after a save, so no step had to be trained twice"
+    largest = max(gaps.values())
+    how = "identical, digit for digit, to" if largest == 0 else f"within {largest:.1e} of"
+    return f"losses {min(gaps):,}-{max(gaps):,} are {how} the killed run's"
 
 
 def losses(run: Run) -> dict[int, float]:
@@ -246,7 +240,9 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
     )
     yield f"poison     {poison}: one file of random ideographs is mixed in on purpose"
     run = Run(folder)
-    kill_after(_start(path, live), run, round(0.7 * steps))
+    every = spec.checkpoint.every
+    assert isinstance(every, int)
+    kill_after(_start(path, live), run, round(0.7 * steps / every) * every + every // 2)  # between two saves
     if live:
         print("\x1b[?25h", end="", flush=True)  # the killed view could not show the cursor again
     before = losses(run)
@@ -272,11 +268,7 @@ def verdicts(run: Run, before: dict[int, float], poison: Path, steps: int) -> It
     """What the records say of the veto, the resume and the loss."""
     yield veto_line(_veto(run, poison)).replace("veto  ", "veto       ", 1)
     resumed = [event for event in run.events("started") if event["resumed_from"]][-1]
-    compared = compare(before, losses(run), resumed["step"])
-    same = compared.identical == compared.last - compared.first + 1
-    how = "identical, digit for digit, to" if same else f"within {compared.largest:.1e} of"
-    again = f"losses {compared.first:,}-{compared.last:,}"
-    yield f"resume     from step {resumed['step']:,}; {again} are {how} the killed run's"
+    yield f"resume     from step {resumed['step']:,}; {compare(before, losses(run), resumed['step'])}"
     if [record["step"] for record in run.metrics()] != list(range(steps)):
         raise UserError(f"{run.steps_path}: a step is missing or doubled")
     first, *_, last = run.validations()
