@@ -5,12 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from bessemer.run.directory import Run
+from bessemer.spec.load import dump_spec
+from bessemer.spec.schema import RunSpec
+
+
+STEPS = 600
 
 
 def start(path: Path) -> subprocess.Popen[str]:
@@ -18,19 +23,11 @@ def start(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def write_spec(folder: Path, name: str, corpus: Path) -> Path:
-    import importlib.util
-
-    helper = importlib.util.spec_from_file_location(
-        "supervise_conftest", Path(__file__).with_name("conftest.py")
-    )
-    module = importlib.util.module_from_spec(helper)
-    helper.loader.exec_module(module)
-    data = module.spec_data(
-        name, corpus, folder / "runs", budget={"steps": 400, "batch": 256}, checkpoint={"every": 20}
-    )
+def write_spec(make_spec: Callable[..., RunSpec], folder: Path, name: str) -> Path:
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(data))
+    path.write_text(
+        dump_spec(make_spec(name, budget={"steps": STEPS, "batch": 256}, checkpoint={"every": 20}))
+    )
     return path
 
 
@@ -41,13 +38,13 @@ def losses(run: Run) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.timeout(400)
 def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
-    corpus: Path, tmp_path: Path, kills: int
+    make_spec: Callable[..., RunSpec], tmp_path: Path, kills: int
 ) -> None:
     whole, broken = Run(tmp_path / "runs" / "whole"), Run(tmp_path / "runs" / "broken")
-    process = start(write_spec(tmp_path, "whole", corpus))
+    process = start(write_spec(make_spec, tmp_path, "whole"))
     assert process.wait() == 0, process.stdout.read()
-    path = write_spec(tmp_path, "broken", corpus)
-    draw = random.Random(kills)
+    path = write_spec(make_spec, tmp_path, "broken")
+    draw, killed_at = random.Random(kills), []
     for _ in range(kills):
         process = start(path)
         # Some kills fall into the start, some into steps, saves and evaluations.
@@ -63,16 +60,20 @@ def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
             time.sleep(0.01)
         time.sleep(draw.random() * 0.3)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL, "it ended before the kill"
+        killed_at.append(len(losses(broken)) if broken.steps_path.exists() else 0)
     process = start(path)
     output, _ = process.communicate()
     assert process.returncode == 0, output
-    assert [step for step, _ in losses(broken)] == list(range(400))
+    print("killed after steps", killed_at)
+    assert [step for step, _ in losses(broken)] == list(range(STEPS))
     assert losses(broken) == losses(whole)
 
 
-def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
-    path = write_spec(tmp_path, "polite", corpus)
+def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
+    make_spec: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    path = write_spec(make_spec, tmp_path, "polite")
     run = Run(tmp_path / "runs" / "polite")
     process = start(path)
     while process.poll() is None and not (run.steps_path.exists() and losses(run)):
