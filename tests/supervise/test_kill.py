@@ -14,7 +14,6 @@ from bessemer.run.directory import Run
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
 
-
 STEPS = 600
 
 
