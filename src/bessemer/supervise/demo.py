@@ -7,7 +7,6 @@ yields lines as they become true; the command prints them.
 
 from __future__ import annotations
 
-import math
 import random
 import shutil
 import signal
@@ -49,10 +48,11 @@ PROMPTS = (
 POISON_NAME = "zz_noise.py"
 POISON_CHARS = 2000
 MARK = "demo.yaml"
-# (width, layers, heads, ffn, vocabulary), smallest first. A small vocabulary learns to spell sooner.
+# (width, layers, heads, ffn, vocabulary, measured bytes of this corpus in a token), smallest first. A small vocabulary
+# learns to spell sooner.
 SIZES = (
-    (128, 4, 4, 384, 512), (192, 6, 6, 512, 768), (256, 6, 8, 704, 1024),
-    (384, 8, 6, 1024, 2048), (512, 12, 8, 1408, 4096), (768, 12, 12, 2048, 8192),
+    (128, 4, 4, 384, 512, 2.13), (192, 6, 6, 512, 768, 2.46), (256, 6, 8, 704, 1024, 2.69),
+    (384, 8, 6, 1024, 2048, 3.20), (512, 12, 8, 1408, 4096, 3.66), (768, 12, 12, 2048, 8192, 4.05),
 )  # fmt: skip
 TOKENS_PER_PARAMETER = 0.75
 MAX_EPOCHS = 4
@@ -107,14 +107,13 @@ def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_b
     """The largest size that sees TOKENS_PER_PARAMETER tokens for each parameter in the time, by timing true steps."""
     chosen: Choice | None = None
     size = batching(device)
-    for width, layers, heads, ffn, vocab in SIZES:
+    for width, layers, heads, ffn, vocab, bytes_per_token in SIZES:
         # Untied: a tied embedding learns to expect unseen tokens after unseen tokens, and the poison would look normal.
         shape = ModelShape(vocab, width, layers, heads, heads, width // heads, ffn, tied=False)
         rates = {"fp32": training_rate(shape, size.context, size.rows, "fp32", device, 0.6)}
         if machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]:
             rates["bf16"] = training_rate(shape, size.context, size.rows, "bf16", device, 0.6)
         precision = faster_precision(rates)
-        bytes_per_token = 1.2 + 0.2 * math.log2(vocab / 64)  # of this corpus, measured between 512 and 8,192
         tokens = int(
             min(TRAINING_SHARE * rates[precision] * seconds, MAX_EPOCHS * corpus_bytes / bytes_per_token)
         )
