@@ -232,10 +232,14 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
     poison = write_poison(Path(runs) / "poisoned")
     path, spec = write_spec(Path(runs), runs, choice, poison, device)
     steps = spec.budget.steps or 0
+    reach = f"{minutes:g} min is {human_count(choice.tokens)} tokens"
+    in_time = TRAINING_SHARE * choice.rate * minutes * 60
+    if choice.tokens < in_time - 1:  # the corpus ends before the time does
+        reach = f"{MAX_EPOCHS} passes over the corpus ({human_count(choice.tokens)} tokens) fit in {minutes:g} min"
     yield (
         f"plan       {human_count(choice.shape.parameters)} parameters, {spec.data.context}-token context, "
         f"{choice.shape.vocab}-token vocabulary, {choice.precision}: this machine does about "
-        f"{choice.rate:,.0f} tokens/s, so {minutes:g} min is {human_count(choice.tokens)} tokens"
+        f"{choice.rate:,.0f} tokens/s, so {reach}"
     )
     yield f"poison     {poison}: one file of random ideographs is mixed in on purpose"
     run = Run(folder)
