@@ -20,7 +20,7 @@ from bessemer.data.prepare import Prepared, prepare
 from bessemer.data.store import TokenStore
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.spec.schema import DataSpec, SourceSpec, TokenizerSpec
+from bessemer.spec.data import DataSpec, SourceSpec, TokenizerSpec
 
 
 def rows_of(count: int, topic: str = "water") -> list[str]:
@@ -236,7 +236,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from bessemer.data.prepare import prepare
-from bessemer.spec.schema import DataSpec, SourceSpec, TokenizerSpec
+from bessemer.spec.data import DataSpec, SourceSpec, TokenizerSpec
 data = DataSpec(sources={"web": SourceSpec(path=[sys.argv[1]])}, validation=0.1)
 print(prepare(data, TokenizerSpec(sample=200_000), Path(sys.argv[2]), 300, 0).train["web"].fingerprint)
 """

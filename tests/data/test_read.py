@@ -13,7 +13,7 @@ import pytest
 
 from bessemer.data.read import Document, list_files, read_documents
 from bessemer.errors import UserError
-from bessemer.spec.schema import SourceSpec
+from bessemer.spec.data import SourceSpec
 
 
 def source_of(*paths: Path | str, **fields: Any) -> SourceSpec:

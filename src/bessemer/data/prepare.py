@@ -31,7 +31,7 @@ from bessemer.data.tokenizer import DEFAULT_EOS, Tokenizer, cut
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
-    from bessemer.spec.schema import DataSpec, SourceSpec, TokenizerSpec
+    from bessemer.spec.data import DataSpec, SourceSpec, TokenizerSpec
 
 _RULES_VERSION = 1  # raise it when the same files and settings would give other tokens
 # Encoding takes some 50 times the memory of the text: batches are as large as the cores need and no larger, and a

@@ -14,14 +14,13 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Literal, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from bessemer.errors import UserError
+from bessemer.spec.data import Format
 
 if TYPE_CHECKING:
-    from bessemer.spec.schema import SourceSpec
-
-Format = Literal["text", "source", "jsonl", "parquet"]
+    from bessemer.spec.data import SourceSpec
 
 _PROSE = (".txt", ".md", ".rst")
 # fmt: off

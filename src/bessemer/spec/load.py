@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from bessemer.errors import UserError
 from bessemer.spec.checks import check
+from bessemer.spec.clean.steps import STEPS
 from bessemer.spec.document import Document, override, parse, scalar
 from bessemer.spec.document import Path as KeyPath
 from bessemer.spec.quantity import shown
@@ -59,8 +60,10 @@ class Loaded:
 def _fields_at(path: KeyPath) -> dict[str, FieldInfo] | None:
     """The known fields of the section that `path` leads into, or None where keys are the user's own."""
     model: Any = RunSpec
-    for step in path:
-        if isinstance(model, type) and issubclass(model, BaseModel):
+    for i, step in enumerate(path):
+        if i >= 2 and path[i - 2] == "clean" and step in STEPS:  # an entry of a list of steps, by its name
+            model = STEPS[str(step)]
+        elif isinstance(model, type) and issubclass(model, BaseModel):
             if step not in model.model_fields:
                 return None
             model = model.model_fields[str(step)].annotation

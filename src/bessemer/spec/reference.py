@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from bessemer.spec.clean.step import StepSpec
+from bessemer.spec.clean.steps import STEPS
 from bessemer.spec.schema import RunSpec
 
 
@@ -34,7 +36,7 @@ def _default(field: FieldInfo) -> str:
 def _inner(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds, also inside a list or a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
+        return None if issubclass(annotation, StepSpec) else annotation
     return next((found for part in typing.get_args(annotation) if (found := _inner(part))), None)
 
 
@@ -51,6 +53,21 @@ def _section(key: str, model: type[BaseModel]) -> list[str]:
     return [*lines, "", *below]
 
 
+def _steps() -> list[str]:
+    lines = [
+        "# Curation steps",
+        "",
+        "An entry of `data.clean`, or of a source's `clean`, is a step's name, or its name",
+    ]
+    lines += [
+        "and settings: `- length: {min_chars: 100}`. The defaults are the published ones where there are any.",
+        "",
+    ]
+    for name, spec in STEPS.items():
+        lines += _section(name, spec)
+    return lines
+
+
 def reference() -> str:
     """The whole page."""
     head = [
@@ -62,7 +79,7 @@ def reference() -> str:
         "times take `90s`, `10 min`, `2h`.",
         "",
     ]
-    return "\n".join([*head, *_section("", RunSpec)]).rstrip() + "\n"
+    return "\n".join([*head, *_section("", RunSpec), *_steps()]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -8,18 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    field_validator,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, field_validator, model_validator
 
+from bessemer.spec.data import DataSpec, TokenizerSpec
+from bessemer.spec.part import Part, ShortPart
 from bessemer.spec.quantity import (
     AutoCount,
     AutoInterval,
@@ -27,7 +19,6 @@ from bessemer.spec.quantity import (
     AutoSequences,
     AutoSpan,
     AutoThreads,
-    Bytes,
     Count,
     Seconds,
     Share,
@@ -37,22 +28,6 @@ from bessemer.spec.shape import ALIASES, PRESETS, preset
 
 LARGEST_SIDE = 1_000_000  # of a matrix: a slip of the finger is refused here rather than counted for ever
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Paths = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-
-
-class Part(BaseModel):
-    """A section of the spec: strict types, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, validate_default=False, allow_inf_nan=False)
-
-
-class ShortPart(Part):
-    """A section that may also be written as one word; the schema says so to editors."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        full = handler.resolve_ref_schema(handler(core))
-        return {"anyOf": [{"type": "string"}, full], "description": full.get("description", "")}
 
 
 class ModelSpec(ShortPart):
@@ -90,73 +65,6 @@ class ModelSpec(ShortPart):
     def _known(cls, value: str | None) -> str | None:
         if value is not None and preset(value) is None:
             raise ValueError(f"no preset {value!r}; there are {', '.join([*PRESETS, *ALIASES])}")
-        return value
-
-
-class TokenizerSpec(Part):
-    """Trained on the run's own data unless a tokenizer.json is given."""
-
-    path: str | None = Field(
-        None, min_length=1, description="a tokenizer.json to load", examples=["tokenizer.json"]
-    )
-    vocab: AutoCount = Field("auto", description="tokens to train", examples=["8K"])
-    eos: str | None = Field(None, min_length=1, description="the end-of-document token", examples=["</s>"])
-    sample: Bytes = Field(
-        64_000_000, description="text to train the tokenizer on, at most", examples=["64MB"]
-    )
-
-
-class SourceSpec(ShortPart):
-    """A named body of text. `name: PATH` is short for `name: {path: PATH}`."""
-
-    path: Paths = Field(description="files, folders or globs", examples=["data/*.jsonl.gz"])
-    format: Literal["auto", "text", "source", "jsonl", "parquet"] = Field(
-        "auto", description="auto, text, source, jsonl or parquet", examples=["jsonl"]
-    )
-    text_field: str = Field("text", description="the field or column that holds the text", examples=["text"])
-    include: Paths = Field([], description="file patterns inside folders", examples=["*.py"])
-    exclude: Paths = Field([], description="file patterns to leave out of folders", examples=["tests/*"])
-    weight: float = Field(
-        1.0, ge=0, description="share in the mixture, relative to the others", examples=[1.0]
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, (str, list)) else value
-
-
-class MixPhase(Part):
-    """From a position of the stream on, another mixture."""
-
-    start: Count = Field(description="tokens of the stream before this phase", examples=["10M tokens"])
-    weights: dict[str, float] = Field(
-        description="weight of each source; others are left out", examples=[{"web": 0.7}]
-    )
-
-
-class DataSpec(Part):
-    """What is read, how it is mixed, and the length of a training sequence."""
-
-    sources: dict[str, SourceSpec] = Field(description="named sources", examples=[{"code": "src/"}])
-    phases: list[MixPhase] = Field(
-        [],
-        description="mixtures that begin later in the run",
-        examples=[[{"start": "10M", "weights": {"code": 1}}]],
-    )
-    context: AutoCount = Field("auto", description="tokens in a training sequence", examples=[2048])
-    validation: Share = Field(
-        0.01, description="share of documents held out, chosen by hash", examples=["1%"]
-    )
-    cross_documents: bool = Field(
-        False, description="let attention cross document boundaries", examples=[False]
-    )
-
-    @field_validator("sources")
-    @classmethod
-    def _some(cls, value: dict[str, SourceSpec]) -> dict[str, SourceSpec]:
-        if not value:
-            raise ValueError("name at least one source, such as code: src/")
         return value
 
 

@@ -1,0 +1,1 @@
+"""Steps that look at one document at a time: cleaning, filters, scores, redaction."""

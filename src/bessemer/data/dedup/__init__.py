@@ -1,0 +1,1 @@
+"""Steps that compare documents with each other or with evaluation sets."""

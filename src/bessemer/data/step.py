@@ -1,0 +1,124 @@
+"""What a curation step is: a class made from its settings, which tells of each document whether it stays.
+
+A `LocalStep` looks at documents alone. A `GlobalStep` has to see all of them first: it collects what it needs from
+every part of the corpus, resolves that once, and then applies the rulings part by part. Parts are fixed by the files,
+never by the number of workers, and both kinds are pure: same documents, same outcomes, whatever the batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bessemer.data.document import Document
+from bessemer.spec.clean.step import StepSpec
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The document goes. `reason` is the same words for every document dropped for it: the report counts by it."""
+
+    reason: str
+    value: float | str | None = None  # what was measured, or the document that it repeats
+
+
+Outcome = Drop | str | None  # dropped; another text; kept as it is
+
+
+class LocalStep(Protocol):
+    """`version` is raised whenever the same settings would give other outcomes: it is part of the cache's key."""
+
+    version: int
+
+    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
+        """One outcome for each document. May add to a document's labels; changes nothing else of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What `collect` wrote of one part: an .npz that `load` opens."""
+
+    part: int  # its place in the corpus, from 0
+    path: Path
+    source: str
+    documents: int  # in the part as it was read; ordinals lie below it
+
+    def load(self) -> Arrays:
+        with np.load(self.path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+
+
+class Each(Protocol):
+    """Runs a module-level function on every task, on all workers, and returns the results in order."""
+
+    def __call__(self, function: Callable[[Any], Any], tasks: Sequence[Any], /) -> list[Any]: ...
+
+
+class GlobalStep(Protocol):
+    """`ordinals` number a part's documents as they were read; gaps are documents that earlier steps dropped."""
+
+    version: int
+
+    def collect(self, documents: Sequence[Document], ordinals: Ints) -> Arrays:
+        """What has to be known of some documents of one part. The arrays of a part's batches are concatenated by name,
+        so their first axis counts records."""
+        ...
+
+    def resolve(
+        self, collected: Sequence[Collected], scratch: Path, each: Each
+    ) -> tuple[list[Arrays], dict[str, Any]]:
+        """The ruling for each part, and a summary for the report that JSON can hold. `scratch` is an empty folder on
+        the disk of the cache. Memory must not grow with the corpus beyond the rulings themselves."""
+        ...
+
+    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
+        """The outcomes for some documents of a part, given the part's ruling."""
+        ...
+
+
+# The class that does each step, by the step's name in a spec.
+_MADE_BY = {
+    "unicode": "clean.repair:Unicode",
+    "whitespace": "clean.repair:Whitespace",
+    "boilerplate": "clean.repair:Boilerplate",
+    "length": "clean.measure:Length",
+    "ratios": "clean.measure:Ratios",
+    "lines": "clean.measure:Lines",
+    "gopher_quality": "clean.gopher:GopherQuality",
+    "gopher_repetition": "clean.gopher:GopherRepetition",
+    "c4": "clean.c4:C4",
+    "fineweb": "clean.fineweb:FineWeb",
+    "language": "clean.language:Language",
+    "toxicity": "clean.toxicity:Toxicity",
+    "pii": "clean.pii:Pii",
+    "block_urls": "clean.urls:BlockUrls",
+    "opt_out": "clean.urls:OptOut",
+    "quality": "clean.classifier:Quality",
+    "domain": "clean.classifier:Domain",
+    "perplexity": "clean.perplexity:Perplexity",
+    "score": "clean.score:Score",
+    "dedup_url": "dedup.exact:DedupUrl",
+    "dedup_exact": "dedup.exact:DedupExact",
+    "dedup_minhash": "dedup.minhash:DedupMinhash",
+    "dedup_simhash": "dedup.simhash:DedupSimhash",
+    "dedup_paragraphs": "dedup.paragraphs:DedupParagraphs",
+    "dedup_substrings": "dedup.substrings:DedupSubstrings",
+    "decontaminate": "dedup.contamination:Decontaminate",
+}
+
+
+def make_step(spec: StepSpec, seed: int) -> LocalStep | GlobalStep:
+    """The step that a spec's entry asks for. Every such class takes (spec, seed)."""
+    module, _, name = _MADE_BY[spec.step].partition(":")
+    made: LocalStep | GlobalStep = getattr(import_module(f"bessemer.data.{module}"), name)(spec, seed)
+    return made

@@ -1,0 +1,1 @@
+"""What a curation step can be told: one section of the spec for each named step."""

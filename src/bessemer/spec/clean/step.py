@@ -1,0 +1,29 @@
+"""How a step stands in a spec: `- length` with its defaults, or `- length: {min_chars: 100}`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from bessemer.spec.part import Part
+
+
+class StepSpec(Part):
+    """The settings of one step. Defaults are the published ones; `step` is its name in a spec."""
+
+    step: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unwrap(cls, value: Any) -> Any:
+        if value == cls.step:
+            return {}
+        if isinstance(value, dict) and list(value) == [cls.step]:
+            inner = value[cls.step]
+            return {} if inner is None else inner
+        return value
+
+    @model_serializer(mode="wrap")
+    def _wrap(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {self.step: handler(self)}

@@ -1,0 +1,161 @@
+"""What is read, how it is curated, tokenized and mixed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from bessemer.spec.clean.steps import CleanStep
+from bessemer.spec.part import Part, Paths, ShortPart
+from bessemer.spec.quantity import AutoCount, Bytes, Count, Share
+from bessemer.spec.rows import CurriculumSpec, NoiseSpec, PaddingSpec
+
+Format = Literal[
+    "text",
+    "source",
+    "jsonl",
+    "csv",
+    "parquet",
+    "arrow",
+    "hf",
+    "webdataset",
+    "mds",
+    "tfrecord",
+    "warc",
+    "html",
+]
+Domain = Literal[
+    "web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"
+]
+
+
+class TokenizerSpec(Part):
+    """Trained on the run's own data unless a tokenizer is given."""
+
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="a tokenizer.json, a SentencePiece .model or a tiktoken file to load",
+        examples=["tokenizer.json"],
+    )
+    kind: Literal["bpe", "unigram", "wordpiece", "char"] = Field(
+        "bpe", description="what to train: bpe, unigram, wordpiece or char", examples=["bpe"]
+    )
+    vocab: AutoCount = Field("auto", description="tokens to train", examples=["8K"])
+    eos: str | None = Field(None, min_length=1, description="the end-of-document token", examples=["</s>"])
+    special: list[str] = Field(
+        [],
+        description="tokens with an id of their own, never split",
+        examples=[["<|user|>", "<|assistant|>"]],
+    )
+    sample: Bytes = Field(
+        64_000_000, description="text to train the tokenizer on, at most", examples=["64MB"]
+    )
+
+
+class SourceSpec(ShortPart):
+    """A named body of text. `name: PATH` is short for `name: {path: PATH}`."""
+
+    path: Paths = Field(
+        description="files, folders, globs or URLs (s3://, gs://, az://, https://)",
+        examples=["data/*.jsonl.gz"],
+    )
+    format: Literal["auto"] | Format = Field(
+        "auto", description="auto, or one of " + ", ".join(get_args(Format)), examples=["jsonl"]
+    )
+    text_field: str = Field("text", description="the field or column that holds the text", examples=["text"])
+    id_field: str | None = Field(
+        None, description="the field that holds the document's own id", examples=["id"]
+    )
+    url_field: str | None = Field(
+        None, description="the field that holds its URL, for URL steps", examples=["url"]
+    )
+    messages_field: str | None = Field(
+        None, description="the field that holds a conversation, instead of text_field", examples=["messages"]
+    )
+    include: Paths = Field([], description="file patterns inside folders", examples=["*.py"])
+    exclude: Paths = Field([], description="file patterns to leave out of folders", examples=["tests/*"])
+    storage: dict[str, Any] = Field(
+        {},
+        description="options of the remote file system; secrets go in the environment",
+        examples=[{"anon": True}],
+    )
+    clean: list[CleanStep] = Field(
+        [],
+        description="steps for this source alone, before those of data.clean",
+        examples=[["whitespace"]],
+    )
+    weight: float = Field(
+        1.0, ge=0, description="share in the mixture, relative to the others", examples=[1.0]
+    )
+    domain: Domain | None = Field(
+        None, description="what it holds, for mix: auto; found from its name if not given", examples=["code"]
+    )
+    max_epochs: float | None = Field(
+        None,
+        gt=0,
+        description="passes over this source at most; its share then goes to the others",
+        examples=[4.0],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, (str, list)) else value
+
+
+class MixPhase(Part):
+    """From a position of the stream on, another mixture."""
+
+    start: Count = Field(description="tokens of the stream before this phase", examples=["10M tokens"])
+    weights: dict[str, float] = Field(
+        description="weight of each source; others are left out", examples=[{"web": 0.7}]
+    )
+
+
+class DataSpec(Part):
+    """What is read, how it is curated and mixed, and the length of a training sequence."""
+
+    sources: dict[str, SourceSpec] = Field(description="named sources", examples=[{"code": "src/"}])
+    clean: list[CleanStep] = Field(
+        [],
+        description="curation steps for all sources together, in order",
+        examples=[["whitespace", {"length": {"min_chars": 100}}]],
+    )
+    bad_rows: Share = Field(
+        0.01, description="share of rows that may be unreadable before the job fails", examples=["1%"]
+    )
+    mix: Literal["weights", "auto"] = Field(
+        "weights", description="weights: as the sources say; auto: target shares by domain", examples=["auto"]
+    )
+    phases: list[MixPhase] = Field(
+        [],
+        description="mixtures that begin later in the run",
+        examples=[[{"start": "10M", "weights": {"code": 1}}]],
+    )
+    context: AutoCount = Field("auto", description="tokens in a training sequence", examples=[2048])
+    packing: Literal["concat", "best_fit", "pad"] = Field(
+        "concat",
+        description="concat, best_fit (whole documents where they fit) or pad",
+        examples=["best_fit"],
+    )
+    padding: PaddingSpec = Field(default_factory=PaddingSpec, description="rows of one document each")
+    curriculum: CurriculumSpec = Field(default_factory=CurriculumSpec, description="order inside an epoch")
+    noise: NoiseSpec = Field(default_factory=NoiseSpec, description="noise on the inputs")
+    tokenize: Literal["ahead", "on_the_fly"] = Field(
+        "ahead", description="ahead: a token store; on_the_fly: only an index of the rows", examples=["ahead"]
+    )
+    validation: Share = Field(
+        0.01, description="share of documents held out, chosen by hash", examples=["1%"]
+    )
+    cross_documents: bool = Field(
+        False, description="let attention cross document boundaries", examples=[False]
+    )
+
+    @field_validator("sources")
+    @classmethod
+    def _some(cls, value: dict[str, SourceSpec]) -> dict[str, SourceSpec]:
+        if not value:
+            raise ValueError("name at least one source, such as code: src/")
+        return value

@@ -1,0 +1,48 @@
+"""How documents become the rows of a batch: order, packing, padding and noise."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from bessemer.spec.part import Part
+
+
+class PaddingSpec(Part):
+    """Used with `packing: pad`, where every row is one document."""
+
+    to: Literal["longest", "context"] = Field(
+        "longest",
+        description="pad to the longest row of the micro-batch, or to the context",
+        examples=["longest"],
+    )
+    multiple_of: int = Field(8, ge=1, description="round the padded length up to a multiple", examples=[8])
+    side: Literal["right", "left"] = Field("right", description="where the padding goes", examples=["right"])
+    buckets: int = Field(1, ge=1, description="group documents by length into so many buckets", examples=[8])
+
+
+class CurriculumSpec(Part):
+    """The order inside an epoch: shuffled, or by a measure of the documents."""
+
+    by: Literal["none", "length", "label"] = Field(
+        "none", description="none, length or label", examples=["length"]
+    )
+    label: str | None = Field(
+        None, description="the label that a step gave, such as quality", examples=["quality"]
+    )
+    descending: bool = Field(False, description="largest first", examples=[False])
+    groups: int = Field(
+        8, ge=1, description="documents are shuffled inside so many groups of rising measure", examples=[8]
+    )
+
+
+class NoiseSpec(Part):
+    """Noise on the inputs, the targets staying whole; drawn from the seed and the position, so it replays."""
+
+    mask_spans: float = Field(0.0, ge=0, lt=1, description="share of tokens in masked spans", examples=[0.15])
+    span_length: float = Field(3.0, ge=1, description="mean length of a masked span", examples=[3.0])
+    replace: float = Field(
+        0.0, ge=0, lt=1, description="share of tokens replaced by random ones", examples=[0.05]
+    )
+    delete: float = Field(0.0, ge=0, lt=1, description="share of tokens deleted", examples=[0.05])
