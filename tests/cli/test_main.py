@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,34 +16,14 @@ from bessemer.cli import main
 from bessemer.errors import UserError
 from bessemer.run.directory import RunWriter
 
+from .conftest import Call
+
 GOOD = "model: 10M\ndata:\n  sources:\n    web: data/\n"
-VERBS = ("train", "runs", "replay", "generate", "demo", "spec check", "spec show", "spec schema")
-
-
-class Said:
-    """What a call printed and how it ended."""
-
-    def __init__(self, code: object, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-Call = Callable[..., Said]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
-    """Calls `bessemer ARGUMENTS` in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> Said:
-        monkeypatch.setattr(sys, "argv", ["bessemer", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main.run()
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        return Said(left.value.code or 0, printed.out, printed.err)
-
-    return run
+DATA_VERBS = ("prepare", "report", "check", "classifier", "perplexity", "audit", "extend")
+VERBS = (
+    "train", "runs", "replay", "generate", "demo", "spec check", "spec show", "spec schema",
+    *(f"data {verb}" for verb in DATA_VERBS),
+)  # fmt: skip
 
 
 def test_help_names_every_verb(call: Call) -> None:
@@ -84,6 +63,9 @@ def test_version(call: Call) -> None:
         ("nonsense",),
         ("spec",),
         ("spec", "chek"),
+        ("data",),
+        ("data", "prepare"),
+        ("data", "perplexity", "out"),
         ("train",),
         ("runs", "--nope"),
         ("replay", "x"),

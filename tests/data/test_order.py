@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.order import Order, Phase, chain, mix, name_key, permute
+from bessemer.data.order import Order, Phase, Ranking, chain, mix, name_key, permute
 from bessemer.errors import UserError
 from bessemer.spec.mixture import Mixture, quantise
 
@@ -275,6 +275,100 @@ def test_mistakes_name_the_source() -> None:
             Order([Phase(start, phases[0].mixture) for start in starts], {"web": 5, "tiny": 5}, seed=0)
     with pytest.raises(ValueError, match="negative"):
         three_sources().resolve([-1])
+
+
+def slow_ranked(index: int, ranking: Ranking, key: int) -> int:
+    """The sequence at an index of an epoch, one at a time."""
+    n = len(ranking.sequences)
+    if ranking.run and index < n // ranking.run * ranking.run:
+        run, offset = divmod(index, ranking.run)
+        index = slow_permute(run, n // ranking.run, slow_chain(key, 2)) * ranking.run + offset
+    groups = min(ranking.groups, n)
+    group = next(k for k in range(groups) if index < n * (k + 1) // groups)
+    first, stop = n * group // groups, n * (group + 1) // groups
+    return int(
+        ranking.sequences[first + slow_permute(index - first, stop - first, slow_chain(key, 1, group))]
+    )
+
+
+@st.composite
+def rankings(draw: st.DrawFn) -> Ranking:
+    n = draw(st.sampled_from([1, 2, 40, 255, 256, 300, 700]))
+    ranks = np.random.default_rng(n).permutation(n).astype(np.int32)
+    return Ranking(
+        ranks, draw(st.sampled_from([1, 2, 7, 300, 10**6])), "x", draw(st.sampled_from([0, 1, 3, 64]))
+    )
+
+
+@settings(max_examples=60)
+@given(rankings(), st.integers(0, 2**63))
+def test_a_ranked_order_equals_the_reference_and_is_complete(ranking: Ranking, seed: int) -> None:
+    n = ranking.sequences.size
+    order = Order(
+        [Phase(0, Mixture(("web",), (1,), 1))], {"web": n}, seed, {"web": ranking, "unused": ranking}
+    )
+    _, sequence, epoch = order.resolve(np.arange(2 * n))
+    keys = [slow_chain(slow_chain(seed, 2, slow_name("web")), e) for e in (0, 1)]
+    for e in (0, 1):
+        mine = sequence[epoch == e]
+        assert sorted(mine.tolist()) == list(range(n))  # each once per epoch
+        picks = sorted({0, n // 3, n - 1})
+        assert [mine[i] for i in picks] == [slow_ranked(i, ranking, keys[e]) for i in picks]
+
+
+def test_a_curriculum_rises_group_by_group_and_shuffles_inside() -> None:
+    n, groups = 1000, 8
+    ranks = np.random.default_rng(0).permutation(n)
+    measure = np.empty(n)
+    measure[ranks] = np.arange(n)  # of each sequence
+    order = Order(
+        [Phase(0, Mixture(("web", "code"), (1, 1), 2))],
+        {"web": n, "code": 50},
+        7,
+        {"web": Ranking(ranks, groups, "x")},
+    )
+    source, sequence, epoch = order.resolve(np.arange(6 * n))
+    web = source == order.names.index("web")
+    for e in (0, 1, 2):
+        rising = measure[sequence[web & (epoch == e)]]
+        assert (rising * groups // n == np.arange(n) * groups // n).all()
+        assert (np.diff(rising) < 0).sum() > n / 3  # not sorted within
+    assert (sequence[web & (epoch == 0)] != sequence[web & (epoch == 1)]).any()
+    plain = Order(order.phases, {"web": n, "code": 50}, 7)  # the other source is dealt as ever
+    assert np.array_equal(plain.resolve(np.arange(6 * n))[1][~web], sequence[~web])
+
+
+def test_length_buckets_keep_neighbours_of_one_group_and_mix_the_groups() -> None:
+    n, run, groups = 1024, 32, 8
+    order = Order(
+        [Phase(0, Mixture(("web",), (1,), 1))],
+        {"web": n},
+        7,
+        {"web": Ranking(np.arange(n), groups, "x", run)},
+    )
+    _, sequence, _ = order.resolve(np.arange(n))
+    bucket = (sequence // (n // groups)).reshape(-1, run)
+    assert (bucket == bucket[:, :1]).all()
+    assert (np.diff(bucket[:, 0]) < 0).any() and set(bucket[:4, 0]) != {0}  # not shortest first
+
+
+def test_rankings_stand_in_the_identity_and_must_fit() -> None:
+    phases, ranking = [Phase(0, Mixture(("web",), (1,), 1))], Ranking(np.arange(5), 2, "abc", 3)
+    assert Order(phases, {"web": 5}, 1).identity == {"seed": 1, "phases": [[0, {"web": 1}]]}
+    assert Order(phases, {"web": 5}, 1, {"web": ranking}).identity["rankings"] == {"web": ["abc", 2, 3]}
+    with pytest.raises(ValueError, match="is for 5 sequences"):
+        Order(phases, {"web": 6}, 1, {"web": ranking})
+    with pytest.raises(ValueError, match="at least one group"):
+        Ranking(np.arange(5), 0, "abc")
+
+
+def test_golden_values_of_rankings() -> None:
+    """As below: past runs replay only while these hold."""
+    order = Order(
+        [Phase(0, Mixture(("web",), (1,), 1))], {"web": 12}, 2024, {"web": Ranking(np.arange(12), 3, "x", 2)}
+    )
+    expected = [9, 11, 6, 5, 4, 7, 10, 8, 2, 1, 3, 0, 3, 0, 5, 4, 2, 1, 11, 10, 7, 6, 9, 8]
+    assert order.resolve(np.arange(24))[1].tolist() == expected
 
 
 def test_golden_values() -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import xxhash
 
+import bessemer.data.prepare as prepare_module
+from bessemer.data.curate.progress import Meter
 from bessemer.data.prepare import Prepared, prepare
-from bessemer.data.store import TokenStore
+from bessemer.data.shards import ShardedStore
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec, SourceSpec, TokenizerSpec
@@ -39,7 +41,7 @@ def run(cache: Path, validation: float = 0.1, vocab: int = 300, seed: int = 0, *
     return prepare(data, TokenizerSpec(), cache, vocab, seed)
 
 
-def texts_of(prepared: Prepared, store: TokenStore) -> list[str]:
+def texts_of(prepared: Prepared, store: ShardedStore) -> list[str]:
     """Decoded documents, each of which must end with the one end of document it holds."""
     texts = []
     for i in range(store.documents):
@@ -116,7 +118,7 @@ def test_a_single_document_is_trained_on(tmp_path: Path) -> None:
 def test_a_second_call_reuses_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_rows(tmp_path / "a.jsonl", rows_of(40))
     first = run(tmp_path / "cache", web=path)
-    monkeypatch.setattr("bessemer.data.prepare._build", lambda *rest: pytest.fail("built again"))
+    monkeypatch.setattr("bessemer.data.prepare._Job", lambda *rest: pytest.fail("built again"))
     second = run(tmp_path / "cache", web=path)
     assert (second.folder, state(second)) == (first.folder, state(first))
     assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
@@ -156,34 +158,79 @@ def test_long_documents_are_encoded_in_pieces_with_the_same_result(
     texts = ["".join(rows_of(200, topic)) for topic in ("water", "steam", "steel")]
     path = write_rows(tmp_path / "a.jsonl", texts)
     whole = run(tmp_path / "whole", web=path)
-    monkeypatch.setattr("bessemer.data.prepare._PIECE_CHARS", 500)
-    monkeypatch.setattr("bessemer.data.prepare._BATCH_CHARS", 1700)
+    cuts: list[int] = []
+    cut = Tokenizer.cut
+
+    def counted(self: Tokenizer, text: str, size: int) -> Any:
+        pieces = list(cut(self, text, size))
+        cuts.append(len(pieces))
+        return iter(pieces)
+
+    monkeypatch.setattr(Tokenizer, "cut", counted)
+    monkeypatch.setattr("bessemer.data.encode._PIECE_CHARS", 500)
+    monkeypatch.setattr("bessemer.data.encode._BATCH_CHARS", 1700)
     assert state(run(tmp_path / "pieces", web=path)) == state(whole)
+    assert min(cuts) > 5
 
 
-def test_the_tokenizer_sample_is_bounded_and_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", [64 << 20, 12_000])
+def test_the_tokenizer_sample_is_bounded_and_spread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
     topics = [f"topic{i:03}" for i in range(100)]
     path = write_rows(tmp_path / "a.jsonl", [f"{topic} " + "x" * 990 for topic in topics])
     seen: list[str] = []
     train = Tokenizer.train
 
-    def spy(texts: Any, vocab: int, eos: str) -> Tokenizer:
+    def spy(texts: Any, *rest: Any, **more: Any) -> Tokenizer:
         seen.extend(texts)
-        return train(seen, vocab, eos)
+        return train(seen, *rest, **more)
 
     monkeypatch.setattr(Tokenizer, "train", spy)
-    data = DataSpec(sources={"web": SourceSpec(path=[str(path)])}, validation=0.01)
+    data = DataSpec(sources={"web": SourceSpec(path=[str(path)])}, validation=0.01, part=part)
     prepare(data, TokenizerSpec(sample=10_000), tmp_path / "cache", 300, 0)
     assert 9_000 <= sum(map(len, seen)) <= 11_000
     assert {text[5] for text in seen} == set("0") and len({text[6] for text in seen}) >= 9
 
 
-def test_a_bad_row_names_its_source_and_leaves_no_folder(tmp_path: Path) -> None:
+def test_the_sample_reads_only_so_much_of_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample of a thousandth must not cost a second reading of the corpus."""
+    path = write_rows(tmp_path / "a.jsonl", [f"row {i} " + "x" * 990 for i in range(400)])
+    read: list[int] = []
+    sample = prepare_module._Job._sample
+
+    def watched(self: Any, sources: Any) -> Any:
+        monkeypatch.setattr(self.corpus, "documents", counted(self.corpus.documents))
+        return sample(self, sources)
+
+    def counted(documents: Any) -> Any:
+        def each(state: Any) -> Any:
+            for found in documents(state):
+                read.append(found[0])
+                yield found
+
+        return each
+
+    monkeypatch.setattr(prepare_module._Job, "_sample", watched)
+    data = DataSpec(sources={"web": SourceSpec(path=[str(path)])}, validation=0, part=50_000)
+    prepare(data, TokenizerSpec(sample=4_000), tmp_path / "cache", 257, 0)
+    assert 0.05 * 400 <= len(read) <= 0.25 * 400  # 16 times the hundredth that is wanted
+
+
+def test_a_bad_row_names_its_source_and_what_stays_is_for_going_on(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", rows_of(3))
-    path.write_text(path.read_text() + '{"body": "b"}\n')
+    whole = path.read_text()
+    path.write_text(whole + '{"body": "b"}\n')
     with pytest.raises(UserError, match=r"source 'web': .*a\.jsonl:4: no field 'text'"):
         run(tmp_path / "cache", web=path)
-    assert [entry.name for entry in (tmp_path / "cache").iterdir() if not entry.name.endswith(".lock")] == []
+    left = {entry.name for entry in (tmp_path / "cache").iterdir() if not entry.name.endswith(".lock")}
+    assert {name.partition(".")[2] for name in left - {"steps", "copies"}} == {"partial"}
+    path.write_text(whole)
+    prepared = run(tmp_path / "cache", web=path)
+    assert {
+        name for name in left if name.startswith(prepared.folder.name)
+    } == set()  # other files, other name
+    assert state(prepared) == state(run(tmp_path / "fresh", web=path))
 
 
 def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
@@ -194,42 +241,75 @@ def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", rows_of(40))
     first = run(tmp_path / "cache", web=path)
-    with (first.folder / "web.train.bin").open("r+b") as file:
+    with (first.folder / "web.train.00000.bin").open("r+b") as file:
         file.truncate(10)
-    with pytest.raises(UserError, match=f"web.train.bin .*delete the folder {first.folder} and run again"):
-        run(tmp_path / "cache", web=path)
+    damaged = run(tmp_path / "cache", web=path).train["web"]  # shards are opened when they are first read
+    with pytest.raises(
+        UserError, match=f"web.train.00000.bin.*delete the folder {first.folder} and run again"
+    ):
+        damaged.slice(0, 5)
+    for name in ("web.train.00000.json", "prepared.json", "tokenizer.json"):
+        whole = (first.folder / name).read_bytes()
+        (first.folder / name).write_text("{}" if name == "prepared.json" else "{")
+        with pytest.raises(UserError, match=rf"{name}.* delete the folder {first.folder} and run again"):
+            run(tmp_path / "cache", web=path)
+        (first.folder / name).write_bytes(whole)
     shutil.rmtree(first.folder)
     assert state(run(tmp_path / "cache", web=path)) == state(first)
 
 
+@pytest.mark.parametrize(
+    ("changed_in", "told"),
+    [
+        ("Tokenizer.train", r"a\.jsonl: cannot be read \(it has changed since it was listed; run again"),
+        ("tokenize_part", "files changed while they were read; run again when they are complete"),
+    ],
+)
 def test_files_that_change_while_they_are_read_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed_in: str, told: str
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", rows_of(40))
-    train = Tokenizer.train
+    unchanged = path.stat().st_mtime_ns
+    genuine = Tokenizer.train if changed_in == "Tokenizer.train" else prepare_module.tokenize_part
 
-    def touch(texts: Any, vocab: int, eos: str) -> Tokenizer:
+    def touch(*rest: Any, **more: Any) -> Any:
+        result = genuine(*rest, **more)
         os.utime(path, ns=(1, 1))
-        return train(texts, vocab, eos)
+        return result
 
-    monkeypatch.setattr(Tokenizer, "train", touch)
-    with pytest.raises(UserError, match="files changed while they were read"):
-        run(tmp_path / "cache", web=path)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"bessemer.data.prepare.{changed_in}", touch)
+        with pytest.raises(UserError, match=told):
+            run(tmp_path / "cache", web=path)
+    assert not list((tmp_path / "cache").glob("*/prepared.json"))
+    os.utime(path, ns=(unchanged, unchanged))
+    assert state(run(tmp_path / "cache", web=path)) == state(run(tmp_path / "fresh", web=path))
 
 
 def test_progress_lines_are_short_and_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bessemer.data.prepare._BATCH_CHARS", 100)
     clock = iter(range(10**6))
-    monkeypatch.setattr(
-        "bessemer.data.prepare.time", type("Clock", (), {"monotonic": lambda: next(clock) / 10})
-    )
+    monkeypatch.setattr(prepare_module, "Meter", lambda say: Meter(say, lambda: next(clock) / 10))
     said: list[str] = []
     path = write_rows(tmp_path / "a.jsonl", rows_of(100))
-    data = DataSpec(sources={"web": SourceSpec(path=[str(path)])}, validation=0.1)
+    data = DataSpec(sources={"web": SourceSpec(path=[str(path)])}, validation=0.1, part=300)
     prepare(data, TokenizerSpec(), tmp_path / "cache", 300, 0, said.append)
-    rates = [line for line in said if line.startswith("tokenizing web ")]
-    assert 5 <= len(rates) <= 11  # the clock ticks 0.1 s per document
-    assert all(" % " in line and " MB/s eta " in line for line in rates)
+    [report] = (tmp_path / "cache").glob("*/report.json")
+    parts = json.loads(report.read_text())["sources"]["web"]["parts"]
+    assert parts > 20
+    for what in ("reading", "tokenizing"):
+        rates = [line for line in said if line.startswith(f"{what} ")]
+        assert parts // 10 - 1 <= len(rates) <= parts // 10 + 1  # the clock ticks 0.1 s per part
+        assert all(" % " in line and " MB/s eta " in line and len(line) < 60 for line in rates)
+
+
+def test_progress_over_empty_files_has_no_rate_to_divide_by() -> None:
+    said: list[str] = []
+    clock = iter([0.0, 0.0, 2.0, 4.0])
+    meter = Meter(said.append, lambda: next(clock))
+    meter.start("reading", 4_000_000)
+    meter.advance(0)
+    meter.advance(2_000_000)
+    assert said == ["reading 0 % 0.0 MB/s", "reading 50 % 0.5 MB/s eta 4 s"]
 
 
 SCRIPT = """
@@ -253,17 +333,24 @@ def corpus(tmp_path: Path) -> Path:
 def test_a_killed_process_leaves_nothing_mistaken_for_good(tmp_path: Path) -> None:
     path, cache = corpus(tmp_path), tmp_path / "cache"
     process = start(path, cache)
-    while not any(part.stat().st_size for part in cache.glob("*.partial-*/web.train.bin")):
+    while not list(cache.glob("*.partial/parts/*.train.bin")):
         assert process.poll() is None, "it finished before it could be killed"
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert list(cache.glob("*.partial-*"))
-    # Work on other data sweeps it up as well as the same work begun again.
+    [partial] = cache.glob("*.partial")
+    assert not partial.with_suffix("").exists()
+    trained = (partial / "tokenizer.json").stat().st_mtime_ns
+    # Work on other data leaves it for going on with.
     run(cache, web=write_rows(tmp_path / "b.jsonl", rows_of(40)))
-    assert not list(cache.glob("*.partial-*"))
+    assert partial.exists()
     again, fresh = start(path, cache).communicate()[0], start(path, tmp_path / "fresh").communicate()[0]
     assert again == fresh != ""
+    assert not list(cache.glob("*.partial*"))
+    done = partial.with_suffix("")
+    assert (done / "tokenizer.json").stat().st_mtime_ns == trained  # what was finished was not done again
+    for file in done.iterdir():
+        assert file.read_bytes() == (tmp_path / "fresh" / done.name / file.name).read_bytes()
 
 
 def test_two_processes_at_once_both_end_well(tmp_path: Path) -> None:
@@ -272,7 +359,8 @@ def test_two_processes_at_once_both_end_well(tmp_path: Path) -> None:
     outputs = [process.communicate()[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
     assert outputs[0] == outputs[1] != ""
-    assert sorted(entry.suffix for entry in cache.iterdir()) == ["", ".lock"]
+    kept = {entry.name for entry in cache.iterdir()} - {"steps", "copies"}
+    assert sorted(Path(name).suffix for name in kept) == ["", ".lock"]
 
 
 def test_without_file_locks_both_still_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,12 +372,12 @@ def test_without_file_locks_both_still_end_well(tmp_path: Path, monkeypatch: pyt
     train = Tokenizer.train
     inner: list[Prepared] = []
 
-    def race(texts: Any, vocab: int, eos: str) -> Tokenizer:
+    def race(*rest: Any, **more: Any) -> Tokenizer:
         monkeypatch.setattr(Tokenizer, "train", train)
         inner.append(run(tmp_path / "cache", web=path))  # another process overtakes this one
-        return train(texts, vocab, eos)
+        return train(*rest, **more)
 
     monkeypatch.setattr(Tokenizer, "train", race)
     outer = run(tmp_path / "cache", web=path)
     assert state(outer) == state(inner[0])
-    assert not list((tmp_path / "cache").glob("*.partial-*"))
+    assert not list((tmp_path / "cache").glob("*.partial*"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +26,26 @@ def write_store(prefix: Path, documents: list[list[int]], vocab: int = SMALL) ->
         for i, tokens in enumerate(documents):
             writer.add(tokens, f"/corpus/{i % 3}.jsonl", 10 + i, i << 40, 2 * len(tokens))
     return TokenStore(prefix)
+
+
+def decorated_store(prefix: Path, documents: int = 90, seed: int = 0, first: int = 0) -> TokenStore:
+    """Some documents have a mask, some an id and some a score, each kind beginning later than the store."""
+    with StoreWriter(prefix, SMALL, "tokenizer-fingerprint") as writer:
+        for i, (tokens, mask) in enumerate(decorated_documents(documents, seed)):
+            if i >= first:
+                writer.add(
+                    tokens, f"/corpus/{i // 7}.jsonl", i, i << 40, len(tokens),
+                    mask=mask if 20 <= i < 70 else None,
+                    id=f"né-{i}" if 30 < i < 60 and i % 2 else "",
+                    score=i / 7 if i >= 10 and i % 3 else None,
+                )  # fmt: skip
+    return TokenStore(prefix)
+
+
+def decorated_documents(documents: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 200, documents)
+    return [(random.integers(0, SMALL, n), random.integers(0, 2, n)) for n in lengths]
 
 
 def many_documents(vocab: int = SMALL, documents: int = 200) -> list[list[int]]:
@@ -61,7 +82,7 @@ def test_gather_takes_rows_from_anywhere(tmp_path: Path, vocab: int) -> None:
     store = write_store(tmp_path / "s", many_documents(vocab), vocab)
     starts = np.array([0, 17, 17, store.tokens - 9, 3])
     rows = store.gather(starts, 9)
-    assert rows.dtype == np.int64
+    assert rows.dtype == store.dtype
     assert rows.tolist() == [store.slice(s, s + 9).tolist() for s in starts.tolist()]
     assert store.gather(np.array([], dtype=np.int64), 9).shape == (0, 9)
     for bad in (-1, store.tokens - 8):
@@ -105,7 +126,7 @@ def test_megatron_reads_the_same_documents(tmp_path: Path, vocab: int) -> None:
 def test_an_index_larger_than_one_copied_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = many_documents()
     write_store(tmp_path / "whole", documents)
-    monkeypatch.setattr("bessemer.data.store._COPY_ITEMS", 7)
+    monkeypatch.setattr("bessemer.data.store_format.COPY_ITEMS", 7)
     write_store(tmp_path / "blocks", documents)
     assert (tmp_path / "blocks.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
 
@@ -117,6 +138,180 @@ def test_the_fingerprint_depends_on_tokens_and_lengths_alone(tmp_path: Path) -> 
     first = fingerprint("a", [[1, 2], [3]])
     assert fingerprint("b", [[1, 2], [3]]) == first
     assert len({first, fingerprint("c", [[1], [2, 3]]), fingerprint("d", [[1, 2], [4]])}) == 3
+
+
+def test_the_fingerprint_counts_a_mask_that_leaves_something_out(tmp_path: Path) -> None:
+    def fingerprint(name: str, mask: list[int] | None) -> str:
+        with StoreWriter(tmp_path / name, SMALL, "") as writer:
+            writer.add([1, 2, 3], "/a", 1, 0, 2, mask=mask, id=name, score=len(name))
+        return TokenStore(tmp_path / name).fingerprint
+
+    none = fingerprint("a", None)
+    assert fingerprint("bb", [1, 1, 1]) == none
+    assert len({none, fingerprint("c", [0, 1, 1]), fingerprint("d", [1, 1, 0])}) == 3
+
+
+def test_masked_tokens_weigh_nothing(tmp_path: Path) -> None:
+    store = decorated_store(tmp_path / "s")
+    flat = np.concatenate(
+        [
+            mask if 20 <= i < 70 else np.ones_like(mask)
+            for i, (_, mask) in enumerate(decorated_documents(90, 0))
+        ]
+    )
+    assert store.masked and store.kept == flat.sum() < store.tokens
+    positions = np.arange(store.tokens + 1)
+    assert store.kept_before(positions).tolist() == [0, *np.cumsum(flat).tolist()]
+    for length in (1, 63, 64, 65, 1000, store.tokens):
+        starts = np.random.default_rng(length).integers(0, store.tokens - length + 1, 30)
+        weights = store.weights(starts, length)
+        assert weights is not None and weights.dtype == np.float32
+        assert np.array_equal(weights, flat[starts[:, None] + np.arange(length)])
+    with pytest.raises(IndexError):
+        store.weights(np.array([store.tokens]), 1)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 300)), min_size=1, max_size=8), st.integers(0, 2**32 - 1)
+)
+def test_any_mask_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[tuple[bool, int]], seed: int
+) -> None:
+    prefix, random = tmp_path_factory.mktemp("mask") / "s", np.random.default_rng(seed)
+    masks = [random.integers(0, 2, n) if given else np.ones(n, int) for given, n in parts]
+    with StoreWriter(prefix, SMALL, "") as writer:
+        for (given_, n), mask in zip(parts, masks, strict=True):
+            writer.add(np.zeros(n, int), "/a", 1, 1, 1, mask=mask if given_ else None)
+    store = TokenStore(prefix)
+    assert store.masked == any(given for given, _ in parts)
+    flat = np.concatenate(masks)
+    kept = np.diff(store.kept_before(np.arange(store.tokens + 1)))
+    assert kept.tolist() == flat.tolist()
+    weights = store.weights(np.array([0]), store.tokens)
+    assert (weights is None and flat.all()) or np.array_equal(weights[0], flat)
+
+
+@pytest.mark.parametrize("long_run", [1, 10**9])  # a copy for each run, an index for each token
+@pytest.mark.parametrize("spill", [False, True])
+def test_runs_are_copied_to_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: int, spill: bool
+) -> None:
+    monkeypatch.setattr("bessemer.data.store._LONG_RUN", long_run)
+    monkeypatch.setattr("bessemer.data.store._INDEX_ITEMS", 97)
+    for store in (decorated_store(tmp_path / "s"), write_store(tmp_path / "plain", many_documents())):
+        random = np.random.default_rng(1)
+        lengths = random.integers(1, 70, 40)
+        starts = random.integers(0, store.tokens - lengths + 1)
+        gaps = random.integers(0, 3, 40) * random.integers(0, 2, 40)
+        at = np.cumsum(lengths + gaps) - lengths
+        tokens, weights = (
+            np.full(at[-1] + lengths[-1] + 5, -1),
+            np.full(at[-1] + lengths[-1] + 5, -1, np.float32),
+        )
+        store.copy_runs(starts, lengths, tokens, at, spill)
+        store.copy_weights(starts, lengths, weights, at, spill)
+        inside = np.zeros(tokens.size, bool)
+        for start, length, to in zip(starts, lengths, at, strict=True):
+            assert np.array_equal(tokens[to : to + length], store.slice(start, start + length))
+            expected = store.weights(np.array([start]), length)
+            assert np.array_equal(
+                weights[to : to + length], np.ones(length) if expected is None else expected[0]
+            )
+            inside[to : to + length] = True
+        inside[at[0] : at[-1]] |= spill
+        assert (tokens[~inside] == -1).all() and (weights[~inside] == -1).all()
+        assert np.array_equal(
+            store.runs(starts, lengths),
+            np.concatenate([store.slice(s, s + n) for s, n in zip(starts, lengths, strict=True)]),
+        )
+        with pytest.raises(IndexError):
+            store.copy_runs(np.array([store.tokens - 1]), np.array([2]), tokens, np.array([0]))
+
+
+def test_ids_and_scores_come_back(tmp_path: Path) -> None:
+    store = decorated_store(tmp_path / "s")
+    scores = store.scores(np.arange(90))
+    assert scores.dtype == np.float32
+    for i in range(90):
+        has_id = 30 < i < 60 and i % 2
+        assert store.origin_of_document(i).document_id == (f"né-{i}" if has_id else f"{i << 40:016x}")
+        scored = i >= 10 and i % 3
+        assert scores[i] == np.float32(i / 7) if scored else np.isnan(scores[i])
+    plain = write_store(tmp_path / "plain", [[1], [2]])
+    assert plain.ids is None and np.isnan(plain.scores(np.array([1, 0, 1]))).all()
+    assert not plain.masked and plain.weights(np.array([0]), 1) is None
+
+
+def test_files_come_back_in_order(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s", SMALL, "") as writer:
+        for path in ("/b", "/a", "/ö \u2028", "/a", ""):
+            writer.add([1], path, 1, 1, 1)
+    store = TokenStore(tmp_path / "s")
+    assert store.files == ["/b", "/a", "/ö \u2028", ""]
+    assert [store.origin(k).file for k in range(5)] == ["/b", "/a", "/ö \u2028", "/a", ""]
+
+
+@given(data=st.data())
+@settings(max_examples=40)
+def test_documents_in_windows_are_what_a_scan_finds(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=12))
+    store = write_store(tmp_path_factory.mktemp("in") / "s", [[1] * n for n in lengths])
+    windows = data.draw(st.lists(st.tuples(st.integers(0, store.tokens - 1), st.integers(1, 30)), max_size=5))
+    starts = np.array([s for s, _ in windows], np.int64)
+    sizes = np.array([min(n, store.tokens - s) for s, n in windows], np.int64)
+    first, more, inner = store.documents_in(starts, sizes)
+    edges = store.starts[:-1].tolist()
+    expected = [
+        [e for e in edges if s < e < s + n] for s, n in zip(starts.tolist(), sizes.tolist(), strict=True)
+    ]
+    assert first.tolist() == store.document_of(starts).tolist()
+    assert more.tolist() == [len(found) for found in expected]
+    assert inner.tolist() == [e for found in expected for e in found]
+    documents = np.arange(store.documents)
+    begin, end = store.extents(documents)
+    assert begin.tolist() == edges and (end - begin).tolist() == lengths
+    assert store.edges(0, store.documents).tolist() == [*edges, store.tokens]
+
+
+def test_a_new_writer_replaces_a_store_at_once(tmp_path: Path) -> None:
+    """A crash while the second is written must not leave the first one's .json with the second one's tokens."""
+    decorated_store(tmp_path / "s")
+    writer = StoreWriter(tmp_path / "s", SMALL, "")
+    writer.add([1, 2], "/a", 1, 0, 2)
+    assert not (tmp_path / "s.json").exists() and not (tmp_path / "s.mask").exists()
+    with writer:
+        pass
+    assert TokenStore(tmp_path / "s").tokens == 2
+
+
+def test_a_map_holds_no_descriptor_and_outlives_its_file(tmp_path: Path) -> None:
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.exists():
+        pytest.skip("no /proc")
+    write_store(tmp_path / "s", many_documents())
+    before = len(list(descriptors.iterdir()))
+    store = decorated_store(tmp_path / "d")
+    store.map_all()
+    assert len(list(descriptors.iterdir())) == before
+    expected = store.gather(np.array([0]), store.tokens).tolist()
+    for path in tmp_path.glob("d.*"):
+        path.unlink()
+    assert store.gather(np.array([0]), store.tokens).tolist() == expected
+    assert store.origin_of_document(31).document_id == "né-31"
+
+
+def test_a_store_is_read_without_arrow_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = decorated_store(tmp_path / "s")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    plain = TokenStore(tmp_path / "s")
+    plain.map_all()
+    assert np.array_equal(plain.slice(0, plain.tokens), store.slice(0, store.tokens))
+    assert plain.origin_of_document(31) == store.origin_of_document(31)
+    with pytest.raises(ValueError, match="read-only"):
+        plain.slice(0, 1)[0] = 1
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
@@ -134,6 +329,7 @@ def test_a_finished_store_has_no_temporary_files(tmp_path: Path) -> None:
     write_store(tmp_path / "s", [[1]])
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [
         ".bin",
+        ".files",
         ".idx",
         ".json",
         ".origins",
@@ -141,10 +337,12 @@ def test_a_finished_store_has_no_temporary_files(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("suffix", ["bin", "idx", "json", "origins", "starts"])
+@pytest.mark.parametrize(
+    "suffix", ["bin", "files", "idx", "json", "mask", "ids", "origins", "scores", "starts"]
+)
 @pytest.mark.parametrize("damage", ["truncated", "deleted"])
 def test_a_damaged_store_is_refused_by_name(tmp_path: Path, suffix: str, damage: str) -> None:
-    write_store(tmp_path / "s", many_documents())
+    decorated_store(tmp_path / "s")
     path = tmp_path / f"s.{suffix}"
     if damage == "deleted":
         path.unlink()
@@ -169,7 +367,7 @@ def test_a_store_of_a_later_version_is_refused(tmp_path: Path) -> None:
     write_store(tmp_path / "s", [[1, 2]])
     about = json.loads((tmp_path / "s.json").read_text())
     (tmp_path / "s.json").write_text(json.dumps(about | {"format_version": 99}))
-    with pytest.raises(UserError, match="has format 99"):
+    with pytest.raises(UserError, match="format 99 instead of 2"):
         TokenStore(tmp_path / "s")
 
 

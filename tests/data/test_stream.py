@@ -1,17 +1,18 @@
 """Batches are the same for every world and from any start; documents and origins are as a scan finds them."""
 
 import json
-import threading
 from collections import defaultdict
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bessemer.data.concat import ConcatRows
 from bessemer.data.order import Order, Phase
-from bessemer.data.prefetch import Prefetch
+from bessemer.data.rows import PADDING, Block, Spans, Transform
 from bessemer.data.steps import BatchPhase, Segment, Steps
 from bessemer.data.stream import Batch, BatchStream, sequence_count
 from bessemer.errors import UserError
@@ -32,25 +33,55 @@ class Origin:
 
 
 class Store:
-    """Documents in memory; lengths may be 0. Token values are unique, so a token tells where it came from."""
+    """Documents in memory. Token values are unique, so a token tells where it came from; `mask` says what counts."""
 
-    def __init__(self, name: str, lengths: list[int], first_token: int = 0) -> None:
+    def __init__(
+        self, name: str, lengths: list[int], first_token: int = 0, mask: np.ndarray | None = None
+    ) -> None:
         self.name, self.fingerprint = name, f"{name}-{lengths}"
         self.starts = np.cumsum([0, *lengths])
-        self.tokens = int(self.starts[-1])
+        self.tokens, self.documents = int(self.starts[-1]), len(lengths)
         self.data = (first_token + np.arange(self.tokens)).astype(np.uint32)
+        self.mask, self.masked = mask, mask is not None
         self.gathers = 0
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         self.gathers += 1
         return self.data[starts[:, None] + np.arange(length)]
 
+    def runs(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        self.gathers += 1
+        pieces = [self.data[s : s + n] for s, n in zip(starts, lengths, strict=True)]
+        return np.concatenate([*pieces, np.empty(0, np.uint32)])
+
+    def weights(self, starts: np.ndarray, length: int) -> np.ndarray | None:
+        if self.mask is None:
+            return None
+        return self.mask[starts[:, None] + np.arange(length)].astype(np.float32)
+
+    def kept_before(self, positions: np.ndarray) -> np.ndarray:
+        mask = np.ones(self.tokens) if self.mask is None else self.mask
+        return np.cumsum([0, *mask])[positions].astype(np.int64)
+
     def document_of(self, positions: np.ndarray) -> np.ndarray:
         assert positions.min(initial=0) >= 0 and positions.max(initial=0) < self.tokens
         return np.searchsorted(self.starts, positions, side="right") - 1
 
+    def documents_in(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, ...]:
+        first, last = self.document_of(starts), self.document_of(starts + lengths - 1)
+        inner = [self.starts[a + 1 : b + 1] for a, b in zip(first, last, strict=True)]
+        return first, last - first, np.concatenate([*inner, np.empty(0, np.int64)])
+
+    def extents(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.starts[documents], self.starts[documents + 1]
+
+    def edges(self, first: int, stop: int) -> np.ndarray:
+        return self.starts[first : stop + 1]
+
     def origin(self, position: int) -> Origin:
-        k = int(self.document_of(np.array([position]))[0])
+        return self.origin_of_document(int(self.document_of(np.array([position]))[0]))
+
+    def origin_of_document(self, k: int) -> Origin:
         start, stop = int(self.starts[k]), int(self.starts[k + 1])
         return Origin(f"{self.name}.jsonl", 10 + k, f"{self.name}/{k}", k, start, stop)
 
@@ -62,8 +93,13 @@ def make(
     banned: frozenset[tuple[str, int]] = frozenset(),
     seed: int = 3,
     length: int = T,
+    masked: frozenset[str] = frozenset(),
+    transforms: Sequence[Transform] = (),
 ) -> BatchStream:
-    stores = {name: Store(name, sizes, k * 10**6) for k, (name, sizes) in enumerate(lengths.items())}
+    stores = {
+        name: Store(name, sizes, k * 10**6, np.arange(sum(sizes)) % 3 // 2 if name in masked else None)
+        for k, (name, sizes) in enumerate(lengths.items())
+    }
     phases = [
         Phase(0, quantise({name: k + 1 for k, name in enumerate(stores)})),
         Phase(37, quantise(dict.fromkeys(stores, 1.0))),
@@ -72,13 +108,13 @@ def make(
         phases, {name: sequence_count(store.tokens, length) for name, store in stores.items()}, seed
     )
     steps = Steps([BatchPhase(0, rows)] if isinstance(rows, int) else rows, segments or [Segment(0, 0)])
-    return BatchStream(stores, order, length, steps, banned)
+    return BatchStream(stores, order, length, steps, banned, transforms)
 
 
 def example(**settings: object) -> BatchStream:
     rng = np.random.default_rng(0)
     lengths = {
-        "web": rng.integers(0, 40, 60).tolist(),
+        "web": rng.integers(1, 40, 60).tolist(),
         "code": rng.integers(30, 90, 20).tolist(),
         "one": [9, T - 8],  # a single sequence
         "lines": [2] * 30,
@@ -100,14 +136,19 @@ def targets_by_scan(stream: BatchStream, batch: Batch) -> list[list[tuple[str, O
     """(source, origin) of every target of every real row, one token at a time."""
     return [
         [
-            (stream.names[source], stream.stores[stream.names[source]].origin(int(start) + t + 1))
+            (
+                stream.names[source],
+                stream.sources[stream.names[source]].store.origin(
+                    int(sequence) * stream.sequence_length + t + 1
+                ),
+            )
             for t in range(stream.sequence_length)
         ]
-        for source, start in zip(batch.sources, batch.starts, strict=True)
+        for source, sequence in zip(batch.sources, batch.sequences, strict=True)
     ]
 
 
-documents = st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(lambda sizes: sum(sizes) > T)
+documents = st.lists(st.integers(1, 50), min_size=1, max_size=30).filter(lambda sizes: sum(sizes) > T)
 
 
 @settings(max_examples=40)
@@ -121,10 +162,10 @@ def test_a_batch_is_what_a_plain_scan_gives(lengths: dict[str, list[int]], step:
     batch = stream.batch(step)
     source, sequence, _ = stream.order.resolve(batch.positions)
     assert batch.sources.tolist() == source.tolist()
-    assert batch.starts.tolist() == (sequence * length).tolist()
+    assert batch.sequences.tolist() == sequence.tolist()
     expected_locate = []
     for row, scan in enumerate(targets_by_scan(stream, batch)):
-        data = stream.stores[stream.names[source[row]]].data[batch.starts[row] :][: length + 1]
+        data = stream.sources[stream.names[source[row]]].store.data[sequence[row] * length :][: length + 1]
         assert np.array_equal(batch.tokens[row], data[:-1])
         assert np.array_equal(batch.targets[row], data[1:])
         order_of_documents = list(dict.fromkeys(scan))
@@ -188,7 +229,7 @@ def test_micro_batches_have_one_shape_and_one_number(step: int, world: int, micr
     for batch in every:
         padding = batch.positions < 0
         assert not batch.weights[padding].any() and not batch.tokens[padding].any()
-        assert (batch.sources[padding] == -1).all() and (batch.starts[padding] == -1).all()
+        assert (batch.sources[padding] == -1).all() and (batch.sequences[padding] == -1).all()
         assert batch.weights[~padding].all()
         assert {row for row, _, _ in stream.locate(batch)} == set(np.flatnonzero(~padding).tolist())
 
@@ -265,10 +306,120 @@ def test_banned_documents_weigh_nothing_and_keep_their_place(banned: set[tuple[s
     assert sum(b.count for b in stream.micro_batches(step, 4, 1, 2)) == stream.batch(step, 1, 2).count
 
 
+@given(
+    st.sets(st.sampled_from(["web", "code", "one", "lines"])),
+    st.sets(st.tuples(st.sampled_from(["web", "code"]), st.integers(0, 20))),
+    st.integers(0, 30),
+)
+def test_a_mask_is_of_the_targets_and_counts_exactly(
+    masked: set[str], banned: set[tuple[str, int]], step: int
+) -> None:
+    stream = example(masked=frozenset(masked), banned=frozenset(banned))
+    batch = stream.batch(step)
+    expected = []
+    for source, sequence in zip(batch.sources, batch.sequences, strict=True):
+        name = stream.names[source]
+        store = stream.sources[name].store
+        places = sequence * T + 1 + np.arange(T)
+        kept = np.ones(T) if store.mask is None else store.mask[places]
+        expected.append(kept * [(name, int(d)) not in banned for d in store.document_of(places)])
+    assert np.array_equal(batch.weights, expected)
+    assert stream.step_count(step) == batch.count == np.sum(expected)
+    assert np.array_equal(batch.tokens, example().batch(step).tokens)
+    assert sum(b.count for b in stream.micro_batches(step, 4, 1, 2)) == stream.batch(step, 1, 2).count
+
+
+def test_padding_behind_a_document_shares_its_number() -> None:
+    """Rows: document, padding; padding, document; document, document, padding; padding alone; document."""
+    column = np.array([0, 5, 0, 5, 0, 3, 7, 0, 0])
+    document = np.array([4, PADDING, PADDING, 4, 4, 5, PADDING, PADDING, 9])
+    row = np.array([0, 0, 1, 1, 2, 2, 2, 3, 4])
+    spans = Spans(row, column, np.ones(9, int), document, np.ones(9, int))
+    assert spans.number.tolist() == [0, 0, 0, 1, 0, 1, 1, 0, 0]
+
+
+class Shift:
+    """A transform: adds to every token."""
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+        self.identity = {f"shift {by}": by} if by else {}
+
+    def __call__(self, batch: Batch) -> Batch:
+        assert batch.tokens.shape[0] in (2, 6)
+        return replace(batch, tokens=2 * batch.tokens + self.by)
+
+
+def test_transforms_change_every_micro_batch_in_turn() -> None:
+    plain, changed = example(), example(transforms=[Shift(1), Shift(10)])
+    for made, expected in (
+        ([changed.batch(3)], [plain.batch(3)]),
+        (changed.micro_batches(3, 2), plain.micro_batches(3, 2)),
+    ):
+        for one, other in zip(made, expected, strict=True):
+            assert np.array_equal(one.tokens, 4 * other.tokens + 12)
+            assert np.array_equal(one.targets, other.targets)
+    assert changed.locate(changed.batch(3)) == plain.locate(plain.batch(3))
+    again = changed.replace(banned={("web", 3)})
+    assert np.array_equal(again.batch(3).tokens, changed.batch(3).tokens)
+    assert again.fingerprint == changed.fingerprint
+    assert changed.identity == {**plain.identity, "shift 1": 1, "shift 10": 10}
+    assert example(transforms=[Shift(0)]).fingerprint == plain.fingerprint
+
+
+def test_sources_may_be_packed_each_in_its_own_way() -> None:
+    class Reversed(ConcatRows):
+        packing = "reversed"
+
+        def spans(self, sequences: np.ndarray) -> Spans:
+            return super().spans(self.count - 1 - sequences)
+
+        def assemble(self, sequences: np.ndarray) -> Block:
+            return super().assemble(self.count - 1 - sequences)
+
+    plain = example()
+    sources = {**plain.sources, "web": Reversed(plain.sources["web"].store, T)}
+    mixed = BatchStream(sources, plain.order, T, plain.steps)
+    assert mixed.identity["packing"] == {
+        "code": "concat",
+        "lines": "concat",
+        "one": "concat",
+        "web": "reversed",
+    }
+    assert mixed.fingerprint != plain.fingerprint
+    web = mixed.names.index("web")
+    for step in range(5):
+        batch, other = mixed.batch(step), plain.batch(step)
+        rows = batch.sources != web
+        assert np.array_equal(batch.tokens[rows], other.tokens[rows])
+        for row in np.flatnonzero(~rows):
+            start = (sources["web"].count - 1 - batch.sequences[row]) * T
+            assert np.array_equal(batch.tokens[row], sources["web"].store.data[start : start + T])
+    with pytest.raises(ValueError, match="'web', which has"):
+        BatchStream({**sources, "web": ConcatRows(sources["web"].store, T + 1)}, plain.order, T, plain.steps)
+
+
+def test_rows_that_are_at_hand_are_expected_for_nothing() -> None:
+    stream = example()
+    stream.expect(3)
+    asked = []
+
+    class Far(ConcatRows):
+        far = True
+
+        def expect(self, sequences: np.ndarray) -> None:
+            asked.extend(sequences.tolist())
+
+    sources = {**stream.sources, "web": Far(stream.sources["web"].store, T)}
+    batch = stream.batch(3, 1, 2)
+    BatchStream(sources, stream.order, T, stream.steps).expect(3, 1, 2)
+    assert asked == batch.sequences[batch.sources == stream.names.index("web")].tolist()
+
+
 def test_the_count_of_a_step_reads_no_tokens() -> None:
-    stream = example(banned=frozenset({("web", 1)}))
+    stream = example(banned=frozenset({("web", 1)}), masked=frozenset({"code"}))
     stream.step_count(3), stream.origins(3)
-    assert sum(store.gathers for store in stream.stores.values()) == 0
+    assert sum(rows.store.gathers for rows in stream.sources.values()) == 0
 
 
 def test_the_fingerprint_covers_what_decides_the_tokens_and_nothing_else() -> None:
@@ -278,7 +429,7 @@ def test_the_fingerprint_covers_what_decides_the_tokens_and_nothing_else() -> No
     assert example(rows=9, segments=[Segment(0, 50)]).fingerprint == one.fingerprint
     assert one.replace(steps=Steps([BatchPhase(0, 2)])).fingerprint == one.fingerprint
     others = [example(seed=4), example(length=T - 1)]
-    lengths = {name: np.diff(store.starts).tolist() for name, store in one.stores.items()}
+    lengths = {name: np.diff(rows.store.starts).tolist() for name, rows in one.sources.items()}
     others += [make({**lengths, "web": [7, *lengths["web"]]}), make(dict(reversed(lengths.items())))]
     assert one.fingerprint not in {other.fingerprint for other in others}
     golden = make({"web": [20, 30], "code": [50]}, seed=1)
@@ -296,58 +447,17 @@ def test_a_replaced_stream_reads_by_its_own_steps() -> None:
 def test_a_store_of_another_size_is_refused() -> None:
     stream = example()
     with pytest.raises(ValueError, match="'one'"):
-        BatchStream({**stream.stores, "one": Store("one", [100])}, stream.order, T, stream.steps)
+        BatchStream({**stream.sources, "one": Store("one", [100])}, stream.order, T, stream.steps)
 
 
-def batch_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
-
-
-def test_prefetch_gives_the_same_batches_in_any_sequence_of_steps() -> None:
-    stream = example()
-    with Prefetch(stream, 2, 1, 2) as prefetch:
-        for step in [0, 1, 2, 3, 1, 2, 50, 51, 53, 53, 0]:
-            batches = prefetch.get(step)
-            expected = stream.micro_batches(step, 2, 1, 2)
-            assert len(batches) == len(expected)
-            assert all(same(one, other) for one, other in zip(batches, expected, strict=True))
-            assert prefetch.wait_s >= 0
-        assert len(batch_threads()) == 1
-    assert batch_threads() == []
-    with pytest.raises(RuntimeError):
-        prefetch.get(0)
-
-
-def test_prefetch_works_ahead_but_no_further_than_its_depth() -> None:
-    asked: list[int] = []
-    reached = threading.Event()
-
-    class Recorder:
-        def micro_batches(self, step: int, *cut: int) -> list[Batch]:
-            asked.append(step)
-            if step == 7:
-                reached.set()
-            return []
-
-    with Prefetch(Recorder(), 2, depth=2) as prefetch:  # type: ignore[arg-type]
-        prefetch.get(5)
-        assert reached.wait(20)
-    assert asked == [5, 6, 7]
-
-
-def test_prefetch_raises_in_get_and_can_be_asked_again() -> None:
-    class Flaky:
-        failures = 1
-
-        def micro_batches(self, step: int, *cut: int) -> list[Batch]:
-            if step == 2 and self.failures:
-                self.failures -= 1
-                raise OSError("disk gone at step 2")
-            return []
-
-    with Prefetch(Flaky(), 2) as prefetch:  # type: ignore[arg-type]
-        assert prefetch.get(1) == []
-        with pytest.raises(OSError, match="disk gone"):
-            prefetch.get(2)
-        assert prefetch.get(2) == []
-    assert batch_threads() == []
+def test_batches_that_are_kept_are_not_overwritten() -> None:
+    """Their memory is used again, but not before they are gone."""
+    rng = np.random.default_rng(0)
+    stream = make({"web": rng.integers(1, 900, 200).tolist()}, rows=64, length=512)
+    kept = [stream.batch(step) for step in range(3)] + stream.micro_batches(3, 16)[1:2]
+    copies = [[array.copy() for array in vars(batch).values()] for batch in kept]
+    for step in range(4, 12):
+        stream.batch(step)
+        stream.micro_batches(step, 16)
+    for batch, copy in zip(kept, copies, strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(vars(batch).values(), copy, strict=True))

@@ -145,3 +145,148 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"not a Hugging Face tokenizer\.json"):
         Tokenizer.load(tmp_path / "tokenizer.json")
+
+
+KINDS = ("bpe", "unigram", "wordpiece", "char")
+SPECIAL = ["<|user|>", "<|end|>"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Tokenizer:
+    if request.param == "unigram":
+        pytest.importorskip("sentencepiece")
+    return Tokenizer.train([CODE], vocab=420, kind=request.param, special=SPECIAL)
+
+
+def test_special_tokens_have_one_id_each_that_no_text_gives(kind: Tokenizer, tmp_path: Path) -> None:
+    kind.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.special == kind.special
+    assert loaded.fingerprint == kind.fingerprint
+    for name in (*SPECIAL, kind.eos):
+        text = f"a {name}{name} b{name}"
+        ids = loaded.encode(text)
+        assert not set(ids) & set(loaded.special.values())
+        assert loaded.decode(ids) == text
+        assert loaded.decode([loaded.special[name]]) == name
+
+
+def test_special_tokens_are_added_to_a_loaded_tokenizer(tmp_path: Path) -> None:
+    TRAINED.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path, special=["<|a|>", "<|b|>"])
+    assert (loaded.special["<|a|>"], loaded.special["<|b|>"]) == (TRAINED.vocab_size, TRAINED.vocab_size + 1)
+    assert loaded.vocab_size == TRAINED.vocab_size + 2
+    assert loaded.encode(CODE) == TRAINED.encode(CODE)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["<é>"], "use ASCII"),
+        ([" <a>"], "without spaces"),
+        ([""], "without spaces"),
+        (["<a>", "<a>"], "name each once"),
+    ],
+)
+def test_a_special_token_that_cannot_be(names: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Tokenizer.train(["a"], vocab=300, special=names)
+
+
+def test_ids_with_gaps_do_not_get_a_second_token(tmp_path: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: i for i, character in enumerate(alphabet)} | {"</s>": 256, "ab": 300}
+    inner = Inner(models.BPE(vocab=vocab, merges=[("a", "b")]))
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="gaps"):
+        # 258 tokens, so the library would number the next ones from 258 on: up to 300, which is taken.
+        Tokenizer.load(tmp_path, special=[f"<{i}>" for i in range(60)])
+
+
+def prefixed(scheme: str) -> Inner:
+    """Words with a space put before the text, in the ways that published tokenizers do it."""
+    from tokenizers import decoders, normalizers
+
+    pieces = ["▁", *"abcdefgh\n.", "▁a", "▁b", "bc", "▁abc"]
+    inner = Inner(models.Unigram([("<unk>", 0.0), *((p, -5.0 + len(p)) for p in pieces)], unk_id=0))
+    if scheme == "prepend":
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        inner.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    inner.add_special_tokens(["</s>"])
+    return inner
+
+
+@pytest.mark.parametrize("scheme", ["prepend", "first", "always", "never"])
+@given(text=st.text("abc .\n", max_size=200), size=st.integers(1, 40))
+def test_pieces_of_a_tokenizer_with_a_prefix(scheme: str, text: str, size: int) -> None:
+    tokenizer = Tokenizer(prefixed(scheme), "</s>")
+    assert "".join(tokenizer.cut(text, size)) == text
+    # Unigram words are independent, so a place to cut is only ever missing inside a word longer than a piece.
+    if max(map(len, text.replace("\n", " ").split()), default=0) < size:
+        assert tokenizer.encode_pieces(text, size) == tokenizer.encode(text)
+
+
+def test_a_piece_that_goes_on_has_no_prefix() -> None:
+    tokenizer = Tokenizer(prefixed("first"), "</s>")
+    whole, rest = tokenizer.encode_batch(["abc", "abc"], [False, True])
+    assert [tokenizer.inner.id_to_token(i) for i in whole] == ["▁abc"]
+    assert [tokenizer.inner.id_to_token(i) for i in rest] == ["a", "bc"]
+    assert (tokenizer.decode(whole), tokenizer.decode(whole, continues=True)) == ("abc", " abc")
+
+
+@given(
+    st.lists(
+        st.sampled_from(["word ", "x", "\n", "if a:", "    ", "語", "12345", "é", "\n\n", "'s"]), max_size=120
+    )
+)
+def test_pieces_join_to_the_ids_of_the_whole(kind: Tokenizer, parts: list[str]) -> None:
+    text = "".join(parts)
+    assert kind.encode_pieces(text, 40) == kind.encode(text)
+
+
+def test_a_long_line_is_cut_between_words(kind: Tokenizer) -> None:
+    text = "some words and more of them " * 400
+    pieces = list(kind.cut(text, 500))
+    assert len(pieces) > 10
+    assert all(500 <= len(piece) <= 1000 for piece in pieces[:-1])
+    assert kind.encode_pieces(text, 500) == kind.encode(text)
+
+
+@pytest.mark.parametrize("text", ["a" * 5000, " " * 5000, "語" * 5000, "=" * 5000, "\n" * 5000])
+def test_text_without_a_place_to_cut_is_cut_all_the_same(text: str) -> None:
+    pieces = list(TRAINED.cut(text, 300))
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 600 for piece in pieces)
+
+
+def test_a_cut_that_would_change_the_ids_is_not_made() -> None:
+    """This tokenizer joins a newline to the a after it, and a word to the space before: only x and y stay apart."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ċ", "a"), ("a", "Ġ"), ("aĠ", "a"), ("aĠ", "x")]
+    names = [*alphabet, *(left + right for left, right in merges)]
+    inner = Inner(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(inner, "</s>")
+    text = "za\na a a xy\na" * 200
+    assert len(list(tokenizer.cut(text, 60))) > 20
+    assert tokenizer.encode_pieces(text, 60) == tokenizer.encode(text)
+
+
+def test_offsets_are_in_characters() -> None:
+    ids, offsets = TRAINED.encode_with_offsets(["def é語"])[0]
+    assert ids == TRAINED.encode("def é語")
+    assert offsets[0][0] == 0 and offsets[-1] == (5, 6)
+
+
+def test_offsets_where_a_special_token_is_cut_through(tmp_path: Path) -> None:
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((character, -3.0) for character in "ab</s>")]
+    tokenizer = Tokenizer(Inner(models.Unigram(pieces, unk_id=0)), "</s>")
+    ids, offsets = tokenizer.encode_with_offsets(["a</s>b"])[0]
+    assert tokenizer.eos_id not in ids
+    assert offsets == [(i, i + 1) for i in range(6)]

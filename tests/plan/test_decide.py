@@ -17,7 +17,6 @@ from bessemer.plan.decide import (
     decide_interval,
     decide_lr,
     decide_micro_rows,
-    decide_mixtures,
     decide_precision,
     decide_tokens,
     decide_training,
@@ -28,12 +27,21 @@ from bessemer.plan.decide import (
 )
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
+from bessemer.plan.mixtures import SourceSize, decide_mixtures
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
 SHAPE = ModelShape(vocab=1000, width=64, layers=2, heads=2, kv_heads=2, head_dim=32, ffn=256)
 PARAMETERS = 1000 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64  # 195,392
 FLOPS_AT_128 = 6 * PARAMETERS + 12 * 2 * 64 * 128
+
+
+def corpus_of(tokens: int) -> dict[str, SourceSize]:
+    """The sources of these tests, `web` holding all the tokens."""
+    size = SourceSize(tokens, tokens // 128)
+    return {"web": size, "code": SourceSize(0, 0), "off": SourceSize(0, 0)}
+
+
 GPU = Machine("cuda", "NVIDIA H100 80GB HBM3", 80 * 10**9, 8, {"fp32": 50e12, "bf16": 600e12})
 CPU = Machine("cpu", "x86_64", 16 * 10**9, 8, {"fp32": 1e11, "bf16": 1.2e11})
 
@@ -145,7 +153,7 @@ def test_a_batch_smaller_than_a_context_that_was_left_to_the_planner_is_refused(
         decide_batch(spec_with(budget__batch=127), SHAPE, 128, 10**9, Plan())
     changed = spec_with(budget__batch_changes=[{"from_step": 1, "batch": 100}])
     with pytest.raises(UserError, match=r"budget.batch_changes.0.batch: 100 tokens"):
-        decide_training(changed, SHAPE, 128, CPU, 10**6, 10**4, Plan())
+        decide_training(changed, SHAPE, 128, CPU, corpus_of(10**6), 10**4, Plan())
 
 
 def test_micro_batch_by_memory() -> None:
@@ -264,7 +272,7 @@ def test_mixtures_and_what_is_really_given() -> None:
         data__phases=[{"start": 1000, "weights": {"code": 0.7, "web": 0.3}}],
     )
     plan = Plan()
-    (first, mixture), (second, later) = decide_mixtures(spec, 128, plan)
+    (first, mixture), (second, later) = decide_mixtures(spec, 128, corpus_of(10**6), 10**6, plan)
     assert (first, mixture.names, mixture.counts) == (0, ("web", "code"), (3, 1))
     assert (second, later.counts) == (1000 // 128, (179, 77))
     assert plan.value("data.mixture@0") == {"web": "3/4", "code": "1/4"}
@@ -277,7 +285,7 @@ def test_mixtures_and_what_is_really_given() -> None:
 def test_phases_within_one_sequence_are_refused(starts: list[int], key: int, least: int) -> None:
     spec = spec_with(data__phases=[{"start": start, "weights": {"web": 1.0}} for start in starts])
     with pytest.raises(UserError, match=rf"data.phases.{key}.start: .* write at least {least}"):
-        decide_mixtures(spec, 128, Plan())
+        decide_mixtures(spec, 128, corpus_of(10**6), 10**6, Plan())
 
 
 phases_of = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40)), min_size=1, max_size=5)
@@ -309,7 +317,7 @@ def test_steps_for_undoes_tokens_after(parts: list[tuple[int, int]], steps: int)
 def decided(previous: Plan | None = None, **changes: Any) -> tuple[TrainPlan, Plan]:
     plan = Plan()
     spec = spec_with(**changes)
-    return decide_training(spec, SHAPE, 128, CPU, 10**6, 10**4, plan, previous), plan
+    return decide_training(spec, SHAPE, 128, CPU, corpus_of(10**6), 10**4, plan, previous), plan
 
 
 def test_a_whole_plan() -> None:
@@ -381,7 +389,7 @@ def test_any_budget_gives_a_plan_that_can_be_trained(
     tokens: int, corpus: int, held_out: int, machine: Machine
 ) -> None:
     spec = spec_with(budget__tokens=tokens)
-    training = decide_training(spec, SHAPE, 128, machine, corpus, held_out, Plan())
+    training = decide_training(spec, SHAPE, 128, machine, corpus_of(corpus), held_out, Plan())
     rows = training.batch_rows[0][1]
     assert rows % training.micro_rows == 0
     assert training.total_steps >= 1 and training.total_steps * rows * 128 >= tokens

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.spec.mixture import MAX_BLOCK, Mixture, quantise
+from bessemer.spec.mixture import MAX_BLOCK, Mixture, quantise, share_out
 
 weights = st.dictionaries(st.text(min_size=1, max_size=4), st.floats(1e-7, 1e7), min_size=1, max_size=12)
 
@@ -89,3 +89,35 @@ def test_no_sources() -> None:
 def test_a_mixture_that_does_not_add_up_is_refused(counts: tuple[int, ...], block: int) -> None:
     with pytest.raises(ValueError):
         Mixture(("a", "b"), counts, block)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcdef"), st.tuples(st.integers(1, 900), st.none() | st.integers(0, 400))
+    ),
+    st.integers(0, 3000),
+)
+def test_sharing_out_obeys_limits_and_otherwise_largest_remainders(
+    asked: dict[str, tuple[int, int | None]], total: int
+) -> None:
+    counts = {name: count for name, (count, _) in asked.items()}
+    limits = {name: limit for name, (_, limit) in asked.items() if limit is not None}
+    dealt = share_out(counts, total, limits)
+    assert all(0 < dealt[name] <= limits.get(name, total) for name in dealt)
+    given = sum(dealt.values())
+    assert given <= total
+    assert given == total or all(dealt.get(name, 0) == limits.get(name) for name in counts)
+    free = [name for name in counts if dealt.get(name, 0) != limits.get(name)]
+    for name in free:  # those below their limits stand in the ratio of their counts, to within one sequence
+        for other in free:
+            ratio = counts[name] / counts[other]
+            assert abs(dealt.get(name, 0) - ratio * dealt.get(other, 0)) < 1 + ratio + 1e-9
+
+
+def test_sharing_out_by_hand() -> None:
+    assert share_out({"a": 2, "b": 1, "c": 1}, 10, {}) == {"a": 5, "b": 3, "c": 2}
+    assert share_out({"a": 2, "b": 1, "c": 1}, 10, {"a": 1}) == {"a": 1, "b": 5, "c": 4}
+    assert share_out({"a": 13, "b": 7}, 4, {"a": 2}) == {"a": 2, "b": 2}  # its quota is 2.6
+    assert share_out({"a": 99, "b": 1}, 10, {"a": 0}) == {"b": 10}
+    assert share_out({"a": 99, "b": 1}, 10, {}) == {"a": 10}
+    assert share_out({"a": 1, "b": 1}, 10, {"a": 2, "b": 3}) == {"a": 2, "b": 3}

@@ -115,7 +115,7 @@ def test_text_streams_in_whole_characters(text, monkeypatch):
     byte_level = SimpleNamespace(
         eos_id=0,
         encode=lambda prompt: list(prompt.encode()),
-        decode=lambda ids: bytes(ids).decode("utf-8", "replace"),
+        decode=lambda ids, continues=False: bytes(ids).decode("utf-8", "replace"),
     )
     asked = []
 
@@ -132,7 +132,7 @@ def test_text_streams_in_whole_characters(text, monkeypatch):
 
 def test_text_that_ends_inside_a_character_is_still_given_out(monkeypatch):
     byte_level = SimpleNamespace(
-        eos_id=0, encode=list, decode=lambda ids: bytes(ids).decode("utf-8", "replace")
+        eos_id=0, encode=list, decode=lambda ids, continues=False: bytes(ids).decode("utf-8", "replace")
     )
     monkeypatch.setattr(restore, "generate", lambda *_: iter(b"ab\xe6\x97"))
     assert "".join(stream_text(None, byte_level, "", 9, Sampling())) == "ab\N{REPLACEMENT CHARACTER}"

@@ -36,6 +36,7 @@ class Manifest:
     versions: dict[str, str]
     time: float
     validation_loss: float | None = None
+    stream_state: str | None = None  # of data that cannot be read again from any step
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = FORMAT
 

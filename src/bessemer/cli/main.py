@@ -8,7 +8,7 @@ import sys
 import typer
 
 from bessemer import __version__
-from bessemer.cli import demo, generate, replay, runs, spec, train
+from bessemer.cli import data_tools, demo, generate, replay, runs, spec, train
 from bessemer.errors import UserError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train.train)
+app.add_typer(data_tools.app, name="data")
 app.command("runs")(runs.runs)
 app.command("replay")(replay.replay)
 app.command("generate")(generate.generate)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+_IN_FILE = {"same": "this text stands in the file", "cleaned": "the text as the cleaning steps left it"}
+
 
 def replay(
     run: Path = typer.Argument(help="The run's folder, such as runs/demo."),
@@ -31,5 +33,7 @@ def replay(
         print(
             f"{document['file']}  row {document['row']}  {document['tokens']} tokens  ({document['source']})"
         )
+        if "in_file" in document:
+            print(f"    {_IN_FILE.get(document['in_file'], document['in_file'])}")
         for text in document.get("texts", []):
             print("\n".join("    | " + line for line in text.splitlines()))

@@ -7,8 +7,9 @@ arithmetic is in integers and all randomness is `mix`, since numpy and torch pro
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ _SMALL = 256  # below this many items a Feistel network has too few bits to shuf
 _TABLE_POSITIONS = 4096  # small blocks are laid out together, about this many positions at a time
 _TABLES_KEPT = 8
 _LAYOUT, _SHUFFLE = 1, 2  # the two uses of the seed
+_GROUP, _RUN = 1, 2  # the two uses of a ranked source's key of an epoch
 
 
 def mix(values: npt.ArrayLike) -> Words:
@@ -98,6 +100,56 @@ class Phase:
     mixture: Mixture
 
 
+@dataclass(frozen=True)
+class Ranking:
+    """A source's sequences by a measure, lowest first: what a curriculum and length buckets are made of.
+
+    The ranks are cut into `groups` of equal size, and each is shuffled in itself, anew in every epoch. Without `run`
+    the groups follow each other: a curriculum. With it, every `run` sequences in a row stay together, so that they are
+    of one group, and these runs are shuffled: length buckets.
+    """
+
+    sequences: npt.NDArray[np.integer]  # rank -> sequence, every sequence once; usually mapped from a file
+    groups: int
+    fingerprint: str  # of the sequences
+    run: int = 0
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.run < 0:
+            raise ValueError(
+                f"a ranking needs at least one group and no negative run: {self.groups}, {self.run}"
+            )
+
+    @property
+    def identity(self) -> list[str | int]:
+        """What decides the order besides the seed: part of the stream's identity."""
+        return [self.fingerprint, self.groups, self.run]
+
+    @cached_property
+    def _edges(self) -> Ints:
+        """Where each group begins, and the end. In Python's integers, since the products may pass 64 bits."""
+        n = self.sequences.shape[0]
+        groups = min(self.groups, n)
+        return np.array([n * k // groups for k in range(groups + 1)], dtype=np.int64)
+
+    def permute(self, index: Ints, keys: Words) -> Ints:
+        """The sequence at each index of an epoch; one key per index, the same for all of an epoch."""
+        n = self.sequences.shape[0]
+        rank = index.copy()
+        if self.run and n >= self.run:
+            runs = n // self.run
+            whole = np.flatnonzero(index < runs * self.run)  # what fills no run stays at the end
+            moved = permute(index[whole] // self.run, runs, chain(keys[whole], _RUN))
+            rank[whole] = moved * self.run + index[whole] % self.run
+        edges = self._edges
+        group = np.searchsorted(edges, rank, side="right") - 1
+        for k in np.unique(group).tolist():
+            here = np.flatnonzero(group == k)
+            first, size = int(edges[k]), int(edges[k + 1] - edges[k])
+            rank[here] = first + permute(rank[here] - first, size, chain(keys[here], _GROUP, k))
+        return np.asarray(self.sequences[rank], dtype=np.int64)
+
+
 class _Layout:
     """How one phase deals: the items of a block by source, then rank, each with the salt of its offset."""
 
@@ -125,10 +177,17 @@ class _Layout:
 class Order:
     """The order of a stream, from its phases, the number of sequences per source and the seed.
 
-    `names`, sorted, is what source indices refer to. A source in several phases runs on from one to the next.
+    `names`, sorted, is what source indices refer to. A source in several phases runs on from one to the next. A source
+    with a ranking follows it in every epoch; the others are shuffled as a whole.
     """
 
-    def __init__(self, phases: Sequence[Phase], lengths: Mapping[str, int], seed: int) -> None:
+    def __init__(
+        self,
+        phases: Sequence[Phase],
+        lengths: Mapping[str, int],
+        seed: int,
+        rankings: Mapping[str, Ranking] | None = None,
+    ) -> None:
         starts = [phase.start for phase in phases]
         if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
             raise UserError(f"mixture phases start at {starts}: begin at 0 and let each start after the last")
@@ -143,6 +202,10 @@ class Order:
                     "add data, shorten the sequence length or remove the source"
                 )
         self.lengths = {name: int(lengths[name]) for name in self.names}
+        self.rankings = {name: rank for name, rank in (rankings or {}).items() if name in self.lengths}
+        for name, ranking in self.rankings.items():
+            if ranking.sequences.shape != (self.lengths[name],):
+                raise ValueError(f"the ranking of {name!r} is for {ranking.sequences.size} sequences")
         word = seed % 2**64
         self._sizes = np.array([self.lengths[name] for name in self.names], dtype=np.int64)
         self._shuffle_keys = [chain(word, _SHUFFLE, name_key(name)) for name in self.names]
@@ -170,8 +233,24 @@ class Order:
         for s in np.unique(source).tolist():
             here = source == s
             keys = chain(self._shuffle_keys[s], epoch[here])
-            sequence[here] = permute(index[here], int(self._sizes[s]), keys)
+            ranking = self.rankings.get(self.names[s])
+            sequence[here] = (
+                permute(index[here], int(self._sizes[s]), keys)
+                if ranking is None
+                else ranking.permute(index[here], keys)
+            )
         return source, sequence, epoch
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the order beside the data: for the stream's fingerprint. Rankings are named only if there are
+        any, so that streams without them keep the fingerprint that they had."""
+        phases = [
+            [phase.start, dict(zip(phase.mixture.names, phase.mixture.counts, strict=True))]
+            for phase in self.phases
+        ]
+        ranked = {name: ranking.identity for name, ranking in sorted(self.rankings.items())}
+        return {"seed": self.seed, "phases": phases, **({"rankings": ranked} if ranked else {})}
 
     def consumed(self, position: int) -> dict[str, int]:
         """How many sequences of each source lie before a position, repeats counted."""

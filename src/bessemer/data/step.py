@@ -7,11 +7,11 @@ never by the number of workers, and both kinds are pure: same documents, same ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -65,20 +65,24 @@ class Each(Protocol):
 
 
 class GlobalStep(Protocol):
-    """`ordinals` number a part's documents as they were read; gaps are documents that earlier steps dropped."""
+    """`ordinals` number a part's documents as they were read; gaps are documents that earlier steps dropped.
+
+    A class may name in `judging` the settings that `collect` does not read: changing those collects nothing anew. One
+    that sets `bulky` collects about as much as the corpus has: it is not kept once the ruling stands.
+    """
 
     version: int
 
     def collect(self, documents: Sequence[Document], ordinals: Ints) -> Arrays:
-        """What has to be known of some documents of one part. The arrays of a part's batches are concatenated by name,
-        so their first axis counts records."""
+        """What has to be known of some documents of one part. The arrays of a part's batches are concatenated by
+        name, so their first axis counts records."""
         ...
 
     def resolve(
         self, collected: Sequence[Collected], scratch: Path, each: Each
-    ) -> tuple[list[Arrays], dict[str, Any]]:
-        """The ruling for each part, and a summary for the report that JSON can hold. `scratch` is an empty folder on
-        the disk of the cache. Memory must not grow with the corpus beyond the rulings themselves."""
+    ) -> tuple[Iterable[Arrays], dict[str, Any]]:
+        """The ruling for each part in order, and a summary for the report that JSON can hold. `scratch` is an empty
+        folder on the disk of the cache. Memory must not grow with the corpus beyond the rulings themselves."""
         ...
 
     def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
@@ -86,8 +90,20 @@ class GlobalStep(Protocol):
         ...
 
 
+def is_global(step: LocalStep | GlobalStep) -> TypeGuard[GlobalStep]:
+    return hasattr(step, "resolve")
+
+
+def identity(step: LocalStep | GlobalStep) -> list[Any]:
+    """What a step's outcomes depend on beside its settings: its rules, and the content of files or functions it
+    uses."""
+    return [step.version, getattr(step, "identity", "")]
+
+
 # The class that does each step, by the step's name in a spec.
 _MADE_BY = {
+    "extract": "clean.extract:Extract",
+    "rewrite": "clean.rewrite:Rewrite",
     "unicode": "clean.repair:Unicode",
     "whitespace": "clean.repair:Whitespace",
     "boilerplate": "clean.repair:Boilerplate",

@@ -9,13 +9,14 @@ loss of 2.58, 6e-3 2.67, and 1e-2 with twice the batch 3.65.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
-from bessemer.spec.mixture import Mixture, quantise
+from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
+from bessemer.spec.mixture import Mixture
 from bessemer.spec.quantity import human_bytes, human_count, human_time, span_steps
 from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
@@ -67,17 +68,6 @@ class TrainPlan:
         return TrainPlan(**data)
 
 
-def _kept(key: str, written: Any, plan: Plan, previous: Plan | None) -> Any:
-    """What a resumed run decided at its first start and still leaves to the planner; None where there is nothing.
-
-    Another batch would move every position of the data, another split or precision the last digits of the loss.
-    """
-    if written != "auto" or previous is None or key not in previous.decisions:
-        return None
-    plan.decisions[key] = previous.decisions[key]
-    return previous.value(key)
-
-
 def decide_vocab(spec: RunSpec, corpus_bytes: int, plan: Plan) -> int:
     """Vocabulary of a tokenizer that is to be trained."""
     width = model_shape(spec.model, vocab=0).width
@@ -105,7 +95,7 @@ def decide_precision(spec: RunSpec, machine: Machine, plan: Plan, previous: Plan
     """bf16 where it is measured to be faster on this device, else fp32. A resumed run keeps what was measured first."""
     if spec.precision != "auto":
         return str(plan.asked("precision", spec.precision))
-    if kept := _kept("precision", spec.precision, plan, previous):
+    if kept := plan.keep("precision", spec.precision, previous):
         return str(kept)
     if machine.training:
         value = faster_precision(machine.training)
@@ -116,34 +106,6 @@ def decide_precision(spec: RunSpec, machine: Machine, plan: Plan, previous: Plan
     value = "bf16" if bf16 > 1.3 * fp32 else "fp32"
     reason = f"matmul here: bf16 {bf16 / 1e9:,.1f} and fp32 {fp32 / 1e9:,.1f} GFLOP/s"
     return str(plan.add("precision", value, reason, "measured"))
-
-
-def decide_mixtures(spec: RunSpec, context: int, plan: Plan) -> tuple[tuple[int, Mixture], ...]:
-    """Weights to integer counts per block, with the shares that are really given."""
-    first = {name: source.weight for name, source in spec.data.sources.items() if source.weight > 0}
-    phases = [(0, first)]
-    for i, phase in enumerate(spec.data.phases):
-        start = phase.start // context
-        if start <= phases[-1][0]:
-            least = (phases[-1][0] + 1) * context
-            raise UserError(
-                f"data.phases.{i}.start: {phase.start:,} tokens lie in the same sequence of {context} as the start of "
-                f"the mixture before: write at least {least}"
-            )
-        phases.append((start, {name: weight for name, weight in phase.weights.items() if weight > 0}))
-    mixtures = []
-    for start, weights in phases:
-        mixture = quantise(weights)
-        total = sum(weights.values())
-        shares = {
-            name: f"{count}/{mixture.block}"
-            for name, count in zip(mixture.names, mixture.counts, strict=True)
-        }
-        worst = max(abs(share * total / weights[name] - 1) for name, share in mixture.shares.items())
-        reason = f"sequences per block; shares within {worst:.2%} of the weights asked"
-        plan.add(f"data.mixture@{start * context}", shares, reason, "rule")
-        mixtures.append((start, mixture))
-    return tuple(mixtures)
 
 
 def _rows(key: str, batch: int, context: int) -> int:
@@ -161,7 +123,7 @@ def decide_batch(
 ) -> int:
     """Sequences in a batch."""
     key = "budget.batch"
-    batch = _kept(key, spec.budget.batch, plan, previous)
+    batch = plan.keep(key, spec.budget.batch, previous)
     if batch is None:
         compute = shape.flops_per_token(context) * tokens
         law = 0.2920 * compute**0.3271
@@ -199,7 +161,7 @@ def decide_micro_rows(
 ) -> int:
     """Sequences in one forward pass: what fits in a third of the device's memory, and divides the batch."""
     key = "budget.micro_batch"
-    kept = _kept(key, spec.budget.micro_batch, plan, previous)
+    kept = plan.keep(key, spec.budget.micro_batch, previous)
     if kept is not None and kept <= rows:
         return int(kept)
     layer = 34 * shape.width + 4 * shape.ffn
@@ -225,7 +187,7 @@ def decide_lr(
     spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None
 ) -> float:
     """The peak learning rate."""
-    kept = _kept("optimizer.lr", spec.optimizer.lr, plan, previous)
+    kept = plan.keep("optimizer.lr", spec.optimizer.lr, previous)
     if kept is not None:
         return float(kept)
     compute = shape.flops_per_token(context) * tokens
@@ -270,14 +232,14 @@ def decide_training(
     shape: ModelShape,
     context: int,
     machine: Machine,
-    train_tokens: int,
+    sources: Mapping[str, SourceSize],
     held_out_tokens: int,
     plan: Plan,
     previous: Plan | None = None,
 ) -> TrainPlan:
     """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run."""
     precision = decide_precision(spec, machine, plan, previous)
-    mixtures = decide_mixtures(spec, context, plan)
+    train_tokens = sum(sources[name].tokens for name in sources_used(spec))
     asked = decide_tokens(spec, shape, train_tokens, plan)
     estimate = asked if asked is not None else 20 * shape.parameters
     rows = decide_batch(spec, shape, context, estimate, plan, previous)
@@ -293,6 +255,7 @@ def decide_training(
         total_steps, tokens = steps_for(phases, -(-asked // context)), asked
     reason = f"{human_count(tokens)} tokens in batches of {rows * context:,}"
     plan.add("steps", total_steps, reason, "counted")
+    mixtures = decide_mixtures(spec, context, sources, tokens, plan, previous)
     smallest = min(size for start, size in phases if start < total_steps)
     micro_rows = decide_micro_rows(spec, shape, context, smallest, machine, plan, previous)
     peak_lr = decide_lr(spec, shape, context, tokens, plan, previous)
@@ -323,7 +286,7 @@ def decide_evaluation(
     spec: RunSpec, context: int, tokens: int, held_out_tokens: int, plan: Plan, previous: Plan | None = None
 ) -> int:
     """Held-out tokens of one evaluation. A resumed run keeps them: its losses are compared with the earlier ones."""
-    kept = _kept("evaluate.tokens", spec.evaluate.tokens, plan, previous)
+    kept = plan.keep("evaluate.tokens", spec.evaluate.tokens, previous)
     if kept is not None:
         return int(kept)
     # A forward pass is a third of a training step, so 15 % of the tokens between two evaluations is 5 % of the time.

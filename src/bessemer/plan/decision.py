@@ -34,6 +34,16 @@ class Plan:
         """The user's value where there is one, else the planner's (value, reason, source)."""
         return self.asked(key, written) if written not in ("auto", None) else self.add(key, *decide)
 
+    def keep(self, key: str, written: Any, previous: Plan | None) -> Any:
+        """What a resumed run decided at its first start and still leaves to the planner; None where there is nothing.
+
+        Another batch would move every position of the data, another split or precision the last digits of the loss.
+        """
+        if written != "auto" or previous is None or key not in previous.decisions:
+            return None
+        self.decisions[key] = previous.decisions[key]
+        return previous.value(key)
+
     def value(self, key: str) -> Any:
         return self.decisions[key].value
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 
+from bessemer.spec.clean.step import StepSpec
 from bessemer.spec.document import Path
 from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 
 Problem = tuple[Path, str]
+SMALLEST_VOCABS = {"bpe": 257, "char": 257, "wordpiece": 258, "unigram": 279}
 PARALLEL_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 
 
@@ -65,9 +67,29 @@ def tokenizer_once(spec: RunSpec) -> Iterator[Problem]:
             ("tokenizer", "vocab"),
             "a loaded tokenizer has its own size: remove vocab, or remove path to train one",
         )
-    elif vocab < 257:
-        need = "256 bytes and the end-of-document token need at least 257"
-        yield ("tokenizer", "vocab"), f"{vocab} is too small: {need}; write vocab: auto or 8K"
+    else:
+        least = SMALLEST_VOCABS[spec.tokenizer.kind] + len(spec.tokenizer.special)
+        if vocab < least:
+            need = f"the bytes and special tokens of {spec.tokenizer.kind} need at least {least}"
+            yield ("tokenizer", "vocab"), f"{vocab} is too small: {need}; write vocab: auto or 8K"
+
+
+def conversations_stay_whole(spec: RunSpec) -> Iterator[Problem]:
+    """What a step that compares documents cuts out of a joined text cannot be given back to the turns."""
+    chats = [name for name, source in spec.data.sources.items() if source.messages_field]
+    lists: list[tuple[Path, list[StepSpec]]] = [
+        (("data", "sources", name, "clean"), spec.data.sources[name].clean) for name in chats
+    ]
+    if chats:
+        lists.append((("data", "clean"), spec.data.clean))
+    for path, steps in lists:
+        for i, step in enumerate(steps):
+            cuts = (
+                step.step in ("dedup_paragraphs", "dedup_substrings") or getattr(step, "action", "") == "cut"
+            )
+            if cuts:
+                fix = f"name it in the clean of the other sources (conversations: {', '.join(chats)})"
+                yield (*path, i), f"{step.step} cuts text, which a conversation cannot lose: {fix}"
 
 
 def context_is_a_sequence(spec: RunSpec) -> Iterator[Problem]:
@@ -172,6 +194,38 @@ def stop_rules_can_be_judged(spec: RunSpec) -> Iterator[Problem]:
             )
 
 
+def on_the_fly_is_plain(spec: RunSpec) -> Iterator[Problem]:
+    data = spec.data
+    if data.tokenize != "on_the_fly":
+        return
+    fix = "write tokenize: ahead, or remove it"
+    if data.clean:
+        yield ("data", "clean"), f"steps need the documents before the run: {fix}"
+    for name, source in data.sources.items():
+        for key in ("clean", "messages_field"):
+            if getattr(source, key):
+                yield ("data", "sources", name, key), f"cannot be done on the fly: {fix}"
+    if data.packing != "concat":
+        yield ("data", "packing"), f"{data.packing} needs the length of every document in tokens: {fix}"
+    if data.curriculum.by != "none":
+        yield ("data", "curriculum"), f"ranks documents before the run: {fix}"
+
+
+def one_ranking(spec: RunSpec) -> Iterator[Problem]:
+    data = spec.data
+    if data.curriculum.by != "none" and data.packing == "pad" and data.padding.buckets > 1:
+        yield (
+            ("data", "padding", "buckets"),
+            "a curriculum has an order of its own: write buckets: 1, or by: none",
+        )
+
+
+def masked_spans_have_a_token(spec: RunSpec) -> Iterator[Problem]:
+    if spec.data.noise.mask_spans > 0 and not spec.data.noise.mask:
+        fix = "write mask: [<mask>] here and special: [<mask>] under tokenizer"
+        yield ("data", "noise", "mask_spans"), f"no token to put in place of a span: {fix}"
+
+
 def one_device(spec: RunSpec) -> Iterator[Problem]:
     for key in PARALLEL_DEGREES:
         degree = getattr(spec.parallel, key)
@@ -186,7 +240,8 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (one_length, ("budget.tokens", "budget.steps", "budget.epochs")),
     (model_is_complete, ("model",)),
     (heads_divide, ("model",)),
-    (tokenizer_once, ("tokenizer.path", "tokenizer.vocab")),
+    (tokenizer_once, ("tokenizer",)),
+    (conversations_stay_whole, ("data",)),
     (context_is_a_sequence, ("data.context",)),
     (batch_holds_sequences, ("data.context", "budget.batch", "budget.batch_changes")),
     (micro_batch_fits, ("data.context", "budget.batch", "budget.micro_batch")),
@@ -197,6 +252,9 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (phases_rise, ("data.phases",)),
     (most_is_trained_on, ("data.validation",)),
     (stop_rules_can_be_judged, ("data.validation", "budget.stop")),
+    (on_the_fly_is_plain, ("data",)),
+    (one_ranking, ("data.curriculum", "data.padding", "data.packing")),
+    (masked_spans_have_a_token, ("data.noise",)),
     (one_device, ()),  # a degree that is wrong itself stands at 1 here
 )
 

@@ -49,6 +49,19 @@ class TokenizerSpec(Part):
         description="tokens with an id of their own, never split",
         examples=[["<|user|>", "<|assistant|>"]],
     )
+    chat: str = Field(
+        "chatml",
+        description="layout of conversations: chatml, llama3, plain or a Jinja file",
+        examples=["chatml"],
+    )
+    learn: Literal["all", "last"] = Field(
+        "all", description="turns of the assistant that are learnt from", examples=["last"]
+    )
+    pattern: str | None = Field(
+        None,
+        description="for tiktoken files of other names: cl100k, o200k, gpt2 or a regex",
+        examples=["cl100k"],
+    )
     sample: Bytes = Field(
         64_000_000, description="text to train the tokenizer on, at most", examples=["64MB"]
     )
@@ -61,7 +74,7 @@ class SourceSpec(ShortPart):
         description="files, folders, globs or URLs (s3://, gs://, az://, https://)",
         examples=["data/*.jsonl.gz"],
     )
-    format: Literal["auto"] | Format = Field(
+    format: Literal["auto", Format] = Field(
         "auto", description="auto, or one of " + ", ".join(get_args(Format)), examples=["jsonl"]
     )
     text_field: str = Field("text", description="the field or column that holds the text", examples=["text"])
@@ -125,6 +138,9 @@ class DataSpec(Part):
     )
     bad_rows: Share = Field(
         0.01, description="share of rows that may be unreadable before the job fails", examples=["1%"]
+    )
+    part: Bytes = Field(
+        64 << 20, description="bytes of files that a worker takes at a time", examples=["64MiB"]
     )
     mix: Literal["weights", "auto"] = Field(
         "weights", description="weights: as the sources say; auto: target shares by domain", examples=["auto"]

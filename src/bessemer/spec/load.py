@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from bessemer.errors import UserError
 from bessemer.spec.checks import check
 from bessemer.spec.clean.steps import STEPS
+from bessemer.spec.data import SourceSpec
 from bessemer.spec.document import Document, override, parse, scalar
 from bessemer.spec.document import Path as KeyPath
 from bessemer.spec.quantity import shown
@@ -251,6 +252,16 @@ def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ())
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
     """The spec in a file, with `--set` style overrides."""
     return load_document(path, overrides).spec
+
+
+def source_spec(settings: dict[str, Any]) -> SourceSpec:
+    """A source described on the command line; what is wrong with it is told by its key."""
+    try:
+        return SourceSpec.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = tuple(first["loc"])
+        raise SpecError([f"{key[0]}: {_explain(first, ('data', 'sources', 'x', *key))}"]) from None
 
 
 class _Dumper(yaml.SafeDumper):

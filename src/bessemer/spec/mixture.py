@@ -53,6 +53,33 @@ def quantise(weights: Mapping[str, float]) -> Mixture:
     return Mixture(tuple(exact), tuple(counts[name] for name in exact), block)
 
 
+def share_out(counts: Mapping[str, int], total: int, limits: Mapping[str, int]) -> dict[str, int]:
+    """`total` sequences in proportion to `counts`, by largest remainder, none above its limit; zeros are left out.
+
+    What a limited source cannot take goes to the others; the result adds up to less only where all are limited.
+    """
+    dealt = dict.fromkeys(counts, 0)
+    free = {name: count for name, count in counts.items() if limits.get(name, 1) > 0}
+    left = total
+    while left and free:
+        whole = sum(free.values())
+        quotas = {name: Fraction(left * count, whole) for name, count in free.items()}
+        full = {name for name in free if name in limits and dealt[name] + quotas[name] >= limits[name]}
+        if full:  # these take what they may, and the rest is shared out anew
+            for name in full:
+                left -= limits[name] - dealt[name]
+                dealt[name] = limits[name]
+                del free[name]
+            continue
+        for name, quota in quotas.items():
+            dealt[name] += math.floor(quota)
+        by_remainder = sorted(free, key=lambda name: (math.floor(quotas[name]) - quotas[name], name))
+        for name in by_remainder[: left - sum(math.floor(quota) for quota in quotas.values())]:
+            dealt[name] += 1  # within the limit: the quota lies below it, and the limit is a whole number
+        left = 0
+    return {name: count for name, count in dealt.items() if count}
+
+
 def _exact(weights: Mapping[str, float]) -> dict[str, Fraction]:
     if not weights:
         raise UserError("the mixture has no sources: give at least one source with a positive weight")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 from typing import Any
 
@@ -41,7 +42,7 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
 
 
 def _section(key: str, model: type[BaseModel]) -> list[str]:
-    lines = [f"## {key}" if key else "## The top", "", (model.__doc__ or "").strip(), ""]
+    lines = [f"## {key}" if key else "## The top", "", inspect.cleandoc(model.__doc__ or ""), ""]
     lines += ["| key | default | what it is | example |", "|---|---|---|---|"]
     below: list[str] = []
     for name, field in model.model_fields.items():

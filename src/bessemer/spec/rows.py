@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bessemer.spec.part import Part
 
@@ -19,6 +19,11 @@ class PaddingSpec(Part):
     )
     multiple_of: int = Field(8, ge=1, description="round the padded length up to a multiple", examples=[8])
     side: Literal["right", "left"] = Field("right", description="where the padding goes", examples=["right"])
+    long: Literal["split", "truncate"] = Field(
+        "split",
+        description="a document longer than the context: split into several rows, or truncate to one",
+        examples=["truncate"],
+    )
     buckets: int = Field(1, ge=1, description="group documents by length into so many buckets", examples=[8])
 
 
@@ -36,13 +41,36 @@ class CurriculumSpec(Part):
         8, ge=1, description="documents are shuffled inside so many groups of rising measure", examples=[8]
     )
 
+    @model_validator(mode="after")
+    def _named(self) -> CurriculumSpec:
+        if self.by == "label" and not self.label:
+            raise ValueError("by: label needs the label to go by: write label: quality, or by: length")
+        return self
+
 
 class NoiseSpec(Part):
-    """Noise on the inputs, the targets staying whole; drawn from the seed and the position, so it replays."""
+    """Noise on the inputs, the targets staying true; drawn from the seed and the position, so it replays.
+
+    Shares are of all tokens but the first of each document, and together below 1.
+    """
 
     mask_spans: float = Field(0.0, ge=0, lt=1, description="share of tokens in masked spans", examples=[0.15])
     span_length: float = Field(3.0, ge=1, description="mean length of a masked span", examples=[3.0])
+    mask: list[str] = Field(
+        [],
+        description="special token that stands for a masked span; several are used in turn, as sentinels",
+        examples=[["<mask>"]],
+    )
     replace: float = Field(
         0.0, ge=0, lt=1, description="share of tokens replaced by random ones", examples=[0.05]
     )
-    delete: float = Field(0.0, ge=0, lt=1, description="share of tokens deleted", examples=[0.05])
+    delete: float = Field(
+        0.0, ge=0, lt=1, description="share of tokens deleted with their targets", examples=[0.05]
+    )
+
+    @model_validator(mode="after")
+    def _something_stays(self) -> NoiseSpec:
+        total = self.mask_spans + self.replace + self.delete
+        if total >= 1:
+            raise ValueError(f"mask_spans, replace and delete add up to {total:g}: lower them to less than 1")
+        return self

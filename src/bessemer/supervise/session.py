@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,18 +17,16 @@ import xxhash
 
 from bessemer.checkpoint.manifest import Damaged, Manifest, read_manifest
 from bessemer.checkpoint.shelf import Shelf
-from bessemer.data.order import Order, Phase
-from bessemer.data.prepare import Prepared, prepare
-from bessemer.data.read import list_files
-from bessemer.data.steps import BatchPhase, Segment, Steps
-from bessemer.data.stream import BatchStream, sequence_count
+from bessemer.data.own_stream import NOT_REPLAYABLE, ForwardStream
+from bessemer.data.steps import Segment, Steps
+from bessemer.data.stream import BatchStream
 from bessemer.errors import UserError
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build
 from bessemer.observe.view import RunView
 from bessemer.optim.guarded import GuardedAdamW
 from bessemer.optim.schedule import Schedule
-from bessemer.plan.decide import TrainPlan, decide_context, decide_training, decide_vocab
+from bessemer.plan.decide import TrainPlan, decide_context, decide_training
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
 from bessemer.run.directory import Run, RunWriter
@@ -37,8 +35,10 @@ from bessemer.spec.quantity import human_count
 from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.supervise.data import Data, open_data
+from bessemer.supervise.feed import build_stream, explain, held_out_rows, make_rows, sizes
 from bessemer.train.device import measure, pick_device
-from bessemer.train.evaluate import Evaluator
+from bessemer.train.evaluate import Evaluator, HeldOut
 from bessemer.train.job import Interrupt, Job, Outcome, Progress
 from bessemer.train.loop import train_loop
 from bessemer.train.objective import CausalLM
@@ -66,19 +66,6 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, list[Any]]:
     return {} if old == new else {key: [old, new]}
 
 
-def build_stream(prepared: Prepared, plan: TrainPlan, seed: int, segments: list[Segment]) -> BatchStream:
-    """The run's batches over prepared data."""
-    used = {name for _, mixture in plan.mixtures for name in mixture.names}
-    lengths = {
-        name: sequence_count(store.tokens, plan.context)
-        for name, store in prepared.train.items()
-        if name in used
-    }
-    order = Order([Phase(start, mixture) for start, mixture in plan.mixtures], lengths, seed)
-    steps = Steps([BatchPhase(start, rows) for start, rows in plan.batch_rows], segments)
-    return BatchStream(prepared.train, order, plan.context, steps)
-
-
 def summary(shape: ModelShape, plan: TrainPlan) -> str:
     """The plan in one line."""
     rows = plan.batch_rows[0][1]
@@ -91,8 +78,10 @@ def summary(shape: ModelShape, plan: TrainPlan) -> str:
 class Session:
     """One start of a run, in one process."""
 
-    def __init__(self, spec: RunSpec, view: RunView | None = None) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: RunSpec, view: RunView | None = None, datasets: Mapping[str, Any] | None = None
+    ) -> None:
+        self.spec, self.datasets = spec, dict(datasets or {})
         self.view = view or RunView()
         self.interrupt = Interrupt()
 
@@ -132,12 +121,15 @@ class Session:
         prepared, shape, context = self._prepare(plan)
         if previous is None:
             machine = self._measure_precision(machine, shape, context, device)
+        rows = make_rows(self.spec, prepared, context, plan, previous)
+        held_out = held_out_rows(prepared, rows, context)
         training = decide_training(
             self.spec, shape, context, machine,
-            sum(prepared.train[name].tokens for name in self._sources_used()),
-            sum(store.tokens for store in prepared.validation.values()), plan, previous,
+            sizes(rows, prepared, context), sum(held.tokens for held in held_out.values()), plan, previous,
         )  # fmt: skip
-        job = self._job(run, prepared, shape, training, machine, device)
+        explain(self.spec, rows, training, plan)
+        stream = build_stream(self.spec, prepared, rows, training, [Segment(0, 0)])
+        job = self._job(run, held_out, shape, training, machine, device, stream)
         restored = self._restore(job, former)
         run.write_file(FORMER_SPEC, dump_spec(self.spec))
         run.write_file("plan.json", plan.to_json())
@@ -158,6 +150,8 @@ class Session:
             "started", step=job.start_step, total_steps=training.total_steps, parameters=shape.parameters,
             device=device.type, resumed_from=restored, versions=package_versions(), machine=machine.to_json(),
         )  # fmt: skip
+        if isinstance(stream, ForwardStream):
+            job.event("not_replayable", reason=NOT_REPLAYABLE)
         if not job.optimizer.fused:
             reason = f"fused AdamW fails its probe on {device.type}: the verdict is read on the host before each step"
             job.event("optimizer_fallback", reason=reason)
@@ -168,12 +162,6 @@ class Session:
             )
         with self._signals():
             return train_loop(job)
-
-    def _sources_used(self) -> set[str]:
-        """Sources that some part of the run draws from."""
-        data = self.spec.data
-        first = {name for name, source in data.sources.items() if source.weight > 0}
-        return first | {name for phase in data.phases for name, weight in phase.weights.items() if weight > 0}
 
     def _former_spec(self, run: RunWriter) -> RunSpec | None:
         path = run.folder / FORMER_SPEC
@@ -192,27 +180,21 @@ class Session:
         }
         return replace(machine, training=rates)
 
-    def _prepare(self, plan: Plan) -> tuple[Prepared, ModelShape, int]:
+    def _prepare(self, plan: Plan) -> tuple[Data, ModelShape, int]:
         spec = self.spec
-        vocab = 0
-        if spec.tokenizer.path is None:
-            size = sum(
-                entry.size_bytes for source in spec.data.sources.values() for entry in list_files(source)
-            )
-            vocab = decide_vocab(spec, size, plan)
-        cache = Path(spec.runs) / ".data"
-        prepared = prepare(spec.data, spec.tokenizer, cache, vocab, spec.seed, self.view.progress)
+        prepared = open_data(spec, plan, self.view.progress, self.datasets)
         shape = model_shape(spec.model, prepared.tokenizer.vocab_size)
         return prepared, shape, decide_context(spec, shape.parameters, plan)
 
     def _job(
         self,
         run: RunWriter,
-        prepared: Prepared,
+        held_out: dict[str, HeldOut],
         shape: ModelShape,
         plan: TrainPlan,
         machine: Machine,
         device: torch.device,
+        stream: BatchStream | ForwardStream,
     ) -> Job:
         spec = self.spec
         model = build(shape, device, spec.seed)
@@ -228,9 +210,9 @@ class Session:
             ),
             # Apple's backend has no median that skips NaN: there the judge sits on the CPU, at the price of a sync.
             judge=Judge(spec.guard, torch.device("cpu") if device.type == "mps" else device),
-            stream=build_stream(prepared, plan, spec.seed, [Segment(0, 0)]),
+            stream=stream,
             evaluator=Evaluator(
-                prepared.validation, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device
+                held_out, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device
             ),
             run=run, view=self.view, saver=CheckpointSaver(Shelf(run.checkpoints), spec_fingerprint(spec)),
             flops_per_token=shape.flops_per_token(plan.context), peak_flops=machine.peak(plan.precision)[0],
@@ -273,6 +255,8 @@ class Session:
         job.stream = job.stream.replace(
             Steps(job.stream.steps.batch_phases, [Segment.from_json(s) for s in manifest.segments])
         )
+        if isinstance(job.stream, ForwardStream):
+            job.stream.resume(manifest.step, manifest.stream_state)
         job.progress = Progress(**manifest.progress)
         job.start_step = manifest.step
         here = {
@@ -330,9 +314,13 @@ class Session:
                 signal.signal(number, handler)
 
 
-def train(spec: RunSpec, view: RunView | None = None) -> Outcome:
-    """Start a run, or continue it where it stopped."""
-    return Session(spec, view).train()
+def train(spec: RunSpec, view: RunView | None = None, datasets: Mapping[str, Any] | None = None) -> Outcome:
+    """Start a run, or continue it where it stopped.
+
+    `datasets` are your own, by the names of sources whose path is `python`: map-style ones (`len`, `[i]`) are as
+    replayable as files, iterables only go forward. An item is a text, token ids, or a mapping with tokens and a mask.
+    """
+    return Session(spec, view, datasets).train()
 
 
 def existing_run(folder: str | Path) -> tuple[Run, RunSpec]:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from bessemer.data.own_stream import ForwardStream
 from bessemer.data.stream import Batch, BatchStream
 
 
 def blame(
-    stream: BatchStream, batches: list[Batch], losses: list[Tensor], most: int = 8
+    stream: BatchStream | ForwardStream, batches: list[Batch], losses: list[Tensor], most: int = 8
 ) -> list[dict[str, Any]]:
     """The documents of a step with their share of its loss, largest first: file, row, tokens, mean loss, share.
 

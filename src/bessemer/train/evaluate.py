@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from bessemer.data.concat import ConcatRows
 from bessemer.data.order import Order, Phase
+from bessemer.data.rows import Rows
+from bessemer.data.shards import ShardedStore
 from bessemer.data.steps import BatchPhase, Steps
 from bessemer.data.store import TokenStore
-from bessemer.data.stream import BatchStream, sequence_count
+from bessemer.data.stream import BatchStream
 from bessemer.model.transformer import Decoder
 from bessemer.spec.mixture import quantise
 from bessemer.train.objective import CausalLM
@@ -28,28 +32,46 @@ class Validation:
     per_source: dict[str, float]
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Rows to validate on, of how many tokens, and how many bytes of text a token stands for, ends of documents
+    counted among the tokens."""
+
+    rows: Rows
+    tokens: int
+    bytes_per_token: float
+
+    @staticmethod
+    def of_store(store: TokenStore | ShardedStore, context: int) -> HeldOut:
+        return HeldOut(ConcatRows(store, context), store.tokens, store.text_bytes / max(1, store.tokens))
+
+
 class Evaluator:
     """Holds the chosen sequences: a fixed shuffled part of each held-out source, in proportion to its size."""
 
     def __init__(
         self,
-        stores: dict[str, TokenStore],
+        held_out: Mapping[str, HeldOut | TokenStore | ShardedStore],
         context: int,
         tokens: int,
         micro_rows: int,
         precision: str,
         device: torch.device,
     ) -> None:
-        self.stores = {name: store for name, store in stores.items() if sequence_count(store.tokens, context)}
+        found = {
+            name: held if isinstance(held, HeldOut) else HeldOut.of_store(held, context)
+            for name, held in held_out.items()
+        }
+        self.held_out = {name: held for name, held in found.items() if held.rows.count}
         self.precision, self.device = precision, device
         self.parts: dict[str, tuple[BatchStream, int]] = {}
-        available = sum(store.tokens for store in self.stores.values())
-        for name, store in self.stores.items():
-            sequences = sequence_count(store.tokens, context)
+        available = sum(held.tokens for held in self.held_out.values())
+        for name, held in self.held_out.items():
+            sequences = held.rows.count
             rows = min(micro_rows, sequences)
             order = Order([Phase(0, quantise({name: 1.0}))], {name: sequences}, seed=0)
-            stream = BatchStream({name: store}, order, context, Steps([BatchPhase(0, rows)]))
-            wanted = min(sequences, tokens / context * store.tokens / available)
+            stream = BatchStream({name: held.rows}, order, context, Steps([BatchPhase(0, rows)]))
+            wanted = min(sequences, tokens / context * held.tokens / available)
             self.parts[name] = (stream, max(1, int(wanted // rows)))
 
     @property
@@ -73,11 +95,7 @@ class Evaluator:
             sums[name] = (loss, correct, count)
         model.train()
         total = sum(count for _, _, count in sums.values())
-        # A token stands for this many bytes of its source's text, end-of-document tokens counted among the tokens.
-        bits = sum(
-            loss * self.stores[name].tokens / self.stores[name].text_bytes
-            for name, (loss, _, _) in sums.items()
-        )
+        bits = sum(loss / self.held_out[name].bytes_per_token for name, (loss, _, _) in sums.items())
         return Validation(
             loss=sum(loss for loss, _, _ in sums.values()) / total,
             bits_per_byte=bits / total / math.log(2),

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bessemer.data.own_stream import ForwardStream
 from bessemer.data.stream import BatchStream
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import Decoder
@@ -68,7 +69,7 @@ class Job:
     optimizer: GuardedAdamW
     schedule: Schedule
     judge: Judge
-    stream: BatchStream
+    stream: BatchStream | ForwardStream
     evaluator: Evaluator
     run: RunWriter
     view: View

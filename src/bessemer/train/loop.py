@@ -179,7 +179,7 @@ def train_loop(job: Job) -> Outcome:
     validation = validate(job, 0) if job.start_step == 0 and job.evaluator.available else None
     pending: Attempt | None = None
     job.model.train()
-    with Prefetch(job.stream, job.plan.micro_rows) as feed:
+    with Prefetch(job.stream, job.plan.micro_rows, pin=job.device.type == "cuda") as feed:
         for step in range(job.start_step, total):
             began = time.perf_counter()
             if step in changes:

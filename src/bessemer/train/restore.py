@@ -67,8 +67,8 @@ def stream_text(
     said = 0
     for token in generate(model, ids, max_tokens, tokenizer.eos_id, sampling):
         new.append(token)
-        text = tokenizer.decode(new)
+        text = tokenizer.decode(new, continues=True)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[said:]
             said = len(text)
-    yield tokenizer.decode(new)[said:]
+    yield tokenizer.decode(new, continues=True)[said:]

@@ -11,6 +11,7 @@ import torch
 
 from bessemer.checkpoint.manifest import Manifest
 from bessemer.checkpoint.shelf import Shelf
+from bessemer.data.own_stream import ForwardStream
 from bessemer.train.job import Job
 
 PACKAGES = ("bessemer", "torch", "numpy", "tokenizers", "pydantic", "pyarrow")
@@ -42,6 +43,7 @@ class CheckpointSaver:
             batch_rows=[[phase.from_step, phase.rows] for phase in job.stream.steps.batch_phases],
             progress=job.progress.to_json(), threads=torch.get_num_threads(), device=job.device.type,
             versions=package_versions(), time=time.time(), validation_loss=validation_loss,
+            stream_state=job.stream.state(step) if isinstance(job.stream, ForwardStream) else None,
         )  # fmt: skip
 
     def save(self, job: Job, step: int, validation_loss: float | None) -> str | None:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
-from bessemer.spec.clean import dedup, privacy, score, text
+from bessemer.spec.clean import dedup, extract, privacy, rewrite, score, sift, text
 from bessemer.spec.clean.step import StepSpec
 from bessemer.spec.quantity import shown
 
 STEPS: dict[str, type[StepSpec]] = {
-    spec.step: spec for module in (text, score, privacy, dedup) for spec in module.STEPS
+    spec.step: spec
+    for module in (extract, text, sift, score, privacy, rewrite, dedup)
+    for spec in module.STEPS
 }
 
 

@@ -1,0 +1,96 @@
+"""`bessemer data`: prepare a corpus, look at what became of it, check files before using them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Prepare a corpus, see what became of it, check files.")
+
+_SETTINGS = typer.Option([], "--set", help="Override a key, such as --set data.validation=2%. Repeatable.")
+_JSON = typer.Option(False, "--json", help="As JSON.")
+
+
+@app.command()
+def prepare(
+    spec: Path = typer.Argument(help="The run's YAML file."),
+    settings: list[str] = _SETTINGS,
+    workers: int | None = typer.Option(None, "--workers", min=1, help="Processes (default: one per core)."),
+    engine: str = typer.Option("local", "--engine", help="local, or ray."),
+    address: str | None = typer.Option(None, "--address", help="Address of a running Ray cluster, or auto."),
+    as_json: bool = _JSON,
+) -> None:
+    """Read, clean, deduplicate, filter and tokenize the sources of a spec; print what became of them.
+
+    The same command again goes on where it was stopped, with any number of workers; steps whose settings did not
+    change are not run again. `bessemer train` on the same spec uses the result.
+
+    Example: bessemer data prepare my-run.yaml --workers 8
+    """
+    import sys
+
+    from bessemer.data.curate.engine import make_engine
+    from bessemer.data.curate.report import PAGE, read_report
+    from bessemer.errors import UserError
+    from bessemer.plan.decision import Plan
+    from bessemer.spec.load import load_spec
+    from bessemer.supervise.data import prepare_data
+
+    if engine not in ("local", "ray"):
+        raise UserError(f"--engine {engine}: write local or ray")
+    run_spec = load_spec(spec, settings)
+    chosen = make_engine(engine, workers, address)
+    try:
+        prepared = prepare_data(
+            run_spec, Plan(), lambda line: print(line, file=sys.stderr, flush=True), chosen
+        )
+    finally:
+        chosen.close()
+    _show(read_report(prepared.folder), prepared.folder / PAGE, as_json)
+
+
+@app.command()
+def report(
+    spec: Path = typer.Argument(help="The run's YAML file, or a folder of prepared data."),
+    settings: list[str] = _SETTINGS,
+    as_json: bool = _JSON,
+) -> None:
+    """Print the report of data that was prepared before.
+
+    Example: bessemer data report my-run.yaml --json
+    """
+    from bessemer.data.curate.report import PAGE, read_report
+    from bessemer.plan.decision import Plan
+    from bessemer.spec.load import load_spec
+    from bessemer.supervise.data import prepared_folder_of
+
+    folder = (
+        spec if (spec / "prepared.json").exists() else prepared_folder_of(load_spec(spec, settings), Plan())
+    )
+    _show(read_report(folder), folder / PAGE, as_json)
+
+
+def _show(found: dict, page: Path, as_json: bool) -> None:  # type: ignore[type-arg]
+    import json
+
+    if as_json:
+        print(json.dumps({**found, "page": str(page)}, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from bessemer.data.curate.report import source_table, table
+
+    console = Console()
+    for rows in (table(found), source_table(found)):
+        grid = Table(box=None, pad_edge=False, header_style="bold")
+        for i, name in enumerate(rows[0]):
+            grid.add_column(
+                name, justify="left" if (i in (0, 5) and rows[0][0] == "step") or i == 0 else "right"
+            )
+        for row in rows[1:]:
+            grid.add_row(*row)
+        console.print(grid)
+        console.print()
+    print(f"report  {page}")

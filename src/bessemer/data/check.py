@@ -1,0 +1,282 @@
+"""`bessemer data check`: what is wrong with files before anything is trained on them, with places and fixes.
+
+One reading of the files. Memory grows by 20 bytes for each document, for finding copies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bessemer.data.curate.files import text_hash
+from bessemer.data.document import BadRow, Document
+from bessemer.data.read import FileEntry, Part, divide, list_files, read_part
+from bessemer.data.read.unpack import UNREADABLE, open_unpacked
+from bessemer.errors import UserError
+from bessemer.spec.data import SourceSpec
+
+if TYPE_CHECKING:
+    from bessemer.data.tokenizer import Tokenizer
+
+ENORMOUS_CHARS = 1_000_000
+_EXAMPLES = 3
+_EXCERPT_CHARS = 100
+_SCHEMA_ROWS = 2000  # of each JSONL file, whose fields are compared
+_SCHEMA_FIELDS = 500  # where rows have ids for keys there is no end of them
+_CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f]")
+_NUMBERS = re.compile(r"(?<![\w-])\d+")
+
+
+@dataclass
+class Problem:
+    """One kind of trouble: how often, where, and what to do."""
+
+    what: str
+    fix: str
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"what": self.what, "count": self.count, "examples": self.examples, "fix": self.fix}
+
+
+@dataclass
+class Checked:
+    """What was looked at and what was found, the most frequent trouble first."""
+
+    files: int = 0
+    documents: int = 0
+    characters: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        about = {"files": self.files, "documents": self.documents, "characters": self.characters}
+        return about | {"problems": [problem.to_json() for problem in self.problems]}
+
+
+class _Notes:
+    """Counts trouble by its words; keeps the first places."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Problem] = {}
+
+    def add(self, what: str, fix: str, place: str, detail: str = "", count: int = 1) -> None:
+        problem = self.found.setdefault(what, Problem(what, fix))
+        problem.count += count
+        if len(problem.examples) < _EXAMPLES:
+            shown = " ".join(detail.split())[:_EXCERPT_CHARS]
+            problem.examples.append(f"{place}: {shown}" if shown else place)
+
+
+def check_files(
+    source: SourceSpec,
+    tokenizer: Tokenizer | None = None,
+    context: int | None = None,
+    template: str = "chatml",
+    progress: Callable[[str], None] | None = None,
+) -> Checked:
+    """Reads all documents of a source and says what is wrong with them.
+
+    With a tokenizer and a context, conversations are also rendered, to find those of which no token is learnt.
+    """
+    files = list_files(source)
+    notes, checked = _Notes(), Checked(files=len(files))
+    _compare_schemas(files, source, notes)
+    copies = _Copies()
+    for part in divide("", files, source):
+        if progress:
+            progress(f"reading {part.name}")
+        for document in _read(part, source, notes):
+            checked.documents += 1
+            checked.characters += len(document.text)
+            copies.add(document)
+            _check_text(document, notes)
+            if document.messages is not None:
+                _check_conversation(document, tokenizer, context, template, notes)
+    copies.report(notes)
+    checked.problems = sorted(notes.found.values(), key=lambda problem: -problem.count)
+    return checked
+
+
+def _read(part: Part, source: SourceSpec, notes: _Notes) -> Iterator[Document]:
+    tally: Counter[str] = Counter()
+    try:
+        for row in read_part(part, source, None, tally):
+            if isinstance(row, BadRow):
+                reason = _NUMBERS.sub("N", row.reason)  # the same trouble at other columns is one kind
+                notes.add(f"unreadable row: {reason.partition('; ')[0]}", row.reason.partition("; ")[2] or
+                          "correct or delete these rows", f"{row.file}:{row.row}", row.raw)  # fmt: skip
+            else:
+                yield row
+    except UserError as error:
+        notes.add("unreadable file", "restore it or leave it out", part.name, str(error))
+    if tally["empty"]:
+        fix = "they are passed over; delete them, or set text_field if the text stands elsewhere"
+        notes.add("empty document", fix, part.name, count=tally["empty"])
+
+
+def _check_text(document: Document, notes: _Notes) -> None:
+    text, place = document.text, document.place
+    if len(text) > ENORMOUS_CHARS:
+        fix = f"cut them up, or drop them with `- length: {{max_chars: {ENORMOUS_CHARS}}}`"
+        notes.add(
+            f"enormous document (over {ENORMOUS_CHARS:,} characters)", fix, place, f"{len(text):,} characters"
+        )
+    if "�" in text:
+        fix = "the file was read in a wrong encoding once: export it again as UTF-8"
+        notes.add("lost characters (U+FFFD)", fix, place, _around(text, text.index("�")))
+    elif (at := _mojibake(text)) is not None:
+        notes.add(
+            "mojibake (text read in a wrong encoding)",
+            "repair it with the step `unicode`",
+            place,
+            _around(text, at),
+        )
+    if match := _CONTROL.search(text):
+        notes.add(
+            "control characters",
+            "remove them with the step `unicode`",
+            place,
+            repr(_around(text, match.start())),
+        )
+
+
+def _mojibake(text: str) -> int | None:
+    """Where UTF-8 that was read as Latin-1 or cp1252 shows: a lead byte's letter, then continuation bytes' signs."""
+    match = _MOJIBAKE.search(text)
+    return match.start() if match else None
+
+
+_SIGN = "[\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]"  # continuation bytes
+_MOJIBAKE = re.compile(
+    "Â[\xa0-\xbf]"  # the signs of Latin-1; its controls are in no text
+    f"|Ã(?![\xa0»›’”…–—]){_SIGN}|Ã[»›’”…–—](?=\\w)|(?<![A-Z])Ã\xa0"  # but a word may end so: “IRMÔ
+    f"|â€{_SIGN}|ðŸ{_SIGN}{{2}}"  # quotes and dashes; emoji
+    "|[\xc2-\xf4][\x80-\x9f]"  # a letter, then a control: read as Latin-1
+    f"|(?:[\xc3-\xdf]{_SIGN}){{2}}|(?:[\xe0-\xef]{_SIGN}{{2}}){{2}}"  # two letters of another script
+)
+
+
+def _around(text: str, at: int) -> str:
+    return text[max(0, at - 30) : at + 30]
+
+
+def _check_conversation(
+    document: Document, tokenizer: Tokenizer | None, context: int | None, template: str, notes: _Notes
+) -> None:
+    from bessemer.data.chat import problems, render
+
+    assert document.messages is not None
+    found = problems(document.messages)
+    for what in found:
+        name, _, where = what.partition(": ")
+        notes.add(f"conversation: {name}", "correct or delete these conversations", document.place, where)
+    if found or tokenizer is None:
+        return
+    _, mask = render(document.messages, tokenizer, template)
+    if not any(mask):
+        fix = "give it an answer by the assistant, or delete it"
+        notes.add("conversation: no token of it is learnt", fix, document.place)
+    elif context is not None and not any(mask[:context]):  # a row's first input is an end of document
+        fix = f"shorten the prompt or raise data.context (now {context})"
+        notes.add(
+            "conversation: the answer lies past the context", fix, document.place, f"{len(mask):,} tokens"
+        )
+
+
+class _Copies:
+    """Finds documents that are equal but for white space, as `dedup_exact` does."""
+
+    def __init__(self) -> None:
+        self._hashes: list[np.ndarray[Any, Any]] = []
+        self._waiting: list[tuple[int, int, int]] = []
+        self._files: dict[str, int] = {}
+
+    def add(self, document: Document) -> None:
+        number = self._files.setdefault(document.file, len(self._files))
+        key = text_hash(" ".join(document.text.split()), 0)
+        self._waiting.append((key, number, document.row))
+        if len(self._waiting) >= 1 << 16:
+            self._flush()
+
+    def report(self, notes: _Notes) -> None:
+        self._flush()
+        if not self._hashes:
+            return
+        rows = np.concatenate(self._hashes)
+        _, first, inverse = np.unique(rows["key"], return_index=True, return_inverse=True)
+        names = list(self._files)
+        for i in np.flatnonzero(first[inverse] != np.arange(rows.size)).tolist():
+            copy, original = rows[i], rows[first[inverse[i]]]
+            notes.add(
+                "copy of an earlier document",
+                "drop copies with the step `dedup_exact` (near copies too with `dedup_minhash`)",
+                f"{names[copy['file']]}:{copy['row']}",
+                f"is {names[original['file']]}:{original['row']}",
+            )
+
+    def _flush(self) -> None:
+        if self._waiting:
+            kind = np.dtype([("key", "<u8"), ("file", "<u4"), ("row", "<u8")])
+            self._hashes.append(np.array(self._waiting, kind))
+            self._waiting = []
+
+
+def _compare_schemas(files: Sequence[FileEntry], source: SourceSpec, notes: _Notes) -> None:
+    """Fields that some rows have and others have not, or with another type."""
+    kinds: dict[str, Counter[str]] = {}
+    places: dict[tuple[str, str], str] = {}
+    lacking: dict[str, str] = {}  # the first row without a field
+    rows, first = 0, ""
+    for file in files:
+        if file.format != "jsonl":
+            continue
+        for row, record in _first_records(file, source):
+            place = f"{file.name}:{row}"
+            rows, first = rows + 1, first or place
+            for name in kinds:
+                if name not in record:
+                    lacking.setdefault(name, place)
+            for name, value in record.items():
+                if name not in kinds:
+                    if len(kinds) >= _SCHEMA_FIELDS:
+                        continue
+                    if rows > 1:
+                        lacking[name] = first
+                kind = "number" if type(value) in (int, float) else type(value).__name__
+                kinds.setdefault(name, Counter())[kind] += 1
+                places.setdefault((name, kind), place)
+    for name, counts in kinds.items():
+        typed = {kind: count for kind, count in counts.items() if kind != "NoneType"}
+        if len(typed) > 1:
+            rarest = min(typed, key=lambda kind: typed[kind])
+            listed = ", ".join(f"{count} {kind}" for kind, count in sorted(typed.items()))
+            what = f"mixed types in field {name!r}"
+            notes.add(what, "write one type", places[name, rarest], listed, typed[rarest])
+        wanted = name in (source.text_field, source.id_field, source.url_field, source.messages_field)
+        missing = rows - sum(counts.values())
+        if (
+            missing and not wanted and missing < rows / 2
+        ):  # a rare field is optional, a rarely missing one a slip
+            fix = "mixed schemas: check where these rows come from"
+            notes.add(f"rows without field {name!r}", fix, lacking[name], count=missing)
+
+
+def _first_records(file: FileEntry, source: SourceSpec) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with open_unpacked(file, source.storage, None) as opened:
+            for row, line in zip(range(1, _SCHEMA_ROWS + 1), opened, strict=False):
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue  # told with its reason when the documents are read
+                if isinstance(record, dict):
+                    yield row, record
+    except UNREADABLE:
+        return  # likewise

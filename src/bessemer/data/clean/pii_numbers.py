@@ -1,0 +1,200 @@
+"""Payment cards, IBANs and US social security numbers.
+
+Each has a check of its own (Luhn, mod 97, ranges that were never issued), so the shape may be written loosely.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from bessemer.data.clean.pii_scan import (
+    DASH,
+    Found,
+    Run,
+    is_joined,
+    is_name_sign,
+    last_cue,
+    stands_alone,
+    words_before,
+)
+
+# Words that say that the number after them is of another kind.
+OTHER_NUMBER = (
+    r"order|invoice|isbn|issn|serial|s/n|sn|part|ref|reference|case|ticket|tracking|sku|model|version|ver|build|"
+    r"revision|rev|bug|id|item|catalogue|catalog|lot|batch|patent|doi|pmid|account|acct|postcode|zip|ean|upc|gtin|"
+    r"imei|price|timestamp|date|section|figure|table|page|pages|pp|volume|vol|policy|claim|membership|licen[cs]e|"
+    r"registration|reg|vat|tax|checksum|hash|seed|matrix|formula|equation"
+)
+
+# --- payment cards -------------------------------------------------------------------------------------------------
+
+_CARD = re.compile(
+    r"(?<![0-9])(?:[0-9]{13,19}|"
+    rf"[0-9]{{4}}(?P<a>[ .]|{DASH})[0-9]{{4}}(?P=a)[0-9]{{4}}(?P=a)[0-9]{{1,4}}(?:(?P=a)[0-9]{{3}})?|"
+    rf"[0-9]{{4}}(?P<b>[ .]|{DASH})[0-9]{{6}}(?P=b)[0-9]{{4,5}})(?![0-9])"
+)
+_CARD_CUE = re.compile(r"(?P<card>card|visa|credit|debit|pan\b|maestro|karte|carte|tarjeta|carta\b)")
+_CARD_NEIGHBOUR = re.compile(r"[ .-](?=[A-Z]*[0-9])[0-9A-Z]{4}(?![0-9A-Za-z])")
+_LONG_BEFORE, _LONG_AFTER = re.compile(r"[0-9]{8}[ \t]{1,3}\Z"), re.compile(r"[ \t]{1,3}[0-9]{8}")
+# First digits from and to, and the lengths that were issued: (lengths that need no word before them, others).
+_ISSUERS: tuple[tuple[str, str, frozenset[int], frozenset[int]], ...] = tuple(
+    (first, last, frozenset(usual), frozenset(rare))
+    for first, last, usual, rare in (
+        ("4", "4", (16,), (13, 19)),  # Visa; 13 and 19 digits are more often article numbers and ids
+        ("51", "55", (16,), ()),  # Mastercard
+        ("2221", "2720", (16,), ()),
+        ("34", "34", (15,), ()),  # American Express
+        ("37", "37", (15,), ()),
+        ("6011", "6011", (16,), (17, 18, 19)),  # Discover
+        ("644", "649", (16,), (17, 18, 19)),
+        ("65", "65", (16,), (17, 18, 19)),
+        ("62", "62", (16,), (17, 18, 19)),  # UnionPay
+        ("3528", "3589", (16,), (17, 18, 19)),  # JCB
+        ("300", "305", (14,), (16,)),  # Diners Club
+        ("309", "309", (14,), (16,)),
+        ("36", "36", (14,), (16,)),
+        ("38", "39", (14,), (16,)),
+        ("5018", "5018", (16,), (13, 14, 15, 17, 18, 19)),  # Maestro
+        ("5020", "5020", (16,), (13, 14, 15, 17, 18, 19)),
+        ("5038", "5038", (16,), (13, 14, 15, 17, 18, 19)),
+        ("5893", "5893", (16,), (13, 14, 15, 17, 18, 19)),
+        ("6304", "6304", (16,), (13, 14, 15, 17, 18, 19)),
+        ("6759", "6759", (16,), (13, 14, 15, 17, 18, 19)),
+        ("6761", "6763", (16,), (13, 14, 15, 17, 18, 19)),
+    )
+)
+
+
+def luhn(digits: str) -> bool:
+    """The checksum of payment cards."""
+    total = 0
+    for place, digit in enumerate(reversed(digits)):
+        value = ord(digit) - 48
+        total += value if place % 2 == 0 else value * 2 - (9 if value > 4 else 0)
+    return total % 10 == 0
+
+
+def _issued(digits: str, said: bool) -> bool:
+    """Whether a card network issues such a number; `said`: a word before it speaks of cards."""
+    return any(
+        first <= digits[: len(first)] <= last and (len(digits) in usual or (said and len(digits) in rare))
+        for first, last, usual, rare in _ISSUERS
+    )
+
+
+def credit_cards(text: str, runs: list[Run]) -> Iterator[Found]:
+    """Card numbers of known networks and lengths whose Luhn checksum holds, together or in the groups of a card."""
+    for run in runs:
+        if run.end - run.start < 13:
+            continue
+        for match in _CARD.finditer(text, run.start, run.end):
+            start, end = match.span()
+            digits = re.sub("[^0-9]", "", match[0])
+            if not 13 <= len(digits) <= 19 or not luhn(digits) or len(set(digits)) == 1:
+                continue
+            said = bool(_CARD_CUE.search(words_before(text, start)))
+            if not _issued(digits, said) or not stands_alone(text, start, end) or is_joined(text, start, end):
+                continue
+            if not said and _beside_numbers(text, start, end):
+                continue
+            if match["a"] and (
+                _CARD_NEIGHBOUR.match(text, end)
+                or _CARD_NEIGHBOUR.match(text[max(0, start - 5) : start][::-1])
+            ):
+                continue  # a row of a table of four-digit numbers, or the middle of an IBAN
+            yield Found(start, end, digits)
+
+
+def _beside_numbers(text: str, start: int, end: int) -> bool:
+    """Whether the number stands in a row of long numbers, or after the sign for a number."""
+    before = text[max(0, start - 12) : start]
+    return before.endswith("#") or bool(_LONG_BEFORE.search(before) or _LONG_AFTER.match(text, end))
+
+
+# --- IBAN ----------------------------------------------------------------------------------------------------------
+
+# fmt: off
+_IBAN_LENGTH = {
+    "AD": 24, "AE": 23, "AL": 28, "AT": 20, "AZ": 28, "BA": 20, "BE": 16, "BG": 22, "BH": 22, "BI": 27, "BR": 29,
+    "BY": 28, "CH": 21, "CR": 22, "CY": 28, "CZ": 24, "DE": 22, "DJ": 27, "DK": 18, "DO": 28, "EE": 20, "EG": 29,
+    "ES": 24, "FI": 18, "FK": 18, "FO": 18, "FR": 27, "GB": 22, "GE": 22, "GI": 23, "GL": 18, "GR": 27, "GT": 28,
+    "HN": 28, "HR": 21, "HU": 28, "IE": 22, "IL": 23, "IQ": 23, "IS": 26, "IT": 27, "JO": 30, "KW": 30, "KZ": 20,
+    "LB": 28, "LC": 32, "LI": 21, "LT": 20, "LU": 20, "LV": 21, "LY": 25, "MC": 27, "MD": 24, "ME": 22, "MK": 19,
+    "MN": 20, "MR": 27, "MT": 31, "MU": 30, "NI": 28, "NL": 18, "NO": 15, "OM": 23, "PK": 24, "PL": 28, "PS": 29,
+    "PT": 25, "QA": 29, "RO": 24, "RS": 22, "RU": 33, "SA": 24, "SC": 31, "SD": 18, "SE": 24, "SI": 19, "SK": 24,
+    "SM": 27, "SO": 23, "ST": 25, "SV": 28, "TL": 23, "TN": 24, "TR": 26, "UA": 29, "VA": 22, "VG": 24, "XK": 20,
+    "YE": 30,
+}
+# fmt: on
+_IBAN = re.compile(
+    r"[A-Z][A-Z](?<![0-9A-Za-z_][A-Z][A-Z])[0-9]{2}[ \u00a0-]?[0-9A-Z]{4}(?:[ \u00a0-]?[0-9A-Z]){3,26}"
+)
+_LOWER_IBAN = re.compile(r"(?<![0-9A-Za-z_])[a-z][a-z][0-9]{2} ?[0-9a-z]{4}(?: ?[0-9a-z]){3,26}")
+
+
+def ibans(text: str, runs: list[Run]) -> Iterator[Found]:
+    """International bank account numbers: the country's length and the checksum have to hold.
+
+    Small letters are accepted after the word IBAN only.
+    """
+    yield from _ibans(text, _IBAN)
+    if "iban" in text or "IBAN" in text:
+        for found in _ibans(text, _LOWER_IBAN):
+            if "iban" in text[max(0, found.start - 20) : found.start].lower():
+                yield found
+
+
+def _ibans(text: str, pattern: re.Pattern[str]) -> Iterator[Found]:
+    at = 0
+    while match := pattern.search(text, at):
+        found = _iban(text, match.start(), match[0].upper())
+        at = found.end if found else match.start() + 2  # a match may reach into the next number
+        if found:
+            yield found
+
+
+def _iban(text: str, start: int, written: str) -> Found | None:
+    length = _IBAN_LENGTH.get(written[:2])
+    if length is None:
+        return None
+    kept: list[str] = []
+    end = start
+    for sign in written:  # the match may have run on into the next word
+        end += 1
+        if sign.isalnum():
+            kept.append(sign)
+            if len(kept) == length:
+                break
+    if len(kept) != length or (end < len(text) and is_name_sign(text[end])):
+        return None
+    value = "".join(kept)
+    number = "".join(str(int(sign, 36)) for sign in value[4:] + value[:4])
+    return Found(start, end, value) if int(number) % 97 == 1 else None
+
+
+# --- US social security numbers ------------------------------------------------------------------------------------
+
+_SSN = re.compile(r"(?<![0-9])([0-9]{3})([ -]?|[\u2010-\u2013])([0-9]{2})\2([0-9]{4})(?![0-9])")
+_SSN_CUE = re.compile(
+    rf"(?P<ssn>ssn\s?#?|social\s+sec[^#]*#?|soc\.?\s*sec|ss\s?#|taxpayer)|\b(?P<other>{OTHER_NUMBER})\b|(?P<sign>#)\s?\Z"
+)
+_NOT_ISSUED = {"078051120", "219099999"}  # printed in advertisements, and void for that
+
+
+def social_security(text: str, runs: list[Run]) -> Iterator[Found]:
+    """US social security numbers: 123-45-6789; with spaces or together only after the words for it."""
+    for run in runs:
+        if run.end - run.start < 9:
+            continue
+        for match in _SSN.finditer(text, run.start, run.end):
+            start, end = match.span()
+            area, gap, group, serial = match.groups()
+            digits = area + group + serial
+            if area in ("000", "666") or area[0] == "9" or group == "00" or serial == "0000":
+                continue
+            if digits in _NOT_ISSUED or not stands_alone(text, start, end) or is_joined(text, start, end):
+                continue
+            cue = last_cue(words_before(text, start), _SSN_CUE)
+            if cue == "ssn" or (not cue and gap and gap != " "):
+                yield Found(start, end, digits)

@@ -1,0 +1,264 @@
+"""Asks a scoring service over HTTP: within its rate limit, again when it fails, and never twice for the same text.
+
+The limit is kept by all workers of a machine together: before each request a worker takes the next turn in the
+file of answers. A service that asks for patience (Retry-After) gets it from all of them.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import xxhash
+
+from bessemer.data.clean.answers import Answers
+from bessemer.errors import UserError
+from bessemer.spec.clean.service import ServiceSpec
+
+_RETRIED = {408, 429, 500, 502, 503, 504}
+_MOST_ANSWER_BYTES = 64 << 20
+_SHOWN_CHARS = 200
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would turn the request into another one, and carry the key to another host."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class _Stopped(Exception):
+    """Another request has failed for good."""
+
+
+class Service:
+    """One service as a spec describes it. Nothing is asked, and no key is needed, before the first text."""
+
+    def __init__(self, spec: ServiceSpec, version: str = "") -> None:
+        self.spec = spec
+        parts = urlsplit(spec.url)
+        self.shown_url = (
+            f"{parts.scheme}://{parts.netloc}{parts.path}"  # parameters may hold what is not to be shown
+        )
+        self.answers = Answers(_cache_path(spec.cache))
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        asked = [spec.url, spec.request, spec.response, spec.batch > 1, version]
+        self._definition = json.dumps(asked, sort_keys=True).encode()
+
+    def scores(self, texts: Sequence[str], places: Sequence[str]) -> list[float]:
+        """A score for each text; `places` say where the texts come from, for messages.
+
+        What is known is taken from the file; the rest is asked for, `parallel` requests at a time. A failure that no
+        retry cures is a UserError; answers that came before it are kept.
+        """
+        sent = [self._cut(text) for text in texts]
+        keys = [xxhash.xxh3_128_digest(self._definition + b"\0" + text.encode()) for text in sent]
+        found = self.answers.get(list(dict.fromkeys(keys)))
+        first: dict[bytes, int] = {}
+        for i, key in enumerate(keys):
+            if key not in found:
+                first.setdefault(key, i)
+        missing = list(first.items())
+        batches = [missing[at : at + self.spec.batch] for at in range(0, len(missing), self.spec.batch)]
+        if batches:
+            found |= self._ask_all(batches, sent, places, self._key())
+        return [found[key] for key in keys]
+
+    def _ask_all(
+        self, batches: list[list[tuple[bytes, int]]], sent: list[str], places: Sequence[str], key: str
+    ) -> dict[bytes, float]:
+        found: dict[bytes, float] = {}
+        stop = threading.Event()
+
+        def ask(batch: list[tuple[bytes, int]]) -> None:
+            rows = [i for _, i in batch]
+            scores = self._ask([sent[i] for i in rows], places[rows[0]], key, stop)
+            answers = list(zip((answer_key for answer_key, _ in batch), scores, strict=True))
+            # Kept before this thread asks again: a kill loses what is on its way and nothing else.
+            self.answers.put(answers)
+            found.update(answers)
+
+        pool = ThreadPoolExecutor(min(self.spec.parallel, len(batches)))
+        failure: UserError | None = None
+        try:
+            for future in as_completed([pool.submit(ask, batch) for batch in batches]):
+                try:
+                    future.result()
+                except _Stopped:
+                    continue
+                except UserError as error:
+                    failure = failure or error
+                    stop.set()
+        finally:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+        if failure is not None:
+            raise failure
+        return found
+
+    def _ask(self, texts: list[str], place: str, key: str, stop: threading.Event) -> list[float]:
+        """The scores of one request, after as many attempts as the spec allows."""
+        body = json.dumps(_filled(self.spec.request, texts)).encode()
+        why = ""
+        for attempt in range(self.spec.retries + 1):
+            self._wait(0, stop)  # before a turn is taken: turns not used would hold up the next job
+            self._wait(self.answers.turn(self.shown_url, 1 / self.spec.requests_per_s), stop)
+            try:
+                with self._opener.open(self._request(body, key), timeout=self.spec.timeout) as answer:
+                    data = answer.read(_MOST_ANSWER_BYTES)
+                return self._read(data, len(texts), place, key)
+            except urllib.error.HTTPError as error:
+                with error:
+                    why = self._refused(error, place, key)
+                    pause_s = _retry_after(error.headers.get("Retry-After"))
+            except (OSError, http.client.HTTPException) as error:  # no connection, no answer, or half of one
+                if isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError):
+                    raise self._failed(f"its certificate is not valid ({error})", place, key) from error
+                why, pause_s = f"no answer ({getattr(error, 'reason', error) or type(error).__name__})", None
+            if attempt == self.spec.retries:
+                break
+            if pause_s is not None and pause_s > self.spec.longest_wait:
+                why += f", asking for a pause of {pause_s:.0f} s"
+                break
+            if pause_s is not None:
+                self.answers.hold(self.shown_url, pause_s)
+            backoff_s = min(self.spec.backoff * 2**attempt, self.spec.longest_wait)
+            self._wait(backoff_s if pause_s is None else pause_s, stop)
+        attempts = f"{attempt + 1} attempts" if attempt else "one attempt"
+        raise self._failed(f"{why} after {attempts}; run again later, or raise service.retries", place, key)
+
+    def _request(self, body: bytes, key: str) -> urllib.request.Request:
+        url, headers = self.spec.url, {"Content-Type": "application/json", "User-Agent": "bessemer"}
+        if key and self.spec.key_query:
+            url += f"{'&' if urlsplit(url).query else '?'}{quote(self.spec.key_query)}={quote(key, safe='')}"
+        elif key:
+            name, _, value = self.spec.key_header.partition(":")
+            headers[name] = value.strip().replace("{key}", key)
+        return urllib.request.Request(url, body, headers, method="POST")
+
+    def _refused(self, error: urllib.error.HTTPError, place: str, key: str) -> str:
+        """Why the service said no, if another attempt may help; otherwise raises."""
+        said = error.read(_MOST_ANSWER_BYTES)[: 4 * _SHOWN_CHARS].decode(errors="replace")
+        why = f"status {error.code}" + (f" ({_short(said)})" if said.strip() else "")
+        if error.code in _RETRIED:
+            return why
+        if error.code in (401, 403):
+            where = (
+                f"the environment variable {self.spec.key_env}" if self.spec.key_env else "service.key_env"
+            )
+            why += f"; check {where}"
+        elif 300 <= error.code < 400:
+            why += f"; it leads to {error.headers.get('Location', 'another place')}: set service.url to that"
+        else:
+            why += "; check service.request, or drop such documents with an earlier step"
+        raise self._failed(why, place, key) from error
+
+    def _read(self, data: bytes, count: int, place: str, key: str) -> list[float]:
+        try:
+            answer = json.loads(data)
+            found = _at(answer, (self.spec.response or "").split("."))
+            scores = found if self.spec.batch > 1 else [found]
+            if not isinstance(scores, list) or len(scores) != count:
+                raise ValueError(f"expected a list of {count} scores")
+            for score in scores:
+                if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+                    raise ValueError(f"a score is {_short(repr(score))}, not a number")
+            return [float(score) for score in scores]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            shown = _short(data[: 4 * _SHOWN_CHARS].decode(errors="replace"))
+            why = (
+                f"no score at {self.spec.response!r} of its answer ({error}): {shown}; check service.response"
+            )
+            raise self._failed(why, place, key) from error
+
+    def _failed(self, why: str, place: str, key: str) -> UserError:
+        message = f"{self.shown_url}: {why} (asked about {place})"
+        for secret in {key, quote(key, safe="")} - {""}:  # a service may repeat what it was sent
+            message = message.replace(secret, "***")
+        return UserError(message)
+
+    def _key(self) -> str:
+        name = self.spec.key_env
+        if name is None:
+            return ""
+        key = os.environ.get(name, "").strip()
+        if not key:
+            raise UserError(f"{self.shown_url}: its key is missing: set the environment variable {name}")
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(f"the environment variable {name} holds characters that no key has; set it again")
+        return key
+
+    def _cut(self, text: str) -> str:
+        most = self.spec.max_bytes
+        return text if most is None else text.encode()[:most].decode(errors="ignore")
+
+    @staticmethod
+    def _wait(wait_s: float, stop: threading.Event) -> None:
+        if stop.wait(wait_s) if wait_s > 0 else stop.is_set():
+            raise _Stopped
+
+
+def _cache_path(cache: str) -> Path:
+    if cache != "auto":
+        return Path(cache).expanduser().absolute()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser().absolute() / "bessemer" / "service-answers.sqlite"
+
+
+def _filled(template: Any, texts: list[str]) -> Any:
+    """The request with the text, or the list of texts, in place."""
+    if isinstance(template, dict):
+        return {name: _filled(value, texts) for name, value in template.items()}
+    if isinstance(template, list):
+        return [_filled(value, texts) for value in template]
+    if template == "{texts}":
+        return texts
+    return texts[0] if template == "{text}" else template
+
+
+def _at(answer: Any, path: list[str]) -> Any:
+    """What stands at a path: names of fields, numbers for places in lists, * for all places of a list."""
+    for k, step in enumerate(path):
+        if step == "*":
+            if not isinstance(answer, list):
+                raise ValueError("there is no list at *")
+            return [_at(item, path[k + 1 :]) for item in answer]
+        if isinstance(answer, list):
+            answer = answer[int(step)]
+        elif isinstance(answer, dict) and step in answer:
+            answer = answer[step]
+        else:
+            raise ValueError(f"there is no {step!r}")
+    return answer
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds, from a number of them or from a date."""
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value)) if not value.strip().endswith("GMT") else _until(value)
+    except (ValueError, TypeError):
+        return None
+
+
+def _until(date: str) -> float:
+    return max(0.0, parsedate_to_datetime(date).timestamp() - time.time())
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

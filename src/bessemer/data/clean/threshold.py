@@ -1,0 +1,185 @@
+"""Which documents a step keeps by their scores, and what it reports: the part that all scoring steps share.
+
+A step collects {"ordinal", "score"}; `Threshold` resolves `keep: best 25%` over the corpus or each source, and turns
+the rulings into outcomes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+
+from bessemer.data.clean.selection import Floats, Ints, Ranking, best, in_groups, score_of, scored
+from bessemer.data.document import Document
+from bessemer.data.step import Arrays, Collected, Drop, Each, Outcome
+from bessemer.spec.clean.score import Bounds, best_share
+
+BINS = 20  # of the histogram in the report
+_DIGITS = 6  # of a score as a label
+
+
+class Threshold:
+    """`parts` names shares from the best down, each document being labelled with the one that it falls in."""
+
+    def __init__(
+        self,
+        name: str,
+        keep: float | Bounds | str | None,
+        per: Literal["corpus", "source"],
+        seed: int,
+        lower_is_better: bool = False,
+        parts: Sequence[tuple[str, float]] = (),
+    ) -> None:
+        self.name, self.per = name, per
+        least = Bounds(min=keep, max=None) if isinstance(keep, float) else None
+        self.bounds = keep if isinstance(keep, Bounds) else least
+        self.ranking = Ranking(lower_is_better, seed)
+        self.shares: dict[str, Fraction] = {}
+        if isinstance(keep, str):
+            self.shares["keep"] = _exact(best_share(keep) or 0.0)
+        reached = Fraction()
+        for part, share in parts:
+            reached += _exact(share)
+            self.shares[part] = reached
+        self.parts = [part for part, _ in parts]
+
+    def collected(self, scores: Floats, ordinals: Ints) -> Arrays:
+        assert scores.dtype == np.float64 and np.isfinite(scores).all()
+        return {"ordinal": np.asarray(ordinals, dtype=np.int64), "score": scores}
+
+    def resolve(self, collected: Sequence[Collected], each: Each) -> tuple[Iterator[Arrays], dict[str, Any]]:
+        """The rulings are loaded as they are asked for. Reads the collected files twice, and for each share two to four
+        times more."""
+        groups: dict[str, list[Collected]] = {}
+        for part in collected:
+            groups.setdefault(self._group(part), []).append(part)
+        found = {name: self._resolve(group, each) for name, group in groups.items()}
+        cuts = {name: cut for name, (cut, _) in found.items()}
+        summaries = {name: summary for name, (_, summary) in found.items()}
+        about = (
+            {"sources": summaries} if self.per == "source" else summaries.get("", {"documents": 0, "kept": 0})
+        )
+        return (_ruling(part, cuts[self._group(part)]) for part in collected), about
+
+    def _group(self, part: Collected) -> str:
+        return part.source if self.per == "source" else ""
+
+    def _resolve(self, group: list[Collected], each: Each) -> tuple[Arrays, dict[str, Any]]:
+        tasks = in_groups(group)
+        surveys = each(_survey, tasks)
+        total = sum(survey[0] for survey in surveys)
+        if not total:
+            return {}, {"documents": 0, "kept": 0}
+        lowest, highest = min(survey[1] for survey in surveys), max(survey[2] for survey in surveys)
+        counted = each(_count, [(task, lowest, highest, _limits(self.bounds)) for task in tasks])
+        kept = sum(count for _, count in counted)
+        cuts = {
+            name: best(group, math.ceil(share * total), total, self.ranking, each)
+            for name, share in self.shares.items()
+            if share > 0
+        }
+        summary: dict[str, Any] = {
+            "documents": total,
+            "lowest": lowest,
+            "highest": highest,
+            "histogram": sum(counts for counts, _ in counted).tolist(),
+        }
+        if "keep" in self.shares:
+            kept = math.ceil(self.shares["keep"] * total)
+            summary["threshold"] = score_of(cuts["keep"], self.ranking)
+        elif self.bounds:
+            limits = [limit for limit in (self.bounds.min, self.bounds.max) if limit is not None]
+            summary["threshold"] = limits[0] if len(limits) == 1 else limits
+        for part in self.parts:
+            if part in cuts:
+                summary[f"{part}_threshold"] = score_of(cuts[part], self.ranking)
+        return cuts, summary | {"kept": kept, "kept_share": kept / total}
+
+    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
+        scores = ruling["score"][ordinals]
+        assert not np.isnan(scores).any(), "a document was not scored"
+        part = int(ruling["part"][0])
+        dropped = self._dropped(scores, part, ordinals, ruling)
+        parts = [
+            (name, self.ranking.reach(scores, part, ordinals, ruling[name]))
+            for name in self.parts
+            if name in ruling
+        ]
+        outcomes: list[Outcome] = []
+        for i, document in enumerate(documents):
+            score = round(float(scores[i]), _DIGITS)
+            if dropped[i]:
+                outcomes.append(Drop(dropped[i], score))
+                continue
+            document.labels[self.name] = score
+            if self.parts:
+                reached = (name for name, those in parts if those[i])
+                document.labels[f"{self.name}_part"] = next(reached, "tail")
+            outcomes.append(None)
+        return outcomes
+
+    def _dropped(self, scores: Floats, part: int, ordinals: Ints, ruling: Arrays) -> list[str]:
+        """Why each document goes; empty for those that stay."""
+        if "keep" in self.shares:
+            kept = self.ranking.reach(scores, part, ordinals, ruling["keep"])
+            side = "above" if self.ranking.lower_is_better else "below"
+            of = " of its source" if self.per == "source" else ""
+            why = f"{self.name} {side} the best {float(self.shares['keep'] * 100):g} %{of}"
+            return ["" if stays else why for stays in kept.tolist()]
+        if self.bounds is None:
+            return [""] * scores.size
+        low, high = _limits(self.bounds)
+        below = np.where(scores < low, f"{self.name} below {low:g}", "")
+        reasons: list[str] = np.where(scores > high, f"{self.name} above {high:g}", below).tolist()
+        return reasons
+
+
+def _exact(share: float) -> Fraction:
+    """0.1 as a tenth: the nearest binary fraction would keep 4 of 30 documents."""
+    return Fraction(repr(share))
+
+
+def _limits(bounds: Bounds | None) -> tuple[float, float]:
+    if bounds is None:
+        return -math.inf, math.inf
+    return (
+        -math.inf if bounds.min is None else bounds.min,
+        math.inf if bounds.max is None else bounds.max,
+    )
+
+
+def _survey(group: list[Collected]) -> tuple[int, float, float]:
+    """How many scores there are, the lowest and the highest."""
+    count, lowest, highest = 0, math.inf, -math.inf
+    for part in group:
+        _, scores = scored(part)
+        if scores.size:
+            count += scores.size
+            lowest, highest = min(lowest, float(scores.min())), max(highest, float(scores.max()))
+    return count, lowest, highest
+
+
+def _count(task: tuple[list[Collected], float, float, tuple[float, float]]) -> tuple[Ints, int]:
+    """A histogram between the lowest and the highest score, and how many lie within the limits."""
+    group, lowest, highest, (low, high) = task
+    counts, kept = np.zeros(BINS, dtype=np.int64), 0
+    width = highest / BINS - lowest / BINS  # the difference itself may be too large for a float
+    for part in group:
+        _, scores = scored(part)
+        with np.errstate(all="ignore"):
+            bins = np.nan_to_num((scores - lowest) / width, posinf=BINS)
+        counts += np.bincount(np.clip(bins, 0, BINS - 1).astype(np.int64), minlength=BINS)
+        kept += int(((scores >= low) & (scores <= high)).sum())
+    return counts, kept
+
+
+def _ruling(part: Collected, cuts: Arrays) -> Arrays:
+    """The part's scores by ordinal, NaN in the gaps, with the cuts that they have to reach."""
+    ordinals, scores = scored(part)
+    dense = np.full(part.documents, np.nan)
+    dense[ordinals] = scores
+    return {"score": dense, "part": np.array([part.part], dtype=np.int64), **cuts}

@@ -1,0 +1,148 @@
+"""The `toxicity` step: documents or lines with words of a list, or that a trained classifier finds toxic.
+
+A text is cut into words once and looked up in a table; only phrases whose first word occurs are then searched exactly.
+So a list of hundreds of words costs no more than one of ten.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import xxhash
+
+from bessemer.data.clean.lists import ListFile
+from bessemer.data.document import Document
+from bessemer.data.step import Drop, Outcome
+from bessemer.errors import UserError
+from bessemer.spec.clean.sift import ToxicitySpec
+
+ANY = "any"
+TOXIC = "toxic"
+_REASON = "offensive words"
+_WORD = re.compile(r"\w+")
+# Scripts that are written without spaces: their words are found inside longer runs, as C4 did for ja, th and zh.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
+)
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """Phrases by their first word, each with the pattern that finds it; and those that need no word boundaries."""
+
+    by_word: dict[str, tuple[re.Pattern[str], ...]]
+    anywhere: re.Pattern[str] | None
+
+    def count(self, text: str) -> int:
+        """Hits in a text that is in small letters."""
+        hits = 0
+        for word in self.by_word.keys() & set(_WORD.findall(text)):
+            hits += sum(len(pattern.findall(text)) for pattern in self.by_word[word])
+        return hits + (len(self.anywhere.findall(text)) if self.anywhere else 0)
+
+
+def make_lexicon(phrases: Sequence[str]) -> Lexicon:
+    """Whole words and phrases, whatever their case and spacing; in scripts without spaces, anywhere."""
+    by_word: dict[str, list[re.Pattern[str]]] = {}
+    anywhere: list[str] = []
+    for phrase in sorted({" ".join(phrase.lower().split()) for phrase in phrases} - {""}):
+        spaced = r"\s+".join(map(re.escape, phrase.split(" ")))
+        first = _WORD.search(phrase)
+        if first is None or _UNSPACED.search(phrase):
+            anywhere.append(spaced)
+        else:
+            by_word.setdefault(first[0], []).append(re.compile(rf"(?<!\w){spaced}(?!\w)"))
+    # Longest first: of two phrases that begin alike, the longer is the hit.
+    longest = sorted(anywhere, key=lambda pattern: (-len(pattern), pattern))
+    return Lexicon(
+        {word: tuple(patterns) for word, patterns in by_word.items()},
+        re.compile("|".join(longest)) if longest else None,
+    )
+
+
+class Toxicity:
+    """Labels `toxic_words` (hits of the list) and `toxicity` (the classifier's probability), and drops by them."""
+
+    version = 1
+
+    def __init__(self, spec: ToxicitySpec, seed: int) -> None:
+        self.spec = spec
+        self._seed = seed
+        files = {name: ListFile.of(path, f"toxicity.lexicons.{name}") for name, path in spec.lexicons.items()}
+        self._lexicons = {name: _read(file, tuple(spec.allow)) for name, file in files.items()}
+        self.identity = "/".join(file.content() for file in files.values())
+        self._scores: Callable[[Sequence[str]], Sequence[float]] | None = None
+        if spec.classifier is not None:
+            self._scores = _classifier(spec.classifier)
+            self.identity += "/" + ListFile.of(spec.classifier, "toxicity.classifier").content()
+
+    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
+        outcomes = [self._by_words(document) for document in documents]
+        if self._scores is None:
+            return outcomes
+        # Every document, also those that go: what a document scores must not depend on its batch.
+        scores = self._scores([document.text for document in documents])
+        for place, (document, score) in enumerate(zip(documents, scores, strict=True)):
+            document.labels["toxicity"] = round(score, 4)
+            if (
+                not isinstance(outcomes[place], Drop)
+                and score > self.spec.max_score
+                and not self._spared(document)
+            ):
+                outcomes[place] = Drop("toxic by the classifier", round(score, 4))
+        return outcomes
+
+    def _by_words(self, document: Document) -> Outcome:
+        language = str(document.labels.get("language", self.spec.default_language))
+        lexicons = [self._lexicons[name] for name in (language, ANY) if name in self._lexicons]
+        if not lexicons:
+            return None
+        text = document.text.lower()
+        hits = sum(lexicon.count(text) for lexicon in lexicons)
+        if not hits:
+            return None
+        document.labels["toxic_words"] = hits
+        words = len(_WORD.findall(text)) or 1
+        if hits < self.spec.min_hits or hits / words < self.spec.min_share or self._spared(document):
+            return None
+        if self.spec.action == "drop":
+            return Drop(_REASON, hits)
+        return self._without_lines(document.text, lexicons)
+
+    def _without_lines(self, text: str, lexicons: Sequence[Lexicon]) -> Outcome:
+        lines = text.split("\n")
+        kept = [line for line in lines if not any(lexicon.count(line.lower()) for lexicon in lexicons)]
+        if len(kept) == len(lines):
+            return None  # a phrase across two lines
+        return "\n".join(kept) if any(line.strip() for line in kept) else Drop(_REASON, "in every line")
+
+    def _spared(self, document: Document) -> bool:
+        """Whether the document belongs to the share that is kept: the same ones in every run and on every machine."""
+        if not self.spec.keep_fraction:
+            return False
+        return xxhash.xxh3_64_intdigest(document.text.encode(), self._seed) < self.spec.keep_fraction * 2**64
+
+
+def _classifier(path: str) -> Callable[[Sequence[str]], Sequence[float]]:
+    """The probability of the class `toxic` for each text."""
+    from bessemer.data.clean.linear import load
+
+    model = load(path)
+    if TOXIC not in model.labels:
+        known = ", ".join(model.labels)
+        raise UserError(
+            f"toxicity.classifier: {path} knows {known} and no class {TOXIC}; name one of the folders so"
+        )
+    column = model.labels.index(TOXIC)
+    return lambda texts: [float(row[column]) for row in model.probabilities(texts)]
+
+
+@lru_cache(maxsize=64)
+def _read(file: ListFile, allow: tuple[str, ...]) -> Lexicon:
+    phrases = [line for _, line in file.lines() if line.lower() not in allow]
+    if not phrases:
+        raise UserError(f"toxicity: {file.path} holds no words; write one word or phrase a line")
+    return make_lexicon(phrases)

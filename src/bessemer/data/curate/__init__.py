@@ -1,0 +1,1 @@
+"""The steps of a spec, run over a corpus: divided into parts, cached, resumed, reported."""

@@ -1,0 +1,172 @@
+"""Bringing records with equal keys together, on disk: the out-of-core half of every deduplication step.
+
+A part's records are sorted by key into a run. The range of keys is cut into buckets, so that a bucket's records from
+all runs fit in memory; what a bucket holds is then grouped on its own, by any worker. Keys are hashes, so buckets are
+even. The number of buckets follows from the number of documents, never from the number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bessemer.data.step import Arrays, Collected
+from bessemer.errors import UserError
+
+Records = npt.NDArray[Any]  # structured; the field `key` is what they are brought together by
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+BUCKET_BYTES = 8 << 20  # grouping takes some four times as much
+_MOST_BUCKETS = 1 << 16
+_RECORD_BITS = 40  # of a position: a part has fewer than 10^12 records, a corpus fewer than 8 million parts
+
+
+def load(part: Collected, names: Sequence[str]) -> Arrays:
+    """Some arrays of what was collected of a part; empty where no document of it was left to collect from."""
+    try:
+        with np.load(part.path, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in names} if arrays.files else {}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise _damaged(part, f"cannot be read ({error})") from error
+    ordinals = found.get("ordinal", np.empty(0, np.int64))
+    inside = not ordinals.size or (int(ordinals[0]) >= 0 and int(ordinals[-1]) < part.documents)
+    if not inside or (np.diff(ordinals) < 1).any():
+        raise _damaged(part, f"numbers its documents otherwise than the {part.documents:,} of the part")
+    return found
+
+
+def load_columns(part: Collected, names: Sequence[str]) -> Arrays:
+    """As `load`, of arrays that have a record for each document."""
+    found = load(part, names)
+    if len({array.shape[0] for array in found.values()}) > 1:
+        sizes = ", ".join(f"{name} {array.shape[0]:,}" for name, array in found.items())
+        raise _damaged(part, f"is cut short ({sizes} records)")
+    return found
+
+
+def count_records(collected: Sequence[Collected], name: str) -> int:
+    """The length of an array over all parts; only its header is read."""
+    total = 0
+    for part in collected:
+        try:
+            with zipfile.ZipFile(part.path) as archive:
+                if f"{name}.npy" not in archive.namelist():
+                    continue
+                with archive.open(f"{name}.npy") as file:
+                    np.lib.format.read_magic(file)
+                    total += np.lib.format.read_array_header_1_0(file)[0][0]
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise _damaged(part, f"cannot be read ({error})") from error
+    return total
+
+
+def _damaged(part: Collected, what: str) -> UserError:
+    return UserError(
+        f"{part.path}: what was collected of part {part.part} of source {part.source!r} {what}; "
+        "delete this file and run again"
+    )
+
+
+def numbering(collected: Sequence[Collected]) -> Ints:
+    """The number of each part's first document in the corpus, and the number of all."""
+    return np.cumsum([0, *(part.documents for part in collected)], dtype=np.int64)
+
+
+def bucket_count(records: int, dtype: np.dtype[Any]) -> int:
+    return min(max(1, -(-records * dtype.itemsize // BUCKET_BYTES)), _MOST_BUCKETS)
+
+
+def hash_bounds(buckets: int) -> Words:
+    """Where even buckets of hashes begin, but for the first."""
+    return np.array([-(-(bucket << 32) // buckets) << 32 for bucket in range(1, buckets)], np.uint64)
+
+
+def position(part: int) -> int:
+    """The first of the positions of a part's records: of record i, this + i. Positions follow the corpus's order."""
+    return part << _RECORD_BITS
+
+
+def part_bounds(parts: int) -> Words:
+    """Buckets for keys that are positions: one for each part."""
+    return np.array([position(part) for part in range(1, parts)], np.uint64)
+
+
+def write_run(folder: Path, run: int, records: Records, bounds: Words) -> None:
+    """Sorted by key, with the place where each bucket begins."""
+    ordered = records[np.argsort(records["key"])]
+    write_sorted(folder, run, ordered["key"], [ordered], bounds)
+
+
+def write_sorted(folder: Path, run: int, keys: Words, blocks: Iterable[Records], bounds: Words) -> None:
+    """As `write_run`, of records that come in order, block by block. Files appear at once, so that a worker may die and
+    its task be done again."""
+    index = np.concatenate([[0], np.searchsorted(keys, bounds), [keys.size]]).astype(np.int64)
+    write_whole(_run(folder, run, "index"), [index])
+    write_whole(_run(folder, run, "run"), blocks)
+
+
+def bucket_size(folder: Path, runs: int, bucket: int) -> int:
+    """How many records a bucket has."""
+    return sum(stop - start for start, stop in _segments(folder, runs, bucket))
+
+
+def read_bucket(folder: Path, runs: int, bucket: int, dtype: np.dtype[Any]) -> Iterator[Records]:
+    """A bucket's records, run after run, in pieces of at most 2 * BUCKET_BYTES or one run's share: one piece, where a
+    bucket has its usual size, as it has unless very many records share one key."""
+    piece: list[tuple[int, int, int]] = []
+    size = 0
+    for run, (start, stop) in enumerate(_segments(folder, runs, bucket)):
+        if piece and (size + stop - start) * dtype.itemsize > 2 * BUCKET_BYTES:
+            yield _read(folder, piece, size, dtype)
+            piece, size = [], 0
+        if stop > start:
+            piece.append((run, start, stop))
+            size += stop - start
+    if piece:
+        yield _read(folder, piece, size, dtype)
+
+
+def _segments(folder: Path, runs: int, bucket: int) -> list[tuple[int, int]]:
+    """Where a bucket begins and ends in each run."""
+    kind = np.dtype(np.int64)
+    found = [read_items(_run(folder, run, "index"), kind, bucket, 2).tolist() for run in range(runs)]
+    return [(start, stop) for start, stop in found]
+
+
+def _read(folder: Path, piece: Sequence[tuple[int, int, int]], size: int, dtype: np.dtype[Any]) -> Records:
+    records = np.empty(size, dtype)
+    at = 0
+    for run, start, stop in piece:
+        records[at : at + stop - start] = read_items(_run(folder, run, "run"), dtype, start, stop - start)
+        at += stop - start
+    return records
+
+
+def write_whole(path: Path, blocks: Iterable[npt.NDArray[Any]]) -> None:
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    with open(temporary, "wb") as file:
+        for block in blocks:
+            block.tofile(file)
+    os.replace(temporary, path)
+
+
+def read_items(path: Path, dtype: np.dtype[Any], start: int, count: int) -> npt.NDArray[Any]:
+    """So many items of a file; fewer than asked for is an error, never a shorter answer."""
+    items = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
+    if items.size != count:
+        raise UserError(
+            f"{path}: cut short at item {start + items.size:,}; see that the disk has space, run again"
+        )
+    return items
+
+
+def _run(folder: Path, run: int, kind: str) -> Path:
+    return folder / f"{run:06d}.{kind}"

@@ -1,0 +1,26 @@
+"""The first step of the data path: which files a source names, how they divide into parts, and their documents.
+
+Everything streams: memory is bounded by the largest document, never by the size of a file or of the corpus. A part
+depends on the files alone, so any number of workers reads the same parts.
+"""
+
+from bessemer.data.document import BadRow, Document
+from bessemer.data.read.divide import divide
+from bessemer.data.read.entry import FileEntry, Part, Piece
+from bessemer.data.read.find import list_files
+from bessemer.data.read.part import read_documents, read_part
+from bessemer.data.read.secrets import check_storage, shown
+
+__all__ = [
+    "BadRow",
+    "Document",
+    "FileEntry",
+    "Part",
+    "Piece",
+    "check_storage",
+    "divide",
+    "list_files",
+    "read_documents",
+    "read_part",
+    "shown",
+]

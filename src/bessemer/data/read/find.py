@@ -1,0 +1,157 @@
+"""Which files a source names: paths, globs, folders and URLs, sorted, each once.
+
+What a path or glob names itself is always taken; what a walk of a folder finds has to match `include`, or else the
+extensions of the format.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from bessemer.data.read.entry import FileEntry
+from bessemer.data.read.folder import Folder, choose
+from bessemer.data.read.names import format_of_file
+from bessemer.data.read.remote import Found, Place, is_url, protocol_of
+from bessemer.data.read.secrets import check_storage, redacted, shown
+from bessemer.errors import UserError
+
+if TYPE_CHECKING:
+    from bessemer.spec.data import Format, SourceSpec
+
+_SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}  # and hidden ones, such as .git
+
+
+def list_files(source: SourceSpec) -> list[FileEntry]:
+    """Every file that the source names. A folder is walked without following links to folders.
+
+    Of a saved Hugging Face dataset and of MDS, the files are those that their own index names; of a DatasetDict with
+    a split `train`, those of that split unless `include` asks for others.
+    """
+    check_storage(source.storage)
+    entries: dict[str, FileEntry] = {}
+
+    def take(found: Found, kind: Format) -> None:
+        entries[found.path] = FileEntry(found.path, found.size_bytes, kind, found.mtime_ns, found.version)
+
+    for pattern in source.path:
+        if is_url(pattern) and protocol_of(pattern) not in ("file", "local"):
+            try:
+                _list_remote(pattern, source, take)
+            except OSError as error:
+                raise UserError(f"{shown(pattern)}: cannot be listed ({redacted(error)})") from error
+        else:
+            _list_local(pattern.partition("://")[2] or pattern, source, take)
+    return [entries[path] for path in sorted(entries)]
+
+
+def _list_local(pattern: str, source: SourceSpec, take: Callable[[Found, Format], None]) -> None:
+    for path in _expand(pattern):
+        if os.path.isdir(path):
+            for found, kind in choose(_local_folder(path), source):
+                take(found, kind)
+        else:
+            take(_stat(path), _format(path, source))
+
+
+def _list_remote(pattern: str, source: SourceSpec, take: Callable[[Found, Format], None]) -> None:
+    place = Place.of(pattern, source.storage)
+    web = protocol_of(pattern) in ("http", "https")
+    magic = glob.has_magic(place.path) and (
+        "*" in place.path or not web
+    )  # a web address has `?` before its query
+    matched: dict[str, Found | None] = place.expand() if magic else {}
+    if not matched and web and urlsplit(pattern).path.endswith("/"):
+        matched = {place.path: None}
+    if not matched:
+        try:
+            matched = {place.path: place.describe()}
+        except FileNotFoundError:
+            raise _missing_remote(place, magic) from None
+    for path, found in matched.items():
+        if found is not None:
+            take(found, _format(urlsplit(path).path if web else path, source))
+            continue
+        files = {name: inner for name, inner in place.walk(path).items() if not _skipped(name)}
+        root = shown(place.prefix + path).rstrip("/")
+        for inner, kind in choose(Folder(root, files, place.read_small, place.read_heads), source):
+            take(inner, kind)
+
+
+def _format(path: str, source: SourceSpec) -> Format:
+    return format_of_file(shown(path)) if source.format == "auto" else source.format
+
+
+def _stat(path: str) -> Found:
+    stat = os.stat(path)
+    return Found(path, stat.st_size, stat.st_mtime_ns)
+
+
+def _expand(pattern: str) -> list[str]:
+    path = os.path.abspath(os.path.expanduser(pattern))
+    if os.path.exists(path):
+        return [path]
+    if glob.has_magic(path):
+        matches = sorted(match for match in glob.glob(path, recursive=True) if os.path.exists(match))
+        if matches:
+            return matches
+    parent = os.path.dirname(path)
+    while not os.path.isdir(parent):
+        parent = os.path.dirname(parent)
+    try:
+        names = sorted(os.listdir(parent))
+    except OSError:
+        names = []
+    raise _missing(path, parent, names, glob.has_magic(path))
+
+
+def _missing_remote(place: Place, magic: bool) -> UserError:
+    parent = place.path.rstrip("/").rpartition("/")[0]
+    while glob.has_magic(parent):
+        parent = parent.rpartition("/")[0]
+    names = place.names_in(parent) if parent else []
+    return _missing(shown(place.url), shown(place.prefix + parent), names, magic)
+
+
+def _missing(path: str, parent: str, names: list[str], magic: bool) -> UserError:
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    what = "nothing matches" if magic else "no such file or folder:"
+    return UserError(f"{what} {path}; {parent} holds {listed or 'nothing readable'}; correct the path")
+
+
+def _skipped(name: str) -> bool:
+    *folders, own = name.split("/")
+    return own.startswith(".") or any(part.startswith(".") or part in _SKIPPED_FOLDERS for part in folders)
+
+
+def _refuse(error: OSError) -> None:
+    raise UserError(
+        f"{error.filename}: cannot be listed ({error.strerror}); allow it or leave it out"
+    ) from error
+
+
+def _local_folder(root: str) -> Folder:
+    files = {}
+    for folder, folders, names in os.walk(root, onerror=_refuse):
+        folders[:] = [name for name in folders if not _skipped(f"{name}/x")]
+        relative = os.path.relpath(folder, root)
+        for name in names:
+            path = os.path.join(folder, name)
+            if not _skipped(name) and os.path.isfile(path):
+                files[name if relative == "." else f"{relative}/{name}"] = _stat(path)
+
+    def heads(paths: list[str], size_bytes: int) -> list[bytes]:
+        found = []
+        for path in paths:
+            with open(path, "rb") as file:
+                found.append(file.read(size_bytes))
+        return found
+
+    def read(path: str) -> bytes:
+        with open(path, "rb") as file:
+            return file.read()
+
+    return Folder(root, files, read, heads)

@@ -1,0 +1,65 @@
+"""Which characters the bytes of an HTML page stand for, as browsers decide it."""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+_META = re.compile(rb"<meta[^>]{0,500}?charset\s*=\s*[\"']?\s*([A-Za-z0-9_:.+-]{2,40})", re.IGNORECASE)
+_XML = re.compile(rb"^\s*<\?xml[^>]{0,200}?encoding\s*=\s*[\"']([A-Za-z0-9_:.+-]{2,40})", re.IGNORECASE)
+_HEAD_BYTES = 4096  # browsers look at 1024; real pages put scripts first
+# The superset that browsers use for each name, as Python spells it.
+_SUPERSETS = {
+    "ascii": "cp1252",
+    "iso8859-1": "cp1252",
+    "iso8859-9": "cp1254",
+    "iso8859-11": "cp874",
+    "tis-620": "cp874",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+    "big5": "big5hkscs",
+}
+_PLAIN = re.compile(
+    r"utf-8|utf-16(-le|-be)?|cp125\d|cp866|cp874|cp932|cp949|iso8859-\d+|koi8-[ru]|mac-(roman|cyrillic)|gb18030"
+    r"|big5hkscs|euc_jp|iso2022_jp"
+)
+
+
+def decode_html(data: bytes, declared: str = "") -> str:
+    """A page's text. `declared` is the charset of the HTTP header.
+
+    A byte-order mark wins. Then valid UTF-8 is taken for UTF-8 whatever the page declares, since text in another
+    encoding is hardly ever valid UTF-8 by chance; else the declared encoding, and else Windows-1252.
+    """
+    for mark, name in (
+        (codecs.BOM_UTF8, "utf-8"),
+        (codecs.BOM_UTF16_LE, "utf-16-le"),
+        (codecs.BOM_UTF16_BE, "utf-16-be"),
+    ):
+        if data.startswith(mark):
+            return data[len(mark) :].decode(name, "replace")
+    in_page = _XML.search(data[:_HEAD_BYTES]) or _META.search(data[:_HEAD_BYTES])
+    by_header = _codec(declared)
+    # What a page says of itself cannot be UTF-16, or it could not have been read.
+    by_page = _codec(in_page.group(1).decode("ascii")) if in_page else ""
+    named = by_header or ("" if by_page.startswith("utf-16") else by_page)
+    if (
+        named.startswith("utf-16") or named == "iso2022_jp"
+    ):  # these may be valid UTF-8 and mean something else
+        return data.decode(named, "replace")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data.decode(named or "cp1252", "replace")
+
+
+def _codec(name: str) -> str:
+    """Python's codec for a charset's name, or nothing where it is unknown or no encoding of text."""
+    try:
+        found = codecs.lookup(name.strip(" \t\"'")).name if name else ""
+    except (LookupError, ValueError):
+        return ""
+    found = _SUPERSETS.get(found, found)
+    return found if _PLAIN.fullmatch(found) else ""

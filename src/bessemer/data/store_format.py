@@ -1,0 +1,192 @@
+"""The files of a token store: their layout, the `.json` that commits them, and the fingerprint of their content.
+
+A store is a group of files with one prefix. `.bin` and `.idx` are Megatron-LM's indexed dataset, one sequence per
+document, so Megatron and NeMo can train from them too; the others are ours:
+
+    .bin      token ids, document after document
+    .idx      header, int32 lengths, int64 byte offsets, int64 document numbers
+    .starts   int64 token offset of every document, and the end. The same offsets stand in the .idx, but at an odd
+              byte: numpy then copies the whole array for every search (0.6 ms per million documents instead of 0.004)
+    .origins  per document: number of the file, row, hash of the text
+    .files    the paths that the origins number, as a table of strings
+    .mask     only where targets are masked: which tokens count as targets (see token_mask.py)
+    .ids      only where documents have ids of their own: a table of strings
+    .scores   only where documents were scored: float32, NaN for those that were not
+    .json     counts, sizes and fingerprints. Written last: it is the commit
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bessemer.errors import UserError
+
+FORMAT_VERSION = 2
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
+DTYPE_CODES = {"uint16": 8, "int32": 4}
+ORIGIN = np.dtype([("file", "<u4"), ("row", "<u8"), ("hash", "<u8")])
+OFFSET = np.dtype("<i8")
+SCORE = np.dtype("<f4")
+COPY_ITEMS = 1 << 18  # numbers held at once while files are put together
+
+Ints = npt.NDArray[np.int64]
+
+
+def token_dtype(vocab: int) -> np.dtype[Any]:
+    """Two bytes while they suffice. Megatron has no uint32; ids stay below 2^31, where int32 has the same bytes."""
+    return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<i4")
+
+
+@dataclass(frozen=True)
+class About:
+    """What the `.json` of a store says. `kept` counts the tokens that weigh as targets: all, without a mask."""
+
+    vocab: int
+    documents: int
+    tokens: int
+    kept: int
+    text_bytes: int
+    files: int
+    fingerprint: str
+    tokenizer_fingerprint: str
+    sizes: dict[str, int]  # bytes of each file, by its suffix
+    sums: dict[str, str]  # xxh3_128 of each file, once published; else empty
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return token_dtype(self.vocab)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that the `.json` says."""
+        digest: str = xxhash.xxh3_128_hexdigest(json.dumps(self.to_json()).encode())
+        return digest
+
+    def to_json(self) -> dict[str, Any]:
+        about: dict[str, Any] = {"format_version": FORMAT_VERSION, "dtype": self.dtype.name, **asdict(self)}
+        return about | {"sizes": dict(sorted(self.sizes.items())), "sums": dict(sorted(self.sums.items()))}
+
+    @classmethod
+    def from_json(cls, about: Mapping[str, Any]) -> Self:
+        """Raises ValueError, KeyError or TypeError when it is not one of ours."""
+        if about["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format {about['format_version']} instead of {FORMAT_VERSION}")
+        return cls(**{field.name: about[field.name] for field in fields(cls)})
+
+
+def read_about(prefix: str) -> About:
+    """The `.json` of a local store. Costs one small file, however large the store."""
+    try:
+        with open(f"{prefix}.json", encoding="utf-8") as file:
+            return About.from_json(json.load(file))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(prefix, "json", f"cannot be read ({error})") from error
+
+
+def commit(prefix: str, about: About) -> None:
+    """Makes the files a store. They have been synced; from here on a crash no longer loses it."""
+    with open(f"{prefix}.json.tmp", "w", encoding="utf-8") as file:
+        json.dump(about.to_json(), file, indent=1)
+        sync_file(file)
+    os.replace(f"{prefix}.json.tmp", f"{prefix}.json")
+    sync(os.path.dirname(prefix) or ".")
+
+
+def damaged(prefix: str, suffix: str, what: str) -> UserError:
+    folder = os.path.dirname(prefix) or "."
+    return UserError(f"{prefix}.{suffix} {what}; delete the folder {folder} and run again")
+
+
+class Content:
+    """The fingerprint of a sequence of documents: the same however they were divided into parts and shards.
+
+    It is a polynomial in the documents' hashes, so that of a concatenation follows from those of its parts. Modulo a
+    Mersenne prime near 2^127 two corpora meet by chance about as often as two 128-bit hashes do. It guards against
+    mistakes, not against an adversary.
+    """
+
+    _PRIME = (1 << 127) - 1
+    _FACTOR = 0x5DEECE66D9E3779B97F4A7C15F39CC06
+
+    def __init__(self, fingerprint: str = "0", documents: int = 0) -> None:
+        self._value, self.documents = int(fingerprint, 16), documents
+
+    def add(self, tokens: memoryview, mask: memoryview | None = None) -> None:
+        """One more document. A mask counts, since it decides what is learnt; one that keeps every token does not."""
+        if mask is None:
+            digest = xxhash.xxh3_128_intdigest(tokens)
+        else:
+            state = xxhash.xxh3_128(tokens, seed=1)
+            state.update(mask)
+            digest = state.intdigest()
+        self._value = (self._value * self._FACTOR + digest) % self._PRIME
+        self.documents += 1
+
+    def join(self, other: Content) -> None:
+        """The documents of `other`, after ours."""
+        shifted = self._value * pow(self._FACTOR, other.documents, self._PRIME)
+        self._value = (shifted + other._value) % self._PRIME
+        self.documents += other.documents
+
+    def hexdigest(self) -> str:
+        return f"{self._value:032x}"
+
+
+def write_index(prefix: str, documents: int, dtype: np.dtype[Any]) -> None:
+    """Megatron's `.idx`, from the `.starts`, in blocks."""
+    with open(f"{prefix}.idx", "wb") as index, open(f"{prefix}.starts", "rb") as starts:
+        index.write(HEADER.pack(MAGIC, 1, DTYPE_CODES[dtype.name], documents, documents + 1))
+        blocks = [(first, min(first + COPY_ITEMS, documents)) for first in range(0, documents, COPY_ITEMS)]
+        for first, stop in blocks:
+            starts.seek(first * OFFSET.itemsize)
+            edges = np.frombuffer(starts.read((stop - first + 1) * OFFSET.itemsize), OFFSET)
+            index.write(np.diff(edges).astype("<i4").tobytes())
+        for first, stop in blocks:
+            starts.seek(first * OFFSET.itemsize)
+            block = np.frombuffer(starts.read((stop - first) * OFFSET.itemsize), OFFSET)
+            index.write((block * dtype.itemsize).tobytes())
+        for first in range(0, documents + 1, COPY_ITEMS):
+            index.write(np.arange(first, min(first + COPY_ITEMS, documents + 1), dtype="<i8").tobytes())
+        sync_file(index)
+
+
+def index_bytes(documents: int) -> int:
+    return HEADER.size + 12 * documents + 8 * (documents + 1)
+
+
+def remove_store(prefix: str) -> None:
+    """Deletes a store or what a killed process left of one; the `.json` goes first, so it never claims too much."""
+    suffixes = ["json", "json.tmp", "bin", "idx", "starts", "origins", "files", "mask", "ids", "scores"]
+    for suffix in suffixes:
+        Path(f"{prefix}.{suffix}").unlink(missing_ok=True)
+
+
+def sync(path: str | Path) -> None:
+    """Makes a file's content, or the names inside a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

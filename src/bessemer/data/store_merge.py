@@ -1,0 +1,205 @@
+"""Joins token stores: the many small ones that workers wrote become shards of about a gigabyte.
+
+Bytes are copied, not interpreted, in blocks; the result is the store that one writer would have written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from bessemer.data.store import TokenStore
+from bessemer.data.store_format import (
+    COPY_ITEMS,
+    OFFSET,
+    SCORE,
+    About,
+    Content,
+    commit,
+    read_about,
+    remove_store,
+    sync_file,
+    write_index,
+)
+from bessemer.data.string_table import StringsWriter
+from bessemer.data.token_mask import MaskWriter
+from bessemer.errors import UserError
+
+SHARD_BYTES = 10**9
+_COPY_BYTES = 1 << 23
+
+
+def merge(prefixes: Sequence[str], out: str | Path | Iterable[str], shard_bytes: int = SHARD_BYTES) -> int:
+    """Stores joined, in their order: into one with the prefix `out`, or, given many prefixes to choose from, into as
+    many as have about `shard_bytes` of tokens each. Returns how many it made; the given stores stay.
+
+    A store that an earlier call had finished is kept. What a killed call left is written again.
+    """
+    abouts = [read_about(prefix) for prefix in prefixes]
+    if isinstance(out, (str, Path)):
+        _join(prefixes, abouts, str(out))
+        return 1
+    names, made = iter(out), 0
+    for first, stop in _groups([about.sizes["bin"] for about in abouts], shard_bytes):
+        _join(prefixes[first:stop], abouts[first:stop], next(names))
+        made += 1
+    return made
+
+
+def _groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbours that have at most so much together; what is larger alone stays alone."""
+    first = total = 0
+    for k, size in enumerate(sizes):
+        if k > first and total + size > most:
+            yield first, k
+            first, total = k, 0
+        total += size
+    if sizes:
+        yield first, len(sizes)
+
+
+def _join(prefixes: Sequence[str], abouts: Sequence[About], out: str) -> None:
+    _check_kinship(prefixes, abouts)
+    content = Content()
+    for about in abouts:
+        content.join(Content(about.fingerprint, about.documents))
+    if _finished(out, abouts, content):
+        return
+    remove_store(out)
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    stores = [TokenStore(prefix, about) for prefix, about in zip(prefixes, abouts, strict=True)]
+    written = ["bin", "starts", "origins", "files"]
+    with open(f"{out}.bin", "wb") as file:
+        for store in stores:
+            _append(file, f"{store.prefix}.bin")
+        sync_file(file)
+    with open(f"{out}.starts", "wb") as file:
+        _join_starts(stores, file)
+        sync_file(file)
+    with open(f"{out}.origins", "wb") as origins, open(f"{out}.files", "wb") as files:
+        file_count = _join_origins(stores, origins, files)
+        sync_file(origins)
+        sync_file(files)
+    for suffix, join in (("mask", _join_masks), ("ids", _join_ids), ("scores", _join_scores)):
+        if any(suffix in about.sizes for about in abouts):
+            with open(f"{out}.{suffix}", "wb") as file:
+                join(stores, file)
+                sync_file(file)
+            written.append(suffix)
+    write_index(out, content.documents, abouts[0].dtype)
+    about = About(
+        vocab=abouts[0].vocab,
+        documents=content.documents,
+        tokens=sum(about.tokens for about in abouts),
+        kept=sum(about.kept for about in abouts),
+        text_bytes=sum(about.text_bytes for about in abouts),
+        files=file_count,
+        fingerprint=content.hexdigest(),
+        tokenizer_fingerprint=abouts[0].tokenizer_fingerprint,
+        sizes={suffix: os.path.getsize(f"{out}.{suffix}") for suffix in [*written, "idx"]},
+        sums={},
+    )
+    commit(out, about)
+
+
+def _check_kinship(prefixes: Sequence[str], abouts: Sequence[About]) -> None:
+    if not abouts:
+        raise ValueError("no stores to join")
+    for prefix, about in zip(prefixes, abouts, strict=True):
+        if (about.vocab, about.tokenizer_fingerprint) != (abouts[0].vocab, abouts[0].tokenizer_fingerprint):
+            raise UserError(
+                f"{prefix}: was tokenized by another tokenizer than {prefixes[0]}; prepare one of them again"
+            )
+
+
+def _finished(out: str, abouts: Sequence[About], content: Content) -> bool:
+    if not os.path.exists(f"{out}.json"):
+        return False
+    try:
+        found = TokenStore(out).about
+    except UserError:
+        return False
+    return (
+        found.fingerprint == content.hexdigest()
+        and found.documents == content.documents
+        and found.text_bytes == sum(about.text_bytes for about in abouts)
+        and found.tokenizer_fingerprint == abouts[0].tokenizer_fingerprint
+    )
+
+
+def _append(out: IO[bytes], path: str) -> None:
+    """The file's bytes at the end of `out`; inside the kernel where it can (no copy at all on some file systems)."""
+    out.flush()
+    with open(path, "rb", buffering=0) as file:
+        # Between two file systems, and on some, the kernel cannot: then the rest is copied by hand.
+        with suppress(OSError, AttributeError):
+            while os.copy_file_range(file.fileno(), out.fileno(), 1 << 30):
+                pass
+        shutil.copyfileobj(file, out, _COPY_BYTES)
+
+
+def _join_starts(stores: Sequence[TokenStore], out: IO[bytes]) -> None:
+    tokens = 0
+    for store in stores:
+        for first in range(0, store.documents, COPY_ITEMS):
+            out.write((store.starts[first : min(first + COPY_ITEMS, store.documents)] + tokens).data)
+        tokens += store.tokens
+    out.write(np.array([tokens], OFFSET).data)
+
+
+def _join_origins(stores: Sequence[TokenStore], out: IO[bytes], files: IO[bytes]) -> int:
+    """The origins with files numbered anew; the number of files. One that goes on into the next store is listed once:
+    only the last store's files are remembered, so memory does not grow with their number."""
+    table, last = StringsWriter(files), dict[str, int]()
+    for store in stores:
+        numbers: dict[str, int] = {}
+        for path in store.files:
+            if path in last:
+                numbers[path] = last[path]
+            else:
+                numbers[path] = len(table)
+                table.append(path)
+        new = np.fromiter((numbers[path] for path in store.files), np.uint32)
+        for first in range(0, store.documents, COPY_ITEMS):
+            block = store.origins_of(first, min(first + COPY_ITEMS, store.documents))
+            block["file"] = new[block["file"]]
+            out.write(block.data)
+        last = numbers or last
+    table.close()
+    return len(table)
+
+
+def _join_masks(stores: Sequence[TokenStore], out: IO[bytes]) -> None:
+    mask = MaskWriter(out)
+    for store in stores:
+        for first in range(0, store.tokens, COPY_ITEMS):
+            length = min(COPY_ITEMS, store.tokens - first)
+            weights = store.weights(np.array([first]), length)
+            if weights is None:
+                mask.append_ones(length)
+            else:
+                mask.append(weights[0].astype(np.uint8))
+    mask.close()
+
+
+def _join_ids(stores: Sequence[TokenStore], out: IO[bytes]) -> None:
+    table = StringsWriter(out)
+    for store in stores:
+        if store.ids is None:
+            table.append_empty(store.documents)
+        else:
+            table.append_table(store.ids)
+    table.close()
+
+
+def _join_scores(stores: Sequence[TokenStore], out: IO[bytes]) -> None:
+    for store in stores:
+        for first in range(0, store.documents, COPY_ITEMS):
+            documents = np.arange(first, min(first + COPY_ITEMS, store.documents))
+            out.write(store.scores(documents).astype(SCORE).data)

@@ -1,0 +1,100 @@
+"""One part's documents as tokens: what a worker does between curation and the finished stores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from bessemer.data.curate.files import byte_length, naming, text_hash
+from bessemer.data.curate.ledger import write_json
+from bessemer.data.curate.passes import curated_documents
+from bessemer.data.document import Document
+from bessemer.data.encode import encode_documents
+from bessemer.data.read import Part
+from bessemer.data.store import StoreWriter
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import UserError
+from bessemer.spec.data import SourceSpec
+
+
+@dataclass(frozen=True)
+class TokenizeTask:
+    """A part, its state, and where its tokens go: `folder/parts/NUMBER.train` and `.validation`."""
+
+    part: Part
+    source: SourceSpec
+    cache: Path
+    ledgers: tuple[str, ...]
+    folder: Path
+    eos: str
+    special: tuple[str, ...]
+    seed: int
+    limit: int  # documents whose hash lies below it are held out
+    number: int
+    alone: bool  # the only worker: it may use all cores
+    template: str  # of conversations
+    learn: Literal["all", "last"]
+    label: str | None  # of the documents, kept as their score
+    copies: Path | None
+
+    @property
+    def name(self) -> str:
+        return f"source {self.part.source!r}, {self.part.name}"
+
+    @property
+    def mark(self) -> Path:
+        return self.folder / "parts" / f"{self.number:06d}.done"
+
+    def finished(self) -> bool:
+        return self.mark.exists()
+
+
+def part_prefix(folder: Path, number: int, side: str) -> str:
+    return str(folder / "parts" / f"{number:06d}.{side}")
+
+
+def tokenize_part(task: TokenizeTask) -> int:
+    """Writes the part's stores; the number of tokens. A side without documents has no store."""
+    tokenizer = _tokenizer(str(task.folder / "tokenizer.json"), task.eos, task.special)
+    with naming(task.name, task.folder), contextlib.ExitStack() as stack:
+        writers: dict[str, StoreWriter] = {}
+        documents = curated_documents(task.part, task.source, task.cache, task.ledgers, task.copies)
+        for document, tokens, mask in encode_documents(
+            (found for _, found in documents), tokenizer, None if task.alone else 1, task.template, task.learn
+        ):
+            side = "validation" if text_hash(document.text, task.seed) < task.limit else "train"
+            if side not in writers:
+                prefix = part_prefix(task.folder, task.number, side)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{prefix}.json")
+                writers[side] = stack.enter_context(
+                    StoreWriter(prefix, tokenizer.vocab_size, tokenizer.fingerprint)
+                )
+            writers[side].add(
+                tokens, document.file, document.row, text_hash(document.text, 0), byte_length(document.text),
+                mask=mask, id=document.id, score=_score(document, task.label),
+            )  # fmt: skip
+    counts = {side: writer.tokens for side, writer in writers.items()}
+    write_json(task.mark, counts)
+    return sum(counts.values())
+
+
+def _score(document: Document, label: str | None) -> float | None:
+    if label is None:
+        return None
+    value = document.labels.get(label)
+    if isinstance(value, (int, float)):
+        return float(value)
+    known = ", ".join(name for name, found in document.labels.items() if not isinstance(found, str)) or "none"
+    raise UserError(
+        f"{document.place}: data.curriculum.label: no step gave it a number {label!r}; it has {known}"
+    )
+
+
+@lru_cache(2)
+def _tokenizer(path: str, eos: str, special: tuple[str, ...]) -> Tokenizer:
+    return Tokenizer.load(path, eos, special)

@@ -1,0 +1,141 @@
+"""Trains a Unigram model with SentencePiece's trainer, over words that were counted here.
+
+`tokenizers` has a trainer too, but its result differs from run to run: sums of floats follow the order of a hash map.
+SentencePiece's is the same for a fixed number of threads, whatever the machine has. In the result spaces are written
+as U+2581, characters outside the vocabulary as bytes, and nothing is normalized: no NFKC, no space put before the
+text. Where text has U+2581 itself, it is escaped with a private character, so it comes back too.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from bessemer.data.vocabulary.sentencepiece import BYTE_NAME_CHARACTERS, NORMAL, SPACE, Model, build, parse
+from bessemer.errors import UserError
+
+SMALLEST_UNIGRAM = (
+    256 + len(BYTE_NAME_CHARACTERS) + 3
+)  # the bytes, their names' characters, <unk>, space, newline
+
+_ESCAPE = "\ue000"
+_ESCAPED = ((_ESCAPE, _ESCAPE + "b"), (SPACE, _ESCAPE + "a"))
+_WORD = re.compile(r"\n+| *[^ \n]+| +")
+_TAB = "\ue001"  # stands for a tab in training, where a tab comes before a word's count
+_MOST_NEWLINES = 8  # in one piece
+_MOST_WORDS = 300_000  # the most frequent; the trainer visits each some fifty times (40 s on two cores)
+_COVERAGE = 0.9995  # of the sample's characters; the rest is written in bytes
+_THREADS = 16  # the result depends on it, so it is not the machine's number
+
+
+def train_unigram(texts: Iterator[str], vocab: int, special: list[str]) -> Any:
+    """Special tokens come after the model's own pieces, where no text can reach them."""
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+
+    pieces = _pieces(texts, vocab - len(special))
+    inner = build(Model(pieces, byte_fallback=True, dummy_prefix=False, remove_extra_spaces=False))
+    inner.normalizer = normalizers.Sequence(
+        [*(normalizers.Replace(a, b) for a, b in _ESCAPED), normalizers.Replace(" ", SPACE)]
+    )
+    inner.pre_tokenizer = pre_tokenizers.Split(
+        Regex(rf"\n+|{SPACE}*[^{SPACE}\n]+|{SPACE}+"), behavior="isolated"
+    )
+    unescape = [decoders.Replace(b, a) for a, b in reversed(_ESCAPED)]
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *unescape]
+    )
+    inner.add_special_tokens(special)
+    return inner
+
+
+def _pieces(texts: Iterator[str], vocab: int) -> list[tuple[str, float, int]]:
+    """At most `vocab` pieces with their scores: <unk>, the bytes, runs of newlines, and what the trainer finds."""
+    words = Counter(word for text in texts for word in _WORD.findall(text))
+    lines = {word: words.pop(word) for word in list(words) if word[0] == "\n"}
+    total = sum(words.values()) + sum(lines.values())
+    newlines = _newline_runs(lines, total)[: 1 + (vocab - SMALLEST_UNIGRAM) // 4]
+    trained = parse(_run_trainer(words, vocab - len(newlines)))
+    return [*((piece.replace(_TAB, "\t"), score, kind) for piece, score, kind in trained.pieces), *newlines]
+
+
+def _newline_runs(counts: dict[str, int], total: int) -> list[tuple[str, float, int]]:
+    """Pieces for runs of newlines, the most frequent first after the single one. The trainer makes no pieces of white
+    space but spaces, so they are scored here, by their share of all words; a run that shorter ones beat is left out."""
+    best = [0.0]  # score of the best pieces for a run of each length
+    kept: dict[int, float] = {}
+    for length in range(1, _MOST_NEWLINES + 1):
+        count = counts.get("\n" * length, 0)
+        score = math.log((count or 1) / (total + 1))
+        others = max((best[i] + best[length - i] for i in range(1, length)), default=-math.inf)
+        if length == 1 or (count > 1 and score > others):
+            kept[length] = score
+        best.append(max(others, kept.get(length, -math.inf)))
+    order = sorted(kept, key=lambda length: (length > 1, -kept[length], length))
+    return [("\n" * length, kept[length], NORMAL) for length in order]
+
+
+def _run_trainer(words: Counter[str], vocab: int) -> bytes:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise UserError(
+            "tokenizer.kind: unigram is trained by sentencepiece; pip install 'bessemer[data]'"
+        ) from error
+    rows = _rows(words, most_characters=max(0, (vocab - SMALLEST_UNIGRAM) // 2))
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(rows),
+            model_writer=model,
+            input_format="tsv",
+            model_type="unigram",
+            vocab_size=vocab,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            required_chars=BYTE_NAME_CHARACTERS,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=1 << 30,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            num_threads=_THREADS,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"tokenizer.vocab: {vocab} cannot be trained on this text ({error}); use kind: bpe"
+        ) from error
+    return model.getvalue()
+
+
+def _rows(words: Counter[str], most_characters: int) -> list[str]:
+    """The words with their counts, as the trainer reads them; rare characters divide a word."""
+    frequent = sorted(words, key=lambda word: (-words[word], word))[:_MOST_WORDS]
+    characters: Counter[str] = Counter()
+    for word in frequent:
+        for character in word:
+            characters[character] += words[word]
+    ranked = sorted(characters, key=lambda character: (-characters[character], character))
+    covered, needed = 0, _COVERAGE * characters.total()
+    kept = set(BYTE_NAME_CHARACTERS + " ")
+    for character in ranked:
+        if covered >= needed or len(kept) >= most_characters + len(BYTE_NAME_CHARACTERS) + 1:
+            break
+        covered += characters[character]
+        kept.add(character)
+    kept -= {SPACE, _ESCAPE, _TAB, "\0"}
+    table = {ord(character): "\n" for character in characters if character not in kept} | {ord("\t"): _TAB}
+    rows = Counter({" ": 1})  # the space is always a piece: written in bytes it would come back as U+2581
+    for word in frequent:
+        for part in word.translate(table).split("\n"):
+            rows[part] += words[word]
+    rows.pop("", None)
+    return [f"{row}\t{rows[row]}" for row in sorted(rows)]

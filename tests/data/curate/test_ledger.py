@@ -1,0 +1,79 @@
+"""What a step wrote is read back as it was, and appears only when complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bessemer.data.curate.ledger import LedgerWriter, Tally, Touch, read_tally, read_touches
+from bessemer.data.document import Document
+from bessemer.data.step import Drop
+from bessemer.errors import UserError
+
+
+def test_touches_come_back_in_order_over_many_batches(tmp_path: Path) -> None:
+    writer = LedgerWriter(tmp_path / "k")
+    touches = [
+        Touch(n, n % 2 == 0, None if n % 2 == 0 else "é" * 3_000 + str(n), None, '{"a": 1}')
+        for n in range(4000)
+    ]
+    for touch in touches:
+        writer.add(touch)
+    assert read_tally(tmp_path / "k") is None  # nothing is there before the commit
+    writer.commit()
+    assert list(read_touches(tmp_path / "k")) == touches
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["k.arrow", "k.json"]
+
+
+def test_the_same_touches_are_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        writer = LedgerWriter(tmp_path / name)
+        writer.tally.dropped(Document("text", "f", 3), Drop("too short", 4.0), 4)
+        for number in range(100):
+            writer.add(Touch(number, False, f"text {number}", None, None))
+        writer.commit()
+    for suffix in (".arrow", ".json"):
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+
+
+def test_a_step_that_touched_nothing_has_only_its_counts(tmp_path: Path) -> None:
+    writer = LedgerWriter(tmp_path / "k")
+    writer.tally.documents_in = 7
+    writer.commit()
+    assert [path.name for path in tmp_path.iterdir()] == ["k.json"]
+    assert list(read_touches(tmp_path / "k")) == []
+    found = read_tally(tmp_path / "k")
+    assert found is not None and found.documents_in == 7
+
+
+def test_discarding_leaves_nothing(tmp_path: Path) -> None:
+    writer = LedgerWriter(tmp_path / "k")
+    for number in range(2000):
+        writer.add(Touch(number, False, "x" * 4000, None, None))
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_ledger_is_named(tmp_path: Path) -> None:
+    writer = LedgerWriter(tmp_path / "k")
+    writer.add(Touch(1, True, None, None, None))
+    writer.commit()
+    (tmp_path / "k.arrow").write_bytes((tmp_path / "k.arrow").read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"k\.arrow: damaged .* delete it"):
+        list(read_touches(tmp_path / "k"))
+
+
+def test_tallies_of_parts_add_up() -> None:
+    documents = [Document("a" * n, "file", n) for n in range(1, 31)]
+    whole, first, second = Tally(), Tally(), Tally()
+    for document in documents:
+        drop = Drop("short" if document.row < 20 else "long", float(document.row))
+        for tally in (whole, first if document.row <= 11 else second):
+            tally.dropped(document, drop, document.row)
+            tally.labelled({"language": "en" if document.row % 3 else "de", "quality": 0.5})
+    first.add(second)
+    assert first.to_json() == whole.to_json()
+    assert whole.reasons["short"] == [19, sum(range(1, 20))]
+    assert len(whole.examples["long"]) == 3
+    assert whole.labels == {"language": {"en": 20, "de": 10}, "quality": {"sum": 15.0, "count": 30}}
