@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bessemer.data.clean.classifier import Quality
@@ -15,8 +16,9 @@ from bessemer.spec.clean.score import QualitySpec
 
 from .conftest import Call
 
-PROSE = ["the", "furnace", "was", "lit", "before", "dawn", "and", "the", "men", "stood", "round", "it", "while", "the", "iron", "ran"]
-CODE = ["def", "return", "if", "else", "for", "while", "in", "import", "class", "self", "print", "None", "True", "range", "len", "str"]
+LINES = """the furnace was lit before dawn and the men stood round it while the iron ran
+def return if else for while in import class self print None True range len str"""
+PROSE, CODE = (line.split() for line in LINES.splitlines())
 
 
 def texts(words: list[str], count: int, seed: int = 0) -> list[str]:
@@ -110,7 +112,7 @@ def test_check(call: Call) -> None:
     write("data/web.jsonl", ["one", "one"])
     said = call("data", "check", "data")
     assert (said.code, said.err) == (1, "") and "copy of an earlier document" in said.out
-    assert "no files" in refused(call, "check", "none") or "none" in refused(call, "check", "none")
+    assert "no such file or folder" in refused(call, "check", "none")
     assert refused(call, "check", "data", "--format", "docx").startswith("format: ")
 
 
@@ -122,7 +124,7 @@ def test_classifier(call: Call) -> None:
     assert json.loads(said.out.splitlines()[0])["classes"] == {"good": 60, "other": 60}
     step = Quality(QualitySpec(model="quality.safetensors", keep=0.5), 0)
     documents = [Document(text, "f", i) for i, text in enumerate([*texts(PROSE, 3, 7), *texts(CODE, 3, 8)])]
-    scores = step.collect(documents, __import__("numpy").arange(6))["score"]
+    scores = step.collect(documents, np.arange(6))["score"]
     assert min(scores[:3]) > 0.5 > max(scores[3:])
 
 
@@ -132,10 +134,7 @@ def test_classifier(call: Call) -> None:
         (("q.safetensors", "--class", "good=good"), "name two or more"),
         (("q.safetensors", "--class", "good"), "--class good: write NAME=PATH"),
         (("q.safetensors", "--class", "good=good", "--class", "other=none"), "none"),
-        (
-            ("no/q.safetensors", "--class", "good=good", "--class", "other=good"),
-            "no/q.safetensors: no folder no",
-        ),
+        (("good", "--class", "good=good", "--class", "other=good"), "good: is a folder; name the file"),
     ],
 )
 def test_classifier_refuses_in_one_line(call: Call, arguments: tuple[str, ...], told: str) -> None:
@@ -150,7 +149,9 @@ def test_perplexity(call: Call) -> None:
     assert said.code == 0 and Path("good.safetensors").exists()
     assert json.loads(said.out)["texts"] == 60
     assert "none" in refused(call, "perplexity", "x.safetensors", "none")
-    assert "no folder no" in refused(call, "perplexity", "no/x.safetensors", "good")
+    assert "good: is a folder" in refused(call, "perplexity", "good", "good")
+    told = refused(call, "perplexity", "good.safetensors/x", "good")
+    assert "good.safetensors is a file, not a folder" in told
     write("one/a.jsonl", ["alone"])
     assert "a perplexity model needs two or more" in refused(call, "perplexity", "x.safetensors", "one")
 
@@ -180,4 +181,6 @@ def test_extend(call: Call) -> None:
     assert len(new.encode(text)) < len(old.encode(text)) and new.decode(new.encode(text)) == text
     assert "none.json" in refused(call, "extend", "none.json", "x.json", "code")
     assert "none" in refused(call, "extend", "tokenizer.json", "x.json", "none")
-    assert "no folder no" in refused(call, "extend", "tokenizer.json", "no/x.json", "code")
+    assert "code: is a folder" in refused(call, "extend", "tokenizer.json", "code", "code")
+    assert call("data", "extend", "tokenizer.json", "new/x.json", "code").code == 0
+    assert Tokenizer.load("new/x.json").vocab_size > 300

@@ -79,6 +79,7 @@ def classifier(
         if not (name and sign and path):
             raise UserError(f"--class {setting}: write NAME=PATH, such as good=books/")
         classes.setdefault(name, []).append(Path(path))
+    _check_out(out)
     _tell(train_classifier(classes, out, seed, text_field=text_field), out, as_json)
 
 
@@ -97,7 +98,18 @@ def perplexity(
     """
     from bessemer.data.clean.train import train_perplexity
 
+    _check_out(out)
     _tell(train_perplexity(paths, out, seed, text_field=text_field, order=order), out, as_json)
+
+
+def _check_out(out: Path) -> None:
+    """Before the work, not after it."""
+    from bessemer.errors import UserError
+
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder; name the file to write in it")
+    if (existing := next(parent for parent in out.absolute().parents if parent.exists())).is_file():
+        raise UserError(f"{out}: {existing} is a file, not a folder; name another place")
 
 
 def _tell(report: dict, out: Path, as_json: bool) -> None:  # type: ignore[type-arg]
@@ -164,7 +176,9 @@ def extend(
     from bessemer.data.tokenizer import Tokenizer
     from bessemer.data.vocabulary.extend import extend as run_extend
 
+    _check_out(out)
     made = run_extend(Tokenizer.load(tokenizer), read_texts(paths, text_field), tokens)
+    out.parent.mkdir(parents=True, exist_ok=True)
     made.tokenizer.save(out)
     before, after = made.before.bytes_per_token, made.after.bytes_per_token
     print(f"{len(made.tokens):,} new tokens; bytes per token of this text {before:.2f} -> {after:.2f}")

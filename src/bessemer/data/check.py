@@ -261,9 +261,8 @@ def _compare_schemas(files: Sequence[FileEntry], source: SourceSpec, notes: _Not
             notes.add(what, "write one type", places[name, rarest], listed, typed[rarest])
         wanted = name in (source.text_field, source.id_field, source.url_field, source.messages_field)
         missing = rows - sum(counts.values())
-        if (
-            missing and not wanted and missing < rows / 2
-        ):  # a rare field is optional, a rarely missing one a slip
+        # A rare field is optional, a rarely missing one is a slip.
+        if missing and not wanted and missing < rows / 2:
             fix = "mixed schemas: check where these rows come from"
             notes.add(f"rows without field {name!r}", fix, lacking[name], count=missing)
 

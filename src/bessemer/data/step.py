@@ -7,16 +7,19 @@ never by the number of workers, and both kinds are pure: same documents, same ou
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 
 from bessemer.data.document import Document
+from bessemer.errors import UserError
 from bessemer.spec.clean.step import StepSpec
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -54,8 +57,11 @@ class Collected:
     documents: int  # in the part as it was read; ordinals lie below it
 
     def load(self) -> Arrays:
-        with np.load(self.path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+        try:
+            with np.load(self.path, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
+            raise UserError(f"{self.path}: damaged ({error}); delete it and run again") from error
 
 
 class Each(Protocol):

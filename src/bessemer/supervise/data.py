@@ -9,8 +9,7 @@ from typing import Any
 
 from bessemer.data.curate.engine import Engine
 from bessemer.data.on_the_fly import Indexed, index_sources
-from bessemer.data.prepare import Prepared, load_tokenizer, prepare, prepared_folder
-from bessemer.data.read import list_files
+from bessemer.data.prepare import Prepared, list_sources, load_tokenizer, prepare, prepared_folder
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.plan.decide import decide_vocab
@@ -103,5 +102,5 @@ def prepared_folder_of(spec: RunSpec, plan: Plan) -> Path:
 def _vocab(spec: RunSpec, plan: Plan) -> int:
     if spec.tokenizer.path is not None:
         return 0
-    sizes = [entry.size_bytes for source in spec.data.sources.values() for entry in list_files(source)]
+    sizes = [entry.size_bytes for entries in list_sources(spec.data).values() for entry in entries]
     return decide_vocab(spec, sum(sizes), plan)

@@ -13,6 +13,7 @@ from bessemer.data.own import OwnRows, is_map_style
 from bessemer.data.own_stream import ForwardStream
 from bessemer.data.pad import PadRows, Trim
 from bessemer.data.prepare import Prepared
+from bessemer.data.read import list_files
 from bessemer.data.rows import Rows, Transform
 from bessemer.data.shards import ShardedStore
 from bessemer.data.steps import BatchPhase, Segment, Steps
@@ -82,7 +83,7 @@ def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
     return ConcatRows(store, context)
 
 
-def sizes(rows: dict[str, Rows], data: Data, context: int) -> dict[str, SourceSize]:
+def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dict[str, SourceSize]:
     """What the planner counts with."""
     found = {}
     for name, source in data.train.items():
@@ -90,7 +91,10 @@ def sizes(rows: dict[str, Rows], data: Data, context: int) -> dict[str, SourceSi
         tokens = source.tokens if isinstance(source, ShardedStore) else count * context
         if isinstance(data, Own) and name not in rows:  # an iterable tells nothing of its length
             count = tokens = _ENDLESS
-        found[name] = SourceSize(tokens, count)
+        formats: tuple[str, ...] = ()
+        if spec.data.mix == "auto" and not isinstance(data, Own):  # they tell what a source holds
+            formats = tuple(sorted({entry.format for entry in list_files(spec.data.sources[name])}))
+        found[name] = SourceSize(tokens, count, formats)
     return found
 
 

@@ -125,7 +125,7 @@ class Session:
         held_out = held_out_rows(prepared, rows, context)
         training = decide_training(
             self.spec, shape, context, machine,
-            sizes(rows, prepared, context), sum(held.tokens for held in held_out.values()), plan, previous,
+            sizes(self.spec, rows, prepared, context), sum(held.tokens for held in held_out.values()), plan, previous,
         )  # fmt: skip
         explain(self.spec, rows, training, plan)
         stream = build_stream(self.spec, prepared, rows, training, [Segment(0, 0)])

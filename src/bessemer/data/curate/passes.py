@@ -130,9 +130,8 @@ def run_pass(task: PassTask) -> PassResult:
             for batch in _batches(_documents(task, reading)):
                 for step, ruling, writer in zip(steps, rulings, writers, strict=True):
                     _run_step(step, ruling, batch, writer)
-                if (
-                    collecting is not None and batch.documents
-                ):  # a part of which nothing is left has no arrays
+                # A part of which nothing is left has no arrays.
+                if collecting is not None and batch.documents:
                     _collect(collecting, batch, gathered)
                 if census is not None and task.census is not None:
                     _count(census, batch, task.census[1])

@@ -28,7 +28,6 @@ class Meter:
         self._last_s = now_s
         rate = self._done_bytes / (now_s - self._start_s)
         share = self._done_bytes / max(self._total_bytes, 1)
-        left = (
-            f" eta {(self._total_bytes - self._done_bytes) / rate:.0f} s" if rate else ""
-        )  # files may be empty
+        rest_bytes = self._total_bytes - self._done_bytes
+        left = f" eta {rest_bytes / rate:.0f} s" if rate else ""  # files may be empty
         self.say(f"{self._what} {100 * share:.0f} % {rate / 1e6:.1f} MB/s{left}")
