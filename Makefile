@@ -36,7 +36,7 @@ test: lint ## linters, types, import contracts, then the fast tests
 
 test-all: lint $(BENCH_STAMP) $(PEERS_STAMP) ## the same with the slow tests and the comparisons with other trainers
 	@echo "pytest (all but gpu, $(WORKERS) workers)"
-	@PYTHONPATH="$(CURDIR)/$(PEERS)/megatron$${PYTHONPATH:+:$$PYTHONPATH}" \
+	@PYTHONPATH="$(CURDIR)/$(PEERS)/megatron:$(CURDIR)/$(PEERS)/datatrove$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
 
 lint: $(DEV_STAMP) ## ruff, import contracts and mypy
@@ -53,9 +53,14 @@ format: $(DEV_STAMP) ## format the code and apply ruff's safe fixes
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-bench: $(BENCH_STAMP) ## measure Bessemer beside other trainers on this machine
+bench: $(BENCH_STAMP) $(PEERS_STAMP) ## measure Bessemer beside its peers on this machine (half an hour)
 	@$(BIN)/python benchmarks/hf_trainer.py
-	@$(BIN)/python benchmarks/data_memory.py --sizes 10MB,1GB
+	@PYTHONPATH="$(CURDIR)/$(PEERS)/datatrove" $(BIN)/python benchmarks/filters.py --datatrove $(BIN)/python
+	@PYTHONPATH="$(CURDIR)/$(PEERS)/datatrove" $(BIN)/python benchmarks/dedup.py
+	@$(BIN)/python benchmarks/tokenization.py --kinds bpe
+	@$(BIN)/python benchmarks/loader.py
+	@$(BIN)/python benchmarks/data_memory.py --sizes 100MB,1GB
+	@$(BIN)/python benchmarks/data_memory.py --sizes 300MB,1GB --clean
 
 clean: ## remove the environments, caches and build products (runs/ stays)
 	@rm -rf $(VENV) $(PEERS) build dist src/*.egg-info
@@ -89,9 +94,11 @@ $(BENCH_STAMP): $(CORE_STAMP)
 	@$(PIP_SELF) -e ".[bench]"
 	@touch $@
 
-# Without its dependencies: only its data index is compared with, and that needs nothing beyond what .venv holds.
+# Without their dependencies: of megatron-core only its data index is compared with, of datatrove its filters and
+# signatures, and those need nothing beyond what .venv holds.
 $(PEERS_STAMP): $(CORE_STAMP)
-	@echo "Installing megatron-core, alone, into $(PEERS)"
-	@rm -rf $(PEERS)/megatron
+	@echo "Installing megatron-core and datatrove, alone, into $(PEERS)"
+	@rm -rf $(PEERS)/megatron $(PEERS)/datatrove
 	@$(PIP) --no-deps --target $(PEERS)/megatron megatron-core
+	@$(PIP) --no-deps --target $(PEERS)/datatrove datatrove
 	@touch $@

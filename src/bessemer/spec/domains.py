@@ -4,8 +4,7 @@ Published are the shares of the groups: Llama 3 (2024, section 3.1.2) reports ro
 mathematics and reasoning, 17 % code and 8 % multilingual. It does not say how a group divides, so the shares inside a
 group are our choice. They lean on LLaMA (2023, table 1), where of the general text 88 % is web (CommonCrawl 67 and
 C4 15), 5 % books, 5 % Wikipedia and 2 % StackExchange, and on what is scarce: a small source that is repeated hits its
-epoch cap long before a large share could hurt. OLMo 2 (2024) stays above 90 % web until its last stage, and SmolLM2
-(2025) goes from 90 % web to under 60 % at the end: no mixture is right for all, and who knows theirs writes weights.
+epoch cap long before a large share could hurt. No mixture is right for all, and who knows theirs writes weights.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ when its node dies; that is harmless, since a task's output appears at once and 
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ class RayEngine:
             try:
                 ray.init(
                     address=address, num_cpus=workers if address is None else None, log_to_driver=False,
-                    include_dashboard=False if address is None else None, logging_level="error",
+                    include_dashboard=False if address is None else None, logging_level=logging.ERROR,
                 )  # fmt: skip
             except (ConnectionError, RuntimeError, ValueError) as error:
                 place = f"at {address}" if address else "here"
