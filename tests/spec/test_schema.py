@@ -217,3 +217,15 @@ def test_every_field_is_described_and_its_example_is_accepted(key: str, field: A
             RunSpec.model_validate(
                 _with(key, example) if section != "model" else MINIMAL | {"model": {last: example}}
             )
+
+
+def test_editors_accept_a_step_by_its_name_and_with_settings() -> None:
+    schema = RunSpec.model_json_schema()
+    jsonschema = pytest.importorskip("jsonschema")
+    base = {"model": "1M", "data": {"sources": {"a": "x"}}}
+    good = [["whitespace", {"length": {"min_chars": 3}}], ["dedup_minhash"]]
+    for steps in good:
+        jsonschema.validate({**base, "data": {**base["data"], "clean": steps}}, schema)
+    for steps in (["whitspace"], [{"length": {"min_char": 3}}], [5]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**base, "data": {**base["data"], "clean": steps}}, schema)

@@ -34,7 +34,7 @@ class RayEngine:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 place = f"at {address}" if address else "here"
                 raise UserError(
-                    f"no Ray cluster {place} ({error}); give the address of a running one"
+                    f"no Ray cluster {place} ({error}); give the address of a running one, and RAY_AUTH_MODE as it was started with"
                 ) from error
         self.workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from bessemer.spec.part import Part
 
@@ -23,6 +30,18 @@ class StepSpec(Part):
             inner = value[cls.step]
             return {} if inner is None else inner
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """As it is written: the name, or the name with its settings."""
+        full = handler.resolve_ref_schema(handler(core))
+        named = {
+            "type": "object",
+            "properties": {cls.step: full},
+            "required": [cls.step],
+            "additionalProperties": False,
+        }
+        return {"anyOf": [{"const": cls.step}, named], "description": full.get("description", "")}
 
     @model_serializer(mode="wrap")
     def _wrap(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
