@@ -33,9 +33,8 @@ class RayEngine:
                 )  # fmt: skip
             except (ConnectionError, RuntimeError, ValueError) as error:
                 place = f"at {address}" if address else "here"
-                raise UserError(
-                    f"no Ray cluster {place} ({error}); give the address of a running one, and RAY_AUTH_MODE as it was started with"
-                ) from error
+                fix = "give the address of a running one, and RAY_AUTH_MODE as it was started with"
+                raise UserError(f"no Ray cluster {place} ({error}); {fix}") from error
         self.workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def run(self, function: Work, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
