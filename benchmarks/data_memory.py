@@ -113,9 +113,7 @@ def curate(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     with PeakAnonymousMemory() as peak:
         start_s = time.perf_counter()
         engine = make_engine("local", arguments.workers)
-        corpus = Corpus(
-            data, files, folder / "cache", engine, Meter(lambda line: print(line, file=sys.stderr))
-        )
+        corpus = Corpus(data, files, folder / "cache", engine, Meter(lambda line: print(line, file=sys.stderr)))
         corpus.curate(Split(0, 0.01))
         engine.close()
         seconds = time.perf_counter() - start_s

@@ -47,11 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.child:
         kind, value = arguments.child
-        print(
-            json.dumps(
-                stages(int(value), arguments.folder) if kind == "stages" else MEASURED[kind](Path(value))
-            )
-        )
+        print(json.dumps(stages(int(value), arguments.folder) if kind == "stages" else MEASURED[kind](Path(value))))
         return
     found: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv])}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -60,9 +56,7 @@ def main() -> None:
         path.write_text(json.dumps(texts))
         found["documents"] = {"number": len(texts), "mean_chars": statistics.mean(map(len, texts))}
         found["steps"] = {name: rounds(name, str(path), arguments) for name in MEASURED if available(name)}
-        found["stages"] = [
-            rounds("stages", str(size_of(size)), arguments) for size in arguments.sizes.split(",")
-        ]
+        found["stages"] = [rounds("stages", str(size_of(size)), arguments) for size in arguments.sizes.split(",")]
     print(json.dumps(found, indent=1))
     if arguments.write:
         Path(arguments.write).write_text(json.dumps(found, indent=1) + "\n")
@@ -76,12 +70,7 @@ def rounds(kind: str, value: str, arguments: argparse.Namespace) -> dict[str, An
     """Medians over fresh processes with one thread each."""
     command = [sys.executable, __file__, "--child", kind, value]
     command += ["--folder", arguments.folder] if arguments.folder else []
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "RAYON_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     made = []
     for _ in range(arguments.rounds):
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
@@ -99,15 +88,11 @@ def available(name: str) -> bool:
 
 def machine() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
     ).stdout.strip()
-    peers = {
-        name: importlib.metadata.version(name) for name in ("numpy", *SLOW) if importlib.util.find_spec(name)
-    }
+    peers = {name: importlib.metadata.version(name) for name in ("numpy", *SLOW) if importlib.util.find_spec(name)}
     return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "cpu": cpu, "cores": os.cpu_count(), **peers}
 
 
@@ -118,9 +103,7 @@ def documents(corpus: str | None, count: int) -> Iterator[str]:
                 yield json.loads(line)["text"]
         return
     roots = [Path(os.__file__).parent, Path("/usr/share/doc")]
-    files = [
-        path for root in roots for pattern in ("*.py", "*.txt", "*.html") for path in root.rglob(pattern)
-    ]
+    files = [path for root in roots for pattern in ("*.py", "*.txt", "*.html") for path in root.rglob(pattern)]
     random.Random(0).shuffle(files)
     made = 0
     for path in files:
@@ -162,9 +145,9 @@ def our_step(name: str) -> Callable[[Path], dict[str, float]]:
 
         from bessemer.data.document import Document
         from bessemer.data.step import is_global, make_step
-        from bessemer.spec.clean.dedup import STEPS
+        from bessemer.spec.clean.steps import STEPS
 
-        step = make_step(next(spec for spec in STEPS if spec.step == f"dedup_{name}")(), 0)
+        step = make_step(STEPS[f"dedup_{name}"](), 0)
         assert is_global(step)
 
         def collect(some: Sequence[str]) -> None:
@@ -222,9 +205,7 @@ def rensa(path: Path) -> dict[str, float]:
     return with_shingles(json.loads(path.read_text()), sign, SLOW["rensa"])
 
 
-def with_shingles(
-    texts: Sequence[str], sign: Callable[[Sequence[str]], None], every: int
-) -> dict[str, float]:
+def with_shingles(texts: Sequence[str], sign: Callable[[Sequence[str]], None], every: int) -> dict[str, float]:
     alone = rate(texts, lambda some: [plain_shingles(text) for text in some], every)
     return {**rate(texts, sign, every), "shingles_only_per_s": alone["documents_per_s"]}
 
@@ -262,9 +243,7 @@ def stages(count: int, folder: str | None) -> dict[str, float]:
         (Path(name) / "scratch").mkdir()
         with PeakAnonymousMemory() as peak:
             start_s = time.perf_counter()
-            rulings, summary = DedupMinhash(DedupMinhashSpec(), 0).resolve(
-                collected, Path(name) / "scratch", each
-            )
+            rulings, summary = DedupMinhash(DedupMinhashSpec(), 0).resolve(collected, Path(name) / "scratch", each)
             dropped = sum(ruling["ordinal"].size for ruling in rulings)
             wall_s = time.perf_counter() - start_s
         assert dropped == summary["duplicates"]

@@ -41,9 +41,7 @@ SUFFIXES = (".md", ".rst", ".txt", ".py", ".gz", ".html")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--datatrove", help="a Python that has datatrove and spacy")
     parser.add_argument("--documents", type=int, default=6000)
     parser.add_argument("--slow-documents", type=int, default=600, help="how many of them datatrove gets")
@@ -61,9 +59,7 @@ def main() -> None:
     texts = rows(options.jsonl) if options.jsonl else pages(options.documents, options.chars)
     texts = texts[: options.documents]
     mean = sum(map(len, texts)) / len(texts)
-    print(
-        f"{len(texts):,} documents of {mean:,.0f} characters; datatrove gets {options.slow_documents:,} of them\n"
-    )
+    print(f"{len(texts):,} documents of {mean:,.0f} characters; datatrove gets {options.slow_documents:,} of them\n")
     print(f"{'filter':18} {'ours docs/s':>12} {'MB/s':>7} {'datatrove':>10} {'times':>7}")
     results = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -77,10 +73,7 @@ def main() -> None:
             results[name] = found
             ours, peer = found["ours"], found.get("datatrove", {}).get("documents_per_s", float("nan"))
             rate = ours["documents_per_s"]
-            print(
-                f"{name:18} {rate:12,.0f} {ours['mb_per_s']:7.1f} {peer:10,.1f} {rate / peer:7.1f}",
-                flush=True,
-            )
+            print(f"{name:18} {rate:12,.0f} {ours['mb_per_s']:7.1f} {peer:10,.1f} {rate / peer:7.1f}", flush=True)
     if options.write:
         record = {
             "machine": machine(options.datatrove),
@@ -118,9 +111,7 @@ def ours(name: str) -> Judge:
                     for document, outcome in pairs
                     if not isinstance(outcome, Drop)
                 ]
-        return (
-            len(documents) if name == "chain" else sum(not isinstance(outcome, Drop) for outcome in outcomes)
-        )
+        return len(documents) if name == "chain" else sum(not isinstance(outcome, Drop) for outcome in outcomes)
 
     return judge
 
@@ -241,13 +232,9 @@ def machine(peer: str | None) -> dict[str, object]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     versions = "from importlib.metadata import version as v; print(v('datatrove'), v('spacy'))"
-    asked = (
-        subprocess.run([peer, "-c", versions], capture_output=True, text=True).stdout.split() if peer else []
-    )
+    asked = subprocess.run([peer, "-c", versions], capture_output=True, text=True).stdout.split() if peer else []
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,

@@ -132,18 +132,14 @@ def run_peer(size: str, folder: Path) -> float:
 
 def one_round(side: str, size: str, folder: Path) -> float:
     command = [sys.executable, __file__, "--side", side, "--sizes", size, "--folder", str(folder)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"})
     if done.returncode:
         sys.exit(f"{side} {size} failed:\n{done.stdout}\n{done.stderr}")
     return float(done.stdout.strip().splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default="1.3M,10M")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
@@ -155,11 +151,7 @@ def main() -> None:
     if options.side:
         print((run_ours if options.side == "ours" else run_peer)(sizes[0], options.folder))
         return
-    result: dict[str, object] = {
-        "machine": machine(),
-        "command": " ".join(["python", *sys.argv]),
-        "sizes": {},
-    }
+    result: dict[str, object] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "sizes": {}}
     print(f"{'size':6} {'ours tok/s':>12} {'HF Trainer':>12} {'ratio':>7} {'goal':>6}   rounds (ours / HF)")
     for size in sizes:
         rates: dict[str, list[float]] = {"ours": [], "peer": []}
@@ -168,15 +160,8 @@ def main() -> None:
                 rates[side].append(one_round(side, size, options.folder))
         ours, peer = (statistics.median(rates[side]) for side in ("ours", "peer"))
         pairs = "  ".join(f"{a:,.0f}/{b:,.0f}" for a, b in zip(rates["ours"], rates["peer"], strict=True))
-        print(
-            f"{size:6} {ours:12,.0f} {peer:12,.0f} {ours / peer:7.3f} {GOALS[size]:6.2f}   {pairs}",
-            flush=True,
-        )
-        result["sizes"][size] = {
-            "ours": rates["ours"],
-            "hf_trainer": rates["peer"],
-            "ratio_of_medians": ours / peer,
-        }  # type: ignore[index]
+        print(f"{size:6} {ours:12,.0f} {peer:12,.0f} {ours / peer:7.3f} {GOALS[size]:6.2f}   {pairs}", flush=True)
+        result["sizes"][size] = {"ours": rates["ours"], "hf_trainer": rates["peer"], "ratio_of_medians": ours / peer}  # type: ignore[index]
     if options.write:
         options.write.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -186,12 +171,8 @@ def machine() -> dict[str, object]:
     import transformers
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,

@@ -76,9 +76,7 @@ def measure(folder: Path, documents: str, mask: bool, arguments: argparse.Namesp
     name = f"{documents}{'-masked' if mask else ''}"
     parts, whole = [], folder / name
     for k in range(SHARDS):
-        parts.append(
-            write_store(folder / f"{name}-{k}", LENGTHS[documents], arguments.tokens // SHARDS, mask, k)
-        )
+        parts.append(write_store(folder / f"{name}-{k}", LENGTHS[documents], arguments.tokens // SHARDS, mask, k))
     merge(parts, whole)
     results = []
     for shards, store in ((1, TokenStore(whole)), (SHARDS, ShardedStore(parts))):

@@ -70,9 +70,7 @@ def report(name: str, texts: list[str], show: int) -> None:
     for kinds in (ALL_KINDS, *((kind,) for kind in ALL_KINDS)):
         best_s = min(seconds(texts, kinds) for _ in range(3))
         found = sum(len(find_pii(text, kinds)) for text in texts)
-        print(
-            f"  {'all kinds' if len(kinds) > 1 else kinds[0]:12} {size_mb / best_s:8.1f} MB/s {found:8,} found"
-        )
+        print(f"  {'all kinds' if len(kinds) > 1 else kinds[0]:12} {size_mb / best_s:8.1f} MB/s {found:8,} found")
     if show:
         samples(texts, show)
 

@@ -111,14 +111,7 @@ def compare(kind: str, options: argparse.Namespace, size_bytes: int) -> dict[str
         Tokenizer.train(read_corpus(2_000_000), options.vocab, kind=kind).save(file)
         for _ in range(options.rounds):
             for way in WAYS:
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--size",
-                    options.size,
-                    "--threads",
-                    str(options.threads),
-                ]
+                command = [sys.executable, __file__, "--size", options.size, "--threads", str(options.threads)]
                 environment = {**os.environ, "RAYON_NUM_THREADS": str(options.threads)}
                 found = subprocess.run(
                     [*command, "--child", way, str(file)],
@@ -131,9 +124,7 @@ def compare(kind: str, options: argparse.Namespace, size_bytes: int) -> dict[str
     medians = {way: statistics.median(values) for way, values in speeds.items()}
     ratio = medians["ours_without_tiktoken"] / medians["raw"]
     print(f"{kind}: " + ", ".join(f"{way} {value:.2f} MB/s" for way, value in medians.items()))
-    print(
-        f"  without tiktoken {ratio:.2f} of encode_batch ({'met' if ratio >= GOAL else 'below the goal of'} {GOAL})"
-    )
+    print(f"  without tiktoken {ratio:.2f} of encode_batch ({'met' if ratio >= GOAL else 'below the goal of'} {GOAL})")
     return {
         "mb_per_s": speeds,
         "ratio_of_medians": {way: medians[way] / medians["raw"] for way in WAYS},

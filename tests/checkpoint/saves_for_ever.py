@@ -1,54 +1,127 @@
-"""Run by test_killed_saves.py: saves and thins without end, in children that are killed at random moments.
+"""Run by test_killed_saves.py: a run that trains and saves without end, in children that are killed at random moments.
 
-Arguments: the folder, the number of kills, a seed. A child writes the step down after each save that returned.
+Arguments: the folder, the number of kills, a seed. Each child resumes from what the one before left, as a run does;
+every other one saves asynchronously. What it holds to is checked after each kill.
 """
 
+import mmap
 import os
 import random
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint  # once, here, and not in every child
 
-from bessemer.checkpoint.manifest import Manifest
+import bessemer.checkpoint.checked_writer
+import bessemer.checkpoint.safe_reader  # noqa: F401
+from bessemer.checkpoint.manifest import NAME
 from bessemer.checkpoint.shelf import Shelf
+from bessemer.spec.checkpoint import CheckpointSpec
+from bessemer.train.job import Progress
+from bessemer.train.saver import CheckpointSaver
+
+INTERVAL = 5  # steps between saves
+EMPTY = {"x": torch.zeros(40_000), "step": torch.tensor(0)}
 
 
-def save_for_ever(folder: Path, done: Path, step: int) -> None:
+class Told:
+    """Numbers that outlive the child: the last save begun, the last one it was told of."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, 16)
+
+    def write(self, place: int, step: int) -> None:
+        self.memory[8 * place : 8 * place + 8] = struct.pack("q", step)
+
+    def read(self) -> tuple[int, int]:
+        begun, saved = struct.unpack("qq", self.memory[:16])
+        return begun, saved
+
+
+def resume(shelf: Shelf) -> tuple[int, dict[str, torch.Tensor]]:
+    """The newest checkpoint that there is; one that is broken fails the test."""
+    state = {name: tensor.clone() for name, tensor in EMPTY.items()}
+    for folder in shelf.newest_first():
+        shelf.load(folder, state)
+        break
+    step = int(state["step"])
+    assert bool((state["x"] == step).all()), f"the state of step {step} is torn"
+    return step, state
+
+
+def train_for_ever(folder: Path, told: Told, asynchronous: bool) -> None:
     shelf = Shelf(folder)
+    shelf.sweep()
+    step, state = resume(shelf)
+
+    def event(kind: str, **details: object) -> None:
+        assert kind == "saved", details
+        told.write(1, details["step"])  # type: ignore[arg-type]
+
+    def begin() -> dict[str, torch.Tensor]:
+        told.write(0, step)  # the saver has waited for the save before, and takes the state now
+        return state
+
+    job = SimpleNamespace(
+        spec=SimpleNamespace(checkpoint=CheckpointSpec(asynchronous=asynchronous), guard=SimpleNamespace(enabled=True)),
+        stream=SimpleNamespace(fingerprint="f", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[])),
+        run=SimpleNamespace(sync=lambda: None),
+        progress=Progress(),
+        device=torch.device("cpu"),
+        state=begin,
+        guard_state=dict,
+        event=event,
+    )
+    saver = CheckpointSaver(shelf, "s")
     while True:
-        state = {"x": torch.full((40_000,), float(step)), "step": torch.tensor(step)}
-        manifest = Manifest(step, 0, "f", {}, "s", [], [], {}, 1, "cpu", {}, time.time())
-        newest = shelf.save(state, manifest)
-        with done.open("a") as file:
-            file.write(f"{step}\n")
-        shelf.thin(newest, keep_last=3, keep_best=False)
+        for name in state:
+            state[name] += 1  # in place, as an optimizer does, whoever is writing
         step += 1
+        saver.poll(job)
+        if step % INTERVAL == 0:
+            saver.save(job, step, None)
+
+
+def start(folder: Path, told: Told, asynchronous: bool) -> int:
+    """A child, once it has begun to save."""
+    begun, _ = told.read()
+    child = os.fork()
+    if child == 0:
+        try:
+            train_for_ever(folder, told, asynchronous)
+        finally:
+            os._exit(1)
+    while told.read()[0] == begun and not os.waitpid(child, os.WNOHANG)[0]:
+        time.sleep(0.001)
+    return child
 
 
 def main() -> None:
-    folder, kills, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
+    folder, kills, rng = Path(sys.argv[1]) / "checkpoints", int(sys.argv[2]), random.Random(int(sys.argv[3]))
     torch.set_num_threads(1)
+    told, began_s, save_s, unfinished = Told(), time.monotonic(), 0.05, 0
     for number in range(kills):
-        child = os.fork()
-        if child == 0:
-            try:
-                save_for_ever(folder / "checkpoints", folder / "done", 1000 * number)
-            finally:
-                os._exit(1)
-        while not (folder / "checkpoints" / f"step-{1000 * number:08d}.a1").exists():
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.12))
+        child = start(folder, told, asynchronous=number % 2 == 1)
+        if number == 0:  # how long a save takes here: the kills have to fall into them
+            while told.read()[1] < 4 * INTERVAL:
+                time.sleep(0.001)
+            save_s = (time.monotonic() - began_s) / 4
+        time.sleep(rng.uniform(0, 2 * save_s))
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child ended by itself"
-        done = (folder / "done").read_text().split() if (folder / "done").exists() else []
-        steps = {manifest.step for _, manifest in Shelf(folder / "checkpoints").committed()}
-        assert not done or int(done[-1]) in steps, (
-            f"the save of step {done[-1]} had returned; there are {steps}"
-        )
+        unfinished += any(not (path / NAME).exists() for path in folder.iterdir())
+        step, _ = resume(Shelf(folder))
+        begun, saved = told.read()
+        assert step >= saved, f"the save of step {saved} was told of; the newest is {step}"
+        assert step >= begun - INTERVAL, f"step {begun} was being saved; the newest is {step}"
+        told.write(0, step)  # the next child goes on from here
+    assert unfinished > kills // 10, f"{unfinished} of {kills} kills fell into a save: that proves little"
+    print(f"{unfinished} of {kills} kills fell into a save; the run reached step {step}")
 
 
 main()

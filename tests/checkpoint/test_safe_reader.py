@@ -1,12 +1,14 @@
 """DCP's index is a pickle; ours is read without running anything in it."""
 
 import builtins
+import io
 import os
 import pickle
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from bessemer.checkpoint import safe_reader
@@ -37,13 +39,9 @@ class Call:
 
 @pytest.mark.parametrize("inside", ["alone", "planner_data", "storage_data", "state_dict_metadata"])
 @pytest.mark.parametrize(
-    ("function", "name"),
-    [(os.system, "posix.system"), (builtins.exec, "builtins.exec")],
-    ids=["system", "exec"],
+    ("function", "name"), [(os.system, "posix.system"), (builtins.exec, "builtins.exec")], ids=["system", "exec"]
 )
-def test_code_in_the_index_is_refused_and_never_runs(
-    shelf, saved, state_of, tmp_path, function, name, inside
-):
+def test_refused_by_name_a_crafted_metadata_pickle(shelf, saved, state_of, tmp_path, function, name, inside):
     witness = tmp_path / "witness"
     command = f"touch {witness}" if function is os.system else f"open({str(witness)!r}, 'w')"
     payload = Call(function, command)
@@ -60,6 +58,65 @@ def test_code_in_the_index_is_refused_and_never_runs(
         shelf.load(saved, state_of(1))
     assert str(saved / ".metadata") in str(error.value) and name in str(error.value)
     assert not witness.exists()
+
+
+def test_refused_by_name_a_crafted_optimizer_entry(shelf, saved, state_of, tmp_path):
+    """Optimizers' own state dicts hold plain objects, which DCP stores as pickles and loads as such."""
+    witness = tmp_path / "witness"
+    crafted = state_of(1) | {"optimizer.param_groups": Call(os.system, f"touch {witness}")}
+    dcp.save(crafted, storage_writer=dcp.FileSystemWriter(saved), no_dist=True)
+    commit(saved, replace(read_manifest(saved), files=describe_files(saved)))
+    dcp.load(dict(crafted), storage_reader=dcp.FileSystemReader(saved), no_dist=True)
+    assert witness.exists(), "the payload is live: DCP's own reader runs it"
+    witness.unlink()
+
+    for asked in (crafted, state_of(1)):
+        with pytest.raises(Damaged) as error:
+            shelf.load(saved, asked)
+        assert str(saved / ".metadata") in str(error.value) and "BytesStorageMetadata" in str(error.value)
+    assert not witness.exists()
+
+
+def test_refused_by_name_a_tensor_that_is_a_pickle(shelf, saved, state_of, tmp_path):
+    """The index says tensor, and the shard holds an object that runs code when it is loaded."""
+    witness, shard = tmp_path / "witness", next(saved.glob("*.distcp"))
+    payload = io.BytesIO()
+    torch.save(Call(os.system, f"touch {witness}"), payload)
+    torch.load(io.BytesIO(payload.getvalue()), weights_only=False)
+    assert witness.exists(), "the payload is live"
+    witness.unlink()
+
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "optimizer.exp_avg":
+            place.offset, place.length = shard.stat().st_size, len(payload.getvalue())
+    shard.write_bytes(shard.read_bytes() + payload.getvalue())
+    put_index(saved, pickle.dumps(metadata))
+    with pytest.raises(Damaged) as error:
+        shelf.load(saved, state_of(1))
+    assert str(saved) in str(error.value) and "system" in str(error.value)
+    assert not witness.exists()
+
+
+def test_refused_by_name_a_swapped_shard(shelf, saved, state_of, manifest_of):
+    """The same tensors of another checkpoint: the right size, a sound file, and not the one that was saved."""
+    other = shelf.save(state_of(2), manifest_of(10))
+    (shard,), (foreign,) = saved.glob("*.distcp"), other.glob("*.distcp")
+    shard.write_bytes(foreign.read_bytes())
+    with pytest.raises(Damaged) as error:
+        shelf.load(saved, state_of(1))
+    assert str(error.value) == f"{shard}: its content differs from what was saved (hash mismatch)"
+
+
+def test_refused_by_name_a_wrong_hash(shelf, saved, state_of):
+    """A manifest that is whole and signed with its own hash, but vouches for another file."""
+    (shard,) = saved.glob("*.distcp")
+    files = describe_files(saved)
+    files[shard.name]["xxh3_128"] = "0" * 32
+    commit(saved, replace(read_manifest(saved), files=files))
+    with pytest.raises(Damaged) as error:
+        shelf.load(saved, state_of(1))
+    assert str(error.value) == f"{shard}: its content differs from what was saved (hash mismatch)"
 
 
 def global_pickle(module: str, name: str, argument: str) -> bytes:
@@ -101,9 +158,7 @@ def test_an_entry_that_is_not_a_tensor_is_refused(shelf, saved, state_of, entry)
     assert str(saved / ".metadata") in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x80", b"garbage", pickle.dumps([1, 2]), pickle.dumps(None)], ids=repr
-)
+@pytest.mark.parametrize("content", [b"", b"\x80", b"garbage", pickle.dumps([1, 2]), pickle.dumps(None)], ids=repr)
 def test_an_index_that_is_none_is_refused(shelf, saved, state_of, content):
     put_index(saved, content)
     with pytest.raises(Damaged) as error:
@@ -157,6 +212,4 @@ def test_the_list_has_no_name_that_an_index_does_not_use(saved):
     dtypes = {(module, name) for module, name in asked if module == "torch" and name != "Size"}
     paths = {(module, name) for module, name in asked if name == "PosixPath"}
     assert asked - dtypes - paths == safe_reader._ALLOWED
-    assert paths <= safe_reader._PATHS and all(
-        isinstance(getattr(torch, name), torch.dtype) for _, name in dtypes
-    )
+    assert paths <= safe_reader._PATHS and all(isinstance(getattr(torch, name), torch.dtype) for _, name in dtypes)

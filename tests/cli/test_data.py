@@ -93,10 +93,7 @@ def test_a_bad_row_is_refused_with_its_place(call: Call) -> None:
     write_spec("[]")
     with Path("data/web.jsonl").open("a") as file:
         file.write("{\n")
-    assert (
-        "source 'web': " in (err := refused_with_progress(call))
-        and "data/web.jsonl:46: not valid JSON" in err
-    )
+    assert "source 'web': " in (err := refused_with_progress(call)) and "data/web.jsonl:46: not valid JSON" in err
 
 
 def refused_with_progress(call: Call) -> str:

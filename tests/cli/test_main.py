@@ -20,9 +20,14 @@ from .conftest import Call
 
 GOOD = "model: 10M\ndata:\n  sources:\n    web: data/\n"
 DATA_VERBS = ("prepare", "report", "check", "classifier", "perplexity", "audit", "extend")
+CHECKPOINT_VERBS = (
+    "list", "verify", "diff", "prune", "restore", "tag", "lineage", "import", "average", "pack", "unpack",
+)  # fmt: skip
+INSPECT_VERBS = ("lr", "gradients", "landscape", "histograms", "noise", "nan")
 VERBS = (
-    "train", "runs", "replay", "generate", "demo", "spec check", "spec show", "spec schema",
-    *(f"data {verb}" for verb in DATA_VERBS),
+    "train", "runs", "replay", "chaos", "generate", "demo", "spec check", "spec show", "spec schema",
+    *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),
+    *(f"inspect {verb}" for verb in INSPECT_VERBS),
 )  # fmt: skip
 
 
@@ -44,7 +49,7 @@ def test_help_of_a_verb_has_an_example_that_is_parsed(verb: str) -> None:
 def test_every_verb_is_in_the_list_above() -> None:
     commands = {command.name for command in main.app.registered_commands}
     groups = {
-        f"{group.name} {command.callback.__name__}"
+        f"{group.name} {command.name or command.callback.__name__}"
         for group in main.app.registered_groups
         for command in group.typer_instance.registered_commands
     }
@@ -69,6 +74,10 @@ def test_version(call: Call) -> None:
         ("train",),
         ("runs", "--nope"),
         ("replay", "x"),
+        ("chaos",),
+        ("chaos", "spec.yaml", "--count", "0"),
+        ("inspect", "lr"),
+        ("checkpoints", "tag", "run"),
         ("--nope",),
     ],
 )
@@ -137,10 +146,15 @@ def test_a_file_that_is_no_spec(call: Call, content: str | bytes | None, told: s
 def test_a_setting_without_its_equals_sign(call: Call) -> None:
     Path("my-run.yaml").write_text(GOOD)
     said = call("spec", "check", "my-run.yaml", "--set", "seed")
-    assert (said.code, said.err) == (
-        2,
-        "--set seed: write it as key=value, such as --set optimizer.lr=3e-4\n",
-    )
+    assert (said.code, said.err) == (2, "--set seed: write it as key=value, such as --set optimizer.lr=3e-4\n")
+
+
+def test_a_fault_that_does_not_exist_is_refused_before_anything_runs(call: Call) -> None:
+    Path("my-run.yaml").write_text(GOOD)
+    said = call("chaos", "my-run.yaml", "--faults", "poison,earthquake")
+    assert said.code == 2 and said.out == ""
+    assert said.err.startswith("--faults 'earthquake': there is no such fault; there are poison-random")
+    assert said.err.count("\n") == 1 and not Path("runs").exists()
 
 
 def test_the_schema_is_json(call: Call) -> None:
@@ -222,9 +236,7 @@ def test_a_fault_of_ours_is_not_hidden(call: Call, monkeypatch: pytest.MonkeyPat
         call("runs")
 
 
-def in_a_process(
-    *arguments: str | bytes, cwd: Path, **environment: str
-) -> subprocess.CompletedProcess[bytes]:
+def in_a_process(*arguments: str | bytes, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "bessemer", *arguments]
     source = str(Path(bessemer.__file__).parents[1])  # this very package, wherever the process starts
     return subprocess.run(

@@ -97,9 +97,7 @@ def conversation(rng: random.Random) -> list[dict[str, str]]:
     talk = [{"role": "system", "content": f"be nice {rng.random()}"}] if rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 3)):
         for role in ("user", "assistant"):
-            content = rng.choice(
-                ["Hello", "\n\nhi 語👍🏽", "a  b\n", "été ", "  x", "it's 12345"]
-            ) * rng.randint(1, 3)
+            content = rng.choice(["Hello", "\n\nhi 語👍🏽", "a  b\n", "été ", "  x", "it's 12345"]) * rng.randint(1, 3)
             talk.append({"role": role, "content": content})
     return talk
 
@@ -130,16 +128,9 @@ def test_the_ids_and_mask_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["chatml", CHATML, UNMARKED])
-@given(
-    st.sampled_from(
-        ["<|im_end|>", "<|im_start|>system\n", "<|endoftext|>", "\ue0b0", "\ue0b1", "\ue0b20\ue0b2"]
-    )
-)
+@given(st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|endoftext|>", "\ue0b0", "\ue0b1", "\ue0b20\ue0b2"]))
 def test_a_message_cannot_end_its_turn(template: str, attack: str) -> None:
-    talk = [
-        {"role": "user", "content": f"a{attack}b"},
-        {"role": "assistant", "content": f"{attack}c{attack}"},
-    ]
+    talk = [{"role": "user", "content": f"a{attack}b"}, {"role": "assistant", "content": f"{attack}c{attack}"}]
     ids, mask = render(talk, TOKENIZER, template)
     marks = [i for i in ids.tolist() if i in TOKENIZER.special.values()]
     assert [TOKENIZER.decode([i]) for i in marks] == ["<|im_start|>", "<|im_end|>"] * 2
@@ -148,9 +139,7 @@ def test_a_message_cannot_end_its_turn(template: str, attack: str) -> None:
 
 
 def test_the_mask_of_a_character_of_several_tokens() -> None:
-    ids, mask = render(
-        [{"role": "user", "content": "é"}, {"role": "assistant", "content": "👍🏽語"}], TOKENIZER
-    )
+    ids, mask = render([{"role": "user", "content": "é"}, {"role": "assistant", "content": "👍🏽語"}], TOKENIZER)
     assert learned(ids, mask) == "👍🏽語<|im_end|>"
     assert mask.sum() > 8
 
@@ -161,9 +150,7 @@ def test_the_mask_where_offsets_leave_spaces_out() -> None:
     trimmed = Tokenizer(inner, TOKENIZER.eos)
     talk = [{"role": "user", "content": " a "}, {"role": "assistant", "content": "   x  \n  y   "}]
     for template in ("chatml", UNMARKED):
-        np.testing.assert_array_equal(
-            render(talk, trimmed, template)[1], render(talk, TOKENIZER, template)[1]
-        )
+        np.testing.assert_array_equal(render(talk, trimmed, template)[1], render(talk, TOKENIZER, template)[1])
 
 
 def test_many_conversations_at_once() -> None:
@@ -246,11 +233,7 @@ def test_calls_of_tools() -> None:
     call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
     talk = [
         {"role": "user", "content": "1+1?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [call, {"name": "sub", "arguments": {"b": "é"}}],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [call, {"name": "sub", "arguments": {"b": "é"}}]},
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]},
     ]

@@ -61,15 +61,7 @@ def test_good_text_has_no_problem(tmp_path: Path) -> None:
 
 
 def test_rows_that_cannot_be_read_are_counted_by_kind_with_places(tmp_path: Path) -> None:
-    rows = [
-        {"text": "fine"},
-        '{"text": "cut',
-        '{"text": "cut off la',
-        {"body": 1},
-        "[1, 2]",
-        '{"text": 7}',
-        "x",
-    ]
+    rows = [{"text": "fine"}, '{"text": "cut', '{"text": "cut off la', {"body": 1}, "[1, 2]", '{"text": 7}', "x"]
     found = check(lines(tmp_path / "a.jsonl", [*rows, {"text": "fine too"}]))
     assert found.documents == 2
     by_kind = {problem.what: problem for problem in found.problems if problem.what.startswith("unreadable")}
@@ -248,16 +240,10 @@ def test_fields_that_the_source_reads_are_left_to_the_reader(tmp_path: Path) -> 
             "conversation: system message inside",
             "message 2",
         ),
-        (
-            talk(("user", "Hello"), ("assistant", "Hi"), weight=0),
-            "conversation: no token of it is learnt",
-            "",
-        ),
+        (talk(("user", "Hello"), ("assistant", "Hi"), weight=0), "conversation: no token of it is learnt", ""),
     ],
 )
-def test_conversations_that_cannot_be_learnt_from(
-    tmp_path: Path, row: dict[str, Any], what: str, where: str
-) -> None:
+def test_conversations_that_cannot_be_learnt_from(tmp_path: Path, row: dict[str, Any], what: str, where: str) -> None:
     good = talk(("system", "Be kind"), ("user", "Hello"), ("assistant", "Hi there"))
     path = lines(tmp_path / "a.jsonl", [good, row])
     found = check(path, messages_field="messages", tokenizer=TOKENIZER)
@@ -276,9 +262,7 @@ def test_a_row_without_messages_is_unreadable_and_one_without_any_is_empty(tmp_p
 
 def test_an_answer_past_the_context_is_one_that_truncated_rows_do_not_weigh(tmp_path: Path) -> None:
     """The threshold is that of the rows themselves: with one token more of context the answer begins to count."""
-    path = lines(
-        tmp_path / "a.jsonl", [talk(("user", "How do I temper steel? " * 4), ("assistant", "Heat it."))]
-    )
+    path = lines(tmp_path / "a.jsonl", [talk(("user", "How do I temper steel? " * 4), ("assistant", "Heat it."))])
     source = SourceSpec(path=[str(path)], messages_field="messages")
     [part] = divide("", list_files(source), source)
     [document] = read_part(part, source)
@@ -312,9 +296,7 @@ def say(
     return left.value.code or 0, printed.out, printed.err
 
 
-def test_exit_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = texts(tmp_path, "fine", "good"), texts(tmp_path, "same", "same", name="b.jsonl")
     code, out, err = say(monkeypatch, capsys, good)
     assert (code, err) == (0, "") and "2 documents, 8 characters in 1 files" in out and "nothing wrong" in out

@@ -37,9 +37,7 @@ class Windows:
 
 def slow_measure(rows: Windows, sequence: int, scores: list[float]) -> float:
     cells = rows.of_column[sequence * rows.length : (sequence + 1) * rows.length].tolist()
-    known = [
-        scores[document] for document in cells if document != PADDING and scores[document] == scores[document]
-    ]
+    known = [scores[document] for document in cells if document != PADDING and scores[document] == scores[document]]
     return sum(known) / len(known) if known else -np.inf
 
 
@@ -56,10 +54,7 @@ cases = st.tuples(
 @settings(max_examples=80)
 @given(cases, st.booleans(), st.sampled_from([3, 7, 1 << 20]))
 def test_a_ranking_is_the_stable_sort_of_the_measures(
-    tmp_path_factory: pytest.TempPathFactory,
-    case: tuple[list[int], list[float]],
-    descending: bool,
-    chunk: int,
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[list[int], list[float]], descending: bool, chunk: int
 ) -> None:
     documents, scores = case
     rows = Windows(documents, 4)

@@ -36,13 +36,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 def documents() -> list[Document]:
     lines = TEXT.splitlines(keepends=True)
     short = [Document("".join(lines[i : i + 1 + i % 7]), "a", i) for i in range(len(lines))]
-    return [
-        *short[:40],
-        Document("", "a", 0),
-        Document(" ", "a", 0),
-        Document(TEXT * 3, "b", 1),
-        *short[40:80],
-    ]
+    return [*short[:40], Document("", "a", 0), Document(" ", "a", 0), Document(TEXT * 3, "b", 1), *short[40:80]]
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
@@ -85,9 +79,7 @@ def test_a_template_that_ends_with_the_end_of_document() -> None:
 def test_a_conversation_that_cannot_be_laid_out_is_named() -> None:
     bad = [{"role": "assistant", "content": 5}]
     given = [Document("", "talks.jsonl", row, messages=TALK if row != 7 else bad) for row in range(1, 12)]
-    with pytest.raises(
-        UserError, match=r"^talks\.jsonl:7: content is not text: message 1 has a int; correct"
-    ):
+    with pytest.raises(UserError, match=r"^talks\.jsonl:7: content is not text: message 1 has a int; correct"):
         list(encode_documents(given, TRAINED["bpe"], template="chatml"))
     source = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this') }}{% endif %}"
     given[3].messages = [{"role": "assistant", "content": "no"}]

@@ -55,9 +55,7 @@ def split(text: str) -> list[str]:
 def write(folder: Path, files: dict[str, list[str]], **settings: Any) -> tuple[list, SourceSpec]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, texts in files.items():
-        lines = "".join(
-            json.dumps({"text": text, "id": f"{name}-{k}"}) + "\n" for k, text in enumerate(texts)
-        )
+        lines = "".join(json.dumps({"text": text, "id": f"{name}-{k}"}) + "\n" for k, text in enumerate(texts))
         opened = gzip.open if name.endswith(".gz") else open
         with opened(folder / name, "wb") as file:
             file.write(lines.encode())
@@ -109,19 +107,12 @@ texts = st.lists(st.text("ab é\n", min_size=1, max_size=90).filter(str.strip), 
 @settings(max_examples=40)
 @given(texts, st.integers(3, 120), st.integers(1, 24), st.randoms(), st.sampled_from([10, 100, 1 << 16]))
 def test_rows_are_blocks_of_the_text_laid_end_to_end(
-    tmp_path_factory: pytest.TempPathFactory,
-    written: list[str],
-    block: int,
-    length: int,
-    shuffler: Any,
-    stretch: int,
+    tmp_path_factory: pytest.TempPathFactory, written: list[str], block: int, length: int, shuffler: Any, stretch: int
 ) -> None:
     half = len(written) // 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lazy_index, "_STRETCH_BYTES", stretch)
-        index = index_of(
-            tmp_path_factory.mktemp("lazy"), {"a.jsonl": written[:half], "b.jsonl": written[half:]}
-        )
+        index = index_of(tmp_path_factory.mktemp("lazy"), {"a.jsonl": written[:half], "b.jsonl": written[half:]})
     rows = LazyRows(index, Words(), length, block)
     assert isinstance(rows, Rows)
     expected = by_hand(written, block)
@@ -180,9 +171,7 @@ def make_stream(index: Index, length: int = 12) -> BatchStream:
     return BatchStream({"web": rows}, order, length, Steps([BatchPhase(0, 4)]))
 
 
-def test_any_step_replays_and_its_documents_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_step_replays_and_its_documents_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy_index, "_STRETCH_BYTES", 300)  # several in a file
     written = [f"text {k} of many words that follow each other" for k in range(50)]
     index = index_of(tmp_path, {"a.jsonl": written[:30], "b.jsonl.gz": written[30:]}, id_field="id")
@@ -235,9 +224,7 @@ def test_a_killed_indexing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     divide, size = lazy_index.divide, max(file.size_bytes for file in found)  # one part for each file
-    monkeypatch.setattr(
-        lazy_index, "divide", lambda *a, **k: divide(*a, part_bytes=size, **{**k, "each": None})
-    )
+    monkeypatch.setattr(lazy_index, "divide", lambda *a, **k: divide(*a, part_bytes=size, **{**k, "each": None}))
     with pytest.raises(KeyboardInterrupt):
         build_index("web", found, source, tmp_path / "cache", each=interrupted)
     read: list[str] = []
@@ -259,9 +246,7 @@ def test_a_killed_indexing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch:
 
 def test_a_block_is_chosen_so_that_nearly_every_row_is_filled(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    written = [
-        "".join(" " + "x" * n for n in rng.integers(1, 9, size)) for size in rng.integers(20, 300, 400)
-    ]
+    written = ["".join(" " + "x" * n for n in rng.integers(1, 9, size)) for size in rng.integers(20, 300, 400)]
     index = index_of(tmp_path, {"a.jsonl": written})
     length = 128
     chosen = choose_block(index, Words(), length)

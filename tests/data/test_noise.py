@@ -39,9 +39,7 @@ def test_without_noise_nothing_changes_and_a_plain_spec_gives_none() -> None:
     assert make_noise(NoiseSpec(), 1, VOCAB, {}) is None
 
 
-@pytest.mark.parametrize(
-    ("share", "length"), [(0.15, 3.0), (0.15, 1.0), (0.5, 10.0), (0.6, 1.0), (0.02, 8.0)]
-)
+@pytest.mark.parametrize(("share", "length"), [(0.15, 3.0), (0.15, 1.0), (0.5, 10.0), (0.6, 1.0), (0.02, 8.0)])
 def test_masked_spans_have_their_share_and_their_length(share: float, length: float) -> None:
     large = batch(2000, 257)
     masked = Noise(3, VOCAB, mask_spans=share, span_length=length, mask_ids=[MASK])(large).tokens == MASK
@@ -122,9 +120,7 @@ def test_noise_depends_on_seed_and_position_only(order: list[int], seed: int) ->
     moved = batch(positions=np.array(order))
     assert np.array_equal(noise(moved).tokens, whole.tokens[order])
     assert np.array_equal(noise(whole_rows(batch(), 2, 5)).tokens, whole.tokens[2:5])
-    assert not np.array_equal(
-        Noise(seed + 1, VOCAB, 0.2, 3.0, 0.2, mask_ids=[MASK])(batch()).tokens, whole.tokens
-    )
+    assert not np.array_equal(Noise(seed + 1, VOCAB, 0.2, 3.0, 0.2, mask_ids=[MASK])(batch()).tokens, whole.tokens)
 
 
 def whole_rows(full: Batch, start: int, stop: int) -> Batch:
@@ -208,8 +204,6 @@ def test_mistakes_are_told() -> None:
         make_noise(NoiseSpec(mask_spans=0.1, mask=["<mask>"]), 1, VOCAB, {"<eos>": 0})
     with pytest.raises(UserError, match="all of the 2 tokens are special"):
         Noise(1, 2, replace=0.1, special_ids=[0, 1])
-    noise = make_noise(
-        NoiseSpec(mask_spans=0.1, mask=["<mask>"], replace=0.1), 1, VOCAB, {"<mask>": 5, "<eos>": 0}
-    )
+    noise = make_noise(NoiseSpec(mask_spans=0.1, mask=["<mask>"], replace=0.1), 1, VOCAB, {"<mask>": 5, "<eos>": 0})
     assert noise is not None and noise.mask_ids == (5,) and noise.special_ids == (0, 5)
     assert noise.identity["noise"]["mask_spans"] == 0.1

@@ -26,9 +26,7 @@ def write(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def index(
-    cache: Path, validation: float = 0.2, spec: TokenizerSpec | None = None, **sources: Path
-) -> Indexed:
+def index(cache: Path, validation: float = 0.2, spec: TokenizerSpec | None = None, **sources: Path) -> Indexed:
     data = DataSpec.model_validate(
         {
             "sources": {name: str(path) for name, path in sources.items()},
@@ -103,9 +101,7 @@ def test_another_tokenizer_or_other_text_is_trained_anew(tmp_path: Path, sampled
 
 
 def test_the_sample_is_bounded_spread_and_shared_by_size(tmp_path: Path, sampled: list[list[str]]) -> None:
-    big = write(
-        tmp_path / "big.jsonl", [f"big{i:04} " + "ä" * 500 for i in range(900)]
-    )  # 14 stretches of 64 kB
+    big = write(tmp_path / "big.jsonl", [f"big{i:04} " + "ä" * 500 for i in range(900)])  # 14 stretches of 64 kB
     small = write(tmp_path / "small.jsonl", [f"small{i:04} " + "x" * 1000 for i in range(100)])
     index(tmp_path / "cache", 0, TokenizerSpec(sample=300_000), big=big, small=small)
     [texts] = sampled

@@ -82,10 +82,7 @@ def slow_order(phases: list[Phase], lengths: dict[str, int], seed: int) -> Itera
 
 def resolved(order: Order, positions: np.ndarray) -> list[tuple[str, int, int]]:
     source, sequence, epoch = order.resolve(positions)
-    return [
-        (order.names[s], q, e)
-        for s, q, e in zip(source.tolist(), sequence.tolist(), epoch.tolist(), strict=True)
-    ]
+    return [(order.names[s], q, e) for s, q, e in zip(source.tolist(), sequence.tolist(), epoch.tolist(), strict=True)]
 
 
 NAMES = ["web", "code", "a name longer than eight bytes", "ünïcode"]
@@ -286,27 +283,21 @@ def slow_ranked(index: int, ranking: Ranking, key: int) -> int:
     groups = min(ranking.groups, n)
     group = next(k for k in range(groups) if index < n * (k + 1) // groups)
     first, stop = n * group // groups, n * (group + 1) // groups
-    return int(
-        ranking.sequences[first + slow_permute(index - first, stop - first, slow_chain(key, 1, group))]
-    )
+    return int(ranking.sequences[first + slow_permute(index - first, stop - first, slow_chain(key, 1, group))])
 
 
 @st.composite
 def rankings(draw: st.DrawFn) -> Ranking:
     n = draw(st.sampled_from([1, 2, 40, 255, 256, 300, 700]))
     ranks = np.random.default_rng(n).permutation(n).astype(np.int32)
-    return Ranking(
-        ranks, draw(st.sampled_from([1, 2, 7, 300, 10**6])), "x", draw(st.sampled_from([0, 1, 3, 64]))
-    )
+    return Ranking(ranks, draw(st.sampled_from([1, 2, 7, 300, 10**6])), "x", draw(st.sampled_from([0, 1, 3, 64])))
 
 
 @settings(max_examples=60)
 @given(rankings(), st.integers(0, 2**63))
 def test_a_ranked_order_equals_the_reference_and_is_complete(ranking: Ranking, seed: int) -> None:
     n = ranking.sequences.size
-    order = Order(
-        [Phase(0, Mixture(("web",), (1,), 1))], {"web": n}, seed, {"web": ranking, "unused": ranking}
-    )
+    order = Order([Phase(0, Mixture(("web",), (1,), 1))], {"web": n}, seed, {"web": ranking, "unused": ranking})
     _, sequence, epoch = order.resolve(np.arange(2 * n))
     keys = [slow_chain(slow_chain(seed, 2, slow_name("web")), e) for e in (0, 1)]
     for e in (0, 1):
@@ -322,10 +313,7 @@ def test_a_curriculum_rises_group_by_group_and_shuffles_inside() -> None:
     measure = np.empty(n)
     measure[ranks] = np.arange(n)  # of each sequence
     order = Order(
-        [Phase(0, Mixture(("web", "code"), (1, 1), 2))],
-        {"web": n, "code": 50},
-        7,
-        {"web": Ranking(ranks, groups, "x")},
+        [Phase(0, Mixture(("web", "code"), (1, 1), 2))], {"web": n, "code": 50}, 7, {"web": Ranking(ranks, groups, "x")}
     )
     source, sequence, epoch = order.resolve(np.arange(6 * n))
     web = source == order.names.index("web")
@@ -341,10 +329,7 @@ def test_a_curriculum_rises_group_by_group_and_shuffles_inside() -> None:
 def test_length_buckets_keep_neighbours_of_one_group_and_mix_the_groups() -> None:
     n, run, groups = 1024, 32, 8
     order = Order(
-        [Phase(0, Mixture(("web",), (1,), 1))],
-        {"web": n},
-        7,
-        {"web": Ranking(np.arange(n), groups, "x", run)},
+        [Phase(0, Mixture(("web",), (1,), 1))], {"web": n}, 7, {"web": Ranking(np.arange(n), groups, "x", run)}
     )
     _, sequence, _ = order.resolve(np.arange(n))
     bucket = (sequence // (n // groups)).reshape(-1, run)
@@ -364,9 +349,7 @@ def test_rankings_stand_in_the_identity_and_must_fit() -> None:
 
 def test_golden_values_of_rankings() -> None:
     """As below: past runs replay only while these hold."""
-    order = Order(
-        [Phase(0, Mixture(("web",), (1,), 1))], {"web": 12}, 2024, {"web": Ranking(np.arange(12), 3, "x", 2)}
-    )
+    order = Order([Phase(0, Mixture(("web",), (1,), 1))], {"web": 12}, 2024, {"web": Ranking(np.arange(12), 3, "x", 2)})
     expected = [9, 11, 6, 5, 4, 7, 10, 8, 2, 1, 3, 0, 3, 0, 5, 4, 2, 1, 11, 10, 7, 6, 9, 8]
     assert order.resolve(np.arange(24))[1].tolist() == expected
 
@@ -381,10 +364,7 @@ def test_golden_values() -> None:
     assert permute(np.arange(10), 10, 42).tolist() == [3, 2, 9, 5, 8, 1, 4, 0, 7, 6]
     assert permute(np.arange(6), 1000, 42).tolist() == [959, 846, 903, 883, 526, 235]
     assert permute(np.arange(3), 10**12, 42).tolist() == [449280324190, 860281439757, 556843225914]
-    phases = [
-        Phase(0, Mixture(("web", "code"), (11, 5), 16)),
-        Phase(40, Mixture(("code", "maths"), (1, 3), 4)),
-    ]
+    phases = [Phase(0, Mixture(("web", "code"), (11, 5), 16)), Phase(40, Mixture(("code", "maths"), (1, 3), 4))]
     order = Order(phases, {"web": 1000, "code": 7, "maths": 3}, seed=2024)
     assert order.names == ("code", "maths", "web")
     source, sequence, epoch = order.resolve(np.r_[0:12, 36:48, 10**12 : 10**12 + 4])

@@ -68,9 +68,7 @@ items = st.lists(st.text("abc", max_size=12) | ids | ids.map(np.array) | masked,
 @settings(max_examples=80)
 @given(items, st.randoms())
 def test_a_row_is_one_item(listed: list[Any], shuffler: Any) -> None:
-    rows = OwnRows(
-        Listed([np.array(i, np.int64) if isinstance(i, np.ndarray) else i for i in listed]), Letters(), T
-    )
+    rows = OwnRows(Listed([np.array(i, np.int64) if isinstance(i, np.ndarray) else i for i in listed]), Letters(), T)
     assert isinstance(rows, Rows) and rows.count == len(listed)
     picks = [shuffler.randrange(len(listed)) for _ in range(9)]
     block = rows.assemble(np.array(picks))
@@ -192,11 +190,7 @@ def flat(listed: list[Any]) -> tuple[list[int], list[float], list[int]]:
     counts: list[float] = []
     owners: list[int] = []
     for k, item in enumerate(listed):
-        mine = (
-            [*map(ord, item)]
-            if isinstance(item, str)
-            else list(item["tokens"] if isinstance(item, dict) else item)
-        )
+        mine = [*map(ord, item)] if isinstance(item, str) else list(item["tokens"] if isinstance(item, dict) else item)
         weights = [float(c) for c in item["mask"]] if isinstance(item, dict) else [1.0] * len(mine)
         if isinstance(item, str) or not mine or mine[-1] != EOS:
             mine, weights = [*mine, EOS], [*weights, 1.0]

@@ -55,14 +55,7 @@ def write_store(
     with StoreWriter(prefix, vocab, "tokenizer") as writer:
         for row, length in enumerate(lengths):
             tokens = np.append(token + 1 + np.arange(length - 1), EOS)
-            writer.add(
-                tokens,
-                "/corpus.jsonl",
-                row,
-                row,
-                length,
-                mask=random.integers(0, 2, length) if mask else None,
-            )
+            writer.add(tokens, "/corpus.jsonl", row, row, length, mask=random.integers(0, 2, length) if mask else None)
             token += length
     return TokenStore(prefix)
 
@@ -121,8 +114,7 @@ def test_every_token_is_a_target_once_in_its_document(
     edges = [0, *sorted(min(cut, len(lengths)) for cut in cuts), len(lengths)]
     starts = np.cumsum([0, *lengths])
     parts = [
-        write_store(folder / f"p{k}", lengths[a:b], int(starts[a]), mask)
-        for k, (a, b) in enumerate(pairwise(edges))
+        write_store(folder / f"p{k}", lengths[a:b], int(starts[a]), mask) for k, (a, b) in enumerate(pairwise(edges))
     ]
     store = ShardedStore([part.prefix for part in parts])
     with pytest.MonkeyPatch.context() as patch:
@@ -168,9 +160,7 @@ def test_the_same_rows_in_any_company(tmp_path: Path) -> None:
     whole = rows.assemble(np.arange(rows.count))
     some = np.array([5, 0, 5, rows.count - 1])
     found = rows.assemble(some)
-    assert np.array_equal(found.tokens, whole.tokens[some]) and np.array_equal(
-        found.targets, whole.targets[some]
-    )
+    assert np.array_equal(found.tokens, whole.tokens[some]) and np.array_equal(found.targets, whole.targets[some])
     assert whole.weights is not None and np.array_equal(found.weights, whole.weights[some])
     nothing = rows.assemble(np.array([], np.int64))
     assert nothing.tokens.shape == (0, T) and nothing.spans.row.size == 0

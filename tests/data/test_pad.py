@@ -40,9 +40,7 @@ class Store:
         for start, length, cell in zip(starts, lengths, at, strict=True):
             out[cell : cell + length] = self.data[start : start + length]
 
-    def copy_weights(
-        self, starts: Ints, lengths: Ints, out: np.ndarray, at: Ints, spill: bool = False
-    ) -> None:
+    def copy_weights(self, starts: Ints, lengths: Ints, out: np.ndarray, at: Ints, spill: bool = False) -> None:
         for start, length, cell in zip(starts, lengths, at, strict=True):
             out[cell : cell + length] = self.kept[start : start + length]
 
@@ -75,8 +73,7 @@ def walked(store: Store, length: int, long: str) -> list[tuple[int, list[int], l
 
 
 stores = st.tuples(
-    st.lists(st.integers(1, 30), min_size=1, max_size=25),
-    st.none() | st.lists(st.booleans(), min_size=1, max_size=9),
+    st.lists(st.integers(1, 30), min_size=1, max_size=25), st.none() | st.lists(st.booleans(), min_size=1, max_size=9)
 ).map(lambda made: Store(*made))
 sides = st.sampled_from(["right", "left"])
 
@@ -120,9 +117,7 @@ def make_stream(store: Store, length: int, side: Side, transforms: tuple = ()) -
 
 @settings(max_examples=60)
 @given(stores, sides, st.integers(0, 9), st.sampled_from([1, 4, 8]), st.sampled_from([4, 5]))
-def test_trimming_keeps_all_that_counts(
-    store: Store, side: Side, step: int, multiple: int, micro: int
-) -> None:
+def test_trimming_keeps_all_that_counts(store: Store, side: Side, step: int, multiple: int, micro: int) -> None:
     plain = make_stream(store, 24, side)
     trimmed = make_stream(store, 24, side, (Trim(multiple, side),))
     assert plain.fingerprint == trimmed.fingerprint
@@ -134,9 +129,7 @@ def test_trimming_keeps_all_that_counts(
         assert cut.count == whole.count
         for name in ("tokens", "targets", "weights", "documents"):
             array = getattr(whole, name)
-            assert np.array_equal(
-                getattr(cut, name), array[:, :width] if side == "right" else array[:, -width:]
-            )
+            assert np.array_equal(getattr(cut, name), array[:, :width] if side == "right" else array[:, -width:])
         rows = plain.sources["talk"]
         real = cut.sequences >= 0
         longest = rows.row_lengths(cut.sequences[real]).max(initial=0)  # type: ignore[attr-defined]
@@ -182,9 +175,7 @@ def test_what_lies_afar_is_told_ahead() -> None:
 def test_attention_stays_inside_the_document() -> None:
     store = Store([3, 30, 2, 9])
     right = make_stream(store, 8, "right").batch(0)
-    assert (
-        right.single_document
-    )  # padding behind a document needs no mask: causal attention never looks there
+    assert right.single_document  # padding behind a document needs no mask: causal attention never looks there
     left = make_stream(store, 8, "left").batch(0)
     for row in range(6):
         length = 8 - int((left.weights[row] == 0).sum())
@@ -249,9 +240,7 @@ def test_pad_rows_puts_every_row_on_its_side(
 ) -> None:
     padded, inside = pad_rows(rows, length, multiple, side, value=-5)
     assert padded.shape == inside.shape and padded.shape[1] % multiple == 0
-    assert padded.shape[1] - multiple < max(
-        [len(row) for row in rows] + [length or 0] if length is None else [length]
-    )
+    assert padded.shape[1] - multiple < max([len(row) for row in rows] + [length or 0] if length is None else [length])
     for row, cells, real in zip(rows, padded, inside, strict=True):
         kept = row[:length]
         assert cells[real].tolist() == kept

@@ -174,9 +174,7 @@ def test_long_documents_are_encoded_in_pieces_with_the_same_result(
 
 
 @pytest.mark.parametrize("part", [64 << 20, 12_000])
-def test_the_tokenizer_sample_is_bounded_and_spread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
-) -> None:
+def test_the_tokenizer_sample_is_bounded_and_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     topics = [f"topic{i:03}" for i in range(100)]
     path = write_rows(tmp_path / "a.jsonl", [f"{topic} " + "x" * 990 for topic in topics])
     seen: list[str] = []
@@ -227,9 +225,7 @@ def test_a_bad_row_names_its_source_and_what_stays_is_for_going_on(tmp_path: Pat
     assert {name.partition(".")[2] for name in left - {"steps", "copies"}} == {"partial"}
     path.write_text(whole)
     prepared = run(tmp_path / "cache", web=path)
-    assert {
-        name for name in left if name.startswith(prepared.folder.name)
-    } == set()  # other files, other name
+    assert {name for name in left if name.startswith(prepared.folder.name)} == set()  # other files, other name
     assert state(prepared) == state(run(tmp_path / "fresh", web=path))
 
 
@@ -244,9 +240,7 @@ def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
     with (first.folder / "web.train.00000.bin").open("r+b") as file:
         file.truncate(10)
     damaged = run(tmp_path / "cache", web=path).train["web"]  # shards are opened when they are first read
-    with pytest.raises(
-        UserError, match=f"web.train.00000.bin.*delete the folder {first.folder} and run again"
-    ):
+    with pytest.raises(UserError, match=f"web.train.00000.bin.*delete the folder {first.folder} and run again"):
         damaged.slice(0, 5)
     for name in ("web.train.00000.json", "prepared.json", "tokenizer.json"):
         whole = (first.folder / name).read_bytes()

@@ -42,9 +42,7 @@ def write_shard(prefix: Path, number: int) -> str:
         for row in range(8):
             tokens = random.integers(0, 300, random.integers(20, 90))
             mask = random.integers(0, 2, tokens.size)
-            writer.add(
-                tokens, f"/corpus/{number}.jsonl", row, row, 9, mask=mask, id=f"{number}-{row}", score=row
-            )
+            writer.add(tokens, f"/corpus/{number}.jsonl", row, row, 9, mask=mask, id=f"{number}-{row}", score=row)
     return str(prefix)
 
 
@@ -130,9 +128,7 @@ def cached(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".locks")
 
 
-def test_a_published_store_reads_as_the_local_one(
-    tmp_path: Path, local: ShardedStore, transfer: Transfer
-) -> None:
+def test_a_published_store_reads_as_the_local_one(tmp_path: Path, local: ShardedStore, transfer: Transfer) -> None:
     upload(local, "s3://corpus/same/web", transfer)
     cache = ShardCache(tmp_path / "cache", transfer=transfer)
     remote = open_remote("s3://corpus/same/web", cache)
@@ -168,9 +164,7 @@ def test_an_upload_goes_on_where_it_stopped(
     done = len(sent)
     upload(local, "s3://corpus/stopped/web", transfer)
     assert not any(".00000." in url for url in sent[done:])
-    assert_same(
-        open_remote("s3://corpus/stopped/web", ShardCache(tmp_path / "cache", transfer=transfer)), local
-    )
+    assert_same(open_remote("s3://corpus/stopped/web", ShardCache(tmp_path / "cache", transfer=transfer)), local)
     single = TokenStore(local.prefixes[0])
     upload(single, "s3://corpus/single", transfer)
     assert_same(open_remote("s3://corpus/single", ShardCache(tmp_path / "cache", transfer=transfer)), single)
@@ -192,15 +186,11 @@ def test_the_cache_keeps_to_its_limit(tmp_path: Path, local: ShardedStore, trans
     cache.close()
 
 
-def test_the_shard_used_longest_ago_makes_room(
-    tmp_path: Path, local: ShardedStore, transfer: Transfer
-) -> None:
+def test_the_shard_used_longest_ago_makes_room(tmp_path: Path, local: ShardedStore, transfer: Transfer) -> None:
     upload(local, "s3://corpus/lru/web", transfer)
     cache = ShardCache(tmp_path / "cache", 10**9, transfer)
     remote = open_remote("s3://corpus/lru/web", cache)
-    folders = [
-        cache.folder / _name(url, about) for url, about in zip(remote.prefixes, remote.abouts, strict=True)
-    ]
+    folders = [cache.folder / _name(url, about) for url, about in zip(remote.prefixes, remote.abouts, strict=True)]
     for k in (0, 1, 2):
         remote.shard(k)
     cache.close()
@@ -213,13 +203,9 @@ def test_the_shard_used_longest_ago_makes_room(
     cache.close()
 
 
-def test_a_limit_below_one_shard_is_an_error_at_once(
-    tmp_path: Path, local: ShardedStore, transfer: Transfer
-) -> None:
+def test_a_limit_below_one_shard_is_an_error_at_once(tmp_path: Path, local: ShardedStore, transfer: Transfer) -> None:
     upload(local, "s3://corpus/small/web", transfer)
-    with pytest.raises(
-        UserError, match=r"the cache may hold 100 bytes, but the shard s3://corpus/small/web\.0000"
-    ):
+    with pytest.raises(UserError, match=r"the cache may hold 100 bytes, but the shard s3://corpus/small/web\.0000"):
         open_remote("s3://corpus/small/web", ShardCache(tmp_path / "cache", 100, transfer))
 
 
@@ -228,9 +214,7 @@ def test_shards_in_use_elsewhere_are_waited_for_and_then_named(
 ) -> None:
     upload(local, "s3://corpus/wait/web", transfer)
     limit = max(about.size_bytes for about in local.abouts)
-    other = ShardCache(
-        tmp_path / "cache", limit, transfer
-    )  # stands for another process: its locks are its own
+    other = ShardCache(tmp_path / "cache", limit, transfer)  # stands for another process: its locks are its own
     mine = ShardCache(tmp_path / "cache", limit, transfer)
     open_remote("s3://corpus/wait/web", other).shard(0)
     monkeypatch.setattr("bessemer.data.shard_cache._WAIT_S", 0.3)
@@ -265,8 +249,7 @@ def test_many_threads_fetch_each_shard_once(
     upload(local, "s3://corpus/threads/web", transfer)
     network.requests.clear()
     remotes = [  # two caches over one folder are as two processes
-        open_remote("s3://corpus/threads/web", ShardCache(tmp_path / "cache", transfer=transfer))
-        for _ in range(2)
+        open_remote("s3://corpus/threads/web", ShardCache(tmp_path / "cache", transfer=transfer)) for _ in range(2)
     ]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda k: remotes[k % 2].shard(k % 5), range(40)))
@@ -281,8 +264,7 @@ def test_two_that_find_a_shard_missing_at_once_fetch_it_once(
     upload(local, "s3://corpus/twice/web", transfer)
     network.requests.clear()
     remotes = [
-        open_remote("s3://corpus/twice/web", ShardCache(tmp_path / "cache", transfer=transfer))
-        for _ in range(2)
+        open_remote("s3://corpus/twice/web", ShardCache(tmp_path / "cache", transfer=transfer)) for _ in range(2)
     ]
     real, both = shard_cache._lock, threading.Barrier(2, timeout=20)
     seen: list[str] = []
@@ -350,9 +332,7 @@ def test_a_network_that_stays_away_is_a_clear_error_and_leaves_nothing(
     transfer = Transfer(transfer.storage, transfer.attempts, transfer.pause_s, connections=1)
     cache = ShardCache(tmp_path / "cache", transfer=transfer)
     remote = open_remote("s3://corpus/dead/web", cache)
-    with pytest.raises(
-        UserError, match=r"web\.00000\.bin: failed 3 times, .*the line went dead.*check the network"
-    ):
+    with pytest.raises(UserError, match=r"web\.00000\.bin: failed 3 times, .*the line went dead.*check the network"):
         remote.slice(0, 5)
     assert cached(tmp_path / "cache") == []
     assert np.array_equal(remote.slice(0, 5), local.slice(0, 5))  # it is back: the same object goes on

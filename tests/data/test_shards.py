@@ -60,9 +60,7 @@ def same_store(one: Any, other: Any, seed: int = 0) -> None:
         assert np.array_equal(one.gather(starts, length), other.gather(starts, length))
         weights = one.weights(starts, length), other.weights(starts, length)
         assert (weights[0] is None and weights[1] is None) or np.array_equal(*weights)
-        for mine, theirs in zip(
-            one.documents_in(starts, lengths), other.documents_in(starts, lengths), strict=True
-        ):
+        for mine, theirs in zip(one.documents_in(starts, lengths), other.documents_in(starts, lengths), strict=True):
             assert np.array_equal(mine, theirs)
         assert np.array_equal(one.runs(starts, lengths), other.runs(starts, lengths))
         at = np.cumsum(lengths + 1) - lengths
@@ -167,9 +165,7 @@ def test_a_finished_join_is_kept_and_a_broken_one_made_again(tmp_path: Path) -> 
     assert TokenStore(tmp_path / "joined").documents == 20
 
 
-def test_a_killed_join_leaves_nothing_that_looks_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_join_leaves_nothing_that_looks_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = write_parts(tmp_path, [0, 20, 40])
     merge(parts[:1], tmp_path / "joined")  # an older one with the same prefix
 

@@ -54,10 +54,7 @@ def many_documents(vocab: int = SMALL, documents: int = 200) -> list[list[int]]:
 
 
 @settings(max_examples=40)
-@given(
-    vocab=st.sampled_from([SMALL, LARGE]),
-    data=st.data(),
-)
+@given(vocab=st.sampled_from([SMALL, LARGE]), data=st.data())
 def test_tokens_and_origins_come_back(
     tmp_path_factory: pytest.TempPathFactory, vocab: int, data: st.DataObject
 ) -> None:
@@ -154,10 +151,7 @@ def test_the_fingerprint_counts_a_mask_that_leaves_something_out(tmp_path: Path)
 def test_masked_tokens_weigh_nothing(tmp_path: Path) -> None:
     store = decorated_store(tmp_path / "s")
     flat = np.concatenate(
-        [
-            mask if 20 <= i < 70 else np.ones_like(mask)
-            for i, (_, mask) in enumerate(decorated_documents(90, 0))
-        ]
+        [mask if 20 <= i < 70 else np.ones_like(mask) for i, (_, mask) in enumerate(decorated_documents(90, 0))]
     )
     assert store.masked and store.kept == flat.sum() < store.tokens
     positions = np.arange(store.tokens + 1)
@@ -172,9 +166,7 @@ def test_masked_tokens_weigh_nothing(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60)
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 300)), min_size=1, max_size=8), st.integers(0, 2**32 - 1)
-)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 300)), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
 def test_any_mask_comes_back(
     tmp_path_factory: pytest.TempPathFactory, parts: list[tuple[bool, int]], seed: int
 ) -> None:
@@ -205,19 +197,14 @@ def test_runs_are_copied_to_their_places(
         starts = random.integers(0, store.tokens - lengths + 1)
         gaps = random.integers(0, 3, 40) * random.integers(0, 2, 40)
         at = np.cumsum(lengths + gaps) - lengths
-        tokens, weights = (
-            np.full(at[-1] + lengths[-1] + 5, -1),
-            np.full(at[-1] + lengths[-1] + 5, -1, np.float32),
-        )
+        tokens, weights = (np.full(at[-1] + lengths[-1] + 5, -1), np.full(at[-1] + lengths[-1] + 5, -1, np.float32))
         store.copy_runs(starts, lengths, tokens, at, spill)
         store.copy_weights(starts, lengths, weights, at, spill)
         inside = np.zeros(tokens.size, bool)
         for start, length, to in zip(starts, lengths, at, strict=True):
             assert np.array_equal(tokens[to : to + length], store.slice(start, start + length))
             expected = store.weights(np.array([start]), length)
-            assert np.array_equal(
-                weights[to : to + length], np.ones(length) if expected is None else expected[0]
-            )
+            assert np.array_equal(weights[to : to + length], np.ones(length) if expected is None else expected[0])
             inside[to : to + length] = True
         inside[at[0] : at[-1]] |= spill
         assert (tokens[~inside] == -1).all() and (weights[~inside] == -1).all()
@@ -264,9 +251,7 @@ def test_documents_in_windows_are_what_a_scan_finds(
     sizes = np.array([min(n, store.tokens - s) for s, n in windows], np.int64)
     first, more, inner = store.documents_in(starts, sizes)
     edges = store.starts[:-1].tolist()
-    expected = [
-        [e for e in edges if s < e < s + n] for s, n in zip(starts.tolist(), sizes.tolist(), strict=True)
-    ]
+    expected = [[e for e in edges if s < e < s + n] for s, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
     assert first.tolist() == store.document_of(starts).tolist()
     assert more.tolist() == [len(found) for found in expected]
     assert inner.tolist() == [e for found in expected for e in found]
@@ -337,9 +322,7 @@ def test_a_finished_store_has_no_temporary_files(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "suffix", ["bin", "files", "idx", "json", "mask", "ids", "origins", "scores", "starts"]
-)
+@pytest.mark.parametrize("suffix", ["bin", "files", "idx", "json", "mask", "ids", "origins", "scores", "starts"])
 @pytest.mark.parametrize("damage", ["truncated", "deleted"])
 def test_a_damaged_store_is_refused_by_name(tmp_path: Path, suffix: str, damage: str) -> None:
     decorated_store(tmp_path / "s")

@@ -35,9 +35,7 @@ class Origin:
 class Store:
     """Documents in memory. Token values are unique, so a token tells where it came from; `mask` says what counts."""
 
-    def __init__(
-        self, name: str, lengths: list[int], first_token: int = 0, mask: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, name: str, lengths: list[int], first_token: int = 0, mask: np.ndarray | None = None) -> None:
         self.name, self.fingerprint = name, f"{name}-{lengths}"
         self.starts = np.cumsum([0, *lengths])
         self.tokens, self.documents = int(self.starts[-1]), len(lengths)
@@ -104,9 +102,7 @@ def make(
         Phase(0, quantise({name: k + 1 for k, name in enumerate(stores)})),
         Phase(37, quantise(dict.fromkeys(stores, 1.0))),
     ]
-    order = Order(
-        phases, {name: sequence_count(store.tokens, length) for name, store in stores.items()}, seed
-    )
+    order = Order(phases, {name: sequence_count(store.tokens, length) for name, store in stores.items()}, seed)
     steps = Steps([BatchPhase(0, rows)] if isinstance(rows, int) else rows, segments or [Segment(0, 0)])
     return BatchStream(stores, order, length, steps, banned, transforms)
 
@@ -138,9 +134,7 @@ def targets_by_scan(stream: BatchStream, batch: Batch) -> list[list[tuple[str, O
         [
             (
                 stream.names[source],
-                stream.sources[stream.names[source]].store.origin(
-                    int(sequence) * stream.sequence_length + t + 1
-                ),
+                stream.sources[stream.names[source]].store.origin(int(sequence) * stream.sequence_length + t + 1),
             )
             for t in range(stream.sequence_length)
         ]
@@ -299,11 +293,47 @@ def test_banned_documents_weigh_nothing_and_keep_their_place(banned: set[tuple[s
     ]
     assert batch.weights.tolist() == expected
     assert stream.step_count(step) == batch.count == np.sum(expected)
-    assert np.array_equal(batch.tokens, unbanned.tokens) and np.array_equal(
-        batch.documents, unbanned.documents
-    )
+    assert np.array_equal(batch.tokens, unbanned.tokens) and np.array_equal(batch.documents, unbanned.documents)
     assert stream.fingerprint == plain.fingerprint
     assert sum(b.count for b in stream.micro_batches(step, 4, 1, 2)) == stream.batch(step, 1, 2).count
+
+
+documents = st.tuples(st.sampled_from(["web", "code", "lines"]), st.integers(0, 20))
+
+
+@given(st.dictionaries(documents, st.integers(0, 200)), st.integers(0, 30))
+def test_a_ban_holds_from_its_position_on_and_changes_nothing_before(
+    banned: dict[tuple[str, int], int], step: int
+) -> None:
+    """A document that is convicted at step 400 was trained on at step 100, and a replay of step 100 must show it."""
+    stream = example().replace(banned=banned)
+    batch = stream.batch(step)
+    expected = [
+        [0.0 if position >= banned.get((source, origin.document), 10**9) else 1.0 for source, origin in scan]
+        for position, scan in zip(batch.positions.tolist(), targets_by_scan(stream, batch), strict=True)
+    ]
+    assert batch.weights.tolist() == expected
+    assert stream.step_count(step) == batch.count == np.sum(expected)
+    parts = [part for rank in range(3) for part in stream.micro_batches(step, 2, rank, 3)]
+    assert sum(part.count for part in parts) == batch.count
+    assert stream.fingerprint == example().fingerprint
+
+
+def test_a_ban_leaves_every_step_before_it_as_it_was() -> None:
+    plain = example()
+    position = plain.steps.position(12)
+    banned = {(name, document): position for name in plain.names for document in range(1000)}
+    stream = plain.replace(banned=banned)
+    assert all(same(stream.batch(step), plain.batch(step)) for step in range(12))
+    assert all(stream.step_count(step) == 0 for step in range(12, 20))
+
+
+def test_bans_are_kept_by_name_and_survive_another_replace() -> None:
+    stream = example().replace(banned={("web", 3): 40, ("code", 0): 7})
+    again = stream.replace(steps=stream.steps.skip(4, 600))
+    assert again.banned == {("web", 3): 40, ("code", 0): 7}
+    assert again.replace(banned={("web", 3)}).banned == {("web", 3): 0}
+    assert again.replace(banned={}).banned == {}
 
 
 @given(
@@ -311,9 +341,7 @@ def test_banned_documents_weigh_nothing_and_keep_their_place(banned: set[tuple[s
     st.sets(st.tuples(st.sampled_from(["web", "code"]), st.integers(0, 20))),
     st.integers(0, 30),
 )
-def test_a_mask_is_of_the_targets_and_counts_exactly(
-    masked: set[str], banned: set[tuple[str, int]], step: int
-) -> None:
+def test_a_mask_is_of_the_targets_and_counts_exactly(masked: set[str], banned: set[tuple[str, int]], step: int) -> None:
     stream = example(masked=frozenset(masked), banned=frozenset(banned))
     batch = stream.batch(step)
     expected = []
@@ -380,12 +408,7 @@ def test_sources_may_be_packed_each_in_its_own_way() -> None:
     plain = example()
     sources = {**plain.sources, "web": Reversed(plain.sources["web"].store, T)}
     mixed = BatchStream(sources, plain.order, T, plain.steps)
-    assert mixed.identity["packing"] == {
-        "code": "concat",
-        "lines": "concat",
-        "one": "concat",
-        "web": "reversed",
-    }
+    assert mixed.identity["packing"] == {"code": "concat", "lines": "concat", "one": "concat", "web": "reversed"}
     assert mixed.fingerprint != plain.fingerprint
     web = mixed.names.index("web")
     for step in range(5):
@@ -441,7 +464,7 @@ def test_a_replaced_stream_reads_by_its_own_steps() -> None:
     moved = stream.replace(steps=stream.steps.skip(4, 600), banned={("web", 3)})
     assert same(stream.batch(3), example().batch(3))
     assert moved.rows(4).tolist() == list(range(600, 606))
-    assert moved.banned == {("web", 3)} and moved.replace().banned == moved.banned
+    assert moved.banned == {("web", 3): 0} and moved.replace().banned == moved.banned
 
 
 def test_a_store_of_another_size_is_refused() -> None:

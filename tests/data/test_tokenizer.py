@@ -211,9 +211,7 @@ def prefixed(scheme: str) -> Inner:
     inner = Inner(models.Unigram([("<unk>", 0.0), *((p, -5.0 + len(p)) for p in pieces)], unk_id=0))
     if scheme == "prepend":
         inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        inner.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        )
+        inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     else:
         inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
         inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
@@ -239,11 +237,7 @@ def test_a_piece_that_goes_on_has_no_prefix() -> None:
     assert (tokenizer.decode(whole), tokenizer.decode(whole, continues=True)) == ("abc", " abc")
 
 
-@given(
-    st.lists(
-        st.sampled_from(["word ", "x", "\n", "if a:", "    ", "語", "12345", "é", "\n\n", "'s"]), max_size=120
-    )
-)
+@given(st.lists(st.sampled_from(["word ", "x", "\n", "if a:", "    ", "語", "12345", "é", "\n\n", "'s"]), max_size=120))
 def test_pieces_join_to_the_ids_of_the_whole(kind: Tokenizer, parts: list[str]) -> None:
     text = "".join(parts)
     assert kind.encode_pieces(text, 40) == kind.encode(text)

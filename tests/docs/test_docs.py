@@ -34,10 +34,7 @@ def test_the_spec_in_the_readme_is_valid(tmp_path: Path) -> None:
 def test_the_commands_in_the_documents_exist() -> None:
     texts = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     verbs = set(re.findall(r"`?bessemer ([a-z]+)", re.sub(r"from bessemer.*|import bessemer.*", "", texts)))
-    known = {
-        *(command.name for command in app.registered_commands),
-        *(group.name for group in app.registered_groups),
-    }
+    known = {*(command.name for command in app.registered_commands), *(group.name for group in app.registered_groups)}
     assert verbs
     assert verbs <= known
     for verb in known:

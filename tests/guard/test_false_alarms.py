@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bessemer.guard.judge import ACCEPT, Judge
-from bessemer.spec.schema import GuardSpec
+from bessemer.spec.guard import GuardSpec
 
 STEPS = 4000
 T = np.arange(STEPS)
@@ -18,13 +18,11 @@ def falling():
 
 def small_batch(rng):
     """Noise of 8 % in the loss and of a third in the gradient norm, as batches of a few sequences have."""
-    return falling() * (1 + 0.08 * rng.standard_normal(STEPS)), 0.8 * np.exp(
-        0.35 * rng.standard_normal(STEPS)
-    )
+    return falling() * (1 + 0.08 * rng.standard_normal(STEPS)), 0.8 * np.exp(0.35 * rng.standard_normal(STEPS))
 
 
 def heavy_tails(rng):
-    """Student's t with 4 degrees of freedom, twice the floor of the scale: 8 robust sigma are exceeded by chance."""
+    """Student's t with 4 degrees of freedom, twice the scale's floor: a median alone would be exceeded by chance."""
     return falling() + 0.15 * rng.standard_t(4, STEPS), 0.8 * np.exp(0.25 * rng.standard_t(4, STEPS))
 
 
@@ -32,9 +30,7 @@ def learning_rate_steps(rng):
     """The learning rate is cut, raised and cut: the loss moves by a few tenths, the gradient norm by up to four."""
     level = np.select([T < 1000, T < 2000, T < 3000], [0.0, -0.25, -0.1], -0.4)
     norm = np.select([T < 1000, T < 2000, T < 3000], [1.0, 0.5, 1.5], 0.4)
-    return falling() + level + 0.03 * rng.standard_normal(STEPS), 0.6 * norm * np.exp(
-        0.2 * rng.standard_normal(STEPS)
-    )
+    return falling() + level + 0.03 * rng.standard_normal(STEPS), 0.6 * norm * np.exp(0.2 * rng.standard_normal(STEPS))
 
 
 def warm_up(rng):
@@ -51,20 +47,16 @@ def plateau(rng):
     return loss + 0.02 * rng.standard_normal(STEPS), norm
 
 
-# Vetoes of 4,000 healthy steps that are still tolerated. Only heavy tails reach 8 sigma at all: P(t4 > 8.8) is 4.6e-4.
-FAMILIES = [(small_batch, 0), (heavy_tails, 6), (learning_rate_steps, 0), (warm_up, 0), (plateau, 0)]
+FAMILIES = [small_batch, heavy_tails, learning_rate_steps, warm_up, plateau]
 
 
-@pytest.mark.parametrize(
-    ("family", "tolerated"), FAMILIES, ids=lambda value: getattr(value, "__name__", None)
-)
-def test_healthy_steps_are_not_vetoed(family, tolerated):
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_healthy_steps_are_not_vetoed(family):
     loss, norm = family(np.random.default_rng(0))
     judge = Judge(GuardSpec(), torch.device("cpu"))
     values = torch.tensor(np.stack((loss, norm), axis=1), dtype=torch.float32)
     numbers = torch.stack([judge.judge(*pair).numbers for pair in values.unbind()])
     alarms = (numbers[:, 0] != ACCEPT).nonzero().flatten().tolist()
-    assert len(alarms) <= tolerated, f"steps {alarms}"
-    assert not numbers[:, 2].any(), (
-        "the window was reopened: a healthy stretch was taken for a lasting change"
-    )
+    assert alarms == []
+    assert not numbers[:, 2].any(), "the window was reopened: a healthy stretch was taken for a lasting change"
+    assert not numbers[:, 3].any(), "the guard gave way: healthy steps were taken for bad data"

@@ -61,12 +61,7 @@ def their_model(shape, weights):
 
 
 @pytest.fixture(
-    params=[
-        {},
-        {"tied": False, "kv_heads": 4},
-        {"qk_norm": True},
-        {"qk_norm": True, "tied": False, "kv_heads": 1},
-    ],
+    params=[{}, {"tied": False, "kv_heads": 4}, {"qk_norm": True}, {"qk_norm": True, "tied": False, "kv_heads": 1}],
     ids=str,
 )
 def pair(request, shape_of, build_random, weights_of):

@@ -31,9 +31,7 @@ def states_by_chunks(model, tokens_BT, lengths):
         return torch.cat([model(part, caches=caches) for part in tokens_BT.split(lengths, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize(
-    "lengths", [[40], [1] * 40, [7, 1, 1, 12, 19], [16, 16, 8], [17, 1, 22], [1, 39]], ids=str
-)
+@pytest.mark.parametrize("lengths", [[40], [1] * 40, [7, 1, 1, 12, 19], [16, 16, 8], [17, 1, 22], [1, 39]], ids=str)
 def test_states_with_a_cache_equal_the_whole_at_once(model, lengths):
     """One by one, in chunks, and across the sizes (16, 32, 64) at which the buffers grow."""
     tokens = ids(1, 3, 40)
@@ -79,9 +77,7 @@ def test_sampled_tokens_follow_the_distribution_of_running_everything_again(mode
 
 def test_a_seed_reproduces_and_another_differs(model):
     prompt = [1, 2, 3]
-    one, again, other = (
-        list(generate(model, prompt, 30, None, Sampling(1.0, seed=seed))) for seed in (1, 1, 2)
-    )
+    one, again, other = (list(generate(model, prompt, 30, None, Sampling(1.0, seed=seed))) for seed in (1, 1, 2))
     assert one == again != other
 
 
@@ -111,11 +107,7 @@ def test_generation_is_lazy_and_leaves_no_gradients(model):
 
 
 def kept(logits, sampling):
-    return {
-        i
-        for i, value in enumerate(filter_logits(torch.tensor(logits), sampling).tolist())
-        if value > -math.inf
-    }
+    return {i for i, value in enumerate(filter_logits(torch.tensor(logits), sampling).tolist()) if value > -math.inf}
 
 
 # Steps of 0.01 in the logits: ties are exact, and everything else is told apart in float32.
@@ -154,17 +146,13 @@ def test_top_p_counts_within_top_k(logits, k, p):
         reached += weights[i] / total
         if abs(reached - p) < 1e-5:
             return
-    assert (
-        sorted((logits[i] for i in kept(logits, Sampling(1.0, top_k=k, top_p=p))), reverse=True) == expected
-    )
+    assert sorted((logits[i] for i in kept(logits, Sampling(1.0, top_k=k, top_p=p))), reverse=True) == expected
 
 
 @given(logits=logit_lists, temperature=st.floats(0.1, 5))
 def test_without_limits_only_the_temperature_acts(logits, temperature):
     found = filter_logits(torch.tensor(logits), Sampling(temperature))
-    torch.testing.assert_close(
-        found, torch.tensor([value / temperature for value in logits]), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(found, torch.tensor([value / temperature for value in logits]), rtol=1e-5, atol=1e-6)
 
 
 def test_filters_keep_the_odds_among_what_they_keep():

@@ -28,10 +28,7 @@ def random(*size, seed=0):
 
 
 @given(
-    length=st.integers(1, 20),
-    half=st.integers(1, 6),
-    heads=st.integers(1, 3),
-    theta=st.sampled_from([10.0, 1e4, 5e5]),
+    length=st.integers(1, 20), half=st.integers(1, 6), heads=st.integers(1, 3), theta=st.sampled_from([10.0, 1e4, 5e5])
 )
 def test_equals_the_formula_and_its_gradient(length, half, heads, theta):
     x = random(2, length, heads, 2 * half).requires_grad_()

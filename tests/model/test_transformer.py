@@ -148,9 +148,7 @@ def test_the_document_mask_is_causal_and_inside_documents(lengths):
             assert mask[b, 0, t, s] == (s <= t and row[s] == row[t])
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Mismatch dtype between input and weight"
-)  # says that torch takes a slower path
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # says that torch takes a slower path
 def test_bf16_autocast_stays_close(shape_of):
     """Also with normalised queries and keys, where autocast hands the attention fp32 and bf16 at once."""
     for qk_norm in (False, True):

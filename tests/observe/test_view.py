@@ -54,7 +54,7 @@ def test_the_log_gets_every_line_with_its_time(run: Run) -> None:
         view.event({"kind": "started", "step": 0, "total_steps": 20, "resumed_from": None})
         view.step(record(0))
         view.validation(VALIDATION)
-        view.event({"kind": "saved", "checkpoint": "step-10.a1", "seconds": 0.5})
+        view.event({"kind": "saved", "checkpoint": "step-10.a1", "seconds": 0.5, "stall_s": 0.25})
         view.log("two\nlines")
         view.outcome("finished", "the budget is spent", 20, run)
     lines = log_lines(run)
@@ -65,7 +65,7 @@ def test_the_log_gets_every_line_with_its_time(run: Run) -> None:
         "plan  1M parameters",
         "step 1/20  loss 3.000  ppl 20.09  acc 20.0%  lr 3.00e-04  grad 1.00  2,000 tok/s  30% of peak  1 GB  eta 10s",
         "val   step 10  loss 2.5000  perplexity 12.18  1.200 bits per byte  accuracy 40.0%",
-        "saved step-10.a1 in 0.50 s",
+        "saved step-10.a1 in 0.50 s, training stood still for 0.25 s",
         "two",
         "lines",
         f"finished  step 20  the budget is spent  validation loss 2.5000, 1.200 bits per byte  run: {run.folder}",
@@ -96,14 +96,11 @@ def test_a_pipe_gets_plain_lines(run: Run) -> None:
         view.event({"kind": "started", "step": 0, "total_steps": 20, "resumed_from": None})
         view.step(record(0, loss=4.0))
         view.step(record(1, loss=2.0))
-        view.event({"kind": "saved", "checkpoint": "step-10.a1", "seconds": 0.5})  # for the log alone
+        view.event({"kind": "saved", "checkpoint": "step-10.a1", "seconds": 0.5, "stall_s": 0.25})  # for the log alone
         view.outcome("interrupted", "SIGTERM", 2, run)
     shown = out.getvalue().splitlines()
     assert [line[:24] for line in shown[:2]] == ["step 1/20  loss 4.000  p", "step 2/20  loss 3.000  p"]
-    assert shown[2:] == [
-        f"interrupted  step 2  SIGTERM  run: {run.folder}",
-        "continue with: bessemer train my.yaml",
-    ]
+    assert shown[2:] == [f"interrupted  step 2  SIGTERM  run: {run.folder}", "continue with: bessemer train my.yaml"]
     assert len(log_lines(run)) == 5
 
 
@@ -131,9 +128,7 @@ def test_means_are_of_the_accepted_steps_and_rates_of_all(run: Run) -> None:
     view = RunView()
     view.total = 100
     view.step(record(0, loss=2.0, step_s=1.0, tokens_per_s=100.0, mfu=0.1, data_wait_s=0.0))
-    view.step(
-        record(1, loss=900.0, veto="loss outlier", step_s=1.0, tokens_per_s=100.0, mfu=0.1, data_wait_s=0.0)
-    )
+    view.step(record(1, loss=900.0, veto="loss outlier", step_s=1.0, tokens_per_s=100.0, mfu=0.1, data_wait_s=0.0))
     view.step(record(2, loss=4.0, step_s=2.0, tokens_per_s=400.0, mfu=0.4, data_wait_s=1.0))
     smooth = view.smooth()
     assert smooth["loss"] == 3.0
@@ -207,9 +202,7 @@ def test_the_panel_before_and_after_steps(width: int) -> None:
 def test_the_panel_with_nothing_but_nan() -> None:
     view = LiveView(console=terminal(80))
     view.last_validation = VALIDATION | {"loss": math.nan, "bits_per_byte": math.nan}
-    view.step(
-        record(0, loss=math.nan, accuracy=math.nan, grad_norm=math.nan, veto="non-finite loss or gradient")
-    )
+    view.step(record(0, loss=math.nan, accuracy=math.nan, grad_norm=math.nan, veto="non-finite loss or gradient"))
     assert "loss nan" in drawn(view)
 
 

@@ -22,14 +22,7 @@ from bessemer.observe.words import (
 from bessemer.run.journal import json_ready
 
 STATISTICS = {"streak": 1, "loss_z": 31.4, "loss_center": 2.5, "grad_z": 12.2, "grad_center": 0.8}
-DOCUMENT = {
-    "file": "data/bad.txt",
-    "row": 3,
-    "document": "x",
-    "tokens": 200,
-    "mean_loss": 9.5,
-    "share": 0.871,
-}
+DOCUMENT = {"file": "data/bad.txt", "row": 3, "document": "x", "tokens": 200, "mean_loss": 9.5, "share": 0.871}
 
 
 def veto(**details: Any) -> dict[str, Any]:
@@ -60,8 +53,8 @@ def veto(**details: Any) -> dict[str, Any]:
             "Batch held data/bad.txt (row 3, 200 tokens)",
         ),
         (
-            {"kind": "saved", "checkpoint": "step-00000100.a1", "seconds": 1.234},
-            "saved step-00000100.a1 in 1.23 s",
+            {"kind": "saved", "checkpoint": "step-00000100.a1", "seconds": 1.234, "stall_s": 0.5},
+            "saved step-00000100.a1 in 1.23 s, training stood still for 0.50 s",
         ),
         ({"kind": "started", "step": 0, "resumed_from": None}, None),
         ({"kind": "started", "step": 0}, None),
@@ -133,14 +126,7 @@ def test_a_line_of_validation() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "text"),
-    [
-        (0.0, "1"),
-        (10.0, "2.203e+04"),
-        (29.9, "9.67e+12"),
-        (30.0, "over 1e13"),
-        (1e9, "over 1e13"),
-        (math.nan, "nan"),
-    ],
+    [(0.0, "1"), (10.0, "2.203e+04"), (29.9, "9.67e+12"), (30.0, "over 1e13"), (1e9, "over 1e13"), (math.nan, "nan")],
 )
 def test_perplexity(loss: float, text: str) -> None:
     assert perplexity(loss) == text
@@ -174,9 +160,7 @@ def test_any_curve_can_be_drawn(values: list[float], width: int) -> None:
     assert len(line) == min(width, sum(map(math.isfinite, values)))
 
 
-def test_a_path_is_shown_from_here_when_that_is_shorter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_shown_from_here_when_that_is_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert short_path(str(tmp_path / "data" / "x.txt")) == os.path.join("data", "x.txt")
     assert short_path("/x") == "/x"

@@ -60,16 +60,12 @@ def test_equals_torch_with_a_warm_up(kind, warmup):
         return SequentialLR(optimizer, [first, second], milestones=[warmup])
 
     schedule = Schedule(peak, warmup, total, kind, floor)
-    assert [schedule.lr(step) for step in range(total)] == pytest.approx(
-        rates_of_torch(make, total, peak), rel=1e-9
-    )
+    assert [schedule.lr(step) for step in range(total)] == pytest.approx(rates_of_torch(make, total, peak), rel=1e-9)
 
 
 def test_drives_torch_as_a_lambda():
     schedule = Schedule(peak=5e-4, warmup=5, total=40)
-    rates = rates_of_torch(
-        lambda optimizer: LambdaLR(optimizer, lambda step: schedule.lr(step) / 5e-4), 40, 5e-4
-    )
+    rates = rates_of_torch(lambda optimizer: LambdaLR(optimizer, lambda step: schedule.lr(step) / 5e-4), 40, 5e-4)
     assert rates == pytest.approx([schedule.lr(step) for step in range(40)], rel=1e-12)
 
 

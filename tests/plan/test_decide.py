@@ -14,6 +14,7 @@ from bessemer.plan.decide import (
     decide_batch,
     decide_context,
     decide_evaluation,
+    decide_guard,
     decide_interval,
     decide_lr,
     decide_micro_rows,
@@ -64,8 +65,7 @@ def test_the_shape_of_these_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("corpus_bytes", "vocab"),
-    [(0, 512), (8_192_000, 512), (8_192_001, 1024), (100_000_000, 8192), (10**12, 65_536)],
+    ("corpus_bytes", "vocab"), [(0, 512), (8_192_000, 512), (8_192_001, 1024), (100_000_000, 8192), (10**12, 65_536)]
 )
 def test_vocabulary(corpus_bytes: int, vocab: int) -> None:
     """About 16,000 bytes for each token, in powers of two from 512 to 65,536."""
@@ -89,9 +89,7 @@ def test_context(parameters: int, context: int) -> None:
     assert decide_context(spec_with(), parameters, Plan()) == context
 
 
-@pytest.mark.parametrize(
-    ("bf16", "value"), [(1.3e11, "fp32"), (1.31e11, "bf16"), (0.0, "fp32"), (None, "fp32")]
-)
+@pytest.mark.parametrize(("bf16", "value"), [(1.3e11, "fp32"), (1.31e11, "bf16"), (0.0, "fp32"), (None, "fp32")])
 def test_precision_by_measured_products(bf16: float | None, value: str) -> None:
     matmul = {"fp32": 1e11} | ({} if bf16 is None else {"bf16": bf16})
     plan = Plan()
@@ -229,9 +227,7 @@ def test_warmup(warmup: str, total: int, steps: int) -> None:
 
 @pytest.mark.parametrize("warmup", ["100%", "1000 steps", "1M tokens"])
 def test_a_warmup_as_long_as_the_run_is_refused(warmup: str) -> None:
-    with pytest.raises(
-        UserError, match=r"schedule.warmup: 1,000 steps .* leave nothing of a run of 1,000: write 2%"
-    ):
+    with pytest.raises(UserError, match=r"schedule.warmup: 1,000 steps .* leave nothing of a run of 1,000: write 2%"):
         decide_warmup(spec_with(schedule__warmup=warmup), 1000, 1000, Plan())
 
 
@@ -266,6 +262,15 @@ def test_evaluation(tokens: int, held_out: int, wanted: int) -> None:
     assert decide_evaluation(spec_with(evaluate__tokens=777), 128, tokens, held_out, Plan()) == 777
 
 
+def test_looks_and_copies_have_intervals_of_their_own() -> None:
+    plan = Plan()
+    assert decide_guard(spec_with(), plan) == (Interval(50, 15.0), Interval(32, None))
+    rows = {row[0]: row for row in plan.rows()}
+    assert rows["guard.look_every"][1] == "50 steps, at most every 15 s" and rows["guard.copy_every"][1] == "32 steps"
+    asked = spec_with(guard__look_every="10 steps", guard__copy_every="5 min")
+    assert decide_guard(asked, Plan()) == (Interval(10, None), Interval(None, 300.0))
+
+
 def test_mixtures_and_what_is_really_given() -> None:
     spec = spec_with(
         data__sources={"web": {"path": "a", "weight": 3.0}, "code": "b", "off": {"path": "c", "weight": 0}},
@@ -298,9 +303,7 @@ def build(parts: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 @given(phases_of, st.integers(1, 5000))
-def test_steps_for_is_the_least_that_reads_so_many_sequences(
-    parts: list[tuple[int, int]], sequences: int
-) -> None:
+def test_steps_for_is_the_least_that_reads_so_many_sequences(parts: list[tuple[int, int]], sequences: int) -> None:
     phases = build(parts)
     steps = steps_for(phases, sequences)
     assert tokens_after(phases, steps) >= sequences > tokens_after(phases, steps - 1)
@@ -343,9 +346,7 @@ def test_a_plan_in_steps_with_batch_changes() -> None:
 
 
 def test_a_batch_change_after_the_end_does_not_count() -> None:
-    training, _ = decided(
-        budget__steps=9, budget__batch=1280, budget__batch_changes=[{"from_step": 9, "batch": 256}]
-    )
+    training, _ = decided(budget__steps=9, budget__batch=1280, budget__batch_changes=[{"from_step": 9, "batch": 256}])
     assert training.micro_rows == 10
 
 
@@ -385,9 +386,7 @@ def test_a_kept_micro_batch_that_no_longer_fits_is_decided_anew() -> None:
 
 
 @given(st.integers(1, 10**7), st.integers(0, 10**9), st.integers(0, 10**7), st.sampled_from([CPU, GPU]))
-def test_any_budget_gives_a_plan_that_can_be_trained(
-    tokens: int, corpus: int, held_out: int, machine: Machine
-) -> None:
+def test_any_budget_gives_a_plan_that_can_be_trained(tokens: int, corpus: int, held_out: int, machine: Machine) -> None:
     spec = spec_with(budget__tokens=tokens)
     training = decide_training(spec, SHAPE, 128, machine, corpus_of(corpus), held_out, Plan())
     rows = training.batch_rows[0][1]

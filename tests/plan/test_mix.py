@@ -118,13 +118,9 @@ def test_a_large_run_needs_few_phases() -> None:
 
 
 def test_the_phase_without_data_is_named() -> None:
-    with pytest.raises(
-        UserError, match=r"data\.phases\.0: every source .* after 150 of 900 sequences \(b 0\.5 x 200"
-    ):
+    with pytest.raises(UserError, match=r"data\.phases\.0: every source .* after 150 of 900 sequences \(b 0\.5 x 200"):
         cap_epochs([(0, {"a": 1.0}), (50, {"b": 1.0})], {"a": 10, "b": 200}, {"b": 0.5}, total=900)
-    with pytest.raises(
-        UserError, match=r"a\.max_epochs: 0\.01 of 10 sequences is less than one: write at least 0\.1"
-    ):
+    with pytest.raises(UserError, match=r"a\.max_epochs: 0\.01 of 10 sequences is less than one: write at least 0\.1"):
         cap_epochs([(0, {"a": 1.0})], {"a": 10}, {"a": 0.01}, total=5)
 
 
@@ -139,9 +135,7 @@ def test_plenty_of_text_gives_the_targets() -> None:
         {"web": 50 / 92, "code": 17 / 92, "maths": 25 / 92}
     )
     assert all(share.share == pytest.approx(share.target) for share in shares.values())
-    assert shares["code"].reason.startswith(
-        "code (written in the spec): target 18.5%; given 18.5%, 0.00 epochs"
-    )
+    assert shares["code"].reason.startswith("code (written in the spec): target 18.5%; given 18.5%, 0.00 epochs")
 
 
 def test_a_domain_is_divided_by_tokens_and_unmarked_text_counts_as_web() -> None:
@@ -149,8 +143,7 @@ def test_a_domain_is_divided_by_tokens_and_unmarked_text_counts_as_web() -> None
     assert shares["web"].share == pytest.approx(3 * shares["mine"].share)
     assert shares["web"].share + shares["mine"].share == pytest.approx(50 / 67)
     doubled = auto_shares(
-        {"a": Found(10**9, "web", weight=2.0), "b": Found(10**9, "web"), "c": Found(10**9, "web", weight=0)},
-        10**9,
+        {"a": Found(10**9, "web", weight=2.0), "b": Found(10**9, "web"), "c": Found(10**9, "web", weight=0)}, 10**9
     )
     assert doubled["a"].share == pytest.approx(2 / 3) and "c" not in doubled
 

@@ -41,9 +41,7 @@ def test_records_and_events_are_read_back(tmp_path: Path) -> None:
         run.event("saved", step=1)
         run.write_file("plan.json", "{}")
         run.sync()
-        assert list(Run(tmp_path / "a").metrics()) == [
-            {"step": 0, "loss": "nan"}
-        ]  # while it is being written
+        assert list(Run(tmp_path / "a").metrics()) == [{"step": 0, "loss": "nan"}]  # while it is being written
     run = Run.existing(tmp_path / "a")
     assert list(run.validations()) == [{"step": 1, "loss": 2.0}]
     assert [found["kind"] for found in run.events()] == ["veto", "saved"]

@@ -41,9 +41,7 @@ def steps_in(path: Path) -> list[int]:
 
 @given(st.lists(records, max_size=5))
 @settings(max_examples=50)
-def test_what_is_appended_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, written: list[dict[str, Any]]
-) -> None:
+def test_what_is_appended_is_read_back(tmp_path_factory: pytest.TempPathFactory, written: list[dict[str, Any]]) -> None:
     path = tmp_path_factory.mktemp("journal") / "x.jsonl"
     journal = Journal(path)
     for record in written:
@@ -65,8 +63,7 @@ def test_numbers_that_json_lacks_become_words_and_numbers_again(path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("value", "result"),
-    [(1, 1.0), (2.5, 2.5), ("inf", math.inf), (None, None), (True, None), ("x", None), ([1], None)],
+    ("value", "result"), [(1, 1.0), (2.5, 2.5), ("inf", math.inf), (None, None), (True, None), ("x", None), ([1], None)]
 )
 def test_number(value: Any, result: float | None) -> None:
     assert number(value) == result
@@ -79,9 +76,7 @@ def test_text_of_any_kind_does_not_stop_a_run(path: Path) -> None:
     assert last_record(path) == {"file": odd_name, "text": "a\nb\u2028c\0", "where": "x/y"}
 
 
-@pytest.mark.parametrize(
-    "torn", [b"{", b'{"step": 3', b'{"step": 3, "text": "' + b"x" * 20_000, b"\0" * 5000]
-)
+@pytest.mark.parametrize("torn", [b"{", b'{"step": 3', b'{"step": 3, "text": "' + b"x" * 20_000, b"\0" * 5000])
 def test_a_torn_last_line_is_not_read_and_is_cut_by_the_next_writer(path: Path, torn: bytes) -> None:
     write(path, 0, 1, 2)
     whole = path.read_bytes()
@@ -143,9 +138,7 @@ def test_a_long_file_is_not_read_whole(path: Path) -> None:
     assert last_record(path) == {"step": 2}
 
 
-@pytest.mark.parametrize(
-    ("below", "kept"), [(0, []), (3, [0, 1, 2]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4])]
-)
+@pytest.mark.parametrize(("below", "kept"), [(0, []), (3, [0, 1, 2]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4])])
 def test_cut(path: Path, below: int, kept: list[int]) -> None:
     write(path, 0, 1, 2, 3, 4)
     journal = Journal(path)
@@ -161,9 +154,7 @@ def test_everything_after_the_first_refused_record_goes(path: Path) -> None:
     assert steps_in(path) == [0]
 
 
-def test_a_disk_that_takes_half_a_line_leaves_no_half_line(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_takes_half_a_line_leaves_no_half_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(path)
     journal.append({"step": 0})
     real_write, calls = os.write, []

@@ -38,10 +38,7 @@ def hold(tmp_path: Path) -> Iterator[Callable[[], Holder]]:
 
     def start() -> Holder:
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -74,9 +71,7 @@ def test_the_second_process_is_refused_with_host_and_pid(tmp_path: Path, hold: C
     assert read_owner(tmp_path) is None
 
 
-def test_after_kill_9_the_lock_is_taken_and_says_from_whom(
-    tmp_path: Path, hold: Callable[[], Holder]
-) -> None:
+def test_after_kill_9_the_lock_is_taken_and_says_from_whom(tmp_path: Path, hold: Callable[[], Holder]) -> None:
     holder = hold()
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -88,9 +83,7 @@ def test_after_kill_9_the_lock_is_taken_and_says_from_whom(
     lock.release()
 
 
-def test_a_killed_process_whose_parent_has_not_looked_yet_is_dead(
-    tmp_path: Path, hold: Callable[[], Holder]
-) -> None:
+def test_a_killed_process_whose_parent_has_not_looked_yet_is_dead(tmp_path: Path, hold: Callable[[], Holder]) -> None:
     holder = hold()
     holder.send_signal(signal.SIGKILL)
     while Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -154,9 +147,7 @@ def test_another_host_with_a_fresh_heartbeat_is_alive(tmp_path: Path) -> None:
     owner = Owner("other-host", 12, 1.0, time.time())
     write_owner(tmp_path, owner, silence_s=STALE_S - 60)
     assert is_alive(owner, tmp_path)
-    with pytest.raises(
-        UserError, match=r"process 12 on other-host .*last sign of life 6\d s ago; after 120 s"
-    ):
+    with pytest.raises(UserError, match=r"process 12 on other-host .*last sign of life 6\d s ago; after 120 s"):
         Lock(tmp_path).acquire()
 
 

@@ -87,31 +87,19 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"model": {"width": 320, "layers": 1, "heads": 6}}, {"model.heads": "write heads: 5"}),
     # 2 heads would divide 10 too, but leave an odd head size of 5.
     ({"model": {"width": 10, "layers": 1, "heads": 4}}, {"model.heads": "write heads: 1, or give head_dim"}),
-    (
-        {"model": {"width": 63, "layers": 1, "heads": 2}},
-        {"model.heads": "give head_dim, such as head_dim: 64"},
-    ),
+    ({"model": {"width": 63, "layers": 1, "heads": 2}}, {"model.heads": "give head_dim, such as head_dim: 64"}),
     ({"model": {"width": 63, "layers": 1, "heads": 3}}, {"model.head_dim": "21 is odd.*write head_dim: 22"}),
     ({"model": {"preset": "1M", "head_dim": 33}}, {"model.head_dim": "write head_dim: 34"}),
-    (
-        {"model": {"preset": "1M", "kv_heads": 3}},
-        {"model.kv_heads": r"does not divide heads \(4\): write kv_heads: 2"},
-    ),
+    ({"model": {"preset": "1M", "kv_heads": 3}}, {"model.kv_heads": r"does not divide heads \(4\): write kv_heads: 2"}),
     ({"model": {"preset": "1M", "kv_heads": 8}}, {"model.kv_heads": "write kv_heads: 4"}),
     (
         {"model": {"preset": "10M", "width": 512}},
         {"model.heads": "width 512 cannot be cut into 5 heads: write heads: 4"},
     ),
     ({"tokenizer__vocab": 256}, {"tokenizer.vocab": "256 is too small"}),
-    (
-        {"tokenizer__vocab": 100, "tokenizer__path": "t.json"},
-        {"tokenizer.vocab": "has its own size: remove vocab"},
-    ),
+    ({"tokenizer__vocab": 100, "tokenizer__path": "t.json"}, {"tokenizer.vocab": "has its own size: remove vocab"}),
     ({"data__context": 1}, {"data.context": "too short"}),
-    (
-        {"data__context": 1024, "budget__batch": 1023},
-        {"budget.batch": "1023 tokens do not hold one sequence of 1024"},
-    ),
+    ({"data__context": 1024, "budget__batch": 1023}, {"budget.batch": "1023 tokens do not hold one sequence of 1024"}),
     (
         {"data__context": 1024, "budget__batch_changes": [change(5, 2048), change(6, 1023)]},
         {"budget.batch_changes.1.batch": "do not hold one sequence of 1024"},
@@ -122,31 +110,16 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ),
     (
         {"budget__batch_changes": [change(5), change(5), change(9), change(8)]},
-        {
-            "budget.batch_changes.1.from_step": "5 must lie after 5",
-            "budget.batch_changes.3.from_step": "8 must lie",
-        },
+        {"budget.batch_changes.1.from_step": "5 must lie after 5", "budget.batch_changes.3.from_step": "8 must lie"},
     ),
-    (
-        {"data__phases": [phase(1, books=1)]},
-        {"data.phases.0.weights.books": "no source 'books': there are web, code"},
-    ),
+    ({"data__phases": [phase(1, books=1)]}, {"data.phases.0.weights.books": "no source 'books': there are web, code"}),
     ({"data__phases": [phase(1, web=-1, code=2)]}, {"data.phases.0.weights.web": "weight -1 is negative"}),
-    (
-        {"data__phases": [phase(1, web=0)]},
-        {"data.phases.0.weights": "at least one source needs a weight above 0"},
-    ),
+    ({"data__phases": [phase(1, web=0)]}, {"data.phases.0.weights": "at least one source needs a weight above 0"}),
     ({"data__phases": [phase(1)]}, {"data.phases.0.weights": "at least one source"}),
     ({"data__phases": [phase(2, web=1), phase(2, code=1)]}, {"data.phases.1.start": "2 must lie after 2"}),
     ({"data__sources": {"a": {"path": "x", "weight": 0}}}, {"data.sources": "needs a weight above 0"}),
-    (
-        {"data__sources": {"a/b": "x", ".c": "x"}},
-        {"data.sources.a/b": "not a source's name", "data.sources..c": "not"},
-    ),
-    (
-        {"data__sources": {"a": [], "b": ""}},
-        {"data.sources.a.path": "names no file", "data.sources.b.path": "no file"},
-    ),
+    ({"data__sources": {"a/b": "x", ".c": "x"}}, {"data.sources.a/b": "not a source's name", "data.sources..c": "not"}),
+    ({"data__sources": {"a": [], "b": ""}}, {"data.sources.a.path": "names no file", "data.sources.b.path": "no file"}),
     ({"data__validation": 0.51}, {"data.validation": "write validation: 1%"}),
     (
         {"data__validation": 0, "budget__stop__patience": 1, "budget__stop__validation_loss": 2.0},
@@ -180,6 +153,9 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"data.sources.chat.clean.0": "conversation cannot lose", "data.clean.1": "other sources"},
     ),
     ({"data__noise": {"mask_spans": 0.1}}, {"data.noise.mask_spans": "special: "}),
+    ({"optimizer__name": "lion", "optimizer__eps": 1e-8}, {"optimizer.eps": "lion has no eps"}),
+    ({"optimizer__name": "lion", "optimizer__veto": "fused"}, {"optimizer.veto": "no fused lion"}),
+    ({"checkpoint__archive_model_only": True}, {"checkpoint.archive_model_only": "keep_every: 10000"}),
     (
         {"parallel__dp_replicate": 2, "parallel__ep": 8},
         {"parallel.dp_replicate": "write dp_replicate: 1", "parallel.ep": "8 devices"},
@@ -210,9 +186,7 @@ def test_a_check_is_left_out_where_what_it_reads_is_wrong_itself() -> None:
 
 
 @given(width=st.integers(8, 600), heads=st.integers(1, 40), kv_heads=st.none() | st.integers(1, 40))
-def test_following_the_advice_on_heads_leads_to_a_good_shape(
-    width: int, heads: int, kv_heads: int | None
-) -> None:
+def test_following_the_advice_on_heads_leads_to_a_good_shape(width: int, heads: int, kv_heads: int | None) -> None:
     model: dict[str, Any] = {"width": width, "layers": 1, "heads": heads, "kv_heads": kv_heads}
     for _ in range(3):
         problems = found(model=model)

@@ -173,11 +173,7 @@ data:
     [
         ("model.layers=3", ("model",), {"preset": "10M", "layers": 3}),
         ("data.sources.web.weight=2", ("data", "sources", "web"), {"path": "data/", "weight": 2}),
-        (
-            "data.sources.books.weight=2",
-            ("data", "sources", "books"),
-            {"path": ["a.txt", "b.txt"], "weight": 2},
-        ),
+        ("data.sources.books.weight=2", ("data", "sources", "books"), {"path": ["a.txt", "b.txt"], "weight": 2}),
         ("data.sources.books.1=c.txt", ("data", "sources", "books"), ["a.txt", "c.txt"]),
         ("data.phases.0.start=2M", ("data", "phases", 0), {"start": "2M"}),
     ],

@@ -74,26 +74,17 @@ def test_five_mistakes_are_five_lines(spec_file: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (
-            "seed: -1",
-            "seed: -1 should be greater than or equal to 0; write seed: 0 (seed of everything random)",
-        ),
+        ("seed: -1", "seed: -1 should be greater than or equal to 0; write seed: 0 (seed of everything random)"),
         ("seed: a", "seed: expected a whole number, got 'a'; write seed: 0 (seed of everything random)"),
         ('seed: "5"', "seed: expected a whole number, got '5': remove the quotes"),
         ("seed: 1.5", "seed: expected a whole number, got 1.5; write seed: 0 (seed of everything random)"),
         ("name: 2024", 'name: expected text, got 2024: put it in quotes, name: "2024"'),
         ("name: true", 'name: expected text, got true: put it in quotes, name: "true"'),
-        (
-            "name: ../x",
-            "name: expected letters, digits, '.', '_' and '-', 100 at most, beginning with a letter or ",
-        ),
+        ("name: ../x", "name: expected letters, digits, '.', '_' and '-', 100 at most, beginning with a letter or "),
         ("precision: fp23", "precision: expected auto, fp32 or bf16, got 'fp23'; did you mean fp32?"),
         ("precision: 16", "precision: expected auto, fp32 or bf16, got 16"),
         ("guard: no", "guard: expected a mapping of keys, got 'no'"),
-        (
-            "guard: {enabled: no}",
-            "guard.enabled: expected true or false, got 'no'; write enabled: true (judge steps)",
-        ),
+        ("guard: {enabled: no}", "guard.enabled: expected true or false, got 'no'; write enabled: true (judge steps)"),
         ("guard: {window: 8}", "guard.window: 8 should be greater than or equal to 16; write window: 128 ("),
         ("guard: {sigma: 8}", "guard.sigma: unknown key; did you mean"),
         ("guard: {zzz: 8}", "guard.zzz: unknown key; known here: enabled, window, warmup"),
@@ -101,18 +92,9 @@ def test_five_mistakes_are_five_lines(spec_file: Path) -> None:
         ("guard: {lr: 5}", "guard.lr: unknown key in guard; it belongs under optimizer:"),
         ("parallel: {threads: none}", "parallel.threads: expected a number of threads such as 8, got 'none'"),
         ("tokenizer: {sample: -5}", "tokenizer.sample: expected a size such as 64MB or 1GiB, got -5"),
-        (
-            "evaluate: {tokens: 0}",
-            "evaluate.tokens: expected a number of tokens such as 4096, 256K or 20M, got 0: it",
-        ),
-        (
-            "evaluate: {every: 10 tokens}",
-            "evaluate.every: expected an interval such as 500 steps or 10 min, got '10 ",
-        ),
-        (
-            "observe: {line_every: 5}",
-            "observe.line_every: expected a time with its unit, such as 90s, 10 min or 2h",
-        ),
+        ("evaluate: {tokens: 0}", "evaluate.tokens: expected a number of tokens such as 4096, 256K or 20M, got 0: it"),
+        ("evaluate: {every: 10 tokens}", "evaluate.every: expected an interval such as 500 steps or 10 min, got '10 "),
+        ("observe: {line_every: 5}", "observe.line_every: expected a time with its unit, such as 90s, 10 min or 2h"),
         ("seed: [1,\n 2]", "seed: expected a whole number, got [1, 2]"),
         ("seed:", "seed: expected a whole number, got nothing"),
         ("seed: .inf", "seed: "),
@@ -129,32 +111,12 @@ def test_one_wrong_line_is_one_message(spec_file: Path, line: str, told: str) ->
     ("before", "after", "told"),
     [
         ("model: 10M", "model: 11M", "my-run.yaml:1: model.preset: no preset '11M'; there are 1M, 3M, 10M"),
-        (
-            "model: 10M",
-            "model: 5",
-            "my-run.yaml:1: model: expected a mapping of keys, got 5; write model: 10M",
-        ),
-        (
-            "model: 10M",
-            "model:",
-            "my-run.yaml:1: model: expected a mapping of keys, got nothing; write model: 10M",
-        ),
-        (
-            "model: 10M",
-            "model: {widht: 64, layers: 2, heads: 2}",
-            "my-run.yaml:1: model.widht: unknown key; did you",
-        ),
+        ("model: 10M", "model: 5", "my-run.yaml:1: model: expected a mapping of keys, got 5; write model: 10M"),
+        ("model: 10M", "model:", "my-run.yaml:1: model: expected a mapping of keys, got nothing; write model: 10M"),
+        ("model: 10M", "model: {widht: 64, layers: 2, heads: 2}", "my-run.yaml:1: model.widht: unknown key; did you"),
         ("model: 10M", "model: {preset: 11M, heads: 7}", "my-run.yaml:1: model.preset: no preset '11M'"),
-        (
-            "web: data/",
-            "web: 5",
-            "my-run.yaml:4: data.sources.web: expected a mapping of keys, got 5; write web: PATH",
-        ),
-        (
-            "web: data/",
-            "web: [1]",
-            "my-run.yaml:4: data.sources.web.path.0: expected text, got 1: put it in quotes",
-        ),
+        ("web: data/", "web: 5", "my-run.yaml:4: data.sources.web: expected a mapping of keys, got 5; write web: PATH"),
+        ("web: data/", "web: [1]", "my-run.yaml:4: data.sources.web.path.0: expected text, got 1: put it in quotes"),
         (
             "web: data/",
             "web: {weight: 1}",
@@ -162,21 +124,9 @@ def test_one_wrong_line_is_one_message(spec_file: Path, line: str, told: str) ->
         ),
         ("    web: data/", "    {}", "my-run.yaml:3: data.sources: name at least one source"),
         ("tokens: 20M", "tokens: 1e400", "my-run.yaml:6: budget.tokens: expected a number of tokens"),
-        (
-            "lr: 1e-4",
-            "lr: .nan",
-            "my-run.yaml:11: optimizer.lr: expected a number such as 3e-4, got nan: it must be",
-        ),
-        (
-            "lr: 1e-4",
-            "eps: .inf",
-            "my-run.yaml:11: optimizer.eps: expected a finite number, got inf; write eps:",
-        ),
-        (
-            "lr: 1e-4",
-            "lr: 1e-4\n  lr: 2",
-            "my-run.yaml:12: optimizer.lr: written twice, first in line 11: remove one",
-        ),
+        ("lr: 1e-4", "lr: .nan", "my-run.yaml:11: optimizer.lr: expected a number such as 3e-4, got nan: it must be"),
+        ("lr: 1e-4", "eps: .inf", "my-run.yaml:11: optimizer.eps: expected a finite number, got inf; write eps:"),
+        ("lr: 1e-4", "lr: 1e-4\n  lr: 2", "my-run.yaml:12: optimizer.lr: written twice, first in line 11: remove one"),
         ("every: 10 min", "every: 10", ""),
     ],
 )
@@ -208,9 +158,7 @@ def test_a_wrong_section_does_not_hide_wrong_combinations_elsewhere(spec_file: P
 
 
 def test_wrong_entries_of_a_list_are_each_told(spec_file: Path) -> None:
-    changes = (
-        "  batch_changes: [5, {from_step: 0, batch: 1K}, {from_step: 9}, {from_step: 9, batch: 2K, x: 1}]\n"
-    )
+    changes = "  batch_changes: [5, {from_step: 0, batch: 1K}, {from_step: 9}, {from_step: 9, batch: 2K, x: 1}]\n"
     found = problems(spec_file, GOOD.replace("  batch: 256K\n", changes))
     assert [line.split(": ")[1] for line in found] == [
         "budget.batch_changes.0",
@@ -221,9 +169,7 @@ def test_wrong_entries_of_a_list_are_each_told(spec_file: Path) -> None:
 
 
 def test_mistakes_on_the_command_line_are_told_with_the_setting(spec_file: Path) -> None:
-    found = problems(
-        spec_file, overrides=("seed=x", "noequals", "optimizer={lr: high}", "data.sources.web.w=1")
-    )
+    found = problems(spec_file, overrides=("seed=x", "noequals", "optimizer={lr: high}", "data.sources.web.w=1"))
     assert found == [
         "--set seed=x: seed: expected a whole number, got 'x'; write seed: 0 (seed of everything random)",
         "--set optimizer={lr: high}: optimizer.lr: expected a number such as 3e-4, got 'high'",
@@ -277,9 +223,7 @@ def test_a_file_without_permission(spec_file: Path) -> None:
         ("x" * 200 + ".yaml", "x" * 100),
     ],
 )
-def test_a_run_without_a_name_takes_the_files_and_can_be_loaded_again(
-    tmp_path: Path, file: str, name: str
-) -> None:
+def test_a_run_without_a_name_takes_the_files_and_can_be_loaded_again(tmp_path: Path, file: str, name: str) -> None:
     (tmp_path / file).write_text(GOOD)
     spec = load_spec(tmp_path / file)
     assert spec.name == name

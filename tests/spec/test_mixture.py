@@ -92,9 +92,7 @@ def test_a_mixture_that_does_not_add_up_is_refused(counts: tuple[int, ...], bloc
 
 
 @given(
-    st.dictionaries(
-        st.sampled_from("abcdef"), st.tuples(st.integers(1, 900), st.none() | st.integers(0, 400))
-    ),
+    st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 900), st.none() | st.integers(0, 400))),
     st.integers(0, 3000),
 )
 def test_sharing_out_obeys_limits_and_otherwise_largest_remainders(

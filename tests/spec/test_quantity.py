@@ -138,16 +138,7 @@ def test_what_is_no_size(written: Any) -> None:
 
 @pytest.mark.parametrize(
     ("written", "share"),
-    [
-        ("2%", 0.02),
-        ("0.02", 0.02),
-        (0.02, 0.02),
-        (0, 0.0),
-        (1, 1.0),
-        ("100%", 1.0),
-        ("2.5 %", 0.025),
-        (1e-5, 1e-5),
-    ],
+    [("2%", 0.02), ("0.02", 0.02), (0.02, 0.02), (0, 0.0), (1, 1.0), ("100%", 1.0), ("2.5 %", 0.025), (1e-5, 1e-5)],
 )
 def test_shares(written: Any, share: float) -> None:
     assert parse_share(written) == share
@@ -186,8 +177,7 @@ def test_durations(written: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "written",
-    ["500 ms", "10M", 600, "600", "h", "", "10 min.", "1e99 s", "5 weeks", "-1 s", "1,5 h"],
+    "written", ["500 ms", "10M", 600, "600", "h", "", "10 min.", "1e99 s", "5 weeks", "-1 s", "1,5 h"]
 )
 def test_what_is_no_duration(written: Any) -> None:
     with pytest.raises(ValueError, match="90s, 10 min or 2h"):
@@ -246,14 +236,7 @@ def test_what_is_no_span(written: Any) -> None:
 
 @pytest.mark.parametrize(
     ("written", "interval"),
-    [
-        ("500 steps", 500),
-        (500, 500),
-        ("10K", 10_000),
-        ("10M", 10_000_000),
-        ("10m", "600.0 s"),
-        ("10 min", "600.0 s"),
-    ],
+    [("500 steps", 500), (500, 500), ("10K", 10_000), ("10M", 10_000_000), ("10m", "600.0 s"), ("10 min", "600.0 s")],
 )
 def test_intervals(written: Any, interval: int | str) -> None:
     assert parse_interval(written) == interval
@@ -289,14 +272,7 @@ def test_human_count(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (999_999, "1 MB"),
-        (31_500_000, "31.5 MB"),
-        (2.5e15, "2,500 TB"),
-    ],
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_999, "1 MB"), (31_500_000, "31.5 MB"), (2.5e15, "2,500 TB")],
 )
 def test_human_bytes(value: float, text: str) -> None:
     assert human_bytes(value) == text

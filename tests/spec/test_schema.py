@@ -38,9 +38,7 @@ tricky = st.sampled_from(
     ]
 )
 text = tricky | st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
-name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,10}", fullmatch=True) | st.sampled_from(
-    ["no", "1e5", "08", "true"]
-)
+name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,10}", fullmatch=True) | st.sampled_from(["no", "1e5", "08", "true"])
 positive = st.floats(1e-12, 1e12)
 share = st.floats(0, 0.5)
 count = st.integers(1, 10**12)
@@ -51,9 +49,7 @@ span = st.one_of(
     share.map(lambda value: f"{value}%"),
     count.map("{} tokens".format),
 )
-interval = st.one_of(
-    st.just("auto"), st.integers(1, 10**6), positive.filter(lambda s: s < 1e9).map("{} s".format)
-)
+interval = st.one_of(st.just("auto"), st.integers(1, 10**6), positive.filter(lambda s: s < 1e9).map("{} s".format))
 
 
 def auto(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -72,10 +68,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
             st.one_of(
                 text.filter(str.strip),
                 st.fixed_dictionaries(
-                    {
-                        "path": st.lists(text.filter(str.strip), min_size=1, max_size=2),
-                        "weight": st.floats(1e-6, 1e6),
-                    },
+                    {"path": st.lists(text.filter(str.strip), min_size=1, max_size=2), "weight": st.floats(1e-6, 1e6)},
                     optional={"text_field": text, "include": st.lists(text, max_size=2)},
                 ),
             ),
@@ -106,23 +99,17 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
             "batch": draw(auto(count)),
             "micro_batch": draw(auto(count)),
             "batch_changes": [{"from_step": step, "batch": draw(count)} for step in changes],
-            "stop": draw(
-                some(patience=st.integers(1, 99), time=positive.filter(lambda s: s < 1e9).map("{} s".format))
-            ),
+            "stop": draw(some(patience=st.integers(1, 99), time=positive.filter(lambda s: s < 1e9).map("{} s".format))),
             **draw(st.sampled_from([{}, {"tokens": "20M"}, {"steps": "10K"}, {"epochs": 1.5}])),
         },
         "optimizer": draw(
             some(lr=auto(positive), eps=positive, betas=st.lists(st.floats(0, 0.999), min_size=2, max_size=2))
         ),
-        "schedule": draw(
-            some(warmup=span, floor=share, kind=st.sampled_from(["cosine", "linear", "constant"]))
-        ),
+        "schedule": draw(some(warmup=span, floor=share, kind=st.sampled_from(["cosine", "linear", "constant"]))),
         "checkpoint": draw(some(every=interval, keep_last=st.integers(1, 9), keep_best=st.booleans())),
         "evaluate": draw(some(every=interval, tokens=auto(count))),
         "observe": draw(some(line_every=st.floats(0, 1e6).map("{} s".format))),
-        "parallel": draw(
-            some(threads=auto(st.integers(1, 99)), device=st.sampled_from(["auto", "cpu", "cuda"]))
-        ),
+        "parallel": draw(some(threads=auto(st.integers(1, 99)), device=st.sampled_from(["auto", "cpu", "cuda"]))),
     }
 
 
@@ -206,17 +193,13 @@ def _fields(model: Any, path: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("key", "field"), _fields(RunSpec), ids=lambda value: value if isinstance(value, str) else ""
-)
+@pytest.mark.parametrize(("key", "field"), _fields(RunSpec), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_field_is_described_and_its_example_is_accepted(key: str, field: Any) -> None:
     assert field.description
     for example in field.examples or ():
         section, _, last = key.rpartition(".")
         if section.count(".") == 0:
-            RunSpec.model_validate(
-                _with(key, example) if section != "model" else MINIMAL | {"model": {last: example}}
-            )
+            RunSpec.model_validate(_with(key, example) if section != "model" else MINIMAL | {"model": {last: example}})
 
 
 def test_editors_accept_a_step_by_its_name_and_with_settings() -> None:

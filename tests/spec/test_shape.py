@@ -109,15 +109,7 @@ def test_without_a_preset() -> None:
     qk_norm=st.booleans(),
 )
 def test_the_count_is_the_sum_over_the_matrices(
-    vocab: int,
-    width: int,
-    layers: int,
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    ffn: int,
-    tied: bool,
-    qk_norm: bool,
+    vocab: int, width: int, layers: int, kv_heads: int, group: int, head_dim: int, ffn: int, tied: bool, qk_norm: bool
 ) -> None:
     heads = kv_heads * group
     shape = ModelShape(vocab, width, layers, heads, kv_heads, head_dim, ffn, tied, qk_norm)

@@ -16,15 +16,7 @@ from bessemer.spec.schema import RunSpec
 FULL: dict[str, Any] = {
     "name": "x",
     "seed": 1,
-    "model": {
-        "preset": "10M",
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "tied": True,
-        "norm_eps": 1e-5,
-    },
+    "model": {"preset": "10M", "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "tied": True, "norm_eps": 1e-5},
     "tokenizer": {"vocab": 512, "sample": "1MB"},
     "data": {
         "sources": {"web": "data/", "code": {"path": ["a", "b"], "weight": 0.5, "include": "*.py"}},
@@ -48,9 +40,7 @@ FULL: dict[str, Any] = {
     "evaluate": {"every": "100 steps", "tokens": "1M"},
 }
 
-words = st.sampled_from(
-    ["auto", "no", "x", "", "10M", "2%", "10 min", "5 steps", "1e-4", "web", "0", "\0", "é", "<<"]
-)
+words = st.sampled_from(["auto", "no", "x", "", "10M", "2%", "10 min", "5 steps", "1e-4", "web", "0", "\0", "é", "<<"])
 scalars = st.one_of(
     st.none(),
     st.booleans(),
@@ -62,9 +52,7 @@ scalars = st.one_of(
 )
 values = st.recursive(
     scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(words | st.text(max_size=4), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from bessemer.data.tokenizer import Tokenizer
 from bessemer.spec.schema import RunSpec
+from bessemer.train.job import Job
 
 WORDS = [
     "steel",
@@ -36,6 +38,18 @@ def write_corpus(path: Path, documents: int = 120, seed: int = 0) -> Path:
         for _ in range(documents):
             file.write(json.dumps({"text": " ".join(draw.choices(WORDS, k=draw.randint(20, 120)))}) + "\n")
     return path
+
+
+class Faults:
+    """Faults put into a run through the protocol that `bessemer chaos` uses; none by itself."""
+
+    def attach(self, job: Job, tokenizer: Tokenizer) -> None:
+        job.faults = self
+
+    def before_step(self, job: Job, step: int) -> None: ...
+    def after_backward(self, job: Job, step: int) -> None: ...
+    def lr(self, step: int, planned: float) -> float:
+        return planned
 
 
 @pytest.fixture(scope="session")

@@ -47,9 +47,7 @@ def write_talks(path: Path) -> Path:
             turns: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] if i % 3 == 0 else []
             for _ in range(draw.randint(1, 3)):
                 turns.append({"role": "user", "content": draw.choice(QUESTIONS)})
-                turns.append(
-                    {"role": "assistant", "content": f"It is {draw.randint(1, 999)}. " * draw.randint(1, 5)}
-                )
+                turns.append({"role": "assistant", "content": f"It is {draw.randint(1, 999)}. " * draw.randint(1, 5)})
             if i % 5 == 0:
                 turns[-1]["weight"] = 0
             file.write(json.dumps({"messages": turns}) + "\n")
@@ -175,17 +173,13 @@ def test_an_interrupted_run_goes_on_with_the_losses_of_an_unbroken_one(workshop:
 def test_the_documents_of_a_step_stand_in_the_files(workshop: Workshop, kind: str, step: int) -> None:
     stream, data = workshop.stream(kind)
     found = documents_of(workshop.run(kind), step, texts=True)
-    weights = (
-        BatchStream(stream.sources, stream.order, stream.sequence_length, stream.steps).batch(step).weights
-    )
+    weights = BatchStream(stream.sources, stream.order, stream.sequence_length, stream.steps).batch(step).weights
     tokens = sum(document["tokens"] for document in found)
     assert tokens == weights.sum() if kind != "chat" else tokens > weights.sum() > 0
     for document in found:
         assert document["in_file"] == "same"
         record = json.loads(Path(document["file"]).read_text().splitlines()[document["row"] - 1])
-        whole = record.get("text") or data.tokenizer.decode(
-            render(record["messages"], data.tokenizer)[0].tolist()
-        )
+        whole = record.get("text") or data.tokenizer.decode(render(record["messages"], data.tokenizer)[0].tolist())
         assert document["texts"]
         assert all(text.removesuffix("<|endoftext|>") in whole and text for text in document["texts"])
 
@@ -210,11 +204,7 @@ def test_a_file_that_is_gone_or_shorter_cannot_be_compared(workshop: Workshop) -
     Session(spec).train()
     lines = moved.read_text().splitlines(keepends=True)
     moved.write_text(lines[0])
-    said = {
-        document["in_file"]
-        for document in documents_of(run_folder(spec), 0, texts=True)
-        if document["row"] > 1
-    }
+    said = {document["in_file"] for document in documents_of(run_folder(spec), 0, texts=True) if document["row"] > 1}
     assert said == {"the row is gone"}
     moved.rename(workshop.home / "elsewhere")
     said = {document["in_file"] for document in documents_of(run_folder(spec), 0, texts=True)}
@@ -233,10 +223,7 @@ def test_best_fit_cuts_no_document_that_fits_a_row(workshop: Workshop) -> None:
     assert (pieces == -(-(stop - start) // CONTEXT)).all()  # as few pieces as can be
     assert np.count_nonzero(pieces > 1) > 20
     plan = json.loads((workshop.run("best_fit") / "plan.json").read_text())["decisions"]
-    assert (
-        "% padding"
-        in next(decision for decision in plan if decision["key"] == "data.packing")["value"]["words"]
-    )
+    assert "% padding" in next(decision for decision in plan if decision["key"] == "data.packing")["value"]["words"]
 
 
 def test_padded_rows_hold_one_document_and_are_trimmed_to_the_longest(workshop: Workshop) -> None:
@@ -335,10 +322,7 @@ def test_mix_auto_gives_each_domain_its_target_share(workshop: Workshop) -> None
     wanted = target_shares({"web", "code"})
     settings = json.loads((folder / "settings.json").read_text())["mixtures"]
     [(start, mixture)] = settings
-    shares = {
-        name: count / mixture["block"]
-        for name, count in zip(mixture["names"], mixture["counts"], strict=True)
-    }
+    shares = {name: count / mixture["block"] for name, count in zip(mixture["names"], mixture["counts"], strict=True)}
     assert start == 0
     assert shares["web"] == pytest.approx(wanted["web"], rel=0.01)
     assert shares["github"] == pytest.approx(wanted["code"], rel=0.01)
@@ -374,9 +358,7 @@ def test_only_what_the_assistant_says_is_weighted(workshop: Workshop) -> None:
     block, owners = rows.assemble(sequences), rows.spans(sequences)
     assert block.weights is not None
     found: dict[int, tuple[list[int], list[int]]] = {}
-    for row, column, length, document in zip(
-        owners.row, owners.column, owners.length, owners.document, strict=True
-    ):
+    for row, column, length, document in zip(owners.row, owners.column, owners.length, owners.document, strict=True):
         cells = slice(column, column + length)
         if document == PADDING:
             assert not block.weights[row, cells].any()
@@ -412,8 +394,6 @@ def test_on_the_fly_keeps_what_was_measured(workshop: Workshop) -> None:
     stream, _ = workshop.stream("on_the_fly")
     rows = stream.sources["words"]
     assert isinstance(rows, LazyRows) and not isinstance(rows, ConcatRows)
-    plan = {
-        d["key"]: d for d in json.loads((workshop.run("on_the_fly") / "plan.json").read_text())["decisions"]
-    }
+    plan = {d["key"]: d for d in json.loads((workshop.run("on_the_fly") / "plan.json").read_text())["decisions"]}
     assert plan["data.sources.words.row_bytes"]["value"] == rows.block_bytes
     assert "tokenized on the fly" in plan["data.sources.words.row_bytes"]["reason"]

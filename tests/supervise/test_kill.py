@@ -24,9 +24,7 @@ def start(path: Path) -> subprocess.Popen[str]:
 
 def write_spec(make_spec: Callable[..., RunSpec], folder: Path, name: str) -> Path:
     path = folder / f"{name}.yaml"
-    path.write_text(
-        dump_spec(make_spec(name, budget={"steps": STEPS, "batch": 256}, checkpoint={"every": 20}))
-    )
+    path.write_text(dump_spec(make_spec(name, budget={"steps": STEPS, "batch": 256}, checkpoint={"every": 20})))
     return path
 
 

@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.run.directory import Run
+from bessemer.spec.checkpoint import CheckpointSpec
+from bessemer.spec.guard import GuardSpec, LadderSpec
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import train
+from bessemer.supervise.session import Session, train
+from bessemer.train.job import Job
 
-TEXTS = [
-    f"Line {number} of a small text, with the number {number * 37 % 101} in it.\n" * 3 for number in range(64)
-]
+from .conftest import Faults
+
+TEXTS = [f"Line {number} of a small text, with the number {number * 37 % 101} in it.\n" * 3 for number in range(64)]
 
 
 class Lines:
@@ -103,3 +107,36 @@ def test_it_is_validated_on_its_own_dataset(tmp_path: Path, tokenizer: Path) -> 
 def test_what_is_missing_is_named(tmp_path: Path, tokenizer: Path, datasets: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         train(spec_of(tmp_path, tokenizer, "run", 3), datasets=datasets)
+
+
+class Wipe(Faults):
+    """Weights become NaN before one step, once."""
+
+    done = False
+
+    def before_step(self, job: Job, step: int) -> None:
+        if step == 44 and not self.done:
+            self.done = True
+            with torch.no_grad():
+                job.model.blocks[0].ffn.down.weight.fill_(float("nan"))
+
+
+def endless() -> Any:
+    """An iterable that remembers nothing."""
+    return iter(Flow().__iter__())
+
+
+@pytest.mark.parametrize(("dataset", "copies"), [(endless, "auto"), (Flow, "off"), (endless, "off")])
+def test_an_iterable_is_read_on_after_a_rollback(tmp_path: Path, tokenizer: Path, dataset: Any, copies: str) -> None:
+    """What has passed cannot be read again: the run goes back in its weights, and forward in its data."""
+    guard = GuardSpec(
+        warmup=8, window=32, copy_every="16 steps", max_vetoes=3, copies=copies, ladder=LadderSpec(careful=4)
+    )
+    update = {"guard": guard, "checkpoint": CheckpointSpec(every="10 steps")}
+    spec = spec_of(tmp_path, tokenizer, "run", 72).model_copy(update=update)
+    assert Session(spec, datasets={"mine": dataset()}, faults=Wipe()).train().kind == "finished"
+    run = Run(tmp_path / "run")
+    assert [record["step"] for record in run.metrics()] == list(range(72))
+    (back,), (skip,) = run.events("rollback"), run.events("skip")
+    assert back["to_step"] < 44 and skip["position"] == 47 * 4
+    assert not list(run.events("trial"))

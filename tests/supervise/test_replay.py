@@ -12,9 +12,7 @@ from bessemer.supervise.replay import documents_of
 from bessemer.supervise.session import Session, run_folder
 
 
-def test_the_documents_of_a_step_are_those_in_the_file(
-    make_spec: Callable[..., RunSpec], corpus: Path
-) -> None:
+def test_the_documents_of_a_step_are_those_in_the_file(make_spec: Callable[..., RunSpec], corpus: Path) -> None:
     spec = make_spec(budget={"steps": 12, "batch": 128})
     Session(spec).train()
     lines = corpus.read_text().splitlines()

@@ -1,6 +1,7 @@
 """Whole runs, as a user starts them: they finish, stop, resume digit for digit, and refuse what would spoil them."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from bessemer.run.directory import Run
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.session import Session, run_folder
 from bessemer.train import loop
-from bessemer.train.job import Outcome
+from bessemer.train.job import Job, Outcome
+
+from .conftest import Faults
 
 Make = Callable[..., RunSpec]
 
@@ -94,19 +97,19 @@ def test_metrics_past_the_checkpoint_are_cut_and_the_cut_is_an_event(
 ) -> None:
     whole, broken = make_spec("whole"), make_spec("broken")
     train(whole)
-    genuine = loop.attempt_step
+    genuine = loop.forward_backward
 
     def fail_at_25(job: Any, step: int, *rest: Any) -> Any:
         if step == 25:
             raise MemoryError("no memory")
         return genuine(job, step, *rest)
 
-    monkeypatch.setattr(loop, "attempt_step", fail_at_25)
+    monkeypatch.setattr(loop, "forward_backward", fail_at_25)
     with pytest.raises(MemoryError):
         train(broken)
     assert Run(run_folder(broken)).state == "failed"
     assert "MemoryError" in (run_folder(broken) / "logs" / "rank-0.log").read_text()
-    monkeypatch.setattr(loop, "attempt_step", genuine)
+    monkeypatch.setattr(loop, "forward_backward", genuine)
     train(broken)
     assert events(broken, "metrics_cut")[-1]["from_step"] == 20
     assert losses(broken) == losses(whole)
@@ -115,11 +118,7 @@ def test_metrics_past_the_checkpoint_are_cut_and_the_cut_is_an_event(
 def test_another_stream_is_refused_by_name(make_spec: Make) -> None:
     train_until(make_spec(), 12)
     with pytest.raises(UserError, match="sequence_length was 32, is 16"):
-        train(
-            make_spec(
-                data={**make_spec().data.model_dump(), "context": 16}, budget={"steps": 40, "batch": 128}
-            )
-        )
+        train(make_spec(data={**make_spec().data.model_dump(), "context": 16}, budget={"steps": 40, "batch": 128}))
     with pytest.raises(UserError, match=r"seed was 0, is 1"):
         train(make_spec(seed=1))
     assert len(losses(make_spec())) == 14  # nothing was cut by the refusals (a step is read one step late)
@@ -181,18 +180,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(make_spec: 
 
 @pytest.mark.parametrize(
     ("stop", "word"),
-    [
-        ({"validation_loss": 5.0}, "validation_loss"),
-        ({"time": "0.05 s"}, "time"),
-        ({"patience": 1}, "patience"),
-    ],
+    [({"validation_loss": 5.0}, "validation_loss"), ({"time": "0.05 s"}, "time"), ({"patience": 1}, "patience")],
 )
-def test_stopping_rules_end_a_run_as_finished_with_the_reason(
-    make_spec: Make, stop: dict[str, Any], word: str
-) -> None:
+def test_stopping_rules_end_a_run_as_finished_with_the_reason(make_spec: Make, stop: dict[str, Any], word: str) -> None:
     spec = make_spec(
-        budget={"steps": 400, "batch": 128, "stop": stop},
-        optimizer={"lr": 0.3 if word == "patience" else 0.01},
+        budget={"steps": 400, "batch": 128, "stop": stop}, optimizer={"lr": 0.3 if word == "patience" else 0.01}
     )
     outcome = train(spec)
     assert outcome.kind == "finished"
@@ -203,64 +195,15 @@ def test_stopping_rules_end_a_run_as_finished_with_the_reason(
 
 def test_a_poisoned_document_is_vetoed_by_name(make_spec: Make, tmp_path: Path) -> None:
     poison = tmp_path / "noise.txt"
-    poison.write_text("\x01\x02\x03\x04\x05\x06\x07\x08" * 60)
+    poison.write_text("".join(map(chr, random.Random(0).choices(range(1, 32), k=2000))))
     sources = {**make_spec().data.model_dump()["sources"], "noise": {"path": [str(poison)], "weight": 0.02}}
-    spec = make_spec(
-        data={"sources": sources, "context": 32, "validation": 0.1}, budget={"steps": 120, "batch": 64}
-    )
-    train(spec)
+    spec = make_spec(data={"sources": sources, "context": 32, "validation": 0.1}, budget={"steps": 160, "batch": 32})
+    assert train(spec).kind == "finished"
     vetoes = events(spec, "veto")
     assert vetoes
     assert all(veto["documents"][0]["file"] == str(poison) for veto in vetoes)
     assert vetoes[0]["documents"][0]["share"] > 0.5
-    assert vetoes[0]["statistics"]["loss_z"] > 4
-
-
-def test_a_veto_leaves_the_weights_of_the_step_before(
-    make_spec: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    genuine, seen = loop.attempt_step, {}
-
-    def watch(job: Any, step: int, *rest: Any) -> Any:
-        if step == 20:
-            job.model.blocks[0].ffn.down.weight.register_hook(lambda g: g * float("nan"))
-            seen["before"] = {
-                name: tensor.clone() for name, tensor in job.state().items() if not name.startswith("guard")
-            }
-        result = genuine(job, step, *rest)
-        if step == 20:
-            seen["after"] = {
-                name: tensor.clone() for name, tensor in job.state().items() if not name.startswith("guard")
-            }
-            job.model.blocks[0].ffn.down.weight._backward_hooks.clear()
-        return result
-
-    monkeypatch.setattr(loop, "attempt_step", watch)
-    spec = make_spec()
-    assert train(spec).kind == "finished"
-    assert all(torch.equal(seen["before"][name], seen["after"][name]) for name in seen["before"])
-    assert events(spec, "veto")[0]["step"] == 20
-    assert "non-finite" in events(spec, "veto")[0]["reason"]
-
-
-def test_non_finite_steps_without_end_stop_the_run_with_healthy_weights(
-    make_spec: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    genuine = loop.attempt_step
-
-    def poison(job: Any, step: int, *rest: Any) -> Any:
-        if step == 15:
-            job.model.blocks[0].ffn.down.weight.register_hook(lambda g: g * float("nan"))
-        return genuine(job, step, *rest)
-
-    monkeypatch.setattr(loop, "attempt_step", poison)
-    spec = make_spec()
-    outcome = train(spec)
-    assert outcome.kind == "failed"
-    assert "non-finite" in outcome.reason
-    assert len(events(spec, "veto")) <= spec.guard.max_vetoes + 1
-    monkeypatch.setattr(loop, "attempt_step", genuine)
-    assert train(spec).kind == "finished"
+    assert vetoes[0]["statistics"]["loss_z"] > 10
 
 
 def test_a_mixture_and_a_batch_change_reopen_the_guard(make_spec: Make, corpus: Path) -> None:
@@ -320,17 +263,15 @@ def test_another_batch_size_is_refused_with_the_way_to_change_it(make_spec: Make
     assert list(Run(run_folder(spec)).metrics())[-1]["tokens"] == 14 * 128 + 26 * 256
 
 
-def test_a_run_killed_before_its_first_save_is_planned_anew(
-    make_spec: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_before_its_first_save_is_planned_anew(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise MemoryError("no memory")
 
-    genuine = loop.attempt_step
-    monkeypatch.setattr(loop, "attempt_step", fail)
+    genuine = loop.forward_backward
+    monkeypatch.setattr(loop, "forward_backward", fail)
     with pytest.raises(MemoryError):
         train(make_spec(optimizer={"lr": "auto"}))
-    monkeypatch.setattr(loop, "attempt_step", genuine)
+    monkeypatch.setattr(loop, "forward_backward", genuine)
     spec = make_spec(optimizer={"lr": "auto"}, model={"ffn": 128})
     assert train(spec).kind == "finished"
 
@@ -338,18 +279,16 @@ def test_a_run_killed_before_its_first_save_is_planned_anew(
 def test_without_a_fused_optimizer_the_run_says_so_and_still_vetoes(
     make_spec: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bessemer.optim.guarded.fused_veto_works", lambda device: False)
-    genuine = loop.attempt_step
-
-    def poison(job: Any, step: int, *rest: Any) -> Any:
-        hook = job.model.norm.weight.register_hook(lambda g: g * float("inf")) if step == 20 else None
-        result = genuine(job, step, *rest)
-        if hook:
-            hook.remove()
-        return result
-
-    monkeypatch.setattr(loop, "attempt_step", poison)
+    monkeypatch.setattr(
+        "bessemer.optim.choose.veto_fault", lambda spec, path, *_: "broken" if path == "fused" else None
+    )
     spec = make_spec()
-    assert train(spec).kind == "finished"
+
+    class Infinite(Faults):
+        def after_backward(self, job: Job, step: int) -> None:
+            if step == 20:
+                job.model.norm.weight.grad *= float("inf")
+
+    assert Session(spec, faults=Infinite()).train().kind == "finished"
     assert "read on the host" in events(spec, "optimizer_fallback")[0]["reason"]
     assert [event["step"] for event in events(spec, "veto")] == [20]

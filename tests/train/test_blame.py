@@ -33,9 +33,7 @@ def test_shares_add_up_and_the_worst_comes_first(stream, micro_rows):
     assert {entry["row"]: entry["tokens"] for entry in found} == origins
     total = sum(tokens * (1.0 + row) for row, tokens in origins.items())
     for entry in found:
-        assert entry["file"] == "a.jsonl" and entry["mean_loss"] == pytest.approx(
-            1.0 + entry["row"], abs=1e-4
-        )
+        assert entry["file"] == "a.jsonl" and entry["mean_loss"] == pytest.approx(1.0 + entry["row"], abs=1e-4)
         assert entry["share"] == pytest.approx(origins[entry["row"]] * (1.0 + entry["row"]) / total, abs=1e-4)
         assert "nonfinite" not in entry
     assert [entry["share"] for entry in found] == sorted((entry["share"] for entry in found), reverse=True)

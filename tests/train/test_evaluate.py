@@ -52,13 +52,9 @@ def test_everything_evaluated_equals_a_direct_computation(shape, store_of):
     assert found.tokens == count == 320 * CONTEXT
     assert found.loss == pytest.approx(loss / count, rel=1e-9)
     assert found.accuracy == right / count
-    assert found.per_source == pytest.approx(
-        {name: part[0] / part[2] for name, part in parts.items()}, rel=1e-9
-    )
+    assert found.per_source == pytest.approx({name: part[0] / part[2] for name, part in parts.items()}, rel=1e-9)
     # Every token of a is 4 bytes of text, every token of b 2.
-    assert found.bits_per_byte == pytest.approx(
-        (parts["a"][0] / 4 + parts["b"][0] / 2) / count / math.log(2), rel=1e-9
-    )
+    assert found.bits_per_byte == pytest.approx((parts["a"][0] / 4 + parts["b"][0] / 2) / count / math.log(2), rel=1e-9)
 
 
 def test_bits_per_byte_by_hand(shape, store_of):
@@ -87,9 +83,7 @@ def test_no_sequence_is_used_twice(store_of, sizes, tokens, micro_rows):
     stores = {f"s{k}": store_of(f"s{k}", [size]) for k, size in enumerate(sizes)}
     evaluator = evaluator_of(stores, tokens, micro_rows)
     assert evaluator.available == any(sequence_count(size, CONTEXT) for size in sizes)
-    assert set(evaluator.parts) == {
-        name for name, store in stores.items() if sequence_count(store.tokens, CONTEXT)
-    }
+    assert set(evaluator.parts) == {name for name, store in stores.items() if sequence_count(store.tokens, CONTEXT)}
     total = 0
     for name, (stream, steps) in evaluator.parts.items():
         starts = np.concatenate([stream.batch(step).sequences * CONTEXT for step in range(steps)])

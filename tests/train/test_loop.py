@@ -1,19 +1,28 @@
-"""The loop's own book-keeping on a tiny job: every step once, and what is left behind when a run fails."""
+"""The loop's own book-keeping on a tiny job: every step once, and how it stands still at an incident."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bessemer.guard.detect.alarm import alarm
+from bessemer.guard.detect.watch import Watch
+from bessemer.guard.inside import Inside
 from bessemer.guard.judge import Judge
+from bessemer.guard.ladder import Ladder
 from bessemer.model.transformer import build
-from bessemer.optim.guarded import GuardedAdamW
+from bessemer.optim.choose import make_optimizer
 from bessemer.optim.schedule import Schedule
 from bessemer.plan.decide import Interval
 from bessemer.run.directory import RunWriter
-from bessemer.spec.schema import BudgetSpec, CheckpointSpec, GuardSpec, OptimizerSpec, StopSpec
+from bessemer.spec.checkpoint import CheckpointSpec
+from bessemer.spec.guard import GuardSpec
+from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.schema import BudgetSpec, StopSpec
+from bessemer.train import job as job_module
+from bessemer.train.copies import Copies
 from bessemer.train.evaluate import Evaluator
-from bessemer.train.job import Interrupt, Job, Progress
+from bessemer.train.job import Adjustment, Clock, Job
 from bessemer.train.loop import train_loop
 from bessemer.train.objective import CausalLM
 
@@ -36,12 +45,36 @@ class Saves(list):
         self.append((step, validation_loss, [record["step"] for record in job.run.metrics()]))
         return f"step-{step}"
 
+    def poll(self, job): ...
+    def confirm(self, job, done): ...
+    def wait(self, job, uploads=False):
+        return True
+
+    def interval_s(self, job):
+        return None
+
+
+class Spoil:
+    """Gradients are NaN at some steps, by the protocol that `bessemer chaos` uses."""
+
+    def __init__(self, *steps):
+        self.steps, self.asked = steps, []
+
+    def before_step(self, job, step): ...
+    def after_backward(self, job, step):
+        if step in self.steps:
+            job.model.norm.weight.grad *= float("nan")
+
+    def lr(self, step, planned):
+        self.asked.append(step)
+        return planned
+
 
 @pytest.fixture
 def make_job(tmp_path, shape, store_of, stream_of):
     opened = []
 
-    def make(evaluate=None, save=None, stop=None, **guard):
+    def make(evaluate=None, save=None, stop=None, look=1000, faults=None, **guard):
         model = build(shape, "cpu", 0)
         plan = SimpleNamespace(
             total_steps=STEPS,
@@ -49,6 +82,8 @@ def make_job(tmp_path, shape, store_of, stream_of):
             precision="fp32",
             evaluate=Interval(evaluate, None),
             save=Interval(save, None),
+            look=Interval(look, None),
+            copy=Interval(4, None),
         )
         spec = SimpleNamespace(
             guard=GuardSpec(**guard),
@@ -63,7 +98,7 @@ def make_job(tmp_path, shape, store_of, stream_of):
             device=CPU,
             model=model,
             objective=CausalLM(False),
-            optimizer=GuardedAdamW(model.named_parameters(), (0.9, 0.95), 1e-8, 0.1),
+            optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()),
             schedule=Schedule(1e-2, 4, STEPS),
             judge=Judge(spec.guard, CPU),
             stream=stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4),
@@ -73,8 +108,11 @@ def make_job(tmp_path, shape, store_of, stream_of):
             saver=Saves(),
             flops_per_token=1000,
             peak_flops=1e9,
-            interrupt=Interrupt(),
-            progress=Progress(),
+            watch=Watch(spec.guard, None, STEPS),
+            inside=Inside(model),
+            ladder=Ladder(spec.guard),
+            decode=str,
+            faults=faults,
         )
 
     yield make
@@ -82,20 +120,30 @@ def make_job(tmp_path, shape, store_of, stream_of):
         run.close()
 
 
-def poison(job, first, last=10**9):
-    """Gradients are NaN from one step to another, both included."""
-    calls = []
-
-    def spoil(gradient):
-        calls.append(True)
-        step = (len(calls) - 1) // 2  # two micro-batches a step
-        return gradient * float("nan") if first <= step <= last else gradient
-
-    job.model.norm.weight.register_hook(spoil)
-
-
 def steps_of(job):
     return [record["step"] for record in job.run.metrics()]
+
+
+def events_of(job, kind):
+    return list(job.run.events(kind))
+
+
+def run_through(job):
+    """Go on after every incident as if nothing had to be done; (last outcome, incidents)."""
+    found = []
+    while (outcome := train_loop(job)).incident:
+        found.append(outcome.incident)
+        job.start_step = outcome.step
+        assert len(found) < 50
+    return outcome, found
+
+
+def weights(job):
+    return [parameter.detach().clone() for parameter in job.model.parameters()]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_every_step_is_written_down_once_and_before_its_save(make_job):
@@ -113,38 +161,145 @@ def test_every_step_is_written_down_once_and_before_its_save(make_job):
 
 
 def test_vetoed_steps_keep_their_number_and_the_weights(make_job):
-    job = make_job(max_vetoes=5)
-    poison(job, 6, 8)
-    assert train_loop(job).kind == "finished"
+    job = make_job(faults=Spoil(6, 7, 8), evaluate=10, save=7)
+    outcome, incidents = run_through(job)
+    assert (outcome.kind, outcome.step) == ("finished", STEPS)
+    assert [(found.step, found.severity) for found in incidents] == [(6, "veto"), (7, "veto"), (8, "veto")]
     records = list(job.run.metrics())
+    assert [record["step"] for record in records] == list(range(STEPS))
     assert [record["step"] for record in records if record["veto"]] == [6, 7, 8]
     assert [record["lr"] for record in records] == [job.schedule.lr(step) for step in range(STEPS)]
     assert float(job.optimizer.state()["norm.weight.step"]) == STEPS - 3
     assert job.progress.vetoes == 3
+    assert [record["step"] for record in job.history] == list(range(STEPS))
 
 
-def test_a_run_that_fails_has_the_weights_of_its_last_good_step(make_job):
-    job, good = make_job(max_vetoes=3), make_job()
-    poison(job, 6)
+@pytest.mark.parametrize("save", [None, 7], ids=["within", "at a boundary"])
+def test_at_an_incident_the_weights_are_those_that_the_step_was_judged_with(make_job, save):
+    job, good = make_job(faults=Spoil(6), save=save), make_job()
     outcome = train_loop(job)
-    assert outcome.kind == "failed" and "3 steps in a row" in outcome.reason
+    assert (outcome.kind, outcome.step, outcome.incident.step) == ("incident", 7, 6)
+    assert outcome.incident.symptom == "non-finite loss or gradient" == outcome.incident.record["veto"]
+    assert outcome.incident.statistics["streak"] == 1
+    wanted = job.stream.micro_batches(6, 2)
+    for ours, theirs in zip(outcome.incident.batches, wanted, strict=True):
+        assert (ours.tokens == theirs.tokens).all()
+    assert steps_of(job) == list(range(7)), "the step that was under way is not written down"
+    assert all(parameter.grad is None for parameter in job.model.parameters())
     good.plan.total_steps = 6
     train_loop(good)
-    for a, b in zip(job.model.parameters(), good.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert same(weights(job), weights(good))
+    assert float(job.optimizer.state()["norm.weight.step"]) == 6
 
 
-def test_a_run_that_fails_has_a_record_of_every_step_it_counts(make_job):
-    job = make_job(max_vetoes=3)
-    poison(job, 6)
-    outcome = train_loop(job)
-    assert steps_of(job) == list(range(outcome.step))
+def test_what_was_under_way_at_an_incident_is_done_again_and_nothing_else(make_job):
+    """A run that stands still at an alarm and goes on equals one that never stood still."""
+    job, whole = make_job(), make_job()
+    genuine = job.watch.step
+
+    def cry(record, clocks):
+        return alarm("divergence", 9, "rollback", "it leaves", 1.0) if record["step"] == 9 else genuine(record, clocks)
+
+    job.watch.step = cry
+    outcome, (incident,) = run_through(job)
+    assert outcome.kind == "finished"
+    assert (incident.step, incident.severity, incident.symptom) == (9, "rollback", "it leaves")
+    assert incident.alarm.kind == "divergence" and incident.record["veto"] is None
+    train_loop(whole)
+    assert same(weights(job), weights(whole))
+    told = events_of(job, "alarm")
+    assert [(event["step"], event["alarm"], event["severity"]) for event in told] == [(9, "divergence", "rollback")]
+    assert {"reason", "evidence", "cause", "confidence", "fix"} <= told[0].keys()
 
 
-def test_a_failed_run_s_last_save_claims_no_validation_it_did_not_have(make_job):
-    job = make_job(max_vetoes=3)
-    poison(job, 6)
-    outcome = train_loop(job)
-    evaluated = {record["step"] for record in job.run.validations()}
-    assert outcome.step not in evaluated
-    assert [loss for step, loss, _ in job.saver if step == outcome.step] == [None]
+@pytest.mark.parametrize("severity", ["note", "warning"])
+def test_an_alarm_that_asks_for_nothing_is_only_an_event(make_job, severity):
+    job = make_job()
+    job.watch.step = lambda record, _: alarm("plateau", 9, severity, "flat", 0.5) if record["step"] == 9 else []
+    assert train_loop(job).kind == "finished"
+    assert [event["severity"] for event in events_of(job, "alarm")] == [severity]
+
+
+@pytest.mark.parametrize("bad", [(STEPS - 1,), (STEPS - 2, STEPS - 1)])
+def test_a_run_whose_last_step_is_vetoed_is_still_evaluated_and_saved(make_job, bad):
+    job = make_job(faults=Spoil(*bad), evaluate=10, save=7)
+    outcome, incidents = run_through(job)
+    assert (outcome.kind, outcome.step) == ("finished", STEPS)
+    assert len(incidents) == len(bad)
+    assert job.saver[-1][0] == STEPS and job.saver[-1][2] == list(range(STEPS))
+    assert outcome.validation["step"] == STEPS == list(job.run.validations())[-1]["step"]
+
+
+def test_a_guard_that_is_off_reports_no_incident(make_job):
+    job = make_job(faults=Spoil(6), look=5, enabled=False)
+    assert train_loop(job).kind == "finished"
+    assert [record["veto"] for record in job.run.metrics()] == [None] * STEPS
+    assert not all(parameter.isfinite().all() for parameter in job.model.parameters())
+    assert not events_of(job, "veto") and not events_of(job, "alarm")
+
+
+def test_a_look_inside_changes_no_digit(make_job):
+    looked, plain = make_job(look=3), make_job()
+    seen = []
+    looked.watch.inside = lambda step, look: seen.append((step, look)) or []
+    train_loop(looked)
+    train_loop(plain)
+    assert [step for step, _ in seen] == list(range(0, STEPS, 3))
+    assert {"grad_norm", "update_ratio", "entropy"} <= seen[0][1]["layers"]["blocks.0"].keys()
+    assert same(weights(looked), weights(plain))
+
+
+def test_copies_are_of_states_between_steps(make_job):
+    job, good = make_job(), make_job()
+    job.copies = Copies()
+    train_loop(job)
+    assert [kept.step for kept in job.copies.held] == [16, 20]
+    good.plan.total_steps = 16
+    train_loop(good)
+    for name, parameter in good.model.named_parameters():
+        assert torch.equal(job.copies.held[0].state[f"model.{name}"], parameter)
+    # The step before is read before the copy is taken, so its counters are those of the same moment.
+    assert [kept.progress.tokens for kept in job.copies.held] == [16 * 32, 20 * 32]
+
+
+def test_a_gentler_step_lasts_as_long_as_it_is_meant_to(make_job):
+    job = make_job(faults=Spoil())
+    job.adjustments = [Adjustment(5, 9, 0.5, 0.25), Adjustment(8, 12, 0.5, 1.0)]
+    train_loop(job)
+    lrs = {record["step"]: record["lr"] / job.schedule.lr(record["step"]) for record in job.run.metrics()}
+    clips = {record["step"]: record["clip"] for record in job.run.metrics()}
+    assert [lrs[step] for step in (4, 5, 8, 9, 11, 12)] == pytest.approx([1.0, 0.5, 0.25, 0.5, 0.5, 1.0])
+    assert [clips[step] for step in (4, 5, 8, 9)] == [1.0, 0.25, 0.25, 1.0]
+    assert job.faults.asked == list(range(STEPS))
+
+
+def test_after_an_incident_saves_are_four_times_as_frequent(make_job):
+    job = make_job(save=8)
+    job.careful_until = 10
+    train_loop(job)
+    assert [step for step, _, _ in job.saver] == [2, 4, 6, 8, 16, 24]
+
+
+def test_a_step_without_anything_to_learn_from_changes_nothing(make_job):
+    job, calm = make_job(), make_job()
+    bare = {("a", document): 5 * 4 for document in range(36)}  # all of them, from step 5 on
+    job.stream = job.stream.replace(banned=bare)
+    calm.plan.total_steps = 5
+    train_loop(job)
+    train_loop(calm)
+    records = list(job.run.metrics())
+    assert [record["loss"] for record in records[5:]] == [0.0] * (STEPS - 5)
+    assert job.progress.tokens == 5 * 32 and job.progress.vetoes == 0
+    assert same(weights(job), weights(calm))
+
+
+def test_trouble_every_few_steps_does_not_put_off_saves_that_are_due_by_time(make_job, monkeypatch):
+    """A step takes ten seconds here and saves are due every hundred; every third step is vetoed."""
+    now, job = [0.0], make_job(faults=Spoil(*range(2, STEPS - 1, 3)))
+    monkeypatch.setattr(job_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    job.clocks["save"] = Clock(Interval(None, 100.0), 0.0)
+    job.faults.before_step = lambda job, step: now.__setitem__(0, now[0] + 10.0)
+    outcome, incidents = run_through(job)
+    assert outcome.kind == "finished" and len(incidents) == 7
+    saved = [step for step, _, _ in job.saver]
+    assert len(saved) >= 3 and max(b - a for a, b in zip([0, *saved], saved, strict=False)) <= 10

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build
-from bessemer.optim.guarded import GuardedAdamW
+from bessemer.optim.choose import make_optimizer
+from bessemer.optim.guarded import Guarded
 from bessemer.optim.schedule import Schedule
-from bessemer.spec.schema import GuardSpec, OptimizerSpec
-from bessemer.train.loop import attempt_step
+from bessemer.spec.guard import GuardSpec
+from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.train.loop import forward_backward, judge_and_update
 from bessemer.train.objective import CausalLM
 
 CPU = torch.device("cpu")
@@ -56,9 +58,7 @@ def test_the_terms_equal_a_direct_computation(shape, stream, cross_documents, st
     again = (terms.nll_BT * torch.from_numpy(batch.weights)).sum() / batch.count
     torch.testing.assert_close(again, terms.loss.detach(), rtol=1e-9, atol=0)
     found = torch.autograd.grad(terms.loss, list(model.parameters()))
-    for a, b in zip(
-        found, torch.autograd.grad(expected / batch.count, list(model.parameters())), strict=True
-    ):
+    for a, b in zip(found, torch.autograd.grad(expected / batch.count, list(model.parameters())), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
 
 
@@ -72,7 +72,7 @@ def test_rows_without_a_boundary_need_no_mask(store_of, stream_of):
     assert CausalLM(True).feed(packed, CPU).mask_B1TT is None
 
 
-class Recording(GuardedAdamW):
+class Recording(Guarded):
     """Keeps the gradients that a step was given."""
 
     def step(self, lr, reject, divisor):
@@ -80,18 +80,31 @@ class Recording(GuardedAdamW):
         super().step(lr, reject, divisor)
 
 
+def attempt_step(job, step, batches):
+    """What the loop does of a step, without the records."""
+    attempt = forward_backward(job, step, batches, 0.0)
+    judge_and_update(job, attempt, looking=False)
+    return attempt
+
+
 def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
     model = build(shape, "cpu", 3).to(dtype)
+    made = make_optimizer(model.named_parameters(), OptimizerSpec())
+    schedule, spec = Schedule(1e-2, 4, 100), OptimizerSpec(**optimizer)
     return SimpleNamespace(
         device=CPU,
         model=model,
         objective=CausalLM(cross_documents=False),
-        optimizer=Recording(model.named_parameters(), (0.9, 0.95), 1e-8, 0.1),
-        schedule=Schedule(1e-2, 4, 100),
+        optimizer=Recording(made.named, made.optimizers, made.path),
+        schedule=schedule,
+        lr=schedule.lr,
+        clip=lambda step: spec.clip,
         judge=Judge(GuardSpec(), CPU),
         stream=stream,
         plan=SimpleNamespace(precision=precision),
-        spec=SimpleNamespace(guard=GuardSpec(), optimizer=OptimizerSpec(**optimizer)),
+        spec=SimpleNamespace(guard=GuardSpec(), optimizer=spec),
+        faults=None,
+        ema=None,
     )
 
 
@@ -103,13 +116,12 @@ def test_a_step_is_the_same_at_any_split(shape, stream, micro_rows, dtype, toler
     for step in range(3):
         batches = stream.micro_batches(step, micro_rows)
         assert len(batches) == -(-ROWS // micro_rows)
-        a = attempt_step(whole, step, stream.micro_batches(step, ROWS), 0.0)
-        b = attempt_step(split, step, batches, 0.0)
-        loss, norm, correct = (b.numbers - a.numbers).tolist()
-        assert abs(loss) < tolerance * float(a.numbers[0]) and abs(norm) < 10 * tolerance * float(
-            a.numbers[1]
-        )
-        assert correct == 0 and a.tokens == b.tokens == ROWS * CONTEXT
+        a = attempt_step(whole, step, stream.micro_batches(step, ROWS))
+        b = attempt_step(split, step, batches)
+        assert abs(float(b.loss - a.loss)) < tolerance * float(a.loss)
+        whole_norm, split_norm = (attempt.sent.read()[1] for attempt in (a, b))
+        assert abs(split_norm - whole_norm) < 10 * tolerance * whole_norm
+        assert a.correct == b.correct and a.tokens == b.tokens == ROWS * CONTEXT
         for name, gradient in whole.optimizer.seen.items():
             torch.testing.assert_close(split.optimizer.seen[name], gradient, rtol=0, atol=tolerance)
 
@@ -117,13 +129,12 @@ def test_a_step_is_the_same_at_any_split(shape, stream, micro_rows, dtype, toler
 def test_the_loss_of_a_step_is_the_mean_over_its_tokens(shape, stream):
     job = job_of(shape, stream, dtype=torch.float64)
     model = build(shape, "cpu", 3).double()
-    attempt = attempt_step(job, 4, stream.micro_batches(4, 4), 0.0)
+    attempt = attempt_step(job, 4, stream.micro_batches(4, 4))
     expected, right = direct(model, stream.batch(4), cross_documents=False)
-    loss, norm, correct = attempt.numbers.tolist()
-    assert loss == pytest.approx(float(expected.detach()) / (ROWS * CONTEXT), rel=1e-6)
-    assert correct == right
+    assert float(attempt.loss) == pytest.approx(float(expected.detach()) / (ROWS * CONTEXT), rel=1e-6)
+    assert int(attempt.correct) == right
     gradients = torch.autograd.grad(expected / (ROWS * CONTEXT), list(model.parameters()))
-    assert norm == pytest.approx(float(torch.cat([g.flatten() for g in gradients]).norm()), rel=1e-6)
+    assert attempt.sent.read()[1] == pytest.approx(float(torch.cat([g.flatten() for g in gradients]).norm()), rel=1e-6)
 
 
 @pytest.mark.parametrize("clip", [1e-3, 0.5, 100.0])
@@ -135,7 +146,7 @@ def test_a_step_clips_like_torch(shape, stream, clip):
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     plain = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     for step in range(4):
-        attempt_step(job, step, stream.micro_batches(step, 3), 0.0)
+        attempt_step(job, step, stream.micro_batches(step, 3))
         total, _ = direct(model, stream.batch(step), cross_documents=False)
         (total / (ROWS * CONTEXT)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -151,12 +162,12 @@ def test_a_vetoed_step_changes_no_weight_and_a_guard_that_is_off_lets_it_through
     for enabled in (True, False):
         job = job_of(shape, stream)
         job.spec.guard = GuardSpec(enabled=enabled)
-        attempt_step(job, 0, stream.micro_batches(0, 6), 0.0)
+        attempt_step(job, 0, stream.micro_batches(0, 6))
         before = [p.detach().clone() for p in job.model.parameters()]
         hook = job.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
-        attempt = attempt_step(job, 1, stream.micro_batches(1, 6), 0.0)
+        attempt = attempt_step(job, 1, stream.micro_batches(1, 6))
         hook.remove()
-        assert attempt.verdict.read()["code"] == 1
+        assert attempt.sent.read()[3:4] == ([1.0] if enabled else [])
         same = all(torch.equal(a, b.detach()) for a, b in zip(before, job.model.parameters(), strict=True))
         assert same == enabled
         assert all(p.grad is None for p in job.model.parameters())
@@ -166,7 +177,7 @@ def test_bf16_follows_fp32(shape, stream):
     losses = {}
     for precision in ("fp32", "bf16"):
         job = job_of(shape, stream, precision)
-        attempts = [attempt_step(job, step, stream.micro_batches(step % 3, 3), 0.0) for step in range(12)]
-        losses[precision] = np.array([float(attempt.numbers[0]) for attempt in attempts])
+        attempts = [attempt_step(job, step, stream.micro_batches(step % 3, 3)) for step in range(12)]
+        losses[precision] = np.array([float(attempt.loss) for attempt in attempts])
     assert losses["fp32"][-1] < losses["fp32"][0]
     assert 0 < np.abs(losses["fp32"] - losses["bf16"]).max() < 0.03

@@ -1,13 +1,17 @@
 """What a step's record says of itself, against numbers computed by hand."""
 
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE, Verdict
-from bessemer.spec.schema import GuardSpec, OptimizerSpec
+from bessemer.guard.detect.alarm import alarm
+from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE, REPETITION
+from bessemer.spec.guard import GuardSpec
+from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.train.device import Sent
 from bessemer.train.job import Progress
 from bessemer.train.loop import Attempt, report_step
 
@@ -33,22 +37,27 @@ def job(store_of, stream_of):
         event=lambda kind, **details: events.append({"kind": kind, **details}),
         flops_per_token=shape.flops_per_token(16),
         peak_flops=2e9,
-        nonfinite_streak=0,
+        watch=SimpleNamespace(step=lambda record, clocks: []),
+        lr=lambda step: 3e-4,
+        history=deque(),
+        recovering=[],
         stream=stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4),
     )
 
 
-def attempt_of(job, code=ACCEPT, loss=2.5, norm=0.5, correct=16.0, streak=0.0, reopened=0.0, step=7):
-    numbers = torch.tensor([code, streak, reopened, 1.25, 2.4, -0.5, 0.45])
-    verdict = Verdict(torch.tensor(float(code != ACCEPT)), numbers)
+def attempt_of(job, code=ACCEPT, loss=2.5, norm=0.5, correct=16.0, streak=0.0, reopened=0.0, gave_way=0.0, step=7):
+    numbers = torch.tensor([code, streak, reopened, gave_way, 1.25, 2.4, 0.05, -0.5, 0.45, 0.25])
+    seen = torch.tensor([loss, norm, correct])
     batches = job.stream.micro_batches(step, 2)
     losses = [torch.full(batch.targets.shape, 2.5) for batch in batches]
     return Attempt(
         step=step,
         lr=3e-4,
+        clip=1.0,
         tokens=64,
-        verdict=verdict,
-        numbers=torch.tensor([loss, norm, correct]),
+        sent=Sent(torch.cat((seen, numbers)) if job.spec.guard.enabled else seen),
+        loss=torch.tensor(loss),
+        correct=torch.tensor(correct),
         batches=batches,
         losses=losses,
         wait_s=0.001,
@@ -93,16 +102,25 @@ def test_totals_add_up_over_steps(job):
         (NONFINITE, "non-finite loss or gradient"),
         (LOSS_OUTLIER, "loss outlier"),
         (GRAD_OUTLIER, "gradient-norm outlier"),
+        (REPETITION, "repeated pattern"),
     ],
 )
 def test_a_veto_is_an_event_with_its_statistics_and_documents(job, code, word):
-    assert report_step(job, attempt_of(job, code, loss=9.0, norm=4.0, streak=1.0)) is None
+    attempt = attempt_of(job, code, loss=9.0, norm=4.0, streak=1.0)
+    incident = report_step(job, attempt)
+    assert (incident.step, incident.symptom, incident.severity) == (7, word, "veto")
+    assert incident.record is job.run[0] and incident.batches is attempt.batches and incident.alarm is None
     (event,) = job.events
+    assert incident.statistics == event["statistics"]
     assert (event["kind"], event["step"], event["reason"]) == ("veto", 7, word)
     assert (event["loss"], event["grad_norm"]) == (9.0, 4.0)
     assert event["statistics"] == pytest.approx(
-        {"streak": 1.0, "loss_z": 1.25, "loss_center": 2.4, "grad_z": -0.5, "grad_center": 0.45}, abs=1e-4
-    )
+        {
+            "streak": 1.0, "gave_way": 0.0, "loss_z": 1.25, "loss_center": 2.4, "loss_scale": 0.05, "grad_z": -0.5,
+            "grad_center": 0.45, "grad_scale": 0.25,
+        },
+        abs=1e-4,
+    )  # fmt: skip
     shares = {(share.file, share.row): share.tokens for share in job.stream.origins(7)}
     blamed = {(entry["file"], entry["row"]): entry["tokens"] for entry in event["documents"]}
     assert len(blamed) == min(8, len(shares)) and blamed.items() <= shares.items()
@@ -114,19 +132,54 @@ def test_a_norm_that_is_not_finite_was_not_clipped(job):
     assert job.run[0]["clipped"] is False and job.progress.clipped == 1
 
 
-def test_too_many_steps_that_are_not_finite_end_the_run(job):
-    reasons = [
-        report_step(job, attempt_of(job, NONFINITE, loss=float("nan"), streak=streak))
-        for streak in (1.0, 2.0, 3.0)
+def test_an_alarm_is_an_incident_when_it_asks_for_more_than_a_note(job):
+    said = {}
+    job.watch.step = lambda record, clocks: said.get(record["step"], [])
+    said[1] = alarm("plateau", 1, "note", "flat", 0.5)
+    said[2] = alarm("divergence", 2, "rollback", "leaving", 0.9)
+    said[3] = alarm("divergence", 3, "stop", "gone", 0.9)
+    found = [report_step(job, attempt_of(job, step=step)) for step in (1, 2, 3)]
+    assert found[0] is None
+    assert [(f.step, f.symptom, f.severity, f.alarm.kind) for f in found[1:]] == [
+        (2, "leaving", "rollback", "divergence"),
+        (3, "gone", "stop", "divergence"),
     ]
-    assert reasons[:2] == [None, None]
-    assert "3 steps in a row" in reasons[2]
-    assert report_step(job, attempt_of(job, LOSS_OUTLIER, streak=3.0)) is None, "an outlier never does"
+    assert [event["kind"] for event in job.events] == ["alarm"] * 3
+
+
+def test_an_alarm_on_a_vetoed_step_sets_how_far_to_go_and_not_the_symptom(job):
+    job.watch.step = lambda record, clocks: alarm("nonfinite", 7, "rollback", "five in a row", 1.0)
+    incident = report_step(job, attempt_of(job, NONFINITE, loss=float("nan"), streak=5.0))
+    assert (incident.symptom, incident.severity) == ("non-finite loss or gradient", "rollback")
+
+
+def test_the_learning_rate_that_was_used_is_watched_against_the_planned_one(job):
+    seen = []
+    job.watch.step = lambda record, clocks: seen.append(record) or []
+    job.lr = lambda step: 1e-5
+    report_step(job, attempt_of(job))
+    assert (seen[0]["lr"], seen[0]["lr_planned"]) == (3e-4, 1e-5)
+    assert "lr_planned" not in job.run[0]
+
+
+def test_a_recovery_is_watched_until_it_is_told(job):
+    asked = []
+    job.recovering = [SimpleNamespace(step=lambda record: asked.append(record["step"]) or record["step"] == 2)]
+    for step in range(4):
+        report_step(job, attempt_of(job, step=step))
+    assert asked == [0, 1, 2] and job.recovering == []
+    assert [record["step"] for record in job.history] == [0, 1, 2, 3]
 
 
 def test_a_window_that_starts_anew_is_an_event(job):
     report_step(job, attempt_of(job, ACCEPT, reopened=1.0))
     assert [event["kind"] for event in job.events] == ["guard_reopened"]
+
+
+def test_a_guard_that_gives_way_says_so(job):
+    assert report_step(job, attempt_of(job, ACCEPT, gave_way=1.0)) is None
+    (event,) = job.events
+    assert event["kind"] == "guard_gave_way" and "5% of the last 128 steps" in event["reason"]
 
 
 def test_with_the_guard_off_nothing_is_called_a_veto(job):

@@ -16,6 +16,7 @@ import xxhash
 
 FORMAT = 1
 NAME = "manifest.json"
+CONFIRMED = "confirmed"  # a marker that may come later than the manifest, and is no part of what it vouches for
 _SELF = "manifest_xxh3_128"
 
 
@@ -37,18 +38,27 @@ class Manifest:
     time: float
     validation_loss: float | None = None
     stream_state: str | None = None  # of data that cannot be read again from any step
+    guard: dict[str, Any] = field(default_factory=dict)  # the guard's own: adjustments in force, detectors' windows
+    content: str = "full"  # or "model": the weights alone
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(int(about["bytes"]) for about in self.files.values())
 
 
 class Damaged(Exception):
     """A checkpoint that must not be loaded; the message names the file."""
 
 
-def hash_file(path: Path) -> str:
-    """xxh3-128 of the content, read in pieces."""
+def hash_file(path: Path, from_disk: bool = False) -> str:
+    """xxh3-128 of the content, read in pieces; `from_disk` first drops what the kernel holds of it in memory."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
+        if from_disk and hasattr(os, "posix_fadvise"):  # not on macOS: there it is read from wherever it is
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while piece := file.read(4 << 20):
             digest.update(piece)
     return str(digest.hexdigest())
@@ -56,14 +66,12 @@ def hash_file(path: Path) -> str:
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and hash of every file in a checkpoint folder."""
-    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(NAME))
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "xxh3_128": hash_file(folder / name)}
-        for name in names
-    }
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(NAME) and path.name != CONFIRMED)
+    return {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": hash_file(folder / name)} for name in names}
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -84,10 +92,10 @@ def commit(folder: Path, manifest: Manifest) -> None:
         json.dump({**data, _SELF: _hash_of_itself(data)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(folder)
+    sync_folder(folder)
     os.replace(temporary, folder / NAME)
-    _sync_folder(folder)
-    _sync_folder(folder.parent)
+    sync_folder(folder)
+    sync_folder(folder.parent)
 
 
 def discard(folder: Path) -> None:
@@ -99,22 +107,28 @@ def discard(folder: Path) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest as written. Raises Damaged if it is missing, unreadable, altered or of another format."""
     try:
-        data = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        if data.get("format") != FORMAT:
-            raise Damaged(f"{folder / NAME}: format {data.get('format')}, this version reads {FORMAT}")
-        if data.pop(_SELF, None) != _hash_of_itself(data):
-            raise Damaged(f"{folder / NAME}: its content differs from what was saved (hash mismatch)")
-        return Manifest(**data)
+        return parse_manifest((folder / NAME).read_bytes(), str(folder / NAME))
     except FileNotFoundError:
         raise Damaged(f"{folder}: no manifest, the save did not finish") from None
+
+
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """A manifest from the bytes of its file; `where` is for the message of Damaged."""
+    try:
+        data = json.loads(content.decode())
+        if data.get("format") != FORMAT:
+            raise Damaged(f"{where}: format {data.get('format')}, this version reads {FORMAT}")
+        if data.pop(_SELF, None) != _hash_of_itself(data):
+            raise Damaged(f"{where}: its content differs from what was saved (hash mismatch)")
+        return Manifest(**data)
     except (ValueError, TypeError, AttributeError) as error:  # ValueError: neither JSON nor UTF-8
-        raise Damaged(f"{folder / NAME}: unreadable: {error}") from None
+        raise Damaged(f"{where}: unreadable: {error}") from None
 
 
 def verify(folder: Path) -> Manifest:
     """Check every file against the manifest: all there, right size, right hash, nothing added."""
     manifest = read_manifest(folder)
-    present = {path.name for path in folder.iterdir()} - {NAME}
+    present = {path.name for path in folder.iterdir()} - {NAME, CONFIRMED}
     for name in present - set(manifest.files):
         raise Damaged(f"{folder / name}: not in the manifest")
     for name, expected in manifest.files.items():

@@ -49,9 +49,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return PurePosixPath
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise Damaged(
-            f"{self._path}: refers to {module}.{name}, which no checkpoint of ours does; it was not loaded"
-        )
+        raise Damaged(f"{self._path}: refers to {module}.{name}, which no checkpoint of ours does; it was not loaded")
 
 
 class TensorReader(FileSystemReader):

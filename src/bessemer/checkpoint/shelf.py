@@ -1,48 +1,55 @@
 """The shelf: a run's checkpoints, saved, listed, loaded and thinned out.
 
 Shards go straight to `step-N.aK/` (K counts attempts at that step: after a rollback the same step is saved again, and
-object stores cannot rename). The manifest makes it a checkpoint. Saving is synchronous here: for 1.3M parameters on a
-CPU it takes 0.1 s, less than asynchronous staging would.
+object stores cannot rename). The manifest makes it a checkpoint. `model-N.aK/` holds the weights alone: it can be used
+and evaluated, but no run resumes from it.
 """
 
 from __future__ import annotations
 
-import math
+import json
 import re
 import shutil
+import threading
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from bessemer.checkpoint.manifest import (
+    CONFIRMED,
     NAME,
     Damaged,
     Manifest,
     commit,
-    describe_files,
     discard,
     read_manifest,
+    sync_folder,
     verify,
 )
+from bessemer.checkpoint.retention import Entry, best_of, keep
 from bessemer.errors import UserError
+from bessemer.spec.checkpoint import CheckpointSpec
 
-_NAME = re.compile(r"^step-(\d{8,})\.a(\d+)$")
+_NAME = re.compile(r"^(step|model)-(\d{8,})\.a(\d+)$")
+DOWNLOAD = ".download-"  # how the name of a folder begins that is not yet a checkpoint of this shelf
+TAGS = "tags.json"
+MODEL = "model."  # how the names of the weights begin
 State = dict[str, Tensor]
 
 
 def _key(folder: Path) -> tuple[int, int]:
     match = _NAME.match(folder.name)
-    return (int(match[1]), int(match[2])) if match else (-1, -1)
+    return (int(match[2]), int(match[3])) if match else (-1, -1)
 
 
-def _best(checkpoints: list[tuple[Path, Manifest]]) -> Path | None:
-    scored = [(manifest.validation_loss, path) for path, manifest in checkpoints]
-    known = [(loss, path) for loss, path in scored if loss is not None and math.isfinite(loss)]
-    return min(known, key=lambda item: item[0])[1] if known else None
+def entry_of(name: str, manifest: Manifest, confirmed: bool) -> Entry:
+    loss = manifest.validation_loss
+    return Entry(name, manifest.step, manifest.attempt, manifest.time, manifest.bytes, loss, confirmed)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -55,28 +62,30 @@ def _cause(error: BaseException) -> BaseException:
     return link or first
 
 
-@contextmanager
-def _single_process() -> Iterator[None]:
-    """DCP warns that there is no process group; with one process that is as it should be."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _single_process() -> None:
+    """DCP warns that there is no process group; with one process that is as it should be. The filter stands for good:
+    `catch_warnings` would restore the filters of all threads, and saves run in one of their own."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class Shelf:
-    """The checkpoints folder of one run."""
+    """The checkpoints folder of one run. Deleting and confirming may be asked for from different threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True)
 
-    def _attempts(self) -> list[Path]:
-        return sorted((path for path in self.folder.iterdir() if _NAME.match(path.name)), key=_key)
+    def _attempts(self, kind: str = "step") -> list[Path]:
+        return sorted((path for path in self.folder.glob(f"{kind}-*") if _NAME.match(path.name)), key=_key)
 
-    def committed(self) -> list[tuple[Path, Manifest]]:
-        """Checkpoints with a readable manifest, oldest first. Their files are not hashed here."""
+    def committed(self, kind: str = "step") -> list[tuple[Path, Manifest]]:
+        """Checkpoints with a readable manifest, oldest first. Their files are not hashed here.
+
+        `kind` "model" lists the copies of weights alone instead.
+        """
         result = []
-        for path in self._attempts():
+        for path in self._attempts(kind):
             try:
                 result.append((path, read_manifest(path)))
             except Damaged:
@@ -84,14 +93,27 @@ class Shelf:
         return result
 
     def sweep(self) -> list[str]:
-        """Remove what killed saves left behind (no manifest: never a checkpoint)."""
-        leftovers = [path for path in self._attempts() if not (path / NAME).exists()]
+        """Remove what killed saves and downloads left behind (no manifest: never a checkpoint)."""
+        attempts = self._attempts("step") + self._attempts("model")
+        leftovers = [path for path in attempts if not (path / NAME).exists()]
+        leftovers += self.folder.glob(f"{DOWNLOAD}*")
         for path in leftovers:
             shutil.rmtree(path)
         return [path.name for path in leftovers]
 
+    def reserve(self, step: int, kind: str = "step") -> Path:
+        """The folder of the next attempt to save a step; it is made by `write`."""
+        attempt = 1 + max((a for s, a in map(_key, self._attempts(kind)) if s == step), default=0)
+        return self.folder / f"{kind}-{step:08d}.a{attempt}"
+
     def save(self, state: State, manifest: Manifest) -> Path:
-        """Write the tensors, hash the files, commit.
+        """Reserve and write."""
+        folder = self.reserve(manifest.step)
+        self.write(folder, state, manifest)
+        return folder
+
+    def write(self, folder: Path, state: State, manifest: Manifest) -> Manifest:
+        """Write the tensors, read them back, commit; the manifest as committed.
 
         Raises OSError with the folder in it if the disk refuses; what was written is removed, since a full disk is the
         usual cause.
@@ -99,20 +121,29 @@ class Shelf:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
-        attempt = 1 + max((a for s, a in map(_key, self._attempts()) if s == manifest.step), default=0)
-        folder = self.folder / f"step-{manifest.step:08d}.a{attempt}"
+        from bessemer.checkpoint.checked_writer import CheckedWriter
+
+        on_host = all(tensor.device.type == "cpu" for tensor in state.values())
+        _single_process()
         try:
-            with _single_process():
-                writer = dcp.FileSystemWriter(folder, single_file_per_rank=True)
-                dcp.save(state, storage_writer=writer, no_dist=True)
-            commit(folder, replace(manifest, attempt=attempt, files=describe_files(folder)))
-        except (
-            OSError,
-            CheckpointException,
-        ) as error:  # the latter is a BaseException: no `except Exception` sees it
+            writer = CheckedWriter(folder, copy_ahead_bytes=0 if on_host else 10_000_000)
+            dcp.save(state, storage_writer=writer, no_dist=True)
+            complete = replace(manifest, attempt=_key(folder)[1], files=writer.read_back())
+            commit(folder, complete)
+        except (OSError, CheckpointException) as error:  # a BaseException: no `except Exception` sees it
             with suppress(OSError):
                 discard(folder)
             raise OSError(f"{folder}: the save failed: {_cause(error)}") from error
+        return complete
+
+    def write_model(self, state: State, manifest: Manifest, every: int) -> Path | None:
+        """A copy of the weights alone, the first of every `every` steps; None where it is not due."""
+        stretch = manifest.step // every
+        if not stretch or any(_key(path)[0] // every == stretch for path, _ in self.committed("model")):
+            return None
+        weights = {name: tensor for name, tensor in state.items() if name.startswith(MODEL)}
+        folder = self.reserve(manifest.step, "model")
+        self.write(folder, weights, replace(manifest, content="model"))
         return folder
 
     def load(self, folder: Path, state: State) -> Manifest:
@@ -140,9 +171,9 @@ class Shelf:
                     f"{folder}: tensor {name} has shape {size}, the model asks for {tuple(tensor.shape)}: "
                     "put the spec's model back, or name a new run"
                 )
+        _single_process()
         try:
-            with _single_process():
-                dcp.load(state, storage_reader=reader, no_dist=True)
+            dcp.load(state, storage_reader=reader, no_dist=True)
         except CheckpointException as error:
             raise Damaged(f"{folder}: {_cause(error)}") from error
         return manifest
@@ -153,19 +184,57 @@ class Shelf:
 
     def best(self) -> Path | None:
         """The checkpoint with the lowest validation loss; one that is not a number is no score."""
-        return _best(self.committed())
+        best = best_of(self._entries())
+        return self.folder / best.name if best else None
 
-    def thin(self, newest: Path, keep_last: int, keep_best: bool) -> list[str]:
-        """Delete all but the last `keep_last` up to `newest`, the one just saved, and the best; the names of the rest.
+    def confirm(self, folder: Path) -> bool:
+        """Note for good that the run went on well from here; False if the checkpoint is no longer there."""
+        with self._lock:
+            if not (folder / NAME).exists():
+                return False
+            (folder / CONFIRMED).touch()
+            sync_folder(folder)
+            return True
 
-        Checkpoints of later steps go too: the run went on from before them, so they are damaged or abandoned.
+    def confirmed(self) -> list[Path]:
+        """Confirmed checkpoints, newest first: what a rollback may go to."""
+        return [path for path in self.newest_first() if (path / CONFIRMED).exists()]
+
+    def tagged(self) -> set[str]:
+        """Names that a person gave a tag; they are never deleted here."""
+        with suppress(FileNotFoundError, ValueError, AttributeError):
+            return set(map(str, json.loads((self.folder / TAGS).read_text(encoding="utf-8")).values()))
+        return set()
+
+    def abandon(self, after_step: int) -> list[str]:
+        """After a rollback to `after_step`, delete what was saved later, so that no restart resumes from it.
+
+        Tagged ones stay, and so does everything where nothing older is left: a doubtful state is better than none.
         """
-        committed = self.committed()
-        past = [(path, manifest) for path, manifest in committed if _key(path) <= _key(newest)]
-        kept = {path for path, _ in past[-keep_last:]}
-        if keep_best and (best := _best(past)):
-            kept.add(best)
-        gone = [path for path, _ in committed if path not in kept]
-        for path in gone:
+        with self._lock:
+            committed, tagged = self.committed(), self.tagged()
+            if all(manifest.step > after_step for _, manifest in committed):
+                return []
+            late = [path for path, found in committed + self.committed("model") if found.step > after_step]
+            return self._delete([path for path in late if path.name not in tagged])
+
+    def thin(
+        self, newest: Path, rules: CheckpointSpec, protected: Collection[str] = (), confirming: bool = False
+    ) -> list[str]:
+        """Delete what the rules do not keep (see `retention.keep`) now that `newest` is saved; the names."""
+        with self._lock:
+            entries = self._entries()
+            protected = {*protected, *self.tagged()}
+            kept = keep(entries, rules, newest.name, time.time(), protected, confirming)
+            gone = [self.folder / entry.name for entry in entries if entry.name not in kept]
+            # Copies of weights from steps that the run went back from are abandoned too.
+            gone += [path for path in self._attempts("model") if _key(path) > _key(newest)]
+            return self._delete([path for path in gone if path.name not in protected])
+
+    def _delete(self, folders: list[Path]) -> list[str]:
+        for path in folders:
             discard(path)
-        return [path.name for path in gone]
+        return [path.name for path in folders]
+
+    def _entries(self) -> list[Entry]:
+        return [entry_of(path.name, found, (path / CONFIRMED).exists()) for path, found in self.committed()]

@@ -42,9 +42,7 @@ def prepare(
     run_spec = load_spec(spec, settings)
     chosen = make_engine(engine, workers, address)
     try:
-        prepared = prepare_data(
-            run_spec, Plan(), lambda line: print(line, file=sys.stderr, flush=True), chosen
-        )
+        prepared = prepare_data(run_spec, Plan(), lambda line: print(line, file=sys.stderr, flush=True), chosen)
     finally:
         chosen.close()
     _show(read_report(prepared.folder), prepared.folder / PAGE, as_json)
@@ -65,9 +63,7 @@ def report(
     from bessemer.spec.load import load_spec
     from bessemer.supervise.data import prepared_folder_of
 
-    folder = (
-        spec if (spec / "prepared.json").exists() else prepared_folder_of(load_spec(spec, settings), Plan())
-    )
+    folder = spec if (spec / "prepared.json").exists() else prepared_folder_of(load_spec(spec, settings), Plan())
     _show(read_report(folder), folder / PAGE, as_json)
 
 
@@ -86,9 +82,7 @@ def _show(found: dict, page: Path, as_json: bool) -> None:  # type: ignore[type-
     for rows in (table(found), source_table(found)):
         grid = Table(box=None, pad_edge=False, header_style="bold")
         for i, name in enumerate(rows[0]):
-            grid.add_column(
-                name, justify="left" if (i in (0, 5) and rows[0][0] == "step") or i == 0 else "right"
-            )
+            grid.add_column(name, justify="left" if (i in (0, 5) and rows[0][0] == "step") or i == 0 else "right")
         for row in rows[1:]:
             grid.add_row(*row)
         console.print(grid)

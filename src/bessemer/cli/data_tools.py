@@ -17,9 +17,7 @@ def check(
     paths: list[str] = typer.Argument(help="Files, folders, globs or URLs."),
     format: str = typer.Option("auto", "--format", help="As in a spec: auto, jsonl, parquet, text, ..."),
     text_field: str = _TEXT_FIELD,
-    messages_field: str | None = typer.Option(
-        None, "--messages", help="The field that holds a conversation."
-    ),
+    messages_field: str | None = typer.Option(None, "--messages", help="The field that holds a conversation."),
     tokenizer: Path | None = typer.Option(None, "--tokenizer", help="To find answers that are never learnt."),
     context: int | None = typer.Option(None, "--context", min=2, help="Tokens in a training sequence."),
     chat: str = typer.Option("chatml", "--chat", help="Layout of conversations."),
@@ -58,9 +56,7 @@ def check(
 def classifier(
     out: Path = typer.Argument(help="The file to write, such as quality.safetensors."),
     folders: list[str] = typer.Option(
-        ...,
-        "--class",
-        help="NAME=PATH, twice or more; the first is what scores are of. Repeat a name for more paths.",
+        ..., "--class", help="NAME=PATH, twice or more; the first is what scores are of. Repeat a name for more paths."
     ),
     text_field: str = _TEXT_FIELD,
     seed: int = typer.Option(0, "--seed", min=0),

@@ -9,9 +9,7 @@ import typer
 
 def generate(
     run: Path = typer.Argument(help="The run's folder, such as runs/demo."),
-    prompt: str = typer.Option(
-        "", "--prompt", "-p", help="The text to continue; empty begins a new document."
-    ),
+    prompt: str = typer.Option("", "--prompt", "-p", help="The text to continue; empty begins a new document."),
     max_tokens: int = typer.Option(200, help="Most new tokens."),
     temperature: float = typer.Option(0.8, help="0 always takes the likeliest token."),
     top_k: int = typer.Option(0, help="Draw from so many likeliest tokens; 0 for no limit."),

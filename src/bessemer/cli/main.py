@@ -8,7 +8,7 @@ import sys
 import typer
 
 from bessemer import __version__
-from bessemer.cli import data_tools, demo, generate, replay, runs, spec, train
+from bessemer.cli import chaos, checkpoint_tools, data_tools, demo, generate, inspect, replay, runs, spec, train
 from bessemer.errors import UserError
 
 app = typer.Typer(
@@ -24,6 +24,9 @@ app.command("train")(train.train)
 app.add_typer(data_tools.app, name="data")
 app.command("runs")(runs.runs)
 app.command("replay")(replay.replay)
+app.add_typer(checkpoint_tools.app, name="checkpoints")
+app.add_typer(inspect.app, name="inspect")
+app.command("chaos")(chaos.chaos)
 app.command("generate")(generate.generate)
 app.add_typer(spec.app, name="spec")
 app.command("demo")(demo.demo)

@@ -1,8 +1,9 @@
-"""`bessemer replay`: which documents were in a step of a run."""
+"""`bessemer replay`: a past step again: its documents, and why it was as it was."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -12,15 +13,35 @@ _IN_FILE = {"same": "this text stands in the file", "cleaned": "the text as the 
 def replay(
     run: Path = typer.Argument(help="The run's folder, such as runs/demo."),
     step: int = typer.Option(..., "--step", help="The step, as in the metrics and events."),
-    show: bool = typer.Option(
-        False, "--show", help="Also print the text of each document that was in the batch."
-    ),
+    documents: bool = typer.Option(False, "--documents", help="Only name the documents of the batch: no trial."),
+    show: bool = typer.Option(False, "--show", help="The documents with the text of each that was in the batch."),
+    budget: float = typer.Option(None, "--budget", min=1, help="Seconds for the trial (default: the spec's)."),
+    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or mps."),
     as_json: bool = typer.Option(False, "--json", help="As JSON."),
 ) -> None:
-    """Rebuild the batch of a past step and name its documents: file, row, and how much of the batch each had.
+    """Rebuild a past step and put it on trial: which documents made its loss, which layers it began in, and what the
+    same step does with other weights, other batches, other precision. Nothing of the run is changed.
 
+    Example: bessemer replay runs/demo --step 655
     Example: bessemer replay runs/demo --step 655 --show
     """
+    if documents or show:
+        _documents(run, step, show, as_json)
+        return
+    import json
+
+    from bessemer.supervise.retry import try_step
+    from bessemer.trial.report import report_sections
+    from bessemer.trial.report_page import markdown
+
+    case = try_step(run, step, budget, device)
+    if as_json:
+        print(json.dumps(case.to_json(), indent=1, default=str))
+    else:
+        print(markdown(f"{case.run}: step {step:,} on trial", report_sections(case)))
+
+
+def _documents(run: Path, step: int, show: bool, as_json: bool) -> None:
     import json
 
     from bessemer.supervise.replay import documents_of
@@ -30,10 +51,12 @@ def replay(
         print(json.dumps(found, indent=1))
         return
     for document in found:
-        print(
-            f"{document['file']}  row {document['row']}  {document['tokens']} tokens  ({document['source']})"
-        )
-        if "in_file" in document:
-            print(f"    {_IN_FILE.get(document['in_file'], document['in_file'])}")
-        for text in document.get("texts", []):
-            print("\n".join("    | " + line for line in text.splitlines()))
+        _print(document)
+
+
+def _print(document: dict[str, Any]) -> None:
+    print(f"{document['file']}  row {document['row']}  {document['tokens']} tokens  ({document['source']})")
+    if "in_file" in document:
+        print(f"    {_IN_FILE.get(document['in_file'], document['in_file'])}")
+    for text in document.get("texts", []):
+        print("\n".join("    | " + line for line in text.splitlines()))

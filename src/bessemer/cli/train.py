@@ -27,9 +27,7 @@ def train(
     from bessemer.supervise.session import Session
 
     live = sys.stdout.isatty() and not plain
-    again = (
-        None if settings else str(spec)
-    )  # with overrides, the spec in the run's folder is the one to continue with
+    again = None if settings else str(spec)  # with overrides, the spec in the run's folder is the one to continue with
     view = LiveView(again) if live else LineView(again, run_spec.observe.line_every)
     outcome = Session(run_spec, view).train()
     if outcome.kind == "interrupted":

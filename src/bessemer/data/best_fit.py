@@ -34,9 +34,7 @@ class BestFitRows:
         self.store, self.index = store, index
         self.length, self.count = index.length, index.rows
         self._arrays = Arrays()
-        self.fingerprint = xxhash.xxh3_128_hexdigest(
-            f"{store.fingerprint} {index.about.fingerprint}".encode()
-        )
+        self.fingerprint = xxhash.xxh3_128_hexdigest(f"{store.fingerprint} {index.about.fingerprint}".encode())
 
     @property
     def full(self) -> bool:

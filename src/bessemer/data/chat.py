@@ -47,19 +47,12 @@ def render(
 
 
 def render_batch(
-    conversations: Sequence[Sequence[Message]],
-    tokenizer: Tokenizer,
-    template: str = "chatml",
-    learn: Learn = "all",
+    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, template: str = "chatml", learn: Learn = "all"
 ) -> list[Rendered]:
     """As `render`, with the text of all conversations encoded at once, on all cores."""
     layout = find_template(template, tokenizer)
-    stretches = [
-        _join(layout(messages, learned_turns(messages, learn), tokenizer)) for messages in conversations
-    ]
-    texts = [
-        (part.text, place > 0) for some in stretches for place, part in enumerate(some) if not part.special
-    ]
+    stretches = [_join(layout(messages, learned_turns(messages, learn), tokenizer)) for messages in conversations]
+    texts = [(part.text, place > 0) for some in stretches for place, part in enumerate(some) if not part.special]
     encoded = iter(tokenizer.encode_with_offsets([text for text, _ in texts], [later for _, later in texts]))
     rendered = []
     for some in stretches:

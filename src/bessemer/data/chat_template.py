@@ -51,11 +51,7 @@ def jinja_template(source: str) -> Layout:
         safe = [_protect(message, names) for message in messages]
         if marked:
             text = run(safe, tokenizer, False)
-            turns = [
-                learn
-                for message, learn in zip(messages, learned, strict=True)
-                if message["role"] == "assistant"
-            ]
+            turns = [learn for message, learn in zip(messages, learned, strict=True) if message["role"] == "assistant"]
             return _parts(text, names, turns, tokenizer)
         text = _mark_turns(safe, learned, names, lambda some, prompt: run(some, tokenizer, prompt))
         return _parts(text, names, [True] * sum(learned), tokenizer)
@@ -193,17 +189,13 @@ def _swallow_spaces(parts: list[Part], tokenizer: Tokenizer) -> list[Part]:
         if token.lstrip:
             for i in range(place - 1, -1, -1):
                 if parts[i].special or parts[i].text.strip():
-                    parts[i] = (
-                        parts[i] if parts[i].special else replace(parts[i], text=parts[i].text.rstrip())
-                    )
+                    parts[i] = parts[i] if parts[i].special else replace(parts[i], text=parts[i].text.rstrip())
                     break
                 parts[i] = replace(parts[i], text="")
         if token.rstrip:
             for i in range(place + 1, len(parts)):
                 if parts[i].special or parts[i].text.strip():
-                    parts[i] = (
-                        parts[i] if parts[i].special else replace(parts[i], text=parts[i].text.lstrip())
-                    )
+                    parts[i] = parts[i] if parts[i].special else replace(parts[i], text=parts[i].text.lstrip())
                     break
                 parts[i] = replace(parts[i], text="")
     return parts

@@ -125,25 +125,17 @@ def _check_text(document: Document, notes: _Notes) -> None:
     text, place = document.text, document.place
     if len(text) > ENORMOUS_CHARS:
         fix = f"cut them up, or drop them with `- length: {{max_chars: {ENORMOUS_CHARS}}}`"
-        notes.add(
-            f"enormous document (over {ENORMOUS_CHARS:,} characters)", fix, place, f"{len(text):,} characters"
-        )
+        notes.add(f"enormous document (over {ENORMOUS_CHARS:,} characters)", fix, place, f"{len(text):,} characters")
     if "�" in text:
         fix = "the file was read in a wrong encoding once: export it again as UTF-8"
         notes.add("lost characters (U+FFFD)", fix, place, _around(text, text.index("�")))
     elif (at := _mojibake(text)) is not None:
         notes.add(
-            "mojibake (text read in a wrong encoding)",
-            "repair it with the step `unicode`",
-            place,
-            _around(text, at),
+            "mojibake (text read in a wrong encoding)", "repair it with the step `unicode`", place, _around(text, at)
         )
     if match := _CONTROL.search(text):
         notes.add(
-            "control characters",
-            "remove them with the step `unicode`",
-            place,
-            repr(_around(text, match.start())),
+            "control characters", "remove them with the step `unicode`", place, repr(_around(text, match.start()))
         )
 
 
@@ -185,9 +177,7 @@ def _check_conversation(
         notes.add("conversation: no token of it is learnt", fix, document.place)
     elif context is not None and not any(mask[:context]):  # a row's first input is an end of document
         fix = f"shorten the prompt or raise data.context (now {context})"
-        notes.add(
-            "conversation: the answer lies past the context", fix, document.place, f"{len(mask):,} tokens"
-        )
+        notes.add("conversation: the answer lies past the context", fix, document.place, f"{len(mask):,} tokens")
 
 
 class _Copies:

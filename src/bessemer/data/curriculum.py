@@ -76,9 +76,7 @@ def open_ranking(path: Path, rows: int, groups: int, run: int = 0) -> Ranking:
     except OSError as error:
         raise UserError(f"{path}: the ranking is gone ({error}); run again and it is made anew") from error
     if found != rows * dtype.itemsize:
-        raise UserError(
-            f"{path}: {found:,} bytes instead of {rows * dtype.itemsize:,}; delete it and run again"
-        )
+        raise UserError(f"{path}: {found:,} bytes instead of {rows * dtype.itemsize:,}; delete it and run again")
     content = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -130,9 +128,7 @@ def document_lengths(store: Tokens) -> Score:
 def _write_keys(rows: Rows, measure: Measure, path: Path) -> npt.NDArray[np.uint32]:
     """Each row's measure as an integer in the order of the measures."""
     if rows.count == 0:
-        raise UserError(
-            "data.curriculum: a source without one row cannot be ranked: add data or shorten data.context"
-        )
+        raise UserError("data.curriculum: a source without one row cannot be ranked: add data or shorten data.context")
     keys = np.memmap(path, dtype=np.uint32, mode="w+", shape=(rows.count,))
     step = max(1, _COLUMNS // max(1, rows.length))
     for first in range(0, rows.count, step):

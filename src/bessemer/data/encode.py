@@ -106,9 +106,7 @@ def _encode(
     batch: Sequence[_Piece], tokenizer: Tokenizer, template: str | None, learn: Learn, spread: bool
 ) -> list[tuple[Ids, Mask | None]]:
     dtype = token_dtype(tokenizer.vocab_size)
-    chats = [
-        i for i, piece in enumerate(batch) if template is not None and piece.document.messages is not None
-    ]
+    chats = [i for i, piece in enumerate(batch) if template is not None and piece.document.messages is not None]
     texts = sorted(set(range(len(batch))) - set(chats))
     found: list[tuple[Ids, Mask | None]] = [(np.empty(0, dtype), None)] * len(batch)
     if chats:
@@ -123,18 +121,14 @@ def _encode(
     return found
 
 
-def _render(
-    documents: Sequence[Document], tokenizer: Tokenizer, template: str, learn: Learn
-) -> list[Rendered]:
+def _render(documents: Sequence[Document], tokenizer: Tokenizer, template: str, learn: Learn) -> list[Rendered]:
     try:
         return render_batch([document.messages or [] for document in documents], tokenizer, template, learn)
     except (UserError, KeyError, TypeError) as error:
         if len(documents) > 1:  # which of them?
             return [_render([document], tokenizer, template, learn)[0] for document in documents]
         wrong = problems(documents[0].messages)
-        reason = (
-            str(error) if isinstance(error, UserError) or not wrong else f"{wrong[0]}; correct or delete it"
-        )
+        reason = str(error) if isinstance(error, UserError) or not wrong else f"{wrong[0]}; correct or delete it"
         raise UserError(f"{documents[0].place}: {reason}") from error
 
 

@@ -90,9 +90,7 @@ class Index:
     def read(self, stretch: int) -> Iterator[Document]:
         """The documents of a stretch, of both sides."""
         at = {name: int(self.stretches[name][stretch]) for name in _COLUMNS}
-        piece = Piece(
-            self.files[at["number"]], at["size_bytes"], at["start"], at["stop"], first_row=at["first_row"]
-        )
+        piece = Piece(self.files[at["number"]], at["size_bytes"], at["start"], at["stop"], first_row=at["first_row"])
         for found in read_part(Part(self.name, (piece,)), self.source, self.copies):
             if isinstance(found, Document):
                 yield found
@@ -247,9 +245,7 @@ def _join(folder: Path, name: str, tasks: Sequence[_Task], counts: Sequence[dict
             content.update(count["content"])
     for file in ("ends.bin", "ordinals.bin"):
         sync(folder / file)
-    save_arrays(
-        folder / "stretches.npz", {column: np.concatenate(found) for column, found in columns.items()}
-    )
+    save_arrays(folder / "stretches.npz", {column: np.concatenate(found) for column, found in columns.items()})
     about = {
         "source": name,
         "documents": documents,

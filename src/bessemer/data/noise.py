@@ -82,9 +82,7 @@ class Noise:
         deleted[:, 1:] &= batch.weights[:, 1:] == batch.weights[:, :-1]
         tokens = batch.tokens.copy()
         if replaced.any():
-            tokens[replaced] = self._random_ids(
-                np.broadcast_to(key, tokens.shape)[replaced], np.nonzero(replaced)[1]
-            )
+            tokens[replaced] = self._random_ids(np.broadcast_to(key, tokens.shape)[replaced], np.nonzero(replaced)[1])
         if masked.any():
             begins = masked & ~np.pad(masked, ((0, 0), (1, 0)))[:, :-1]
             span = np.cumsum(begins, axis=1) - 1
@@ -158,9 +156,7 @@ def _may_change(batch: Batch) -> Flags:
     free = np.zeros(batch.tokens.shape, np.bool_)
     free[:, 1:] = batch.documents[:, 1:] == batch.documents[:, :-1]
     counted = batch.weights > 0
-    behind = np.maximum.accumulate(counted[:, ::-1], axis=1)[
-        :, ::-1
-    ]  # a target that counts here or further on
+    behind = np.maximum.accumulate(counted[:, ::-1], axis=1)[:, ::-1]  # a target that counts here or further on
     return free & behind
 
 
@@ -169,9 +165,7 @@ def _without(batch: Batch, deleted: Flags) -> Batch:
     rows, columns = deleted.shape
     kept_before = np.maximum.accumulate(np.where(deleted, 0, np.arange(columns)), axis=1)
     cell = np.arange(rows)[:, None] * columns + kept_before
-    weights = np.bincount(
-        cell.ravel(), weights=batch.weights.ravel().astype(np.float64), minlength=rows * columns
-    )
+    weights = np.bincount(cell.ravel(), weights=batch.weights.ravel().astype(np.float64), minlength=rows * columns)
     order = np.argsort(deleted, axis=1, kind="stable")
     gone = np.take_along_axis(deleted, order, axis=1)
     moved_weights = np.take_along_axis(weights.reshape(rows, columns), order, axis=1).astype(np.float32)

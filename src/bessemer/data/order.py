@@ -116,9 +116,7 @@ class Ranking:
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.run < 0:
-            raise ValueError(
-                f"a ranking needs at least one group and no negative run: {self.groups}, {self.run}"
-            )
+            raise ValueError(f"a ranking needs at least one group and no negative run: {self.groups}, {self.run}")
 
     @property
     def identity(self) -> list[str | int]:
@@ -246,8 +244,7 @@ class Order:
         """What decides the order beside the data: for the stream's fingerprint. Rankings are named only if there are
         any, so that streams without them keep the fingerprint that they had."""
         phases = [
-            [phase.start, dict(zip(phase.mixture.names, phase.mixture.counts, strict=True))]
-            for phase in self.phases
+            [phase.start, dict(zip(phase.mixture.names, phase.mixture.counts, strict=True))] for phase in self.phases
         ]
         ranked = {name: ranking.identity for name, ranking in sorted(self.rankings.items())}
         return {"seed": self.seed, "phases": phases, **({"rankings": ranked} if ranked else {})}

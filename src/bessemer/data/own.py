@@ -63,15 +63,11 @@ def encode_items(items: Sequence[Any], tokenizer: Encoder, places: Sequence[str]
     the first is only ever an input.
     """
     texts = [i for i, item in enumerate(items) if isinstance(item, str)]
-    encoded = (
-        dict(zip(texts, tokenizer.encode_batch([items[i] for i in texts]), strict=True)) if texts else {}
-    )
+    encoded = dict(zip(texts, tokenizer.encode_batch([items[i] for i in texts]), strict=True)) if texts else {}
     found = []
     for i, (item, place) in enumerate(zip(items, places, strict=True)):
         if i in encoded:
-            ids = np.concatenate([[tokenizer.eos_id], np.asarray(encoded[i]), [tokenizer.eos_id]]).astype(
-                np.int64
-            )
+            ids = np.concatenate([[tokenizer.eos_id], np.asarray(encoded[i]), [tokenizer.eos_id]]).astype(np.int64)
             found.append((ids, np.ones(ids.size, np.bool_)))
         else:
             found.append(_checked(item, tokenizer.vocab_size, place))
@@ -95,9 +91,7 @@ def _checked(item: Any, vocab: int, place: str) -> tuple[Ints, Mask]:
         raise UserError(f"{place}: a {type(item).__name__} of {ids.dtype} in {ids.ndim} dimensions; {wanted}")
     if ids.size and (ids.min() < 0 or ids.max() >= vocab):
         wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise UserError(
-            f"{place}: token id {wrong} lies outside the vocabulary of {vocab:,}: use the run's tokenizer"
-        )
+        raise UserError(f"{place}: token id {wrong} lies outside the vocabulary of {vocab:,}: use the run's tokenizer")
     counts = np.ones(ids.size, np.bool_) if mask is None else np.asarray(mask).astype(np.bool_)
     if counts.shape != ids.shape:
         raise UserError(f"{place}: {ids.size} tokens and a mask of {counts.size}; give one of each")
@@ -136,11 +130,7 @@ class OwnRows:
         some = length.ravel() > 0
         row = np.repeat(np.arange(n), 2)
         return Spans(
-            row[some],
-            column.ravel()[some],
-            length.ravel()[some],
-            document.ravel()[some],
-            weight.ravel()[some],
+            row[some], column.ravel()[some], length.ravel()[some], document.ravel()[some], weight.ravel()[some]
         )
 
     def assemble(self, sequences: Ints) -> Block:
@@ -190,7 +180,4 @@ class OwnRows:
         picks = np.unique(np.linspace(0, self.count - 1, _SAMPLED).astype(np.int64))
         for ids, counts in self._rows(picks):
             content.update(np.concatenate([[ids.size], ids, counts]).astype("<i8").tobytes())
-        return (
-            content.hexdigest(),
-            f"its length and {picks.size} of its items; give it a fingerprint to be sure",
-        )
+        return (content.hexdigest(), f"its length and {picks.size} of its items; give it a fingerprint to be sure")

@@ -89,15 +89,12 @@ class _Reader:
     def restore(self, position: int, state: str) -> None:
         holder = self._holder("load_state_dict")
         if holder is None:
-            raise UserError(
-                f"{self.name} has no load_state_dict, so the run cannot go on with it; {NOT_REPLAYABLE}"
-            )
+            raise UserError(f"{self.name} has no load_state_dict, so the run cannot go on with it; {NOT_REPLAYABLE}")
         found = json.loads(state)
         holder.load_state_dict(found["iterable"])
         self._iterator = None
         rows = [
-            _Row(np.array(i, np.int64), np.array(c, np.bool_), np.array(o, np.int64))
-            for i, c, o in found["waiting"]
+            _Row(np.array(i, np.int64), np.array(c, np.bool_), np.array(o, np.int64)) for i, c, o in found["waiting"]
         ]
         self._left, self._waiting, self._items = rows[0], deque(rows[1:]), found["items"]
         self.next = position
@@ -176,9 +173,7 @@ class ForwardStream:
         self.sequence_length, self.steps = sequence_length, steps
         self._reader = reader or _Reader(dataset, tokenizer, sequence_length)
         self.names = (self._reader.name,)
-        self.order = Order(
-            [Phase(0, Mixture(self.names, (1,), 1))], {self.names[0]: 1}, 0
-        )  # it has one phase
+        self.order = Order([Phase(0, Mixture(self.names, (1,), 1))], {self.names[0]: 1}, 0)  # it has one phase
         self.identity = {
             "format": _FORMAT,
             "packing": "iterable",
@@ -189,9 +184,7 @@ class ForwardStream:
 
     def replace(self, steps: Steps | None = None, banned: object = None) -> ForwardStream:
         """The same iterable, as far as it has been read, under other steps. Documents cannot be banned."""
-        return ForwardStream(
-            self.dataset, self.tokenizer, self.sequence_length, steps or self.steps, self._reader
-        )
+        return ForwardStream(self.dataset, self.tokenizer, self.sequence_length, steps or self.steps, self._reader)
 
     def rows(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Ints:
         """The positions that the rank reads: equally many on every rank, -1 where there are none left."""
@@ -225,9 +218,7 @@ class ForwardStream:
                 tokens[int(item)] = tokens.get(int(item), 0) + int(count)
                 rows.setdefault(int(item), []).append(start + k)
         shares = [
-            DocumentShare(
-                self.names[0], self.names[0], item + 1, f"item {item}", tokens[item], rows[item], item
-            )
+            DocumentShare(self.names[0], self.names[0], item + 1, f"item {item}", tokens[item], rows[item], item)
             for item in tokens
         ]
         return sorted(shares, key=lambda share: -share.tokens)
@@ -279,9 +270,7 @@ class ForwardStream:
                 reader.rows.popitem(last=False)
             missing = [position for position in range(start, stop) if position not in reader.rows]
             if missing:
-                raise UserError(
-                    f"step {step:,} (row {missing[0]:,} of the data) has passed; {NOT_REPLAYABLE}"
-                )
+                raise UserError(f"step {step:,} (row {missing[0]:,} of the data) has passed; {NOT_REPLAYABLE}")
             return [reader.rows[position] for position in range(start, stop)]
 
     def _assemble(self, step: int, positions: Ints) -> Batch:
@@ -298,11 +287,5 @@ class ForwardStream:
             documents[r] = np.cumsum(np.diff(row.items[1:], prepend=row.items[1]) != 0)
         real = positions >= 0
         return Batch(
-            tokens,
-            targets,
-            weights,
-            documents,
-            positions,
-            np.where(real, 0, -1),
-            np.where(real, positions, -1),
+            tokens, targets, weights, documents, positions, np.where(real, 0, -1), np.where(real, positions, -1)
         )

@@ -114,9 +114,7 @@ def best_fit(lengths: Ints, capacity: int) -> tuple[Ints, Ints]:
     Items of one length are placed together, and so are bins of one free space: the loop runs a few times per length
     and not per item, O(n + T log T) in all.
     """
-    assert lengths.size == 0 or (lengths.min() > 0 and lengths.max() <= capacity), (
-        "an item fits in an empty bin"
-    )
+    assert lengths.size == 0 or (lengths.min() > 0 and lengths.max() <= capacity), "an item fits in an empty bin"
     key = (capacity - lengths).astype(np.uint16 if capacity < 1 << 16 else np.uint32)
     order = np.argsort(key, kind="stable")  # of two-byte keys: radix sort
     counts = np.bincount(lengths, minlength=1)

@@ -70,9 +70,7 @@ class PadRows:
         self.store, self.length, self.long, self.side = store, length, long, side
         self.fingerprint = store.fingerprint
         self.packing = f"pad, {long}, {side}"
-        self._split, extra = (
-            _long_documents(store, length) if long == "split" else (np.empty(0, np.int64),) * 2
-        )
+        self._split, extra = _long_documents(store, length) if long == "split" else (np.empty(0, np.int64),) * 2
         self._more = np.cumsum(extra)  # rows beyond one each, up to and with each long document
         self._first = self._split + self._more - extra  # the row that each long document begins with
         self.count = store.documents + int(extra.sum())
@@ -95,9 +93,7 @@ class PadRows:
         column = np.zeros((n, 2), np.int64)
         column[:, 1] = cells[:, 0]
         some = cells.ravel() > 0
-        return Spans(
-            row[some], column.ravel()[some], cells.ravel()[some], owner.ravel()[some], weight.ravel()[some]
-        )
+        return Spans(row[some], column.ravel()[some], cells.ravel()[some], owner.ravel()[some], weight.ravel()[some])
 
     def assemble(self, sequences: Ints) -> Block:
         _, begin, stop = self._extents(sequences)
@@ -142,9 +138,7 @@ class PadRows:
             rows = self._more[at] - np.where(at > 0, self._more[at - 1], 0) + 1
             inside = known & (begun < rows)
             piece = np.where(inside, begun, 0)
-            document = np.where(
-                inside, self._split[at], np.where(known, sequences - self._more[at], sequences)
-            )
+            document = np.where(inside, self._split[at], np.where(known, sequences - self._more[at], sequences))
         start, stop = self.store.extents(document)
         begin = start + piece * self.length
         return document, begin, np.minimum(begin + self.length, stop)
@@ -186,12 +180,8 @@ class Trim:
         unused = self._behind(batch) if self.side == "right" else self._before(batch)
         kept = min(width, max(1, -(-(width - unused) // self.multiple_of)) * self.multiple_of)
         columns = slice(0, kept) if self.side == "right" else slice(width - kept, width)
-        cut = {
-            name: getattr(batch, name)[:, columns] for name in ("tokens", "targets", "weights", "documents")
-        }
-        return dataclasses.replace(
-            batch, **{name: np.ascontiguousarray(array) for name, array in cut.items()}
-        )
+        cut = {name: getattr(batch, name)[:, columns] for name in ("tokens", "targets", "weights", "documents")}
+        return dataclasses.replace(batch, **{name: np.ascontiguousarray(array) for name, array in cut.items()})
 
     def _behind(self, batch: Batch) -> int:
         counted = np.flatnonzero(batch.weights.any(axis=0))

@@ -92,9 +92,7 @@ def prepare(
             if not folder.exists():
                 total_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
                 chosen = engine or (Pool(cores()) if total_bytes > _POOL_BYTES and cores() > 1 else Here())
-                work = folder.with_name(
-                    f"{folder.name}.partial" + ("" if alone else f"-{uuid.uuid4().hex[:8]}")
-                )
+                work = folder.with_name(f"{folder.name}.partial" + ("" if alone else f"-{uuid.uuid4().hex[:8]}"))
                 job = _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work)
                 try:
                     with space_for(cache):
@@ -243,9 +241,7 @@ class _Job:
             "eos": tokenizer.eos,
             "special": list(tokenizer.special),
             "train": {name: self._merge(name, "train") for name in sources},
-            "validation": {
-                name: self._merge(name, "validation") for name in sources if sources[name].held_out
-            },
+            "validation": {name: self._merge(name, "validation") for name in sources if sources[name].held_out},
         }
         write_report(self.work, self.corpus, self._tokens(about))
         (self.work / "prepared.json").write_text(json.dumps(about, indent=1))
@@ -257,9 +253,7 @@ class _Job:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            shutil.rmtree(
-                self.work
-            )  # a process that no lock could hold back was faster, with the same content
+            shutil.rmtree(self.work)  # a process that no lock could hold back was faster, with the same content
         sync(folder.parent)
 
     def _tokens(self, about: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -354,6 +348,4 @@ class _Job:
         """The source's part stores as shards; how many."""
         parts = [i for i, state in enumerate(self.corpus.parts) if state.part.source == name]
         prefixes = [part_prefix(self.work, i, side) for i in parts]
-        return merge(
-            [p for p in prefixes if os.path.exists(f"{p}.json")], shard_prefixes(self.work, name, side)
-        )
+        return merge([p for p in prefixes if os.path.exists(f"{p}.json")], shard_prefixes(self.work, name, side))

@@ -35,9 +35,7 @@ class Spans:
     column: Ints
     length: Ints
     document: Ints  # index in the source; PADDING for columns that belong to no document
-    weight: npt.NDArray[
-        Any
-    ]  # sum of the target weights: the length, less what a mask leaves out; 0 for padding
+    weight: npt.NDArray[Any]  # sum of the target weights: the length, less what a mask leaves out; 0 for padding
 
     @cached_property
     def number(self) -> Ints:

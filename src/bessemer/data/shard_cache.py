@@ -56,9 +56,7 @@ class ShardCache:
     seconds. When those alone take all the room for a minute, that is an error which says so.
     """
 
-    def __init__(
-        self, folder: str | Path, limit_bytes: int | None = None, transfer: Transfer | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, limit_bytes: int | None = None, transfer: Transfer | None = None) -> None:
         self.folder, self.limit_bytes, self.transfer = Path(folder), limit_bytes, transfer or Transfer()
         (self.folder / ".locks").mkdir(parents=True, exist_ok=True)
         self._leases: dict[str, Lease] = {}
@@ -77,9 +75,7 @@ class ShardCache:
             try:
                 found.append(About.from_json(json.loads(data)))
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    f"{shown(url)}.json: is not that of a store ({error}); publish it again"
-                ) from error
+                raise UserError(f"{shown(url)}.json: is not that of a store ({error}); publish it again") from error
         return found
 
     def check_limit(self, url: str, about: About) -> None:
@@ -255,9 +251,7 @@ class ShardCache:
         with self._open_lock(name) as file:
             if not _lock(file, wait=False):
                 return False
-            doomed = (
-                self.folder / f"{name}.partial-{uuid.uuid4().hex[:8]}"
-            )  # a half-deleted shard must not look whole
+            doomed = self.folder / f"{name}.partial-{uuid.uuid4().hex[:8]}"  # a half-deleted shard must not look whole
             os.replace(self.folder / folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
             return True

@@ -61,15 +61,9 @@ class ShardedStore:
         abouts: Sequence[About] | None = None,
         open_shards: int = _OPEN_SHARDS,
     ) -> None:
-        self.prefixes, self.cache, self._open_shards = (
-            [str(prefix) for prefix in prefixes],
-            cache,
-            open_shards,
-        )
+        self.prefixes, self.cache, self._open_shards = ([str(prefix) for prefix in prefixes], cache, open_shards)
         if abouts is None:
-            abouts = (
-                cache.abouts(self.prefixes) if cache else [read_about(prefix) for prefix in self.prefixes]
-            )
+            abouts = cache.abouts(self.prefixes) if cache else [read_about(prefix) for prefix in self.prefixes]
         self.abouts = list(abouts)
         content = Content()
         for prefix, about in zip(self.prefixes, self.abouts, strict=True):
@@ -163,9 +157,7 @@ class ShardedStore:
         self.copy_runs(starts, lengths, out, np.cumsum(lengths) - lengths)
         return out
 
-    def copy_runs(
-        self, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool = False
-    ) -> None:
+    def copy_runs(self, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool = False) -> None:
         """Copies the `lengths[i]` tokens from `starts[i]` on to `out[at[i]:]`; `spill`: also between the runs."""
         shards, local, lengths, at = self._cut_runs(starts, lengths, at)
         if are_long(lengths):
@@ -229,9 +221,7 @@ class ShardedStore:
         # One window at a time: when most lie in shards of their own, arrays of them would be hardly longer.
         leads = np.diff(window, prepend=-1) > 0
         found, begun = np.empty_like(local), [np.empty(0, np.int64)]
-        segments = zip(
-            shards.tolist(), local.tolist(), (local + cut - 1).tolist(), leads.tolist(), strict=True
-        )
+        segments = zip(shards.tolist(), local.tolist(), (local + cut - 1).tolist(), leads.tolist(), strict=True)
         for i, (k, begin, last, leading) in enumerate(segments):
             edges = self.shard(k).starts
             document = int(edges.searchsorted(begin, "right")) - 1
@@ -275,9 +265,7 @@ class ShardedStore:
         k = int(self._shard_with(np.array([document]))[0])
         first, tokens = int(self._document_starts[k]), int(self._token_starts[k])
         found = self.shard(k).origin_of_document(document - first)
-        return Origin(
-            found.file, found.row, found.document_id, document, found.start + tokens, found.stop + tokens
-        )
+        return Origin(found.file, found.row, found.document_id, document, found.start + tokens, found.stop + tokens)
 
     def expect(self, starts: Ints, lengths: Ints) -> None:
         """Told which tokens will be read soon, fetches their shards in the background."""

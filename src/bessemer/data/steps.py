@@ -37,18 +37,14 @@ class BatchPhase:
 class Steps:
     """Which positions each step reads; closed-form, so a seek costs the same anywhere."""
 
-    def __init__(
-        self, batch_phases: Sequence[BatchPhase], segments: Sequence[Segment] = (Segment(0, 0),)
-    ) -> None:
+    def __init__(self, batch_phases: Sequence[BatchPhase], segments: Sequence[Segment] = (Segment(0, 0),)) -> None:
         self.batch_phases, self.segments = tuple(batch_phases), tuple(segments)
         self._changes = [phase.from_step for phase in batch_phases]
         if self._changes[:1] != [0] or self._changes != sorted(set(self._changes)):
             raise UserError(f"batch sizes change at steps {self._changes}: begin at 0, then in rising order")
         for phase in batch_phases:
             if phase.rows < 1:
-                raise UserError(
-                    f"from step {phase.from_step} a batch has {phase.rows} rows: give it at least 1"
-                )
+                raise UserError(f"from step {phase.from_step} a batch has {phase.rows} rows: give it at least 1")
         self._cuts = [segment.from_step for segment in segments]
         if self._cuts[:1] != [0] or self._cuts != sorted(self._cuts):
             raise ValueError(f"segments begin at steps {self._cuts}: expected 0 first, then in rising order")

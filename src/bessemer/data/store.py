@@ -81,16 +81,12 @@ class Tokens(Protocol):
         """The `lengths[i]` tokens from `starts[i]` on, one run after another."""
         ...
 
-    def copy_runs(
-        self, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool = False, /
-    ) -> None:
+    def copy_runs(self, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool = False, /) -> None:
         """Copies the `lengths[i]` tokens from `starts[i]` on to `out[at[i]:]`; `out` is flat. With `spill`, which
         needs rising `at`, what lies between the runs in `out` may be overwritten, and they are copied faster."""
         ...
 
-    def copy_weights(
-        self, starts: Ints, lengths: Ints, out: Floats, at: Ints, spill: bool = False, /
-    ) -> None:
+    def copy_weights(self, starts: Ints, lengths: Ints, out: Floats, at: Ints, spill: bool = False, /) -> None:
         """The same for what the tokens weigh as targets."""
         ...
 
@@ -180,9 +176,7 @@ class TokenStore:
         self.copy_runs(starts, lengths, out, np.cumsum(lengths) - lengths)
         return out
 
-    def copy_runs(
-        self, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool = False
-    ) -> None:
+    def copy_runs(self, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool = False) -> None:
         """Copies the `lengths[i]` tokens from `starts[i]` on to `out[at[i]:]`; `spill`: also between the runs."""
         self._check_runs(starts, lengths)
         if are_long(lengths):
@@ -339,12 +333,7 @@ def are_long(lengths: Ints) -> bool:
 
 
 def copy_by_index(
-    read: Callable[[Ints], npt.NDArray[Any]],
-    starts: Ints,
-    lengths: Ints,
-    out: npt.NDArray[Any],
-    at: Ints,
-    spill: bool,
+    read: Callable[[Ints], npt.NDArray[Any]], starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool
 ) -> None:
     """Copies runs with an index for every item: for short ones, where a copy of each costs more (27 against 5 ns a
     token at 20 tokens). Some thousand items at a time, whose indices stay in the processor's cache (9 ns if not).

@@ -45,11 +45,7 @@ class StoreWriter:
         os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
         remove_store(self.prefix)
         self._parts: dict[str, IO[bytes]] = {}
-        self._bin, self._starts, self._origins = (
-            self._open("bin"),
-            self._open("starts"),
-            self._open("origins"),
-        )
+        self._bin, self._starts, self._origins = (self._open("bin"), self._open("starts"), self._open("origins"))
         self._files = StringsWriter(self._open("files"))
         self._numbers: dict[str, int] = {}
         self._mask: MaskWriter | None = None

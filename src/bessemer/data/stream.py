@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "BatchStream", "DocumentShare", "Tokens", "sequence_count"]
 
+Bans = Mapping[tuple[str, int], int] | Collection[tuple[str, int]]
+
 _FORMAT = 1  # raise it when the same inputs give another stream
 _CHUNK = 4096  # positions resolved together
 _CHUNKS_KEPT = 8
@@ -76,8 +78,9 @@ class BatchStream:
     """Any step's batch on any rank: pure, and the global batch is the same for every world size.
 
     A source is given by its `Rows`, or by its store alone where rows are to be cut from it as it lies. `banned` holds
-    (source, document index) pairs whose targets weigh nothing; positions never shift. `transforms` change every
-    micro-batch at the end, one after another. A stream never changes: after a rollback make another with `replace`.
+    the first position at which a (source, document index) weighs nothing, from the start for a plain collection of
+    pairs; positions never shift. `transforms` change every micro-batch at the end, one after another. A stream never
+    changes: after a rollback make another with `replace`.
     """
 
     def __init__(
@@ -86,10 +89,11 @@ class BatchStream:
         order: Order,
         sequence_length: int,
         steps: Steps,
-        banned: Collection[tuple[str, int]] = frozenset(),
+        banned: Bans = frozenset(),
         transforms: Sequence[Transform] = (),
     ) -> None:
-        self.names, self.order, self.steps, self.banned = order.names, order, steps, frozenset(banned)
+        self.names, self.order, self.steps = order.names, order, steps
+        self.banned = dict(banned) if isinstance(banned, Mapping) else dict.fromkeys(banned, 0)
         self.sequence_length, self.transforms = sequence_length, tuple(transforms)
         self.sources: dict[str, Rows] = {}
         for name in self.names:
@@ -102,14 +106,12 @@ class BatchStream:
                 )
             self.sources[name] = rows
         self._rows, self._arrays = list(self.sources.values()), Arrays()
-        self._banned = [np.array([d for s, d in self.banned if s == name], np.int64) for name in self.names]
+        self._banned = [_ban_table(self.banned, name) for name in self.names]
         self._chunk = lru_cache(_CHUNKS_KEPT)(lambda k: order.resolve(k * _CHUNK + np.arange(_CHUNK))[:2])
         self.identity = self._identity()
         self.fingerprint = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
 
-    def replace(
-        self, steps: Steps | None = None, banned: Collection[tuple[str, int]] | None = None
-    ) -> BatchStream:
+    def replace(self, steps: Steps | None = None, banned: Bans | None = None) -> BatchStream:
         """The same stream, with the same fingerprint, under other steps or bans."""
         steps, banned = steps or self.steps, self.banned if banned is None else banned
         return BatchStream(self.sources, self.order, self.sequence_length, steps, banned, self.transforms)
@@ -137,14 +139,15 @@ class BatchStream:
 
     def step_count(self, step: int) -> float:
         """The sum of the step's target weights over all ranks; reads no tokens."""
-        sources, sequences = self._resolve(self.rows(step))
+        positions = self.rows(step)
+        sources, sequences = self._resolve(positions)
         total = 0.0
         for k, at in _by_source(sources):
             if self._rows[k].full and not self._banned[k].size:
                 total += at.size * self.sequence_length
             else:
                 spans = self._rows[k].spans(sequences[at])
-                total += float(spans.weight[~self._is_banned(k, spans)].sum())
+                total += float(spans.weight[~self._is_banned(k, spans, positions[at])].sum())
         return total
 
     def origins(self, step: int) -> list[DocumentShare]:
@@ -198,23 +201,21 @@ class BatchStream:
         sources, sequences = self._resolve(positions)
         groups = list(_by_source(sources))
         if len(groups) == 1 and groups[0][1].size == positions.size:
-            arrays = self._block(groups[0][0], sequences)  # one source: its arrays are the batch
+            arrays = self._block(groups[0][0], sequences, positions)  # one source: its arrays are the batch
             return Batch(*arrays, positions, sources, sequences)
-        tokens, targets, weights, documents = self._arrays.take(
-            shape, np.int64, np.int64, np.float32, np.int32
-        )
+        tokens, targets, weights, documents = self._arrays.take(shape, np.int64, np.int64, np.float32, np.int32)
         for array in (tokens, targets, weights, documents):
             array[sources < 0] = 0
         for k, at in groups:
-            tokens[at], targets[at], weights[at], documents[at] = self._block(k, sequences[at])
+            tokens[at], targets[at], weights[at], documents[at] = self._block(k, sequences[at], positions[at])
         return Batch(tokens, targets, weights, documents, positions, sources, sequences)
 
-    def _block(self, source: int, sequences: Ints) -> tuple[Ints, Ints, npt.NDArray[np.float32], Any]:
+    def _block(self, source: int, sequences: Ints, positions: Ints) -> tuple[Ints, Ints, npt.NDArray[np.float32], Any]:
         """(tokens, targets, weights, document numbers) of some rows of one source."""
         block = self._rows[source].assemble(sequences)
         spans = block.spans
         weights, documents = self._arrays.take(block.tokens.shape, np.float32, np.int32)
-        counts = (spans.document != PADDING) & ~self._is_banned(source, spans)
+        counts = (spans.document != PADDING) & ~self._is_banned(source, spans, positions)
         if counts.all():
             weights[:] = 1 if block.weights is None else block.weights
         else:
@@ -239,10 +240,13 @@ class BatchStream:
             sources[here], sequences[here] = source[offset[here]], sequence[offset[here]]
         return sources, sequences
 
-    def _is_banned(self, source: int, spans: Spans) -> npt.NDArray[np.bool_]:
-        if not self._banned[source].size:
+    def _is_banned(self, source: int, spans: Spans, positions: Ints) -> npt.NDArray[np.bool_]:
+        """Which spans are of banned documents, in rows that lie at the given positions."""
+        documents, since = self._banned[source]
+        if not documents.size:
             return np.zeros(spans.document.shape, np.bool_)
-        return np.isin(spans.document, self._banned[source])
+        at = np.minimum(np.searchsorted(documents, spans.document), documents.size - 1)
+        return (documents[at] == spans.document) & (positions[spans.row] >= since[at])
 
     def _identity(self) -> dict[str, Any]:
         """What decides the tokens at a position, and nothing else: not batch size, steps or bans."""
@@ -257,6 +261,12 @@ class BatchStream:
         for transform in self.transforms:
             identity |= transform.identity
         return identity
+
+
+def _ban_table(banned: Mapping[tuple[str, int], int], name: str) -> Ints:
+    """(2, n): the source's banned documents in rising order, and the positions from which they are."""
+    found = sorted((document, since) for (source, document), since in banned.items() if source == name)
+    return np.array(found, np.int64).reshape(-1, 2).T
 
 
 def _by_source(sources: Ints) -> Iterator[tuple[int, Ints]]:

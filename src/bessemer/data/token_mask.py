@@ -93,7 +93,5 @@ def mask_windows(records: npt.NDArray[Any], starts: Ints, length: int) -> Bytes:
     bits = records["bits"][np.minimum(columns, records.size - 1)]
     flat = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), axis=1, bitorder="little").ravel()
     # Each row begins inside its first word: overlapping windows over the flat bits move it to its place.
-    windows = np.lib.stride_tricks.as_strided(
-        flat, (max(0, flat.size - length + 1), length), (1, 1), writeable=False
-    )
+    windows = np.lib.stride_tricks.as_strided(flat, (max(0, flat.size - length + 1), length), (1, 1), writeable=False)
     return windows[np.arange(starts.size) * words * _BITS + (starts & 63)]

@@ -71,9 +71,7 @@ def tokenize_part(task: TokenizeTask) -> int:
                 prefix = part_prefix(task.folder, task.number, side)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{prefix}.json")
-                writers[side] = stack.enter_context(
-                    StoreWriter(prefix, tokenizer.vocab_size, tokenizer.fingerprint)
-                )
+                writers[side] = stack.enter_context(StoreWriter(prefix, tokenizer.vocab_size, tokenizer.fingerprint))
             writers[side].add(
                 tokens, document.file, document.row, text_hash(document.text, 0), byte_length(document.text),
                 mask=mask, id=document.id, score=_score(document, task.label),
@@ -90,9 +88,7 @@ def _score(document: Document, label: str | None) -> float | None:
     if isinstance(value, (int, float)):
         return float(value)
     known = ", ".join(name for name, found in document.labels.items() if not isinstance(found, str)) or "none"
-    raise UserError(
-        f"{document.place}: data.curriculum.label: no step gave it a number {label!r}; it has {known}"
-    )
+    raise UserError(f"{document.place}: data.curriculum.label: no step gave it a number {label!r}; it has {known}")
 
 
 @lru_cache(2)

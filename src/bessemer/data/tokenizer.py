@@ -25,11 +25,7 @@ SMALLEST_VOCAB = 257  # the 256 bytes and the end of a document
 _LINE_START = re.compile(r"\n(?=\S)")
 # Where the split rules in use (ours, GPT-2's, GPT-4's, o200k's, SentencePiece's) all cut, best first. White space
 # before the newline is excluded: GPT-2's rule looks past it to decide where the run is divided.
-_PLACES = (
-    re.compile(r"(?<=\S\n)(?=[^\W_])"),
-    re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])"),
-    re.compile(r"(?<=\n)(?=\S)"),
-)
+_PLACES = (re.compile(r"(?<=\S\n)(?=[^\W_])"), re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])"), re.compile(r"(?<=\n)(?=\S)"))
 _PLACES_TRIED = 4  # of each kind
 _NEIGHBOURHOOD_CHARS = 200
 _FAST_CHARS = 1 << 19  # tiktoken gives up on a run of a million spaces
@@ -67,7 +63,7 @@ class Tokenizer:
         """Reads a tokenizer.json, a SentencePiece model or a file of tiktoken ranks, or the folder that holds one.
 
         Without `eos`, looks for the usual names. `special` tokens that the file has not get new ids at the end.
-        `pattern` is for tiktoken ranks whose file name does not tell how text is split (see vocabulary.ranks).
+        `pattern` is for tiktoken ranks whose file name does not tell how text is split (see vocabulary.load).
         """
         from bessemer.data.vocabulary.load import load
 
@@ -77,12 +73,7 @@ class Tokenizer:
 
     @classmethod
     def train(
-        cls,
-        texts: Iterable[str],
-        vocab: int,
-        eos: str = DEFAULT_EOS,
-        kind: str = "bpe",
-        special: Iterable[str] = (),
+        cls, texts: Iterable[str], vocab: int, eos: str = DEFAULT_EOS, kind: str = "bpe", special: Iterable[str] = ()
     ) -> Tokenizer:
         """A tokenizer of at most `vocab` ids, the same for the same texts. Any text round-trips.
 
@@ -97,13 +88,8 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Equal for equal definitions, however the file was formatted."""
         # The library changes the last digits of a score when it reads its own file.
-        definition = [
-            self.eos,
-            json.loads(self._inner.to_str(), parse_float=lambda text: round(float(text), 6)),
-        ]
-        return xxhash.xxh3_128_hexdigest(
-            json.dumps(definition, sort_keys=True, separators=(",", ":")).encode()
-        )
+        definition = [self.eos, json.loads(self._inner.to_str(), parse_float=lambda text: round(float(text), 6))]
+        return xxhash.xxh3_128_hexdigest(json.dumps(definition, sort_keys=True, separators=(",", ":")).encode())
 
     @property
     def inner(self) -> Any:
@@ -132,9 +118,7 @@ class Tokenizer:
         if self.fast is not None and all(len(text) <= _FAST_CHARS for text in texts):
             return [self.fast(text) for text in texts]
         # By way of array it takes about half the time of np.array(ids).
-        return [
-            np.frombuffer(array.array("I", ids), np.uint32) for ids in self.encode_batch(texts, continues)
-        ]
+        return [np.frombuffer(array.array("I", ids), np.uint32) for ids in self.encode_batch(texts, continues)]
 
     def encode_with_offsets(
         self, texts: Sequence[str], continues: Sequence[bool] | None = None
@@ -205,9 +189,7 @@ class Tokenizer:
 
     def _encode_around_special(self, text: str, continues: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """For models that hold a special token as an ordinary piece (some Unigram ones do): cut through it."""
-        names = sorted(
-            (name for name, i in self.special.items() if i in self._reachable), key=len, reverse=True
-        )
+        names = sorted((name for name, i in self.special.items() if i in self._reachable), key=len, reverse=True)
         places = [match.start() + 1 for match in re.finditer("|".join(map(re.escape, names)), text)]
         starts = [0, *places]
         pieces = [text[i:j] for i, j in itertools.pairwise([*starts, len(text)])]

@@ -52,10 +52,7 @@ class Transfer:
         for path, (url, size_bytes) in files.items():
             with open(path, "wb") as file:
                 file.truncate(size_bytes)
-            blocks += [
-                (path, url, at, min(at + _BLOCK_BYTES, size_bytes))
-                for at in range(0, size_bytes, _BLOCK_BYTES)
-            ]
+            blocks += [(path, url, at, min(at + _BLOCK_BYTES, size_bytes)) for at in range(0, size_bytes, _BLOCK_BYTES)]
         with ThreadPoolExecutor(self.connections) as pool:
             futures = [pool.submit(self._fetch, *block) for block in blocks]
             try:

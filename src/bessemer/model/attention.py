@@ -27,8 +27,7 @@ class LayerCache:
         if self.keys is None or self.values is None or self.keys.shape[1] < new:
             size = 1 << max(new - 1, 15).bit_length()
             grown = [
-                torch.empty((x.shape[0], size, *x.shape[2:]), dtype=x.dtype, device=x.device)
-                for x in (k_BTKD, v_BTKD)
+                torch.empty((x.shape[0], size, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in (k_BTKD, v_BTKD)
             ]
             if self.keys is not None and self.values is not None:
                 grown[0][:, : self.length] = self.keys[:, : self.length]

@@ -46,9 +46,7 @@ def filter_logits(logits_V: Tensor, sampling: Sampling) -> Tensor:
 
 
 @torch.inference_mode()
-def generate(
-    model: Decoder, prompt: list[int], max_tokens: int, eos: int | None, sampling: Sampling
-) -> Iterator[int]:
+def generate(model: Decoder, prompt: list[int], max_tokens: int, eos: int | None, sampling: Sampling) -> Iterator[int]:
     """New tokens, one by one, until `eos` or `max_tokens`. The prompt must have at least one token."""
     device = model.head_weight.device
     generator = torch.Generator(device="cpu").manual_seed(sampling.seed)

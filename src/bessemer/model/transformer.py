@@ -43,11 +43,7 @@ class Block(nn.Module):
         self.ffn = SwiGLU(shape.width, shape.ffn)
 
     def forward(
-        self,
-        x_BTW: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None = None,
-        cache: LayerCache | None = None,
+        self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         x_BTW = x_BTW + self.attention(self.attention_norm(x_BTW), rotary, mask, cache)
         return x_BTW + self.ffn(self.ffn_norm(x_BTW))

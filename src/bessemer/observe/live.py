@@ -36,9 +36,7 @@ class LiveView(RunView):
         self._status = ""
 
     def open(self) -> None:
-        self._live = Live(
-            get_renderable=self.render, console=self.console, refresh_per_second=4, transient=True
-        )
+        self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=True)
         self._live.start()
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ class RunView:
         self.total = record.get("total_steps", self.total)
         line = event_line(record)
         if line:
-            (self.log if record["kind"] == "saved" else self.say)(line)
+            (self.log if record["kind"] in ("saved", "uploaded", "scene_saved") else self.say)(line)
 
     def outcome(self, kind: str, reason: str, step: int, run: Run) -> None:
         last = self.last_validation
@@ -129,9 +129,7 @@ class RunView:
 class LineView(RunView):
     """Plain lines, for pipes and logs."""
 
-    def __init__(
-        self, spec_path: str | None = None, line_every_s: float = 5.0, out: TextIO | None = None
-    ) -> None:
+    def __init__(self, spec_path: str | None = None, line_every_s: float = 5.0, out: TextIO | None = None) -> None:
         super().__init__(spec_path)
         self.line_every_s = line_every_s
         self.out: TextIO | None = out or sys.stdout

@@ -32,6 +32,8 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 def short_path(path: str) -> str:
     """Relative to here when that is shorter."""
+    if "://" in path or not path:
+        return path
     relative = os.path.relpath(path)
     return relative if len(relative) < len(path) else path
 
@@ -77,7 +79,17 @@ def event_line(event: dict[str, Any]) -> str | None:
     if kind == "veto":
         return veto_line(event)
     if kind == "saved":
-        return f"saved {event['checkpoint']} in {event['seconds']:.2f} s"
+        stall = f"training stood still for {event['stall_s']:.2f} s"
+        return f"saved {event['checkpoint']} in {event['seconds']:.2f} s, {stall}"
+    if kind == "trial":
+        verdict = f"verdict {event['verdict']} ({event['confidence']:.2f})"
+        return f"trial step {event['step']:,}  {verdict}: {event['reason']} ({event['seconds']:.1f} s)"
+    if kind == "rollback":
+        return f"back  step {event['step']:,} to {event['to_step']:,} ({event['origin']}): {event['reason']}"
+    if kind == "alarm":
+        return f"alarm step {event['step']:,}  {event['reason']}. {event['fix']}"
+    if kind == "report":
+        return f"report  {event['file']}: {event['reason']}"
     if kind == "started":
         resumed = event.get("resumed_from")
         return f"resumed from {resumed} at step {event['step']:,}" if resumed else None
@@ -91,9 +103,7 @@ def event_line(event: dict[str, Any]) -> str | None:
     return f"{kind.replace('_', ' ')}  {step}{checkpoint}{event.get('reason', '')}".rstrip()
 
 
-def step_line(
-    record: dict[str, Any], total: int, smooth: dict[str, float], validation: dict[str, Any] | None
-) -> str:
+def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], validation: dict[str, Any] | None) -> str:
     """One line of progress, for logs. `smooth` has the recent means of loss, rate, utilisation, and seconds left."""
     parts = [
         f"step {record['step'] + 1:,}/{total:,}",

@@ -1,75 +1,94 @@
-"""AdamW whose update a verdict can withhold.
+"""An optimizer whose update a verdict can withhold. The verdict is a float32 tensor, exactly 0 or 1.
 
-The verdict is a float32 tensor, exactly 0 or 1. Fused AdamW takes it as `found_inf` and the clip divisor as
-`grad_scale`: no host sync, and a rejected step leaves weights, moments and counts bit-untouched even under NaN. Where
-there is no fused kernel the verdict is read once on the host before the step. Which of the two is safe here is not
-assumed: a probe on one parameter proves it at start.
+Three paths lead there. Fused kernels take the verdict as `found_inf` and the clip divisor as `grad_scale`: no host
+sync. For the rest the verdict is read once on the host before the step; or weights and state are copied, the step is
+taken, and the copies are chosen back: no host sync, at the price of the memory. On each a rejected step leaves weights,
+moments and counts bit-untouched even under NaN; `choose.py` proves that on one parameter at start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 Named = Iterable[tuple[str, nn.Parameter]]
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+FUSED, HOST, SELECT = "fused", "host read", "copy and select"
 
 
-class GuardedAdamW:
-    """torch's AdamW with a veto. Matrices are decayed, vectors are not."""
+class Guarded:
+    """One or two torch optimizers over the trained parameters, stepped together or not at all.
 
-    def __init__(self, named: Named, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    Their state has to be there already: an optimizer that makes it in its first step would have nothing to withhold
+    (fused SGD even leaves uninitialised memory behind when its first step is rejected).
+    """
+
+    def __init__(
+        self, named: Named, optimizers: Sequence[Optimizer], path: str, fallback_reason: str | None = None
+    ) -> None:
         self.named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]
-        self.device = self.parameters[0].device
-        groups = [
-            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.fused = fused_veto_works(self.device)
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=0.0,
-            betas=betas,
-            eps=eps,
-            fused=self.fused,
-            foreach=None if self.fused else True,
-        )
+        self.optimizers = list(optimizers)
+        self.path = path
+        self.fused = path == FUSED
+        self.fallback_reason = fallback_reason
 
     def grad_norm(self) -> Tensor:
         """Global norm; NaN or Inf as soon as one gradient is."""
-        return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return torch.nn.utils.get_total_norm(self._gradients())
 
     def step(self, lr: float, reject: Tensor, divisor: Tensor) -> None:
         """Divide gradients by `divisor` and update, unless `reject` is 1. Gradients are spent either way."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if self.fused:
-            self.optimizer.found_inf = reject  # type: ignore[attr-defined]
-            self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-            self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        if self.path == FUSED:
+            for optimizer in self.optimizers:
+                optimizer.found_inf = reject  # type: ignore[attr-defined]
+                optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+                optimizer.step()
+        elif self.path == SELECT:
+            self._step_and_select(reject, divisor)
         elif not bool(reject):
-            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], divisor)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            self._update(divisor)
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Moments by parameter name, tensors only; made if no step was taken yet, so that a load has where to write."""
-        result = {}
-        for name, parameter in self.named:
-            state = self.optimizer.state[parameter]
-            if not state:
-                # As torch lays it out: fused keeps the count on the device, the others on the CPU.
-                state["step"] = torch.zeros(
-                    (), dtype=torch.float32, device=self.device if self.fused else "cpu"
-                )
-                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            for key in MOMENTS:
-                result[f"{name}.{key}"] = state[key]
-        return result
+        """Moments and counts by parameter name, live: a load writes into them, before the first step too."""
+        return {
+            f"{name}.{key}": tensor
+            for name, parameter in self.named
+            for optimizer in self.optimizers
+            if parameter in optimizer.state
+            for key, tensor in optimizer.state[parameter].items()
+        }
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _update(self, divisor: Tensor) -> None:
+        if gradients := self._gradients():
+            torch._foreach_div_(gradients, divisor)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @torch.no_grad()
+    def _step_and_select(self, reject: Tensor, divisor: Tensor) -> None:
+        # The copies live only during the step, when the activations are gone: the peak grows by less than their size.
+        live = [*(p.detach() for p in self.parameters), *self.state().values()]
+        kept = [tensor.clone() for tensor in live]
+        self._update(divisor)
+        # A count that torch keeps on the CPU beside weights on a GPU (Adagrad, Adafactor) costs a sync here after all.
+        verdict = {device: reject.to(device).bool() for device in {tensor.device for tensor in live}}
+        for now, before in zip(live, kept, strict=True):
+            torch.where(verdict[now.device], before, now, out=now)  # a product with 0 would let NaN through
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
@@ -77,19 +96,14 @@ def clip_divisor(norm: Tensor, limit: float) -> Tensor:
     return torch.clamp(norm.float() / limit, min=1.0)
 
 
-def fused_veto_works(device: torch.device) -> bool:
-    """Whether fused AdamW exists on this device and leaves everything untouched when told to skip a NaN gradient."""
-    parameter = nn.Parameter(torch.ones(4, device=device))
-    try:
-        optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-        for reject in (0.0, 1.0):
-            before = [t.clone() for t in (parameter.detach(), *optimizer.state[parameter].values())]
-            parameter.grad = torch.full_like(parameter, float("nan") if reject else 1.0)
-            optimizer.found_inf = torch.tensor(reject, device=device)  # type: ignore[attr-defined]
-            optimizer.grad_scale = torch.tensor(float("nan") if reject else 1.0, device=device)  # type: ignore[attr-defined]
-            optimizer.step()
-    except RuntimeError:
-        return False
-    after = [parameter.detach(), *optimizer.state[parameter].values()]
-    moved = not torch.equal(parameter.detach(), torch.ones_like(parameter))
-    return moved and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+@torch.no_grad()
+def weights_and_moments_finite(optimizer: Guarded) -> Tensor:
+    """One bool on the device of the weights: whether all of them and of their moments are finite.
+
+    It reads every byte once (the largest magnitude of each tensor, which NaN and Inf survive) and does not wait.
+    """
+    device = optimizer.parameters[0].device
+    # Counts that torch keeps on the CPU cannot become infinite.
+    live = [*(p.detach() for p in optimizer.parameters), *optimizer.state().values()]
+    largest = torch._foreach_norm([t for t in live if t.device == device and t.numel()], float("inf"))
+    return torch.stack(largest).isfinite().all()

@@ -41,9 +41,7 @@ class Machine:
         published = published_peak(self.name) if self.device == "cuda" and precision == "bf16" else None
         if published:
             return published, f"data sheet of {self.name}"
-        measured = (
-            precision if self.matmul.get(precision) else "fp32"
-        )  # a device without bf16 has no rate for it
+        measured = precision if self.matmul.get(precision) else "fp32"  # a device without bf16 has no rate for it
         return self.matmul[measured], f"measured {measured} matmul of this machine"
 
     def to_json(self) -> dict[str, Any]:

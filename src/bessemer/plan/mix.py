@@ -58,13 +58,10 @@ def auto_shares(sources: Mapping[str, Found], budget_tokens: int) -> dict[str, S
     """
     used = {name: found for name, found in sources.items() if found.weight > 0 and found.tokens > 0}
     if not used:
-        raise UserError(
-            "mix: auto finds no source with tokens and a weight above 0: add data or raise a weight"
-        )
+        raise UserError("mix: auto finds no source with tokens and a weight above 0: add data or raise a weight")
     default = _default_cap(used, budget_tokens)
     room = {
-        name: found.tokens * (default if found.max_epochs is None else found.max_epochs)
-        for name, found in used.items()
+        name: found.tokens * (default if found.max_epochs is None else found.max_epochs) for name, found in used.items()
     }
     members: dict[Domain, list[str]] = {}
     for name, found in used.items():
@@ -128,11 +125,7 @@ def _explained(
     source = LLAMA_3
     if abs(share - target) > 0.0005:
         source = f"{LLAMA_3}; {MUENNIGHOFF}"
-        reason += (
-            "; what others cannot fill is added"
-            if share > target
-            else "; limited so that repeats still teach"
-        )
+        reason += "; what others cannot fill is added" if share > target else "; limited so that repeats still teach"
     if found.max_epochs is None and epochs > AUTO_EPOCHS * 1.0005:
         reason += f", though past {AUTO_EPOCHS:g} repeats teach less and less: there is too little text"
     return Share(found.domain, share, target, epochs, reason, source)

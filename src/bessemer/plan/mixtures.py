@@ -64,10 +64,7 @@ def decide_mixtures(
             reason = f"from position {position:,} of {total:,} on the others share its part"
             plan.add(f"data.sources.{name}.max_epochs", caps[name], reason, "asked")
     for start, mixture in dealt.phases[:_SHOWN_PHASES]:
-        shares = {
-            name: f"{count}/{mixture.block}"
-            for name, count in zip(mixture.names, mixture.counts, strict=True)
-        }
+        shares = {name: f"{count}/{mixture.block}" for name, count in zip(mixture.names, mixture.counts, strict=True)}
         weights = next(weights for at, weights in reversed(phases) if at <= start)
         whole = sum(weights[name] for name in mixture.names)
         worst = max(abs(share * whole / weights[name] - 1) for name, share in mixture.shares.items())
@@ -92,8 +89,6 @@ def _auto_weights(
     for name, share in shares.items():
         plan.add(f"data.sources.{name}.weight", round(share.share, 4), share.reason, share.source)
     given = {name: share.share for name, share in shares.items()}
-    targets = ", ".join(
-        f"{name} {share.share:.1%} (target {share.target:.1%})" for name, share in shares.items()
-    )
+    targets = ", ".join(f"{name} {share.share:.1%} (target {share.target:.1%})" for name, share in shares.items())
     plan.add(key, given, f"by domain: {targets}", LLAMA_3)
     return given

@@ -84,9 +84,7 @@ class Run:
         return read_records(self.validation_path)
 
     def events(self, kind: str | None = None) -> Iterator[Record]:
-        return (
-            event for event in read_records(self.events_path) if kind is None or event.get("kind") == kind
-        )
+        return (event for event in read_records(self.events_path) if kind is None or event.get("kind") == kind)
 
     @property
     def state(self) -> str:

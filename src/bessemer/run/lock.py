@@ -68,9 +68,7 @@ def is_alive(owner: Owner, folder: Path) -> bool:
         try:
             process = psutil.Process(owner.pid)
             # A killed process stays in the table, start time and all, until its parent asks after it.
-            return (
-                process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - owner.started) < 1.0
-            )
+            return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - owner.started) < 1.0
         except (psutil.Error, ValueError, OverflowError):
             return False
     silence_s = _silence_s(folder)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from bessemer.spec.clean.step import StepSpec
 from bessemer.spec.document import Path
+from bessemer.spec.optimizer import FUSED, SETTINGS
 from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 
@@ -24,10 +25,7 @@ def one_length(spec: RunSpec) -> Iterator[Problem]:
     if spec.budget.tokens != "auto":
         given.insert(0, "tokens")
     for extra in given[1:]:
-        yield (
-            ("budget", extra),
-            f"the run's length is given twice, by {given[0]} and {extra}: keep one of them",
-        )
+        yield (("budget", extra), f"the run's length is given twice, by {given[0]} and {extra}: keep one of them")
 
 
 def model_is_complete(spec: RunSpec) -> Iterator[Problem]:
@@ -63,10 +61,7 @@ def tokenizer_once(spec: RunSpec) -> Iterator[Problem]:
     if vocab == "auto":
         return
     if spec.tokenizer.path is not None:
-        yield (
-            ("tokenizer", "vocab"),
-            "a loaded tokenizer has its own size: remove vocab, or remove path to train one",
-        )
+        yield (("tokenizer", "vocab"), "a loaded tokenizer has its own size: remove vocab, or remove path to train one")
     else:
         least = SMALLEST_VOCABS[spec.tokenizer.kind] + len(spec.tokenizer.special)
         if vocab < least:
@@ -84,9 +79,7 @@ def conversations_stay_whole(spec: RunSpec) -> Iterator[Problem]:
         lists.append((("data", "clean"), spec.data.clean))
     for path, steps in lists:
         for i, step in enumerate(steps):
-            cuts = (
-                step.step in ("dedup_paragraphs", "dedup_substrings") or getattr(step, "action", "") == "cut"
-            )
+            cuts = step.step in ("dedup_paragraphs", "dedup_substrings") or getattr(step, "action", "") == "cut"
             if cuts:
                 fix = f"name it in the clean of the other sources (conversations: {', '.join(chats)})"
                 yield (*path, i), f"{step.step} cuts text, which a conversation cannot lose: {fix}"
@@ -105,10 +98,7 @@ def batch_holds_sequences(spec: RunSpec) -> Iterator[Problem]:
     sizes: list[tuple[Path, int]] = []
     if budget.batch != "auto":
         sizes.append((("budget", "batch"), budget.batch))
-    sizes += [
-        (("budget", "batch_changes", i, "batch"), change.batch)
-        for i, change in enumerate(budget.batch_changes)
-    ]
+    sizes += [(("budget", "batch_changes", i, "batch"), change.batch) for i, change in enumerate(budget.batch_changes)]
     for path, batch in sizes:
         if batch < context:
             fix = f"write at least {context}, or lower data.context"
@@ -188,10 +178,7 @@ def stop_rules_can_be_judged(spec: RunSpec) -> Iterator[Problem]:
         return
     for key in ("validation_loss", "patience"):
         if getattr(spec.budget.stop, key) is not None:
-            yield (
-                ("budget", "stop", key),
-                "needs held-out documents: write data.validation: 1%, or remove this rule",
-            )
+            yield (("budget", "stop", key), "needs held-out documents: write data.validation: 1%, or remove this rule")
 
 
 def on_the_fly_is_plain(spec: RunSpec) -> Iterator[Problem]:
@@ -214,10 +201,7 @@ def on_the_fly_is_plain(spec: RunSpec) -> Iterator[Problem]:
 def one_ranking(spec: RunSpec) -> Iterator[Problem]:
     data = spec.data
     if data.curriculum.by != "none" and data.packing == "pad" and data.padding.buckets > 1:
-        yield (
-            ("data", "padding", "buckets"),
-            "a curriculum has an order of its own: write buckets: 1, or by: none",
-        )
+        yield (("data", "padding", "buckets"), "a curriculum has an order of its own: write buckets: 1, or by: none")
 
 
 def masked_spans_have_a_token(spec: RunSpec) -> Iterator[Problem]:
@@ -226,14 +210,30 @@ def masked_spans_have_a_token(spec: RunSpec) -> Iterator[Problem]:
         yield ("data", "noise", "mask_spans"), f"no token to put in place of a span: {fix}"
 
 
+def archive_of_something(spec: RunSpec) -> Iterator[Problem]:
+    if spec.checkpoint.archive_model_only and spec.checkpoint.keep_every is None:
+        fix = "say of which checkpoints, such as keep_every: 10000"
+        yield ("checkpoint", "archive_model_only"), f"nothing is archived without keep_every: {fix}"
+
+
+def optimizer_has_these(spec: RunSpec) -> Iterator[Problem]:
+    optimizer = spec.optimizer
+    for key in optimizer.unused():
+        takes = ", ".join(SETTINGS[optimizer.name])
+        yield ("optimizer", key), f"{optimizer.name} has no {key}: remove it ({optimizer.name} takes {takes})"
+    if optimizer.veto == "fused" and optimizer.name not in FUSED:
+        fix = f"write veto: auto (such kernels exist for {', '.join(FUSED)})"
+        yield ("optimizer", "veto"), f"torch has no fused {optimizer.name}: {fix}"
+    settings = optimizer.settings()
+    if optimizer.name == "sgd" and settings["nesterov"] and not settings["momentum"]:
+        yield ("optimizer", "nesterov"), "Nesterov's momentum needs momentum above 0: write momentum: 0.9"
+
+
 def one_device(spec: RunSpec) -> Iterator[Problem]:
     for key in PARALLEL_DEGREES:
         degree = getattr(spec.parallel, key)
         if degree > 1:
-            yield (
-                ("parallel", key),
-                f"{degree} devices were asked for and this version trains on one: write {key}: 1",
-            )
+            yield (("parallel", key), f"{degree} devices were asked for and this version trains on one: write {key}: 1")
 
 
 CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (
@@ -255,6 +255,8 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (on_the_fly_is_plain, ("data",)),
     (one_ranking, ("data.curriculum", "data.padding", "data.packing")),
     (masked_spans_have_a_token, ("data.noise",)),
+    (optimizer_has_these, ("optimizer",)),
+    (archive_of_something, ("checkpoint",)),
     (one_device, ()),  # a degree that is wrong itself stands at 1 here
 )
 

@@ -12,22 +12,9 @@ from bessemer.spec.quantity import AutoCount, Bytes, Count, Share
 from bessemer.spec.rows import CurriculumSpec, NoiseSpec, PaddingSpec
 
 Format = Literal[
-    "text",
-    "source",
-    "jsonl",
-    "csv",
-    "parquet",
-    "arrow",
-    "hf",
-    "webdataset",
-    "mds",
-    "tfrecord",
-    "warc",
-    "html",
+    "text", "source", "jsonl", "csv", "parquet", "arrow", "hf", "webdataset", "mds", "tfrecord", "warc", "html"
 ]
-Domain = Literal[
-    "web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"
-]
+Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
 
 
 class TokenizerSpec(Part):
@@ -45,71 +32,49 @@ class TokenizerSpec(Part):
     vocab: AutoCount = Field("auto", description="tokens to train", examples=["8K"])
     eos: str | None = Field(None, min_length=1, description="the end-of-document token", examples=["</s>"])
     special: list[str] = Field(
-        [],
-        description="tokens with an id of their own, never split",
-        examples=[["<|user|>", "<|assistant|>"]],
+        [], description="tokens with an id of their own, never split", examples=[["<|user|>", "<|assistant|>"]]
     )
     chat: str = Field(
-        "chatml",
-        description="layout of conversations: chatml, llama3, plain or a Jinja file",
-        examples=["chatml"],
+        "chatml", description="layout of conversations: chatml, llama3, plain or a Jinja file", examples=["chatml"]
     )
     learn: Literal["all", "last"] = Field(
         "all", description="turns of the assistant that are learnt from", examples=["last"]
     )
     pattern: str | None = Field(
-        None,
-        description="for tiktoken files of other names: cl100k, o200k, gpt2 or a regex",
-        examples=["cl100k"],
+        None, description="for tiktoken files of other names: cl100k, o200k, gpt2 or a regex", examples=["cl100k"]
     )
-    sample: Bytes = Field(
-        64_000_000, description="text to train the tokenizer on, at most", examples=["64MB"]
-    )
+    sample: Bytes = Field(64_000_000, description="text to train the tokenizer on, at most", examples=["64MB"])
 
 
 class SourceSpec(ShortPart):
     """A named body of text. `name: PATH` is short for `name: {path: PATH}`."""
 
     path: Paths = Field(
-        description="files, folders, globs or URLs (s3://, gs://, az://, https://)",
-        examples=["data/*.jsonl.gz"],
+        description="files, folders, globs or URLs (s3://, gs://, az://, https://)", examples=["data/*.jsonl.gz"]
     )
     format: Literal["auto", Format] = Field(
         "auto", description="auto, or one of " + ", ".join(get_args(Format)), examples=["jsonl"]
     )
     text_field: str = Field("text", description="the field or column that holds the text", examples=["text"])
-    id_field: str | None = Field(
-        None, description="the field that holds the document's own id", examples=["id"]
-    )
-    url_field: str | None = Field(
-        None, description="the field that holds its URL, for URL steps", examples=["url"]
-    )
+    id_field: str | None = Field(None, description="the field that holds the document's own id", examples=["id"])
+    url_field: str | None = Field(None, description="the field that holds its URL, for URL steps", examples=["url"])
     messages_field: str | None = Field(
         None, description="the field that holds a conversation, instead of text_field", examples=["messages"]
     )
     include: Paths = Field([], description="file patterns inside folders", examples=["*.py"])
     exclude: Paths = Field([], description="file patterns to leave out of folders", examples=["tests/*"])
     storage: dict[str, Any] = Field(
-        {},
-        description="options of the remote file system; secrets go in the environment",
-        examples=[{"anon": True}],
+        {}, description="options of the remote file system; secrets go in the environment", examples=[{"anon": True}]
     )
     clean: list[CleanStep] = Field(
-        [],
-        description="steps for this source alone, before those of data.clean",
-        examples=[["whitespace"]],
+        [], description="steps for this source alone, before those of data.clean", examples=[["whitespace"]]
     )
-    weight: float = Field(
-        1.0, ge=0, description="share in the mixture, relative to the others", examples=[1.0]
-    )
+    weight: float = Field(1.0, ge=0, description="share in the mixture, relative to the others", examples=[1.0])
     domain: Domain | None = Field(
         None, description="what it holds, for mix: auto; found from its name if not given", examples=["code"]
     )
     max_epochs: float | None = Field(
-        None,
-        gt=0,
-        description="passes over this source at most; its share then goes to the others",
-        examples=[4.0],
+        None, gt=0, description="passes over this source at most; its share then goes to the others", examples=[4.0]
     )
 
     @model_validator(mode="before")
@@ -122,9 +87,7 @@ class MixPhase(Part):
     """From a position of the stream on, another mixture."""
 
     start: Count = Field(description="tokens of the stream before this phase", examples=["10M tokens"])
-    weights: dict[str, float] = Field(
-        description="weight of each source; others are left out", examples=[{"web": 0.7}]
-    )
+    weights: dict[str, float] = Field(description="weight of each source; others are left out", examples=[{"web": 0.7}])
 
 
 class DataSpec(Part):
@@ -139,22 +102,16 @@ class DataSpec(Part):
     bad_rows: Share = Field(
         0.01, description="share of rows that may be unreadable before the job fails", examples=["1%"]
     )
-    part: Bytes = Field(
-        64 << 20, description="bytes of files that a worker takes at a time", examples=["64MiB"]
-    )
+    part: Bytes = Field(64 << 20, description="bytes of files that a worker takes at a time", examples=["64MiB"])
     mix: Literal["weights", "auto"] = Field(
         "weights", description="weights: as the sources say; auto: target shares by domain", examples=["auto"]
     )
     phases: list[MixPhase] = Field(
-        [],
-        description="mixtures that begin later in the run",
-        examples=[[{"start": "10M", "weights": {"code": 1}}]],
+        [], description="mixtures that begin later in the run", examples=[[{"start": "10M", "weights": {"code": 1}}]]
     )
     context: AutoCount = Field("auto", description="tokens in a training sequence", examples=[2048])
     packing: Literal["concat", "best_fit", "pad"] = Field(
-        "concat",
-        description="concat, best_fit (whole documents where they fit) or pad",
-        examples=["best_fit"],
+        "concat", description="concat, best_fit (whole documents where they fit) or pad", examples=["best_fit"]
     )
     padding: PaddingSpec = Field(default_factory=PaddingSpec, description="rows of one document each")
     curriculum: CurriculumSpec = Field(default_factory=CurriculumSpec, description="order inside an epoch")
@@ -162,12 +119,13 @@ class DataSpec(Part):
     tokenize: Literal["ahead", "on_the_fly"] = Field(
         "ahead", description="ahead: a token store; on_the_fly: only an index of the rows", examples=["ahead"]
     )
-    validation: Share = Field(
-        0.01, description="share of documents held out, chosen by hash", examples=["1%"]
+    validation: Share = Field(0.01, description="share of documents held out, chosen by hash", examples=["1%"])
+    exclude: Paths = Field(
+        [],
+        description="exclusion lists: documents that trials of other runs convicted, which then weigh nothing",
+        examples=[["runs/a/exclusions.jsonl"]],
     )
-    cross_documents: bool = Field(
-        False, description="let attention cross document boundaries", examples=[False]
-    )
+    cross_documents: bool = Field(False, description="let attention cross document boundaries", examples=[False])
 
     @field_validator("sources")
     @classmethod

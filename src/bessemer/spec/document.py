@@ -21,9 +21,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)(e[-+]?[0-9]+)?", r
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|nan)", re.I)
 _LONGEST_NUMBER = 64  # longer digits stay text: Python itself refuses to convert thousands of them
 _UNWANTED = re.compile("[\0-\x08\x0b-\x1f\x7f\ud800-\udfff]")  # no path or name may hold them
-_TAGS = {
-    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq")
-}
+_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq")}
 _MERGE = "tag:yaml.org,2002:merge"
 _VALUE = "tag:yaml.org,2002:value"
 _DEEPEST, _MOST_PARTS = 50, 100_000  # aliases can make a small file endless
@@ -42,18 +40,14 @@ class Document:
     def _written(self, path: Path) -> Path | None:
         """The nearest part that the file or a setting speaks of."""
         ends = range(len(path), -1, -1)
-        return next(
-            (path[:end] for end in ends if path[:end] in self.overrides or path[:end] in self.lines), None
-        )
+        return next((path[:end] for end in ends if path[:end] in self.overrides or path[:end] in self.lines), None)
 
     def place(self, path: Path) -> str:
         """`file:line` of the nearest part that was written, or the `--set` that gave it."""
         near = self._written(path)
         if near is None:
             return self.name
-        return (
-            f"--set {self.overrides[near]}" if near in self.overrides else f"{self.name}:{self.lines[near]}"
-        )
+        return f"--set {self.overrides[near]}" if near in self.overrides else f"{self.name}:{self.lines[near]}"
 
     def rank(self, path: Path) -> tuple[int, int]:
         """Sorts messages: by line, then the settings of the command line as they were given."""
@@ -148,9 +142,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     except RecursionError:
         raise UserError(f"{name}: nested too deeply; a spec is a few levels of keys") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise UserError(
-            f"{name}: not YAML: {' '.join(str(error).split())}; check quotes and escapes"
-        ) from None
+        raise UserError(f"{name}: not YAML: {' '.join(str(error).split())}; check quotes and escapes") from None
 
 
 def parse(text: str, name: str) -> Document:
@@ -159,9 +151,7 @@ def parse(text: str, name: str) -> Document:
     node = _compose(text, name)
     document.data = {} if node is None else _Reader(document).plain(node, ())
     if not isinstance(document.data, dict):
-        raise UserError(
-            f"{name}:{document.lines[()]}: a spec is a mapping of keys such as model, data and budget"
-        )
+        raise UserError(f"{name}:{document.lines[()]}: a spec is a mapping of keys such as model, data and budget")
     return document
 
 

@@ -31,11 +31,7 @@ class Group:
 
 # `other` is dealt with as web, its tokens together with the web's: text that nothing marks is mostly plain prose.
 GROUPS = (
-    Group(
-        "general knowledge",
-        0.50,
-        {"web": 0.80, "books": 0.08, "reference": 0.06, "dialogue": 0.03, "news": 0.03},
-    ),
+    Group("general knowledge", 0.50, {"web": 0.80, "books": 0.08, "reference": 0.06, "dialogue": 0.03, "news": 0.03}),
     Group("mathematics and reasoning", 0.25, {"math": 0.60, "science": 0.40}),
     Group("code", 0.17, {"code": 1.0}),
     Group("multilingual", 0.08, {"multilingual": 1.0}),
@@ -51,9 +47,7 @@ def target_shares(present: Collection[Domain]) -> dict[Domain, float]:
     ]
     total = sum(share for share, here in groups if here)
     return {
-        domain: share / total * inside / sum(here.values())
-        for share, here in groups
-        for domain, inside in here.items()
+        domain: share / total * inside / sum(here.values()) for share, here in groups for domain, inside in here.items()
     }
 
 
@@ -82,9 +76,7 @@ _WORDS: dict[Domain, str] = {
     "spanish italian portuguese dutch polish russian ukrainian turkish arabic hebrew persian hindi bengali chinese "
     "japanese korean vietnamese thai indonesian swedish czech greek romanian hungarian finnish danish norwegian",
 }
-_DOMAIN_OF_WORD: dict[str, Domain] = {
-    word: domain for domain, words in _WORDS.items() for word in words.split()
-}
+_DOMAIN_OF_WORD: dict[str, Domain] = {word: domain for domain, words in _WORDS.items() for word in words.split()}
 _LONGEST_JOIN = 3  # words of a name that are tried together: open-web-math, stack_exchange, cc news
 
 

@@ -189,9 +189,7 @@ def validate(document: Document) -> RunSpec:
         except ValidationError as error:
             details = {tuple(detail["loc"]): detail for detail in reversed(error.errors(include_url=False))}
         # A required key that was only misspelt is one mistake, not two.
-        meant = {
-            (*path[:-1], _meant(path)) for path, detail in details.items() if _is(detail, "extra_forbidden")
-        }
+        meant = {(*path[:-1], _meant(path)) for path, detail in details.items() if _is(detail, "extra_forbidden")}
         broken |= {path for path, detail in details.items() if _is(detail, "missing") and path in meant}
         told = frozenset(broken)
         for path, detail in sorted(details.items(), key=lambda item: str(item[0])):
@@ -213,9 +211,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such file; give a run's YAML file (`bessemer demo` needs none)"
-        ) from None
+        raise UserError(f"{path}: no such file; give a run's YAML file (`bessemer demo` needs none)") from None
     except IsADirectoryError:
         inner = path / "spec.yaml"
         hint = f"{inner}" if inner.is_file() else "the spec's YAML file"

@@ -118,9 +118,7 @@ def parse_share(value: Any) -> float:
         raise _refuse(forms, value)
     share = _number(match[1]) / (100 if match[2] else 1)
     if share > 1:
-        meant = (
-            f"; for {float(share):g} percent write {float(share):g}%" if not match[2] and share <= 100 else ""
-        )
+        meant = f"; for {float(share):g} percent write {float(share):g}%" if not match[2] and share <= 100 else ""
         raise _refuse(forms, value, f"it must lie between 0 and 100%{meant}")
     return float(share)
 
@@ -248,9 +246,7 @@ StepCount = Annotated[int, *_quantity(partial(parse_count, unit="steps", least=1
 Bytes = Annotated[int, *_quantity(parse_bytes, "64MB")]
 Share = Annotated[float, *_quantity(parse_share, "2%")]
 Seconds = Annotated[
-    float,
-    *_quantity(parse_duration, "10 min"),
-    PlainSerializer(lambda value: f"{value} s", when_used="json"),
+    float, *_quantity(parse_duration, "10 min"), PlainSerializer(lambda value: f"{value} s", when_used="json")
 ]
 Auto = Literal["auto"]
 AutoCount = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1), "20M")]

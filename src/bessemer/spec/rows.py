@@ -13,9 +13,7 @@ class PaddingSpec(Part):
     """Used with `packing: pad`, where every row is one document."""
 
     to: Literal["longest", "context"] = Field(
-        "longest",
-        description="pad to the longest row of the micro-batch, or to the context",
-        examples=["longest"],
+        "longest", description="pad to the longest row of the micro-batch, or to the context", examples=["longest"]
     )
     multiple_of: int = Field(8, ge=1, description="round the padded length up to a multiple", examples=[8])
     side: Literal["right", "left"] = Field("right", description="where the padding goes", examples=["right"])
@@ -30,12 +28,8 @@ class PaddingSpec(Part):
 class CurriculumSpec(Part):
     """The order inside an epoch: shuffled, or by a measure of the documents."""
 
-    by: Literal["none", "length", "label"] = Field(
-        "none", description="none, length or label", examples=["length"]
-    )
-    label: str | None = Field(
-        None, description="the label that a step gave, such as quality", examples=["quality"]
-    )
+    by: Literal["none", "length", "label"] = Field("none", description="none, length or label", examples=["length"])
+    label: str | None = Field(None, description="the label that a step gave, such as quality", examples=["quality"])
     descending: bool = Field(False, description="largest first", examples=[False])
     groups: int = Field(
         8, ge=1, description="documents are shuffled inside so many groups of rising measure", examples=[8]
@@ -61,12 +55,8 @@ class NoiseSpec(Part):
         description="special token that stands for a masked span; several are used in turn, as sentinels",
         examples=[["<mask>"]],
     )
-    replace: float = Field(
-        0.0, ge=0, lt=1, description="share of tokens replaced by random ones", examples=[0.05]
-    )
-    delete: float = Field(
-        0.0, ge=0, lt=1, description="share of tokens deleted with their targets", examples=[0.05]
-    )
+    replace: float = Field(0.0, ge=0, lt=1, description="share of tokens replaced by random ones", examples=[0.05])
+    delete: float = Field(0.0, ge=0, lt=1, description="share of tokens deleted with their targets", examples=[0.05])
 
     @model_validator(mode="after")
     def _something_stays(self) -> NoiseSpec:

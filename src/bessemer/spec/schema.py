@@ -6,16 +6,18 @@ for users. Combinations that cannot work are refused by the named checks in `che
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from bessemer.spec.checkpoint import CheckpointSpec
 from bessemer.spec.data import DataSpec, TokenizerSpec
+from bessemer.spec.guard import GuardSpec
+from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.part import Part, ShortPart
 from bessemer.spec.quantity import (
     AutoCount,
     AutoInterval,
-    AutoNumber,
     AutoSequences,
     AutoSpan,
     AutoThreads,
@@ -27,16 +29,13 @@ from bessemer.spec.quantity import (
 from bessemer.spec.shape import ALIASES, PRESETS, preset
 
 LARGEST_SIDE = 1_000_000  # of a matrix: a slip of the finger is refused here rather than counted for ever
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelSpec(ShortPart):
     """The network. `model: 10M` is short for `model: {preset: 10M}`; any field overrides the preset."""
 
     preset: str | None = Field(None, description="a named shape: " + ", ".join(PRESETS), examples=["10M"])
-    width: int | None = Field(
-        None, ge=8, le=LARGEST_SIDE, description="size of the residual stream", examples=[320]
-    )
+    width: int | None = Field(None, ge=8, le=LARGEST_SIDE, description="size of the residual stream", examples=[320])
     layers: int | None = Field(None, ge=1, le=LARGEST_SIDE, description="number of blocks", examples=[6])
     heads: int | None = Field(None, ge=1, le=LARGEST_SIDE, description="attention heads", examples=[5])
     kv_heads: int | None = Field(
@@ -50,9 +49,7 @@ class ModelSpec(ShortPart):
     )
     tied: bool | None = Field(None, description="share input and output embeddings", examples=[True])
     qk_norm: bool | None = Field(None, description="normalise queries and keys", examples=[False])
-    rope_theta: float | None = Field(
-        None, gt=0, description="base of the rotary positions", examples=[10000.0]
-    )
+    rope_theta: float | None = Field(None, gt=0, description="base of the rotary positions", examples=[10000.0])
     norm_eps: float | None = Field(None, gt=0, description="epsilon of the norms", examples=[1e-5])
 
     @model_validator(mode="before")
@@ -95,29 +92,10 @@ class BudgetSpec(Part):
     )
     batch: AutoCount = Field("auto", description="tokens in a batch (one optimizer step)", examples=["256K"])
     batch_changes: list[BatchChange] = Field(
-        [],
-        description="other batch sizes later in the run",
-        examples=[[{"from_step": 1000, "batch": "512K"}]],
+        [], description="other batch sizes later in the run", examples=[[{"from_step": 1000, "batch": "512K"}]]
     )
     micro_batch: AutoSequences = Field("auto", description="sequences in one forward pass", examples=[8])
     stop: StopSpec = Field(default_factory=StopSpec, description="rules that end the run early")
-
-
-class OptimizerSpec(Part):
-    """AdamW, fused where the device has it."""
-
-    name: Literal["adamw"] = Field("adamw", description="adamw", examples=["adamw"])
-    lr: AutoNumber = Field("auto", description="peak learning rate", examples=[3e-4])
-    betas: list[Beta] = Field(
-        [0.9, 0.95],
-        min_length=2,
-        max_length=2,
-        description="decay of the two moments",
-        examples=[[0.9, 0.95]],
-    )
-    eps: float = Field(1e-8, gt=0, description="epsilon", examples=[1e-8])
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices", examples=[0.1])
-    clip: float = Field(1.0, gt=0, description="largest gradient norm", examples=[1.0])
 
 
 class ScheduleSpec(Part):
@@ -136,44 +114,13 @@ class ParallelSpec(Part):
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         "auto", description="auto, cpu, cuda or mps", examples=["cuda"]
     )
-    threads: AutoThreads = Field(
-        "auto", description="CPU threads; changes the last digits of a CPU run", examples=[8]
-    )
+    threads: AutoThreads = Field("auto", description="CPU threads; changes the last digits of a CPU run", examples=[8])
     dp_replicate: int = Field(1, ge=1, description="data-parallel replicas", examples=[1])
     dp_shard: int = Field(1, ge=1, description="data-parallel shards", examples=[1])
     tp: int = Field(1, ge=1, description="tensor parallel degree", examples=[1])
     cp: int = Field(1, ge=1, description="context parallel degree", examples=[1])
     pp: int = Field(1, ge=1, description="pipeline parallel degree", examples=[1])
     ep: int = Field(1, ge=1, description="expert parallel degree", examples=[1])
-
-
-class GuardSpec(Part):
-    """Judges every step before the update; a bad one is vetoed."""
-
-    enabled: bool = Field(True, description="judge steps", examples=[True])
-    window: int = Field(
-        128, ge=16, le=4096, description="accepted steps that a step is compared with", examples=[128]
-    )
-    warmup: int = Field(32, ge=8, description="accepted steps before outliers are judged", examples=[32])
-    loss_sigma: float = Field(
-        8.0, gt=0, description="robust deviations of the loss that make an outlier", examples=[8.0]
-    )
-    grad_sigma: float = Field(
-        10.0, gt=0, description="the same for the log of the gradient norm", examples=[10.0]
-    )
-    max_vetoes: int = Field(
-        5, ge=1, description="vetoes in a row before the guard gives way or stops", examples=[5]
-    )
-
-
-class CheckpointSpec(Part):
-    """When the run is saved and what is kept."""
-
-    every: AutoInterval = Field("auto", description="interval of saves", examples=["500 steps"])
-    keep_last: int = Field(2, ge=1, description="newest checkpoints kept", examples=[2])
-    keep_best: bool = Field(
-        True, description="also keep the one with the best validation loss", examples=[True]
-    )
 
 
 class ObserveSpec(Part):
@@ -202,16 +149,17 @@ class RunSpec(Part):
     seed: int = Field(0, ge=0, lt=2**63, description="seed of everything random", examples=[0])
     objective: Literal["pretrain"] = Field("pretrain", description="pretrain", examples=["pretrain"])
     model: ModelSpec = Field(description="the network", examples=["10M"])
-    tokenizer: TokenizerSpec = Field(default_factory=TokenizerSpec, description="text to tokens")
-    data: DataSpec = Field(
-        description="what is read and how it is mixed", examples=[{"sources": {"code": "src/"}}]
+    start_from: str | None = Field(
+        None,
+        description="a checkpoint whose weights a new run begins with: a folder of another run or of an import",
+        examples=["runs/base/checkpoints/step-00001000.a1"],
     )
+    tokenizer: TokenizerSpec = Field(default_factory=TokenizerSpec, description="text to tokens")
+    data: DataSpec = Field(description="what is read and how it is mixed", examples=[{"sources": {"code": "src/"}}])
     budget: BudgetSpec = Field(default_factory=BudgetSpec, description="how much is trained")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="the optimizer")
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="learning rate over the run")
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="auto, fp32 or bf16", examples=["bf16"]
-    )
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto, fp32 or bf16", examples=["bf16"])
     parallel: ParallelSpec = Field(default_factory=ParallelSpec, description="where it runs")
     guard: GuardSpec = Field(default_factory=GuardSpec, description="the judge of every step")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="saves")

@@ -47,10 +47,7 @@ Data = Prepared | Indexed | Own
 
 
 def open_data(
-    spec: RunSpec,
-    plan: Plan,
-    progress: Callable[[str], None] | None = None,
-    datasets: Mapping[str, Any] | None = None,
+    spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, datasets: Mapping[str, Any] | None = None
 ) -> Data:
     """What a run reads: stores, with `tokenize: on_the_fly` an index of the files, or the caller's own datasets."""
     if datasets or any(_is_own(source) for source in spec.data.sources.values()):
@@ -69,9 +66,7 @@ def _own(spec: RunSpec, datasets: Mapping[str, Any]) -> Own:
     sources = spec.data.sources
     for name, source in sources.items():
         if not _is_own(source):
-            raise UserError(
-                f"data.sources.{name}.path: own datasets and files cannot be mixed: write path: {OWN}"
-            )
+            raise UserError(f"data.sources.{name}.path: own datasets and files cannot be mixed: write path: {OWN}")
         if name not in datasets:
             given = ", ".join(datasets) or "none"
             raise UserError(
@@ -93,9 +88,7 @@ def prepared_folder_of(spec: RunSpec, plan: Plan) -> Path:
     """Where the prepared data of a spec is, or would be."""
     folder = prepared_folder(spec.data, spec.tokenizer, data_cache(spec), _vocab(spec, plan), spec.seed)
     if not (folder / "prepared.json").exists():
-        raise UserError(
-            f"{spec.name}: its data is not prepared yet; run `bessemer data prepare` on the same spec"
-        )
+        raise UserError(f"{spec.name}: its data is not prepared yet; run `bessemer data prepare` on the same spec")
     return folder
 
 

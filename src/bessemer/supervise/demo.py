@@ -88,9 +88,7 @@ def corpus_source(device: torch.device) -> SourceSpec:
     """The standard library's source; on a CPU without its tests, which three minutes would not reach anyway."""
     tests = ["test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*"] if device.type == "cpu" else []
     excluded = [*tests, "pydoc_data/*", "encodings/*"]
-    return SourceSpec(
-        path=[sysconfig.get_paths()["stdlib"]], format="source", include=["*.py"], exclude=excluded
-    )
+    return SourceSpec(path=[sysconfig.get_paths()["stdlib"]], format="source", include=["*.py"], exclude=excluded)
 
 
 def write_poison(folder: Path) -> Path:
@@ -98,9 +96,7 @@ def write_poison(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     path = folder / POISON_NAME
-    path.write_text(
-        "".join(chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(POISON_CHARS)), encoding="utf-8"
-    )
+    path.write_text("".join(chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(POISON_CHARS)), encoding="utf-8")
     return path
 
 
@@ -115,9 +111,7 @@ def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_b
         if machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]:
             rates["bf16"] = training_rate(shape, size.context, size.rows, "bf16", device, 0.6)
         precision = faster_precision(rates)
-        tokens = int(
-            min(TRAINING_SHARE * rates[precision] * seconds, MAX_EPOCHS * corpus_bytes / bytes_per_token)
-        )
+        tokens = int(min(TRAINING_SHARE * rates[precision] * seconds, MAX_EPOCHS * corpus_bytes / bytes_per_token))
         if chosen is not None and tokens < TOKENS_PER_PARAMETER * shape.parameters:
             break
         chosen = Choice(shape, precision, rates[precision], tokens)
@@ -141,9 +135,7 @@ def choose_seed(positions: int) -> tuple[int, float]:
     raise AssertionError("no seed places the poisoned sequence in the middle")
 
 
-def write_spec(
-    folder: Path, runs: str, choice: Choice, poison: Path, device: torch.device
-) -> tuple[Path, RunSpec]:
+def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: torch.device) -> tuple[Path, RunSpec]:
     shape = choice.shape
     size = batching(device)
     steps = max(100, choice.tokens // (size.context * size.rows))
@@ -287,8 +279,6 @@ def completions(folder: Path) -> Iterator[str]:
     """What the model writes."""
     model, tokenizer = load_trained(folder)
     for i, prompt in enumerate(PROMPTS):
-        text = "".join(
-            stream_text(model, tokenizer, prompt, 120, Sampling(temperature=0.6, top_p=0.9, seed=i))
-        )
+        text = "".join(stream_text(model, tokenizer, prompt, 120, Sampling(temperature=0.6, top_p=0.9, seed=i)))
         shown = (prompt + text).splitlines()[:14]
         yield "\n".join(f"  {'>>>' if n == 0 else '...'} {line}" for n, line in enumerate(shown))

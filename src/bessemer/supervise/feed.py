@@ -29,16 +29,12 @@ from bessemer.train.evaluate import HeldOut
 _ENDLESS = 10**15
 
 
-def make_rows(
-    spec: RunSpec, data: Data, context: int, plan: Plan, previous: Plan | None = None
-) -> dict[str, Rows]:
+def make_rows(spec: RunSpec, data: Data, context: int, plan: Plan, previous: Plan | None = None) -> dict[str, Rows]:
     """The rows of every source that the run draws from. Best-fit packing is computed once and kept with the data; how
     much text a row is on the fly is measured once and kept in the plan."""
     if isinstance(data, Own):
         return {
-            name: OwnRows(found, data.tokenizer, context)
-            for name, found in data.train.items()
-            if is_map_style(found)
+            name: OwnRows(found, data.tokenizer, context) for name, found in data.train.items() if is_map_style(found)
         }
     if isinstance(data, Indexed):
         return {name: _lazy_rows(data, name, context, plan, previous) for name in sources_used(spec)}
@@ -100,9 +96,7 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
 
 def explain(spec: RunSpec, rows: dict[str, Rows], training: TrainPlan, plan: Plan) -> None:
     """What the packing and the curriculum cost, in the plan."""
-    packed = [
-        (name, source.index.padding_share) for name, source in rows.items() if isinstance(source, BestFitRows)
-    ]
+    packed = [(name, source.index.padding_share) for name, source in rows.items() if isinstance(source, BestFitRows)]
     if packed:
         shares = {name: f"{share:.2%} padding" for name, share in packed}
         plan.add("data.packing", shares, "whole documents where they fit, none truncated", "computed")

@@ -27,6 +27,7 @@ from bessemer.spec.data import SourceSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.data import OWN, Data, open_data
 from bessemer.supervise.feed import build_stream, make_rows
+from bessemer.supervise.restore import bans_of
 from bessemer.supervise.session import existing_run
 
 
@@ -48,11 +49,11 @@ def stream_of(folder: str | Path) -> tuple[Run, BatchStream, Data, TrainPlan]:
     decided = Plan.from_json((run.folder / "plan.json").read_text())
     rows = make_rows(spec, data, plan.context, Plan(), decided)
     committed = Shelf(run.checkpoints).committed()
-    segments = (
-        [Segment.from_json(entry) for entry in committed[-1][1].segments] if committed else [Segment(0, 0)]
-    )
+    segments = [Segment.from_json(entry) for entry in committed[-1][1].segments] if committed else [Segment(0, 0)]
     stream = build_stream(spec, data, rows, plan, segments)
     assert isinstance(stream, BatchStream), "files can be read again"
+    if committed:
+        stream = stream.replace(banned=bans_of(committed[-1][1]))
     return run, stream, data, plan
 
 

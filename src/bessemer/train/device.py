@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import psutil
 import torch
+from torch import Tensor
 
 from bessemer.errors import UserError
 from bessemer.plan.machine import Machine
@@ -25,8 +26,7 @@ def pick_device(spec: ParallelSpec) -> torch.device:
     if not present[spec.device]:
         here = ", ".join(kind for kind, there in present.items() if there)
         raise UserError(
-            f"parallel.device: {spec.device} is not available to torch here (there is {here}): "
-            "write device: auto"
+            f"parallel.device: {spec.device} is not available to torch here (there is {here}): write device: auto"
         )
     return torch.device(spec.device)
 
@@ -89,7 +89,36 @@ def measure(device: torch.device) -> Machine:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Peak bytes on a GPU, resident bytes of the process elsewhere."""
+    """Peak bytes on a GPU; elsewhere those of the process itself, without mapped data files."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
+    found = psutil.Process().memory_info()
+    return int(found.rss - getattr(found, "shared", 0))
+
+
+def memory_limit(device: torch.device) -> int:
+    """Bytes that `memory_in_use` can grow to."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+class Sent:
+    """Numbers on their way to the host. Reading them waits for the device to have computed them, and for nothing that
+    was given to it since: `tensor.tolist()` would wait for all of it, and leave the device idle afterwards."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._numbers.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._numbers = tensor
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.own_stream import ForwardStream
-from bessemer.data.stream import BatchStream
+from bessemer.data.stream import Batch, BatchStream
+from bessemer.guard.detect.alarm import Alarm
+from bessemer.guard.detect.watch import Watch
+from bessemer.guard.hang import Watchdog
+from bessemer.guard.inside import Inside
 from bessemer.guard.judge import Judge
+from bessemer.guard.ladder import Ladder
+from bessemer.guard.recovery import Recovering
 from bessemer.model.transformer import Decoder
-from bessemer.optim.guarded import GuardedAdamW
+from bessemer.optim.ema import Ema
+from bessemer.optim.guarded import Guarded
 from bessemer.optim.schedule import Schedule
-from bessemer.plan.decide import TrainPlan
+from bessemer.plan.decide import Interval, TrainPlan
 from bessemer.run.directory import RunWriter
 from bessemer.spec.schema import RunSpec
+from bessemer.train.copies import Copies
 from bessemer.train.evaluate import Evaluator
 from bessemer.train.objective import CausalLM
 
@@ -30,9 +43,63 @@ class View(Protocol):
 
 
 class Saver(Protocol):
-    """Makes a checkpoint of the job at a step; the name of it, or None when the disk refused (said in an event)."""
+    """Makes checkpoints of the job."""
 
-    def save(self, job: Job, step: int, validation_loss: float | None) -> str | None: ...
+    shelf: Shelf
+
+    def save(self, job: Job, step: int, validation_loss: float | None) -> str | None:
+        """The checkpoint's name, or None when the disk refused (said in an event)."""
+        ...
+
+    def poll(self, job: Job) -> None:
+        """Tell of a save that ended in the background."""
+        ...
+
+    def wait(self, job: Job, uploads: bool = False) -> bool:
+        """Wait for a save in flight; False if it failed."""
+        ...
+
+    def interval_s(self, job: Job) -> float | None:
+        """Seconds between saves where the spec leaves that open."""
+        ...
+
+    def confirm(self, job: Job, done: int) -> None:
+        """Mark a checkpoint as healthy when enough quiet steps have come after it."""
+        ...
+
+    def abandon(self, job: Job, after_step: int) -> list[str]:
+        """Delete what was saved after a step that the run went back to; the names."""
+        ...
+
+    def save_scene(self, job: Job, shelf: Shelf, step: int) -> Path:
+        """The judged state of a step, outside of the run's own checkpoints."""
+        ...
+
+
+class Faults(Protocol):
+    """What `bessemer chaos` does to a run on purpose. Called by the loop at the places where things go wrong."""
+
+    def before_step(self, job: Job, step: int) -> None:
+        """Before the forward pass: weights, layers, the process itself."""
+        ...
+
+    def after_backward(self, job: Job, step: int) -> None:
+        """Gradients are there, and not yet measured."""
+        ...
+
+    def lr(self, step: int, planned: float) -> float:
+        """The learning rate that the update really uses."""
+        ...
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """A gentler step for a while after a rollback: factors on the learning rate and on the clipping limit."""
+
+    from_step: int
+    until_step: int
+    lr_scale: float
+    clip_scale: float
 
 
 @dataclass
@@ -45,6 +112,8 @@ class Progress:
     clipped: int = 0
     best_validation: float | None = None
     evaluations_since_best: int = 0
+    rollbacks: int = 0
+    trial_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,6 +127,28 @@ class Interrupt:
 
 
 @dataclass
+class Clock:
+    """When an interval, in steps or seconds, is due."""
+
+    interval: Interval
+    last_s: float = field(default_factory=time.monotonic)
+
+    def due(self, done: int, hurry: int = 1, seconds: float | None = None) -> bool:
+        """After `done` steps; `hurry` times as often as usual; `seconds` where they are only known as the run goes."""
+        steps, seconds = self.interval.steps, seconds or self.interval.seconds
+        by_steps = steps is not None and done % max(1, steps // hurry) == 0
+        return by_steps or (seconds is not None and (time.monotonic() - self.last_s) * hurry >= seconds)
+
+    def both_due(self, done: int) -> bool:
+        """When so many steps and so much time have passed, for what must stay cheap in fast and in slow runs."""
+        steps, seconds = self.interval.steps, self.interval.seconds
+        return done % (steps or 1) == 0 and time.monotonic() - self.last_s >= (seconds or 0.0)
+
+    def reset(self) -> None:
+        self.last_s = time.monotonic()
+
+
+@dataclass
 class Job:
     """One run, ready to go on from `start_step`."""
 
@@ -66,7 +157,7 @@ class Job:
     device: torch.device
     model: Decoder
     objective: CausalLM
-    optimizer: GuardedAdamW
+    optimizer: Guarded
     schedule: Schedule
     judge: Judge
     stream: BatchStream | ForwardStream
@@ -76,28 +167,94 @@ class Job:
     saver: Saver
     flops_per_token: int
     peak_flops: float
+    watch: Watch
+    inside: Inside
+    ladder: Ladder
+    decode: Callable[[list[int]], str]
+    ema: Ema | None = None
+    copies: Copies | None = None
+    watchdog: Watchdog | None = None
+    faults: Faults | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
     progress: Progress = field(default_factory=Progress)
     start_step: int = 0
-    nonfinite_streak: int = 0
+    adjustments: list[Adjustment] = field(default_factory=list)
+    recovering: list[Recovering] = field(default_factory=list)
+    last_trouble: int = -1  # step of the last incident
+    careful_until: int = 0  # saves are more frequent before this step
+    clocks: dict[str, Clock] = field(default_factory=dict)
+    history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=1024))  # records of the last steps
 
     def state(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint, by name. Everything else about a run is closed-form or in the manifest."""
         state = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
         state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        if self.ema:
+            state |= {f"ema.{name}": tensor for name, tensor in self.ema.state().items()}
         state |= {f"guard.{name}": tensor for name, tensor in self.judge.state().items()}
         return state
+
+    def guard_state(self) -> dict[str, Any]:
+        """What the guard has to remember besides its window, for the manifest."""
+        return {
+            "adjustments": [asdict(adjustment) for adjustment in self.adjustments],
+            "ladder": self.ladder.state(),
+            "watch": self.watch.state(),
+            "careful_until": self.careful_until,
+            # Those of the spec's lists too: past steps replay, and are gone back to, as they were.
+            "bans": [[*document, position] for document, position in dict(self.stream.banned).items()],
+        }
+
+    def load_guard_state(self, state: dict[str, Any]) -> None:
+        self.adjustments = [Adjustment(**entry) for entry in state["adjustments"]]
+        self.ladder.load(state["ladder"])
+        self.watch.load(state["watch"])
+        self.careful_until = state["careful_until"]
+
+    def clock(self, name: str, interval: Interval) -> Clock:
+        """One that goes on over incidents: trouble every few minutes must not put off saves for ever."""
+        return self.clocks.setdefault(name, Clock(interval))
+
+    def _scale(self, step: int, key: str) -> float:
+        scale = 1.0
+        for adjustment in self.adjustments:
+            if adjustment.from_step <= step < adjustment.until_step:
+                scale *= getattr(adjustment, key)
+        return scale
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step: the schedule's, and gentler for a while after a rollback."""
+        return self.schedule.lr(step) * self._scale(step, "lr_scale")
+
+    def clip(self, step: int) -> float:
+        return self.spec.optimizer.clip * self._scale(step, "clip_scale")
 
     def event(self, kind: str, **details: Any) -> None:
         """Into the run's events, and in front of whoever watches."""
         self.view.event(self.run.event(kind, **details))
 
 
+@dataclass
+class Incident:
+    """Why the loop stood still: a step that was vetoed, or an alarm that asks for more than a note. Nothing was updated
+    since the step was judged, so the job's weights are those it was computed with."""
+
+    step: int
+    symptom: str
+    severity: str  # "veto", or the alarm's
+    record: dict[str, Any]
+    statistics: dict[str, float]
+    batches: list[Batch]
+    alarm: Alarm | None = None
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How the loop ended: finished, interrupted or failed, after `step` steps."""
+    """How the loop ended: finished, interrupted, failed, or at an incident that somebody has to deal with before it can
+    go on. `step` steps are done."""
 
     kind: str
     reason: str
     step: int
     validation: dict[str, Any] | None = None
+    incident: Incident | None = None

@@ -1,7 +1,8 @@
 """The loop. Read it top to bottom: take the micro-batches of a step, sum losses, backward, judge, step, log, save.
 
-Numbers of a step are read on the host one step later, so that a GPU never waits for Python. A step's number counts
-attempts, from 0: data position and schedule advance on a veto, the optimizer's own count does not.
+Numbers of a step are read on the host when the next one's forward and backward are under way, so that a GPU never waits
+for Python, and before the next one's update: at an incident the weights are those that the step was judged with. A
+step's number counts attempts, from 0: data position and schedule advance on a veto, the optimizer's count does not.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bessemer.data.prefetch import Prefetch
+from bessemer.data.repetition import mostly_repeated
 from bessemer.data.stream import Batch
-from bessemer.guard.judge import ACCEPT, NONFINITE, REASONS, Verdict
+from bessemer.guard.detect.alarm import Alarm
+from bessemer.guard.inside import Look
+from bessemer.guard.judge import ACCEPT, REASONS, Verdict
 from bessemer.optim.guarded import clip_divisor
-from bessemer.plan.decide import Interval
 from bessemer.train.blame import blame
-from bessemer.train.device import memory_in_use, synchronize
-from bessemer.train.job import Job, Outcome
+from bessemer.train.device import Sent, memory_in_use, synchronize
+from bessemer.train.job import Clock, Incident, Job, Outcome
 from bessemer.train.precision import compute_in
+
+LOOK_ROWS = 2  # sequences of a look inside the model
+CAREFUL = 4  # times as many saves after an incident
 
 
 @dataclass
@@ -31,45 +38,80 @@ class Attempt:
     """A step whose numbers are still on the device."""
 
     step: int
-    lr: float
     tokens: int
-    verdict: Verdict
-    numbers: Tensor  # loss, gradient norm, correct
+    loss: Tensor
+    correct: Tensor
     batches: list[Batch]
     losses: list[Tensor]
     wait_s: float
     step_s: float = 0.0
+    lr: float = 0.0
+    clip: float = 0.0
+    sent: Sent | None = None  # loss, gradient norm, correct, and the verdict's numbers if it was judged
+    look: Look | None = None
 
 
-def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt:
-    """Forward, backward, judge, and the update unless it is vetoed."""
+def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt:
+    """Losses and gradients of a step; nothing is updated yet."""
+    if job.faults:
+        job.faults.before_step(job, step)
     count = job.stream.step_count(step)
     loss = torch.zeros((), device=job.device)
     correct = torch.zeros((), device=job.device)
     losses = []
     for batch in batches:
         with compute_in(job.plan.precision, job.device):
-            terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), count)
+            # A step whose documents are all banned has nothing to learn from, and a loss of zero.
+            terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), count or 1.0)
         terms.loss.backward()
         loss += terms.loss.detach()
         correct += terms.correct
         losses.append(terms.nll_BT)
+    if job.faults:
+        job.faults.after_backward(job, step)
+    return Attempt(step, int(count), loss, correct, batches, losses, wait_s)
+
+
+def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
+    """The verdict, and the update unless it is vetoed; no host sync where the optimizer allows."""
+    step = attempt.step
     norm = job.optimizer.grad_norm()
-    verdict = job.judge.judge(loss, norm)
-    lr = job.schedule.lr(step)
-    reject = verdict.reject.to(job.device) if job.spec.guard.enabled else torch.zeros((), device=job.device)
-    job.optimizer.step(lr, reject, clip_divisor(norm, job.spec.optimizer.clip))
-    return Attempt(
-        step, lr, int(count), verdict, torch.stack((loss, norm.float(), correct)), batches, losses, wait_s
-    )
+    attempt.clip, attempt.lr = job.clip(step), job.lr(step)
+    if job.faults:
+        attempt.lr = job.faults.lr(step, attempt.lr)
+    divisor = clip_divisor(norm, attempt.clip)
+    numbers = torch.stack((attempt.loss, norm.float(), attempt.correct))
+    if job.spec.guard.enabled and attempt.tokens:
+        repeated = mostly_repeated(attempt.batches, job.spec.guard.repeat_share)
+        verdict = job.judge.judge(attempt.loss, norm, repeated)
+        reject = verdict.reject.to(job.device)
+        numbers = torch.cat((numbers, verdict.numbers.to(job.device)))
+    else:
+        reject = torch.zeros((), device=job.device) if attempt.tokens else torch.ones((), device=job.device)
+    attempt.sent = Sent(numbers)
+    if looking:
+        job.inside.before()
+    job.optimizer.step(attempt.lr, reject, divisor)
+    if job.ema:
+        job.ema.update(reject)
+    if looking:
+        job.inside.after()
+        attempt.look = look_inside(job, attempt.batches)
 
 
-def report_step(job: Job, attempt: Attempt) -> str | None:
-    """Read a step's numbers, write them down; a reason if the run must not go on."""
-    loss, norm, correct = attempt.numbers.tolist()
-    verdict = attempt.verdict.read()
-    code = int(verdict["code"]) if job.spec.guard.enabled else ACCEPT
-    clipped = math.isfinite(norm) and norm > job.spec.optimizer.clip
+def look_inside(job: Job, batches: list[Batch]) -> Look:
+    feed = job.objective.feed(batches[0].part(0, LOOK_ROWS), job.device)
+    with compute_in(job.plan.precision, job.device):
+        return job.inside.look(job.model, feed.tokens_BT, feed.mask_B1TT)
+
+
+def report_step(job: Job, attempt: Attempt) -> Incident | None:
+    """Read a step's numbers, write them down; an incident if the run must not simply go on."""
+    assert attempt.sent is not None
+    loss, norm, correct, *judged = attempt.sent.read()
+    verdict = Verdict.named(judged) if judged else {}
+    code = int(verdict.get("code", ACCEPT))
+    clipped = math.isfinite(norm) and norm > attempt.clip
     progress = job.progress
     progress.tokens += attempt.tokens
     progress.elapsed_s += attempt.step_s
@@ -77,7 +119,8 @@ def report_step(job: Job, attempt: Attempt) -> str | None:
     progress.clipped += clipped
     record = {
         "step": attempt.step, "loss": loss, "accuracy": round(correct / max(1, attempt.tokens), 5), "grad_norm": norm,
-        "lr": attempt.lr, "clipped": clipped, "veto": REASONS.get(code), "tokens": progress.tokens,
+        "lr": attempt.lr, "clip": attempt.clip, "clipped": clipped, "veto": REASONS.get(code),
+        "tokens": progress.tokens,
         "tokens_per_s": round(attempt.tokens / attempt.step_s, 1),
         "mfu": round(attempt.tokens * job.flops_per_token / attempt.step_s / job.peak_flops, 4),
         "step_s": round(attempt.step_s, 5), "data_wait_s": round(attempt.wait_s, 5),
@@ -85,45 +128,57 @@ def report_step(job: Job, attempt: Attempt) -> str | None:
     }  # fmt: skip
     job.run.step(record)
     job.view.step(record)
+    job.history.append(record)
+    job.recovering = [watched for watched in job.recovering if not watched.step(record)]
+    statistics = {key: round(value, 4) for key, value in verdict.items() if key not in ("code", "reopened")}
     if code != ACCEPT:
         job.event(
-            "veto", step=attempt.step, reason=REASONS[code], loss=loss, grad_norm=norm,
-            statistics={key: round(value, 4) for key, value in verdict.items() if key not in ("code", "reopened")},
+            "veto", step=attempt.step, reason=REASONS[code], loss=loss, grad_norm=norm, statistics=statistics,
             documents=blame(job.stream, attempt.batches, attempt.losses),
         )  # fmt: skip
-    if verdict["reopened"] and job.spec.guard.enabled:
-        job.event(
-            "guard_reopened", step=attempt.step, loss=loss,
-            reason=f"{job.spec.guard.max_vetoes} vetoes in a row: taken for a lasting change, the window starts anew",
+    if verdict.get("reopened"):
+        reason = f"{job.spec.guard.max_vetoes} vetoes in a row: taken for a lasting change, the window starts anew"
+        job.event("guard_reopened", step=attempt.step, loss=loss, reason=reason)
+    if verdict.get("gave_way"):
+        share = job.spec.guard.veto_share
+        reason = f"{share:.0%} of the last {job.spec.guard.window} steps were vetoed: such steps belong to the data"
+        job.event("guard_gave_way", step=attempt.step, loss=loss, reason=reason)
+    alarms = raise_alarms(job, attempt, record) if job.spec.guard.enabled else []
+    urgent = next((alarm for alarm in alarms if alarm.severity in ("rollback", "stop")), None)
+    if code != ACCEPT or urgent:
+        return Incident(
+            attempt.step, REASONS[code] if code != ACCEPT or not urgent else urgent.finding.symptom,
+            urgent.severity if urgent else "veto", record, statistics, attempt.batches, urgent,
         )  # fmt: skip
-    job.nonfinite_streak = job.nonfinite_streak + 1 if code == NONFINITE else 0
-    if job.nonfinite_streak >= job.spec.guard.max_vetoes:
-        return f"{job.nonfinite_streak} steps in a row had a non-finite loss or gradient; the weights are from before"
     return None
 
 
-@dataclass
-class Clock:
-    """When an interval, in steps or seconds, is due."""
+def raise_alarms(job: Job, attempt: Attempt, record: dict[str, Any]) -> list[Alarm]:
+    """What the detectors say of a step, each alarm an event."""
+    if not attempt.tokens:
+        return []
+    planned = {**record, "lr_planned": job.lr(attempt.step)}
+    alarms = job.watch.step(planned, (time.time(), time.monotonic()))
+    if attempt.look:
+        alarms += job.watch.inside(attempt.step, attempt.look.read())
+    for alarm in alarms:
+        tell(job, alarm)
+    return alarms
 
-    interval: Interval
-    last_s: float = field(default_factory=time.monotonic)
 
-    def due(self, done: int) -> bool:
-        by_steps = self.interval.steps is not None and done % self.interval.steps == 0
-        by_time = (
-            self.interval.seconds is not None and time.monotonic() - self.last_s >= self.interval.seconds
-        )
-        return by_steps or by_time
-
-    def reset(self) -> None:
-        self.last_s = time.monotonic()
+def tell(job: Job, alarm: Alarm) -> None:
+    finding = alarm.finding
+    job.event(
+        "alarm", step=alarm.step, alarm=alarm.kind, severity=alarm.severity, reason=finding.symptom,
+        evidence=finding.evidence, cause=finding.cause, confidence=finding.confidence, fix=finding.fix,
+    )  # fmt: skip
 
 
 def validate(job: Job, done: int) -> dict[str, Any]:
     """Evaluate after `done` steps, note a new best."""
     start = time.perf_counter()
-    result = job.evaluator.evaluate(job.model, job.objective)
+    with job.ema.swap() if job.ema else nullcontext():
+        result = job.evaluator.evaluate(job.model, job.objective)
     record = {
         "step": done,
         **asdict(result),
@@ -137,6 +192,8 @@ def validate(job: Job, done: int) -> dict[str, Any]:
         progress.evaluations_since_best += 1
     job.run.validation(record)
     job.view.validation(record)
+    for alarm in job.watch.validation(record) if job.spec.guard.enabled else ():
+        tell(job, alarm)
     return record
 
 
@@ -164,64 +221,90 @@ def changes_at(job: Job) -> dict[int, str]:
     steps = job.stream.steps
     changes = {phase.from_step: "the batch size changes" for phase in steps.batch_phases[1:]}
     for phase in job.stream.order.phases[1:]:
-        first = bisect.bisect_right(
-            range(job.plan.total_steps), phase.start, key=lambda step: steps.range(step)[1]
-        )
+        first = bisect.bisect_right(range(job.plan.total_steps), phase.start, key=lambda step: steps.range(step)[1])
         changes[first] = "the data mixture changes"
     return changes
 
 
+def save_due(job: Job, saves: Clock, done: int) -> bool:
+    hurry = CAREFUL if done < job.careful_until else 1
+    return saves.due(done, hurry, job.saver.interval_s(job))
+
+
 def train_loop(job: Job) -> Outcome:
-    """Run until the budget, a stopping rule, a signal or a fault; what was reached is saved in each case."""
+    """Run until the budget, a stopping rule, a signal, an incident or a fault; what was reached is saved in each case
+    but an incident, after which the caller repairs the job and calls again."""
     total = job.plan.total_steps
-    evaluations, saves = Clock(job.plan.evaluate), Clock(job.plan.save)
+    evaluations, saves = job.clock("evaluate", job.plan.evaluate), job.clock("save", job.plan.save)
+    looks, copying = job.clock("look", job.plan.look), job.clock("copy", job.plan.copy)
     changes = changes_at(job)
     validation = validate(job, 0) if job.start_step == 0 and job.evaluator.available else None
     pending: Attempt | None = None
+    job.judge.expect(job.stream.steps.rows(job.start_step))
     job.model.train()
     with Prefetch(job.stream, job.plan.micro_rows, pin=job.device.type == "cuda") as feed:
         for step in range(job.start_step, total):
             began = time.perf_counter()
+            attempt = forward_backward(job, step, feed.get(step), feed.wait_s)
+            # The step before is read while this one runs on the device. Nothing is updated before its verdict is known.
+            if pending and (incident := report_step(job, pending)):
+                job.optimizer.discard()
+                return Outcome("incident", incident.symptom, step, validation, incident)
             if step in changes:
                 job.judge.reopen()
+                job.judge.expect(job.stream.steps.rows(step))
+                job.watch.reopen(changes[step])
                 job.event("guard_reopened", step=step, reason=changes[step])
-            attempt = attempt_step(job, step, feed.get(step), feed.wait_s)
-            fault = report_step(job, pending) if pending else None
+            if job.copies and copying.due(step):
+                job.copies.take(job, step)
+                copying.reset()
+            looking = job.spec.guard.enabled and looks.both_due(step)
+            if looking:
+                looks.reset()
+            judge_and_update(job, attempt, looking)
             attempt.step_s = time.perf_counter() - began
             pending, done = attempt, step + 1
+            job.saver.poll(job)
+            job.saver.confirm(job, done)
 
             # Most steps end here. The rest is for boundaries: evaluate, save, perhaps leave.
-            leaving = done == total or fault is not None or out_of_time(job, attempt)
-            evaluating = (
-                job.evaluator.available and (leaving or evaluations.due(done)) and not job.interrupt.signal
-            )
-            if not (leaving or evaluating or saves.due(done) or job.interrupt.signal):
+            leaving = done == total or out_of_time(job, attempt)
+            evaluating = job.evaluator.available and (leaving or evaluations.due(done)) and not job.interrupt.signal
+            saving = save_due(job, saves, done)
+            boundary = leaving or evaluating or saving or bool(job.interrupt.signal)
+            if job.watchdog:
+                job.watchdog.beat(step, long=boundary)
+            if not boundary:
                 continue
             waited = time.perf_counter()
             synchronize(job.device)  # nothing may be in flight, and the wait belongs to the step
             attempt.step_s += time.perf_counter() - waited
-            last = report_step(job, attempt)
-            fault, pending = fault or last, None
-            evaluating = evaluating and not fault
+            pending = None
+            if incident := report_step(job, attempt):
+                return Outcome("incident", incident.symptom, done, validation, incident)
             if evaluating:
                 validation = validate(job, done)
                 evaluations.reset()
             reason = stop_reason(job, validation if evaluating else None)
-            new_best = (
-                evaluating and job.spec.checkpoint.keep_best and job.progress.evaluations_since_best == 0
-            )
-            if leaving or new_best or reason or saves.due(done) or job.interrupt.signal:
+            new_best = evaluating and job.spec.checkpoint.keep_best and job.progress.evaluations_since_best == 0
+            if leaving or new_best or reason or saving or job.interrupt.signal:
                 saved = job.saver.save(job, done, validation["loss"] if evaluating and validation else None)
                 saves.reset()
-                if saved is None and (leaving or reason or job.interrupt.signal):
-                    fault = (
-                        fault
-                        or "the last state could not be saved; make room and start again from the checkpoint before"
-                    )
-            if fault:
-                return Outcome("failed", fault, done, validation)
-            if reason and done < total:
-                return Outcome("finished", reason, done, validation)
-            if job.interrupt.signal and done < total:
-                return Outcome("interrupted", job.interrupt.signal, done, validation)
-    return Outcome("finished", "the budget is spent", total, validation)
+                if leaving or reason or job.interrupt.signal:
+                    return leave(job, done, validation, reason, saved is not None)
+    # The last step was an incident, and was dealt with: what is left is to evaluate, save and leave.
+    validation = validate(job, total) if job.evaluator.available and not job.interrupt.signal else None
+    saved = job.saver.save(job, total, validation["loss"] if validation else None)
+    return leave(job, total, validation, None, saved is not None)
+
+
+def leave(job: Job, done: int, validation: dict[str, Any] | None, reason: str | None, saved: bool) -> Outcome:
+    """How the run ends after its last save."""
+    if not (saved and job.saver.wait(job, uploads=True)):
+        fault = "the last state could not be saved; make room and start again from the checkpoint before"
+        return Outcome("failed", fault, done, validation)
+    if done == job.plan.total_steps:
+        return Outcome("finished", "the budget is spent", done, validation)
+    if reason:
+        return Outcome("finished", reason, done, validation)
+    return Outcome("interrupted", job.interrupt.signal or "", done, validation)

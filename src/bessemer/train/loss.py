@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = (
-    4 << 20
-)  # of float32 logits; on two cores the best of 1 to 128 MB at 8,192 words, all alike at 2,048
+CHUNK_BYTES = 4 << 20  # of float32 logits; on two cores the best of 1 to 128 MB at 8,192 words, all alike at 2,048
 CHUNK_BYTES_GPU = 512 << 20
 
 

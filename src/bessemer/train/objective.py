@@ -47,11 +47,7 @@ class CausalLM:
 
         def move(array: np.ndarray) -> Tensor:
             tensor = torch.from_numpy(array)
-            return (
-                tensor.pin_memory().to(device, non_blocking=True)
-                if device.type == "cuda"
-                else tensor.to(device)
-            )
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
         mask = None
         if not self.cross_documents and not batch.single_document:

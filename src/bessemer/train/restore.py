@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from bessemer.checkpoint.lineage import read_tags
 from bessemer.checkpoint.manifest import Damaged
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from bessemer.train.device import pick_device
 def find_checkpoint(run: Run, which: str) -> Path:
     """`last`, `best` or a checkpoint's name."""
     shelf = Shelf(run.checkpoints)
+    which = read_tags(run.checkpoints).get(which, which)
     names = {path.name: path for path, _ in shelf.committed()}
     if not names:
         raise UserError(f"{run.folder}: no checkpoint yet; train it first")
@@ -33,6 +35,7 @@ def find_checkpoint(run: Run, which: str) -> Path:
         if best is None:
             raise UserError(f"{run.folder}: no checkpoint has a validation loss; use last")
         return best
+    names |= {path.name: path for path, _ in shelf.committed("model")}
     if which not in names:
         raise UserError(f"{run.folder}: no checkpoint {which!r}; there are last, best, {', '.join(names)}")
     return names[which]

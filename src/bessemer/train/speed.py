@@ -10,7 +10,9 @@ import torch
 
 from bessemer.data.stream import Batch
 from bessemer.model.transformer import build
-from bessemer.optim.guarded import GuardedAdamW, clip_divisor
+from bessemer.optim.choose import make_optimizer
+from bessemer.optim.guarded import clip_divisor
+from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import synchronize
 from bessemer.train.objective import CausalLM
@@ -30,7 +32,7 @@ def training_rate(
 ) -> float:
     """Tokens a second of forward, backward and update: the median of the steps that fit in the budget, at least two."""
     model = build(shape, device, seed=0)
-    optimizer = GuardedAdamW(model.named_parameters(), (0.9, 0.95), 1e-8, 0.1)
+    optimizer = make_optimizer(model.named_parameters(), OptimizerSpec())
     objective, batch = CausalLM(cross_documents=False), random_batch(shape.vocab, rows, context)
     accept = torch.zeros((), device=device)
     times: list[float] = []

@@ -131,17 +131,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
     "c4, many sentences": (
         "c4",
-        {
-            "min_sentences": 20,
-            "min_line_words": 1,
-            "line_end_punctuation": False,
-            "drop_curly_brackets": False,
-        },
+        {"min_sentences": 20, "min_line_words": 1, "line_end_punctuation": False, "drop_curly_brackets": False},
         lambda: theirs.C4QualityFilter(
-            min_num_sentences=20,
-            min_words_per_line=1,
-            filter_no_terminal_punct=False,
-            filter_curly_bracket=False,
+            min_num_sentences=20, min_words_per_line=1, filter_no_terminal_punct=False, filter_curly_bracket=False
         ),
     ),
     "c4 paragraphs": (
@@ -184,11 +176,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
 def read(file: Path) -> str:
     raw = file.read_bytes()
     try:
-        return (
-            (gzip.decompress(raw) if file.suffix == ".gz" else raw)
-            .decode("utf-8", "replace")
-            .replace("\0", "")
-        )
+        return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8", "replace").replace("\0", "")
     except (OSError, EOFError):
         return ""
 
@@ -246,9 +234,7 @@ def test_outcomes_and_reasons_are_the_same(case: str, documents: list[str]) -> N
 
 def test_words_are_the_same(documents: list[str]) -> None:
     memory = Words()
-    different = [
-        text[:80] for text in documents if memory.count(text) != len(their_text.split_into_words(text))
-    ]
+    different = [text[:80] for text in documents if memory.count(text) != len(their_text.split_into_words(text))]
     assert len(different) <= 0.001 * len(documents), different[:3]
 
 

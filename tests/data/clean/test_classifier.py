@@ -39,9 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "a.jsonl").write_text(rows)
     three = {name: [root / name] for name in SUBJECTS}
     train_classifier(three, root / "domain", bits=14, epochs=8)
-    train_classifier(
-        {"good": [root / "law"], "other": [root / "cooking"]}, root / "quality", bits=14, epochs=8
-    )
+    train_classifier({"good": [root / "law"], "other": [root / "cooking"]}, root / "quality", bits=14, epochs=8)
     return root
 
 
@@ -53,9 +51,7 @@ def here(function: Any, tasks: Any) -> list[Any]:
     return [function(task) for task in tasks]
 
 
-def run(
-    step: Quality, parts: list[list[str]], folder: Path, batch: int, each: Any = here
-) -> tuple[list[Any], Any]:
+def run(step: Quality, parts: list[list[str]], folder: Path, batch: int, each: Any = here) -> tuple[list[Any], Any]:
     """As a pipeline does it, with documents in batches."""
     collected = []
     for number, found in enumerate(parts):
@@ -82,9 +78,7 @@ def test_quality_keeps_what_is_like_the_good_folder(models: Path, tmp_path: Path
     both = [*texts("law", 5), *texts("cooking", 5)]
     outcomes, summary = run(step, [both], tmp_path, batch=100)
     assert outcomes[:5] == [None] * 5
-    assert all(
-        isinstance(o, Drop) and o.reason == "quality below 0.5" and o.value < 0.5 for o in outcomes[5:10]
-    )
+    assert all(isinstance(o, Drop) and o.reason == "quality below 0.5" and o.value < 0.5 for o in outcomes[5:10])
     assert all(0.5 <= labels["quality"] <= 1 for labels in outcomes[10:15]) and outcomes[15:] == [{}] * 5
     assert summary["documents"] == 10 and summary["kept"] == 5
 
@@ -95,9 +89,7 @@ def test_the_best_share_is_the_same_for_any_batches_and_workers(models: Path, tm
     whole, summary = run(step, parts, tmp_path, batch=10_000)
     assert summary["kept"] == 7
     with ProcessPoolExecutor(2) as pool:
-        split, again = run(
-            step, parts, tmp_path, 10_000, lambda function, tasks: list(pool.map(function, tasks))
-        )
+        split, again = run(step, parts, tmp_path, 10_000, lambda function, tasks: list(pool.map(function, tasks)))
     assert split == whole and again == summary
     by_batch = [
         [outcome for outcome in run(step, parts, tmp_path, batch)[0] if not isinstance(outcome, dict)]
@@ -120,9 +112,7 @@ def test_domain_labels_and_filters(models: Path) -> None:
 def test_an_unsure_domain_says_so(models: Path) -> None:
     some = documents(["", texts("law", 1)[0]])
     chances = (
-        Domain(DomainSpec(model=str(models / "domain")), 0)
-        .model.probabilities([d.text for d in some])
-        .max(axis=1)
+        Domain(DomainSpec(model=str(models / "domain")), 0).model.probabilities([d.text for d in some]).max(axis=1)
     )
     between = float(chances.mean())
     assert chances[0] < between < chances[1]
@@ -134,9 +124,7 @@ def test_an_unsure_domain_says_so(models: Path) -> None:
 
 
 def test_a_domain_that_the_model_does_not_know_is_refused(models: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"domain\.keep: .* has no class 'politics'; it has sports, cooking, law"
-    ):
+    with pytest.raises(UserError, match=r"domain\.keep: .* has no class 'politics'; it has sports, cooking, law"):
         Domain(DomainSpec(model=str(models / "domain"), keep=["politics"]), 0)
 
 

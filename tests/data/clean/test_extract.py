@@ -8,7 +8,7 @@ import pytest
 
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
-from bessemer.spec.clean.extract import ExtractSpec
+from bessemer.spec.clean.text import ExtractSpec
 
 pytest.importorskip("trafilatura", exc_type=ImportError)
 
@@ -57,8 +57,7 @@ def test_tables_can_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "html",
-    ["", "   ", "<html><body></body></html>", "<html><body><script>x()</script></body></html>", "\0\0<"],
+    "html", ["", "   ", "<html><body></body></html>", "<html><body><script>x()</script></body></html>", "\0\0<"]
 )
 def test_a_page_without_text_goes(html: str) -> None:
     assert outcome(page(html)) == Drop("no main text", 0)
@@ -74,9 +73,7 @@ def test_least_and_most_characters_hold_at_their_limits() -> None:
 
 
 def test_favour_recall_keeps_no_less_than_precision() -> None:
-    short = (
-        f"<html><body><div><p>{PROSE}</p></div><div class='teaser'><p>{PROSE[:90]}</p></div></body></html>"
-    )
+    short = f"<html><body><div><p>{PROSE}</p></div><div class='teaser'><p>{PROSE[:90]}</p></div></body></html>"
     kept = {favour: len(str(outcome(page(short), favour=favour))) for favour in ("precision", "recall")}
     assert kept["recall"] >= kept["precision"] > 0
 

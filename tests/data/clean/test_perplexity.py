@@ -14,16 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data.clean import kneser_ney
-from bessemer.data.clean.kneser_ney import (
-    _PIECE_BYTES,
-    BIT,
-    EDGE,
-    UNSURE_BITS,
-    PerplexityModel,
-    find,
-    load,
-    make_table,
-)
+from bessemer.data.clean.kneser_ney import _PIECE_BYTES, BIT, EDGE, UNSURE_BITS, PerplexityModel, find, load, make_table
 from bessemer.data.clean.kneser_ney_fit import Grams, _merged, _unique, count, count_and_smooth, discounts_of
 from bessemer.data.clean.perplexity import Perplexity
 from bessemer.data.clean.train import train_perplexity
@@ -264,9 +255,7 @@ def run(step: Perplexity, texts: list[str], tmp_path: Path) -> tuple[list[object
     ordinals = np.arange(len(texts))
     np.savez(tmp_path / "0.npz", **step.collect(documents, ordinals))
     parts = [Collected(0, tmp_path / "0.npz", "web", len(texts))]
-    rulings, summary = step.resolve(
-        parts, tmp_path, lambda function, tasks: [function(task) for task in tasks]
-    )
+    rulings, summary = step.resolve(parts, tmp_path, lambda function, tasks: [function(task) for task in tasks])
     return step.apply(documents, ordinals, next(iter(rulings))), documents, summary
 
 
@@ -277,9 +266,7 @@ def test_the_step_keeps_the_lowest_and_labels_thirds(trained: Path, tmp_path: Pa
     outcomes, documents, summary = run(step, texts, tmp_path)
     assert outcomes[:10] == [None] * 10
     dropped = [outcome for outcome in outcomes if isinstance(outcome, Drop)]
-    assert len(dropped) == 10 and {outcome.reason for outcome in dropped} == {
-        "perplexity above the best 50 %"
-    }
+    assert len(dropped) == 10 and {outcome.reason for outcome in dropped} == {"perplexity above the best 50 %"}
     bits = step.model.bits_per_byte(texts[:10])
     order = np.argsort(bits)
     parts = [documents[i].labels["perplexity_part"] for i in order]

@@ -33,9 +33,7 @@ WORDS = """the report was sent after a long meeting about water pumps and nobody
 rose over its banks so the town had to move its archive into the old mill where volunteers sorted letters maps and
 photographs by year and street"""
 FIRST = "anna ben carla dmitri elena farid grace hiro ines jack kofi lena marta nils olga pablo qing rosa sven tara zoe"
-LAST = (
-    "schmidt garcia nguyen kowalski o'neill rossi dubois andersson okafor tanaka ivanov becker haddad novak"
-)
+LAST = "schmidt garcia nguyen kowalski o'neill rossi dubois andersson okafor tanaka ivanov becker haddad novak"
 HOSTS = """gmail.com outlook.com yahoo.co.uk web.de orange.fr qq.com proton.me uni-heidelberg.de mit.edu cs.ox.ac.uk
 acme-tools.com example.org mail.ru iinet.net.au startup.io studio.photography bbc.co.uk gmx.at t-online.de
 freie-schule.berlin company.museum"""
@@ -209,9 +207,7 @@ def positive(rng: random.Random, kind: str) -> Placed:
     if kind == "api_key":
         if rng.random() < 0.6:
             return placed(rng, kind, rng.choice([lambda rng: one_of(rng, "marked")] * 8 + [jwt, pem])(rng))
-        value = (
-            one_of(rng, "assigned") if rng.random() < 0.9 else base64.b64encode(rng.randbytes(32)).decode()
-        )
+        value = one_of(rng, "assigned") if rng.random() < 0.9 else base64.b64encode(rng.randbytes(32)).decode()
         return place(rng, "secret_places", value, rng.choice(SECRET_NAMES.split()))
     if kind == "ssn" and rng.random() < 0.15:  # without hyphens only where it is said what it is
         return place(rng, "special ssn", ssn(rng).replace("-", rng.choice(["", " "])))
@@ -254,33 +250,14 @@ def digest(rng: random.Random) -> str:
     data = rng.randbytes(8)
     sha512 = base64.b64encode(hashlib.sha512(data).digest()).decode()
     found = [hashlib.md5(data).hexdigest(), hashlib.sha1(data).hexdigest(), hashlib.sha256(data).hexdigest()]
-    named = [
-        f"sha256:{found[2]}",
-        f"integrity=sha512-{sha512}",
-        f"etag: {found[0]}",
-        f"commit {found[1][:12]}",
-    ]
+    named = [f"sha256:{found[2]}", f"integrity=sha512-{sha512}", f"etag: {found[0]}", f"commit {found[1][:12]}"]
     return rng.choice([*found, *named])
 
 
 def maths(rng: random.Random) -> str:
     a, b = (fill(rng, f"{{n{rng.randint(3, 9)}}}") for _ in range(2))
-    sums = [
-        f"{a} + {b} = {int(a) + int(b)}",
-        f"x = {a}.{b}",
-        f"{a}-{b}",
-        f"{a} * {b}",
-        f"f({a}, {b})",
-        f"{int(a):,}",
-    ]
-    more = [
-        f"{a}/{b}",
-        f"({a[:3]}) {b}",
-        f"{a} +{b}",
-        f"2^{a[:3]}",
-        f"-{a}.{b}e+12",
-        f"3.14159265358979{b[:4]}",
-    ]
+    sums = [f"{a} + {b} = {int(a) + int(b)}", f"x = {a}.{b}", f"{a}-{b}", f"{a} * {b}", f"f({a}, {b})", f"{int(a):,}"]
+    more = [f"{a}/{b}", f"({a[:3]}) {b}", f"{a} +{b}", f"2^{a[:3]}", f"-{a}.{b}e+12", f"3.14159265358979{b[:4]}"]
     return rng.choice([*sums, *more, f"[{a}, {b}]"])
 
 
@@ -311,9 +288,7 @@ WRITTEN = [section.removeprefix("written ") for section in TEMPLATES if section.
 SORTS = [*WRITTEN, *(make.__name__ for make in MADE)]
 
 
-def measure(
-    seed: int = SEED, each: int = EACH, alike: int = ALIKE
-) -> tuple[dict[str, Counter[str]], list[str]]:
+def measure(seed: int = SEED, each: int = EACH, alike: int = ALIKE) -> tuple[dict[str, Counter[str]], list[str]]:
     """Counts for each kind, and every mistake in words."""
     rng = random.Random(seed)
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in ALL_KINDS}

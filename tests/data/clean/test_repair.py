@@ -95,9 +95,7 @@ def test_cleaning_twice_changes_nothing_more(text: str) -> None:
             assert run(step, once) is None
 
 
-@pytest.mark.parametrize(
-    "text", ["\u0301\u0323", "\u0f73", "a\u0301\u0323", "Ã", "Ã©", "â€œ", "é ", "\x00\x85"]
-)
+@pytest.mark.parametrize("text", ["\u0301\u0323", "\u0f73", "a\u0301\u0323", "Ã", "Ã©", "â€œ", "é ", "\x00\x85"])
 def test_hostile_unicode_takes_linear_time(text: str) -> None:
     pytest.importorskip("ftfy")
     run(unicode(form="NFKC"), text * (200_000 // len(text)))
@@ -181,7 +179,7 @@ def test_the_user_may_add_and_switch_off() -> None:
     assert clean(boilerplate(max_words=3), f"we use cookies\nwe use cookies here\n{BODY}").startswith(
         "we use cookies here"
     )
-    with pytest.raises(ValidationError, match="not a regular expression"):
+    with pytest.raises(ValidationError, match="no regular expression"):
         BoilerplateSpec(patterns=["("])
 
 
@@ -190,10 +188,5 @@ def test_a_document_of_boilerplate_goes() -> None:
 
 
 def test_hostile_lines_take_linear_time() -> None:
-    for text in (
-        "| " * 500_000,
-        "home\n" * 200_000 + "x",
-        "|\n" * 500_000,
-        " |" * 140 + "\n" + "x" * 1_000_000,
-    ):
+    for text in ("| " * 500_000, "home\n" * 200_000 + "x", "|\n" * 500_000, " |" * 140 + "\n" + "x" * 1_000_000):
         run(boilerplate(), text)

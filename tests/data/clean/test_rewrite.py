@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from bessemer.data.clean.rewrite import Rewrite
 from bessemer.data.document import Document
 from bessemer.errors import UserError
-from bessemer.spec.clean.rewrite import RewriteSpec
+from bessemer.spec.clean.score import RewriteSpec
 
 UPPER = "def change(texts):\n    CALLS.append(len(texts))\n    return [text.upper() for text in texts]\nCALLS = []\n"
 
@@ -40,9 +40,7 @@ def test_no_answer_keeps_the_original(tmp_path: Path) -> None:
 
 
 def test_half_a_surrogate_pair_is_repaired(tmp_path: Path) -> None:
-    [text] = step(tmp_path, "def change(texts):\n    return [chr(0xD83D) + 'x' for _ in texts]\n").apply(
-        documents("a")
-    )
+    [text] = step(tmp_path, "def change(texts):\n    return [chr(0xD83D) + 'x' for _ in texts]\n").apply(documents("a"))
     assert text == "\N{REPLACEMENT CHARACTER}x"
 
 
@@ -63,9 +61,7 @@ def test_the_share_is_chosen_by_the_text(tmp_path: Path, share: float) -> None:
     assert changed == {text for text, out in zip(reversed(texts), again, strict=True) if out}
 
 
-@given(
-    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12), st.integers(1, 12)
-)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12), st.integers(1, 12))
 def test_batches_do_not_matter(tmp_path_factory: pytest.TempPathFactory, texts: list[str], cut: int) -> None:
     rewrite = step(tmp_path_factory.getbasetemp(), share=0.5)
     whole = rewrite.apply(documents(*texts))

@@ -73,8 +73,7 @@ def collected(spec: dict[str, Any], *texts: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "takes", "expected"),
-    [("length", "texts", [1, 2]), ("one", "text", [1, 2]), ("array", "texts", [0, 1])],
+    ("name", "takes", "expected"), [("length", "texts", [1, 2]), ("one", "text", [1, 2]), ("array", "texts", [0, 1])]
 )
 def test_a_function_of_a_file(scorers: Path, name: str, takes: str, expected: list[float]) -> None:
     assert collected({"function": f"{scorers}:{name}", "takes": takes}, "a", "bb") == expected
@@ -157,9 +156,7 @@ def test_the_whole_way_with_a_label_of_its_own(scorers: Path, tmp_path: Path) ->
     some = documents("aaaa", "aa", "aaa", "a")
     np.savez(tmp_path / "0.npz", **step.collect(some, np.arange(4)))
     rulings, summary = step.resolve(
-        [Collected(0, tmp_path / "0.npz", "s", 4)],
-        tmp_path,
-        lambda function, tasks: [function(t) for t in tasks],
+        [Collected(0, tmp_path / "0.npz", "s", 4)], tmp_path, lambda function, tasks: [function(t) for t in tasks]
     )
     outcomes = step.apply(some, np.arange(4), next(iter(rulings)))
     gone = "size above the best 50 %"

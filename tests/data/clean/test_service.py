@@ -38,11 +38,7 @@ class Server:
         self.times: list[float] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
-        self.answer: Callable[[dict[str, Any]], Answer] = lambda asked: (
-            200,
-            {},
-            {"score": len(asked["text"])},
-        )
+        self.answer: Callable[[dict[str, Any]], Answer] = lambda asked: (200, {}, {"score": len(asked["text"])})
         self._lock = threading.Lock()
         outer = self
 
@@ -99,12 +95,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 @pytest.fixture
 def service(server: Server, tmp_path: Path) -> Callable[..., Service]:
     def make(version: str = "", **settings: Any) -> Service:
-        fast = {
-            "backoff": "0.01s",
-            "requests_per_s": 10_000.0,
-            "timeout": "5s",
-            "cache": str(tmp_path / "a.sqlite"),
-        }
+        fast = {"backoff": "0.01s", "requests_per_s": 10_000.0, "timeout": "5s", "cache": str(tmp_path / "a.sqlite")}
         spec = ServiceSpec.model_validate({"url": server.url, **fast, **settings})
         return Service(spec, version)
 
@@ -147,15 +138,9 @@ def test_batches(server: Server, service: Callable[..., Service]) -> None:
         ask(service(batch=2), "new", "newer")
 
 
-def test_perspective(
-    server: Server, service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_perspective(server: Server, service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSPECTIVE_API_KEY", KEY)
-    server.answer = lambda asked: (
-        200,
-        {},
-        {"attributeScores": {"TOXICITY": {"summaryScore": {"value": 0.5}}}},
-    )
+    server.answer = lambda asked: (200, {}, {"attributeScores": {"TOXICITY": {"summaryScore": {"value": 0.5}}}})
     assert ask(service(preset="perspective"), "é" * 20_000) == [0.5]
     sent = server.requests[0]
     assert sent["requestedAttributes"] == {"TOXICITY": {}} and sent["doNotStore"] is True
@@ -177,9 +162,7 @@ def test_keys_come_from_the_environment_and_go_nowhere_else(
     assert ask(service(key_env="SCORER_KEY", key_header="X-Api-Key: {key}"), "b") == [1]
     assert server.headers[1]["X-Api-Key"] == KEY
     server.answer = lambda asked: (403, {}, f"bad key {KEY} or s3cret%2Fkey%2B1".encode())
-    with pytest.raises(
-        UserError, match=r"status 403 \(bad key \*\*\* or \*\*\*\); check .* SCORER_KEY"
-    ) as error:
+    with pytest.raises(UserError, match=r"status 403 \(bad key \*\*\* or \*\*\*\); check .* SCORER_KEY") as error:
         ask(made, "c")
     assert "s3cret" not in str(error.value)
     monkeypatch.setenv("SCORER_KEY", "two\nlines")
@@ -192,9 +175,7 @@ def test_keys_come_from_the_environment_and_go_nowhere_else(
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 0])
-def test_a_service_that_fails_is_asked_again(
-    server: Server, service: Callable[..., Service], status: int
-) -> None:
+def test_a_service_that_fails_is_asked_again(server: Server, service: Callable[..., Service], status: int) -> None:
     server.failing(2, status)
     assert ask(service(retries=2, parallel=1), "abc") == [3]
     assert len(server.requests) == 3
@@ -204,9 +185,7 @@ def test_a_service_that_fails_is_asked_again(
 
 def test_a_service_that_goes_on_failing_is_an_error(server: Server, service: Callable[..., Service]) -> None:
     server.failing(10**9)
-    with pytest.raises(
-        UserError, match=r"/score: status 503 \(busy\) after 3 attempts; .*\(asked about f\.jsonl:1\)"
-    ):
+    with pytest.raises(UserError, match=r"/score: status 503 \(busy\) after 3 attempts; .*\(asked about f\.jsonl:1\)"):
         ask(service(retries=2), "abc")
     assert len(server.requests) == 3
     with pytest.raises(UserError, match="after one attempt"):
@@ -247,9 +226,7 @@ def test_retry_after_is_respected_by_all(server: Server, service: Callable[..., 
 
 def test_a_pause_that_is_too_long_is_an_error(server: Server, service: Callable[..., Service]) -> None:
     server.failing(1, 429, {"Retry-After": "3600"})
-    with pytest.raises(
-        UserError, match=r"status 429 \(busy\), asking for a pause of 3600 s after one attempt"
-    ):
+    with pytest.raises(UserError, match=r"status 429 \(busy\), asking for a pause of 3600 s after one attempt"):
         ask(service(longest_wait="1 min"), "a")
     assert len(server.requests) == 1
 
@@ -335,9 +312,7 @@ def test_other_refusals_are_not_asked_again(server: Server, service: Callable[..
         ask(service(key_env=None), "b")
 
 
-def test_parameters_of_the_url_are_sent_but_not_shown(
-    server: Server, service: Callable[..., Service]
-) -> None:
+def test_parameters_of_the_url_are_sent_but_not_shown(server: Server, service: Callable[..., Service]) -> None:
     server.answer = lambda asked: (400, {}, b"")
     with pytest.raises(UserError) as error:
         ask(service(url=server.url + "?token=hidden"), "b")
@@ -393,7 +368,6 @@ def test_the_file_of_answers(tmp_path: Path) -> None:
     answers.put([(key, float(i)) for i, key in enumerate(keys)])
     answers.put([(keys[0], 99.0)])  # the first answer stays
     assert Answers(answers.path).get([*keys, b"other"]) == {key: float(i) for i, key in enumerate(keys)}
-    answers.close()
     (tmp_path / "bad.sqlite").write_bytes(b"no database at all" * 100)
     with pytest.raises(UserError, match=r"bad\.sqlite: .*set service\.cache to a file on a local disk"):
         Answers(tmp_path / "bad.sqlite").get([b"a"])

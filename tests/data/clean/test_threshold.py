@@ -26,17 +26,12 @@ def here(function: Any, tasks: Any) -> list[Any]:
     return [function(task) for task in tasks]
 
 
-def collect(
-    folder: Path, parts: list[list[float | None]], sources: list[str] | None = None
-) -> list[Collected]:
+def collect(folder: Path, parts: list[list[float | None]], sources: list[str] | None = None) -> list[Collected]:
     """Parts of scores by ordinal; None is a document that an earlier step has dropped."""
     found = []
     for number, scores in enumerate(parts):
         ordinals = [i for i, score in enumerate(scores) if score is not None]
-        arrays = {
-            "ordinal": np.array(ordinals, np.int64),
-            "score": np.array([scores[i] for i in ordinals], np.float64),
-        }
+        arrays = {"ordinal": np.array(ordinals, np.int64), "score": np.array([scores[i] for i in ordinals], np.float64)}
         path = folder / f"{number}.npz"
         np.savez(path, **(arrays if ordinals else {}))
         found.append(Collected(number, path, sources[number] if sources else "web", len(scores)))
@@ -74,12 +69,7 @@ parts_ = st.lists(st.lists(st.none() | scores_, max_size=12), min_size=1, max_si
 
 @settings(max_examples=80)
 @given(
-    parts_,
-    st.integers(1, 100),
-    st.booleans(),
-    st.sampled_from([1, 2, 10, 1000]),
-    st.integers(1, 3),
-    st.integers(1, 5),
+    parts_, st.integers(1, 100), st.booleans(), st.sampled_from([1, 2, 10, 1000]), st.integers(1, 3), st.integers(1, 5)
 )
 def test_exactly_the_best_share_is_kept(
     parts: list[list[float | None]], percent: int, lower: bool, gathered: int, tasks: int, batch: int
@@ -102,9 +92,7 @@ def test_exactly_the_best_share_is_kept(
         assert sum(summary["histogram"]) == total == summary["documents"]
     # The same documents, whatever the passes: the order of equal ones is a hash of their place.
     with tempfile.TemporaryDirectory() as folder:
-        again, _, _ = outcomes(
-            Threshold("quality", f"best {percent}%", "corpus", 0, lower), Path(folder), parts
-        )
+        again, _, _ = outcomes(Threshold("quality", f"best {percent}%", "corpus", 0, lower), Path(folder), parts)
     assert again == found
 
 
@@ -151,13 +139,7 @@ def test_bounds_at_below_and_above(tmp_path: Path) -> None:
     found, summary, documents = outcomes(Threshold("q", 0.5, "corpus", 0), tmp_path, parts)
     assert found[0] == [Drop("q below 0.5", 0.49), None, None, None, None]
     assert summary["kept"] == 4 and summary["threshold"] == 0.5
-    assert [document.labels for document in documents[0]] == [
-        {},
-        {"q": 0.5},
-        {"q": 0.51},
-        {"q": 0.9},
-        {"q": 0.91},
-    ]
+    assert [document.labels for document in documents[0]] == [{}, {"q": 0.5}, {"q": 0.51}, {"q": 0.9}, {"q": 0.91}]
     found, summary, _ = outcomes(Threshold("q", Bounds(min=0.5, max=0.9), "corpus", 0), tmp_path, parts)
     assert [outcome.reason if outcome else None for outcome in found[0]] == [
         "q below 0.5", None, None, None, "q above 0.9",
@@ -187,23 +169,17 @@ def test_nothing_to_score(tmp_path: Path) -> None:
 
 
 def test_parts_from_the_best_down(tmp_path: Path) -> None:
-    threshold = Threshold(
-        "p", None, "corpus", 0, lower_is_better=True, parts=[("head", 0.3), ("middle", 0.3)]
-    )
+    threshold = Threshold("p", None, "corpus", 0, lower_is_better=True, parts=[("head", 0.3), ("middle", 0.3)])
     _, summary, documents = outcomes(threshold, tmp_path, [[float(i) for i in range(10)]])
     assert [d.labels["p_part"] for d in documents[0]] == ["head"] * 3 + ["middle"] * 3 + ["tail"] * 4
     assert (summary["head_threshold"], summary["middle_threshold"]) == (2.0, 5.0)
-    threshold = Threshold(
-        "p", None, "corpus", 0, lower_is_better=True, parts=[("head", 0.0), ("middle", 0.0)]
-    )
+    threshold = Threshold("p", None, "corpus", 0, lower_is_better=True, parts=[("head", 0.0), ("middle", 0.0)])
     _, _, documents = outcomes(threshold, tmp_path, [[1.0, 2.0]])
     assert [d.labels["p_part"] for d in documents[0]] == ["tail", "tail"]
 
 
 @given(
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.booleans(),
+    st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False), st.booleans()
 )
 @example(0.0, -0.0, False)
 def test_keys_are_in_the_order_of_the_scores(a: float, b: float, lower: bool) -> None:

@@ -95,12 +95,7 @@ def test_each_language_has_its_list(lexicon: str, tmp_path: Path) -> None:
     other = tmp_path / "any"
     other.write_text("weed\n")
     spec = ToxicitySpec(lexicons={"de": lexicon, "any": str(other)}, default_language="fr")
-    labelled = [
-        ("grub", {"language": "de"}),
-        ("grub", {"language": "en"}),
-        ("grub", {}),
-        ("weed", {"language": "en"}),
-    ]
+    labelled = [("grub", {"language": "de"}), ("grub", {"language": "en"}), ("grub", {}), ("weed", {"language": "en"})]
     documents = [Document(text, "f", 1, labels=dict(labels)) for text, labels in labelled]
     assert [outcome is None for outcome in Toxicity(spec, 0).apply(documents)] == [False, True, True, False]
 
@@ -138,12 +133,7 @@ def test_a_classifier_decides_above_its_threshold(
     file.write_bytes(b"weights")
     step = Toxicity(ToxicitySpec(classifier=str(file), lexicons={"en": lexicon}, max_score=0.3), 0)
     documents = [Document(text, "f", 1) for text in ("hm!!!", "hm!!!!", "grub", "fine")]
-    assert step.apply(documents) == [
-        None,
-        Drop("toxic by the classifier", 0.4),
-        Drop("offensive words", 1),
-        None,
-    ]
+    assert step.apply(documents) == [None, Drop("toxic by the classifier", 0.4), Drop("offensive words", 1), None]
     assert [document.labels["toxicity"] for document in documents] == [0.3, 0.4, 0.0, 0.0]
     file.write_bytes(b"other weights")
     assert Toxicity(step.spec, 0).identity != step.identity
@@ -157,9 +147,7 @@ def test_a_real_classifier_file_is_read(tmp_path: Path) -> None:
     import numpy as np
 
     shape = linear.Shape(words=1, chars=0, bits=8)
-    model = linear.LinearModel(
-        ["toxic", "fine"], shape, np.zeros((1, 256), np.int32), np.zeros(1, np.int64), {}
-    )
+    model = linear.LinearModel(["toxic", "fine"], shape, np.zeros((1, 256), np.int32), np.zeros(1, np.int64), {})
     model.save(tmp_path / "toxic.safetensors")
     step = Toxicity(ToxicitySpec(classifier=str(tmp_path / "toxic.safetensors"), max_score=0.5), 0)
     document = Document("any text", "f", 1)
@@ -179,8 +167,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(30)
 def test_no_text_is_slow() -> None:
     lexicon = make_lexicon(
-        [f"{word} {other}" for word in "abcdefgh" for other in "ijklmnop"]
-        + ["ああ" * n for n in range(1, 40)]
+        [f"{word} {other}" for word in "abcdefgh" for other in "ijklmnop"] + ["ああ" * n for n in range(1, 40)]
     )
     for piece in ("a ", "a  ", "あ", "a\n", "ab", " "):
         lexicon.count((piece * 500_000)[:1_000_000])

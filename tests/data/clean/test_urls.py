@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from bessemer.data.clean.lists import Names
+from bessemer.data.clean.lists import Address, Names, address_and_above, host_and_above, split_url
 from bessemer.data.clean.robots import Rule, forbidding_agent, forbids_training, normal_path, parse_robots
-from bessemer.data.clean.url_lists import Address, address_and_above, host_and_above, split_url
 from bessemer.data.clean.urls import BlockUrls, OptOut
 from bessemer.data.document import Document
 from bessemer.data.step import Drop
@@ -30,9 +29,7 @@ def block(pages: list[str], **settings: Any) -> list[Any]:
 
 def gone(pages: list[str], **settings: Any) -> list[str]:
     """Which of the pages are dropped."""
-    return [
-        url for url, outcome in zip(pages, block(pages, **settings), strict=True) if isinstance(outcome, Drop)
-    ]
+    return [url for url, outcome in zip(pages, block(pages, **settings), strict=True) if isinstance(outcome, Drop)]
 
 
 @pytest.mark.parametrize(
@@ -121,13 +118,7 @@ def test_lists_in_plain_hosts_and_ut1_form(tmp_path: Path) -> None:
     (category / "urls").write_text("y.org\nz.org/a\n")
     (category / "expressions").write_text("(sexy|nude)[0-9]+\n")
     urls = [f"http://{name}.example/" for name in ("plain", "a.star", "hosts", "other", "packed", "adult")]
-    urls += [
-        "http://x.org/page/2",
-        "http://10.1.1.1/",
-        "http://y.org/any",
-        "http://z.org/a",
-        "http://q.org/NUDE12",
-    ]
+    urls += ["http://x.org/page/2", "http://10.1.1.1/", "http://y.org/any", "http://z.org/a", "http://q.org/NUDE12"]
     kept = ["http://localhost/", "http://x.org/", "http://a.y.org/", "http://z.org/b", "http://q.org/nude"]
     for folder in ("ut1", "ut1/adult"):
         lists = [str(mixed), str(packed), str(tmp_path / folder)]
@@ -276,15 +267,10 @@ def test_wildcards_match_as_a_slow_matcher_says(pattern: str, path: str) -> None
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["Allow", "Disallow"]), st.text("ab", max_size=4).map("/".__add__)),
-        max_size=5,
-    ),
+    st.lists(st.tuples(st.sampled_from(["Allow", "Disallow"]), st.text("ab", max_size=4).map("/".__add__)), max_size=5),
     st.text("ab", max_size=6).map("/".__add__),
 )
-def test_plain_rules_agree_with_pythons_parser_on_one_rule_and_more(
-    rules: list[tuple[str, str]], path: str
-) -> None:
+def test_plain_rules_agree_with_pythons_parser_on_one_rule_and_more(rules: list[tuple[str, str]], path: str) -> None:
     """Python's takes the first rule that matches: given the longest first, allowing before others, it agrees."""
     lines = ["User-agent: bot", *(f"{kind}: {rule}" for kind, rule in rules)]
     sorted_lines = [
@@ -353,9 +339,7 @@ def test_ids_and_texts_that_opted_out(tmp_path: Path) -> None:
 
 def test_domains_that_opted_out(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("a.example\nb.example/private\n")
-    pages = [
-        page(f"http://{url}") for url in ("www.a.example/x", "b.example/private/1", "b.example/", "c.example")
-    ]
+    pages = [page(f"http://{url}") for url in ("www.a.example/x", "b.example/private/1", "b.example/", "c.example")]
     assert opt_out(pages, lists=[str(tmp_path / "list")], domains=["c.example"]) == [
         Drop("opted out by domain", "a.example"),
         Drop("opted out by address", "b.example/private"),
@@ -410,9 +394,7 @@ def test_ai_txt_speaks_of_types_of_files(tmp_path: Path) -> None:
         "b.example/page": gone,
         "c.example/page": None,
     }
-    assert opt_out([page(f"http://{url}") for url in expected], robots=[str(tmp_path)]) == list(
-        expected.values()
-    )
+    assert opt_out([page(f"http://{url}") for url in expected], robots=[str(tmp_path)]) == list(expected.values())
 
 
 def test_another_robots_txt_is_another_step(tmp_path: Path) -> None:

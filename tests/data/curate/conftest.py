@@ -25,9 +25,7 @@ def sentence(draw: random.Random) -> str:
 
 
 def text(draw: random.Random) -> str:
-    lines = [
-        " ".join(sentence(draw) for _ in range(draw.randrange(1, 5))) for _ in range(draw.randrange(2, 12))
-    ]
+    lines = [" ".join(sentence(draw) for _ in range(draw.randrange(1, 5))) for _ in range(draw.randrange(2, 12))]
     return ("  \n" if draw.random() < 0.2 else "\n").join(lines)
 
 
@@ -41,11 +39,7 @@ def make_corpus(folder: Path, documents: int = 400, seed: int = 5) -> DataSpec:
         for row in range(documents // 4):
             copied = texts and draw.random() < 0.1
             texts.append(draw.choice(texts) if copied else text(draw))
-            record = {
-                "text": texts[-1],
-                "id": f"doc-{number}-{row}",
-                "url": f"https://example.org/{number}/{row}",
-            }
+            record = {"text": texts[-1], "id": f"doc-{number}-{row}", "url": f"https://example.org/{number}/{row}"}
             lines.append(json.dumps(record))
         raw = ("\n".join(lines) + "\n").encode()
         if number == 3:

@@ -147,9 +147,7 @@ def test_bad_rows_are_set_aside_and_counted(tmp_path: Path) -> None:
     assert [(line["row"], line["raw"].strip()) for line in lines] == [(101, rows[100]), (201, rows[200])]
     assert len(texts(corpus)) == 298
     strict = data.model_copy(update={"bad_rows": 0.005})
-    with pytest.raises(
-        UserError, match=r"source 'a': .*a\.jsonl:101: .*2 of 300 rows cannot be used.*0\.005"
-    ):
+    with pytest.raises(UserError, match=r"source 'a': .*a\.jsonl:101: .*2 of 300 rows cannot be used.*0\.005"):
         curate(strict, tmp_path / "cache2", 1 << 20)
 
 

@@ -81,9 +81,7 @@ def test_a_fault_names_the_task_and_shows_the_trace() -> None:
 
 def test_a_worker_killed_for_memory_names_the_task_and_the_way_out() -> None:
     pool = Pool(2)
-    with pytest.raises(
-        UserError, match=r"part 3: the worker was ended by SIGKILL: most likely out of memory"
-    ):
+    with pytest.raises(UserError, match=r"part 3: the worker was ended by SIGKILL: most likely out of memory"):
         each(pool, die_at_the_third, JOBS)
     assert each(pool, square, JOBS)[3] == 9  # the pool works again
     pool.close()
@@ -114,9 +112,7 @@ def test_workers_leave_when_the_parent_is_killed(tmp_path) -> None:
     while len(workers) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
         workers = [
-            child
-            for child in psutil.Process(process.pid).children()
-            if "spawn_main" in " ".join(child.cmdline())
+            child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())
         ]
     assert len(workers) == 2
     process.kill()

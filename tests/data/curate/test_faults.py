@@ -114,14 +114,10 @@ def test_a_full_disk_is_told_and_the_next_run_goes_on(tmp_path: Path) -> None:
     clean: list[Any] = ["whitespace", {"length": {"min_chars": 100}}, "dedup_exact"]
     data = spec_of(clean, 40_000, web=str(path))
     space = [4_096 * blocks for blocks in (*range(5, 190, 12), 256)]
-    done = in_a_namespace(
-        sys.executable, "-c", FULL, str(tmp_path / "disk"), data.model_dump_json(), *map(str, space)
-    )
+    done = in_a_namespace(sys.executable, "-c", FULL, str(tmp_path / "disk"), data.model_dump_json(), *map(str, space))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    expected = {
-        path.name: path.read_bytes().hex() for path in build(data, tmp_path / "cache").folder.iterdir()
-    }
+    expected = {path.name: path.read_bytes().hex() for path in build(data, tmp_path / "cache").folder.iterdir()}
     errors = [one["error"] for one in told]
     assert [error for error in errors if error and not ("space" in error and "run again" in error)] == []
     assert not any(error and "\n" in error for error in errors)
@@ -312,22 +308,14 @@ def test_the_order_in_which_parts_finish_changes_nothing(tmp_path: Path) -> None
         with (tmp_path / name / "1.jsonl").open("a") as file:
             file.write("not json\n")
     score = {"score": {"function": f"{tmp_path}/scorer.py:share", "keep": "best 90%"}}
-    sources = {
-        "z": str(tmp_path / "z"),
-        "a": {"path": str(tmp_path / "a"), "clean": [{"length": {"min_chars": 250}}]},
-    }
+    sources = {"z": str(tmp_path / "z"), "a": {"path": str(tmp_path / "a"), "clean": [{"length": {"min_chars": 250}}]}}
     data = spec_of([{"length": {"min_chars": 300}}, score, "dedup_exact"], 4_000, **sources)
     data = data.model_copy(update={"bad_rows": 0.1})
     forward = build(data, tmp_path / "forward")
     assert digests(build(data, tmp_path / "backwards", Backwards()).folder) == digests(forward.folder)
     report = read_report(forward.folder)
     assert list(report["sources"]) == ["z", "a"]  # as in the spec
-    assert [list(step["by_source"]) for step in report["steps"]] == [
-        ["a"],
-        ["z", "a"],
-        ["z", "a"],
-        ["z", "a"],
-    ]
+    assert [list(step["by_source"]) for step in report["steps"]] == [["a"], ["z", "a"], ["z", "a"], ["z", "a"]]
     assert [Path(row["file"]).parent.name for row in report["bad_rows"]] == ["z", "a"]
     lines = (forward.folder / "quarantine.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == report["bad_rows"]
@@ -343,9 +331,7 @@ def test_damaged_files_of_the_cache_say_what_to_delete(tmp_path: Path) -> None:
     assert load_arrays(tmp_path / "x" / "a.npz")["ordinal"][7] == 7
     for broken in (whole[: len(whole) // 2], b"", b"\x00" * 100):
         (tmp_path / "x" / "a.npz").write_bytes(broken)
-        with pytest.raises(
-            UserError, match=rf"a\.npz: damaged \(.*\); delete the folder {tmp_path}/x and run again"
-        ):
+        with pytest.raises(UserError, match=rf"a\.npz: damaged \(.*\); delete the folder {tmp_path}/x and run again"):
             load_arrays(tmp_path / "x" / "a.npz")
 
 

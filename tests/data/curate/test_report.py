@@ -13,15 +13,7 @@ import pytest
 
 from bessemer.data.curate.ledger import LENGTH_BINS, Tally
 from bessemer.data.curate.page import page
-from bessemer.data.curate.report import (
-    PAGE,
-    QUARANTINE,
-    REPORT,
-    human_bytes,
-    read_report,
-    source_table,
-    table,
-)
+from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, human_bytes, read_report, source_table, table
 from bessemer.data.document import Document
 from bessemer.data.prepare import Prepared, prepare
 from bessemer.data.step import Drop
@@ -119,15 +111,10 @@ def test_steps_are_counted_as_by_hand(made: tuple[Path, Prepared, dict[str, Any]
     assert list(dedup["reasons"].values()) == [[3, size(COPIES)]]
     assert length["changed"] == dedup["changed"] == 0
     assert score["documents_out"] == 13 and score["reasons"] == {}
-    assert report["sources"]["web"]["labels"]["words"] == {
-        "sum": sum(len(text.split()) for text in LONG),
-        "count": 12,
-    }
+    assert report["sources"]["web"]["labels"]["words"] == {"sum": sum(len(text.split()) for text in LONG), "count": 12}
 
 
-def test_examples_are_what_was_dropped_and_where_it_stood(
-    made: tuple[Path, Prepared, dict[str, Any]],
-) -> None:
+def test_examples_are_what_was_dropped_and_where_it_stood(made: tuple[Path, Prepared, dict[str, Any]]) -> None:
     folder, _, report = made
     own, length, dedup, _ = report["steps"]
     lines = (folder / "in" / "a<b>.jsonl").read_text().splitlines()
@@ -176,9 +163,7 @@ def test_of_many_the_examples_are_drawn_by_place_alone() -> None:
     assert {one["value"] for one in forward.examples["poor"]} == {0.1235}
 
 
-def test_the_quarantine_is_gathered_in_the_order_of_the_rows(
-    made: tuple[Path, Prepared, dict[str, Any]],
-) -> None:
+def test_the_quarantine_is_gathered_in_the_order_of_the_rows(made: tuple[Path, Prepared, dict[str, Any]]) -> None:
     folder, prepared, report = made
     lines = [json.loads(line) for line in (prepared.folder / QUARANTINE).read_text().splitlines()]
     raw = (folder / "in" / "a<b>.jsonl").read_text().splitlines()
@@ -223,9 +208,7 @@ def parse(text: str) -> Page:
     return found
 
 
-def test_the_page_is_well_formed_and_documents_are_only_text(
-    made: tuple[Path, Prepared, dict[str, Any]],
-) -> None:
+def test_the_page_is_well_formed_and_documents_are_only_text(made: tuple[Path, Prepared, dict[str, Any]]) -> None:
     _, prepared, report = made
     written = (prepared.folder / PAGE).read_text(encoding="utf-8")
     assert written == page(report)

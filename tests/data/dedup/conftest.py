@@ -77,12 +77,7 @@ def divide(docs: Sequence[Document], parts: int, gaps: int) -> Iterator[tuple[li
 
 
 def run_step(
-    step: GlobalStep,
-    docs: Sequence[Document],
-    parts: int = 1,
-    batch: int = 1000,
-    gaps: int = 0,
-    each: Any = serial,
+    step: GlobalStep, docs: Sequence[Document], parts: int = 1, batch: int = 1000, gaps: int = 0, each: Any = serial
 ) -> Ran:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -140,11 +140,7 @@ def test_who_stays_is_as_by_hand_in_blocks_of_any_size(
         found, summary = settled(tmp_path_factory.mktemp("x"), sizes, pairs, keep, lengths)
     names = [f"{part}.jsonl:{row}" for part, size in enumerate(sizes) for row in range(1, size + 1)]
     starts = np.cumsum([0, *sizes])
-    flat = [
-        (int(starts[part]) + ordinal, names.index(of))
-        for part, one in enumerate(found)
-        for ordinal, of in one
-    ]
+    flat = [(int(starts[part]) + ordinal, names.index(of)) for part, one in enumerate(found) for ordinal, of in one]
     assert flat == by_hand
     assert summary["duplicates"] == len(by_hand)
     assert summary["clusters"] == len({root[i] for i, _ in by_hand})

@@ -120,9 +120,7 @@ def test_which_share_may_match(run_step: Any, documents: Any, arc: Path) -> None
 
 def test_boilerplate_of_the_sets_can_be_passed_over(run_step: Any, documents: Any, tmp_path: Path) -> None:
     path = tmp_path / "set.txt"
-    path.write_text(
-        "".join(f"read the text and answer the question below {word}\n" for word in ("a", "b", "c"))
-    )
+    path.write_text("".join(f"read the text and answer the question below {word}\n" for word in ("a", "b", "c")))
     text = "Please read the text and answer the question below."
     for most, gone in ((2, []), (3, [0]), (None, [0])):
         ran = run_step(step(path, max_items=most), documents([text]))
@@ -168,9 +166,7 @@ def test_as_with_plain_sets(
     most = data.draw(st.none() | st.integers(1, 3))
     count = {gram: sum(gram in grams(row) for row in rows) for row in rows for gram in grams(row)}
     known = {gram for gram, times in count.items() if most is None or times <= most}
-    ran = run_step(
-        step(path, ngram=3, max_items=most), documents(texts), data.draw(st.integers(1, 3)), 3, gaps=2
-    )
+    ran = run_step(step(path, ngram=3, max_items=most), documents(texts), data.draw(st.integers(1, 3)), 3, gaps=2)
     assert ran.dropped == [i for i, text in enumerate(texts) if known & set(grams(text))]
     about = ran.summary["sets"]["arc"]
     expected = {}
@@ -216,12 +212,7 @@ def test_another_content_of_a_set_is_another_step(arc: Path) -> None:
         ("missing.jsonl", None, [], r"set 'arc': no file .*missing.jsonl; correct its path"),
         ("set.xlsx", "x", [], r"set.xlsx: the name does not tell the format; give .jsonl"),
         ("set.jsonl", '{"a": 1}\n{"a": ', [], r"set.jsonl:2: not valid JSON .*correct or delete this line"),
-        (
-            "set.jsonl",
-            '{"a": "x", "b": 2}',
-            ["c"],
-            r"set.jsonl:1: no field 'c'; it has a, b: correct `fields`",
-        ),
+        ("set.jsonl", '{"a": "x", "b": 2}', ["c"], r"set.jsonl:1: no field 'c'; it has a, b: correct `fields`"),
         ("set.jsonl", '"text"', ["c"], r"set.jsonl:1: no field 'c'; it has str"),
     ],
 )

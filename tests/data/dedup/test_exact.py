@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 import bessemer.data.dedup.shuffle as shuffle
-from bessemer.data.dedup.exact import DedupExact, DedupUrl
-from bessemer.data.dedup.same_text import hash_128, simplify
-from bessemer.data.dedup.url import normal_url
+from bessemer.data.dedup.exact import DedupExact, DedupUrl, hash_128, normal_url, simplify
 from bessemer.data.step import Drop, is_global, make_step
 from bessemer.errors import UserError
 from bessemer.spec.clean.dedup import TRACKING, DedupExactSpec, DedupUrlSpec
@@ -87,8 +85,9 @@ def test_differences_that_are_ignored(
 
 
 def test_letters_with_marks_are_not_punctuation() -> None:
-    assert simplify("कि. की", False, True, True) == "कि की"
-    assert simplify("a—b «c» $5", False, True, True) == "ab c 5"
+    spec = DedupExactSpec(ignore_punctuation=True)
+    assert simplify("कि. की", spec) == "कि की"
+    assert simplify("a—b «c» $5", spec) == "ab c 5"
 
 
 def test_hashes_are_the_same_everywhere() -> None:
@@ -105,9 +104,7 @@ def corpus(documents: Any) -> Any:
     return documents([f"text {draw.integers(60)}" for _ in range(200)])
 
 
-@pytest.mark.parametrize(
-    "step", [DedupExact(DedupExactSpec(), 0), DedupExact(DedupExactSpec(keep="longest"), 0)]
-)
+@pytest.mark.parametrize("step", [DedupExact(DedupExactSpec(), 0), DedupExact(DedupExactSpec(keep="longest"), 0)])
 def test_parts_batches_buckets_and_workers_make_no_difference(
     run_step: Any, documents: Any, pool: Any, monkeypatch: pytest.MonkeyPatch, step: DedupExact
 ) -> None:
@@ -127,16 +124,12 @@ def test_parts_batches_buckets_and_workers_make_no_difference(
     assert (other.outcomes, other.summary) == (ran.outcomes, ran.summary)
 
 
-def test_a_part_with_nothing_left_takes_no_harm(
-    run_step: Any, documents: Any, collect: Any, tmp_path: Any
-) -> None:
+def test_a_part_with_nothing_left_takes_no_harm(run_step: Any, documents: Any, collect: Any, tmp_path: Any) -> None:
     step = DedupExact(DedupExactSpec(), 0)
     collected = collect(step, documents(["a", "b", "a"]), tmp_path / "collected", parts=3)
     np.savez(collected[1].path)  # its only document was dropped by an earlier step
     (tmp_path / "scratch").mkdir()
-    rulings, summary = step.resolve(
-        collected, tmp_path / "scratch", lambda f, tasks: [f(task) for task in tasks]
-    )
+    rulings, summary = step.resolve(collected, tmp_path / "scratch", lambda f, tasks: [f(task) for task in tasks])
     assert [ruling["ordinal"].tolist() for ruling in rulings] == [[], [], [0]]
     assert summary["documents"] == 2
 

@@ -93,9 +93,7 @@ def test_minima_are_distributed_like_those_of_random_numbers() -> None:
     """The minimum of n uniform numbers: (1 - minimum)^n is uniform. Kolmogorov and Smirnov, for every hash."""
     draw = random.Random(6)
     n, texts = 60, 800
-    minima, _ = Signer("word", 5, 112, 1).sign(
-        [" ".join(draw_word(draw) for _ in range(n + 4)) for _ in range(texts)]
-    )
+    minima, _ = Signer("word", 5, 112, 1).sign([" ".join(draw_word(draw) for _ in range(n + 4)) for _ in range(texts)])
     uniform = np.sort((1 - minima / 2.0**64) ** n, axis=0)
     steps = np.arange(1, texts + 1)[:, None] / texts
     distance = np.maximum(abs(uniform - steps), abs(uniform - steps + 1 / texts)).max(axis=0)
@@ -174,13 +172,7 @@ def test_links_can_be_verified_by_the_whole_signature(run_step: Any, documents: 
     draw = random.Random(9)
     pairs = [pair(draw, "word", 5, overlap)[:2] for overlap in (0.4, 0.95) for _ in range(30)]
     texts = [text for one in pairs for text in one]
-    easy = {
-        "preset": "none",
-        "unit": "word",
-        "ngram": 5,
-        "bands": 40,
-        "rows": 2,
-    }  # catches nearly all of them
+    easy = {"preset": "none", "unit": "word", "ngram": 5, "bands": 40, "rows": 2}  # catches nearly all of them
     loose = run_step(DedupMinhash(DedupMinhashSpec(**easy), 0), documents(texts))
     strict = DedupMinhash(DedupMinhashSpec(**easy, verify=0.7), 0)
     ran = run_step(strict, documents(texts))

@@ -91,18 +91,14 @@ def test_splitting_loses_nothing() -> None:
     assert [one[:2] for one in split("a\n \n\nb\nc", "paragraph")] == [(0, 1), (5, 8)]
 
 
-@pytest.mark.parametrize(
-    "text", ["\n" * 10**6, "\n " * 500_000, " " * 10**6, "a\n" * 500_000, "\n" + " " * 10**6]
-)
+@pytest.mark.parametrize("text", ["\n" * 10**6, "\n " * 500_000, " " * 10**6, "a\n" * 500_000, "\n" + " " * 10**6])
 def test_long_runs_are_split_in_linear_time(text: str) -> None:
     split(text, "paragraph")
     split(text, "line")
 
 
 texts = st.lists(
-    st.lists(st.sampled_from(["aaa", "bbb", "AAA", "c", "ddd"]), max_size=6).map("\n\n".join),
-    min_size=1,
-    max_size=9,
+    st.lists(st.sampled_from(["aaa", "bbb", "AAA", "c", "ddd"]), max_size=6).map("\n\n".join), min_size=1, max_size=9
 )
 
 

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bessemer.spec.clean.dedup import STEPS, DecontaminateSpec, DedupMinhashSpec, EvaluationSetSpec
+from bessemer.spec.clean.dedup import DecontaminateSpec, DedupMinhashSpec, EvaluationSetSpec
 from bessemer.spec.clean.step import StepSpec
+from bessemer.spec.clean.steps import STEPS as ALL_STEPS
 
+STEPS = [spec for name, spec in ALL_STEPS.items() if name.startswith("de")]
 NEEDED: dict[str, dict[str, Any]] = {"decontaminate": {"sets": {"arc": "arc.jsonl"}}}
 
 
@@ -39,9 +41,6 @@ def test_a_preset_fills_what_is_not_written() -> None:
 
 def test_a_set_may_be_a_path() -> None:
     spec = DecontaminateSpec.model_validate({"sets": {"a": "x.jsonl", "b": {"path": "y", "fields": ["q"]}}})
-    assert spec.sets == {
-        "a": EvaluationSetSpec(path=["x.jsonl"]),
-        "b": EvaluationSetSpec(path=["y"], fields=["q"]),
-    }
+    assert spec.sets == {"a": EvaluationSetSpec(path=["x.jsonl"]), "b": EvaluationSetSpec(path=["y"], fields=["q"])}
     with pytest.raises(ValidationError):
         DecontaminateSpec.model_validate({"sets": {}})

@@ -57,9 +57,7 @@ def fast(texts: list[str], unit: str, n: int, brief: bool = True) -> list[list[i
     return found
 
 
-texts = st.lists(
-    st.text(st.sampled_from("ab1 é漢,\n") | st.characters(codec="utf-8"), max_size=30), max_size=8
-)
+texts = st.lists(st.text(st.sampled_from("ab1 é漢,\n") | st.characters(codec="utf-8"), max_size=30), max_size=8)
 
 
 @given(texts, st.sampled_from(["word", "char"]), st.integers(1, 6), st.booleans())
@@ -92,9 +90,7 @@ def test_a_short_text_is_one_shingle_and_not_that_of_a_longer_one() -> None:
 
 
 def test_the_bits_of_hashes_are_even() -> None:
-    text = " ".join(
-        f"word{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}" for i in range(10_000)
-    )
+    text = " ".join(f"word{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}" for i in range(10_000))
     for unit, n in (("word", 1), ("word", 5), ("char", 24)):
         hashes = np.array(fast([text], unit, n)[0], np.uint64)
         assert np.unique(hashes).size == hashes.size
@@ -109,8 +105,6 @@ def test_hashes_are_the_same_on_every_machine() -> None:
     assert fast(["abc"], "char", 2) == [[7894012649123248414, 14978776629375992283]]
 
 
-@pytest.mark.parametrize(
-    "text", ["a" * 1_000_000, " " * 1_000_000, "a " * 500_000, "é" * 500_000, "1" * 10**6]
-)
+@pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 1_000_000, "a " * 500_000, "é" * 500_000, "1" * 10**6])
 def test_a_long_text_of_one_kind_is_no_trouble(text: str) -> None:
     assert len(fast([text], "word", 5)[0]) <= 500_000

@@ -45,14 +45,8 @@ def test_positions_go_back_to_their_part(tmp_path: Path) -> None:
     run = np.empty(4, np.dtype([("key", "<u8")]))
     run["key"] = [shuffle.position(2) + 5, 7, shuffle.position(1), shuffle.position(2)]
     shuffle.write_run(tmp_path, 0, run, shuffle.part_bounds(3))
-    back = [
-        np.concatenate(list(shuffle.read_bucket(tmp_path, 1, part, run.dtype)))["key"] for part in range(3)
-    ]
-    assert [(one - np.uint64(shuffle.position(part))).tolist() for part, one in enumerate(back)] == [
-        [7],
-        [0],
-        [0, 5],
-    ]
+    back = [np.concatenate(list(shuffle.read_bucket(tmp_path, 1, part, run.dtype)))["key"] for part in range(3)]
+    assert [(one - np.uint64(shuffle.position(part))).tolist() for part, one in enumerate(back)] == [[7], [0], [0, 5]]
 
 
 def test_the_number_of_buckets_follows_from_the_records() -> None:

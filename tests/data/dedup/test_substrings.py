@@ -37,19 +37,11 @@ def slow(texts: list[str], length: int) -> list[str]:
     return left
 
 
-words = st.sampled_from(
-    ["a", "b", "ab", "aab", "abcdefg", "hijk", "abcabcabc", "xxxxxxxxxx", "hijklmnop", " "]
-)
+words = st.sampled_from(["a", "b", "ab", "aab", "abcdefg", "hijk", "abcabcabc", "xxxxxxxxxx", "hijklmnop", " "])
 texts = st.lists(st.lists(words, max_size=12).map("".join), min_size=1, max_size=6)
 
 
-@given(
-    texts,
-    st.sampled_from([2, 3, 5, 8, 13]),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.sampled_from([900, 10**6]),
-)
+@given(texts, st.sampled_from([2, 3, 5, 8, 13]), st.integers(1, 3), st.integers(1, 4), st.sampled_from([900, 10**6]))
 @example(["x" * 100, "y" * 30 + "x" * 40], 5, 1, 2, 10**6)
 @example(["ab" * 60 + "c", "c" + "ba" * 40], 7, 2, 1, 10**6)
 @settings(max_examples=60)
@@ -57,8 +49,7 @@ def test_the_definition(
     run_step: Any, documents: Any, some: list[str], length: int, parts: int, batch: int, limit: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffle, "BUCKET_BYTES", limit)
-        patch.setattr(windows, "BUCKET_BYTES", limit)  # contexts in a file
+        patch.setattr(shuffle, "BUCKET_BYTES", limit)  # also puts contexts in a file
         ran = run_step(step(length), documents(some), parts, batch, gaps=2)
     assert ran.texts(some) == slow(some, length)
 
@@ -114,9 +105,7 @@ def test_as_by_a_suffix_array(run_step: Any, documents: Any) -> None:
             stop += 1
         places = sorted(int(one) for one in order[at:stop])
         places = [
-            one
-            for one in places
-            if not separators & set(range(one, one + length)) and one + length <= array.size
+            one for one in places if not separators & set(range(one, one + length)) and one + length <= array.size
         ]
         for one in places[1:]:
             if one - places[0] >= length:
@@ -182,16 +171,12 @@ def test_hashes_that_collide_cut_nothing_out_by_mistake(
     monkeypatch.setattr(windows, "_VALUES", np.zeros(256, np.uint64))
     draw = random.Random(7)
     texts = ["".join(draw.choice("ab") for _ in range(60)) for _ in range(12)]
-    for text, left, exact in zip(
-        texts, run_step(step(8), documents(texts)).texts(texts), slow(texts, 8), strict=True
-    ):
+    for text, left, exact in zip(texts, run_step(step(8), documents(texts)).texts(texts), slow(texts, 8), strict=True):
         assert len(exact) <= len(left) <= len(text)
     assert run_step(step(8), documents(texts)).texts(texts) != slow(texts, 8)
 
 
-@given(
-    st.lists(st.binary(max_size=30) | st.binary(min_size=100, max_size=300), max_size=4), st.integers(2, 20)
-)
+@given(st.lists(st.binary(max_size=30) | st.binary(min_size=100, max_size=300), max_size=4), st.integers(2, 20))
 def test_every_window_has_one_anchor_that_its_bytes_decide(some: list[bytes], length: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(anchors, "_BLOCK_BYTES", 16)  # many blocks, and texts in several pieces
@@ -240,9 +225,7 @@ def test_a_megabyte_of_one_thing_takes_few_anchors_too(unit: bytes) -> None:
 
 def test_anchors_are_the_same_in_any_batch() -> None:
     draw = random.Random(9)
-    some = [
-        bytes(draw.randrange(97, 100) for _ in range(draw.choice([0, 30, 500, 200_000]))) for _ in range(6)
-    ]
+    some = [bytes(draw.randrange(97, 100) for _ in range(draw.choice([0, 30, 500, 200_000]))) for _ in range(6)]
     together = find_anchors(some, 40)
     for i, raw in enumerate(some):
         alone = find_anchors([raw], 40)

@@ -197,9 +197,7 @@ def example(features: Mapping[str, Any], packed: bool = True) -> bytes:
             feature = message((1, message(*((1, value) for value in several))))
         elif values and isinstance(values[0], float):
             raw = [struct.pack("<f", value) for value in values]
-            body = (
-                message((1, b"".join(raw))) if packed else b"".join(varint(1 << 3 | 5) + one for one in raw)
-            )
+            body = message((1, b"".join(raw))) if packed else b"".join(varint(1 << 3 | 5) + one for one in raw)
             feature = message((2, body))
         else:
             raw = [varint(value) for value in values]
@@ -322,13 +320,7 @@ def test_a_file_of_the_library_itself(tmp_path: Path) -> None:
 
 # MDS
 
-COLUMNS = {
-    "id": ("int", 8),
-    "text": ("str", None),
-    "n": ("uint16", 2),
-    "meta": ("json", None),
-    "x": ("bytes", None),
-}
+COLUMNS = {"id": ("int", 8), "text": ("str", None), "n": ("uint16", 2), "meta": ("json", None), "x": ("bytes", None)}
 
 
 def shard_of(rows: list[dict[str, bytes]], columns: Mapping[str, tuple[str, int | None]] = COLUMNS) -> bytes:
@@ -365,15 +357,10 @@ def test_mds_shards_are_read(tmp_path: Path) -> None:
     import zstandard
 
     shard = shard_of([mds_row(number, text.encode()) for number, text in enumerate(TEXTS)])
-    for name, data in (
-        ("a.mds", shard),
-        ("a.mds.zstd", zstandard.compress(shard)),
-        ("a.mds.gz", gzip.compress(shard)),
-    ):
+    for name, data in (("a.mds", shard), ("a.mds.zstd", zstandard.compress(shard)), ("a.mds.gz", gzip.compress(shard))):
         path = write(tmp_path / name, data)
         assert read(source_of(path, id_field="id", url_field="n")) == [
-            Document(text, str(path), number + 1, str(-number), str(number))
-            for number, text in enumerate(TEXTS)
+            Document(text, str(path), number + 1, str(-number), str(number)) for number, text in enumerate(TEXTS)
         ]
 
 
@@ -406,9 +393,7 @@ def test_a_sample_of_mds_with_a_wrong_size_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_mds_columns_are_checked(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.mds", shard_of([{"text": b"x", "p": b"p"}], {"text": ("pkl", None), "p": ("str", None)})
-    )
+    path = write(tmp_path / "a.mds", shard_of([{"text": b"x", "p": b"p"}], {"text": ("pkl", None), "p": ("str", None)}))
     with pytest.raises(UserError, match="column 'text' is encoded as pkl"):
         read(source_of(path))
     with pytest.raises(UserError, match="no column 'body'; it has 'text', 'p'"):

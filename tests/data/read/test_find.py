@@ -35,15 +35,7 @@ def lines(*records: object) -> str:
 
 
 def test_a_source_tree_leaves_out_what_is_not_source(tmp_path: Path) -> None:
-    for name in [
-        "b.py",
-        "a/z.rs",
-        "README.md",
-        ".hidden.py",
-        ".git/x.py",
-        "a/__pycache__/x.py",
-        "node_modules/x.js",
-    ]:
+    for name in ["b.py", "a/z.rs", "README.md", ".hidden.py", ".git/x.py", "a/__pycache__/x.py", "node_modules/x.js"]:
         write(tmp_path / name)
     write(tmp_path / "binary.c", b"int\0x")
     write(tmp_path / "generated.py", "x = 1\n" * 200_000)
@@ -75,11 +67,7 @@ def test_include_chooses_inside_a_folder(tmp_path: Path) -> None:
 def test_exclude_leaves_out_inside_a_folder(tmp_path: Path) -> None:
     for name in ["a.py", "test_a.py", "tests/b.py", "lib/c.py", "lib/tests/d.py"]:
         write(tmp_path / name)
-    assert names(source_of(tmp_path, exclude=["tests/*", "test_*"]), tmp_path) == [
-        "a.py",
-        "lib/c.py",
-        "lib/tests/d.py",
-    ]
+    assert names(source_of(tmp_path, exclude=["tests/*", "test_*"]), tmp_path) == ["a.py", "lib/c.py", "lib/tests/d.py"]
     assert names(source_of(tmp_path, exclude=["**/tests/*", "test_*"]), tmp_path) == ["a.py", "lib/c.py"]
 
 

@@ -41,10 +41,7 @@ def lines(*records: object) -> str:
 def test_text_files_are_whole_documents(tmp_path: Path) -> None:
     first = write(tmp_path / "a.txt", "one\r\ntwo\n")
     second = write(tmp_path / "b.md", "\ufeff# title")
-    assert read(source_of(tmp_path)) == [
-        Document("one\r\ntwo\n", str(first), 1),
-        Document("# title", str(second), 1),
-    ]
+    assert read(source_of(tmp_path)) == [Document("one\r\ntwo\n", str(first), 1), Document("# title", str(second), 1)]
 
 
 def test_bad_utf8_in_text_is_replaced(tmp_path: Path) -> None:
@@ -138,18 +135,14 @@ def test_what_is_no_jsonl_at_all_is_told(tmp_path: Path, content: bytes, fix: st
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
-def test_a_line_that_is_too_long_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     monkeypatch.setattr(rows, "LONGEST_ROW_BYTES", 50)
     fits = '{"text": "' + "x" * 37 + '"}\n'
     assert len(fits) == 50
     long = '{"text": "' + "y" * 3_000_000 + '"}'
     path = write(tmp_path / "a.jsonl", fits + long + ("\n" + fits if end else ""))
     found = read(source_of(path))
-    assert isinstance(found[1], BadRow) and found[1].reason.startswith(
-        f"the line has {len(long + end):,} bytes"
-    )
+    assert isinstance(found[1], BadRow) and found[1].reason.startswith(f"the line has {len(long + end):,} bytes")
     assert [row.row for row in found] == ([1, 2, 3] if end else [1, 2])
 
 
@@ -181,9 +174,7 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 )
 def test_messages_are_role_and_content(tmp_path: Path, value: Any) -> None:
     path = write(tmp_path / "a.jsonl", lines({"chat": value}))
-    assert read(source_of(path, messages_field="chat")) == [
-        Document("Hi\n\nHello", str(path), 1, messages=CHAT)
-    ]
+    assert read(source_of(path, messages_field="chat")) == [Document("Hi\n\nHello", str(path), 1, messages=CHAT)]
 
 
 def test_more_than_role_and_content_is_kept(tmp_path: Path) -> None:
@@ -254,9 +245,7 @@ json_text = st.text(st.characters(exclude_categories=[]))  # half surrogates and
 def test_any_text_survives_json(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str | None], ascii_only: bool, carriage: bool
 ) -> None:
-    written = [
-        json.dumps({"text": text}, ensure_ascii=ascii_only or not _whole(text)).encode() for text in texts
-    ]
+    written = [json.dumps({"text": text}, ensure_ascii=ascii_only or not _whole(text)).encode() for text in texts]
     path = tmp_path_factory.mktemp("any") / "a.jsonl"
     path.write_bytes((b"\r\n" if carriage else b"\n").join(written))
     found = read(source_of(path))

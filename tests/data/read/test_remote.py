@@ -42,9 +42,7 @@ def parquet_bytes(groups: int, rows: int, width: int) -> bytes:
     random.seed(1)
     texts = [random.randbytes(width // 2).hex() for _ in range(groups * rows)]
     packed = io.BytesIO()
-    pq.write_table(
-        pa.table({"text": texts}), packed, row_group_size=rows, compression="none", use_dictionary=False
-    )
+    pq.write_table(pa.table({"text": texts}), packed, row_group_size=rows, compression="none", use_dictionary=False)
     return packed.getvalue()
 
 
@@ -70,18 +68,14 @@ def test_remote_files_folders_and_globs(memory: Any) -> None:
     assert one[0].mtime_ns > 1e18
     folder = [entry.path for entry in list_files(source_of("memory://web"))]
     assert folder == ["memory://web/a.jsonl", "memory://web/b.jsonl", "memory://web/deep/c.jsonl.gz"]
-    assert [
-        entry.path for entry in list_files(source_of("memory://web/*.jsonl", "memory://web/a.jsonl"))
-    ] == folder[:2]
+    assert [entry.path for entry in list_files(source_of("memory://web/*.jsonl", "memory://web/a.jsonl"))] == folder[:2]
     assert [entry.path for entry in list_files(source_of("memory://web/**/*.gz"))] == folder[2:]
     assert [row.file for row in read(source_of("memory://web/a.jsonl"))] == ["memory://web/a.jsonl"] * 2
 
 
 def test_a_missing_remote_path_names_what_exists(memory: Any) -> None:
     memory.pipe({"/web/a.jsonl": b""})
-    with pytest.raises(
-        UserError, match=r"no such file or folder: memory://web/b.jsonl; memory://web holds a.jsonl"
-    ):
+    with pytest.raises(UserError, match=r"no such file or folder: memory://web/b.jsonl; memory://web holds a.jsonl"):
         list_files(source_of("memory://web/b.jsonl"))
     with pytest.raises(UserError, match=r"nothing matches memory://web/\*.csv; memory://web holds a.jsonl"):
         list_files(source_of("memory://web/*.csv"))
@@ -165,9 +159,7 @@ def test_a_new_version_is_not_read_from_the_cache(memory: Any, tmp_path: Path) -
     assert [row.text for row in read(source_of("memory://a.jsonl"), cache=tmp_path)] == ["row 5", "row 6"]  # type: ignore[union-attr]
 
 
-def test_a_full_disk_only_ends_the_keeping(
-    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_only_ends_the_keeping(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.pipe("/a.jsonl", lines(20))
 
     def full(self: Path, data: bytes) -> int:

@@ -64,10 +64,7 @@ def test_a_bucket_is_listed_and_read(bucket: Any, server: str) -> None:
     bucket.put_object(Bucket="corpus", Key="web/_SUCCESS", Body=b"")
     for path in ("s3://corpus/web", "s3://corpus/web/", "s3://corpus/web/**/*.jsonl", "s3://corpus"):
         entries = list_files(source_of(server, path))
-        assert [entry.path for entry in entries] == [
-            "s3://corpus/web/a.jsonl",
-            "s3://corpus/web/deep/b.jsonl",
-        ], path
+        assert [entry.path for entry in entries] == ["s3://corpus/web/a.jsonl", "s3://corpus/web/deep/b.jsonl"], path
         assert all(entry.version.startswith('"') and entry.mtime_ns > 1e18 for entry in entries)
     source = source_of(server, "s3://corpus/web")
     parts = [pickle.loads(pickle.dumps(part)) for part in divide("web", list_files(source), source, 300)]
@@ -96,11 +93,7 @@ def test_one_row_group_is_fetched_and_kept(
     packed = io.BytesIO()
     texts = [f"{i:06d}" * 400 for i in range(1600)]
     pq.write_table(
-        pa.table({"text": texts, "other": texts}),
-        packed,
-        row_group_size=100,
-        compression="none",
-        use_dictionary=False,
+        pa.table({"text": texts, "other": texts}), packed, row_group_size=100, compression="none", use_dictionary=False
     )
     size = len(packed.getvalue())
     bucket.put_object(Bucket="corpus", Key="a.parquet", Body=packed.getvalue())
@@ -130,9 +123,7 @@ def test_what_is_not_there_is_named(bucket: Any, server: str) -> None:
         UserError, match=r"no such file or folder: s3://corpus/web/b\.jsonl; s3://corpus/web holds a\.jsonl"
     ):
         list_files(source_of(server, "s3://corpus/web/b.jsonl"))
-    with pytest.raises(
-        UserError, match=r"nothing matches s3://corpus/web/\*\.csv; s3://corpus/web holds a\.jsonl"
-    ):
+    with pytest.raises(UserError, match=r"nothing matches s3://corpus/web/\*\.csv; s3://corpus/web holds a\.jsonl"):
         list_files(source_of(server, "s3://corpus/web/*.csv"))
     with pytest.raises(UserError, match=r"no such file or folder: s3://no-such-bucket/a\.jsonl"):
         list_files(source_of(server, "s3://no-such-bucket/a.jsonl"))
@@ -160,8 +151,6 @@ def test_access_without_credentials_says_where_they_come_from(
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    source = SourceSpec(
-        path=["s3://corpus/a.jsonl"], storage={"endpoint_url": server, "use_listings_cache": False}
-    )
+    source = SourceSpec(path=["s3://corpus/a.jsonl"], storage={"endpoint_url": server, "use_listings_cache": False})
     with pytest.raises(UserError, match=r"credentials.*AWS_PROFILE"):
         list_files(source)

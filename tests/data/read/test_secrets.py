@@ -26,10 +26,7 @@ from bessemer.spec.data import SourceSpec
             "https://h/a?X-Amz-Signature=00&X-Amz-Credential=AK%2F1&X-Amz-Expires=60&versionId=7",
             "https://h/a?versionId=7",
         ),
-        (
-            "https://x.blob.core.windows.net/c/a.txt?sv=2022&sp=r&sig=abc%3D",
-            "https://x.blob.core.windows.net/c/a.txt",
-        ),
+        ("https://x.blob.core.windows.net/c/a.txt?sv=2022&sp=r&sig=abc%3D", "https://x.blob.core.windows.net/c/a.txt"),
         (
             "https://storage.googleapis.com/b/a?GoogleAccessId=me&Expires=1&Signature=zz",
             "https://storage.googleapis.com/b/a",

@@ -84,10 +84,7 @@ def test_a_csv_row_that_cannot_be_used_is_set_aside(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", content)
     tally: Counter[str] = Counter()
     found = read(source_of(path), tally)
-    assert [(row.row, type(row)) for row in found if isinstance(row, Document)] == [
-        (1, Document),
-        (7, Document),
-    ]
+    assert [(row.row, type(row)) for row in found if isinstance(row, Document)] == [(1, Document), (7, Document)]
     reasons = {row.row: row.reason for row in found if isinstance(row, BadRow)}
     assert list(reasons) == [2, 3, 4, 5, 8]
     assert "3 columns, but the header has 2" in reasons[2]
@@ -121,11 +118,7 @@ def test_csv_in_utf16(tmp_path: Path) -> None:
     assert texts(source_of(path)) == ["grün"]
 
 
-@given(
-    st.lists(
-        st.tuples(st.text(st.characters(exclude_categories=["Cs"])), st.text("ab,\"'\n\r\t;")), max_size=5
-    )
-)
+@given(st.lists(st.tuples(st.text(st.characters(exclude_categories=["Cs"])), st.text("ab,\"'\n\r\t;")), max_size=5))
 def test_any_text_survives_csv(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]) -> None:
     text = io.StringIO(newline="")
     writer = csv.writer(text, quoting=csv.QUOTE_ALL)
@@ -153,9 +146,7 @@ def test_rows_go_on_over_row_groups(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize(
-    "column",
-    [pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.binary(), pa.string_view()],
-    ids=str,
+    "column", [pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.binary(), pa.string_view()], ids=str
 )
 def test_text_of_other_types(tmp_path: Path, kind: str, column: pa.DataType) -> None:
     if kind == "parquet" and column == pa.string_view():
@@ -247,9 +238,7 @@ def test_columns_come_in_any_order(tmp_path: Path) -> None:
     table = pa.table({"url": ["u"], "text.raw": ["no"], "text": ["t"], "id": [1.5]})
     for kind, writer in WRITERS.items():
         path = writer(tmp_path / f"a.{kind}", table)
-        assert read(source_of(path, id_field="id", url_field="url")) == [
-            Document("t", str(path), 1, "1.5", "u")
-        ]
+        assert read(source_of(path, id_field="id", url_field="url")) == [Document("t", str(path), 1, "1.5", "u")]
 
 
 # A folder of the `datasets` library

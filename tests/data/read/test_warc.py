@@ -56,9 +56,7 @@ class Archive:
         return self
 
     def plain(self, url: str, body: bytes, kind: str = "conversion", content: str = "text/plain") -> Archive:
-        record = self.writer.create_warc_record(
-            url, kind, payload=io.BytesIO(body), warc_content_type=content
-        )
+        record = self.writer.create_warc_record(url, kind, payload=io.BytesIO(body), warc_content_type=content)
         self.writer.write_record(record)
         return self
 
@@ -112,14 +110,9 @@ def test_transfer_encodings_are_undone(tmp_path: Path) -> None:
     chunked = b"5\r\n<p>ch\r\n9\r\nunked</p>\r\n0\r\n\r\n"
     archive = Archive()
     archive.response("https://a.example/1", chunked, headers=(("Transfer-Encoding", "chunked"),))
-    archive.response(
-        "https://a.example/2", gzip.compress(b"<p>zip</p>"), headers=(("Content-Encoding", "gzip"),)
-    )
+    archive.response("https://a.example/2", gzip.compress(b"<p>zip</p>"), headers=(("Content-Encoding", "gzip"),))
     path = write(tmp_path / "a.warc.gz", archive.file.getvalue())
-    assert [row.text for row in read(source_of(path)) if isinstance(row, Document)] == [
-        "<p>chunked</p>",
-        "<p>zip</p>",
-    ]
+    assert [row.text for row in read(source_of(path)) if isinstance(row, Document)] == ["<p>chunked</p>", "<p>zip</p>"]
 
 
 def test_the_charset_of_the_header_or_of_the_page_is_used(tmp_path: Path) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.data.vocabulary.audit import audit, fertility
-from bessemer.data.vocabulary.undertrained import indicator, rarely_seen, suspects
-from bessemer.errors import UserError
 
 
 def small(merges: list[tuple[str, str]]) -> Tokenizer:
@@ -87,49 +84,4 @@ def test_long_documents_count_once() -> None:
 
 def test_no_text_at_all() -> None:
     found = audit(small([]), [])
-    assert (found.groups[-1].tokens_per_word, found.groups[-1].bytes_per_token, found.unused) == (
-        0.0,
-        0.0,
-        256,
-    )
-
-
-def test_rarely_seen_tokens_by_count() -> None:
-    assert rarely_seen([5, 0, 2, 0, 9], at_most=2).tolist() == [1, 3, 2]
-    assert rarely_seen([1000, 1000, 9, 11, 0]).tolist() == [4]  # a hundredth of the mean is 4
-    assert rarely_seen([1000, 1000, 4, 5, 0]).tolist() == [4, 2]
-
-
-def test_the_indicator_is_the_papers() -> None:
-    """Against a plain computation in 64 bits, with the decomposition of the whole matrix."""
-    rng = np.random.default_rng(0)
-    unused = [3, 17, 90]
-    matrix = rng.normal(size=(200, 12)) + 5 * rng.normal(size=12)
-    matrix[unused] = matrix[unused[0]] * rng.uniform(0.9, 1.1, (3, 1))
-    first = np.linalg.svd(matrix - matrix.mean(axis=0), full_matrices=False)[2][0]
-    rest = np.array([row - np.dot(row, first) * first for row in matrix])
-    mean = sum(rest[i] for i in unused) / len(unused)
-    expected = [1 - np.dot(row, mean) / np.linalg.norm(row) / np.linalg.norm(mean) for row in rest]
-    np.testing.assert_allclose(indicator(matrix, unused), expected, atol=1e-9)
-    np.testing.assert_allclose(indicator(matrix.astype(np.float32), unused), expected, atol=1e-4)
-    norms = [np.sqrt((row**2).sum()) for row in matrix]
-    np.testing.assert_allclose(indicator(matrix, [], tied=False), norms)
-
-
-def test_an_undertrained_token_is_found() -> None:
-    rng = np.random.default_rng(1)
-    start = rng.normal(size=16)
-    matrix = rng.normal(size=(500, 16)) * 3
-    unused, hidden = [400, 401, 402], 77
-    matrix[[*unused, hidden]] = start + 0.01 * rng.normal(size=(4, 16))
-    assert suspects(indicator(matrix, unused), unused)[0] == hidden
-    assert not set(suspects(indicator(matrix, unused), unused).tolist()) & set(unused)
-    matrix[hidden] *= 0.001
-    assert suspects(indicator(matrix, [], tied=False), [])[0] == hidden
-
-
-def test_the_indicator_needs_an_example() -> None:
-    with pytest.raises(UserError, match="no ids known to be unused"):
-        indicator(np.zeros((4, 2)), [])
-    with pytest.raises(ValueError, match="rows and columns"):
-        indicator(np.zeros(4), [1])
+    assert (found.groups[-1].tokens_per_word, found.groups[-1].bytes_per_token, found.unused) == (0.0, 0.0, 256)

@@ -88,9 +88,7 @@ def test_it_is_the_same_after_saving(tmp_path: Path) -> None:
     loaded = Tokenizer.load(tmp_path)
     assert loaded.fingerprint == EXTENDED.tokenizer.fingerprint
     assert loaded.encode_batch(DOMAIN) == EXTENDED.tokenizer.encode_batch(DOMAIN)
-    assert (
-        extend(loaded, DOMAIN, 5).tokenizer.vocab_size == loaded.vocab_size + 5
-    )  # and it goes on from there
+    assert extend(loaded, DOMAIN, 5).tokenizer.vocab_size == loaded.vocab_size + 5  # and it goes on from there
 
 
 def test_special_tokens_behind_the_vocabulary_stay_where_they_are(tmp_path: Path) -> None:

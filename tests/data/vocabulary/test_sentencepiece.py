@@ -14,21 +14,7 @@ from bessemer.errors import UserError
 
 spm = pytest.importorskip("sentencepiece")
 
-WORDS = [
-    "hello",
-    "world",
-    "the",
-    "aaaa",
-    "abab",
-    "ba",
-    "return",
-    "self.x",
-    "été",
-    "naïve",
-    "ｆｕｌｌ",
-    "①",
-    "ﬁ",
-]
+WORDS = ["hello", "world", "the", "aaaa", "abab", "ba", "return", "self.x", "été", "naïve", "ｆｕｌｌ", "①", "ﬁ"]
 WORDS += ["日本語", "語", "====", "....", "x1", "2026", "A<B>0x4"]
 CHARACTERS = "helowrdtabx1.=é①ﬁ語\u3000\u00a0\t  \n" + "".join(WORDS)
 NAMES = ["<s>", "</s>", "<unk>", "<ctl>", "<0x41>", "<0xE3>"]
@@ -125,9 +111,7 @@ def test_the_same_ids(
 
 def test_text_comes_back_as_sentencepiece_returns_it(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
-    theirs = train(
-        path, model_type="bpe", vocab_size=420, byte_fallback=True, normalization_rule_name="identity"
-    )
+    theirs = train(path, model_type="bpe", vocab_size=420, byte_fallback=True, normalization_rule_name="identity")
     ours = Tokenizer.load(path)
     for text in ["hello world", "ｆｕｌｌ ꙮ", "x\ny"]:
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text)) == text

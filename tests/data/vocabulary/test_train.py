@@ -39,9 +39,7 @@ traps = st.sampled_from(
         "\u2028",
     ]
 )
-any_text = st.lists(st.one_of(traps, st.text(st.characters(exclude_categories=["Cs"]), max_size=4))).map(
-    "".join
-)
+any_text = st.lists(st.one_of(traps, st.text(st.characters(exclude_categories=["Cs"]), max_size=4))).map("".join)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,9 +69,7 @@ def test_training_is_the_same_in_every_process_for_any_threads(kind: str, thread
         f"print(Tokenizer.train([text], 500, kind={kind!r}, special=['<|a|>']).fingerprint)"
     )
     environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-    found = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment
-    )
+    found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
     assert found.stdout.strip() == TRAINED[kind].fingerprint
 
 
@@ -84,9 +80,7 @@ def test_next_to_no_text_gives_a_tokenizer_too(kind: str, texts: list[str]) -> N
     assert tokenizer.decode(tokenizer.encode("any 語\n")) == "any 語\n"
 
 
-@pytest.mark.parametrize(
-    ("kind", "smallest"), [("bpe", 257), ("char", 257), ("wordpiece", 258), ("unigram", 279)]
-)
+@pytest.mark.parametrize(("kind", "smallest"), [("bpe", 257), ("char", 257), ("wordpiece", 258), ("unigram", 279)])
 def test_the_smallest_vocabulary_of_each_kind(kind: str, smallest: int) -> None:
     tokenizer = Tokenizer.train(["aaaa bbbb <|user|>\n"] * 3, smallest, kind=kind)
     assert tokenizer.vocab_size <= smallest

@@ -1,8 +1,6 @@
-"""What a service has answered, kept in one SQLite file that all workers of a machine share, with the rate limit.
-
-Each answer is committed as it comes, so a job that is killed and started again asks for nothing twice. Texts and keys
-are not in it: an answer is found by the hash of what was asked.
-"""
+"""What a service has answered, kept in one SQLite file that all workers of a machine share, with the rate limit. Each
+answer is committed as it comes, so a job that is killed and started again asks for nothing twice. Texts and keys are
+not in it: an answer is found by the hash of what was asked."""
 
 from __future__ import annotations
 
@@ -41,10 +39,8 @@ class Answers:
         with self._connection() as connection:
             for at in range(0, len(keys), _ASKED_AT_ONCE):
                 some = keys[at : at + _ASKED_AT_ONCE]
-                marks = ",".join("?" * len(some))
-                found.update(
-                    connection.execute(f"SELECT key, score FROM answers WHERE key IN ({marks})", some)
-                )
+                asked = f"SELECT key, score FROM answers WHERE key IN ({','.join('?' * len(some))})"
+                found.update(connection.execute(asked, some))
         return found
 
     def put(self, answers: Sequence[tuple[bytes, float]]) -> None:
@@ -68,16 +64,8 @@ class Answers:
         """No worker's turn comes before that: the service has asked for it."""
         with self._connection() as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
-            connection.execute(
-                "INSERT INTO turns VALUES (?1, ?2) ON CONFLICT (url) DO UPDATE SET next_s = max(next_s, ?2)",
-                (url, time.time() + wait_s),
-            )
-
-    def close(self) -> None:
-        with self._lock:
-            if self._opened is not None and self._owner == os.getpid():
-                self._opened.close()
-            self._opened = None
+            later = "ON CONFLICT (url) DO UPDATE SET next_s = max(next_s, ?2)"
+            connection.execute(f"INSERT INTO turns VALUES (?1, ?2) {later}", (url, time.time() + wait_s))
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -87,16 +75,13 @@ class Answers:
                     self._opened, self._owner = self._open(), os.getpid()
                 yield self._opened
             except (sqlite3.Error, OSError) as error:
-                raise UserError(
-                    f"{self.path}: answers of the scoring service cannot be kept ({error}); "
-                    "set service.cache to a file on a local disk, or delete this one"
-                ) from error
+                fix = "set service.cache to a file on a local disk, or delete this one"
+                what = f"{self.path}: answers of the scoring service cannot be kept ({error})"
+                raise UserError(f"{what}; {fix}") from error
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(
-            self.path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False
-        )
+        connection = sqlite3.connect(self.path, _PATIENCE_S, isolation_level=None, check_same_thread=False)
         deadline_s = time.monotonic() + _PATIENCE_S
         while True:
             try:

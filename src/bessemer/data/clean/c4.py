@@ -1,15 +1,13 @@
-"""C4's rules: lines that are no prose go, and documents with too few sentences, placeholder text or code.
-
-Decided as in the reference pipeline of FineWeb, odd corners included: words are counted before citations are taken
-out, and a curly bracket only counts in a line that got as far as that rule.
-"""
+"""C4's rules: lines that are no prose go, and documents with too few sentences, placeholder text or code. Decided as
+in the reference pipeline of FineWeb, odd corners included: words are counted before citations are taken out, and a
+curly bracket only counts in a line that got as far as that rule."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from heapq import nlargest
 
+from bessemer.data.clean.each_document import EachDocument
 from bessemer.data.clean.words import sentences
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
@@ -19,35 +17,25 @@ _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
 _LINE_ENDS = (".", "?", "!", '"', "'")
 _PLACEHOLDER = "lorem ipsum"
 _POLICIES = (
-    "terms of use",
-    "privacy policy",
-    "cookie policy",
-    "uses cookies",
-    "use of cookies",
-    "use cookies",
-)
+    "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies",
+)  # fmt: skip
 
 
-class C4:
+class C4(EachDocument):
     """Drops lines, then perhaps the document. Most documents need no word split: every line is a sentence at least."""
-
-    version = 1
 
     def __init__(self, spec: C4Spec, seed: int) -> None:
         self._spec = spec
 
-    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        return [self._outcome(document.text) for document in documents]
-
-    def _outcome(self, text: str) -> Outcome:
+    def outcome(self, document: Document) -> Outcome:
+        text = document.text
         spec = self._spec
         if spec.min_paragraphs:
             lines = nlargest(spec.min_paragraphs, map(len, text.split("\n")))
             if len(lines) < spec.min_paragraphs or lines[-1] < spec.min_paragraph_chars:
                 found = sum(length >= spec.min_paragraph_chars for length in lines)
-                return Drop(
-                    f"fewer than {spec.min_paragraphs} lines of {spec.min_paragraph_chars} characters", found
-                )
+                long = f"lines of {spec.min_paragraph_chars} characters"
+                return Drop(f"fewer than {spec.min_paragraphs} {long}", found)
         kept = self._kept_lines(text)
         if isinstance(kept, Drop):
             return kept

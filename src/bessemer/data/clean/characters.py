@@ -1,8 +1,6 @@
-"""Character classes that the published filters are defined on, as ranges of code points.
-
-They are written out, not asked of `unicodedata`, where the definition is tied to one version of Unicode: a filter
-must not change its mind because Python was updated.
-"""
+"""Character classes that the published filters are defined on, as ranges of code points. They are written out, not
+asked of `unicodedata`, where the definition is tied to one version of Unicode: a filter must not change its mind
+because Python was updated."""
 
 from __future__ import annotations
 
@@ -13,10 +11,8 @@ import numpy as np
 
 def characters(ranges: str) -> str:
     """The characters of hexadecimal ranges such as "41-5A 5F", in order."""
-    ends = [entry.partition("-") for entry in ranges.split()]
-    return "".join(
-        chr(i) for first, _, last in ends for i in range(int(first, 16), int(last or first, 16) + 1)
-    )
+    ends = [[int(end, 16) for end in entry.split("-")] for entry in ranges.split()]
+    return "".join(chr(i) for codes in ends for i in range(codes[0], codes[-1] + 1))
 
 
 @functools.cache
@@ -24,10 +20,8 @@ def in_brackets(chosen: str) -> str:
     """The body of a regex class that matches exactly these characters, as ranges."""
     codes = np.unique(np.frombuffer(chosen.encode("utf-32-le"), np.uint32))
     breaks = np.flatnonzero(codes[1:] != codes[:-1] + 1)
-    firsts, lasts = np.append(codes[:1], codes[breaks + 1]), np.append(codes[breaks], codes[-1:])
-    return "".join(
-        rf"\U{first:08x}-\U{last:08x}" for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
-    )
+    ends = zip(np.append(codes[:1], codes[breaks + 1]), np.append(codes[breaks], codes[-1:]), strict=True)
+    return "".join(rf"\U{first:08x}-\U{last:08x}" for first, last in ends)
 
 
 # Letters at which a word may be cut: Latin, Greek, Cyrillic, Arabic, Hebrew, the larger scripts of India, Ethiopic,

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-from bessemer.data.clean.linear import LinearModel, load
+from bessemer.data.clean.linear import load
 from bessemer.data.clean.model_file import file_identity
-from bessemer.data.clean.selection import Ints
-from bessemer.data.clean.threshold import Threshold
+from bessemer.data.clean.selection import Floats
+from bessemer.data.clean.threshold import ScoredStep, Threshold
 from bessemer.data.document import Document
-from bessemer.data.step import Arrays, Collected, Drop, Each, Outcome
+from bessemer.data.step import Drop, Outcome
 from bessemer.errors import UserError
 from bessemer.spec.clean.score import DomainSpec, QualitySpec
 
 UNSURE = "unsure"
 
 
-class Quality:
+class Quality(ScoredStep):
     """Keeps documents that are probably of the classifier's first class, or the best share of them."""
 
-    version = 1
     judging = ("keep", "per", "better")
 
     def __init__(self, spec: QualitySpec, seed: int) -> None:
@@ -34,17 +31,8 @@ class Quality:
     def identity(self) -> str:
         return file_identity(self.spec.model)
 
-    def collect(self, documents: Sequence[Document], ordinals: Ints) -> Arrays:
-        scores = self.model.scores([document.text for document in documents])
-        return self.threshold.collected(scores, ordinals)
-
-    def resolve(
-        self, collected: Sequence[Collected], scratch: Path, each: Each
-    ) -> tuple[Iterator[Arrays], dict[str, Any]]:
-        return self.threshold.resolve(collected, each)
-
-    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
-        return self.threshold.apply(documents, ordinals, ruling)
+    def scores(self, documents: Sequence[Document]) -> Floats:
+        return self.model.scores([document.text for document in documents])
 
 
 class Domain:
@@ -55,7 +43,10 @@ class Domain:
     def __init__(self, spec: DomainSpec, seed: int) -> None:
         self.spec = spec
         self.model = load(spec.model)
-        self.kept = None if spec.keep is None else _known(spec.keep, self.model, spec)
+        unknown = [name for name in spec.keep or [] if name not in (*self.model.labels, UNSURE)]
+        if unknown:
+            has = ", ".join(self.model.labels)
+            raise UserError(f"domain.keep: {spec.model} has no class {unknown[0]!r}; it has {has}")
 
     @cached_property
     def identity(self) -> str:
@@ -69,15 +60,6 @@ class Domain:
             sure = row[most] >= self.spec.min_probability
             domain = self.model.labels[most] if sure else UNSURE
             document.labels["domain"] = domain
-            wanted = self.kept is None or domain in self.kept
+            wanted = self.spec.keep is None or domain in self.spec.keep
             outcomes.append(None if wanted else Drop("domain not among those kept", domain))
         return outcomes
-
-
-def _known(keep: list[str], model: LinearModel, spec: DomainSpec) -> frozenset[str]:
-    unknown = [name for name in keep if name not in model.labels and name != UNSURE]
-    if unknown:
-        raise UserError(
-            f"domain.keep: {spec.model} has no class {unknown[0]!r}; it has {', '.join(model.labels)}"
-        )
-    return frozenset(keep)

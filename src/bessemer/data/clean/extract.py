@@ -1,29 +1,25 @@
-"""The step `extract`: web pages become their main text.
-
-Trafilatura does it, as for FineWeb, with every option fixed here. Its own deduplication stays off: that remembers
-earlier pages of the same process, so the outcome would depend on what the worker happened to read before.
-"""
+"""The step `extract`: web pages become their main text. Trafilatura does it, as for FineWeb, with every option fixed
+here. Its own deduplication stays off: that remembers earlier pages of the same process, so the outcome would depend
+on what the worker happened to read before."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
 from importlib.metadata import version as version_of
 from typing import Any
 
+from bessemer.data.clean.each_document import EachDocument
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
 from bessemer.errors import UserError
-from bessemer.spec.clean.extract import ExtractSpec
+from bessemer.spec.clean.text import ExtractSpec
 
 _HTML, _TEXT = "html", "text"  # values of the label `type`
 
 
-class Extract:
+class Extract(EachDocument):
     """Documents that readers labelled as HTML get their main text, and the label `type: text`. Others stay."""
-
-    version = 1
 
     def __init__(self, spec: ExtractSpec, seed: int) -> None:
         self._spec = spec
@@ -54,10 +50,7 @@ class Extract:
         """Another version of the library may find another main text."""
         return f"trafilatura {version_of('trafilatura')}, lxml {version_of('lxml')}"
 
-    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        return [self._outcome(document) for document in documents]
-
-    def _outcome(self, document: Document) -> Outcome:
+    def outcome(self, document: Document) -> Outcome:
         if document.labels.get("type") != _HTML:
             return None
         if len(document.text) > self._spec.max_page_chars:

@@ -1,9 +1,7 @@
-"""Hashed n-grams of words, the input of the linear classifiers: whole batches of text at once, in numpy alone.
-
-Words are hashed by differences of a running polynomial hash, so no word ever becomes a Python object: 19,000 texts of
-3.6 KB a second, where a regular expression and memoised hashes make 4,200. Everything is integer arithmetic on UTF-8,
-the same on any machine.
-"""
+"""Hashed n-grams of words, the input of the linear classifiers: whole batches of text at once, in numpy alone. Words
+are hashed by differences of a running polynomial hash, so no word ever becomes a Python object: 19,000 texts of 3.6
+KB a second, where a regular expression and memoised hashes make 4,200. Everything is integer arithmetic on UTF-8, the
+same on any machine."""
 
 from __future__ import annotations
 
@@ -13,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bessemer.data.clean.selection import Ints, Words
+from bessemer.data.dedup.shingles import powers
 from bessemer.data.order import mix
-
-Words = npt.NDArray[np.uint64]
-Ints = npt.NDArray[np.int64]
 
 # A longer document is hashed in pieces of this size, which always begin at multiples of it: what lies across such a
 # cut counts as two words. Short documents are hashed together up to the same size, so that a piece cut inside of a
@@ -28,14 +25,7 @@ _PAIR = np.uint64(0xD6E8FEB86659FD93)
 _SPACE, _WORD, _MARK, _ALONE = 0, 1, 2, 128
 
 
-def _powers(ratio: int, count: int) -> Words:
-    powers = np.full(count, ratio % 2**64, dtype=np.uint64)
-    powers[0] = 1
-    return np.cumprod(powers, dtype=np.uint64)
-
-
-_POWERS = _powers(_RATIO, PIECE_BYTES + 2)
-_INVERSES = _powers(pow(_RATIO, -1, 2**64), PIECE_BYTES + 2)
+_POWERS, _INVERSES = powers(_RATIO, PIECE_BYTES + 2)
 
 
 def _tables() -> tuple[Words, npt.NDArray[np.uint8]]:
@@ -74,32 +64,31 @@ class Chunk:
 def hashed(texts: Sequence[str], words: int, chars: int) -> Iterator[Chunk]:
     """The n-grams of all texts: single words, pairs of neighbours too where `words` is 2, and every run of `chars`
     bytes unless it is 0. Nothing depends on which texts are asked for together."""
-    for buffer, owners, starts, stops in _gathered(texts):
+    for buffer, owners, starts, stops in gathered(texts, PIECE_BYTES, b" "):
         yield Chunk(owners, _kinds(np.frombuffer(buffer, np.uint8), starts, stops, words, chars))
 
 
-def _gathered(texts: Sequence[str]) -> Iterator[tuple[bytes, Ints, Ints, Ints]]:
-    """Pieces put together to chunks, each piece followed by a space."""
-    pieces: list[bytes] = []
-    owners: list[int] = []
-    ends = [0]
+def gathered(
+    texts: Sequence[str], piece_bytes: int, before: bytes, context: int = 0
+) -> Iterator[tuple[bytes, Ints, Ints, Ints]]:
+    """Texts, or pieces of long ones, put together up to so many bytes: a buffer, and the owner, start and stop of each
+    piece. Before a start stands `before`, and as many bytes of the piece before as `context` says."""
+    parts: list[bytes] = []
+    spans: list[tuple[int, int, int]] = []
+    size = 0
     for owner, text in enumerate(texts):
         data = text.encode()
-        for at in range(0, len(data), PIECE_BYTES):
-            piece = data[at : at + PIECE_BYTES]
-            if pieces and ends[-1] + len(piece) > PIECE_BYTES:
-                yield _chunk(pieces, owners, ends)
-                pieces, owners, ends = [], [], [0]
-            pieces.append(piece)
-            owners.append(owner)
-            ends.append(ends[-1] + len(piece) + 1)
-    if pieces:
-        yield _chunk(pieces, owners, ends)
-
-
-def _chunk(pieces: list[bytes], owners: list[int], ends: list[int]) -> tuple[bytes, Ints, Ints, Ints]:
-    edges = np.array(ends, dtype=np.int64)
-    return b" ".join(pieces) + b" ", np.array(owners, dtype=np.int64), edges[:-1], edges[1:] - 1
+        for at in range(0, len(data), piece_bytes):
+            piece = data[at : at + piece_bytes]
+            if size and size + len(piece) > piece_bytes:
+                yield b"".join(parts), *np.array(spans, dtype=np.int64).T
+                parts, spans, size = [], [], 0
+            head = before + data[max(at - context, 0) : at]
+            parts += [head, piece]
+            spans.append((owner, size + len(head), size + len(head) + len(piece)))
+            size = spans[-1][2]
+    if spans:
+        yield b"".join(parts), *np.array(spans, dtype=np.int64).T
 
 
 def _kinds(
@@ -132,7 +121,7 @@ def _range(starts: Ints, stops: Ints, size: int) -> tuple[Ints, Ints]:
 
 
 def _words(text: npt.NDArray[np.uint8]) -> tuple[Ints, Ints]:
-    """Where words begin and end; the text ends with a space."""
+    """Where words begin and end."""
     codes = _KINDS.take(text)
     kinds = codes & np.uint8(3)
     new = codes >= _ALONE

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bessemer.data.clean.characters import LINE_ENDS
-from bessemer.data.clean.repetition import repeated
+from bessemer.data.clean.each_document import EachDocument
+from bessemer.data.clean.gopher import repeated
 from bessemer.data.clean.words import chunk_count, shared_words
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
 from bessemer.spec.clean.text import FineWebSpec
 
 
-class FineWeb:
+class FineWeb(EachDocument):
     """Drops documents by the shape of their lines. Words are split only where a cheap bound does not settle it."""
-
-    version = 1
 
     def __init__(self, spec: FineWebSpec, seed: int) -> None:
         self._spec = spec
         self._words = shared_words()
         self._line_ends = frozenset(LINE_ENDS if spec.line_ends is None else spec.line_ends)
 
-    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        return [self._outcome(document.text) for document in documents]
-
-    def _outcome(self, text: str) -> Outcome:
+    def outcome(self, document: Document) -> Outcome:
+        text = document.text
         lines = [line for line in text.split("\n") if line and not line.isspace()]
         if not lines:
             return Drop("empty")

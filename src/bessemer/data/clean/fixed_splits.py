@@ -1,7 +1,5 @@
 """Words of English whose split no rule gives: contractions, abbreviations that keep their full stop, emoticons.
-
-`FIXED` maps a piece of text to its words. It is built once, from the few hundred cases written here.
-"""
+`FIXED` maps a piece of text to its words. It is built once, from the few hundred cases written here."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ _ENDINGS = {
     "not": ("'ve",),
 }
 _NOT_CONTRACTIONS = "Ill ill Its its Hell hell Shell shell Shed shed were Were Well well Whore whore"
-_CUT = (
-    "y' all|y all|how 'd 'y|How 'd 'y|can not|Can not|gon na|Gon na|got ta|Got ta|let 's|Let 's|c'm on|C'm on"
-)
+_CUT = "y' all|y all|how 'd 'y|How 'd 'y|can not|Can not|gon na|Gon na|got ta|Got ta|let 's|Let 's|c'm on|C'm on"
 _HOURS = ("a.m.", "am", "p.m.", "pm")
 _DEGREES = "cfkCFK"
 

@@ -1,45 +1,38 @@
-"""Gopher's rules for quality, with the published limits, decided as in the reference pipeline of FineWeb."""
+"""Gopher's rules with the published limits: for quality, and against lines, paragraphs and runs of words that repeat.
+They are decided as in the reference pipeline of FineWeb. Runs of n words are compared as 64-bit hashes, sorted by
+numpy, and only those that come more than once are looked at one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from bessemer.data.clean.repetition import GopherRepetition
+import numpy as np
+
+from bessemer.data.clean.each_document import EachDocument
 from bessemer.data.clean.splitter import split
-from bessemer.data.clean.words import WordCounts, shared_words
+from bessemer.data.clean.words import Hashes, Ints, WordCounts, WordSpans, powers, shared_words
+from bessemer.data.dedup.shuffle import begins
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
-from bessemer.spec.clean.text import GopherQualitySpec
-
-__all__ = ["GopherQuality", "GopherRepetition"]
+from bessemer.spec.clean.text import GopherQualitySpec, GopherRepetitionSpec
 
 
-class GopherQuality:
+class GopherQuality(EachDocument):
     """Drops documents that do not look like prose: by words, marks, lines, letters and stop words, in that order."""
-
-    version = 1
 
     def __init__(self, spec: GopherQualitySpec, seed: int) -> None:
         self._spec = spec
         self._words = shared_words()
         self._stop_words = frozenset(spec.stop_words)
         # A stop word that stands between spaces is one of the words, unless the splitter has other ideas of it.
-        self._between_spaces = [
-            f" {word} " for word in spec.stop_words if word.split() == [word] and split(word) == (word,)
-        ]
+        alone = (word for word in spec.stop_words if word.split() == [word] and split(word) == (word,))
+        self._between_spaces = [f" {word} " for word in alone]
 
-    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        return [self._outcome(document.text) for document in documents]
-
-    def _outcome(self, text: str) -> Outcome:
+    def outcome(self, document: Document) -> Outcome:
+        text = document.text
         counts = self._words.counts(text)
-        return (
-            self._length(counts)
-            or self._marks(text, counts.words)
-            or self._lines(text)
-            or self._letters(counts)
-            or self._stops(text)
-        )
+        shape = self._length(counts) or self._marks(text, counts.words) or self._lines(text)
+        return shape or self._letters(counts) or self._stops(text)
 
     def _length(self, counts: WordCounts) -> Drop | None:
         spec = self._spec
@@ -97,3 +90,168 @@ class GopherQuality:
 
 def _ellipses(text: str) -> int:
     return text.count("...") + text.count("…")
+
+
+_LONG_WORDS = 1 << 16  # more words are not looked at for all n at once
+
+
+class GopherRepetition(EachDocument):
+    """Drops documents that repeat themselves. Takes up to 15 bytes of memory for each character of a document."""
+
+    def __init__(self, spec: GopherRepetitionSpec, seed: int) -> None:
+        self._spec = spec
+        self._words = shared_words()
+        self._top = _shares(spec.max_top_ngrams)
+        self._repeated = _shares(spec.max_repeated_ngrams)
+
+    def outcome(self, document: Document) -> Outcome:
+        text = document.text
+        if not text:
+            return None  # nothing repeats in nothing; `length` drops empty documents
+        return self._repeated_blocks(text) or self._repeated_runs(text)
+
+    def _repeated_blocks(self, text: str) -> Drop | None:
+        spec = self._spec
+        rules = (
+            ("paragraphs", paragraphs, spec.max_repeated_paragraphs, spec.max_repeated_paragraph_chars),
+            ("lines", lines, spec.max_repeated_lines, spec.max_repeated_line_chars),
+        )
+        for name, cut, most, most_chars in rules:
+            blocks = cut(text)
+            again, chars = repeated(blocks)
+            if most and again / len(blocks) > most:
+                return Drop(f"repeated {name} above {most:g}", again / len(blocks))
+            if most_chars and chars / len(text) > most_chars:
+                return Drop(f"characters in repeated {name} above {most_chars:g}", chars / len(text))
+        return None
+
+    def _repeated_runs(self, text: str) -> Drop | None:
+        if not self._top and not self._repeated:
+            return None
+        spans, chars = self._words.spans(text), len(text)
+        joined = Runs(spans, gap=1)
+        for n, most in self._top:
+            share = joined.top_share(n, chars, most)
+            if share > most:
+                return Drop(f"characters in the top {n}-gram above {most:g}", share)
+        found = Runs(spans, gap=0).repeated_chars([n for n, _ in self._repeated])
+        for (n, most), again in zip(self._repeated, found, strict=False):
+            if again / chars > most:
+                return Drop(f"characters in repeated {n}-grams above {most:g}", again / chars)
+        return None
+
+
+def _shares(limits: dict[int, float]) -> list[tuple[int, float]]:
+    return [(n, most) for n, most in sorted(limits.items()) if most]
+
+
+def paragraphs(text: str) -> list[str]:
+    """What empty lines separate; the white space around the text is not part of it."""
+    blocks = text.strip().split("\n\n")
+    return [block.lstrip("\n") for block in blocks if block] if len(blocks) > 1 else blocks
+
+
+def lines(text: str) -> list[str]:
+    """What newlines separate, several together counting as one; newlines at an end separate an empty line."""
+    ends = [""] * (text.startswith("\n") + text.endswith("\n"))
+    return [*filter(None, text.split("\n")), *ends]
+
+
+def repeated(blocks: Sequence[str]) -> tuple[int, int]:
+    """How many of the blocks were there before, and the characters in those."""
+    different = set(blocks)
+    if len(different) == len(blocks):
+        return 0, 0
+    return len(blocks) - len(different), sum(map(len, blocks)) - sum(map(len, different))
+
+
+class Runs:
+    """Runs of n words of one text. The hash of a run is that of its joined text. With a gap of 1 between words, equal
+    hashes mean equal words; without, words may be cut elsewhere."""
+
+    def __init__(self, spans: WordSpans, gap: int) -> None:
+        self._words = len(spans.lengths)
+        self._gap = gap
+        self._ends = np.zeros(self._words + 1, np.int64)
+        np.cumsum(spans.lengths + gap, out=self._ends[1:])
+        starts = self._ends[:-1]
+        self._sums = np.zeros(self._words + 1, np.uint64)
+        np.cumsum(spans.hashes * powers(starts), out=self._sums[1:])
+        self._shift = powers(starts, inverse=True)
+
+    def hashes(self, n: int) -> Hashes:
+        """One for each run, in order; none if there are fewer than n words."""
+        runs = max(self._words - n + 1, 0)
+        return (self._sums[n:] - self._sums[:runs]) * self._shift[:runs]
+
+    def lengths(self, n: int) -> Ints:
+        """Of the runs' texts, with the gaps between words."""
+        return self._ends[n:] - self._ends[: max(self._words - n + 1, 0)] - self._gap
+
+    def top_share(self, n: int, chars: int, most: float) -> float:
+        """The share of `chars` in all occurrences of the most frequent run; of several, the one that comes first. 0
+        where the share cannot exceed `most`."""
+        lengths = self.lengths(n)
+        if not len(lengths):
+            return 0.0
+        # As often as this a run has to come, were it the longest. Usually none does, which is quickly seen.
+        least = max(int(most * chars / int(lengths.max())), 1)
+        if least > len(lengths):
+            return 0.0
+        hashes = self.hashes(n)
+        ordered = np.sort(hashes)
+        if not (ordered[least - 1 :] == ordered[: len(ordered) - least + 1]).any():
+            return 0.0
+        edges = np.append(np.flatnonzero(begins(ordered)), ordered.size)
+        counts = edges[1:] - edges[:-1]
+        times = int(counts.max())
+        firsts = np.minimum.reduceat(np.argsort(hashes), edges[:-1])
+        return times * int(lengths[firsts[counts == times].min()]) / chars
+
+    def repeated_chars(self, ns: Sequence[int]) -> Iterator[int]:
+        """For each n the characters in runs that came before, going from left to right and past each such run."""
+        # All n at once, as rows: numpy's calls cost more than its work on a few hundred words. Long texts need the
+        # memory more.
+        together = len(ns) if self._words < _LONG_WORDS else 1
+        for first in range(0, len(ns), together):
+            yield from self._repeated_chars(ns[first : first + together])
+
+    def _repeated_chars(self, ns: Sequence[int]) -> Iterator[int]:
+        found, hashes = self._candidates(ns)
+        cuts = np.searchsorted(found, np.arange(len(ns) + 1) * self._words).tolist()
+        ends = self._ends.tolist() if self._words < _LONG_WORDS else self._ends
+        for row, n in enumerate(ns):
+            before = row * self._words  # places count on from row to row
+            seen: set[int] = set()
+            chars = past = 0
+            for first in range(cuts[row], cuts[row + 1], _LONG_WORDS):  # Python's numbers are large
+                part = slice(first, min(first + _LONG_WORDS, cuts[row + 1]))
+                for place, run in zip(found[part].tolist(), hashes[part].tolist(), strict=True):
+                    if place >= past:
+                        if run in seen:
+                            chars += int(ends[place - before + n] - ends[place - before])
+                            past = place + n
+                        else:
+                            seen.add(run)
+            yield chars
+
+    def _candidates(self, ns: Sequence[int]) -> tuple[Ints, Hashes]:
+        """Where runs begin that come more than once, row after row of one n each, and their hashes. A few others are
+        among them, which does no harm: they are never met again."""
+        hashes = np.empty((len(ns), self._words), np.uint64)
+        hashes[:] = np.arange(self._words, dtype=np.uint64)  # at the end, where no run begins: all different
+        for row, n in zip(hashes, ns, strict=True):
+            row[: max(self._words - n + 1, 0)] = self.hashes(n)
+        ordered = np.sort(hashes, axis=1)
+        again = ordered[:, 1:] == ordered[:, :-1]
+        # Finding them by a table of the hashes' first bits takes less than half as long as sorting their places.
+        bits = max(12, self._words.bit_length() + 3)
+        tables = np.arange(len(ns), dtype=np.uint64)[:, None] << np.uint64(bits)
+        marked = np.zeros(len(ns) << bits, np.bool_)
+        shift = np.uint64(64 - bits)
+        marked[((ordered[:, 1:] >> shift) | tables).view(np.int64)[again]] = True  # as unsigned, it is slower
+        chosen = marked[((hashes >> shift) | tables).view(np.int64)]
+        for row, n in zip(chosen, ns, strict=True):
+            row[max(self._words - n + 1, 0) :] = False
+        found = np.flatnonzero(chosen)
+        return found, hashes.ravel()[found]

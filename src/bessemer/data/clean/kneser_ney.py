@@ -1,19 +1,19 @@
-"""A model of good text that says how surprising another text is: n-grams of bytes, smoothed by Kneser and Ney.
-
-Bytes need no vocabulary and no rule for unknown words, fit every language, and up to eight of them are one exact
-64-bit key: nothing is hashed away, so the probabilities after any context sum to one. Costs are integers (2^-20 bits):
-a text's score from a given file is the same on any machine and in any batch. `kneser_ney_fit` makes the model.
-"""
+"""A model of good text that says how surprising another text is: n-grams of bytes, smoothed by Kneser and Ney. Bytes
+need no vocabulary and no rule for unknown words, fit every language, and up to eight of them are one exact 64-bit
+key: nothing is hashed away, so the probabilities after any context sum to one. Costs are integers (2^-20 bits): a
+text's score from a given file is the same on any machine and in any batch. `kneser_ney_fit` makes the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bessemer.data.clean.features import Ints, Words, gathered
 from bessemer.data.clean.model_file import load_model, save_model
 from bessemer.errors import UserError
 
@@ -30,33 +30,31 @@ _HALF = np.uint64(32)
 _TAIL = 64  # places after the last home
 _FILLED = 0.6  # of a table: 1.75 looks on average for a key that is there
 
-Words = npt.NDArray[np.uint64]
-Ints = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.int32]
 
 
+@dataclass
 class PerplexityModel:
     """`pair_costs` and `pair_backs` have an entry for each two bytes: the cost of the second after the first, and what
     backing off from the two costs, NOT_SEEN where they never stood together. `tables` are for 3 bytes and more."""
 
-    def __init__(
-        self,
-        order: int,
-        pair_costs: Costs,
-        pair_backs: Costs,
-        tables: Sequence[Words],
-        report: dict[str, Any],
-    ) -> None:
-        self.order, self.pair_costs, self.pair_backs = order, pair_costs, pair_backs
-        self.tables, self.report = list(tables), report
-        assert pair_costs.shape == pair_backs.shape == (1 << 16,) and len(self.tables) == order - 2
+    order: int
+    pair_costs: Costs
+    pair_backs: Costs
+    tables: list[Words]
+    report: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        assert self.pair_costs.shape == self.pair_backs.shape == (1 << 16,)
+        assert len(self.tables) == self.order - 2
 
     def bits_per_byte(self, texts: Sequence[str]) -> npt.NDArray[np.float64]:
         """How surprising each text is: the model's bits for it by the length of its UTF-8. 12 MB/s on one core for text
         like the model's own, 5 MB/s for any other, with a model of 180 MB."""
         costs = np.zeros(len(texts), dtype=np.int64)
         sizes = np.zeros(len(texts), dtype=np.int64)
-        for buffer, owners, starts, stops in _pieces(texts, self.order):
+        # What stands before a piece is its context, so that pieces give what the whole would.
+        for buffer, owners, starts, stops in gathered(texts, _PIECE_BYTES, bytes([EDGE]), self.order - 1):
             running = np.zeros(len(buffer) + 1, dtype=np.int64)
             np.cumsum(self.costs(np.frombuffer(buffer, np.uint8)), out=running[1:])
             np.add.at(costs, owners, running[stops] - running[starts])
@@ -65,12 +63,11 @@ class PerplexityModel:
 
     def costs(self, text: npt.NDArray[np.uint8]) -> Costs:
         """Of each byte after those before it. EDGE begins a text anew; costs of edges, and the first, mean nothing.
-
         The longest grams are looked up first: where they are found, as they mostly are in text of the kind that the
-        model knows, nothing else is needed. Backing off needs the shorter grams of a byte and of the one before it.
-        """
+        model knows, nothing else is needed. Backing off needs the shorter grams of a byte and of the one before
+        it."""
         windows = _windows(text)
-        values = find(self.tables[-1], windows & _mask(self.order))
+        values = find(self.tables[-1], windows & mask(self.order))
         costs = (values & np.uint64(2**32 - 1)).astype(np.int32)
         missed = values == _EMPTY
         needed = missed.copy()
@@ -91,7 +88,7 @@ class PerplexityModel:
             # A gram was counted only where its first and its last n-1 bytes were.
             seen[1:] &= seen[:-1]
             asked = np.flatnonzero(seen)
-            values = find(table, windows[asked] & _mask(n))
+            values = find(table, windows[asked] & mask(n))
             hit = np.flatnonzero(values != _EMPTY)
             asked, values = asked[hit], values[hit]
             costs[asked] = (values & np.uint64(2**32 - 1)).astype(np.int32)
@@ -102,10 +99,9 @@ class PerplexityModel:
 
     def grams(self) -> dict[int, int]:
         """How many n-grams of each length the model holds."""
+        longer = enumerate(self.tables, start=3)
         two = int((self.pair_backs >= 0).sum())
-        return {2: two} | {
-            n: int((table[::2] != _EMPTY).sum()) for n, table in enumerate(self.tables, start=3)
-        }
+        return {2: two} | {n: int((table[::2] != _EMPTY).sum()) for n, table in longer}
 
     def save(self, path: Path) -> None:
         about = {"order": self.order, "report": self.report}
@@ -125,38 +121,15 @@ def load(path: str | Path) -> PerplexityModel:
         raise UserError(f"{path}: the perplexity model is damaged ({error!r}); train it again") from error
 
 
-def _mask(n: int) -> np.uint64:
+def mask(n: int) -> np.uint64:
     return np.uint64(2 ** (8 * n) - 1)
 
 
 def _windows(text: npt.NDArray[np.uint8]) -> Words:
     """The eight bytes that end at each byte, the last in the lowest bits; EDGE stands before the first."""
     padded = np.concatenate([np.full(LONGEST - 1, EDGE, dtype=np.uint8), text])
-    overlapping = np.lib.stride_tricks.as_strided(
-        padded.view(), (text.size, LONGEST), (1, 1), writeable=False
-    )
+    overlapping = np.lib.stride_tricks.sliding_window_view(padded, LONGEST)
     return np.ascontiguousarray(overlapping).view(">u8").ravel().astype(np.uint64)
-
-
-def _pieces(texts: Sequence[str], order: int) -> Iterator[tuple[bytes, Ints, Ints, Ints]]:
-    """Texts, or parts of long ones, put together: a buffer, and the owner, start and stop of each part. What stands
-    before a start is the context: the edge, or the bytes before, so that parts give what the whole would."""
-    parts: list[bytes] = []
-    spans: list[tuple[int, int, int]] = []
-    size = 0
-    for owner, text in enumerate(texts):
-        data = text.encode()
-        for at in range(0, len(data), _PIECE_BYTES):
-            piece = data[at : at + _PIECE_BYTES]
-            if size and size + len(piece) > _PIECE_BYTES:
-                yield b"".join(parts), *np.array(spans, dtype=np.int64).T
-                parts, spans, size = [], [], 0
-            before = bytes([EDGE]) + data[max(at - order + 1, 0) : at]
-            parts += [before, piece]
-            spans.append((owner, size + len(before), size + len(before) + len(piece)))
-            size = spans[-1][2]
-    if spans:
-        yield b"".join(parts), *np.array(spans, dtype=np.int64).T
 
 
 def make_table(keys: Words, values: Words) -> Words:

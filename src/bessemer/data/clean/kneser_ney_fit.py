@@ -1,9 +1,7 @@
-"""Makes the perplexity model: counts n-grams of bytes and smooths them by interpolated modified Kneser-Ney.
-
-After Chen and Goodman (1998) and Heafield et al. (2013). Grams at the beginning of a text are counted as they are, all
+"""Makes the perplexity model: counts n-grams of bytes and smooths them by interpolated modified Kneser-Ney. After
+Chen and Goodman (1998) and Heafield et al. (2013). Grams at the beginning of a text are counted as they are, all
 others below the highest order by the number of different bytes before them. Pruned grams leave their mass to the
-shorter context, so every distribution sums to one.
-"""
+shorter context, so every distribution sums to one."""
 
 from __future__ import annotations
 
@@ -14,16 +12,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.clean.kneser_ney import BIT, EDGE, LONGEST, NOT_SEEN, PerplexityModel, make_table
+from bessemer.data.clean.kneser_ney import BIT, EDGE, LONGEST, NOT_SEEN, PerplexityModel, make_table, mask
+from bessemer.data.clean.selection import Floats, Ints, Words
 from bessemer.errors import UserError
 
 _BLOCK = 1 << 22  # n-grams sorted at once
 _PRUNED_FROM = 4  # shorter grams are few
 _FALLBACK = (0.5, 1.0, 1.5)  # discounts where counts of counts do not give any
-
-Words = npt.NDArray[np.uint64]
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -47,9 +42,7 @@ class Smooth:
 
 def count_and_smooth(texts: Sequence[str], order: int, min_count: int = 1) -> PerplexityModel:
     """The model of some texts. Grams of four bytes and more that were seen less than `min_count` times are pruned.
-
-    Memory: 24 bytes for each different gram of the highest order, and the texts.
-    """
+    Memory: 24 bytes for each different gram of the highest order, and the texts."""
     if not 3 <= order <= LONGEST:
         raise UserError(f"order {order}: a perplexity model counts runs of 3 to {LONGEST} bytes")
     orders = count(texts, order)
@@ -75,7 +68,7 @@ def count(texts: Sequence[str], order: int) -> list[Grams]:
     grams = [Grams(found[0], found[1], found[1])]
     for n in range(order - 1, 0, -1):
         longer = grams[-1]
-        keys, which, counts = np.unique(longer.keys & _mask(n), return_inverse=True, return_counts=True)
+        keys, which, counts = np.unique(longer.keys & mask(n), return_inverse=True, return_counts=True)
         raw = np.bincount(which, longer.raw, keys.size).astype(np.int64)
         heads, head_counts = _heads(texts, n)
         keys = np.concatenate([keys, heads])  # heads begin with the highest byte: they follow in order
@@ -154,7 +147,7 @@ def smooth(grams: Grams, n: int, lower: Smooth | None, min_count: int) -> Smooth
         everything = np.full(256, backs[0] / 256)
         everything[keys.view(np.int64)] += chances
         return Smooth(np.arange(256, dtype=np.uint64), everything, contexts, backs)
-    shorter = np.searchsorted(lower.keys, keys & _mask(n - 1))
+    shorter = np.searchsorted(lower.keys, keys & mask(n - 1))
     return Smooth(keys, chances + backs[which[kept]] * lower.chances[shorter], contexts, backs)
 
 
@@ -164,11 +157,8 @@ def discounts_of(counts: Ints) -> tuple[float, ...]:
     if not (once and twice and thrice):
         return _FALLBACK
     share = once / (once + 2 * twice)
-    found = (
-        1 - 2 * share * twice / once,
-        2 - 3 * share * thrice / twice,
-        3 - 4 * share * four / thrice,
-    )
+    pairs = ((once, twice), (twice, thrice), (thrice, four))
+    found = tuple(k - (k + 1) * share * more / less for k, (less, more) in enumerate(pairs, start=1))
     sound = all(0 < discount < k for k, discount in enumerate(found, start=1))
     return found if sound else _FALLBACK
 
@@ -196,7 +186,3 @@ def _aligned(keys: Words, contexts: Words, backs: Floats) -> Floats:
 
 def _cost(chances: Floats) -> Ints:
     return np.rint(-np.log2(chances) * BIT).astype(np.int64)
-
-
-def _mask(n: int) -> np.uint64:
-    return np.uint64(2 ** (8 * n) - 1)

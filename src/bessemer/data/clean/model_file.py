@@ -1,12 +1,10 @@
-"""How a trained scorer is kept: one safetensors file, its arrays mapped into memory and shared by all workers.
-
-No pickle is read or written. `kind` and `version` say which code may read the file.
-"""
+"""How a trained scorer is kept: one safetensors file, its arrays mapped into memory and shared by all workers. No
+pickle is read or written. `kind` and `version` say which code may read the file."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,29 +13,22 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bessemer.data.curate.files import replacing
 from bessemer.data.store_format import sync
 from bessemer.errors import UserError
 
 _DTYPES = {"U64": "<u8", "I64": "<i8", "I32": "<i4", "U8": "u1"}
 _LONGEST_HEADER = 100_000_000  # as in safetensors itself
-_BLOCK_BYTES = 1 << 22
 
 
-def save_model(
-    path: Path, kind: str, version: int, about: Mapping[str, Any], arrays: Mapping[str, Any]
-) -> None:
+def save_model(path: Path, kind: str, version: int, about: dict[str, Any], arrays: dict[str, Any]) -> None:
     """Writes the file under another name and renames it when it is complete."""
     from safetensors.numpy import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"bessemer": json.dumps({"kind": kind, "version": version, **about}, sort_keys=True)}
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
+    with replacing(path) as partial:
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, partial, metadata)
         sync(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
     sync(path.parent)
 
 
@@ -57,9 +48,8 @@ def load_model(
         found = (about["kind"], about["version"])
         if found != (kind, version):
             raise UserError(f"{wrong} (it holds a {found[0]} of version {found[1]}); {fix}")
-        arrays = {
-            name: _mapped(path, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
-        }
+        del header["__metadata__"]
+        arrays = {name: _mapped(path, entry, 8 + length) for name, entry in header.items()}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {fix}, or correct the path of the model") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -79,11 +69,8 @@ def _mapped(path: Path, entry: Mapping[str, Any], data_at: int) -> npt.NDArray[A
 
 def file_identity(path: str | Path) -> str:
     """A hash of a file's content, for the keys of results that depend on it; 2 GB/s and more from memory."""
-    content = xxhash.xxh3_128()
     try:
         with open(path, "rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                content.update(block)
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); correct the path") from error
-    return content.hexdigest()

@@ -1,8 +1,6 @@
-"""The `pii` step: finds personal data and secrets, and puts placeholders in their place.
-
-A placeholder depends on the value and its document alone, or on the value and a key: never on what was seen before,
-so any number of workers writes the same text. Values go nowhere but into the text that they came from.
-"""
+"""The `pii` step: finds personal data and secrets, and puts placeholders in their place. A placeholder depends on the
+value and its document alone, or on the value and a key: never on what was seen before, so any number of workers
+writes the same text. Values go nowhere but into the text that they came from."""
 
 from __future__ import annotations
 
@@ -10,21 +8,19 @@ import hashlib
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
-from bessemer.data.clean.pii_email import emails
-from bessemer.data.clean.pii_ip import ip_addresses
-from bessemer.data.clean.pii_numbers import credit_cards, ibans, social_security
+from bessemer.data.clean.each_document import EachDocument
+from bessemer.data.clean.pii_addresses import emails, ip_addresses
+from bessemer.data.clean.pii_numbers import Found, credit_cards, ibans, number_runs, social_security
 from bessemer.data.clean.pii_phone import phones
-from bessemer.data.clean.pii_scan import Found, Run, number_runs
 from bessemer.data.clean.pii_secrets import api_keys
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
 from bessemer.errors import UserError
 from bessemer.spec.clean.privacy import PiiKind, PiiSpec
 
-Finder = Callable[[str, list[Run]], Iterable[Found]]
+Finder = Callable[..., Iterable[Found]]  # of the text and its runs of digits
 # Where two kinds claim the same signs the first one has them: the check of a card says more than the shape of a phone.
 _FINDERS: dict[PiiKind, Finder] = {
     "api_key": api_keys,
@@ -32,7 +28,7 @@ _FINDERS: dict[PiiKind, Finder] = {
     "iban": ibans,
     "credit_card": credit_cards,
     "ssn": social_security,
-    "ip": partial(ip_addresses, private=False),
+    "ip": ip_addresses,
     "phone": phones,
 }
 _OF_DIGITS = frozenset({"credit_card", "ssn", "ip", "phone"})
@@ -54,8 +50,8 @@ def find_pii(text: str, kinds: Sequence[PiiKind], private_ips: bool = False) -> 
     hits: list[Hit] = []
     for kind, find in _FINDERS.items():
         if kind in kinds:
-            finder = partial(ip_addresses, private=True) if kind == "ip" and private_ips else find
-            new = [Hit(found.start, found.end, kind, found.value) for found in finder(text, runs)]
+            private = {"private": True} if kind == "ip" and private_ips else {}
+            new = [Hit(one.start, one.end, kind, one.value) for one in find(text, runs, **private)]
             hits = _joined(hits, new) if new else hits
     return hits
 
@@ -74,10 +70,8 @@ def _joined(claimed: list[Hit], new: list[Hit]) -> list[Hit]:
     return sorted([*claimed, *taken])
 
 
-class Pii:
+class Pii(EachDocument):
     """Redacts personal data, or drops the documents that hold it. Labels `pii_<kind>` count what was found."""
-
-    version = 1
 
     def __init__(self, spec: PiiSpec, seed: int) -> None:
         self.spec = spec
@@ -85,10 +79,7 @@ class Pii:
         # Another key gives other placeholders, so it belongs to the cache's key; it cannot be found from this.
         self.identity = self._hash("") if self._key else ""
 
-    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        return [self._one(document) for document in documents]
-
-    def _one(self, document: Document) -> Outcome:
+    def outcome(self, document: Document) -> Outcome:
         hits = find_pii(document.text, self.spec.kinds, self.spec.private_ips)
         if not hits:
             return None

@@ -1,23 +1,89 @@
-"""Payment cards, IBANs and US social security numbers.
-
-Each has a check of its own (Luhn, mod 97, ranges that were never issued), so the shape may be written loosely.
-"""
+"""What the finders of personal data share, and those of payment cards, IBANs and US social security numbers. A text
+is scanned for digits once; every finder of numbers then looks only at the runs that could hold one. Cards, IBANs and
+social security numbers have a check of their own (Luhn, mod 97, ranges never issued), so the shape may be loose."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from bessemer.data.clean.pii_scan import (
-    DASH,
-    Found,
-    Run,
-    is_joined,
-    is_name_sign,
-    last_cue,
-    stands_alone,
-    words_before,
-)
+
+class Found(NamedTuple):
+    """One personal value: text[start:end]. `value` is the same however the text writes it."""
+
+    start: int
+    end: int
+    value: str
+
+
+class Run(NamedTuple):
+    """Digits with at most three signs between them: at least seven, or a dotted quad."""
+
+    start: int
+    end: int
+
+
+# What may stand between the digits of one number: spaces, brackets, dots, slashes and every kind of hyphen.
+GAP = r" \u00a0\u2009\u202f().\u2010-\u2013/-"
+DASH = r"[-\u2010-\u2013]"
+# Possessive, so that a megabyte of digits costs neither backtracking nor memory.
+_RUN = re.compile(rf"[0-9](?<![0-9][0-9])(?:(?:[{GAP}]{{0,3}}+[0-9]){{6,}}+|[0-9]{{0,2}}(?:\.[0-9]{{1,3}}){{3}})")
+_REACH = 40
+_NUMBER = re.compile("(?<![a-z0-9])[0-9][0-9a-z]*")  # the 4 of ipv4 is none
+_REST_OF_WORD = re.compile(r"\A\w+")
+
+
+def number_runs(text: str) -> Iterator[Run]:
+    """Where a number of interest may stand; some 120 MB of prose a second."""
+    return (Run(*match.span()) for match in _RUN.finditer(text))
+
+
+def words_before(text: str, start: int) -> str:
+    """The words that introduce a number: lower case, back to the number before it, 40 characters at most."""
+    first = max(0, start - _REACH)
+    window = text[first:start].lower()
+    if first and text[first - 1].isalnum():
+        window = _REST_OF_WORD.sub("", window, 1)
+    return _NUMBER.split(window)[-1]
+
+
+def last_cue(words: str, cues: re.Pattern[str]) -> str:
+    """The name of the group of `cues` that matches last in `words`, or nothing: the nearest word decides."""
+    found = ""
+    for match in cues.finditer(words):
+        found = match.lastgroup or ""
+    return found
+
+
+def in_name(sign: str) -> bool:
+    """Whether a sign beside a number makes it part of a name. Scripts without spaces (CJK) do not."""
+    return sign == "_" or (sign < "\u0530" and sign.isalnum())
+
+
+def is_alone(text: str, start: int, end: int) -> bool:
+    """Whether text[start:end] is no piece of a longer name or number: x123, 0.123, 123.4 and 123abc are."""
+    if start:
+        before = text[start - 1]
+        if in_name(before) or (before == "." and start > 1 and text[start - 2].isdigit()):
+            return False
+    if end < len(text):
+        after = text[end]
+        if in_name(after) or (after == "." and text[end + 1 : end + 2].isdigit()):
+            return False
+    return True
+
+
+def is_joined(text: str, start: int, end: int) -> bool:
+    """Whether the signs beside a number make it a piece of a name, path, time or formula: CVE-2014-8148, /p/1234567/,
+    08:06 1083555, 1234567*x."""
+    if start > 1:
+        further, before = text[start - 2], text[start - 1]
+        if (before in "-/" and not further.isspace()) or (before == ":" and further.isdigit()):
+            return True
+    after, further = text[end : end + 1], text[end + 1 : end + 2] or " "
+    return (after in ("-", "/", "*") and in_name(further)) or (after == ":" and further.isdigit())
+
 
 # Words that say that the number after them is of another kind.
 OTHER_NUMBER = (
@@ -37,33 +103,17 @@ _CARD = re.compile(
 _CARD_CUE = re.compile(r"(?P<card>card|visa|credit|debit|pan\b|maestro|karte|carte|tarjeta|carta\b)")
 _CARD_NEIGHBOUR = re.compile(r"[ .-](?=[A-Z]*[0-9])[0-9A-Z]{4}(?![0-9A-Za-z])")
 _LONG_BEFORE, _LONG_AFTER = re.compile(r"[0-9]{8}[ \t]{1,3}\Z"), re.compile(r"[ \t]{1,3}[0-9]{8}")
-# First digits from and to, and the lengths that were issued: (lengths that need no word before them, others).
-_ISSUERS: tuple[tuple[str, str, frozenset[int], frozenset[int]], ...] = tuple(
-    (first, last, frozenset(usual), frozenset(rare))
-    for first, last, usual, rare in (
-        ("4", "4", (16,), (13, 19)),  # Visa; 13 and 19 digits are more often article numbers and ids
-        ("51", "55", (16,), ()),  # Mastercard
-        ("2221", "2720", (16,), ()),
-        ("34", "34", (15,), ()),  # American Express
-        ("37", "37", (15,), ()),
-        ("6011", "6011", (16,), (17, 18, 19)),  # Discover
-        ("644", "649", (16,), (17, 18, 19)),
-        ("65", "65", (16,), (17, 18, 19)),
-        ("62", "62", (16,), (17, 18, 19)),  # UnionPay
-        ("3528", "3589", (16,), (17, 18, 19)),  # JCB
-        ("300", "305", (14,), (16,)),  # Diners Club
-        ("309", "309", (14,), (16,)),
-        ("36", "36", (14,), (16,)),
-        ("38", "39", (14,), (16,)),
-        ("5018", "5018", (16,), (13, 14, 15, 17, 18, 19)),  # Maestro
-        ("5020", "5020", (16,), (13, 14, 15, 17, 18, 19)),
-        ("5038", "5038", (16,), (13, 14, 15, 17, 18, 19)),
-        ("5893", "5893", (16,), (13, 14, 15, 17, 18, 19)),
-        ("6304", "6304", (16,), (13, 14, 15, 17, 18, 19)),
-        ("6759", "6759", (16,), (13, 14, 15, 17, 18, 19)),
-        ("6761", "6763", (16,), (13, 14, 15, 17, 18, 19)),
-    )
+# First digits from and to of each network, the length that needs no word before it, and the others that were issued.
+_MOST = (17, 18, 19)
+_ISSUERS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
+    ("4-4", 16, (13, 19)),  # Visa; 13 and 19 digits are more often article numbers and ids
+    ("51-55 2221-2720", 16, ()),  # Mastercard
+    ("34-34 37-37", 15, ()),  # American Express
+    ("6011-6011 644-649 65-65 62-62 3528-3589", 16, _MOST),  # Discover, UnionPay, JCB
+    ("300-305 309-309 36-36 38-39", 14, (16,)),  # Diners Club
+    ("5018-5018 5020-5020 5038-5038 5893-5893 6304-6304 6759-6759 6761-6763", 16, (13, 14, 15, *_MOST)),  # Maestro
 )
+_NETWORKS = [(first.split("-"), usual, rare) for firsts, usual, rare in _ISSUERS for first in firsts.split()]
 
 
 def luhn(digits: str) -> bool:
@@ -78,8 +128,8 @@ def luhn(digits: str) -> bool:
 def _issued(digits: str, said: bool) -> bool:
     """Whether a card network issues such a number; `said`: a word before it speaks of cards."""
     return any(
-        first <= digits[: len(first)] <= last and (len(digits) in usual or (said and len(digits) in rare))
-        for first, last, usual, rare in _ISSUERS
+        first <= digits[: len(first)] <= last and (len(digits) == usual or (said and len(digits) in rare))
+        for (first, last), usual, rare in _NETWORKS
     )
 
 
@@ -94,13 +144,12 @@ def credit_cards(text: str, runs: list[Run]) -> Iterator[Found]:
             if not 13 <= len(digits) <= 19 or not luhn(digits) or len(set(digits)) == 1:
                 continue
             said = bool(_CARD_CUE.search(words_before(text, start)))
-            if not _issued(digits, said) or not stands_alone(text, start, end) or is_joined(text, start, end):
+            if not _issued(digits, said) or not is_alone(text, start, end) or is_joined(text, start, end):
                 continue
             if not said and _beside_numbers(text, start, end):
                 continue
             if match["a"] and (
-                _CARD_NEIGHBOUR.match(text, end)
-                or _CARD_NEIGHBOUR.match(text[max(0, start - 5) : start][::-1])
+                _CARD_NEIGHBOUR.match(text, end) or _CARD_NEIGHBOUR.match(text[max(0, start - 5) : start][::-1])
             ):
                 continue  # a row of a table of four-digit numbers, or the middle of an IBAN
             yield Found(start, end, digits)
@@ -127,17 +176,13 @@ _IBAN_LENGTH = {
     "YE": 30,
 }
 # fmt: on
-_IBAN = re.compile(
-    r"[A-Z][A-Z](?<![0-9A-Za-z_][A-Z][A-Z])[0-9]{2}[ \u00a0-]?[0-9A-Z]{4}(?:[ \u00a0-]?[0-9A-Z]){3,26}"
-)
+_IBAN = re.compile(r"[A-Z][A-Z](?<![0-9A-Za-z_][A-Z][A-Z])[0-9]{2}[ \u00a0-]?[0-9A-Z]{4}(?:[ \u00a0-]?[0-9A-Z]){3,26}")
 _LOWER_IBAN = re.compile(r"(?<![0-9A-Za-z_])[a-z][a-z][0-9]{2} ?[0-9a-z]{4}(?: ?[0-9a-z]){3,26}")
 
 
 def ibans(text: str, runs: list[Run]) -> Iterator[Found]:
-    """International bank account numbers: the country's length and the checksum have to hold.
-
-    Small letters are accepted after the word IBAN only.
-    """
+    """International bank account numbers: the country's length and the checksum have to hold. Small letters are
+    accepted after the word IBAN only."""
     yield from _ibans(text, _IBAN)
     if "iban" in text or "IBAN" in text:
         for found in _ibans(text, _LOWER_IBAN):
@@ -166,7 +211,7 @@ def _iban(text: str, start: int, written: str) -> Found | None:
             kept.append(sign)
             if len(kept) == length:
                 break
-    if len(kept) != length or (end < len(text) and is_name_sign(text[end])):
+    if len(kept) != length or (end < len(text) and in_name(text[end])):
         return None
     value = "".join(kept)
     number = "".join(str(int(sign, 36)) for sign in value[4:] + value[:4])
@@ -193,7 +238,7 @@ def social_security(text: str, runs: list[Run]) -> Iterator[Found]:
             digits = area + group + serial
             if area in ("000", "666") or area[0] == "9" or group == "00" or serial == "0000":
                 continue
-            if digits in _NOT_ISSUED or not stands_alone(text, start, end) or is_joined(text, start, end):
+            if digits in _NOT_ISSUED or not is_alone(text, start, end) or is_joined(text, start, end):
                 continue
             cue = last_cue(words_before(text, start), _SSN_CUE)
             if cue == "ssn" or (not cue and gap and gap != " "):

@@ -1,8 +1,6 @@
 """Telephone numbers: international ones by code and length, national ones by shape, the rest by the word before.
-
 Digits with gaps are the most common look-alike of all (dates, prices, serials, tables), so a number counts when its
-shape is one that telephone numbers have and few other numbers do, or when a word says that it is one.
-"""
+shape is one that telephone numbers have and few other numbers do, or when a word says that it is one."""
 
 from __future__ import annotations
 
@@ -10,15 +8,15 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from bessemer.data.clean.pii_numbers import OTHER_NUMBER
-from bessemer.data.clean.pii_scan import (
+from bessemer.data.clean.pii_numbers import (
     DASH,
+    OTHER_NUMBER,
     Found,
     Run,
+    in_name,
+    is_alone,
     is_joined,
-    is_name_sign,
     last_cue,
-    stands_alone,
     words_before,
 )
 
@@ -92,8 +90,8 @@ _SHAPES = tuple(
     )
 )
 _SHORTEST_SHAPE = 9
-_POSTCODE_OR_YEAR = re.compile(r"[0-9]{5}-[0-9]{4}\Z|[0-9]+ (?:19|20)[0-9]{2}\Z")
-_YEAR_IN_BRACKETS = re.compile(r"\((?:19|20)[0-9]{2}\)")
+# A postcode, a number and a year, a year in brackets.
+_NOT_PHONE = re.compile(r"[0-9]{5}-[0-9]{4}\Z|[0-9]+ (?:19|20)[0-9]{2}\Z|\((?:19|20)[0-9]{2}\)")
 
 
 def phones(text: str, runs: list[Run]) -> Iterator[Found]:
@@ -112,13 +110,11 @@ def _in_run(text: str, run: Run, listed: int) -> Iterator[Found]:
     """The numbers of one run. `listed`: a number of so many digits stands just before, as in `555-0142, 5550143`."""
     cue = last_cue(words_before(text, run.start), _CUE)
     said = cue in ("phone", "cjk")
+    shapes = _SHAPES if run.end - run.start >= _SHORTEST_SHAPE else ()
+    spans = [one.span() for shape in shapes for one in shape.finditer(text, max(0, run.start - 1), run.end)]
     shaped = [
         _found(text, start, end)
-        for start, end in sorted(
-            match.span()
-            for shape in (_SHAPES if run.end - run.start >= _SHORTEST_SHAPE else ())
-            for match in shape.finditer(text, max(0, run.start - 1), run.end)
-        )
+        for start, end in sorted(spans)
         if _plausible(text, start, end, cue if start <= run.start else "")
     ]
     begun = _international(text, *run, said)
@@ -145,7 +141,7 @@ def _international(text: str, start: int, end: int, said: bool) -> Found | None:
     skip = 0
     if lead:
         begin = start - len(lead[0])
-        if begin and (is_name_sign(text[begin - 1]) or text[begin - 1] in "+)^"):
+        if begin and (in_name(text[begin - 1]) or text[begin - 1] in "+)^"):
             return None
         if " " in lead[0] and not said:
             return None  # a sum
@@ -173,7 +169,7 @@ def _international(text: str, start: int, end: int, said: bool) -> Found | None:
         enough = 8 if gaps or said else 10
         if _lengths_fit(digits, bool(skip)) and len(digits) >= enough and (not skip or gaps or said):
             ends.append(Found(begin, closed, digits))
-    alone = (found for found in reversed(ends) if stands_alone(text, start, found.end))
+    alone = (found for found in reversed(ends) if is_alone(text, start, found.end))
     return next((found for found in alone if not is_joined(text, begin, found.end)), None)
 
 
@@ -200,14 +196,9 @@ def _plausible(text: str, start: int, end: int, cue: str) -> bool:
     digits = "".join(_GROUP.findall(written))
     if not 9 <= len(digits) <= 12 or len(set(digits)) < 3 or cue in ("other", "sign"):
         return False
-    if (
-        _DATE.match(text, start)
-        or _YEAR_IN_BRACKETS.match(written)
-        or _POSTCODE_OR_YEAR.match(written)
-        or _QUAD.match(text, start)
-    ):
+    if _DATE.match(text, start) or _QUAD.match(text, start) or _NOT_PHONE.match(written):
         return False
-    if not stands_alone(text, start, end) or is_joined(text, start, end) or _counts_up(written):
+    if not is_alone(text, start, end) or is_joined(text, start, end) or _counts_up(written):
         return False
     if cue == "" and len(digits) < 10 and written.count(" ") > 1:
         return False  # 041 117 132
@@ -239,15 +230,14 @@ def _introduced(text: str, start: int, end: int, bare_digits: int) -> Found | No
         gap = text[closed : group.start()]
         if "  " in gap:
             break
-        if count and (
-            (gap.isspace() and (count >= 9 or (count >= 7 and joined))) or count + len(group[0]) > 15
-        ):
+        complete = gap.isspace() and (count >= 9 or (count >= 7 and joined))
+        if count and (complete or count + len(group[0]) > 15):
             break
         joined |= bool(gap.strip())
         count += len(group[0])
         closed = group.end()
         if count >= 7 and (closed - start > count or count >= bare_digits):
             best = closed
-    if not best or not stands_alone(text, begin, best) or is_joined(text, begin, best):
+    if not best or not is_alone(text, begin, best) or is_joined(text, begin, best):
         return None
     return None if _DECIMAL.fullmatch(text, begin, best) else _found(text, begin, best)

@@ -1,8 +1,6 @@
-"""Keys, tokens and passwords: by the marks that services give them, and by the name that they are assigned to.
-
-A marked token (AKIA..., ghp_...) needs no other evidence. A value that only stands after `api_key =` has to look
-random: letters and digits mixed, many different signs, kinds of signs that alternate.
-"""
+"""Keys, tokens and passwords: by the marks that services give them, and by the name that they are assigned to. A
+marked token (AKIA..., ghp_...) needs no other evidence. A value that only stands after `api_key =` has to look
+random: letters and digits mixed, many different signs, kinds of signs that alternate."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from bessemer.data.clean.pii_scan import Found, Run
+from bessemer.data.clean.pii_numbers import Found, Run
 
 _W = "[A-Za-z0-9_-]"
 # Tokens by the sign that ends their mark: a search for one sign is ten times as fast as one for all the marks.
@@ -48,15 +46,14 @@ _LITERAL = (
     ("bearer ", r"bearer +(?=[A-Za-z._~+/=-]{0,300}[0-9])[A-Za-z0-9._~+/=-]{20,2000}"),
 )
 _END = r"(?![A-Za-z0-9])"
-_MARKED = tuple(
-    re.compile(
-        sign
-        + "(?:"
-        + "|".join(f"(?<=({mark}))(?<![A-Za-z0-9_-]{mark}){rest}{_END}" for mark, rest in tokens)
-        + ")"
-    )
-    for sign, tokens in (("_", _UNDERSCORE), ("-", _HYPHEN))
-)
+
+
+def _marked(sign: str, tokens: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    shapes = "|".join(f"(?<=({mark}))(?<![A-Za-z0-9_-]{mark}){rest}{_END}" for mark, rest in tokens)
+    return re.compile(f"{sign}(?:{shapes})")
+
+
+_MARKED = (_marked("_", _UNDERSCORE), _marked("-", _HYPHEN))
 _TOKENS = tuple((mark, re.compile(shape + _END)) for mark, shape in _LITERAL)
 
 _PEM_BEGIN = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
@@ -67,10 +64,8 @@ _LONGEST_PEM = 16_384
 _LEAST_PEM = 64  # signs of key; with fewer the header is only spoken of
 
 _URL_PASSWORD = re.compile(r"://[^\s/:@'\"<>]{0,64}:([^\s/:@'\"<>]{5,100})@(?=[A-Za-z0-9\[])")
-_ASSIGNED = tuple(
-    re.compile(sign + r"""[ \t]{0,4}["'`]?([A-Za-z0-9+/_.~!$%^&*@-]{16,200}={0,2})""")
-    for sign in ("=>?", ":=?")
-)
+_VALUE = r"""[ \t]{0,4}["'`]?([A-Za-z0-9+/_.~!$%^&*@-]{16,200}={0,2})"""
+_ASSIGNED = (re.compile("=>?" + _VALUE), re.compile(":=?" + _VALUE))
 _NEXT_PARAMETER = re.compile(r"&[A-Za-z_]+=")
 # Read backwards from the sign of the assignment: perhaps spaces, a quote or bracket, then the name.
 _NAME_BACKWARDS = re.compile(r"""[ \t]{0,4}["'\])]{0,2}([A-Za-z0-9_. -]{1,50})""")
@@ -85,19 +80,14 @@ _PUBLIC_NAME = re.compile(
 )
 _HEX = re.compile(r"(?:0x)?[0-9a-fA-F-]+")
 _PLACEHOLDER = re.compile(
-    r"x{4,}|\*{3,}|\.{3,}|your|example|placeholder|changeme|insert|dummy|sample|redacted|12345678|abcdef0",
-    re.I,
+    r"x{4,}|\*{3,}|\.{3,}|your|example|placeholder|changeme|insert|dummy|sample|redacted|12345678|abcdef0", re.I
 )
 _LEAST_BITS, _LEAST_HEX_BITS = 3.5, 3.0  # Shannon's entropy of one sign
 _BETWEEN_WORDS = re.compile(r"%[0-9A-F]{2}|[._/-]")
 _WORD = re.compile(r"[A-Z][a-z]{2,}|[a-z]{3,}")
-_MOST_WORDED, _LEAST_VOWELS = (
-    0.6,
-    0.27,
-)  # 1 in 100 random values of 20 letters and digits has more in small letters
-_LEAST_TURNS = (
-    0.2  # share of places where the kind of sign changes: 0.6 for random letters and digits, 0.1 in words
-)
+# 1 in 100 random values of 20 letters and digits has more in small letters.
+_MOST_WORDED, _LEAST_VOWELS = 0.6, 0.27
+_LEAST_TURNS = 0.2  # share of places where the kind of sign changes: 0.6 for random signs, 0.1 in words
 
 
 def api_keys(text: str, runs: list[Run]) -> Iterator[Found]:
@@ -121,14 +111,12 @@ def _literal(text: str, mark: str, shape: re.Pattern[str]) -> Iterator[Found]:
     at = text.find(mark)
     while at >= 0:
         end = at + len(mark)
-        if not _inside_word(text, at) and (match := shape.match(text, at)):
+        before = text[at - 1 : at] if at else ""
+        inside = before.isascii() and (before.isalnum() or before in ("_", "-"))
+        if not inside and (match := shape.match(text, at)):
             yield Found(*match.span(), match[0])
             end = match.end()
         at = text.find(mark, end)
-
-
-def _inside_word(text: str, start: int) -> bool:
-    return start > 0 and text[start - 1].isascii() and (text[start - 1].isalnum() or text[start - 1] in "_-")
 
 
 def _pem(text: str) -> Iterator[Found]:
@@ -136,12 +124,10 @@ def _pem(text: str) -> Iterator[Found]:
     while begin := _PEM_BEGIN.search(text, at):
         limit = begin.end() + _LONGEST_PEM
         close = _PEM_END.search(text, begin.end(), limit)
-        if close is None:  # a key that was cut off: take what can be key
-            close = _PEM_BODY.match(text, begin.end(), limit)
-            assert close is not None, "the pattern also matches nothing"
-            body, at = close[0], close.end()
-        else:
-            body, at = text[begin.end() : close.start()], close.end()
+        # Of a key that was cut off, take what can be key.
+        rest = close or _PEM_BODY.match(text, begin.end(), limit)
+        assert rest is not None, "the pattern also matches nothing"
+        body, at = text[begin.end() : rest.start() if close else rest.end()], rest.end()
         signs = sum(map(len, _PEM_LINE.findall(body)))
         if signs >= max(_LEAST_PEM, len(body) // 2):
             yield Found(begin.start(), at, text[begin.start() : at])
@@ -150,19 +136,8 @@ def _pem(text: str) -> Iterator[Found]:
 def _url_passwords(text: str) -> Iterator[Found]:
     for match in _URL_PASSWORD.finditer(text):
         word = match[1].lower()
-        if word[0] in "${<*[%" or word in (
-            "password",
-            "passwd",
-            "pass",
-            "pwd",
-            "secret",
-            "token",
-            "pw",
-            "port",
-        ):
-            continue
-        if _PLACEHOLDER.search(word) or word.isalpha():
-            continue  # words for a password, in any language
+        if word[0] in "${<*[%" or _PLACEHOLDER.search(word) or word.isalpha():
+            continue  # a variable, or the word for a password in any language
         yield Found(*match.span(1), match[1])
 
 

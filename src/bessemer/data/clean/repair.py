@@ -1,21 +1,19 @@
-"""Steps that mend a text and leave its meaning: Unicode, white space, and (in `boilerplate`) a web page's frame."""
+"""Steps that mend a text and leave its meaning: Unicode, white space, and lines of a web page's frame."""
 
 from __future__ import annotations
 
 import functools
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from bessemer.data.clean.boilerplate import Boilerplate
 from bessemer.data.clean.characters import characters, in_brackets
+from bessemer.data.clean.each_document import EachDocument
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
 from bessemer.errors import UserError
-from bessemer.spec.clean.text import UnicodeSpec, WhitespaceSpec
-
-__all__ = ["Boilerplate", "Unicode", "Whitespace"]
+from bessemer.spec.clean.text import BoilerplateSpec, UnicodeSpec, WhitespaceSpec
 
 PIECE_CHARS = 1 << 16  # mojibake is looked for in lines, and in pieces of this size in longer ones
 
@@ -32,17 +30,23 @@ _LINE_ENDS = re.compile("\r\n|[\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 _OTHER_SPACES = str.maketrans(dict.fromkeys(characters("A0 1680 2000-200A 202F 205F 3000"), " "))
 
 
-class Unicode:
-    """Repairs, then removes controls, then normalises. ASCII costs one look for controls."""
+class _Mended(EachDocument):
+    def outcome(self, document: Document) -> Outcome:
+        after = self._clean(document.text)
+        if not after or after.isspace():
+            return Drop("no text")
+        return after if after != document.text else None
 
-    version = 1
+    def _clean(self, text: str) -> str:
+        raise NotImplementedError
+
+
+class Unicode(_Mended):
+    """Repairs, then removes controls, then normalises. ASCII costs one look for controls."""
 
     def __init__(self, spec: UnicodeSpec, seed: int) -> None:
         self._spec = spec
         self._repair = _mojibake_repair() if spec.mojibake else None
-
-    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        return [_changed(document.text, self._clean(document.text)) for document in documents]
 
     def _clean(self, text: str) -> str:
         if self._repair and not text.isascii():
@@ -52,19 +56,14 @@ class Unicode:
         return text if self._spec.form == "none" else normalise(text, self._spec.form)
 
 
-class Whitespace:
+class Whitespace(_Mended):
     """Mends lines; indentation is part of the text and stays."""
-
-    version = 1
 
     def __init__(self, spec: WhitespaceSpec, seed: int) -> None:
         self._spec = spec
         self._empty_lines = re.compile(rf"\n{{{spec.most_empty_lines + 2},}}")
         # Looking behind first, a run of spaces is tried once and not from each of its spaces.
         self._spaces = re.compile(rf"(?<=\S)[ \t]{{{spec.most_spaces + 1},}}") if spec.most_spaces else None
-
-    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        return [_changed(document.text, self._clean(document.text)) for document in documents]
 
     def _clean(self, text: str) -> str:
         spec = self._spec
@@ -78,11 +77,8 @@ class Whitespace:
 
 
 def normalise(text: str, form: Literal["NFC", "NFKC"]) -> str:
-    """The normal form, in linear time.
-
-    More than 30 combining marks in a row are normalised in parts: sorting them takes the square of their number
-    (20,000 pairs: 1.4 s), and no language has them.
-    """
+    """The normal form, in linear time. More than 30 combining marks in a row are normalised in parts: sorting them
+    takes the square of their number (20,000 pairs: 1.4 s), and no language has them."""
     if text.isascii():
         return text
     marks = _combining_marks()
@@ -96,9 +92,8 @@ def normalise(text: str, form: Literal["NFC", "NFKC"]) -> str:
 def _combining_marks() -> str:
     """The regex class of what sorts among its neighbours, in itself or once it is taken apart."""
     every = (chr(i) for i in range(0x300, 0x1F000) if not 0xD800 <= i < 0xE000)
-    return in_brackets(
-        "".join(mark for mark in every if unicodedata.combining(unicodedata.normalize("NFKD", mark)[0]))
-    )
+    sorting = (mark for mark in every if unicodedata.combining(unicodedata.normalize("NFKD", mark)[0]))
+    return in_brackets("".join(sorting))
 
 
 def _mojibake_repair() -> Callable[[str], str]:
@@ -107,10 +102,8 @@ def _mojibake_repair() -> Callable[[str], str]:
         from ftfy import fix_encoding
         from ftfy.badness import is_bad
     except ImportError as error:
-        raise UserError(
-            "clean: unicode repairs mojibake with ftfy, which is not installed: pip install 'bessemer[data]', "
-            "or set mojibake: false"
-        ) from error
+        what = "clean: unicode repairs mojibake with ftfy, which is not installed"
+        raise UserError(f"{what}: pip install 'bessemer[data]', or set mojibake: false") from error
 
     def repair(text: str) -> str:
         if not is_bad(text):
@@ -126,7 +119,82 @@ def _mojibake_repair() -> Callable[[str], str]:
     return repair
 
 
-def _changed(before: str, after: str) -> Outcome:
-    if not after or after.isspace():
-        return Drop("no text")
-    return after if after != before else None
+# Phrases, in lower case, that a short line of a page's frame contains.
+_PHRASES = """
+accept all cookies | accept cookies | we use cookies | this site uses cookies | this website uses cookies |
+cookie policy | cookie settings | privacy policy | terms of use | terms of service | terms and conditions | all
+rights reserved | share on facebook | share on twitter | share on linkedin | share on whatsapp | share this
+article | share this page | share this post | tweet this | pin it on pinterest | follow us on | like us on |
+sign up for our newsletter | subscribe to our newsletter | subscribe to our mailing list | enter your email
+address | click here to | skip to main content | skip to content | skip to navigation | jump to navigation |
+toggle navigation | back to top | read more » | leave a comment | leave a reply | log in to comment | powered by
+wordpress | please enable javascript | javascript is disabled | your browser does not support | add to cart |
+forgot your password
+"""
+# Entries of a site's menu, as a line of their own or between bars.
+_MENU = """
+home | about | about us | contact | contact us | blog | news | events | shop | store | cart | checkout | search
+| menu | close | login | log in | logout | log out | sign in | sign up | sign out | register | join | subscribe
+| my account | account | profile | help | support | faq | faqs | careers | jobs | press | media | gallery
+| downloads | products | services | solutions | pricing | resources | documentation | team | our team | partners
+| sitemap | site map | privacy | terms | legal | imprint | cookies | archive | archives | categories | tags | links
+| forum | forums | community | share | tweet | email | print | previous | next | facebook | twitter | instagram
+| linkedin | youtube | pinterest | rss | donate | newsletter | advertise | feedback | accessibility | read more
+| learn more | more
+"""
+PHRASES = [phrase.strip() for phrase in " ".join(_PHRASES.split()).split("|")]
+MENU = frozenset(entry.strip() for entry in _MENU.split("|"))
+_BARS = re.compile(r"\s*[|•·›»]\s*")
+_BULLETS = " \t•*-–·|›»>"
+
+
+class Boilerplate(EachDocument):
+    """Drops lines; a document of nothing else goes."""
+
+    def __init__(self, spec: BoilerplateSpec, seed: int) -> None:
+        self._spec = spec
+        self._phrases = [*(PHRASES if spec.builtin else ()), *(phrase.lower() for phrase in spec.phrases)]
+        self._patterns = [re.compile(pattern) for pattern in spec.patterns]
+
+    def outcome(self, document: Document) -> Outcome:
+        text = document.text
+        lower = text.lower()
+        phrases = [phrase for phrase in self._phrases if phrase in lower]
+        lines = text.split("\n")
+        menu = set(_menu_lines(lines, self._spec.menu_lines)) if self._spec.menu_lines else set()
+        if not phrases and not menu and not self._patterns:
+            return None
+        kept = [line for i, line in enumerate(lines) if i not in menu and not self._is_frame(line, phrases)]
+        if len(kept) == len(lines):
+            return None
+        cleaned = "\n".join(kept)
+        return cleaned if cleaned and not cleaned.isspace() else Drop("nothing but boilerplate")
+
+    def _is_frame(self, line: str, phrases: Sequence[str]) -> bool:
+        if any(pattern.search(line) for pattern in self._patterns):
+            return True
+        lower = line.lower()
+        return any(phrase in lower for phrase in phrases) and len(line.split()) <= self._spec.max_words
+
+
+def _menu_lines(lines: Sequence[str], least: int) -> Iterator[int]:
+    """Lines that are a menu between bars, and runs of at least `least` lines that are an entry each; empty lines do
+    not break a run."""
+    run: list[int] = []
+    for i, line in enumerate(lines):
+        if len(line) > 300:  # no entry and no menu, and not worth lower-casing
+            entry = "-"
+        else:
+            entry = line.strip(_BULLETS).lower()
+            entries = _BARS.split(entry)
+            if len(entries) > 2 and 2 * sum(part in MENU for part in entries) >= len(entries):
+                yield i
+                continue
+        if entry in MENU:
+            run.append(i)
+        elif entry:
+            if len(run) >= least:
+                yield from run
+            run = []
+    if len(run) >= least:
+        yield from run

@@ -1,22 +1,20 @@
-"""The step `rewrite`: back-translation, paraphrase or any other augmentation by a function of the user's.
-
-It runs while data is prepared, once per document, never while a model trains: the tokens of a step then stay a pure
-function of the stream.
-"""
+"""The step `rewrite`: back-translation, paraphrase or any other augmentation by a function of the user's. It runs
+while data is prepared, once per document, never while a model trains: the tokens of a step then stay a pure function
+of the stream."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
 
 from bessemer.data.clean.user_function import function_identity, load_function
 from bessemer.data.document import Document
+from bessemer.data.read.rows import repaired
 from bessemer.data.step import Outcome
 from bessemer.errors import UserError
-from bessemer.spec.clean.rewrite import RewriteSpec
+from bessemer.spec.clean.score import RewriteSpec
 
 LABEL = "rewritten"
 _SHARE_SEED = 0x72657772697465  # keeps the choice apart from other hashes of the same text
@@ -31,8 +29,7 @@ class Rewrite:
         self.spec = spec
         self._hash_seed = (seed ^ _SHARE_SEED) % 2**64
         self._limit = round(spec.share * 2**64)
-        with _naming():  # the file's content: an edited function is another step
-            self.identity = function_identity(spec.function)
+        self.identity = function_identity(spec.function, "rewrite")  # an edited function is another step
         self._function: Callable[[list[str]], Any] | None = None
 
     def apply(self, documents: Sequence[Document]) -> list[Outcome]:
@@ -54,41 +51,18 @@ class Rewrite:
     def _call(self, documents: list[Document]) -> list[str]:
         """One text for each document; empty where the original stays."""
         if self._function is None:
-            with _naming():
-                self._function = load_function(self.spec.function)
+            self._function = load_function(self.spec.function, "rewrite")
         place = f"{self.spec.function} (from {documents[0].place}, {len(documents)} texts)"
         try:
             found = self._function([document.text for document in documents])
         except Exception as error:
-            raise UserError(
-                f"rewrite: {place} failed: {type(error).__name__}: {error}; correct it, or return None to keep a text"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise UserError(f"rewrite: {place} failed: {why}; correct it, or return None to keep one") from error
         if not isinstance(found, (list, tuple)) or len(found) != len(documents):
             got = f"{len(found)} items" if isinstance(found, (list, tuple)) else type(found).__name__
-            raise UserError(
-                f"rewrite: {place} returned {got}: return a list with one text, or None, for each"
-            )
+            raise UserError(f"rewrite: {place} returned {got}: return a list with a text, or None, for each")
         for text in found:
             if text is not None and not isinstance(text, str):
-                raise UserError(
-                    f"rewrite: {place} returned a {type(text).__name__}: return texts, or None to keep one"
-                )
-        return [_repaired(text) if text and not text.isspace() else "" for text in found]
-
-
-def _repaired(text: str) -> str:
-    """Half a surrogate pair is no character and could not be stored."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
-
-
-@contextlib.contextmanager
-def _naming() -> Iterator[None]:
-    """The loader of user functions speaks of the step that it was made for."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace("score.function", "rewrite.function")) from error
+                got = type(text).__name__
+                raise UserError(f"rewrite: {place} returned a {got}: return texts, or None to keep one")
+        return [repaired(text) if text and not text.isspace() else "" for text in found]

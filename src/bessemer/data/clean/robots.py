@@ -1,8 +1,6 @@
-"""robots.txt and ai.txt: who may take which page, by RFC 9309, and what their owners say about training.
-
-Rules are matched by plain search, part by part, so no rule can make a match slow. ai.txt is the file of the same form
-in which sites tell data miners which types of files they may use (`Disallow: *.txt`).
-"""
+"""robots.txt and ai.txt: who may take which page, by RFC 9309, and what their owners say about training. Rules are
+matched by plain search, part by part, so no rule can make a match slow. ai.txt is the file of the same form in which
+sites tell data miners which types of files they may use (`Disallow: *.txt`)."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import quote
 
+from bessemer.data.clean.lists import normal_escapes
+
 _LONGEST_BYTES = 512_000  # a parser must read 500 KiB (RFC 9309, 2.5)
-_ENCODED = re.compile("%[0-9A-Fa-f]{2}")
-_UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _TRAINING = {"content-signal": ("ai-train", "no"), "content-usage": ("train-ai", "n")}
 
 
@@ -99,12 +97,7 @@ def _signal(value: str, name: str, no: str) -> Rule | None:
 
 def normal_path(path: str) -> str:
     """A path or rule in one writing: %7e is ~, %c3 is %C3, ü is %C3%BC."""
-
-    def one(match: re.Match[str]) -> str:
-        sign = chr(int(match[0][1:], 16))
-        return sign if sign in _UNRESERVED else match[0].upper()
-
-    return _ENCODED.sub(one, path if path.isascii() else quote(path, safe="%/?:@!$&'()*+,;=~-._[]"))
+    return normal_escapes(path if path.isascii() else quote(path, safe="%/?:@!$&'()*+,;=~-._[]"))
 
 
 def is_allowed(rules: Sequence[Rule], path: str) -> bool:
@@ -135,40 +128,27 @@ def forbids_mining(ai: Robots, agents: Sequence[str], path: str) -> bool:
     path = normal_path(path.partition("?")[0])
     last = path.rpartition("/")[2]
     kind = path if "." in last else path + ("index.html" if path.endswith("/") else ".html")
-    for group in (ai.get(agent.lower()) for agent in ("*", *agents)):
-        if group and not is_allowed([_of_type(rule) for rule in group.rules], kind):
-            return True
-    return False
+    groups = (ai.get(agent.lower()) for agent in ("*", *agents))
+    return any(group and not is_allowed([_of_type(rule) for rule in group.rules], kind) for group in groups)
 
 
 def _of_type(rule: Rule) -> Rule:
     """`*.txt` names a type of file: it ends there."""
-    return (
-        Rule(rule.allow, rule.path + "$")
-        if rule.path.startswith("*.") and not rule.path.endswith("$")
-        else rule
-    )
-
-
-class Site(NamedTuple):
-    robots: Robots
-    ai: Robots
+    whole = rule.path.startswith("*.") and not rule.path.endswith("$")
+    return Rule(rule.allow, rule.path + "$") if whole else rule
 
 
 @lru_cache(maxsize=8192)
-def read_site(folder: str, host: str) -> Site:
-    """The files of a host in a folder: HOST/robots.txt or HOST.robots.txt, and so for ai.txt. Those of www.HOST and
-    HOST stand for one another where one of them has none."""
+def read_site(folder: str, host: str) -> tuple[Robots, Robots]:
+    """The robots.txt and ai.txt of a host in a folder: HOST/robots.txt or HOST.robots.txt, and so for ai.txt. Those of
+    www.HOST and HOST stand for one another where one of them has none."""
     other = host.removeprefix("www.") if host.startswith("www.") else f"www.{host}"
-    found = {}
+    found = []
     for file in ("robots.txt", "ai.txt"):
-        texts = (_read(path) for name in (host, other) for path in _paths(folder, name, file))
-        found[file] = next((text for text in texts if text is not None), "")
-    return Site(parse_robots(found["robots.txt"]), parse_robots(found["ai.txt"]))
-
-
-def _paths(folder: str, host: str, file: str) -> tuple[str, str]:
-    return os.path.join(folder, host, file), os.path.join(folder, f"{host}.{file}")
+        names = [name for one in (host, other) for name in (f"{one}/{file}", f"{one}.{file}")]
+        texts = (text for name in names if (text := _read(os.path.join(folder, name))) is not None)
+        found.append(parse_robots(next(texts, "")))
+    return found[0], found[1]
 
 
 def _read(path: str) -> str | None:

@@ -1,9 +1,7 @@
-"""Finds the m best of all collected scores exactly, in memory that does not grow with them.
-
-Scores become 64-bit keys in the same order, and equal scores are told apart by a hash of the document's place, so that
-any number can be kept exactly and a tie favours no file. Passes over the collected files narrow both down by twelve
-bits at a time until what is left fits into memory. The answer depends on the parts, never on workers or batches.
-"""
+"""Finds the m best of all collected scores exactly, in memory that does not grow with them. Scores become 64-bit keys
+in the same order, and equal scores are told apart by a hash of the document's place, so that any number can be kept
+exactly and a tie favours no file. Passes over the collected files narrow both down by twelve bits at a time until
+what is left fits into memory. The answer depends on the parts, never on workers or batches."""
 
 from __future__ import annotations
 
@@ -62,16 +60,15 @@ class _Bucket:
     """The records whose key, followed by whose tie, begins with `bits` given bits."""
 
     bits: int = 0
-    key: int = 0
-    tie: int = 0
+    begin: int = 0  # those bits
 
     def holds(self, keys: Words, ties: Words) -> npt.NDArray[np.bool_]:
-        key_bits, tie_bits = min(self.bits, 64), max(self.bits - 64, 0)
         held = np.ones(keys.size, dtype=bool)
-        if key_bits:
-            held &= (keys >> np.uint64(64 - key_bits)) == np.uint64(self.key)
-        if tie_bits:
-            held &= (ties >> np.uint64(64 - tie_bits)) == np.uint64(self.tie)
+        tie_bits = max(self.bits - 64, 0)
+        of_key = (keys, self.bits - tie_bits, self.begin >> tie_bits)
+        for words, count, wanted in (of_key, (ties, tie_bits, self.begin)):
+            if count:
+                held &= (words >> np.uint64(64 - count)) == np.uint64(wanted % 2**count)
         return held
 
     @property
@@ -85,9 +82,7 @@ class _Bucket:
         return (shifted & np.uint64(2**self.width - 1)).astype(np.int64)
 
     def narrowed(self, digit: int) -> _Bucket:
-        if self.bits < 64:
-            return _Bucket(self.bits + self.width, self.key << self.width | digit, 0)
-        return _Bucket(self.bits + self.width, self.key, self.tie << self.width | digit)
+        return _Bucket(self.bits + self.width, self.begin << self.width | digit)
 
 
 def best(collected: Sequence[Collected], wanted: int, total: int, ranking: Ranking, each: Each) -> Words:

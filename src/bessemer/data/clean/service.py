@@ -1,8 +1,6 @@
 """Asks a scoring service over HTTP: within its rate limit, again when it fails, and never twice for the same text.
-
-The limit is kept by all workers of a machine together: before each request a worker takes the next turn in the
-file of answers. A service that asks for patience (Retry-After) gets it from all of them.
-"""
+The limit is kept by all workers of a machine together: before each request a worker takes the next turn in the file
+of answers. A service that asks for patience (Retry-After) gets it from all of them."""
 
 from __future__ import annotations
 
@@ -50,28 +48,23 @@ class Service:
     def __init__(self, spec: ServiceSpec, version: str = "") -> None:
         self.spec = spec
         parts = urlsplit(spec.url)
-        self.shown_url = (
-            f"{parts.scheme}://{parts.netloc}{parts.path}"  # parameters may hold what is not to be shown
-        )
+        # Parameters may hold what is not to be shown.
+        self.shown_url = f"{parts.scheme}://{parts.netloc}{parts.path}"
         self.answers = Answers(_cache_path(spec.cache))
         self._opener = urllib.request.build_opener(_NoRedirect)
         asked = [spec.url, spec.request, spec.response, spec.batch > 1, version]
         self._definition = json.dumps(asked, sort_keys=True).encode()
 
     def scores(self, texts: Sequence[str], places: Sequence[str]) -> list[float]:
-        """A score for each text; `places` say where the texts come from, for messages.
-
-        What is known is taken from the file; the rest is asked for, `parallel` requests at a time. A failure that no
-        retry cures is a UserError; answers that came before it are kept.
-        """
-        sent = [self._cut(text) for text in texts]
+        """A score for each text; `places` say where the texts come from, for messages. What is known is taken from
+        the file; the rest is asked for, `parallel` requests at a time. A failure that no retry cures is a UserError;
+        answers that came before it are kept."""
+        most = self.spec.max_bytes
+        sent = [text if most is None else text.encode()[:most].decode(errors="ignore") for text in texts]
         keys = [xxhash.xxh3_128_digest(self._definition + b"\0" + text.encode()) for text in sent]
         found = self.answers.get(list(dict.fromkeys(keys)))
-        first: dict[bytes, int] = {}
-        for i, key in enumerate(keys):
-            if key not in found:
-                first.setdefault(key, i)
-        missing = list(first.items())
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}
+        missing = [(key, first[key]) for key in dict.fromkeys(keys) if key not in found]
         batches = [missing[at : at + self.spec.batch] for at in range(0, len(missing), self.spec.batch)]
         if batches:
             found |= self._ask_all(batches, sent, places, self._key())
@@ -91,22 +84,12 @@ class Service:
             self.answers.put(answers)
             found.update(answers)
 
-        pool = ThreadPoolExecutor(min(self.spec.parallel, len(batches)))
-        failure: UserError | None = None
-        try:
-            for future in as_completed([pool.submit(ask, batch) for batch in batches]):
-                try:
-                    future.result()
-                except _Stopped:
-                    continue
-                except UserError as error:
-                    failure = failure or error
-                    stop.set()
-        finally:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-        if failure is not None:
-            raise failure
+        with ThreadPoolExecutor(min(self.spec.parallel, len(batches))) as pool:
+            try:
+                for future in as_completed([pool.submit(ask, batch) for batch in batches]):
+                    future.result()  # the first failure is the one to tell
+            finally:
+                stop.set()
         return found
 
     def _ask(self, texts: list[str], place: str, key: str, stop: threading.Event) -> list[float]:
@@ -156,10 +139,8 @@ class Service:
         if error.code in _RETRIED:
             return why
         if error.code in (401, 403):
-            where = (
-                f"the environment variable {self.spec.key_env}" if self.spec.key_env else "service.key_env"
-            )
-            why += f"; check {where}"
+            name = self.spec.key_env
+            why += f"; check the environment variable {name}" if name else "; check service.key_env"
         elif 300 <= error.code < 400:
             why += f"; it leads to {error.headers.get('Location', 'another place')}: set service.url to that"
         else:
@@ -179,10 +160,8 @@ class Service:
             return [float(score) for score in scores]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             shown = _short(data[: 4 * _SHOWN_CHARS].decode(errors="replace"))
-            why = (
-                f"no score at {self.spec.response!r} of its answer ({error}): {shown}; check service.response"
-            )
-            raise self._failed(why, place, key) from error
+            why = f"no score at {self.spec.response!r} of its answer ({error}): {shown}"
+            raise self._failed(f"{why}; check service.response", place, key) from error
 
     def _failed(self, why: str, place: str, key: str) -> UserError:
         message = f"{self.shown_url}: {why} (asked about {place})"
@@ -200,10 +179,6 @@ class Service:
         if not (key.isascii() and key.isprintable()):
             raise UserError(f"the environment variable {name} holds characters that no key has; set it again")
         return key
-
-    def _cut(self, text: str) -> str:
-        most = self.spec.max_bytes
-        return text if most is None else text.encode()[:most].decode(errors="ignore")
 
     @staticmethod
     def _wait(wait_s: float, stop: threading.Event) -> None:
@@ -247,16 +222,12 @@ def _at(answer: Any, path: list[str]) -> Any:
 
 def _retry_after(value: str | None) -> float | None:
     """Seconds, from a number of them or from a date."""
-    if value is None:
-        return None
     try:
-        return max(0.0, float(value)) if not value.strip().endswith("GMT") else _until(value)
+        if value is not None and value.strip().endswith("GMT"):
+            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        return None if value is None else max(0.0, float(value))
     except (ValueError, TypeError):
         return None
-
-
-def _until(date: str) -> float:
-    return max(0.0, parsedate_to_datetime(date).timestamp() - time.time())
 
 
 def _short(text: str) -> str:

@@ -1,14 +1,13 @@
-"""Which documents a step keeps by their scores, and what it reports: the part that all scoring steps share.
-
-A step collects {"ordinal", "score"}; `Threshold` resolves `keep: best 25%` over the corpus or each source, and turns
-the rulings into outcomes.
-"""
+"""Which documents a step keeps by their scores, and what it reports: the part that all scoring steps share. A step
+collects {"ordinal", "score"}; `Threshold` resolves `keep: best 25%` over the corpus or each source, and turns the
+rulings into outcomes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +17,7 @@ from bessemer.data.document import Document
 from bessemer.data.step import Arrays, Collected, Drop, Each, Outcome
 from bessemer.spec.clean.score import Bounds, best_share
 
+Resolved = tuple[Iterator[Arrays], dict[str, Any]]
 BINS = 20  # of the histogram in the report
 _DIGITS = 6  # of a score as a label
 
@@ -51,7 +51,7 @@ class Threshold:
         assert scores.dtype == np.float64 and np.isfinite(scores).all()
         return {"ordinal": np.asarray(ordinals, dtype=np.int64), "score": scores}
 
-    def resolve(self, collected: Sequence[Collected], each: Each) -> tuple[Iterator[Arrays], dict[str, Any]]:
+    def resolve(self, collected: Sequence[Collected], each: Each) -> Resolved:
         """The rulings are loaded as they are asked for. Reads the collected files twice, and for each share two to four
         times more."""
         groups: dict[str, list[Collected]] = {}
@@ -60,9 +60,8 @@ class Threshold:
         found = {name: self._resolve(group, each) for name, group in groups.items()}
         cuts = {name: cut for name, (cut, _) in found.items()}
         summaries = {name: summary for name, (_, summary) in found.items()}
-        about = (
-            {"sources": summaries} if self.per == "source" else summaries.get("", {"documents": 0, "kept": 0})
-        )
+        together = summaries.get("", {"documents": 0, "kept": 0})
+        about = {"sources": summaries} if self.per == "source" else together
         return (_ruling(part, cuts[self._group(part)]) for part in collected), about
 
     def _group(self, part: Collected) -> str:
@@ -82,12 +81,8 @@ class Threshold:
             for name, share in self.shares.items()
             if share > 0
         }
-        summary: dict[str, Any] = {
-            "documents": total,
-            "lowest": lowest,
-            "highest": highest,
-            "histogram": sum(counts for counts, _ in counted).tolist(),
-        }
+        summary: dict[str, Any] = {"documents": total, "lowest": lowest, "highest": highest}
+        summary["histogram"] = sum(counts for counts, _ in counted).tolist()
         if "keep" in self.shares:
             kept = math.ceil(self.shares["keep"] * total)
             summary["threshold"] = score_of(cuts["keep"], self.ranking)
@@ -104,11 +99,8 @@ class Threshold:
         assert not np.isnan(scores).any(), "a document was not scored"
         part = int(ruling["part"][0])
         dropped = self._dropped(scores, part, ordinals, ruling)
-        parts = [
-            (name, self.ranking.reach(scores, part, ordinals, ruling[name]))
-            for name in self.parts
-            if name in ruling
-        ]
+        given = [name for name in self.parts if name in ruling]
+        parts = [(name, self.ranking.reach(scores, part, ordinals, ruling[name])) for name in given]
         outcomes: list[Outcome] = []
         for i, document in enumerate(documents):
             score = round(float(scores[i]), _DIGITS)
@@ -138,18 +130,33 @@ class Threshold:
         return reasons
 
 
+class ScoredStep:
+    """What the steps that score documents have in common: all but the scoring."""
+
+    version = 1
+    threshold: Threshold
+
+    def scores(self, documents: Sequence[Document]) -> Floats:
+        raise NotImplementedError
+
+    def collect(self, documents: Sequence[Document], ordinals: Ints) -> Arrays:
+        return self.threshold.collected(self.scores(documents), ordinals)
+
+    def resolve(self, collected: Sequence[Collected], scratch: Path, each: Each) -> Resolved:
+        return self.threshold.resolve(collected, each)
+
+    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
+        return self.threshold.apply(documents, ordinals, ruling)
+
+
 def _exact(share: float) -> Fraction:
     """0.1 as a tenth: the nearest binary fraction would keep 4 of 30 documents."""
     return Fraction(repr(share))
 
 
 def _limits(bounds: Bounds | None) -> tuple[float, float]:
-    if bounds is None:
-        return -math.inf, math.inf
-    return (
-        -math.inf if bounds.min is None else bounds.min,
-        math.inf if bounds.max is None else bounds.max,
-    )
+    low, high = (bounds.min, bounds.max) if bounds else (None, None)
+    return -math.inf if low is None else low, math.inf if high is None else high
 
 
 def _survey(group: list[Collected]) -> tuple[int, float, float]:

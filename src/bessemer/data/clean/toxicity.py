@@ -1,8 +1,6 @@
-"""The `toxicity` step: documents or lines with words of a list, or that a trained classifier finds toxic.
-
-A text is cut into words once and looked up in a table; only phrases whose first word occurs are then searched exactly.
-So a list of hundreds of words costs no more than one of ten.
-"""
+"""The `toxicity` step: documents or lines with words of a list, or that a trained classifier finds toxic. A text is
+cut into words once and looked up in a table; only phrases whose first word occurs are then searched exactly. So a
+list of hundreds of words costs no more than one of ten."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ TOXIC = "toxic"
 _REASON = "offensive words"
 _WORD = re.compile(r"\w+")
 # Scripts that are written without spaces: their words are found inside longer runs, as C4 did for ja, th and zh.
-_UNSPACED = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
-)
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 
 
 @dataclass(frozen=True)
@@ -57,10 +53,8 @@ def make_lexicon(phrases: Sequence[str]) -> Lexicon:
             by_word.setdefault(first[0], []).append(re.compile(rf"(?<!\w){spaced}(?!\w)"))
     # Longest first: of two phrases that begin alike, the longer is the hit.
     longest = sorted(anywhere, key=lambda pattern: (-len(pattern), pattern))
-    return Lexicon(
-        {word: tuple(patterns) for word, patterns in by_word.items()},
-        re.compile("|".join(longest)) if longest else None,
-    )
+    whole = {word: tuple(patterns) for word, patterns in by_word.items()}
+    return Lexicon(whole, re.compile("|".join(longest)) if longest else None)
 
 
 class Toxicity:
@@ -87,11 +81,8 @@ class Toxicity:
         scores = self._scores([document.text for document in documents])
         for place, (document, score) in enumerate(zip(documents, scores, strict=True)):
             document.labels["toxicity"] = round(score, 4)
-            if (
-                not isinstance(outcomes[place], Drop)
-                and score > self.spec.max_score
-                and not self._spared(document)
-            ):
+            stays = isinstance(outcomes[place], Drop) or score <= self.spec.max_score
+            if not stays and not self._spared(document):
                 outcomes[place] = Drop("toxic by the classifier", round(score, 4))
         return outcomes
 
@@ -132,10 +123,8 @@ def _classifier(path: str) -> Callable[[Sequence[str]], Sequence[float]]:
 
     model = load(path)
     if TOXIC not in model.labels:
-        known = ", ".join(model.labels)
-        raise UserError(
-            f"toxicity.classifier: {path} knows {known} and no class {TOXIC}; name one of the folders so"
-        )
+        what = f"toxicity.classifier: {path} knows {', '.join(model.labels)} and no class {TOXIC}"
+        raise UserError(f"{what}; name one of the folders so")
     column = model.labels.index(TOXIC)
     return lambda texts: [float(row[column]) for row in model.probabilities(texts)]
 

@@ -10,8 +10,7 @@ import xxhash
 
 from bessemer.data.clean.kneser_ney_fit import count_and_smooth
 from bessemer.data.clean.linear import Shape
-from bessemer.data.clean.linear_fit import Fit, fit, split
-from bessemer.data.clean.linear_report import judge, strongest_words
+from bessemer.data.clean.linear_fit import fit, judge, split, strongest_words
 from bessemer.data.read import list_files, read_documents
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
@@ -36,26 +35,22 @@ def train_classifier(
     rate: float = 5.0,
     epochs: int = 20,
 ) -> dict[str, Any]:
-    """Writes a classifier of the classes that `folders` names, the first being the one that scores are of.
-
-    At most `most_chars` characters of each class are used, chosen by hash. `words`: 2 counts pairs of words too;
-    `chars`: runs of so many bytes besides, for languages that do not set words apart; `bits`: 2^bits buckets. The
-    report says how well it does on a tenth of the texts, which are held out.
-    """
+    """Writes a classifier of the classes that `folders` names, the first being the one that scores are of. At most
+    `most_chars` characters of each class are used, chosen by hash. `words`: 2 counts pairs of words too; `chars`:
+    runs of so many bytes besides, for languages that do not set words apart; `bits`: 2^bits buckets. The report says
+    how well it does on a tenth of the texts, which are held out."""
     if len(folders) < 2:
-        raise UserError(
-            f"a classifier tells classes apart: {', '.join(folders) or 'none'} given; name two or more"
-        )
+        given = ", ".join(folders) or "none"
+        raise UserError(f"a classifier tells classes apart: {given} given; name two or more")
     if words not in (1, 2) or not 0 <= chars <= 16 or not 8 <= bits <= 26:
-        raise UserError(
-            f"words {words}, chars {chars}, bits {bits}: use 1 or 2 words, 0 to 16 chars, 8 to 26 bits"
-        )
-    texts = {
-        label: sample((text[:_LONGEST_TEXT] for text in read_texts(paths, text_field)), most_chars, seed)
-        for label, paths in folders.items()
-    }
+        given = f"words {words}, chars {chars}, bits {bits}"
+        raise UserError(f"{given}: use 1 or 2 words, 0 to 16 chars, 8 to 26 bits")
+    texts = {}
+    for label, paths in folders.items():
+        beginnings = (text[:_LONGEST_TEXT] for text in read_texts(paths, text_field))
+        texts[label] = sample(beginnings, most_chars, seed)
     parts = split(texts)
-    model, epochs_done = fit(parts, Shape(words, chars, bits), Fit(rate, epochs), seed)
+    model, epochs_done = fit(parts, Shape(words, chars, bits), seed, rate, epochs)
     model.report = {
         "classes": {label: len(found) for label, found in texts.items()},
         "seed": seed,
@@ -77,16 +72,11 @@ def train_perplexity(
     order: int = 7,
     min_count: int | None = None,
 ) -> dict[str, Any]:
-    """Writes a model of good text for the step `perplexity`, from at most `most_chars` characters, chosen by hash.
-
-    It counts runs of up to `order` bytes; those seen less than `min_count` times are left out (by default, of much text
-    those seen once). The report has the bits per byte of texts held out: what good text scores.
-    """
-    pieces = (
-        text[at : at + _PIECE_CHARS]
-        for text in read_texts(paths, text_field)
-        for at in range(0, len(text), _PIECE_CHARS)
-    )
+    """Writes a model of good text for the step `perplexity`, from at most `most_chars` characters, chosen by hash. It
+    counts runs of up to `order` bytes; those seen less than `min_count` times are left out (by default, of much text
+    those seen once). The report has the bits per byte of texts held out: what good text scores."""
+    read = read_texts(paths, text_field)
+    pieces = (text[at : at + _PIECE_CHARS] for text in read for at in range(0, len(text), _PIECE_CHARS))
     texts = sample(pieces, most_chars, seed)
     if len(texts) < 2:
         where = ", ".join(map(str, paths))
@@ -98,18 +88,14 @@ def train_perplexity(
     held_out = max(1, len(texts) // _HELD_OUT)
     model = count_and_smooth(texts[held_out:], order, min_count)
     bits = sorted(model.bits_per_byte(texts[:held_out]).tolist())
+    quantiles = {f"{q}%": round(bits[(len(bits) - 1) * q // 100], 4) for q in (5, 25, 50, 75, 95)}
     model.report = {
         "texts": len(texts),
         "chars": size,
         "seed": seed,
         "min_count": min_count,
         "n_grams": {str(n): grams for n, grams in model.grams().items()},
-        "held_out": {
-            "texts": held_out,
-            "bits_per_byte": {
-                f"{q}%": round(bits[(len(bits) - 1) * q // 100], 4) for q in (5, 25, 50, 75, 95)
-            },
-        },
+        "held_out": {"texts": held_out, "bits_per_byte": quantiles},
     }
     model.save(Path(out))
     return model.report

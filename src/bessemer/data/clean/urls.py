@@ -11,9 +11,8 @@ from urllib.parse import unquote
 
 import xxhash
 
-from bessemer.data.clean.lists import ListFile, Names
+from bessemer.data.clean.lists import Address, ListFile, Names, UrlLists, split_url
 from bessemer.data.clean.robots import forbidding_agent, forbids_mining, forbids_training, read_site
-from bessemer.data.clean.url_lists import Address, UrlLists, split_url
 from bessemer.data.document import Document
 from bessemer.data.step import Drop, Outcome
 from bessemer.errors import UserError
@@ -42,7 +41,7 @@ class BlockUrls:
         self.identity = "/".join([self._blocked.content, *(file.content() for file in (*words, *soft))])
 
     def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        addresses = [split_url(document.url) if document.url else None for document in documents]
+        addresses = _addresses(documents)
         listed = self._blocked.name(addresses)
         allowed = self._allowed.name(addresses)
         outcomes: list[Outcome] = []
@@ -90,14 +89,15 @@ class OptOut:
     def apply(self, documents: Sequence[Document]) -> list[Outcome]:
         ids = _names(self._ids).holds([document.id for document in documents])
         taken = _hashed(self._hashes)
-        texts = taken.holds([_sha256(document.text) for document in documents]) if len(taken) else ids
-        addresses = [split_url(document.url) if document.url else None for document in documents]
+        hashes = [hashlib.sha256(document.text.encode()).hexdigest() for document in documents if len(taken)]
+        texts = taken.holds(hashes) if hashes else [False] * len(documents)
+        addresses = _addresses(documents)
         listed = self._lists.name(addresses)
         outcomes: list[Outcome] = []
         for place, (document, address) in enumerate(zip(documents, addresses, strict=True)):
             if document.id and ids[place]:
                 outcomes.append(Drop("opted out by id"))
-            elif len(taken) and texts[place]:
+            elif texts[place]:
                 outcomes.append(Drop("opted out by its text"))
             elif entry := listed[place]:
                 outcomes.append(Drop(f"opted out by {entry[0]}", entry[1]))
@@ -109,19 +109,15 @@ class OptOut:
         if not _HOST.fullmatch(address.host):
             return None
         for folder in self._folders:
-            site = read_site(folder, address.host)
-            agent = forbidding_agent(site.robots, self.spec.agents, self.spec.all_agents, address.path)
+            robots, ai = read_site(folder, address.host)
+            agent = forbidding_agent(robots, self.spec.agents, self.spec.all_agents, address.path)
             if agent:
                 return Drop("opted out by robots.txt", agent)
-            if self.spec.signals and forbids_training(site.robots, self.spec.agents, address.path):
+            if self.spec.signals and forbids_training(robots, self.spec.agents, address.path):
                 return Drop("opted out by a signal in robots.txt")
-            if forbids_mining(site.ai, self.spec.agents, address.path):
+            if forbids_mining(ai, self.spec.agents, address.path):
                 return Drop("opted out by ai.txt")
         return None
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _files(paths: Sequence[str], key: str) -> tuple[ListFile, ...]:
@@ -131,6 +127,10 @@ def _files(paths: Sequence[str], key: str) -> tuple[ListFile, ...]:
 @lru_cache(maxsize=16)
 def _words(files: tuple[ListFile, ...]) -> frozenset[str]:
     return frozenset(line.lower() for file in files for _, line in file.lines())
+
+
+def _addresses(documents: Sequence[Document]) -> list[Address | None]:
+    return [split_url(document.url) if document.url else None for document in documents]
 
 
 @lru_cache(maxsize=16)

@@ -1,8 +1,6 @@
 """The words of a text, and numbers about them, at the cost of one dictionary lookup for each piece between spaces.
-
 Splitting a piece takes microseconds, so it is done once and remembered. What is remembered is bounded, and nothing
-that a caller gets depends on it: two processes that saw other documents before give the same numbers.
-"""
+that a caller gets depends on it: two processes that saw other documents before give the same numbers."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ Hashes = npt.NDArray[np.uint64]
 MOST_CHUNKS = 1 << 18  # remembered; about 50 MB with their words
 MOST_CHARS = 1 << 25  # in the remembered chunks: encoded images can be one chunk of megabytes
 MOST_RECENT_WORDS = 1 << 21  # in the texts seen last: 16 MB of numbers
-PIECE_CHARS = (
-    1 << 20
-)  # a long text is taken in such pieces, since a list of its words would take 20 times its size
+PIECE_CHARS = 1 << 20  # a long text is taken in such pieces: a list of its words would take 20 times its size
 
 # Words are hashed so that the hash of two joined words follows from theirs: a polynomial in an odd number modulo
 # 2**64, where every odd number has an inverse.
@@ -253,10 +249,8 @@ def shared_words() -> Words:
 
 
 def sentences(line: str, most: int) -> int:
-    """How many sentences a line has: 1 and one more for every word that follows an end mark. Stops at `most`.
-
-    Words are all that is looked at: `3.14` has no end mark in it, `Dr.` is one word, a lone `.` ends a sentence.
-    """
+    """How many sentences a line has: 1 and one more for every word that follows an end mark. Stops at `most`. Words
+    are all that is looked at: `3.14` has no end mark in it, `Dr.` is one word, a lone `.` ends a sentence."""
     found, ended = 1, False
     for token in _TOKENS.findall(line):
         for word in split(token) if not token.isspace() else (token,):

@@ -1,9 +1,7 @@
-"""The steps of a spec over all parts of all sources: what is due, what the cache already has, and in which order.
-
-A part's state after some steps has a key: a hash of what it reads and of those steps. A local step depends on
-nothing else, so adding a file to a source leaves the work on other parts valid; a global step's key covers all the
-parts that it compared.
-"""
+"""The steps of a spec over all parts of all sources: what is due, what the cache already has, and in which order. A
+part's state after some steps has a key: a hash of what it reads and of those steps. A local step depends on nothing
+else, so adding a file to a source leaves the work on other parts valid; a global step's key covers all the parts that
+it compared."""
 
 from __future__ import annotations
 
@@ -19,24 +17,16 @@ from typing import Any
 import xxhash
 
 from bessemer.data.curate.engine import Engine, each
-from bessemer.data.curate.files import collected_path, ledger_path, ruling_path, save_arrays
-from bessemer.data.curate.ledger import Tally, read_json, read_tally, write_json
-from bessemer.data.curate.passes import (
-    Census,
-    Op,
-    PassTask,
-    Reading,
-    Split,
-    curated_documents,
-    run_pass,
-)
+from bessemer.data.curate.files import collected_path, counts_path, quarantine_path, ruling_path, save_arrays
+from bessemer.data.curate.ledger import Tally, read_json, write_json
+from bessemer.data.curate.passes import Census, Op, PassTask, Reading, Split, curated_documents, run_pass
 from bessemer.data.curate.progress import Meter
 from bessemer.data.document import Document
 from bessemer.data.read import FileEntry, Part, divide
 from bessemer.data.step import Collected, identity, is_global, make_step
 from bessemer.errors import UserError
-from bessemer.spec.clean.extract import ExtractSpec
 from bessemer.spec.clean.step import StepSpec
+from bessemer.spec.clean.text import ExtractSpec
 from bessemer.spec.data import DataSpec, SourceSpec
 
 RULES_VERSION = 1  # raise it when the same files and steps would give other documents
@@ -53,9 +43,7 @@ class PartState:
     key: str  # after the last step that is done or due
     done: list[str] = field(default_factory=list)  # ledgers of the steps that are done
     due: list[Op] = field(default_factory=list)
-    stages: list[int] = field(
-        default_factory=list
-    )  # of each step, done or due: its place in the corpus's list
+    stages: list[int] = field(default_factory=list)  # of each step, done or due: its place in Corpus.stages
     reading: Reading | None = None
     census: Census | None = None
 
@@ -75,12 +63,7 @@ class Corpus:
     """All parts of all sources. `curate` brings them through their steps; afterwards `documents` reads the result."""
 
     def __init__(
-        self,
-        data: DataSpec,
-        files: dict[str, list[FileEntry]],
-        cache: Path,
-        engine: Engine,
-        meter: Meter,
+        self, data: DataSpec, files: dict[str, list[FileEntry]], cache: Path, engine: Engine, meter: Meter
     ) -> None:
         self.data, self.cache, self.engine, self.meter = data, cache, engine, meter
         self.copies = cache / "copies"
@@ -91,21 +74,15 @@ class Corpus:
             for part in divide(name, files[name], source, data.part, self.copies, self._each):
                 key = digest(["read", part.key, *how])
                 self.parts.append(PartState(part, source, key, key))
-        self._markup = {
-            name: any(entry.format in _MARKUP for entry in entries) for name, entries in files.items()
-        }
-
-    @property
-    def key(self) -> str:
-        """Of what all the documents are, after the steps."""
-        return digest([state.key for state in self.parts])
+        formats = {name: {entry.format for entry in entries} for name, entries in files.items()}
+        self._markup = {name for name, found in formats.items() if _MARKUP & found}
 
     def curate(self, split: Split) -> None:
         """All steps of all sources. What the cache holds is not done again."""
         for name, source in self.data.sources.items():
             own = [state for state in self.parts if state.part.source == name]
             steps = list(source.clean)
-            if self._markup[name] and not any(isinstance(step, ExtractSpec) for step in steps):
+            if name in self._markup and not any(isinstance(step, ExtractSpec) for step in steps):
                 steps.insert(0, ExtractSpec())
             for step in steps:
                 self._add(step, own, name)
@@ -168,9 +145,7 @@ class Corpus:
             for one in collected:
                 one.path.unlink(missing_ok=True)
 
-    def _run(
-        self, what: str, states: list[PartState], collect: Sequence[Op] | None, split: Split | None
-    ) -> None:
+    def _run(self, what: str, states: list[PartState], collect: Sequence[Op] | None, split: Split | None) -> None:
         """Brings every part through the steps that are due, and collects or takes the census at the end."""
         tasks: list[PassTask] = []
         waiting: list[PartState] = []
@@ -182,29 +157,29 @@ class Corpus:
                 waiting.append(state)
         self.meter.start(what, sum(task.part.size_bytes for task in tasks))
         for i, result in self.engine.run(run_pass, tasks):
-            waiting[i].reading, waiting[i].census = result.reading, result.census
+            waiting[i].reading, waiting[i].census = result
             self.meter.advance(tasks[i].part.size_bytes)
             # A wrong field shows early.
             self._check_bad_rows(states, max(self.data.bad_rows, 0.5), least=10_000)
         self._check_bad_rows(states, self.data.bad_rows)
         for state in states:  # in order, so that sums of numbers come out the same for any number of workers
-            for op in state.due:
-                self._tally(state, op)
+            for op, stage in zip(state.due, state.stages[len(state.done) :], strict=True):
+                tallies = self.stages[stage].tallies
+                tally = Tally(**read_json(counts_path(self.cache, op.key)))
+                tallies.setdefault(state.part.source, Tally()).add(tally)
             state.done += [op.key for op in state.due]
             state.due = []
 
-    def _task(
-        self, state: PartState, collect: Op | None, census: tuple[str, Split] | None
-    ) -> PassTask | None:
+    def _task(self, state: PartState, collect: Op | None, census: tuple[str, Split] | None) -> PassTask | None:
         """What is missing of a part, or None."""
-        paths = [ledger_path(self.cache, op.key).with_suffix(".json") for op in state.due]
+        paths = [counts_path(self.cache, op.key) for op in state.due]
         found = next((i for i, path in enumerate(paths) if not path.exists()), len(paths))
-        read_path = ledger_path(self.cache, state.read_key).with_suffix(".json")
+        read_path = counts_path(self.cache, state.read_key)
         complete = found == len(paths) and read_path.exists()
         if collect is not None:
             complete = complete and collected_path(self.cache, collect.key).exists()
         if census is not None:
-            path = ledger_path(self.cache, census[0]).with_suffix(".json")
+            path = counts_path(self.cache, census[0])
             complete = complete and path.exists()
             if complete:
                 state.census = Census(**read_json(path))
@@ -217,12 +192,6 @@ class Corpus:
             self.copies,
         )  # fmt: skip
 
-    def _tally(self, state: PartState, op: Op) -> None:
-        tally = read_tally(ledger_path(self.cache, op.key))
-        assert tally is not None, "a pass that ended well has written its ledgers"
-        stage = self.stages[state.stages[len(state.done) + state.due.index(op)]]
-        stage.tallies.setdefault(state.part.source, Tally()).add(tally)
-
     def _check_bad_rows(self, states: Sequence[PartState], most: float, least: int = 0) -> None:
         """Past the limit the job stops; the rows are in the quarantine files either way."""
         for name in dict.fromkeys(state.part.source for state in states):
@@ -233,7 +202,7 @@ class Corpus:
                 continue
             state = next(state for state in read if _of(state.reading).bad)
             first = _of(state.reading).examples[0]
-            aside = ledger_path(self.cache, state.read_key).with_suffix(".quarantine.jsonl")
+            aside = quarantine_path(self.cache, state.read_key)
             limit = f"data.bad_rows allows {self.data.bad_rows:.3g} of them"
             rest = f"; they are set aside in {aside}" if bad > 1 else ""
             raise UserError(

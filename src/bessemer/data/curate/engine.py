@@ -1,15 +1,15 @@
-"""Who does the work: this process, a pool of processes, or a Ray cluster. All give the same results in any number.
-
-A task is small (a part's description and where to write); what it makes goes to disk, and only a few numbers come
-back.
-"""
+"""Who does the work: this process, a pool of processes, or a Ray cluster. All give the same results in any number. A
+task is small (a part's description and where to write); what it makes goes to disk, and only a few numbers come
+back."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -125,9 +125,8 @@ class _Worker:
 def _main_hidden() -> Iterator[None]:
     """A child would run the caller's main module again: a script without a guard would start itself."""
     main = sys.modules["__main__"]
-    kept: dict[str, Any] = {
-        key: main.__dict__.pop(key) for key in ("__file__", "__spec__") if key in main.__dict__
-    }
+    own = main.__dict__
+    kept: dict[str, Any] = {key: own.pop(key) for key in ("__file__", "__spec__") if key in own}
     main.__spec__ = None
     try:
         yield
@@ -194,8 +193,53 @@ def cores() -> int:
 def make_engine(kind: str, workers: int | None, address: str | None = None) -> Engine:
     """`local` or `ray`. Without a number, one worker per core."""
     if kind == "ray":
-        from bessemer.data.curate.ray_engine import RayEngine
-
         return RayEngine(address, workers)
     count = workers or cores()
     return Pool(count) if count > 1 else Here()
+
+
+class RayEngine:
+    """A running cluster by its address, or a local one started here, through Ray Data; `workers` bounds the tasks at a
+    time. Files and the cache have to lie where every node reaches them. Ray runs a task again when its node dies: that
+    is harmless, since a task's output appears at once and is the same every time."""
+
+    def __init__(self, address: str | None = None, workers: int | None = None) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise UserError("--engine ray needs Ray: pip install 'bessemer[ray]'") from None
+        self._ray = ray
+        self._started = not ray.is_initialized()
+        if self._started:
+            try:
+                ray.init(
+                    address=address, num_cpus=workers if address is None else None, log_to_driver=False,
+                    include_dashboard=False if address is None else None, logging_level=logging.ERROR,
+                )  # fmt: skip
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                place = f"at {address}" if address else "here"
+                fix = "give the address of a running one, and RAY_AUTH_MODE as it was started with"
+                raise UserError(f"no Ray cluster {place} ({error}); {fix}") from error
+        self.workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+    def run(self, function: Work, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        if not tasks:
+            return
+        import ray.data
+
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_options.preserve_order = False
+        rows = [{"i": i, "task": pickle.dumps((function, task))} for i, task in enumerate(tasks)]
+        made = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_run, concurrency=self.workers)
+        for row in made.iter_rows():
+            yield row["i"], taken(pickle.loads(row["answer"]), task_name(tasks[row["i"]]))
+
+    def close(self) -> None:
+        if self._started:
+            self._ray.shutdown()
+
+
+def _run(row: dict[str, Any]) -> dict[str, Any]:
+    """On a node. Errors travel back as values, since Ray would wrap them out of recognition."""
+    return {"i": row["i"], "answer": pickle.dumps(answer(*pickle.loads(row["task"])))}

@@ -10,7 +10,7 @@ import uuid
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -22,6 +22,15 @@ _HASH_PIECE_CHARS = 1 << 20
 
 def ledger_path(cache: Path, key: str) -> Path:
     return cache / "steps" / key[:2] / key
+
+
+def counts_path(cache: Path, key: str) -> Path:
+    """What was counted: of a ledger, a reading or a census."""
+    return ledger_path(cache, key).with_suffix(".json")
+
+
+def quarantine_path(cache: Path, key: str) -> Path:
+    return ledger_path(cache, key).with_suffix(".quarantine.jsonl")
 
 
 def collected_path(cache: Path, key: str) -> Path:
@@ -85,19 +94,25 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears at `path`, whole and on the disk, at the end."""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def load_arrays(path: Path) -> dict[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{path}: damaged ({error}); delete the folder {path.parent} and run again"
-        ) from error
+        fix = f"delete the folder {path.parent} and run again"
+        raise UserError(f"{path}: damaged ({error}); {fix}") from error
 
 
 def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
     assert not {"file", "allow_pickle"} & set(arrays), "numpy takes these names for its own arguments"
-    with replacing(path) as temporary, open(temporary, "wb") as file:
+    with writing(path) as file:
         np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())

@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from bessemer.data.curate.files import replacing
+from bessemer.data.curate.files import writing
 from bessemer.data.document import Document
 from bessemer.data.step import Drop
 from bessemer.errors import UserError
@@ -69,14 +69,8 @@ class Tally:
         draw = xxhash.xxh3_64_intdigest(document.place.encode(), seed=17)
         if len(found) < _EXAMPLES or draw < found[-1]["draw"]:
             shown = drop.value if not isinstance(drop.value, float) else round(drop.value, 4)
-            found.append(
-                {
-                    "draw": draw,
-                    "place": document.place,
-                    "value": shown,
-                    "text": document.text[:_EXCERPT_CHARS],
-                }
-            )
+            text = document.text[:_EXCERPT_CHARS]
+            found.append({"draw": draw, "place": document.place, "value": shown, "text": text})
             found.sort(key=lambda one: one["draw"])
             del found[_EXAMPLES:]
 
@@ -111,9 +105,7 @@ class LedgerWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tally = Tally()
-        self._rows: dict[str, list[Any]] = {
-            name: [] for name in ("ordinal", "drop", "text", "messages", "labels")
-        }
+        self._rows: dict[str, list[Any]] = {name: [] for name in Touch.__slots__}
         self._held_bytes = 0
         self._writer: Any = None
         self._temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -143,12 +135,8 @@ class LedgerWriter:
 
         if not self._rows["ordinal"]:
             return
-        schema = pa.schema(
-            {
-                "ordinal": pa.int64(), "drop": pa.bool_(), "text": pa.large_string(),
-                "messages": pa.large_string(), "labels": pa.large_string(),
-            }
-        )  # fmt: skip
+        texts = dict.fromkeys(("text", "messages", "labels"), pa.large_string())
+        schema = pa.schema({"ordinal": pa.int64(), "drop": pa.bool_(), **texts})
         if self._writer is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -176,20 +164,10 @@ def read_touches(path: Path) -> Iterator[Touch]:
         raise UserError(f"{file}: damaged ({error}); delete it and its .json, and run again") from error
 
 
-def read_tally(path: Path) -> Tally | None:
-    """The counts of a ledger, or None where there is none yet."""
-    try:
-        return Tally(**read_json(path.with_suffix(".json")))
-    except FileNotFoundError:
-        return None
-
-
 def write_json(path: Path, value: Any) -> None:
     """Atomically: a reader sees all of it or nothing."""
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
+    with writing(path) as file:
+        file.write(json.dumps(value, indent=1, ensure_ascii=False).encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:

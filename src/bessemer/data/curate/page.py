@@ -70,18 +70,8 @@ def _sources(report: dict[str, Any]) -> str:
                 f"{one['bytes'] / tokens:.2f}" if tokens else "", f"{one['bad']:,}", f"{one['empty']:,}",
             ]
         )  # fmt: skip
-    head = [
-        "source",
-        "files",
-        "documents in",
-        "out",
-        "bytes in",
-        "out",
-        "training tokens",
-        "held out",
-        "share",
-    ]
-    return "<h2>Sources</h2>" + _table([*head, "bytes/token", "bad rows", "empty"], rows)
+    head = ["source", "files", "documents in", "out", "bytes in", "out", "training tokens", "held out"]
+    return "<h2>Sources</h2>" + _table([*head, "share", "bytes/token", "bad rows", "empty"], rows)
 
 
 def _steps(report: dict[str, Any]) -> str:
@@ -92,11 +82,8 @@ def _steps(report: dict[str, Any]) -> str:
         dropped = step["documents_in"] - step["documents_out"]
         kept = step["documents_out"] / step["documents_in"] if step["documents_in"] else 1
         scope = f" <small>({_text(step['source'])})</small>" if step["source"] else ""
-        settings = ", ".join(
-            f"{key}: {_short(value)}"
-            for key, value in step["settings"].items()
-            if value not in (None, [], {})
-        )
+        given = ((key, value) for key, value in step["settings"].items() if value not in (None, [], {}))
+        settings = ", ".join(f"{key}: {_short(value)}" for key, value in given)
         rows.append(
             [
                 f'{_text(step["step"])}{scope}<br><small class="quiet">{_text(settings)}</small>',
@@ -116,16 +103,10 @@ def _short(value: Any) -> str:
 
 def _bars(counts: list[tuple[str, float]]) -> str:
     total, most = sum(count for _, count in counts) or 1, max((count for _, count in counts), default=1) or 1
-    rows = [
-        [
-            _text(name), f"{count:,.0f}", f"{100 * count / total:.1f} %",
-            f'<span class="bar" style="width:{12 * count / most:.2f}rem"></span>',
-        ]
-        for name, count in counts
-    ]  # fmt: skip
     lines = "".join(
-        f'<tr><td>{name}</td><td>{count}</td><td>{share}</td><td class="words">{bar}</td></tr>'
-        for name, count, share, bar in rows
+        f"<tr><td>{_text(name)}</td><td>{count:,.0f}</td><td>{100 * count / total:.1f} %</td>"
+        f'<td class="words"><span class="bar" style="width:{12 * count / most:.2f}rem"></span></td></tr>'
+        for name, count in counts
     )
     return f"<table><tbody>{lines}</tbody></table>"
 
@@ -136,9 +117,8 @@ def _lengths(report: dict[str, Any]) -> str:
     used = [k for k, count in enumerate(counts) if count]
     if not used:
         return ""
-    bins = [
-        (f"{1 << (k - 1) if k else 0:,} to {(1 << k) - 1:,}", counts[k]) for k in range(used[0], used[-1] + 1)
-    ]
+    shown = range(used[0], used[-1] + 1)
+    bins = [(f"{1 << (k - 1) if k else 0:,} to {(1 << k) - 1:,}", counts[k]) for k in shown]
     return "<h2>Lengths of the documents, in characters</h2>" + _bars(bins)
 
 
@@ -181,11 +161,10 @@ def _example(one: dict[str, Any]) -> str:
 
 
 def _summary(summary: dict[str, Any]) -> str:
-    rows = [
-        [_text(key), f"<pre>{_text(json.dumps(value, indent=1, ensure_ascii=False)[:4000])}</pre>"]
-        for key, value in summary.items()
-    ]
-    lines = "".join(f'<tr><td>{key}</td><td class="words">{value}</td></tr>' for key, value in rows)
+    said = {key: json.dumps(value, indent=1, ensure_ascii=False)[:4000] for key, value in summary.items()}
+    lines = "".join(
+        f'<tr><td>{_text(key)}</td><td class="words"><pre>{_text(value)}</pre></td></tr>' for key, value in said.items()
+    )
     return f"<table><tbody>{lines}</tbody></table>"
 
 

@@ -1,8 +1,6 @@
 """One reading of one part: the documents go through the steps that are due, and everything found is written down.
-
 This is what a worker does. A pass ends where a step has to see the whole corpus first (it then collects), or at the
-end of the list (it then takes the census). So a corpus is read once, and once more for every global step.
-"""
+end of the list (it then takes the census). So a corpus is read once, and once more for every global step."""
 
 from __future__ import annotations
 
@@ -18,16 +16,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from bessemer.data.curate.files import (
-    byte_length,
-    collected_path,
-    ledger_path,
-    load_arrays,
-    naming,
-    save_arrays,
-    text_hash,
-)
+from bessemer.data.curate import files
+from bessemer.data.curate.files import byte_length, counts_path, ledger_path, quarantine_path, text_hash
 from bessemer.data.curate.ledger import LENGTH_BINS, LedgerWriter, Tally, Touch, read_touches, write_json
 from bessemer.data.document import BadRow, Document
 from bessemer.data.read import Part, read_part
@@ -100,28 +92,21 @@ class Census:
     labels: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-@dataclass
-class PassResult:
-    """The counts that go back to the parent."""
+@dataclass(slots=True)
+class _Entry:
+    """A document on its way through the steps."""
 
-    reading: Reading
-    tallies: list[Tally]
-    census: Census | None
-
-
-@dataclass
-class _Batch:
-    ordinals: list[int]
-    documents: list[Document]
-    sizes: list[int]
+    ordinal: int
+    document: Document
+    size_bytes: int
 
 
-def run_pass(task: PassTask) -> PassResult:
+def run_pass(task: PassTask) -> tuple[Reading, Census | None]:
     """Reads the part, runs what is due, commits. Killed at any moment, it leaves nothing that is taken for done."""
-    with naming(task.name, task.cache):
+    with files.naming(task.name, task.cache):
         reading = Reading()
         steps = [make_step(op.spec, 0) for op in task.ops]
-        rulings = [load_arrays(Path(op.ruling)) if op.ruling else {} for op in task.ops]
+        rulings = [files.load_arrays(Path(op.ruling)) if op.ruling else {} for op in task.ops]
         writers = [LedgerWriter(ledger_path(task.cache, op.key)) for op in task.ops]
         collecting = make_step(task.collect.spec, 0) if task.collect else None
         gathered: dict[str, list[Any]] = {}
@@ -129,10 +114,12 @@ def run_pass(task: PassTask) -> PassResult:
         try:
             for batch in _batches(_documents(task, reading)):
                 for step, ruling, writer in zip(steps, rulings, writers, strict=True):
-                    _run_step(step, ruling, batch, writer)
+                    batch = _run_step(step, ruling, batch, writer)
                 # A part of which nothing is left has no arrays.
-                if collecting is not None and batch.documents:
-                    _collect(collecting, batch, gathered)
+                if collecting is not None and batch:
+                    assert is_global(collecting)
+                    for name, array in collecting.collect(*_columns(batch)).items():
+                        gathered.setdefault(name, []).append(array)
                 if census is not None and task.census is not None:
                     _count(census, batch, task.census[1])
             for writer in writers:
@@ -142,15 +129,11 @@ def run_pass(task: PassTask) -> PassResult:
                 writer.discard()
             raise
         if task.collect is not None:
-            save_arrays(
-                collected_path(task.cache, task.collect.key),
-                {name: np.concatenate(arrays) for name, arrays in gathered.items()},
-            )
+            arrays = {name: np.concatenate(some) for name, some in gathered.items()}
+            files.save_arrays(files.collected_path(task.cache, task.collect.key), arrays)
         if census is not None and task.census is not None:
-            write_json(
-                ledger_path(task.cache, task.census[0]).with_suffix(".json"), dataclasses.asdict(census)
-            )
-        return PassResult(reading, [writer.tally for writer in writers], census)
+            write_json(counts_path(task.cache, task.census[0]), dataclasses.asdict(census))
+        return reading, census
 
 
 def curated_documents(
@@ -196,7 +179,7 @@ class _Cursor:
 def _documents(task: PassTask, reading: Reading) -> Iterator[tuple[int, Document]]:
     """As `curated_documents`, and what could not be read is set aside and counted."""
     cursors = [_Cursor(ledger_path(task.cache, key)) for key in task.done]
-    quarantine = ledger_path(task.cache, task.read_key).with_suffix(".quarantine.jsonl")
+    quarantine = quarantine_path(task.cache, task.read_key)
     quarantine.parent.mkdir(parents=True, exist_ok=True)
     temporary = quarantine.with_name(f"{quarantine.name}.{uuid.uuid4().hex[:8]}.tmp")
     empty: Counter[str] = Counter()
@@ -222,50 +205,47 @@ def _documents(task: PassTask, reading: Reading) -> Iterator[tuple[int, Document
         if aside is not None:
             aside.close()
             os.replace(temporary, quarantine)
-    write_json(ledger_path(task.cache, task.read_key).with_suffix(".json"), dataclasses.asdict(reading))
+    write_json(counts_path(task.cache, task.read_key), dataclasses.asdict(reading))
 
 
-def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[_Batch]:
-    batch, chars = _Batch([], [], []), 0
+def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[list[_Entry]]:
+    batch: list[_Entry] = []
+    chars = 0
     for ordinal, document in documents:
-        batch.ordinals.append(ordinal)
-        batch.documents.append(document)
-        batch.sizes.append(byte_length(document.text))
+        batch.append(_Entry(ordinal, document, byte_length(document.text)))
         chars += len(document.text)
-        if chars >= _BATCH_CHARS or len(batch.documents) >= _BATCH_DOCUMENTS:
+        if chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
-            batch, chars = _Batch([], [], []), 0
-    if batch.documents:
+            batch, chars = [], 0
+    if batch:
         yield batch
 
 
-def _collect(step: LocalStep | GlobalStep, batch: _Batch, gathered: dict[str, list[Any]]) -> None:
-    assert is_global(step)
-    for name, array in step.collect(batch.documents, np.array(batch.ordinals, np.int64)).items():
-        gathered.setdefault(name, []).append(array)
+def _columns(batch: Sequence[_Entry]) -> tuple[list[Document], npt.NDArray[np.int64]]:
+    return [one.document for one in batch], np.array([one.ordinal for one in batch], np.int64)
 
 
 def _run_step(
-    step: LocalStep | GlobalStep, ruling: dict[str, Any], batch: _Batch, writer: LedgerWriter
-) -> None:
-    """Applies one step to a batch in place and writes what it touched."""
-    documents, tally = batch.documents, writer.tally
+    step: LocalStep | GlobalStep, ruling: dict[str, Any], batch: list[_Entry], writer: LedgerWriter
+) -> list[_Entry]:
+    """Applies one step to a batch in place, writes what it touched, and returns what it kept."""
+    (documents, ordinals), tally = _columns(batch), writer.tally
     before = [dict(document.labels) for document in documents]
     if is_global(step):
-        outcomes = step.apply(documents, np.array(batch.ordinals, np.int64), ruling)
+        outcomes = step.apply(documents, ordinals, ruling)
     else:
         outcomes = cast(LocalStep, step).apply(documents)
     assert len(outcomes) == len(documents), "a step gives one outcome for each document"
     tally.documents_in += len(documents)
-    tally.bytes_in += sum(batch.sizes)
-    kept = _Batch([], [], [])
-    for i, (document, outcome) in enumerate(zip(documents, outcomes, strict=True)):
-        ordinal, size = batch.ordinals[i], batch.sizes[i]
+    tally.bytes_in += sum(one.size_bytes for one in batch)
+    kept: list[_Entry] = []
+    for one, outcome, known in zip(batch, outcomes, before, strict=True):
+        document = one.document
         if isinstance(outcome, str) and not outcome.strip():
             outcome = Drop("nothing left of it")
         if isinstance(outcome, Drop):
-            tally.dropped(document, outcome, size)
-            writer.add(Touch(ordinal, True, None, None, None))
+            tally.dropped(document, outcome, one.size_bytes)
+            writer.add(Touch(one.ordinal, True, None, None, None))
             continue
         messages = None
         if outcome is not None and document.messages is not None:
@@ -273,20 +253,18 @@ def _run_step(
             outcome = document.text
         if outcome is not None:
             document.text = outcome
-            size = byte_length(outcome)
+            one.size_bytes = byte_length(outcome)
             tally.changed += 1
-        labels = {name: value for name, value in document.labels.items() if before[i].get(name) != value}
+        labels = {name: value for name, value in document.labels.items() if known.get(name) != value}
         if labels:
             tally.labelled(labels)
         if outcome is not None or labels:
             found = json.dumps(labels, ensure_ascii=False, sort_keys=True) if labels else None
-            writer.add(Touch(ordinal, False, outcome, messages, found))
-        kept.ordinals.append(ordinal)
-        kept.documents.append(document)
-        kept.sizes.append(size)
-        tally.documents_out += 1
-        tally.bytes_out += size
-    batch.ordinals, batch.documents, batch.sizes = kept.ordinals, kept.documents, kept.sizes
+            writer.add(Touch(one.ordinal, False, outcome, messages, found))
+        kept.append(one)
+    tally.documents_out += len(kept)
+    tally.bytes_out += sum(one.size_bytes for one in kept)
+    return kept
 
 
 def _change_messages(step: LocalStep | GlobalStep, document: Document) -> str | None:
@@ -304,14 +282,15 @@ def _change_messages(step: LocalStep | GlobalStep, document: Document) -> str | 
     return json.dumps(document.messages, ensure_ascii=False)
 
 
-def _count(census: Census, batch: _Batch, split: Split) -> None:
+def _count(census: Census, batch: Sequence[_Entry], split: Split) -> None:
     limit = int(split.share * 2**64)
-    for document, size in zip(batch.documents, batch.sizes, strict=True):
-        key = text_hash(document.text, split.seed)
+    tally = Tally(labels=census.labels)
+    for one in batch:
+        text = one.document.text
+        key = text_hash(text, split.seed)
         census.documents += 1
-        census.text_bytes += size
+        census.text_bytes += one.size_bytes
         census.held_out += key < limit
         census.lowest, census.highest = min(census.lowest, key), max(census.highest, key)
-        census.lengths[min(len(document.text).bit_length(), LENGTH_BINS - 1)] += 1
-        tally = Tally(labels=census.labels)
-        tally.labelled(document.labels)
+        census.lengths[min(len(text).bit_length(), LENGTH_BINS - 1)] += 1
+        tally.labelled(one.document.labels)

@@ -1,7 +1,6 @@
 """What became of a corpus: documents, bytes and tokens in and out of every step, why documents went, and examples.
-
-The report is one JSON file beside the stores; the table and the page are made from it, so that they cannot disagree.
-"""
+The report is one JSON file beside the stores; the table and the page are made from it, so that they cannot
+disagree."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.data.curate.corpus import Corpus, Stage
-from bessemer.data.curate.files import ledger_path
+from bessemer.data.curate.files import quarantine_path
 from bessemer.data.curate.ledger import Tally, write_json
 from bessemer.errors import UserError
 
@@ -28,7 +27,7 @@ def write_report(folder: Path, corpus: Corpus, tokens: Mapping[str, Mapping[str,
     report = build_report(corpus, tokens)
     with open(folder / QUARANTINE, "wb") as gathered:
         for state in corpus.parts:
-            aside = ledger_path(corpus.cache, state.read_key).with_suffix(".quarantine.jsonl")
+            aside = quarantine_path(corpus.cache, state.read_key)
             if aside.exists():
                 with open(aside, "rb") as file:
                     shutil.copyfileobj(file, gathered)
@@ -40,9 +39,8 @@ def read_report(folder: Path) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder / REPORT}: {error}; delete the folder {folder} and prepare again"
-        ) from error
+        fix = f"delete the folder {folder} and prepare again"
+        raise UserError(f"{folder / REPORT}: {error}; {fix}") from error
     return report
 
 
@@ -95,26 +93,16 @@ def table(report: dict[str, Any]) -> list[list[str]]:
     read = report["sources"].values()
     documents, size = sum(one["documents_read"] for one in read), sum(one["bytes_read"] for one in read)
     bad, empty = sum(one["bad"] for one in read), sum(one["empty"] for one in read)
-    aside = ", ".join(
-        text for text, count in ((f"{bad:,} bad rows set aside", bad), (f"{empty:,} empty", empty)) if count
-    )
-    rows.append(["read", f"{documents:,}", human_bytes(size), "", "", aside])
+    found = [f"{bad:,} bad rows set aside"] * bool(bad) + [f"{empty:,} empty"] * bool(empty)
+    rows.append(["read", f"{documents:,}", human_bytes(size), "", "", ", ".join(found)])
     for step in report["steps"]:
         dropped = step["documents_in"] - step["documents_out"]
         share = f"{dropped:,} ({100 * dropped / step['documents_in']:.1f} %)" if dropped else "0"
         worst = max(step["reasons"].items(), key=lambda item: item[1][0], default=("", [0, 0]))
         name = step["step"] + (f" ({step['source']})" if step["source"] else "")
         why = f"{worst[0]}: {worst[1][0]:,}" if worst[0] else ""
-        rows.append(
-            [
-                name,
-                f"{step['documents_out']:,}",
-                human_bytes(step["bytes_out"]),
-                share,
-                f"{step['changed']:,}",
-                why,
-            ]
-        )
+        documents, size = step["documents_out"], step["bytes_out"]
+        rows.append([name, f"{documents:,}", human_bytes(size), share, f"{step['changed']:,}", why])
     return rows
 
 
@@ -123,16 +111,9 @@ def source_table(report: dict[str, Any]) -> list[list[str]]:
     for name, source in report["sources"].items():
         train, held_out = source["tokens"].get("train", 0), source["tokens"].get("validation", 0)
         per_token = source["bytes"] / (train + held_out) if train + held_out else 0
-        rows.append(
-            [
-                name,
-                f"{source['documents']:,}",
-                human_bytes(source["bytes"]),
-                f"{train:,}",
-                f"{held_out:,}",
-                f"{per_token:.2f}",
-            ]
-        )
+        documents, size = source["documents"], source["bytes"]
+        numbers = [f"{train:,}", f"{held_out:,}", f"{per_token:.2f}"]
+        rows.append([name, f"{documents:,}", human_bytes(size), *numbers])
     return rows
 
 

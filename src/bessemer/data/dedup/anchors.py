@@ -1,22 +1,22 @@
 """Places chosen by the bytes around them, so that equal passages have them at equal places: the index of substrings.
-
 Every window of `length` bytes has one anchor, the smallest hash among its k-byte windows (winnowing). Equal windows
 have equal anchors at the same distance from their beginning, wherever they stand; so windows need only be compared
-where anchors agree. An anchor serves all windows in a row that have it: about one anchor for every length / 4 bytes.
-"""
+where anchors agree. An anchor serves all windows in a row that have it: about one anchor for every length / 4
+bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from bessemer.data.dedup.shingles import powers
+from bessemer.data.dedup.shuffle import begins
 from bessemer.data.order import mix
+from bessemer.data.step import Ints
 
-Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 BYTE_VALUES = mix(np.arange(256) + (2 << 32))
@@ -98,17 +98,15 @@ def _block_anchors(block: _Block, length: int) -> Anchors:
     later_first = _PLACE - np.arange(hashes.size, dtype=np.uint64)  # of equal hashes, the last is the anchor
     ordered = (hashes & ~_PLACE) | later_first
     smallest = _sliding_minimum(ordered, length - k + 1)[:count]
-    begins = np.concatenate([[0], block.ends[:-1]])
-    text = np.repeat(np.arange(block.ends.size), block.ends - begins)[:count]
+    origins = np.concatenate([[0], block.ends[:-1]])
+    text = np.repeat(np.arange(block.ends.size), block.ends - origins)[:count]
     inside = np.flatnonzero(np.arange(count) + length <= block.ends[text])
     place = (_PLACE - (smallest[inside] & _PLACE)).astype(np.int64)
-    new = np.ones(place.size, bool)
-    new[1:] = place[1:] != place[:-1]
-    starts = np.flatnonzero(new)
+    starts = np.flatnonzero(begins(place))
     place, low, text = place[starts], inside[starts], text[inside[starts]]
     span = np.diff(starts, append=inside.size)
     kept, local = _without_periods(hashes[place], text, place, low, span, length)
-    shift = block.offset - begins
+    shift = block.offset - origins
     local[:, 1:] += shift[local[:, :1]]
     local[:, 0] += block.first
     place, low, text, span = place[kept], low[kept], text[kept], span[kept]
@@ -119,9 +117,9 @@ def _gram_hashes(data: npt.NDArray[np.uint8], k: int) -> Words:
     """Of every k bytes in a row: a polynomial, by differences of its running sum."""
     if data.size < k:
         return np.empty(0, np.uint64)
-    powers, inverses = _powers(max(_BLOCK_BYTES, 1 << data.size.bit_length()))
+    rising, inverses = powers(BASE, max(_BLOCK_BYTES, 1 << data.size.bit_length()))
     values = BYTE_VALUES[data]
-    values *= powers[: data.size]
+    values *= rising[: data.size]
     sums = np.concatenate([np.zeros(1, np.uint64), np.add.accumulate(values)])
     hashes = sums[k:] - sums[:-k]
     hashes *= inverses[: hashes.size]
@@ -129,16 +127,6 @@ def _gram_hashes(data: npt.NDArray[np.uint8], k: int) -> Words:
     hashes *= _FINISH
     hashes ^= hashes >> np.uint64(29)
     return hashes
-
-
-@lru_cache(maxsize=2)
-def _powers(size: int) -> tuple[Words, Words]:
-    made = []
-    for base in (BASE, pow(BASE, -1, 1 << 64)):
-        powers = np.full(size, base, np.uint64)
-        powers[0] = 1
-        made.append(np.multiply.accumulate(powers))
-    return made[0], made[1]
 
 
 def _sliding_minimum(values: Words, width: int) -> Words:
@@ -155,21 +143,17 @@ def _sliding_minimum(values: Words, width: int) -> Words:
 def _without_periods(
     keys: Words, text: Ints, place: Ints, low: Ints, span: Ints, length: int
 ) -> tuple[npt.NDArray[np.bool_], Ints]:
-    """Which anchors are needed, and rows (text, start, end) of the block that repeat for certain.
-
-    Where a few bytes repeat over and over (a megabyte of spaces), every byte or two would be an anchor. Equal anchors p
-    apart, p at most k, prove that the bytes between have period p; in such a zone a window repeats the one before it by
-    the first multiple of p that clears `length`, which begins no earlier than the zone.
-    """
+    """Which anchors are needed, and rows (text, start, end) of the block that repeat for certain. Where a few bytes
+    repeat over and over (a megabyte of spaces), every byte or two would be an anchor. Equal anchors p apart, p at
+    most k, prove that the bytes between have period p; in such a zone a window repeats the one before it by the first
+    multiple of p that clears `length`, which begins no earlier than the zone."""
     kept = np.ones(keys.size, bool)
     rows: list[tuple[int, int, int]] = []
     k = gram_length(length)
     apart = np.diff(place)
     linked = (keys[1:] == keys[:-1]) & (text[1:] == text[:-1]) & (apart <= k)
     if linked.any():
-        breaks = np.ones(linked.size + 1, bool)
-        breaks[1:-1] = (linked[1:] != linked[:-1]) | (apart[1:] != apart[:-1])
-        edges = np.flatnonzero(breaks)
+        edges = np.append(np.flatnonzero(begins(linked, apart)), linked.size)
         first, last = edges[:-1], edges[1:]  # a chain's links are [first, last), its anchors [first, last]
         long = linked[first] & (place[last] - place[first] >= 2 * length - k)
         for start, stop in zip(first[long].tolist(), last[long].tolist(), strict=True):

@@ -1,8 +1,6 @@
-"""From links between documents to clusters, and from clusters to rulings: union-find over a file.
-
-Documents are numbers from 0 in the order of the corpus. Parents lie in a mapped file, links are taken in blocks by
-numpy, and the root of a cluster is always its first document, so the outcome does not depend on the links' order.
-"""
+"""From links between documents to clusters, and from clusters to rulings: union-find over a file. Documents are
+numbers from 0 in the order of the corpus. Parents lie in a mapped file, links are taken in blocks by numpy, and the
+root of a cluster is always its first document, so the outcome does not depend on the links' order."""
 
 from __future__ import annotations
 
@@ -13,22 +11,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.dedup.places import PLACE_ARRAYS, Places, unpack
-from bessemer.data.dedup.shuffle import load, load_columns, numbering
-from bessemer.data.step import Arrays, Collected, Drop, Outcome
+from bessemer.data.dedup.places import Places, unpack
+from bessemer.data.dedup.shuffle import load_columns, numbering
+from bessemer.data.document import Document
+from bessemer.data.step import Arrays, Collected, Drop, Ints, Outcome
 
-Ints = npt.NDArray[np.int64]
 Rulings = Iterator[Arrays]
+Resolved = tuple[Rulings, dict[str, Any]]
 
 _BLOCK = 1 << 18  # documents or links at once
 _LARGEST = 10  # clusters that the summary shows
 _MEMBERS = 3  # dropped documents that it shows of each
-REASONS = {"first": "duplicate of an earlier document", "longest": "duplicate of a document that stays"}
+_REASONS = {"first": "duplicate of an earlier document", "longest": "duplicate of a document that stays"}
 
 
-def settle(
-    collected: Sequence[Collected], scratch: Path, links: Sequence[Path], documents: int, keep: str
-) -> tuple[Rulings, dict[str, Any]]:
+def settle(collected: Sequence[Collected], scratch: Path, links: Sequence[Path], documents: int, keep: str) -> Resolved:
     """The rulings of all parts, made one by one as they are asked for, and the summary. `links` are files of pairs
     of document numbers; `documents` is how many took part."""
     numbers = numbering(collected)
@@ -36,8 +33,7 @@ def settle(
     if not total:
         nothing: Arrays = {"ordinal": np.empty(0, np.int64)}
         return iter([nothing for _ in collected]), _summary(documents, 0, {}, [])
-    noted = ((int(numbers[part.part]), load(part, PLACE_ARRAYS)) for part in collected)
-    places = Places(scratch / "places", noted)
+    places = Places.of(collected, scratch)
     parents = _map(scratch / "parents", total)
     for start in range(0, total, _BLOCK):
         parents[start : start + _BLOCK] = np.arange(start, min(start + _BLOCK, total))
@@ -63,17 +59,41 @@ def settle(
     return rulings, _summary(documents, duplicates, _histogram(sizes), shown)
 
 
-def drop_duplicates(ordinals: Ints, ruling: Arrays, reason: str) -> list[Outcome]:
-    """The outcomes for some documents of a part, by the ruling that `settle` made for it."""
-    outcomes: list[Outcome] = [None] * ordinals.size
-    dropped = ruling["ordinal"]
-    if not dropped.size:
+class OneOfEach:
+    """What the steps have in common that keep one document of each cluster, by the rulings that `settle` makes."""
+
+    version = 1
+    spec: Any
+
+    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
+        outcomes: list[Outcome] = [None] * len(documents)
+        for i, record in ruled(ruling, ordinals):
+            outcomes[i] = Drop(_REASONS[self.spec.keep], unpack(ruling, record))
         return outcomes
-    at = np.searchsorted(dropped, ordinals)
-    at[at == dropped.size] = 0
-    for i in np.flatnonzero(dropped[at] == ordinals).tolist():
-        outcomes[i] = Drop(reason, unpack(ruling, int(at[i])))
-    return outcomes
+
+
+def cut_ranges(ruling: Arrays, ordinals: Ints) -> Iterator[tuple[int, slice]]:
+    """As `ruled`, of rulings with any number of records in a row for one document."""
+    named = ruling["ordinal"]
+    first, last = np.searchsorted(named, ordinals), np.searchsorted(named, ordinals, side="right")
+    for i in np.flatnonzero(last > first).tolist():
+        yield i, slice(first[i], last[i])
+
+
+def left_after(text: str, least: int, without: str) -> Outcome:
+    """What cutting left of a document, or that it is too little to keep."""
+    chars = len(text.strip())
+    return Drop(f"too little left without {without}", float(chars)) if chars < least else text
+
+
+def ruled(ruling: Arrays, ordinals: Ints) -> Iterator[tuple[int, int]]:
+    """Which of the documents a ruling names, each with its record there."""
+    named = ruling["ordinal"]
+    if named.size:
+        at = np.searchsorted(named, ordinals)
+        at[at == named.size] = 0
+        here = np.flatnonzero(named[at] == ordinals)
+        yield from zip(here.tolist(), at[here].tolist(), strict=True)
 
 
 def unite(parents: Ints, left: Ints, right: Ints) -> None:
@@ -195,9 +215,7 @@ def _rulings(numbers: Ints, places: Places, scratch: Path, duplicates: int) -> R
     dropped = _map(scratch / "dropped", duplicates, mode="r") if duplicates else np.empty(0, np.int64)
     repeats = _map(scratch / "repeats", duplicates, mode="r") if duplicates else np.empty(0, np.int64)
     bounds = np.searchsorted(dropped, numbers)
-    for first, start, stop in zip(
-        numbers[:-1].tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True
-    ):
+    for first, start, stop in zip(numbers[:-1].tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         yield {"ordinal": dropped[start:stop] - first, **places.pack(np.asarray(repeats[start:stop]))}
 
 

@@ -1,25 +1,23 @@
-"""Text of evaluation sets in the training data: found by word n-grams, then dropped, cut out or only reported.
-
-Each document could be judged alone; the step is a global one because its report is: which sets, which items, and how
-many documents hold each.
-"""
+"""Text of evaluation sets in the training data: found by word n-grams, then dropped, cut out or only reported. Each
+document could be judged alone; the step is a global one because its report is: which sets, which items, and how many
+documents hold each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.dedup.clusters import Rulings
-from bessemer.data.dedup.contamination_report import MATCH_ARRAYS, acted_on, report_matches
-from bessemer.data.dedup.evaluation_sets import Index, content_hash, files_of, load_index, words_of
+from bessemer.data.dedup.clusters import Resolved, left_after, ruled
+from bessemer.data.dedup.evaluation_sets import Index, content_hash, files_of, items, load_index, words_of
 from bessemer.data.dedup.folding import word_spans
-from bessemer.data.dedup.places import note_places
+from bessemer.data.dedup.places import Places, note_places
 from bessemer.data.dedup.shingles import shingles
-from bessemer.data.dedup.shuffle import load
+from bessemer.data.dedup.shuffle import PartTask, begins, for_parts, load, numbering
 from bessemer.data.document import Document
 from bessemer.data.step import Arrays, Collected, Drop, Each, Ints, Outcome
 from bessemer.spec.clean.dedup import DecontaminateSpec
@@ -70,9 +68,7 @@ class Decontaminate:
             "word": at_word,
         }
 
-    def resolve(
-        self, collected: Sequence[Collected], scratch: Path, each: Each
-    ) -> tuple[Rulings, dict[str, Any]]:
+    def resolve(self, collected: Sequence[Collected], scratch: Path, each: Each) -> Resolved:
         summary = report_matches(collected, scratch, each, self.spec, self.index)
         return (self._ruling(part) for part in collected), summary
 
@@ -87,7 +83,7 @@ class Decontaminate:
         starts = np.cumsum(arrays["matches"]) - arrays["matches"]
         names = []
         for gram in arrays["gram"][starts[acted]].tolist():
-            item = index.first_item(gram)
+            item = int(index.item[index.start[gram]])
             names.append(f"{index.sets[index.set_of_item[item]]} {index.place_of_item[item]}".encode())
         return {
             "ordinal": arrays["ordinal"][acted],
@@ -99,13 +95,8 @@ class Decontaminate:
 
     def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
         outcomes: list[Outcome] = [None] * len(documents)
-        acted = ruling["ordinal"]
-        if not acted.size:
-            return outcomes
-        at = np.searchsorted(acted, ordinals)
-        at[at == acted.size] = 0
-        for i in np.flatnonzero(acted[at] == ordinals).tolist():
-            outcomes[i] = self._act(documents[i], ruling, int(at[i]))
+        for i, record in ruled(ruling, ordinals):
+            outcomes[i] = self._act(documents[i], ruling, record)
         return outcomes
 
     def _act(self, document: Document, ruling: Arrays, record: int) -> Outcome:
@@ -119,10 +110,7 @@ class Decontaminate:
             found = words_of(document.text, int(words[0]), spec.ngram)
             return Drop("contains text of an evaluation set", f"{name}: {found}")
         left = cut_words(document.text, words, spec.ngram, spec.margin_chars)
-        chars = len(left.strip())
-        if chars < spec.min_left_chars:
-            return Drop("too little left without text of evaluation sets", float(chars))
-        return left
+        return left_after(left, spec.min_left_chars, "text of evaluation sets")
 
 
 def cut_words(text: str, words: Ints, n: int, margin: int) -> str:
@@ -144,3 +132,102 @@ def cut_words(text: str, words: Ints, n: int, margin: int) -> str:
 
 def _item(values: npt.NDArray[Any], ends: Ints, record: int) -> npt.NDArray[Any]:
     return values[int(ends[record - 1]) if record else 0 : int(ends[record])]
+
+
+MATCH_ARRAYS = ("ordinal", "matches", "words", "covered", "gram", "word")
+_EXAMPLES = 20  # items of a set that are shown with a document and the words
+
+
+def report_matches(
+    collected: Sequence[Collected], scratch: Path, each: Each, spec: DecontaminateSpec, index: Index
+) -> dict[str, Any]:
+    """The summary. What it takes grows with the evaluation sets, not with the corpus."""
+    np.save(scratch / "start.npy", index.start)
+    np.save(scratch / "item.npy", index.item)
+    tallies = each(tally_part, for_parts("matches", (scratch, spec), collected))
+    numbers = numbering(collected)
+    documents = np.zeros(len(index.place_of_item), np.int64)
+    first = np.full((documents.size, 2), -1)  # by item: the first document with some of it, and the gram
+    for part, tally in zip(collected, tallies, strict=True):
+        new = documents[tally.items] == 0
+        found = np.stack([tally.first_ordinal + numbers[part.part], tally.first_gram], axis=1)
+        first[tally.items[new]] = found[new]
+        documents[tally.items] += tally.documents
+    return {
+        "documents": sum(tally.seen for tally in tallies),
+        "matching_documents": sum(tally.matching for tally in tallies),
+        "acted_on": sum(tally.acted for tally in tallies),
+        "ngram": spec.ngram,
+        "common_ngrams_skipped": index.common,
+        "sets": _sets(spec, index, documents, first, Places.of(collected, scratch)),
+    }
+
+
+def _sets(spec: DecontaminateSpec, index: Index, documents: Ints, first: Ints, places: Places) -> dict[str, Any]:
+    about: dict[str, Any] = {}
+    shown: dict[tuple[str, str], int] = {}  # set, place: item
+    for number, name in enumerate(index.sets):
+        own = np.flatnonzero(index.set_of_item == number)
+        hit = own[documents[own] > 0]
+        hit = hit[np.lexsort((hit, -documents[hit]))]
+        shown |= {(name, index.place_of_item[i]): i for i in hit[:_EXAMPLES].tolist()}
+        about[name] = {
+            "items": int(own.size),
+            "too_short": int(np.isin(index.too_short, own).sum()),
+            "contaminated": int(hit.size),
+            "contaminated_share": round(hit.size / own.size, 6) if own.size else 0.0,
+            "documents_by_item": {index.place_of_item[i]: int(documents[i]) for i in hit.tolist()},
+            "examples": [],
+        }
+    for item in items(spec.sets) if shown else ():
+        number = shown.get((item.set, item.place), -1)
+        if number >= 0:
+            document, gram = first[number].tolist()
+            words = words_of(item.text, index.word_in(gram, number), spec.ngram)
+            example = {"item": item.place, "document": places.place(document), "ngram": words}
+            about[item.set]["examples"].append(example)
+    return about
+
+
+def acted_on(arrays: Arrays, spec: DecontaminateSpec) -> npt.NDArray[np.bool_]:
+    share = arrays["covered"] / np.maximum(arrays["words"], 1)
+    return (arrays["matches"] > spec.max_matches) & (share > spec.max_share)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one part holds of the evaluation sets: for each item found there, the documents, and the first match."""
+
+    seen: int
+    matching: int
+    acted: int
+    items: Ints
+    documents: Ints
+    first_ordinal: Ints
+    first_gram: Ints
+
+
+def tally_part(task: PartTask[tuple[Path, DecontaminateSpec]]) -> Tally:
+    scratch, spec = task.shared
+    arrays = load(task.part, (*MATCH_ARRAYS, "seen"))
+    none = np.empty(0, np.int64)
+    if not arrays:
+        return Tally(0, 0, 0, none, none, none, none)
+    start, item = np.load(scratch / "start.npy", "r"), np.load(scratch / "item.npy", "r")
+    gram = arrays["gram"]
+    counts = start[gram + 1] - start[gram]
+    places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    items = item[np.repeat(start[gram], counts) + places]
+    document = np.repeat(np.repeat(np.arange(arrays["ordinal"].size), arrays["matches"]), counts)
+    order = np.lexsort((document, items))  # stable, so that the first match of a document comes first
+    items, document, grams = items[order], document[order], np.repeat(gram, counts)[order]
+    new_pair, first = begins(items, document), np.flatnonzero(begins(items))
+    return Tally(
+        int(arrays["seen"].sum()),
+        int(arrays["ordinal"].size),
+        int(acted_on(arrays, spec).sum()),
+        items[first],
+        np.add.reduceat(new_pair.astype(np.int64), first) if first.size else none,
+        arrays["ordinal"][document[first]],
+        grams[first],
+    )

@@ -9,36 +9,33 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bessemer.data.clean.model_file import file_identity
 from bessemer.data.dedup.folding import word_spans
 from bessemer.data.dedup.shingles import shingles
+from bessemer.data.dedup.shuffle import begins
+from bessemer.data.read.rows import repaired
+from bessemer.data.step import Ints
 from bessemer.errors import UserError
 from bessemer.spec.clean.dedup import DecontaminateSpec, EvaluationSetSpec
 
-Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 _JSON = (".jsonl", ".ndjson")
 _TEXT = (".txt", ".md")
 _ITEMS_AT_ONCE = 1024
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One row of an evaluation set."""
 
     set: str
-    file: str
-    row: int
+    place: str
     text: str
-
-    @property
-    def place(self) -> str:
-        return f"{self.file}:{self.row}"
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,6 @@ class Index:
     too_short: Ints  # items with fewer words than an n-gram
     common: int  # n-grams left out because they stand in too many items
     near: npt.NDArray[np.bool_]  # by the leading bits of a hash: whether any gram begins with them
-
-    def first_item(self, gram: int) -> int:
-        return int(self.item[self.start[gram]])
 
     def word_in(self, gram: int, item: int) -> int:
         """From which word of an item on one of its grams stands there."""
@@ -106,14 +100,8 @@ def _expand(name: str, pattern: str) -> list[str]:
 
 def content_hash(files: Mapping[str, Sequence[str]]) -> str:
     """Of the names of the sets and all that their files hold."""
-    state = xxhash.xxh3_128()
-    for name, paths in files.items():
-        state.update(json.dumps([name, list(paths)]).encode())
-        for path in paths:
-            with open(path, "rb") as file:
-                while block := file.read(1 << 20):
-                    state.update(block)
-    return str(state.hexdigest())
+    held = [[name, [(path, file_identity(path)) for path in paths]] for name, paths in files.items()]
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(held).encode()))
 
 
 def items(sets: Mapping[str, EvaluationSetSpec]) -> Iterator[Item]:
@@ -123,12 +111,12 @@ def items(sets: Mapping[str, EvaluationSetSpec]) -> Iterator[Item]:
         for file in files[name]:
             for row, text in _rows(name, file, one.fields):
                 if text.strip():
-                    yield Item(name, file, row, text)
+                    yield Item(name, f"{file}:{row}", text)
 
 
 def _rows(name: str, path: str, fields: Sequence[str]) -> Iterator[tuple[int, str]]:
     is_json = path.removesuffix(".gz").endswith(_JSON)
-    with _open(path) as file:
+    with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
         for row, line in enumerate(file, 1):
             text = line.decode("utf-8-sig" if row == 1 else "utf-8", errors="replace")
             if not text.strip():
@@ -140,31 +128,23 @@ def _item_text(place: str, line: str, fields: Sequence[str]) -> str:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise UserError(
-            f"decontaminate: {place}: not valid JSON ({error}); correct or delete this line"
-        ) from error
+        what = f"decontaminate: {place}: not valid JSON ({error})"
+        raise UserError(f"{what}; correct or delete this line") from error
     if fields:
         missing = [field for field in fields if not isinstance(value, dict) or field not in value]
         if missing:
-            there = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise UserError(
-                f"decontaminate: {place}: no field {missing[0]!r}; it has {there}: correct `fields`"
-            )
+            has = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+            raise UserError(f"decontaminate: {place}: no field {missing[0]!r}; it has {has}: correct `fields`")
         value = [value[field] for field in fields]
     return "\n".join(_strings(value))
 
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        # JSON can spell half a surrogate pair, which is no character.
-        yield value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        yield repaired(value)
     elif isinstance(value, (list, dict)):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _strings(one)
-
-
-def _open(path: str) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "rb")) if path.endswith(".gz") else open(path, "rb")
 
 
 @lru_cache(maxsize=1)
@@ -178,9 +158,8 @@ def load_index(spec_json: str, content: str) -> Index:
 def build_index(found: Sequence[Item], sets: tuple[str, ...], n: int, max_items: int | None) -> Index:
     hashes, owner, word = [np.empty(0, np.uint64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for at in range(0, len(found), _ITEMS_AT_ONCE):
-        for block in shingles(
-            [item.text for item in found[at : at + _ITEMS_AT_ONCE]], "word", n, brief=False
-        ):
+        texts = [item.text for item in found[at : at + _ITEMS_AT_ONCE]]
+        for block in shingles(texts, "word", n, brief=False):
             counts = np.diff(block.starts, append=block.hashes.size)
             hashes.append(block.hashes)
             owner.append(np.repeat(block.documents + at, counts))
@@ -190,9 +169,8 @@ def build_index(found: Sequence[Item], sets: tuple[str, ...], n: int, max_items:
     long[item] = True
     order = np.lexsort((at_word, item, gram))
     gram, item, at_word = gram[order], item[order], at_word[order]
-    again = np.zeros(gram.size, bool)  # the same gram in the same item
-    again[1:] = (gram[1:] == gram[:-1]) & (item[1:] == item[:-1])
-    gram, item, at_word = gram[~again], item[~again], at_word[~again]
+    once = begins(gram, item)  # the same gram in the same item counts once
+    gram, item, at_word = gram[once], item[once], at_word[once]
     _, start, count = np.unique(gram, return_index=True, return_counts=True)
     often = count > (max_items if max_items is not None else len(found))
     keep = np.repeat(~often, count)

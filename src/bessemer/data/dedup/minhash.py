@@ -1,24 +1,21 @@
 """Near-duplicates by MinHash: each document's n-grams become a short signature, and similar documents share buckets.
-
-The share of n-grams that two documents have in common (Jaccard) is the probability that one hash of their
-signatures agrees. `rows` hashes make a band; documents with an equal band are candidates (locality-sensitive hashing).
-"""
+The share of n-grams that two documents have in common (Jaccard) is the probability that one hash of their signatures
+agrees. `rows` hashes make a band; documents with an equal band are candidates (locality-sensitive hashing)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.dedup.clusters import REASONS, Rulings, drop_duplicates
+from bessemer.data.dedup.clusters import OneOfEach, Resolved
 from bessemer.data.dedup.links import about, resolve_by_keys
 from bessemer.data.dedup.shingles import shingles
 from bessemer.data.document import Document
 from bessemer.data.order import chain, mix
-from bessemer.data.step import Arrays, Collected, Each, Ints, Outcome
+from bessemer.data.step import Arrays, Collected, Each, Ints
 from bessemer.spec.clean.dedup import DedupMinhashSpec
 
 Words = npt.NDArray[np.uint64]
@@ -27,10 +24,8 @@ _AT_ONCE = 1 << 16  # shingles permuted together: 512 KB, which stays in the sec
 
 
 class Signer:
-    """Signatures of `hashes` 64-bit minima, the same on every machine for the same seed.
-
-    On one core some 12,000 documents of 600 shingles a second with 112 hashes, once the shingles are there.
-    """
+    """Signatures of `hashes` 64-bit minima, the same on every machine for the same seed. On one core some 12,000
+    documents of 600 shingles a second with 112 hashes, once the shingles are there."""
 
     def __init__(self, unit: str, ngram: int, hashes: int, seed: int) -> None:
         self.unit, self.ngram, self.hashes = unit, ngram, hashes
@@ -46,12 +41,7 @@ class Signer:
         scratch = np.empty(_AT_ONCE, np.uint64)
         for block in shingles(texts, self.unit, self.ngram):
             seen[block.documents] = True
-            for start in range(0, block.hashes.size, _AT_ONCE):
-                some = block.hashes[start : start + _AT_ONCE]
-                first = int(np.searchsorted(block.starts, start, side="right")) - 1
-                last = int(np.searchsorted(block.starts, start + some.size))
-                bounds = np.maximum(block.starts[first:last] - start, 0)
-                rows = block.documents[first:last]
+            for some, bounds, rows in block.pieces(_AT_ONCE):
                 found = np.empty((self.hashes, rows.size), np.uint64)
                 held = scratch[: some.size]
                 for i in range(self.hashes):
@@ -71,10 +61,8 @@ def band_keys(minima: Words, bands: int, rows: int) -> Words:
     return keys
 
 
-class DedupMinhash:
+class DedupMinhash(OneOfEach):
     """Of each cluster of near-duplicates one document stays. Those without a single word take no part."""
-
-    version = 1
 
     def __init__(self, spec: DedupMinhashSpec, seed: int) -> None:
         self.spec = spec
@@ -89,19 +77,7 @@ class DedupMinhash:
             arrays["signature"] = minima
         return {**arrays, "key": band_keys(minima, self.bands, self.rows)}
 
-    def resolve(
-        self, collected: Sequence[Collected], scratch: Path, each: Each
-    ) -> tuple[Rulings, dict[str, Any]]:
-        verify = self.spec.verify
-        return resolve_by_keys(
-            collected,
-            scratch,
-            each,
-            keys=self.bands,
-            keep=self.spec.keep,
-            signature=self.signer.hashes if verify is not None else 0,
-            least=verify or 0.0,
-        )
-
-    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
-        return drop_duplicates(ordinals, ruling, REASONS[self.spec.keep])
+    def resolve(self, collected: Sequence[Collected], scratch: Path, each: Each) -> Resolved:
+        keep, least = self.spec.keep, self.spec.verify or 0.0
+        size = self.signer.hashes if least else 0
+        return resolve_by_keys(collected, scratch, each, self.bands, keep, signature=size, least=least)

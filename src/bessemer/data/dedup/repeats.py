@@ -1,8 +1,6 @@
-"""Which pieces of documents occur more than once: paragraphs by the hash of their text, anchors by that of their bytes.
-
-A piece's position is its place among all pieces of the corpus in order. Pieces come in by part, are grouped by hash,
-and the positions of those that repeat go back out by part.
-"""
+"""Which pieces of documents occur more than once: paragraphs by the hash of their text, anchors by that of their
+bytes. A piece's position is its place among all pieces of the corpus in order. Pieces come in by part, are grouped by
+hash, and the positions of those that repeat go back out by part."""
 
 from __future__ import annotations
 
@@ -14,17 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.dedup.shuffle import (
-    Records,
-    bucket_count,
-    hash_bounds,
-    part_bounds,
-    position,
-    read_bucket,
-    write_run,
-)
+from bessemer.data.dedup import shuffle
+from bessemer.data.dedup.shuffle import BucketTask, Records, begins, position
+from bessemer.data.step import Ints
 
-Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 _POSITION = np.dtype([("key", "<u8")])
 _SHOWN = 10
@@ -51,11 +42,9 @@ class Pieces:
         return piece_dtype(self.checked)
 
 
-def bring_together(
-    folder: Path, parts: int, records: int, least: int, *, first_too: bool, checked: bool
-) -> Pieces:
+def bring_together(folder: Path, parts: int, records: int, least: int, *, first_too: bool, checked: bool) -> Pieces:
     """An empty place for so many pieces."""
-    buckets = bucket_count(records, piece_dtype(checked))
+    buckets = shuffle.bucket_count(records, piece_dtype(checked))
     pieces = Pieces(folder, parts, buckets, least, first_too, checked)
     pieces.repeats.mkdir(parents=True)
     return pieces
@@ -63,16 +52,6 @@ def bring_together(
 
 def piece_dtype(checked: bool) -> np.dtype[Any]:
     return np.dtype([("key", "<u8"), *([("check", "<u8")] if checked else []), ("position", "<i8")])
-
-
-@dataclass(frozen=True)
-class BucketTask:
-    pieces: Pieces
-    bucket: int
-
-    @property
-    def name(self) -> str:
-        return f"repeats, bucket {self.bucket}"
 
 
 @dataclass(frozen=True)
@@ -90,20 +69,20 @@ def write_pieces(pieces: Pieces, part: int, keys: Words, checks: Words | None) -
     if checks is not None:
         records["check"] = checks
     records["position"] = np.arange(keys.size) + position(part)
-    write_run(pieces.folder, part, records, hash_bounds(pieces.buckets))
+    shuffle.write_run(pieces.folder, part, records, shuffle.hash_bounds(pieces.buckets))
     return int(keys.size)
 
 
-def find_repeats(task: BucketTask) -> Found:
+def find_repeats(task: BucketTask[Pieces]) -> Found:
     """Goes through a bucket twice: to count, then to write down the repeats. What is held at once is a piece of the
     bucket and one record for each different key."""
-    pieces = task.pieces
-    heads = _empty_heads(pieces)
-    for records in read_bucket(pieces.folder, pieces.parts, task.bucket, pieces.dtype):
+    pieces = task.shared
+    heads = np.empty(0, np.dtype([*pieces.dtype.descr, ("count", "<i8")]))
+    for records in shuffle.read_bucket(pieces.folder, pieces.parts, task.bucket, pieces.dtype):
         heads, _, _ = _grouped(heads, records, 1)
     heads = heads[heads["count"] >= pieces.least]
     found = [np.empty(0, np.int64)]
-    for records in read_bucket(pieces.folder, pieces.parts, task.bucket, pieces.dtype):
+    for records in shuffle.read_bucket(pieces.folder, pieces.parts, task.bucket, pieces.dtype):
         merged, ordered, group = _grouped(heads, records, 0)
         often = merged["count"][group] >= pieces.least
         later = ordered["position"] != merged["position"][group]
@@ -113,7 +92,7 @@ def find_repeats(task: BucketTask) -> Found:
     positions = np.concatenate(found)
     run = np.empty(positions.size, _POSITION)
     run["key"] = positions
-    write_run(pieces.repeats, task.bucket, run, part_bounds(pieces.parts))
+    shuffle.write_run(pieces.repeats, task.bucket, run, shuffle.part_bounds(pieces.parts))
     top = np.lexsort((heads["position"], -heads["count"]))[:_SHOWN]
     most = [(int(heads["count"][i]), int(heads["position"][i])) for i in top]
     return Found(positions.size, most)
@@ -121,20 +100,15 @@ def find_repeats(task: BucketTask) -> Found:
 
 def repeats_of(pieces: Pieces, part: int) -> Ints:
     """The repeats among one part's pieces, by their number in the part, in order."""
-    held = [np.empty(0, _POSITION), *read_bucket(pieces.repeats, pieces.buckets, part, _POSITION)]
+    held = [np.empty(0, _POSITION), *shuffle.read_bucket(pieces.repeats, pieces.buckets, part, _POSITION)]
     return np.sort(np.concatenate(held)["key"].astype(np.int64) - position(part))
 
 
 def most_frequent(found: Sequence[Found]) -> Iterator[tuple[int, int, int]]:
     """(occurrences, part and number of the first) of the most frequent pieces of all."""
-    for count, at in sorted((one for each in found for one in each.most), key=lambda one: (-one[0], one[1]))[
-        :_SHOWN
-    ]:
+    every = sorted((one for each in found for one in each.most), key=lambda one: (-one[0], one[1]))
+    for count, at in every[:_SHOWN]:
         yield count, at // position(1), at % position(1)
-
-
-def _empty_heads(pieces: Pieces) -> Records:
-    return np.empty(0, np.dtype([*pieces.dtype.descr, ("count", "<i8")]))
 
 
 def _grouped(heads: Records, records: Records, weight: int) -> tuple[Records, Records, Ints]:
@@ -146,15 +120,11 @@ def _grouped(heads: Records, records: Records, weight: int) -> tuple[Records, Re
     for name in names:
         merged[name][heads.size :] = records[name]
     merged["count"][heads.size :] = weight
-    keys = [merged[name] for name in names if name != "position"]
+    keyed = [name for name in names if name != "position"]
+    keys = [merged[name] for name in keyed]
     order = np.lexsort(keys[::-1]) if len(keys) > 1 else np.argsort(keys[0])
     merged = merged[order]
-    new = np.ones(merged.size, bool)
-    same = np.ones(max(merged.size - 1, 0), bool)
-    for name in names:
-        if name != "position":
-            same &= merged[name][1:] == merged[name][:-1]
-    new[1:] = ~same
+    new = begins(*(merged[name] for name in keyed))
     starts = np.flatnonzero(new)
     found = merged[starts]
     if starts.size:

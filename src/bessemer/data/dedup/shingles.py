@@ -1,23 +1,21 @@
-"""Hashes of the n-grams of many documents at once, in numpy: what MinHash, SimHash and decontamination compare.
-
-A word's hash is a polynomial over its letters, an n-gram's a polynomial over its words, both modulo 2^64 and mixed
-at the end. No Python runs per word or per shingle; what is held at once does not grow with a document.
-"""
+"""Hashes of the n-grams of many documents at once, in numpy: what MinHash, SimHash and decontamination compare. A
+word's hash is a polynomial over its letters, an n-gram's a polynomial over its words, both modulo 2^64 and mixed at
+the end. No Python runs per word or per shingle; what is held at once does not grow with a document."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from bessemer.data.dedup.folding import LETTERS, fold_bytes
 from bessemer.data.order import mix
+from bessemer.data.step import Ints
 
 Words = npt.NDArray[np.uint64]
-Ints = npt.NDArray[np.int64]
 Letters = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
@@ -39,13 +37,18 @@ class Shingles:
     documents: Ints
     first: Ints
 
+    def pieces(self, most: int) -> Iterator[tuple[Words, Ints, Ints]]:
+        """At most so many hashes at a time: where each text's begin among them, and the texts."""
+        for start in range(0, self.hashes.size, most):
+            some = self.hashes[start : start + most]
+            first = int(np.searchsorted(self.starts, start, side="right")) - 1
+            last = int(np.searchsorted(self.starts, start + some.size))
+            yield some, np.maximum(self.starts[first:last] - start, 0), self.documents[first:last]
+
 
 def shingles(texts: Sequence[str], unit: str, n: int, brief: bool = True) -> Iterator[Shingles]:
-    """All n-grams of words (`unit` "word") or of characters ("char") of the folded texts, in blocks.
-
-    A text shorter than n units is one shingle, the whole of it, or none without `brief`. A long text comes in several
-    blocks.
-    """
+    """All n-grams of words (`unit` "word") or of characters ("char") of the folded texts, in blocks. A text shorter
+    than n units is one shingle, the whole of it, or none without `brief`. A long text comes in several blocks."""
     held: list[bytes] = []
     indices: list[int] = []
     size = 0
@@ -84,9 +87,8 @@ def _short(raws: Sequence[bytes], indices: Sequence[int], unit: str, n: int, bri
         amounts[short] = 1
     some = np.flatnonzero(amounts)
     starts = np.cumsum(amounts[some]) - amounts[some]
-    return Shingles(
-        mix(grams[valid]), starts, np.asarray(indices, np.int64)[some], np.zeros(some.size, np.int64)
-    )
+    first = np.zeros(some.size, np.int64)
+    return Shingles(mix(grams[valid]), starts, np.asarray(indices, np.int64)[some], first)
 
 
 def _long(raw: bytes, index: int, unit: str, n: int, brief: bool) -> Iterator[Shingles]:
@@ -136,9 +138,7 @@ def _units(raws: Sequence[bytes], unit: str, goes_on: bool = False) -> tuple[Wor
     return _hashed(letters[used], starts), np.searchsorted(np.flatnonzero(opens), np.cumsum(sizes))
 
 
-def _characters(
-    letters: Letters, used: Flags, opens: Flags, sizes: Ints, goes_on: bool
-) -> tuple[Words, Ints]:
+def _characters(letters: Letters, used: Flags, opens: Flags, sizes: Ints, goes_on: bool) -> tuple[Words, Ints]:
     """Words with one space between two of them; a character of several bytes is one unit."""
     ends = np.cumsum(sizes)
     gap = np.zeros(letters.size, bool)
@@ -162,24 +162,23 @@ def _hashed(letters: Letters, starts: Ints) -> Words:
     """One hash for each run of letters, from its start to the next."""
     if not starts.size:
         return np.empty(0, np.uint64)
-    powers, inverses = _powers()
+    rising, inverses = powers(_LETTER_BASE, 2 * BLOCK_BYTES)
     values = _VALUES[letters]
-    values *= powers[: letters.size]
+    values *= rising[: letters.size]
     sums = np.add.reduceat(values, starts)
     sums *= inverses[starts]
     lengths = np.diff(starts, append=letters.size).astype(np.uint64)
     return mix(sums + lengths)
 
 
-@cache
-def _powers() -> tuple[Words, Words]:
-    """base^i and base^-i modulo 2^64."""
-    size = 2 * BLOCK_BYTES
+@lru_cache(maxsize=4)
+def powers(base: int, size: int) -> tuple[Words, Words]:
+    """base^i and base^-i modulo 2^64; the base is odd, so that it has an inverse."""
     made = []
-    for base in (_LETTER_BASE, pow(_LETTER_BASE, -1, 1 << 64)):
-        powers = np.full(size, base, np.uint64)
-        powers[0] = 1
-        made.append(np.multiply.accumulate(powers))
+    for factor in (base, pow(base, -1, 1 << 64)):
+        steps = np.full(size, factor, np.uint64)
+        steps[0] = 1
+        made.append(np.multiply.accumulate(steps))
     return made[0], made[1]
 
 

@@ -1,32 +1,74 @@
-"""Bringing records with equal keys together, on disk: the out-of-core half of every deduplication step.
-
-A part's records are sorted by key into a run. The range of keys is cut into buckets, so that a bucket's records from
-all runs fit in memory; what a bucket holds is then grouped on its own, by any worker. Keys are hashes, so buckets are
-even. The number of buckets follows from the number of documents, never from the number of workers.
-"""
+"""Bringing records with equal keys together, on disk: the out-of-core half of every deduplication step. A part's
+records are sorted by key into a run. The range of keys is cut into buckets, so that a bucket's records from all runs
+fit in memory; what a bucket holds is then grouped on its own, by any worker. Keys are hashes, so buckets are even.
+The number of buckets follows from the number of documents, never from the number of workers."""
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.step import Arrays, Collected
+from bessemer.data.curate.files import replacing
+from bessemer.data.step import Arrays, Collected, Ints
 from bessemer.errors import UserError
 
 Records = npt.NDArray[Any]  # structured; the field `key` is what they are brought together by
-Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 BUCKET_BYTES = 8 << 20  # grouping takes some four times as much
 _MOST_BUCKETS = 1 << 16
 _RECORD_BITS = 40  # of a position: a part has fewer than 10^12 records, a corpus fewer than 8 million parts
+Shared = TypeVar("Shared")
+
+
+@dataclass(frozen=True)
+class PartTask(Generic[Shared]):
+    """What is to be done with one part, and what all such tasks are told."""
+
+    what: str
+    shared: Shared
+    part: Collected
+    first: int  # number of the part's first document
+
+    @property
+    def name(self) -> str:
+        return f"{self.what} of part {self.part.part}"
+
+
+@dataclass(frozen=True)
+class BucketTask(Generic[Shared]):
+    what: str
+    shared: Shared
+    bucket: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, bucket {self.bucket}"
+
+
+def for_parts(what: str, shared: Shared, collected: Sequence[Collected]) -> list[PartTask[Shared]]:
+    numbers = numbering(collected)
+    return [PartTask(what, shared, part, int(numbers[part.part])) for part in collected]
+
+
+def for_buckets(what: str, shared: Shared, buckets: int) -> list[BucketTask[Shared]]:
+    return [BucketTask(what, shared, bucket) for bucket in range(buckets)]
+
+
+def begins(*columns: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Where a run of equal records begins, in columns that are sorted together."""
+    new = np.zeros(columns[0].size, bool)
+    new[:1] = True
+    for column in columns:
+        new[1:] |= column[1:] != column[:-1]
+    return new
 
 
 def load(part: Collected, names: Sequence[str]) -> Arrays:
@@ -69,10 +111,8 @@ def count_records(collected: Sequence[Collected], name: str) -> int:
 
 
 def _damaged(part: Collected, what: str) -> UserError:
-    return UserError(
-        f"{part.path}: what was collected of part {part.part} of source {part.source!r} {what}; "
-        "delete this file and run again"
-    )
+    collected = f"what was collected of part {part.part} of source {part.source!r}"
+    return UserError(f"{part.path}: {collected} {what}; delete this file and run again")
 
 
 def numbering(collected: Sequence[Collected]) -> Ints:
@@ -151,20 +191,17 @@ def _read(folder: Path, piece: Sequence[tuple[int, int, int]], size: int, dtype:
 
 
 def write_whole(path: Path, blocks: Iterable[npt.NDArray[Any]]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    with open(temporary, "wb") as file:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
         for block in blocks:
             block.tofile(file)
-    os.replace(temporary, path)
 
 
 def read_items(path: Path, dtype: np.dtype[Any], start: int, count: int) -> npt.NDArray[Any]:
     """So many items of a file; fewer than asked for is an error, never a shorter answer."""
     items = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
     if items.size != count:
-        raise UserError(
-            f"{path}: cut short at item {start + items.size:,}; see that the disk has space, run again"
-        )
+        what = f"{path}: cut short at item {start + items.size:,}"
+        raise UserError(f"{what}; see that the disk has space, run again")
     return items
 
 

@@ -1,9 +1,7 @@
-"""Near-duplicates by SimHash: 64 bits for each document, of which similar documents differ in few.
-
-Each n-gram votes on every bit, as often as it occurs; the chance that a bit differs is the angle between two documents'
-n-gram counts over pi. Two words that differ in at most k bits agree in all bits of some m - k of m blocks, so looking
-through all choices of blocks finds every such pair (pigeonhole), whatever m is.
-"""
+"""Near-duplicates by SimHash: 64 bits for each document, of which similar documents differ in few. Each n-gram votes
+on every bit, as often as it occurs; the chance that a bit differs is the angle between two documents' n-gram counts
+over pi. Two words that differ in at most k bits agree in all bits of some m - k of m blocks, so looking through all
+choices of blocks finds every such pair (pigeonhole), whatever m is."""
 
 from __future__ import annotations
 
@@ -12,33 +10,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.dedup.clusters import REASONS, Rulings, drop_duplicates, flatten, settle, unite
-from bessemer.data.dedup.links import about, group
+from bessemer.data.dedup import shuffle
+from bessemer.data.dedup.clusters import OneOfEach, Resolved, flatten, settle, unite
+from bessemer.data.dedup.links import CHECKED, Linking, about, link_equal, scatter_keys
 from bessemer.data.dedup.shingles import shingles
-from bessemer.data.dedup.shuffle import (
-    bucket_count,
-    hash_bounds,
-    load_columns,
-    numbering,
-    read_bucket,
-    write_run,
-    write_whole,
-)
+from bessemer.data.dedup.shuffle import BucketTask, begins, for_buckets, for_parts, numbering
 from bessemer.data.document import Document
 from bessemer.data.order import mix
-from bessemer.data.step import Arrays, Collected, Each, Ints, Outcome
+from bessemer.data.step import Arrays, Collected, Each, Ints
 from bessemer.spec.clean.dedup import DedupSimhashSpec
 
 Words = npt.NDArray[np.uint64]
 BITS = 64
-_HASHED = np.dtype(
-    [("key", "<u8"), ("document", "<i8")]
-)  # the key is the mixed fingerprint: as good, and even
 _TABLED = np.dtype([("key", "<u8"), ("document", "<i8"), ("bits", "<u8")])
 _PAIRS_AT_ONCE = 1 << 20
 _VOTES_AT_ONCE = 1 << 15  # fit in a quarter of a word
@@ -52,12 +39,7 @@ def simhash(texts: Sequence[str], unit: str, ngram: int) -> tuple[Words, Ints]:
     ones = np.zeros((len(texts), BITS), np.int64)
     votes = np.zeros(len(texts), np.int64)
     for block in shingles(texts, unit, ngram):
-        for start in range(0, block.hashes.size, _VOTES_AT_ONCE):
-            some = block.hashes[start : start + _VOTES_AT_ONCE]
-            first = int(np.searchsorted(block.starts, start, side="right")) - 1
-            last = int(np.searchsorted(block.starts, start + some.size))
-            bounds = np.maximum(block.starts[first:last] - start, 0)
-            texts_here = block.documents[first:last]
+        for some, bounds, texts_here in block.pieces(_VOTES_AT_ONCE):
             ones[texts_here] += _count_ones(some, bounds)
             votes[texts_here] += np.diff(bounds, append=some.size)
     bits = np.packbits(2 * ones > votes[:, None], axis=1, bitorder="little").view("<u8").ravel()
@@ -79,10 +61,8 @@ def _count_ones(hashes: Words, bounds: Ints) -> Ints:
 
 
 def tables(distance: int, documents: int) -> list[np.uint64]:
-    """Masks such that any two words within `distance` bits agree under one of them.
-
-    More blocks give longer keys, so fewer pairs to compare by chance, but more tables: the cheapest is taken.
-    """
+    """Masks such that any two words within `distance` bits agree under one of them. More blocks give longer keys, so
+    fewer pairs to compare by chance, but more tables: the cheapest is taken."""
 
     def cost(blocks: int) -> float:
         made = math.comb(blocks, distance)
@@ -97,40 +77,22 @@ def tables(distance: int, documents: int) -> list[np.uint64]:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What the tasks of both stages have in common."""
+    """What the tasks of the second stage have in common; `equal` is the first."""
 
-    scratch: Path
-    parts: int
-    buckets: int
+    equal: Linking
+    tabled: Path
     distance: int
-    masks: tuple[int, ...]
+    masks: tuple[np.uint64, ...]
     table_buckets: int
 
-    @property
-    def hashed(self) -> Path:
-        return self.scratch / "fingerprints"
-
-    @property
-    def tabled(self) -> Path:
-        return self.scratch / "tables"
+    def edges(self, bucket: int) -> Path:
+        return self.tabled / f"{bucket:06d}.links"
 
 
-@dataclass(frozen=True)
-class _Task:
-    stage: _Stage
-    bucket: int = 0
-    part: Collected | None = None
-    first: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"SimHash of part {self.part.part}" if self.part else f"SimHash bucket {self.bucket}"
-
-
-class DedupSimhash:
+class DedupSimhash(OneOfEach):
     """Of documents linked by small distances one stays. Those without a single word take no part."""
 
-    version = 1
+    version = 2
 
     def __init__(self, spec: DedupSimhashSpec, seed: int) -> None:
         self.spec = spec
@@ -138,76 +100,48 @@ class DedupSimhash:
     def collect(self, documents: Sequence[Document], ordinals: Ints) -> Arrays:
         bits, there = simhash([document.text for document in documents], self.spec.unit, self.spec.ngram)
         having = [documents[i] for i in there.tolist()]
-        return {**about(having, ordinals[there], self.spec.keep), "bits": bits[there]}
+        bits = bits[there]
+        # The mixed fingerprint is as good a key, and even.
+        return {**about(having, ordinals[there], self.spec.keep), "key": mix(bits), "check": bits}
 
-    def resolve(
-        self, collected: Sequence[Collected], scratch: Path, each: Each
-    ) -> tuple[Rulings, dict[str, Any]]:
+    def resolve(self, collected: Sequence[Collected], scratch: Path, each: Each) -> Resolved:
         """First equal fingerprints are linked, so that a text with a million copies is compared once; then those
         that differ are looked up in the tables."""
-        numbers = numbering(collected)
-        total = int(numbers[-1])
+        total = int(numbering(collected)[-1])
         masks = tables(self.spec.distance, total)
-        buckets = bucket_count(total, _HASHED)
-        table_buckets = bucket_count(total * len(masks), _TABLED)
-        stage = _Stage(
-            scratch,
-            len(collected),
-            buckets,
-            self.spec.distance,
-            tuple(int(mask) for mask in masks),
-            table_buckets,
-        )
-        stage.hashed.mkdir()
+        table_buckets = shuffle.bucket_count(total * len(masks), _TABLED)
+        buckets = shuffle.bucket_count(total, CHECKED)
+        equal = Linking(scratch / "fingerprints", len(collected), buckets, checked=True)
+        stage = _Stage(equal, scratch / "tables", self.spec.distance, tuple(masks), table_buckets)
+        equal.scratch.mkdir()
         stage.tabled.mkdir()
-        tasks = [_Task(stage, part=part, first=int(numbers[part.part])) for part in collected]
-        documents = sum(each(scatter_bits, tasks))
-        each(link_equal, [_Task(stage, bucket) for bucket in range(buckets)])
-        each(link_near, [_Task(stage, bucket) for bucket in range(table_buckets)])
-        links = [stage.hashed / f"{bucket}.links" for bucket in range(buckets)]
-        links += [stage.tabled / f"{bucket}.links" for bucket in range(table_buckets)]
+        documents = sum(each(scatter_keys, for_parts("SimHash", equal, collected)))
+        each(fill_tables, for_buckets("SimHash", stage, buckets))
+        each(link_near, for_buckets("SimHash tables", stage, table_buckets))
+        links = [*map(equal.edges, range(buckets)), *map(stage.edges, range(table_buckets))]
         return settle(collected, scratch, links, documents, self.spec.keep)
 
-    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
-        return drop_duplicates(ordinals, ruling, REASONS[self.spec.keep])
 
-
-def scatter_bits(task: _Task) -> int:
-    assert task.part is not None, "one task for each part"
-    arrays = load_columns(task.part, ("ordinal", "bits"))
-    count = int(arrays["ordinal"].size) if arrays else 0
-    records = np.empty(count, _HASHED)
-    if arrays:
-        records["key"] = mix(arrays["bits"])
-        records["document"] = arrays["ordinal"] + task.first
-    write_run(task.stage.hashed, task.part.part, records, hash_bounds(task.stage.buckets))
-    return count
-
-
-def link_equal(task: _Task) -> None:
+def fill_tables(task: BucketTask[_Stage]) -> None:
     """Links documents with one fingerprint, and puts the first of each into the tables."""
-    stage = task.stage
-    heads = np.empty(0, _HASHED)
-    links = []
-    for records in read_bucket(stage.hashed, stage.parts, task.bucket, _HASHED):
-        heads, found = group(np.concatenate([heads, records]) if heads.size else records)
-        links.append(found)
-    write_whole(stage.hashed / f"{task.bucket}.links", links)
-    bits = unmix(heads["key"])
+    stage = task.shared
+    heads = link_equal(stage.equal, task.bucket)
+    bits = heads["check"]
     records = np.empty(bits.size, _TABLED)
     records["document"], records["bits"] = heads["document"], bits
     for i, mask in enumerate(stage.masks):
-        records["key"] = mix(mix(bits & np.uint64(mask)) + np.uint64(i))
+        records["key"] = mix(mix(bits & mask) + np.uint64(i))
         run = task.bucket * len(stage.masks) + i
-        write_run(stage.tabled, run, records, hash_bounds(stage.table_buckets))
+        shuffle.write_run(stage.tabled, run, records, shuffle.hash_bounds(stage.table_buckets))
 
 
-def link_near(task: _Task) -> None:
+def link_near(task: BucketTask[_Stage]) -> None:
     """Compares all pairs that agree in some table's bits. Clusters are formed at once, so that a thousand documents
     near each other give a thousand links and not half a million."""
-    stage = task.stage
-    runs = stage.buckets * len(stage.masks)
-    records = np.concatenate([np.empty(0, _TABLED), *read_bucket(stage.tabled, runs, task.bucket, _TABLED)])
+    stage = task.shared
+    runs = stage.equal.buckets * len(stage.masks)
+    held = shuffle.read_bucket(stage.tabled, runs, task.bucket, _TABLED)
+    records = np.concatenate([np.empty(0, _TABLED), *held])
     records = records[np.argsort(records["key"])]
     parents = np.arange(records.size)
     for left, right in _pairs(records["key"]):
@@ -216,7 +150,7 @@ def link_near(task: _Task) -> None:
     flatten(parents)
     linked = np.flatnonzero(parents != np.arange(records.size))
     links = np.stack([records["document"][parents[linked]], records["document"][linked]], axis=1)
-    write_whole(stage.tabled / f"{task.bucket}.links", [links])
+    shuffle.write_whole(stage.edges(task.bucket), [links])
 
 
 def _pairs(keys: Words) -> Iterator[tuple[Ints, Ints]]:
@@ -224,8 +158,7 @@ def _pairs(keys: Words) -> Iterator[tuple[Ints, Ints]]:
     and so on, as long as any group reaches so far."""
     if not keys.size:
         return
-    new = np.ones(keys.size, bool)
-    new[1:] = keys[1:] != keys[:-1]
+    new = begins(keys)
     starts = np.flatnonzero(new)
     ends = np.append(starts[1:], keys.size)
     last = ends[np.cumsum(new) - 1] - 1  # of the group of each place
@@ -237,15 +170,3 @@ def _pairs(keys: Words) -> Iterator[tuple[Ints, Ints]]:
             yield some, some + step
         step += 1
         at = at[last[at] >= at + step]
-
-
-def unmix(words: Words) -> Words:
-    """The inverse of `mix`."""
-    word = words.astype(np.uint64)
-    word ^= (word >> np.uint64(31)) ^ (word >> np.uint64(62))
-    word *= np.uint64(pow(0x94D049BB133111EB, -1, 1 << 64))
-    word ^= (word >> np.uint64(27)) ^ (word >> np.uint64(54))
-    word *= np.uint64(pow(0xBF58476D1CE4E5B9, -1, 1 << 64))
-    word ^= (word >> np.uint64(30)) ^ (word >> np.uint64(60))
-    word -= np.uint64(0x9E3779B97F4A7C15)
-    return word

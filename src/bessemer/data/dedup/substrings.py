@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from bessemer.data.dedup.anchors import find_anchors
-from bessemer.data.dedup.clusters import Rulings
+from bessemer.data.dedup.clusters import Resolved, cut_ranges, left_after
 from bessemer.data.dedup.windows import resolve_windows
 from bessemer.data.document import Document
-from bessemer.data.step import Arrays, Collected, Drop, Each, Ints, Outcome
+from bessemer.data.step import Arrays, Collected, Each, Ints, Outcome
 from bessemer.spec.clean.dedup import DedupSubstringsSpec
 
 
@@ -53,21 +52,14 @@ class DedupSubstrings:
             "local_end": found.local[:, 2],
         }
 
-    def resolve(
-        self, collected: Sequence[Collected], scratch: Path, each: Each
-    ) -> tuple[Rulings, dict[str, Any]]:
+    def resolve(self, collected: Sequence[Collected], scratch: Path, each: Each) -> Resolved:
         return resolve_windows(collected, scratch, each, self.spec.min_bytes)
 
     def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
         outcomes: list[Outcome] = [None] * len(documents)
-        cuts = ruling["ordinal"]
-        first, last = np.searchsorted(cuts, ordinals), np.searchsorted(cuts, ordinals, side="right")
-        for i in np.flatnonzero(last > first).tolist():
-            some = slice(first[i], last[i])
+        for i, some in cut_ranges(ruling, ordinals):
             text = cut_bytes(documents[i].text, ruling["start"][some].tolist(), ruling["end"][some].tolist())
-            chars = len(text.strip())
-            short = chars < self.spec.min_left_chars
-            outcomes[i] = Drop("too little left without repeated passages", float(chars)) if short else text
+            outcomes[i] = left_after(text, self.spec.min_left_chars, "repeated passages")
         return outcomes
 
 

@@ -1,9 +1,7 @@
-"""Which windows of bytes repeat earlier ones: the resolving of `dedup_substrings`, out of core.
-
-Four rounds over the parts: anchors are brought together by hash; those that occur twice or more get the bytes around
-them, and are brought together again; in each bucket, windows with equal bytes are found; and what repeats goes back to
-its part. On disk this takes some 0.4 bytes for each byte of text, and 1.6 L for each anchor that occurs twice.
-"""
+"""Which windows of bytes repeat earlier ones: the resolving of `dedup_substrings`, out of core. Four rounds over the
+parts: anchors are brought together by hash; those that occur twice or more get the bytes around them, and are brought
+together again; in each bucket, windows with equal bytes are found; and what repeats goes back to its part. On disk
+this takes some 0.4 bytes for each byte of text, and 1.6 L for each anchor that occurs twice."""
 
 from __future__ import annotations
 
@@ -16,35 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bessemer.data.dedup import shuffle
 from bessemer.data.dedup.anchors import BASE, gram_length
-from bessemer.data.dedup.clusters import Rulings
-from bessemer.data.dedup.repeats import (
-    BucketTask,
-    Pieces,
-    bring_together,
-    find_repeats,
-    repeats_of,
-    write_pieces,
-)
-from bessemer.data.dedup.shuffle import (
-    BUCKET_BYTES,
-    Records,
-    bucket_count,
-    bucket_size,
-    count_records,
-    hash_bounds,
-    load,
-    load_columns,
-    part_bounds,
-    position,
-    read_bucket,
-    write_run,
-    write_sorted,
-)
+from bessemer.data.dedup.clusters import Resolved
+from bessemer.data.dedup.repeats import Pieces, bring_together, find_repeats, repeats_of, write_pieces
+from bessemer.data.dedup.shuffle import BucketTask, PartTask, Records, begins, for_buckets, for_parts, position
 from bessemer.data.order import mix
-from bessemer.data.step import Arrays, Collected, Each
+from bessemer.data.step import Arrays, Collected, Each, Ints
 
-Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 _VALUES = mix(np.arange(256) + (3 << 32))  # others than the anchors', so that the two hashes are independent
@@ -70,88 +47,51 @@ class Search:
     @property
     def context(self) -> np.dtype[Any]:
         """An anchor and all bytes of the windows it may serve."""
-        return np.dtype(
-            [
-                ("key", "<u8"),
-                ("position", "<i8"),
-                ("lead", "<u2"),
-                ("span", "<u2"),
-                ("bytes", "u1", (self.width,)),
-            ]
-        )
+        numbers = [("key", "<u8"), ("position", "<i8"), ("lead", "<u2"), ("span", "<u2")]
+        return np.dtype([*numbers, ("bytes", "u1", (self.width,))])
 
     @property
     def width(self) -> int:
         return self.back + self.length
 
 
-@dataclass(frozen=True)
-class PartTask:
-    search: Search
-    part: Collected
-
-    @property
-    def name(self) -> str:
-        return f"passages of part {self.part.part}"
-
-
-@dataclass(frozen=True)
-class WindowTask:
-    search: Search
-    bucket: int
-
-    @property
-    def name(self) -> str:
-        return f"passages, bucket {self.bucket}"
-
-
-def resolve_windows(
-    collected: Sequence[Collected], scratch: Path, each: Each, length: int
-) -> tuple[Rulings, dict[str, Any]]:
+def resolve_windows(collected: Sequence[Collected], scratch: Path, each: Each, length: int) -> Resolved:
     """The byte ranges that go, for each part, and a summary."""
-    anchors = count_records(collected, "key")
-    pieces = bring_together(
-        scratch / "anchors", len(collected), anchors, least=2, first_too=True, checked=False
-    )
+    anchors = shuffle.count_records(collected, "key")
+    at = scratch / "anchors"
+    pieces = bring_together(at, len(collected), anchors, least=2, first_too=True, checked=False)
     search = Search(scratch, length, pieces)
     for folder in ("contexts", "ranges", "rulings"):
         (scratch / folder).mkdir()
-    each(scatter_anchors, [PartTask(search, part) for part in collected])
-    found = each(find_repeats, [BucketTask(pieces, bucket) for bucket in range(pieces.buckets)])
+    each(scatter_anchors, for_parts("passages", search, collected))
+    found = each(find_repeats, for_buckets("repeats", pieces, pieces.buckets))
     candidates = sum(one.positions for one in found)
-    search = Search(scratch, length, pieces, bucket_count(candidates, search.context))
-    each(scatter_contexts, [PartTask(search, part) for part in collected])
-    each(compare_windows, [WindowTask(search, bucket) for bucket in range(search.buckets)])
-    counts = (
-        np.array(each(merge_ranges, [PartTask(search, part) for part in collected]))
-        .reshape(-1, 4)
-        .sum(axis=0)
-    )
-    names = ("documents", "bytes", "repeats", "repeated_bytes")
-    summary = {name: int(count) for name, count in zip(names, counts, strict=True)}
-    return (_ruling(scratch, part) for part in collected), {
-        **summary,
-        "anchors": anchors,
-        "candidates": candidates,
-    }
+    search = Search(scratch, length, pieces, shuffle.bucket_count(candidates, search.context))
+    tasks = for_parts("passages", search, collected)
+    each(scatter_contexts, tasks)
+    each(compare_windows, for_buckets("passages", search, search.buckets))
+    counts = np.array(each(merge_ranges, tasks)).reshape(-1, 4).sum(axis=0).tolist()
+    names = ("documents", "bytes", "repeats", "repeated_bytes", "anchors", "candidates")
+    summary = dict(zip(names, [*counts, anchors, candidates], strict=True))
+    return (_ruling(scratch, part) for part in collected), summary
 
 
-def scatter_anchors(task: PartTask) -> None:
-    arrays = load_columns(task.part, ("key", "offset", "lead", "span"))
-    write_pieces(task.search.pieces, task.part.part, arrays.get("key", np.empty(0, np.uint64)), None)
+def scatter_anchors(task: PartTask[Search]) -> None:
+    arrays = shuffle.load_columns(task.part, ("key", "offset", "lead", "span"))
+    write_pieces(task.shared.pieces, task.part.part, arrays.get("key", np.empty(0, np.uint64)), None)
 
 
-def scatter_contexts(task: PartTask) -> None:
+def scatter_contexts(task: PartTask[Search]) -> None:
     """The bytes around each anchor of a part that occurs again somewhere."""
-    search, part = task.search, task.part.part
+    search, part = task.shared, task.part.part
     chosen = repeats_of(search.pieces, part)
-    folder, bounds = search.scratch / "contexts", hash_bounds(search.buckets)
+    folder, bounds = search.scratch / "contexts", shuffle.hash_bounds(search.buckets)
     if not chosen.size:
-        write_sorted(folder, part, np.empty(0, np.uint64), [], bounds)
+        shuffle.write_sorted(folder, part, np.empty(0, np.uint64), [], bounds)
         return
-    arrays = load(task.part, ("bytes", "anchors", "key", "offset", "lead", "span", "text"))
+    arrays = shuffle.load(task.part, ("bytes", "anchors", "key", "offset", "lead", "span", "text"))
     chosen = chosen[np.argsort(arrays["key"][chosen])]
-    write_sorted(folder, part, arrays["key"][chosen], _contexts(search, part, arrays, chosen), bounds)
+    shuffle.write_sorted(folder, part, arrays["key"][chosen], _contexts(search, part, arrays, chosen), bounds)
 
 
 def _contexts(search: Search, part: int, arrays: Arrays, chosen: Ints) -> Iterator[Records]:
@@ -173,31 +113,32 @@ def _contexts(search: Search, part: int, arrays: Arrays, chosen: Ints) -> Iterat
         yield records
 
 
-def compare_windows(task: WindowTask) -> None:
+def compare_windows(task: BucketTask[Search]) -> None:
     """Writes the ranges of a bucket's windows that repeat. What is held is some 60 bytes for each anchor; the bytes
     around them lie in a file where they are many."""
-    search = task.search
+    search = task.shared
     with tempfile.TemporaryDirectory(dir=search.scratch) as folder:
         anchors, columns = _columns(search, task.bucket, Path(folder))
         starts, ends = repeated_windows(anchors, columns, search.length)
     records = np.empty(starts.size, _RANGE)
     records["key"], records["end"] = starts, ends
-    write_run(search.scratch / "ranges", task.bucket, records, part_bounds(search.pieces.parts))
+    bounds = shuffle.part_bounds(search.pieces.parts)
+    shuffle.write_run(search.scratch / "ranges", task.bucket, records, bounds)
 
 
 def _columns(search: Search, bucket: int, folder: Path) -> tuple[Arrays, npt.NDArray[np.uint8]]:
     """A bucket's anchors, and their contexts by column, so that one step of the rolling hash reads two rows."""
     runs = search.pieces.parts
-    count = bucket_size(search.scratch / "contexts", runs, bucket)
+    count = shuffle.bucket_size(search.scratch / "contexts", runs, bucket)
     shape = (search.width, count)
-    if search.width * count <= 2 * BUCKET_BYTES:
+    if search.width * count <= 2 * shuffle.BUCKET_BYTES:
         columns = np.empty(shape, np.uint8)
     else:
         columns = np.memmap(folder / "columns", np.uint8, "w+", shape=shape).view(np.ndarray)
     names = ("position", "lead", "span")
     anchors = {name: np.empty(count, np.int64) for name in names}
     at = 0
-    for records in read_bucket(search.scratch / "contexts", runs, bucket, search.context):
+    for records in shuffle.read_bucket(search.scratch / "contexts", runs, bucket, search.context):
         for name in names:
             anchors[name][at : at + records.size] = records[name]
         columns[:, at : at + records.size] = records["bytes"].T
@@ -254,8 +195,7 @@ def _earlier(hashes: Words, place: Ints, rows: Ints, length: int) -> Ints:
     """For each window, the row of the first with its hash; -1 where that is itself, or overlaps it."""
     order = np.argsort(hashes)
     ordered, at = hashes[order], place[order]
-    new = np.ones(order.size, bool)
-    new[1:] = ordered[1:] != ordered[:-1]
+    new = begins(ordered)
     group = np.cumsum(new) - 1
     first = np.minimum.reduceat(at, np.flatnonzero(new))[group]
     first_row = rows[order[at == first]][group]  # one in each group, as no two anchors share a place
@@ -273,18 +213,18 @@ def _confirmed(runs: Ints, columns: npt.NDArray[np.uint8]) -> Ints:
     return runs[equal]
 
 
-def merge_ranges(task: PartTask) -> tuple[int, int, int, int]:
+def merge_ranges(task: PartTask[Search]) -> tuple[int, int, int, int]:
     """Writes a part's ruling: what goes of each document, overlaps merged. Says how many documents and bytes there
     are, and how many ranges and bytes go."""
-    search, part = task.search, task.part.part
-    arrays = load(task.part, ("ordinal", "bytes", "local_ordinal", "local_start", "local_end"))
+    search, part = task.shared, task.part.part
+    arrays = shuffle.load(task.part, ("ordinal", "bytes", "local_ordinal", "local_start", "local_end"))
     none = np.empty(0, np.int64)
     if not arrays:
         return _write_ruling(search.scratch, part, none, none, none, (0, 0))
     begins = np.cumsum(arrays["bytes"]) - arrays["bytes"]
     base = begins[np.searchsorted(arrays["ordinal"], arrays["local_ordinal"])]
     starts, ends = [base + arrays["local_start"]], [base + arrays["local_end"]]
-    for records in read_bucket(search.scratch / "ranges", search.buckets, part, _RANGE):
+    for records in shuffle.read_bucket(search.scratch / "ranges", search.buckets, part, _RANGE):
         starts.append(records["key"].astype(np.int64) - position(part))
         ends.append(records["end"] - position(part))
     start, end = np.concatenate(starts), np.concatenate(ends)

@@ -1,8 +1,6 @@
 """The first step of the data path: which files a source names, how they divide into parts, and their documents.
-
 Everything streams: memory is bounded by the largest document, never by the size of a file or of the corpus. A part
-depends on the files alone, so any number of workers reads the same parts.
-"""
+depends on the files alone, so any number of workers reads the same parts."""
 
 from bessemer.data.document import BadRow, Document
 from bessemer.data.read.divide import divide

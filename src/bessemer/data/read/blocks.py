@@ -1,8 +1,6 @@
-"""A remote file as a file: read in blocks, so that a range of it costs no more than that range.
-
-Blocks that were fetched once can be kept in a folder on the local disk, where they serve any later reading of the
-same version by any process. A server that gives no ranges is copied to disk first.
-"""
+"""A remote file as a file: read in blocks, so that a range of it costs no more than that range. Blocks that were
+fetched once can be kept in a folder on the local disk, where they serve any later reading of the same version by any
+process. A server that gives no ranges is copied to disk first."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,16 +18,9 @@ from typing import IO, Any, cast
 
 import xxhash
 
+from bessemer.data.curate.files import replacing
 from bessemer.data.read.entry import FileEntry
-from bessemer.data.read.remote import (
-    CHANGED,
-    Changed,
-    RemoteError,
-    file_system,
-    protocol_of,
-    told,
-    version_of,
-)
+from bessemer.data.read.remote import CHANGED, Changed, RemoteError, file_system, is_web, told, version_of
 
 BLOCK_BYTES = 4 << 20
 _BLOCKS_IN_MEMORY = 8  # Parquet alternates between its columns and its footer
@@ -42,7 +32,7 @@ _CHECKSUM_BYTES = 8
 def open_remote(file: FileEntry, storage: Mapping[str, Any], cache: Path | None) -> IO[bytes]:
     """The file's bytes, seekable. Nothing is fetched before it is read, and nothing at all that the cache holds."""
     kept = _folder(file, cache)
-    if protocol_of(file.path) in ("http", "https") and not _has_ranges(file, storage, kept):
+    if is_web(file.path) and not _has_ranges(file, storage, kept):
         return _copied(file, storage, kept)
     return cast(IO[bytes], io.BufferedReader(RemoteFile(file, storage, kept), 256 << 10))
 
@@ -57,7 +47,6 @@ class RemoteFile(io.RawIOBase):
         self._opened: Any = None
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self._position = 0
-        self.fetched_bytes = 0
 
     def readable(self) -> bool:
         return True
@@ -117,7 +106,6 @@ class RemoteFile(io.RawIOBase):
                     self._opened.seek(start)
                     data: bytes = self._opened.read(length)
                 if len(data) == length:
-                    self.fetched_bytes += length
                     return data
                 problem = RemoteError(f"{len(data)} of {length} bytes came from offset {start}")
             except Changed:
@@ -133,7 +121,7 @@ class RemoteFile(io.RawIOBase):
 
     def _open(self) -> Any:
         fs, path = file_system(self._file.path, self._storage)
-        known = {"size": self._file.size_bytes} if protocol_of(self._file.path) in ("http", "https") else {}
+        known = {"size": self._file.size_bytes} if is_web(self._file.path) else {}
         opened = fs.open(path, "rb", block_size=BLOCK_BYTES, cache_type="none", **known)
         details = getattr(opened, "details", None)
         now = version_of(details) if isinstance(details, Mapping) else ""
@@ -143,10 +131,8 @@ class RemoteFile(io.RawIOBase):
 
     def _load(self, number: int, length: int) -> bytes | None:
         """A block from the folder, unless it is not there or damaged."""
-        if self._folder is None:
-            return None
         try:
-            data = (self._folder / f"{number:08d}").read_bytes()
+            data = (self._folder / f"{number:08d}").read_bytes() if self._folder else b""
         except OSError:
             return None
         whole = len(data) == length + _CHECKSUM_BYTES and data[length:] == _checksum(data[:length])
@@ -155,13 +141,10 @@ class RemoteFile(io.RawIOBase):
     def _keep(self, number: int, data: bytes) -> None:
         if self._folder is None:
             return
-        partial = self._folder / f"{number:08d}.{uuid.uuid4().hex[:8]}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(data + _checksum(data))
-            os.replace(partial, self._folder / f"{number:08d}")
+            with replacing(self._folder / f"{number:08d}") as partial:
+                partial.write_bytes(data + _checksum(data))
         except OSError as error:
-            partial.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._folder = None  # the disk is full: the reading goes on without keeping
@@ -185,16 +168,13 @@ def _has_ranges(file: FileEntry, storage: Mapping[str, Any], folder: Path | None
         return False
     if folder is not None and any(folder.glob("[0-9]*")):
         return True
-    if not file.size_bytes:
-        return False
     with contextlib.closing(RemoteFile(file, storage)) as probe:
         try:
-            probe._fetch(file.size_bytes - 1, 1)
+            return bool(file.size_bytes and probe._fetch(file.size_bytes - 1, 1))
         except RemoteError as error:
             if isinstance(error.__cause__, ValueError):  # fsspec's word for it
                 return False
             raise
-    return True
 
 
 def _copied(file: FileEntry, storage: Mapping[str, Any], folder: Path | None) -> IO[bytes]:
@@ -207,14 +187,8 @@ def _copied(file: FileEntry, storage: Mapping[str, Any], folder: Path | None) ->
         _download(fs, path, file, target)
         target.seek(0)
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"whole.{uuid.uuid4().hex[:8]}"
-    try:
-        with open(partial, "wb") as kept:
-            _download(fs, path, file, kept)
-        os.replace(partial, folder / "whole")
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(folder / "whole") as partial, open(partial, "wb") as kept:
+        _download(fs, path, file, kept)
     return open(folder / "whole", "rb")
 
 

@@ -1,8 +1,6 @@
-"""Tables by column: Parquet, Arrow IPC files and streams, and the Arrow shards of a Hugging Face dataset.
-
-Batches are made of the wanted columns alone, and Parquet is decoded page by page: memory holds a few megabytes or the
-longest row, whatever the size of a row group.
-"""
+"""Tables by column: Parquet, Arrow IPC files and streams, and the Arrow shards of a Hugging Face dataset. Batches are
+made of the wanted columns alone, and Parquet is decoded page by page: memory holds a few megabytes or the longest
+row, whatever the size of a row group."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
 from bessemer.data.read.remote import is_url
-from bessemer.data.read.rows import Reading, Row
+from bessemer.data.read.rows import Reading, Rows
 from bessemer.data.read.unpack import Damaged, compression_of
 from bessemer.errors import UserError
 
@@ -20,7 +18,7 @@ _BATCH_ROWS = 4096
 _ARROW_MAGIC = b"ARROW1"
 
 
-def read_parquet(reading: Reading) -> Iterator[Row]:
+def read_parquet(reading: Reading) -> Rows:
     """The rows of the piece's row groups."""
     with _told(reading, "Parquet"), reading.open_bytes() as opened, open_parquet(opened) as file:
         _check_schema(reading, file.schema_arrow)
@@ -33,7 +31,7 @@ def read_parquet(reading: Reading) -> Iterator[Row]:
         yield from _read_batches(reading, batches)
 
 
-def read_arrow(reading: Reading) -> Iterator[Row]:
+def read_arrow(reading: Reading) -> Rows:
     """The rows of an IPC file or stream (feather, too); of a file, those of the piece's record batches."""
     import pyarrow as pa
 
@@ -61,11 +59,9 @@ def read_arrow(reading: Reading) -> Iterator[Row]:
 
 
 def _copies(file: Any, mapped: Any, in_ranges: bool) -> bool:
-    """Whether batches are copied out of a mapped file, as compressed ones are.
-
-    Those that are not cost no memory of their own, and columns that nobody looks at stay on the disk; but asking for
-    some columns alone makes copies of them (a 320 MB batch then took 690 MB instead of 105 MB).
-    """
+    """Whether batches are copied out of a mapped file, as compressed ones are. Those that are not cost no memory of
+    their own, and columns that nobody looks at stay on the disk; but asking for some columns alone makes copies of
+    them (a 320 MB batch then took 690 MB instead of 105 MB)."""
     if in_ranges:
         first = file.get_batch(0) if file.num_record_batches else None
     else:
@@ -74,10 +70,8 @@ def _copies(file: Any, mapped: Any, in_ranges: bool) -> bool:
     whole = mapped.read_buffer()
     start, stop = whole.address, whole.address + whole.size
     columns = first.columns if first is not None else []
-    buffers = [
-        buffer for column in columns for buffer in column.buffers() if buffer is not None and buffer.size
-    ]
-    return not all(start <= buffer.address < stop for buffer in buffers)
+    buffers = [buffer for column in columns for buffer in column.buffers()]
+    return not all(start <= one.address < stop for one in buffers if one is not None and one.size)
 
 
 def open_parquet(opened: IO[bytes]) -> Any:
@@ -96,11 +90,8 @@ def is_ipc_file(opened: IO[bytes]) -> bool:
 
 
 def _refuse_packed(opened: IO[bytes]) -> None:
-    packed = compression_of(opened)
-    if packed:
-        raise Damaged(
-            f"the file as a whole is compressed ({packed}), but tables are read in ranges; unpack it"
-        )
+    if packed := compression_of(opened):
+        raise Damaged(f"the whole file is compressed ({packed}), but tables are read in ranges; unpack it")
 
 
 @contextlib.contextmanager
@@ -113,7 +104,7 @@ def _told(reading: Reading, kind: str) -> Iterator[None]:
         raise Damaged(f"not readable as {kind} ({str(error).rstrip('. ')})") from error
 
 
-def _read_batches(reading: Reading, batches: Iterable[Any]) -> Iterator[Row]:
+def _read_batches(reading: Reading, batches: Iterable[Any]) -> Rows:
     row = reading.piece.first_row
     names = reading.fields
     for batch in batches:
@@ -123,11 +114,9 @@ def _read_batches(reading: Reading, batches: Iterable[Any]) -> Iterator[Row]:
             for record in _records(batch.slice(start, rows_at_once).select(names), names):
                 if isinstance(record, UnicodeDecodeError):
                     reason = f"not valid UTF-8 ({record.reason}); convert the table or delete this row"
-                    document: Row | None = reading.bad(row, reason, record.object[:2000])
+                    yield reading.bad(row, reason, record.object[:2000])
                 else:
-                    document = reading.document(row, record)
-                if document is not None:
-                    yield document
+                    yield reading.document(row, record)
                 row += 1
 
 
@@ -155,15 +144,7 @@ def _check_schema(reading: Reading, schema: Any) -> None:
     name = reading.source.text_field
     kind = schema.field(name).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    texts = (
-        pa.string(),
-        pa.large_string(),
-        pa.string_view(),
-        pa.binary(),
-        pa.large_binary(),
-        pa.binary_view(),
-    )
-    if kind not in (*texts, pa.null()):
-        raise UserError(
-            f"{reading.file}: column {name!r} holds {kind}, not text; {reading.choose(schema.names)}"
-        )
+    texts = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
+    if kind not in [getattr(pa, text)() for text in texts]:
+        fix = reading.choose(schema.names)
+        raise UserError(f"{reading.file}: column {name!r} holds {kind}, not text; {fix}")

@@ -1,8 +1,6 @@
-"""How a source divides into parts: by its files and their content alone, never by the number of workers.
-
-Small files are put together and large ones are cut where their format allows it, so that parts are of about one
-size. A cut file's pieces know the number of their first row, which for JSONL means that its newlines are counted.
-"""
+"""How a source divides into parts: by its files and their content alone, never by the number of workers. Small files
+are put together and large ones are cut where their format allows it, so that parts are of about one size. A cut
+file's pieces know the number of their first row, which for JSONL means that its newlines are counted."""
 
 from __future__ import annotations
 
@@ -35,12 +33,9 @@ def divide(
     cache: Path | None = None,
     each: Each | None = None,
 ) -> list[Part]:
-    """The parts of the source `name`, in the order of its files; each file and row is in exactly one.
-
-    Costs one look into each file that is larger than a part and can be cut: a reading of all but its end for JSONL
-    (several GB/s from memory), of its footer for Parquet and Arrow. `each` may spread that over workers; the parts
-    are the same.
-    """
+    """The parts of the source `name`, in the order of its files; each file and row is in exactly one. Costs one look
+    into each file that is larger than a part and can be cut: a reading of all but its end for JSONL (several GB/s
+    from memory), of its footer for Parquet and Arrow. `each` may spread that over workers; the parts are the same."""
     total = sum(file.size_bytes for file in files)
     part_bytes = max(part_bytes, -(-total // _MOST_PARTS), 1)
     most_pieces = max(_MOST_PIECES, -(-len(files) // _MOST_PARTS))

@@ -1,15 +1,12 @@
-"""What a source consists of: files, the pieces they are cut into, and the parts that workers take.
-
-All three are plain values: they pickle, and a part can be written as JSON and read back.
-"""
+"""What a source consists of: files, the pieces they are cut into, and the parts that workers take. All three are
+plain values, which pickle."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import xxhash
 
@@ -22,10 +19,8 @@ _UNITS = {"parquet": "row groups", "arrow": "batches"}  # what a range counts; e
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a source. `path` is absolute, or a URL as it is opened (`shown(path)` is for printing).
-
-    `version` is what a remote file system gives to tell contents apart, such as an ETag; empty for local files.
-    """
+    """One file of a source. `path` is absolute, or a URL as it is opened (`shown(path)` is for printing). `version`
+    is what a remote file system gives to tell contents apart, such as an ETag; empty for local files."""
 
     path: str
     size_bytes: int
@@ -86,11 +81,3 @@ class Part:
         """For messages: the first file, its range, and how many more."""
         more = f" and {len(self.pieces) - 1} more" if len(self.pieces) > 1 else ""
         return (self.pieces[0].name if self.pieces else "nothing") + more
-
-    def to_json(self) -> dict[str, Any]:
-        return {"source": self.source, "pieces": [asdict(piece) for piece in self.pieces]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        pieces = tuple(Piece(**{**piece, "file": FileEntry(**piece["file"])}) for piece in data["pieces"])
-        return cls(data["source"], pieces)

@@ -1,21 +1,18 @@
-"""Which files a source names: paths, globs, folders and URLs, sorted, each once.
-
-What a path or glob names itself is always taken; what a walk of a folder finds has to match `include`, or else the
-extensions of the format.
-"""
+"""Which files a source names: paths, globs, folders and URLs, sorted, each once. What a path or glob names itself is
+always taken; what a walk of a folder finds has to match `include`, or else the extensions of the format."""
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from bessemer.data.read.entry import FileEntry
 from bessemer.data.read.folder import Folder, choose
 from bessemer.data.read.names import format_of_file
-from bessemer.data.read.remote import Found, Place, is_url, protocol_of
+from bessemer.data.read.remote import Found, Place, is_url, is_web, protocol_of
 from bessemer.data.read.secrets import check_storage, redacted, shown
 from bessemer.errors import UserError
 
@@ -26,43 +23,37 @@ _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}  # and hidde
 
 
 def list_files(source: SourceSpec) -> list[FileEntry]:
-    """Every file that the source names. A folder is walked without following links to folders.
-
-    Of a saved Hugging Face dataset and of MDS, the files are those that their own index names; of a DatasetDict with
-    a split `train`, those of that split unless `include` asks for others.
-    """
+    """Every file that the source names. A folder is walked without following links to folders. Of a saved Hugging
+    Face dataset and of MDS, the files are those that their own index names; of a DatasetDict with a split `train`,
+    those of that split unless `include` asks for others."""
     check_storage(source.storage)
     entries: dict[str, FileEntry] = {}
-
-    def take(found: Found, kind: Format) -> None:
-        entries[found.path] = FileEntry(found.path, found.size_bytes, kind, found.mtime_ns, found.version)
-
     for pattern in source.path:
         if is_url(pattern) and protocol_of(pattern) not in ("file", "local"):
             try:
-                _list_remote(pattern, source, take)
+                listed = list(_list_remote(pattern, source))
             except OSError as error:
                 raise UserError(f"{shown(pattern)}: cannot be listed ({redacted(error)})") from error
         else:
-            _list_local(pattern.partition("://")[2] or pattern, source, take)
+            listed = list(_list_local(pattern.partition("://")[2] or pattern, source))
+        for found, kind in listed:
+            entries[found.path] = FileEntry(found.path, found.size_bytes, kind, found.mtime_ns, found.version)
     return [entries[path] for path in sorted(entries)]
 
 
-def _list_local(pattern: str, source: SourceSpec, take: Callable[[Found, Format], None]) -> None:
+def _list_local(pattern: str, source: SourceSpec) -> Iterator[tuple[Found, Format]]:
     for path in _expand(pattern):
         if os.path.isdir(path):
-            for found, kind in choose(_local_folder(path), source):
-                take(found, kind)
+            yield from choose(_local_folder(path), source)
         else:
-            take(_stat(path), _format(path, source))
+            yield _stat(path), _format(path, source)
 
 
-def _list_remote(pattern: str, source: SourceSpec, take: Callable[[Found, Format], None]) -> None:
+def _list_remote(pattern: str, source: SourceSpec) -> Iterator[tuple[Found, Format]]:
     place = Place.of(pattern, source.storage)
-    web = protocol_of(pattern) in ("http", "https")
-    magic = glob.has_magic(place.path) and (
-        "*" in place.path or not web
-    )  # a web address has `?` before its query
+    web = is_web(pattern)
+    # A web address has `?` before its query.
+    magic = glob.has_magic(place.path) and ("*" in place.path or not web)
     matched: dict[str, Found | None] = place.expand() if magic else {}
     if not matched and web and urlsplit(pattern).path.endswith("/"):
         matched = {place.path: None}
@@ -73,12 +64,11 @@ def _list_remote(pattern: str, source: SourceSpec, take: Callable[[Found, Format
             raise _missing_remote(place, magic) from None
     for path, found in matched.items():
         if found is not None:
-            take(found, _format(urlsplit(path).path if web else path, source))
+            yield found, _format(urlsplit(path).path if web else path, source)
             continue
         files = {name: inner for name, inner in place.walk(path).items() if not _skipped(name)}
         root = shown(place.prefix + path).rstrip("/")
-        for inner, kind in choose(Folder(root, files, place.read_small, place.read_heads), source):
-            take(inner, kind)
+        yield from choose(Folder(root, files, place.read_small, place.read_heads), source)
 
 
 def _format(path: str, source: SourceSpec) -> Format:
@@ -128,9 +118,8 @@ def _skipped(name: str) -> bool:
 
 
 def _refuse(error: OSError) -> None:
-    raise UserError(
-        f"{error.filename}: cannot be listed ({error.strerror}); allow it or leave it out"
-    ) from error
+    what = f"{error.filename}: cannot be listed ({error.strerror})"
+    raise UserError(f"{what}; allow it or leave it out") from error
 
 
 def _local_folder(root: str) -> Folder:
@@ -143,15 +132,8 @@ def _local_folder(root: str) -> Folder:
             if not _skipped(name) and os.path.isfile(path):
                 files[name if relative == "." else f"{relative}/{name}"] = _stat(path)
 
-    def heads(paths: list[str], size_bytes: int) -> list[bytes]:
-        found = []
-        for path in paths:
-            with open(path, "rb") as file:
-                found.append(file.read(size_bytes))
-        return found
-
-    def read(path: str) -> bytes:
+    def read(path: str, size_bytes: int = -1) -> bytes:
         with open(path, "rb") as file:
-            return file.read()
+            return file.read(size_bytes)
 
-    return Folder(root, files, read, heads)
+    return Folder(root, files, read, lambda paths, size_bytes: [read(path, size_bytes) for path in paths])

@@ -37,7 +37,8 @@ def choose(folder: Folder, source: SourceSpec) -> list[tuple[Found, Format]]:
     kind = source.format
     if kind == "auto":
         kind = format_of_folder(folder.root, {name: folder.files[name].size_bytes for name in wanted})
-        if kind == "arrow" and any(_beside(name, "state.json") in folder.files for name in wanted):
+        states = {posixpath.join(posixpath.dirname(name), "state.json") for name in wanted}
+        if kind == "arrow" and not states.isdisjoint(folder.files):
             kind = "hf"
     if kind == "hf":
         chosen = _saved_dataset(folder, names, source)
@@ -51,9 +52,8 @@ def choose(folder: Folder, source: SourceSpec) -> list[tuple[Found, Format]]:
         counts = Counter(extension_of(name) or "no extension" for name in names).most_common(5)
         seen = ", ".join(f"{count} x {extension}" for extension, count in counts) or "no files"
         asked = " ".join(source.include) or " ".join(EXTENSIONS[kind][:8])
-        raise UserError(
-            f"{folder.root}: no {kind} file to read ({asked}); it holds {seen}; set format or include"
-        )
+        what = f"{folder.root}: no {kind} file to read ({asked}); it holds {seen}"
+        raise UserError(f"{what}; set format or include")
     return [(folder.files[name], kind) for name in chosen]
 
 
@@ -91,9 +91,8 @@ def _saved_dataset(folder: Folder, names: list[str], source: SourceSpec) -> list
         return [name for name in chosen if _any(name, source.include)]
     for place, splits in _described(folder, "dataset_dict.json"):
         if "train" in (splits.get("splits") or []):
-            chosen = [
-                name for name in chosen if not name.startswith(place) or name.startswith(f"{place}train/")
-            ]
+            train = f"{place}train/"
+            chosen = [name for name in chosen if not name.startswith(place) or name.startswith(train)]
     return sorted(chosen)
 
 
@@ -102,9 +101,8 @@ def _shards(folder: Folder, wanted: list[str]) -> list[str]:
     chosen = []
     for place, index in _described(folder, "index.json"):
         for shard in index.get("shards") or []:
-            forms = [
-                place + form["basename"] for form in (shard.get("raw_data"), shard.get("zip_data")) if form
-            ]
+            given = (shard.get("raw_data"), shard.get("zip_data"))
+            forms = [place + form["basename"] for form in given if form]
             there = [name for name in forms if name in folder.files]
             _check_there(folder, f"{place}index.json", there[:1] or forms[:1])
             chosen.append(there[0])
@@ -128,10 +126,5 @@ def _check_there(folder: Folder, index: str, names: list[str]) -> None:
     missing = [name for name in names if name not in folder.files]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(
-            f"{folder.root}/{index} names {missing[0]}{more}, not there; restore or copy it again"
-        )
-
-
-def _beside(name: str, other: str) -> str:
-    return posixpath.join(posixpath.dirname(name), other)
+        what = f"{folder.root}/{index} names {missing[0]}{more}, not there"
+        raise UserError(f"{what}; restore or copy it again")

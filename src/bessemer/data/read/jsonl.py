@@ -7,10 +7,10 @@ from typing import IO
 
 from bessemer.data.document import BadRow
 from bessemer.data.read import rows
-from bessemer.data.read.rows import Reading, Row, parse_json
+from bessemer.data.read.rows import Reading, Row, Rows, parse_json
 
 
-def read_jsonl(reading: Reading) -> Iterator[Row]:
+def read_jsonl(reading: Reading) -> Rows:
     """The documents of the piece; rows are line numbers in the file. Memory holds one line."""
     piece = reading.piece
     ranged = piece.start > 0 or piece.stop != -1
@@ -23,9 +23,7 @@ def read_jsonl(reading: Reading) -> Iterator[Row]:
             if isinstance(line, int):
                 yield reading.bad(row, f"the line has {line:,} bytes; split it or delete it")
             elif not line.isspace():
-                document = _document(reading, row, line)
-                if document is not None:
-                    yield document
+                yield _document(reading, row, line)
             row += 1
 
 

@@ -1,8 +1,6 @@
 """MosaicML's streaming shards (MDS): each holds its columns' encodings, an index of its samples, and the samples.
-
 Shards pack the columns of a sample one after another, after the sizes of those that have no fixed one. Only the
-wanted columns are decoded; an encoding that would run code (pickle) is refused.
-"""
+wanted columns are decoded; an encoding that would run code (pickle) is refused."""
 
 from __future__ import annotations
 
@@ -13,31 +11,22 @@ from itertools import pairwise
 from typing import IO, Any
 
 from bessemer.data.read import rows
-from bessemer.data.read.rows import Reading, Row, parse_json
-from bessemer.data.read.unpack import Damaged
+from bessemer.data.read.rows import Reading, Row, Rows, parse_json
+from bessemer.data.read.unpack import Damaged, read_whole, skip
 from bessemer.errors import UserError
 
 _Decode = Callable[[bytes], Any]
 _Column = tuple[str, str, int | None]  # name, encoding, fixed size
 
 _NUMBERS = {
-    "int": "<q",
-    "int8": "<b",
-    "int16": "<h",
-    "int32": "<i",
-    "int64": "<q",
-    "uint8": "<B",
-    "uint16": "<H",
-    "uint32": "<I",
-    "uint64": "<Q",
-    "float16": "<e",
-    "float32": "<f",
-    "float64": "<d",
-}
+    "int": "<q", "int8": "<b", "int16": "<h", "int32": "<i", "int64": "<q", "uint8": "<B", "uint16": "<H",
+    "uint32": "<I", "uint64": "<Q", "float16": "<e", "float32": "<f", "float64": "<d",
+}  # fmt: skip
+_SHORT = "the shard ends too early"
 _MOST_HEADER_BYTES = 1 << 20
 
 
-def read_mds(reading: Reading) -> Iterator[Row]:
+def read_mds(reading: Reading) -> Rows:
     """One document for each sample of a shard; rows are samples, counted in the shard."""
     with reading.open_unpacked() as file:
         ends, columns = _read_header(file)
@@ -45,24 +34,22 @@ def read_mds(reading: Reading) -> Iterator[Row]:
         at = ends[0]
         for row, end in enumerate(ends[1:], start=1):
             if end - at > rows.LONGEST_ROW_BYTES:
-                _skip(file, end - at)
+                skip(file, end - at, _SHORT)
                 yield reading.bad(row, f"the sample has {end - at:,} bytes; split it or delete it")
             else:
-                document = _document(reading, row, _read(file, end - at), columns, decoders)
-                if document is not None:
-                    yield document
+                yield _document(reading, row, read_whole(file, end - at, _SHORT), columns, decoders)
             at = end
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], list[_Column]]:
     """Where the samples begin and end, and the columns; the stream then stands at the first sample."""
-    (count,) = struct.unpack("<I", _read(file, 4))
-    offsets = struct.unpack(f"<{count + 1}I", _read(file, 4 * (count + 1)))
+    (count,) = struct.unpack("<I", read_whole(file, 4, _SHORT))
+    offsets = struct.unpack(f"<{count + 1}I", read_whole(file, 4 * (count + 1), _SHORT))
     length = offsets[0] - 4 * (count + 2)
     if not 0 < length <= _MOST_HEADER_BYTES or any(a > b for a, b in pairwise(offsets)):
         raise Damaged("not readable as an MDS shard (its index makes no sense)")
     try:
-        about = json.loads(_read(file, length))
+        about = json.loads(read_whole(file, length, _SHORT))
         fields = about["column_names"], about["column_encodings"], about["column_sizes"]
         return offsets, list(zip(*fields, strict=True))
     except (ValueError, KeyError, TypeError) as error:
@@ -76,9 +63,8 @@ def _decoders(reading: Reading, columns: list[_Column]) -> dict[str, _Decode]:
         if name in reading.fields:
             decode = _decoder(encoding)
             if decode is None:
-                raise UserError(
-                    f"{reading.file}: column {name!r} is encoded as {encoding}, which is not read as text"
-                )
+                what = f"column {name!r} is encoded as {encoding}, which is not read as text"
+                raise UserError(f"{reading.file}: {what}")
             decoders[name] = decode
     return decoders
 
@@ -119,15 +105,3 @@ def _split(sample: bytes, columns: list[_Column]) -> Iterator[tuple[str, bytes]]
             raise ValueError(f"column {name!r} ends after the sample")
         yield name, sample[at : at + size]
         at += size
-
-
-def _read(file: IO[bytes], length: int) -> bytes:
-    data = file.read(length)
-    if len(data) < length:
-        raise EOFError("the shard ends too early")
-    return data
-
-
-def _skip(file: IO[bytes], length: int) -> None:
-    while length:
-        length -= len(_read(file, min(length, 1 << 20)))

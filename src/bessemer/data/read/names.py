@@ -62,10 +62,8 @@ def format_of_file(path: str) -> Format:
     if extension in _PROSE or extension in _CODE:
         return "text" if extension in _PROSE else "source"
     rest = ", ".join(kind for kind in get_args(Format) if kind not in ("text", "source", "jsonl"))
-    raise UserError(
-        f"{path}: the name does not tell the format; "
-        f"set format to text, source, jsonl (one object per line) or one of {rest}"
-    )
+    fix = f"set format to text, source, jsonl (one object per line) or one of {rest}"
+    raise UserError(f"{path}: the name does not tell the format; {fix}")
 
 
 def format_of_folder(root: str, sizes: Mapping[str, int]) -> Format:

@@ -11,7 +11,7 @@ from bessemer.data.read.columns import read_arrow, read_parquet
 from bessemer.data.read.entry import FileEntry, Part, Piece
 from bessemer.data.read.jsonl import read_jsonl
 from bessemer.data.read.mds import read_mds
-from bessemer.data.read.rows import Reading, Row
+from bessemer.data.read.rows import Reading, Rows
 from bessemer.data.read.secrets import redacted
 from bessemer.data.read.table import read_csv
 from bessemer.data.read.tfrecord import read_tfrecord
@@ -22,7 +22,7 @@ from bessemer.data.read.whole import read_html, read_text
 from bessemer.errors import UserError
 from bessemer.spec.data import Format, SourceSpec
 
-_READERS: dict[Format, Callable[[Reading], Iterator[Row]]] = {
+_READERS: dict[Format, Callable[[Reading], Rows]] = {
     "text": read_text,
     "source": read_text,
     "jsonl": read_jsonl,
@@ -41,17 +41,16 @@ _READERS: dict[Format, Callable[[Reading], Iterator[Row]]] = {
 def read_part(
     part: Part, source: SourceSpec, cache: Path | None = None, tally: Counter[str] | None = None
 ) -> Iterator[Document | BadRow]:
-    """The documents of a part in order, and a BadRow for each row that is none.
-
-    Rows without text give nothing, but count in their file's row numbers and in `tally["empty"]`; so do records of
-    web archives that hold no text, in `tally["not text"]`. Memory is bounded by the largest document. `cache` is a
-    folder that keeps what was fetched of remote files. A file that cannot be read to its end is a UserError: what came
-    before it of this part should not be used.
-    """
+    """The documents of a part in order, and a BadRow for each row that is none. Rows without text give nothing, but
+    count in their file's row numbers and in `tally["empty"]`; so do records of web archives that hold no text, in
+    `tally["not text"]`. Memory is bounded by the largest document. `cache` is a folder that keeps what was fetched of
+    remote files. A file that cannot be read to its end is a UserError: what came before it of this part should not be
+    used."""
     counts: Counter[str] = tally if tally is not None else Counter()
     for piece in part.pieces:
         try:
-            yield from _READERS[piece.file.format](Reading(piece, source, cache, counts))
+            rows = _READERS[piece.file.format](Reading(piece, source, cache, counts))
+            yield from (row for row in rows if row is not None)
         except UNREADABLE as error:
             whole = "" if part.name == piece.file.name else f" ({part.name})"
             raise UserError(f"{_problem(piece, error)}; its part{whole} was not used") from error
@@ -60,14 +59,10 @@ def read_part(
 def read_documents(files: Iterable[FileEntry], source: SourceSpec) -> Iterator[Document]:
     """The documents of whole files in order. A row that cannot be used raises UserError with its file and row."""
     for file in files:
-        piece = Piece(file, file.size_bytes)
-        try:
-            for row in _READERS[file.format](Reading(piece, source)):
-                if isinstance(row, BadRow):
-                    raise UserError(f"{row.file}:{row.row}: {row.reason}")
-                yield row
-        except UNREADABLE as error:
-            raise UserError(_problem(piece, error)) from error
+        for row in read_part(Part("", (Piece(file, file.size_bytes),)), source):
+            if isinstance(row, BadRow):
+                raise UserError(f"{row.file}:{row.row}: {row.reason}")
+            yield row
 
 
 def _problem(piece: Piece, error: BaseException) -> str:

@@ -1,7 +1,5 @@
 """Files behind a URL, through fsspec: which there are, what tells their versions apart, and how one is opened.
-
-Whatever a file system's library raises comes out as an OSError whose text holds no credentials.
-"""
+Whatever a file system's library raises comes out as an OSError whose text holds no credentials."""
 
 from __future__ import annotations
 
@@ -17,31 +15,14 @@ from bessemer.data.read.secrets import environment_for, redacted, shown
 from bessemer.errors import UserError
 
 _INSTALL = {
-    "s3": "'bessemer[s3]'",
-    "s3a": "'bessemer[s3]'",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "hf": "huggingface_hub",
-}
+    "s3": "'bessemer[s3]'", "s3a": "'bessemer[s3]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
+    "abfss": "adlfs", "http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub",
+}  # fmt: skip
 # In order of what they tell: a hash or number of the content first, a time that is given as text last.
 _VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "generation",
-    "VersionId",
-    "version_id",
-    "blob_id",
-    "sha",
-    "md5Hash",
-    "Content-MD5",
-    "Digest",
+    "ETag", "etag", "generation", "VersionId", "version_id", "blob_id", "sha", "md5Hash", "Content-MD5", "Digest",
     "Last-Modified",
-)
+)  # fmt: skip
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "modified", "created", "Last-Modified")
 _HEAD_FILES = 1000  # beginnings asked for at once
 CHANGED = "it has changed since it was listed; run again when it is complete"
@@ -71,6 +52,10 @@ def is_url(path: str) -> bool:
 
 def protocol_of(url: str) -> str:
     return urlsplit(url).scheme.lower()
+
+
+def is_web(url: str) -> bool:
+    return protocol_of(url) in ("http", "https")
 
 
 def file_system(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
@@ -115,14 +100,10 @@ def _safe(error: BaseException, url: str) -> OSError:
     about = text if name in text or isinstance(error, OSError) else f"{name}: {text}"
     if name == "FileExpired":  # s3fs: the ETag is no longer the one of the listing
         return Changed(CHANGED)
-    if (
-        isinstance(error, PermissionError)
-        or "Credential" in name
-        or getattr(error, "status", 0) in (401, 403)
-    ):
-        return PermissionError(
-            f"{about}; access comes from the environment: {environment_for(protocol_of(url))}"
-        )
+    refused = isinstance(error, PermissionError) or getattr(error, "status", 0) in (401, 403)
+    if refused or "Credential" in name:
+        where = environment_for(protocol_of(url))
+        return PermissionError(f"{about}; access comes from the environment: {where}")
     return RemoteError(about)
 
 
@@ -147,17 +128,20 @@ class Place:
     def describe(self) -> Found | None:
         """The file at this place, or None where it is a folder. FileNotFoundError where there is neither."""
         with told(self.url):
-            info = self.fs.info(self.path)
-        return None if info.get("type") == "directory" else _found(info, self.prefix + self.path)
+            return self._entry(self.path, self.fs.info(self.path))
+
+    def _entry(self, path: str, info: Mapping[str, Any]) -> Found | None:
+        """The file that a listing tells of; a size that is not told counts as 0."""
+        if info.get("type") == "directory":
+            return None
+        mtime_ns = next((_nanoseconds(info[key]) for key in _TIME_KEYS if info.get(key)), 0)
+        return Found(self.prefix + path, int(info.get("size") or 0), mtime_ns, version_of(info))
 
     def expand(self) -> dict[str, Found | None]:
         """What the place matches as a glob, by path; None stands for a folder."""
         with told(self.url):
             infos = self.fs.glob(self.path, detail=True)
-        return {
-            path: None if infos[path].get("type") == "directory" else _found(infos[path], self.prefix + path)
-            for path in sorted(infos)
-        }
+        return {path: self._entry(path, infos[path]) for path in sorted(infos)}
 
     def walk(self, path: str) -> dict[str, Found]:
         """Every file below a folder, by its path inside the folder."""
@@ -165,19 +149,17 @@ class Place:
         with told(self.url):
             infos = self.fs.find(path, detail=True)
         return {
-            inner.removeprefix(root): _found(info, self.prefix + inner)
+            inner.removeprefix(root): found
             for inner, info in infos.items()
-            if not inner.endswith("/")
-            and info.get("type") != "directory"  # some stores have keys for folders
+            if not inner.endswith("/") and (found := self._entry(inner, info))  # some stores have keys for folders
         }
 
     def names_in(self, path: str) -> list[str]:
         """What lies directly in a folder, for a message; empty where that cannot be told."""
         try:
             with told(self.url):
-                return sorted(
-                    inner.rstrip("/").rpartition("/")[2] for inner in self.fs.ls(path, detail=False)
-                )
+                inside = self.fs.ls(path, detail=False)
+            return sorted(inner.rstrip("/").rpartition("/")[2] for inner in inside)
         except OSError:
             return []
 
@@ -199,12 +181,6 @@ class Place:
 def version_of(info: Mapping[str, Any]) -> str:
     """What a file system gives to tell one content from another, or nothing."""
     return next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
-
-
-def _found(info: Mapping[str, Any], url: str) -> Found:
-    """A size that is not told counts as 0."""
-    mtime_ns = next((_nanoseconds(info[key]) for key in _TIME_KEYS if info.get(key)), 0)
-    return Found(url, int(info.get("size") or 0), mtime_ns, version_of(info))
 
 
 def _nanoseconds(time: Any) -> int:

@@ -1,14 +1,11 @@
-"""From a row of any format to a document, or to a bad row with its reason.
-
-Every reader gets a `Reading`: the piece it has to read, the way to its bytes, and the rules that turn the values of a
-row into a document.
-"""
+"""From a row of any format to a document, or to a bad row with its reason. Every reader gets a `Reading`: the piece
+it has to read, the way to its bytes, and the rules that turn the values of a row into a document."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +21,7 @@ _RAW_CHARS = 500
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 Row = Document | BadRow
+Rows = Iterator[Row | None]  # what a reader gives; None, which counts in the tally, for a row without text
 
 
 class _Unusable(Exception):
@@ -41,8 +39,8 @@ class Reading:
 
     def __post_init__(self) -> None:
         self.file = self.piece.file.name
-        source = self.source
-        self._wanted = source.messages_field or source.text_field
+        self._key = "messages_field" if self.source.messages_field else "text_field"
+        self._wanted = getattr(self.source, self._key)
 
     def open_bytes(self) -> IO[bytes]:
         return open_bytes(self.piece.file, self.source.storage, self.cache)
@@ -74,14 +72,7 @@ class Reading:
             return self.bad(row, str(error), raw if raw is not None else _written(record))
         return self.text(row, text, own_id, url, messages)
 
-    def text(
-        self,
-        row: int,
-        text: str,
-        own_id: str = "",
-        url: str = "",
-        messages: list[dict[str, Any]] | None = None,
-    ) -> Document | None:
+    def text(self, row: int, text: str, own_id: str = "", url: str = "", messages: Any = None) -> Document | None:
         """The document of a text; None, and counted, where it is empty or only white space."""
         if not text or text.isspace():
             self.tally["empty"] += 1
@@ -91,28 +82,23 @@ class Reading:
     def bad(self, row: int, reason: str, raw: bytes | str = "") -> BadRow:
         start = raw[: 4 * _RAW_CHARS]
         text = start.decode("utf-8", "replace") if isinstance(start, bytes) else start
-        return BadRow(self.file, row, reason, _encodable(text[:_RAW_CHARS]))
+        encodable = text[:_RAW_CHARS].encode("utf-8", "replace").decode()
+        return BadRow(self.file, row, reason, encodable)
 
     def choose(self, names: Iterable[str]) -> str:
         """The end of a message about a missing or wrong field."""
-        key = "messages_field" if self.source.messages_field else "text_field"
-        return f"it has {listed(names)}: set {key} to the one that holds the {key.partition('_')[0]}"
+        what = self._key.partition("_")[0]
+        return f"it has {listed(names)}: set {self._key} to the one that holds the {what}"
 
     def check_columns(self, names: Iterable[str]) -> None:
         """UserError where a table lacks a column that the source asks for: no row of it could be used."""
         names = list(names)
-        for key in (
-            "messages_field" if self.source.messages_field else "text_field",
-            "id_field",
-            "url_field",
-        ):
+        for key in (self._key, "id_field", "url_field"):
             wanted = getattr(self.source, key)
             if wanted and wanted not in names:
                 what = {"id_field": "document's id", "url_field": "URL"}.get(key, key.partition("_")[0])
-                raise UserError(
-                    f"{self.file}: no column {wanted!r}; it has {listed(names)}: set {key} to the one that "
-                    f"holds the {what}"
-                )
+                fix = f"set {key} to the one that holds the {what}"
+                raise UserError(f"{self.file}: no column {wanted!r}; it has {listed(names)}: {fix}")
 
 
 def listed(names: Iterable[str]) -> str:
@@ -181,9 +167,8 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
 def _message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _Unusable(f"{place} is a {type(message).__name__}, not role and content")
-    given = {
-        key: item for key, item in message.items() if item is not None
-    }  # tables fill absent fields with null
+    # Tables fill absent fields with null.
+    given = {key: item for key, item in message.items() if item is not None}
     role_key = "role" if "role" in given or "from" not in given else "from"
     text_key = "content" if "content" in message or "value" not in message else "value"
     role, content = given.pop(role_key, None), given.pop(text_key, None)
@@ -209,7 +194,3 @@ def _short(item: Any) -> Any:
     if isinstance(item, str):
         return item[:_RAW_CHARS]
     return item if isinstance(item, (int, float, bool, type(None))) else repr(item)[:_RAW_CHARS]
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()

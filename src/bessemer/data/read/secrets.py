@@ -1,8 +1,6 @@
-"""What must not be shown: credentials in addresses and in the options of a remote file system.
-
-An address may carry a password or a signature, since some servers give no other way in. It is used as it is, but
-messages, origins and keys have it without them.
-"""
+"""What must not be shown: credentials in addresses and in the options of a remote file system. An address may carry a
+password or a signature, since some servers give no other way in. It is used as it is, but messages, origins and keys
+have it without them."""
 
 from __future__ import annotations
 
@@ -14,12 +12,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 from bessemer.errors import UserError
 
-# fmt: off
 _SECRET_WORDS = frozenset({
     "key", "keys", "secret", "secrets", "token", "tokens", "password", "passwd", "passphrase", "pwd", "sas",
     "credential", "credentials", "auth", "authorization", "cookie", "signature", "connectionstring",
-})
-# fmt: on
+})  # fmt: skip
 # What gcsfs takes as `token` without it being one: ways of finding a token.
 _NOT_SECRET = frozenset({"anon", "google_default", "cloud", "browser", "cache"})
 # Parameters of signed addresses beside those whose names say it: S3, Google Cloud, Azure, CloudFront.
@@ -30,13 +26,9 @@ _SIGNATURE = re.compile(
 )
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _ENVIRONMENT = {
-    "s3": "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "s3a": "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_CONNECTION_STRING",
-    "abfs": "AZURE_STORAGE_CONNECTION_STRING",
-    "abfss": "AZURE_STORAGE_CONNECTION_STRING",
+    **dict.fromkeys(("s3", "s3a"), "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+    **dict.fromkeys(("gs", "gcs"), "GOOGLE_APPLICATION_CREDENTIALS"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "AZURE_STORAGE_CONNECTION_STRING"),
     "hf": "HF_TOKEN",
 }
 
@@ -50,7 +42,7 @@ def shown(path: str) -> str:
     except ValueError:  # such as a bracket that is no IPv6 address
         return re.sub(r"//[^/@]*@", "//", path).partition("?")[0]
     host = parts.netloc.rpartition("@")[2]
-    kept = [item for item in parts.query.split("&") if item and not _is_signature(item.partition("=")[0])]
+    kept = [item for item in parts.query.split("&") if item and not _is_secret(item.partition("=")[0])]
     return urlunsplit(parts._replace(netloc=host, query="&".join(kept), fragment=parts.fragment))
 
 
@@ -80,7 +72,7 @@ def check_storage(storage: Mapping[str, Any], where: str = "storage") -> None:
             raise UserError(f"{place}: the address holds a password or signature; set it in the environment")
 
 
-def _is_signature(name: str) -> bool:
+def _is_secret(name: str) -> bool:
     return bool(_SIGNATURE.fullmatch(name)) or _names_secret(name)
 
 

@@ -10,18 +10,16 @@ from typing import IO, cast
 
 from bessemer.data.read import rows
 from bessemer.data.read.names import extension_of
-from bessemer.data.read.rows import Reading, Row
+from bessemer.data.read.rows import Reading, Rows
 from bessemer.data.read.unpack import Damaged
 from bessemer.data.read.whole import encoding_of
 
 _DELIMITERS = ",\t;|"
 
 
-def read_csv(reading: Reading) -> Iterator[Row]:
-    """One document for each row below the header; the first of them is row 1. A quoted field may hold newlines.
-
-    Where the name does not say tabs, the delimiter is the one that gives the header the wanted column.
-    """
+def read_csv(reading: Reading) -> Rows:
+    """One document for each row below the header; the first of them is row 1. A quoted field may hold newlines. Where
+    the name does not say tabs, the delimiter is the one that gives the header the wanted column."""
     # The library's limit is one number for the whole process, and 128 KiB unless set.
     csv.field_size_limit(max(csv.field_size_limit(), rows.LONGEST_ROW_BYTES))
     with reading.open_unpacked() as file:
@@ -31,9 +29,8 @@ def read_csv(reading: Reading) -> Iterator[Row]:
         if not first.strip():
             return
         # Strict: what a lax reading makes of a stray quote is another text than was written.
-        records = csv.reader(
-            itertools.chain([first], lines), delimiter=_delimiter(first, reading), strict=True
-        )
+        every = itertools.chain([first], lines)
+        records = csv.reader(every, delimiter=_delimiter(first, reading), strict=True)
         try:
             header = next(records)
         except csv.Error as error:
@@ -42,7 +39,7 @@ def read_csv(reading: Reading) -> Iterator[Row]:
         yield from _read_rows(reading, records, header)
 
 
-def _read_rows(reading: Reading, records: Iterator[list[str]], header: list[str]) -> Iterator[Row]:
+def _read_rows(reading: Reading, records: Iterator[list[str]], header: list[str]) -> Rows:
     for row in itertools.count(1):
         try:
             record = next(records)
@@ -59,9 +56,7 @@ def _read_rows(reading: Reading, records: Iterator[list[str]], header: list[str]
         elif not all(map(_encodable, record)):
             yield reading.bad(row, "not valid UTF-8; convert the file or delete this row", _raw(record))
         else:
-            document = reading.document(row, dict(zip(header, record, strict=True)))
-            if document is not None:
-                yield document
+            yield reading.document(row, dict(zip(header, record, strict=True)))
 
 
 def _decoded(file: IO[bytes]) -> io.TextIOWrapper:

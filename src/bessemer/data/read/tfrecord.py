@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import IO, Any
 
 from bessemer.data.read import rows
-from bessemer.data.read.rows import Reading, Row
-from bessemer.data.read.unpack import Damaged, compression_of, unpacked
+from bessemer.data.read.protobuf import as_bytes, as_float, fields, signed, varints
+from bessemer.data.read.rows import Reading, Rows
+from bessemer.data.read.unpack import Damaged, compression_of, read_whole, skip, unpacked
 
 _FRAME = struct.Struct("<QI")
 _FOOTER_BYTES = 4  # the checksum of the data, which would cost a second per 5 MB in Python: not checked
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
-def read_tfrecord(reading: Reading) -> Iterator[Row]:
+def read_tfrecord(reading: Reading) -> Rows:
     """One document for each Example; rows are records. The checksum of every length is checked."""
     with _open(reading) as file:
         row = 0
@@ -23,32 +22,30 @@ def read_tfrecord(reading: Reading) -> Iterator[Row]:
             row += 1
             length = _length(frame, row)
             if length > rows.LONGEST_ROW_BYTES:
-                _skip(file, length + _FOOTER_BYTES, row)
+                skip(file, length + _FOOTER_BYTES, f"the file ends inside record {row}")
                 yield reading.bad(row, f"the record has {length:,} bytes; split it or delete it")
                 continue
-            data = _read(file, length + _FOOTER_BYTES, row)[:length]
+            data = read_whole(file, length + _FOOTER_BYTES, f"the file ends inside record {row}")[:length]
             try:
                 record = parse_example(data)
             except ValueError as error:
                 yield reading.bad(row, f"not a tf.train.Example ({error}); write it again", data)
                 continue
-            document = reading.document(row, record)
-            if document is not None:
-                yield document
+            yield reading.document(row, record)
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
     """The features by name: a single value stands for itself, none is None, several are a list. ValueError where the
     bytes are no Example."""
     record: dict[str, Any] = {}
-    for field, features in _fields(data):
+    for field, features in fields(data):
         if field != 1:
             continue
-        for entry_field, entry in _fields(_as_bytes(features)):
+        for entry_field, entry in fields(as_bytes(features)):
             if entry_field == 1:
-                parts = dict(_fields(_as_bytes(entry)))
-                name = _as_bytes(parts.get(1, b"")).decode()
-                record[name] = _feature(_as_bytes(parts.get(2, b"")))
+                parts = dict(fields(as_bytes(entry)))
+                name = as_bytes(parts.get(1, b"")).decode()
+                record[name] = _feature(as_bytes(parts.get(2, b"")))
     if data and not record:
         raise ValueError("no features")
     return record
@@ -56,78 +53,23 @@ def parse_example(data: bytes) -> dict[str, Any]:
 
 def _feature(data: bytes) -> Any:
     values: list[Any] = []
-    for kind, content in _fields(data):
-        for field, value in _fields(_as_bytes(content)):
+    for kind, content in fields(data):
+        for field, value in fields(as_bytes(content)):
             if field != 1:
                 continue
             if kind == 1:
-                values.append(_as_bytes(value))
+                values.append(as_bytes(value))
             elif isinstance(value, bytes):  # packed: many numbers in one field
-                values += _floats(value) if kind == 2 else _varints(value)
+                values += _floats(value) if kind == 2 else varints(value)
             else:
-                values.append(
-                    struct.unpack("<f", struct.pack("<I", value))[0] if kind == 2 else _signed(value)
-                )
+                values.append(as_float(value) if kind == 2 else signed(value))
     return values[0] if len(values) == 1 else values or None
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of one protocol buffer message, in order."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind == _VARINT:
-            value, at = _varint(data, at)
-            yield tag >> 3, value
-            continue
-        if kind == _BYTES:
-            length, at = _varint(data, at)
-        elif kind in (_FIXED32, _FIXED64):
-            length = 4 if kind == _FIXED32 else 8
-        else:
-            raise ValueError(f"a field of unknown kind {kind}")
-        content = data[at : at + length]
-        if len(content) < length or not tag >> 3:
-            raise ValueError("a field that ends after the record")
-        at += length
-        yield tag >> 3, content if kind == _BYTES else int.from_bytes(content, "little")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(data):
-            break
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("a number that does not end")
-
-
-def _varints(data: bytes) -> Iterator[int]:
-    at = 0
-    while at < len(data):
-        value, at = _varint(data, at)
-        yield _signed(value)
 
 
 def _floats(data: bytes) -> tuple[float, ...]:
     if len(data) % 4:
         raise ValueError("numbers that are cut off")
     return struct.unpack(f"<{len(data) // 4}f", data)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _as_bytes(value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        raise ValueError("a number where a message belongs")
-    return value
 
 
 def _open(reading: Reading) -> IO[bytes]:
@@ -147,18 +89,6 @@ def _length(frame: bytes, row: int) -> int:
     if checksum != _masked_crc(frame[:8]):
         raise Damaged(f"not readable as TFRecord (the checksum of record {row}'s length is wrong)")
     return int(length)
-
-
-def _read(file: IO[bytes], length: int, row: int) -> bytes:
-    data = file.read(length)
-    if len(data) < length:
-        raise EOFError(f"the file ends inside record {row}")
-    return data
-
-
-def _skip(file: IO[bytes], length: int, row: int) -> None:
-    while length:
-        length -= len(_read(file, min(length, 1 << 20), row))
 
 
 def _crc_table() -> tuple[int, ...]:

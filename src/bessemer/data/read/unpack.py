@@ -87,26 +87,45 @@ def unpacked(opened: IO[bytes], compression: str) -> IO[bytes]:
     return cast(IO[bytes], io.BufferedReader(inner, _BUFFER_BYTES))
 
 
-class _Closing(io.RawIOBase):
-    """Python's own readers leave the file open that they were given."""
+def read_whole(file: IO[bytes], length: int, problem: str) -> bytes:
+    """So many bytes; EOFError where the file has fewer."""
+    data = file.read(length)
+    if len(data) < length:
+        raise EOFError(problem)
+    return data
 
-    def __init__(self, inner: Any, opened: IO[bytes]) -> None:
-        self._inner = inner
-        self._opened = opened
+
+def skip(file: IO[bytes], length: int, problem: str) -> None:
+    while length:
+        length -= len(read_whole(file, min(length, 1 << 20), problem))
+
+
+class _Unpacked(io.RawIOBase):
+    """Closes the file that it was given, which Python's own readers leave open."""
+
+    _opened: IO[bytes]
 
     def readable(self) -> bool:
         return True
+
+    def close(self) -> None:
+        self._opened.close()
+        super().close()
+
+
+class _Closing(_Unpacked):
+    def __init__(self, inner: Any, opened: IO[bytes]) -> None:
+        self._inner, self._opened = inner, opened
 
     def readinto(self, buffer: Any) -> int:
         return int(self._inner.readinto(buffer))
 
     def close(self) -> None:
         self._inner.close()
-        self._opened.close()
         super().close()
 
 
-class _Zstandard(io.RawIOBase):
+class _Zstandard(_Unpacked):
     """The library's stream reader takes a file that was cut off for one that ended; this one does not."""
 
     def __init__(self, opened: IO[bytes]) -> None:
@@ -121,9 +140,6 @@ class _Zstandard(io.RawIOBase):
         self._ready = memoryview(b"")
         self._waiting = b""
         self._input_bytes = _ZSTD_INPUT_BYTES[0]
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: Any) -> int:
         while not len(self._ready):
@@ -156,7 +172,3 @@ class _Zstandard(io.RawIOBase):
             self._waiting = self._frame.unused_data
             self._frame = None
         self._ready = memoryview(content)
-
-    def close(self) -> None:
-        self._opened.close()
-        super().close()

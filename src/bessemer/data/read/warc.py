@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import IO, Any
 
 from bessemer.data.read import rows
-from bessemer.data.read.html import decode_html
-from bessemer.data.read.rows import Reading, Row
+from bessemer.data.read.rows import Reading, Row, Rows
 from bessemer.data.read.unpack import Damaged
+from bessemer.data.read.whole import decode_html
 from bessemer.errors import UserError
 
 _HTML = ("text/html", "application/xhtml+xml")
 _TEXT = ("text/plain",)
 
 
-def read_warc(reading: Reading) -> Iterator[Row]:
+def read_warc(reading: Reading) -> Rows:
     """One document for each page that was served with success, labelled for the `extract` step, and for each plain
     text; rows are records, and what is neither is counted as "not text"."""
     try:
@@ -30,9 +29,7 @@ def read_warc(reading: Reading) -> Iterator[Row]:
         ending = _Ending(file)
         try:
             for row, record in enumerate(ArchiveIterator(ending, no_record_parse=True), start=1):
-                document = _document(reading, row, record)
-                if document is not None:
-                    yield document
+                yield _document(reading, row, record)
                 _finish(record, row)
         except ArchiveLoadFailed as error:
             raise Damaged(f"not readable as WARC ({error})") from error

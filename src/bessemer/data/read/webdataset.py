@@ -9,22 +9,18 @@ from typing import IO, Any, Self
 
 from bessemer.data.document import Document
 from bessemer.data.read import rows
-from bessemer.data.read.rows import Reading, Row, parse_json
+from bessemer.data.read.rows import Reading, Row, Rows, parse_json
 from bessemer.data.read.unpack import Damaged
 
 
-def read_webdataset(reading: Reading) -> Iterator[Row]:
-    """One document for each sample, with the key as its id unless the source names a field.
-
-    The text field is a member's extension (`txt`) or a field of the `json` member; `text` stands for `txt`, too.
-    Members that are not wanted, such as images, are passed over without being held.
-    """
+def read_webdataset(reading: Reading) -> Rows:
+    """One document for each sample, with the key as its id unless the source names a field. The text field is a
+    member's extension (`txt`) or a field of the `json` member; `text` stands for `txt`, too. Members that are not
+    wanted, such as images, are passed over without being held."""
     wanted = {*reading.fields, "json"} | ({"txt"} if "text" in reading.fields else set())
     with reading.open_unpacked() as file:
         for row, sample in enumerate(_samples(file, wanted), start=1):
-            document = _document(reading, row, sample)
-            if document is not None:
-                yield document
+            yield _document(reading, row, sample)
 
 
 @dataclass

@@ -3,39 +3,77 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+import re
 
-from bessemer.data.read.html import decode_html
-from bessemer.data.read.rows import Reading, Row
-
-# UTF-32 first: its little-endian mark begins with UTF-16's.
-_MARKS = (
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
+from bessemer.data.read.rows import Reading, Rows
 
 
 def encoding_of(head: bytes) -> str:
     """UTF-8, unless a byte-order mark says otherwise; the codec takes the mark away."""
-    return next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8-sig")
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"  # first: its little-endian mark begins with UTF-16's
+    return "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
-def read_text(reading: Reading) -> Iterator[Row]:
+def read_text(reading: Reading) -> Rows:
     """The file as one document. Bytes that are no UTF-8 become replacement characters."""
     with reading.open_unpacked() as file:
         data = file.read()
-    document = reading.text(1, data.decode(encoding_of(data), "replace"))
-    if document is not None:
-        yield document
+    yield reading.text(1, data.decode(encoding_of(data), "replace"))
 
 
-def read_html(reading: Reading) -> Iterator[Row]:
+def read_html(reading: Reading) -> Rows:
     """The page as it stands, labelled for the `extract` step."""
     with reading.open_unpacked() as file:
         data = file.read()
     document = reading.text(1, decode_html(data))
     if document is not None:
         document.labels["type"] = "html"
-        yield document
+    yield document
+
+
+_META = re.compile(rb"<meta[^>]{0,500}?charset\s*=\s*[\"']?\s*([A-Za-z0-9_:.+-]{2,40})", re.IGNORECASE)
+_XML = re.compile(rb"^\s*<\?xml[^>]{0,200}?encoding\s*=\s*[\"']([A-Za-z0-9_:.+-]{2,40})", re.IGNORECASE)
+_HEAD_BYTES = 4096  # browsers look at 1024; real pages put scripts first
+# The superset that browsers use for each name, as Python spells it.
+_SUPERSETS = {
+    "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874",
+    "gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs",
+}  # fmt: skip
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"),
+)  # fmt: skip
+_PLAIN = re.compile(
+    r"utf-8|utf-16(-le|-be)?|cp125\d|cp866|cp874|cp932|cp949|iso8859-\d+|koi8-[ru]|mac-(roman|cyrillic)|gb18030"
+    r"|big5hkscs|euc_jp|iso2022_jp"
+)
+
+
+def decode_html(data: bytes, declared: str = "") -> str:
+    """A page's text. `declared` is the charset of the HTTP header. A byte-order mark wins. Then valid UTF-8 is taken
+    for UTF-8 whatever the page declares, since text in another encoding is hardly ever valid UTF-8 by chance; else
+    the declared encoding, and else Windows-1252."""
+    for mark, name in _MARKS:
+        if data.startswith(mark):
+            return data[len(mark) :].decode(name, "replace")
+    in_page = _XML.search(data[:_HEAD_BYTES]) or _META.search(data[:_HEAD_BYTES])
+    by_header = _codec(declared)
+    # What a page says of itself cannot be UTF-16, or it could not have been read.
+    by_page = _codec(in_page.group(1).decode("ascii")) if in_page else ""
+    named = by_header or ("" if by_page.startswith("utf-16") else by_page)
+    if named.startswith("utf-16") or named == "iso2022_jp":  # may be valid UTF-8 and mean something else
+        return data.decode(named, "replace")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data.decode(named or "cp1252", "replace")
+
+
+def _codec(name: str) -> str:
+    """Python's codec for a charset's name, or nothing where it is unknown or no encoding of text."""
+    try:
+        found = codecs.lookup(name.strip(" \t\"'")).name if name else ""
+    except (LookupError, ValueError):
+        return ""
+    found = _SUPERSETS.get(found, found)
+    return found if _PLAIN.fullmatch(found) else ""

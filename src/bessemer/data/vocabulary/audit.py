@@ -1,7 +1,5 @@
-"""How well a tokenizer fits a body of text: tokens per word in each group, tokens that are never used or reached.
-
-A tokenizer trained on other text shows here: many tokens a word, many single bytes, many ids that no text uses.
-"""
+"""How well a tokenizer fits a body of text: tokens per word in each group, tokens that are never used or reached. A
+tokenizer trained on other text shows here: many tokens a word, many single bytes, many ids that no text uses."""
 
 from __future__ import annotations
 
@@ -71,33 +69,23 @@ class Audit:
         """The groups as cells of a table, under HEADER."""
         return [
             (
-                row.group,
-                f"{row.documents:,}",
-                f"{row.tokens_per_word:.2f}",
-                f"{row.bytes_per_token:.2f}",
-                f"{row.byte_share:.1%}".replace("%", " %"),
-                f"{row.unknown_tokens:,}",
-                f"{row.failures:,}",
+                row.group, f"{row.documents:,}", f"{row.tokens_per_word:.2f}", f"{row.bytes_per_token:.2f}",
+                f"{100 * row.byte_share:.1f} %", f"{row.unknown_tokens:,}", f"{row.failures:,}",
             )
             for row in self.groups
-        ]
+        ]  # fmt: skip
 
     def to_json(self) -> str:
         about: dict[str, Any] = {name: value for name, value in asdict(self).items() if name != "counts"}
         for row, shown in zip(self.groups, about["groups"], strict=True):
-            shown |= {
-                "tokens_per_word": row.tokens_per_word,
-                "bytes_per_token": row.bytes_per_token,
-                "byte_share": row.byte_share,
-            }
+            rates = ("tokens_per_word", "bytes_per_token", "byte_share")
+            shown |= {name: getattr(row, name) for name in rates}
         return json.dumps(about, ensure_ascii=False, indent=1)
 
 
 def audit(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> Audit:
-    """Encodes and decodes every (group, text); memory is bounded by a batch and by the number of groups.
-
-    The last row is for all groups. Tokens are judged unused by this text alone: give a fair sample.
-    """
+    """Encodes and decodes every (group, text); memory is bounded by a batch and by the number of groups. The last row
+    is for all groups. Tokens are judged unused by this text alone: give a fair sample."""
     tokens = token_texts(tokenizer)
     fragment = np.array([is_fragment(tokenizer, i, text) for i, text in enumerate(tokens)])
     counts = np.zeros(tokenizer.vocab_size, np.int64)
@@ -110,17 +98,16 @@ def audit(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> Audit:
         row.unknown_tokens += int((ids == _unknown_id(tokenizer)).sum())
         row.failures += tokenizer.decode(ids.tolist(), continues) != text
     special = set(tokenizer.special.values())
-    unused = [i for i in range(counts.size) if not counts[i] and i not in special and tokens[i] is not None]
-    lost = [
-        i
-        for i in range(counts.size)
-        if i not in special and not _reached(tokenizer, i, tokens[i], fragment[i])
-    ]
-    whole = [i for i, text in enumerate(tokens) if text is not None and not fragment[i] and i not in special]
+    ordinary = [i for i in range(counts.size) if i not in special]
+    unused = [i for i in ordinary if not counts[i] and tokens[i] is not None]
+    # Whether a token's own text is encoded as the token; of parts of characters nothing can be said.
+    texts_of = {i: own for i in ordinary if (own := tokens[i]) is not None and not fragment[i]}
+    lost = [i for i, text in texts_of.items() if tokenizer.encode_batch([text], [True])[0] != [i]]
+    whole = list(texts_of)
     by_text: dict[str, list[int]] = {}
     by_stem: dict[str, int] = {}
-    for i in whole:
-        by_text.setdefault(tokens[i] or "", []).append(i)
+    for i, text in texts_of.items():
+        by_text.setdefault(text, []).append(i)
     for text in by_text:
         stem = text.strip().casefold() or text
         by_stem[stem] = by_stem.get(stem, 0) + 1
@@ -134,7 +121,7 @@ def audit(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> Audit:
         fragments=int(fragment.sum()),
         same_text=[ids for ids in by_text.values() if len(ids) > 1][:_SHOWN],
         variants=sum(count - 1 for count in by_stem.values()),
-        longest_tokens=_named(sorted(whole, key=lambda i: (-len(tokens[i] or ""), i))[:20], tokens),
+        longest_tokens=_named(sorted(whole, key=lambda i: (-len(texts_of[i]), i))[:20], tokens),
         counts=counts,
     )
 
@@ -150,9 +137,8 @@ def fertility(tokenizer: Tokenizer, texts: Iterable[str], group: str = "all") ->
 def token_texts(tokenizer: Tokenizer) -> list[str | None]:
     """What each id decodes to by itself; None for ids that stand for nothing."""
     known = set(tokenizer.inner.get_vocab(with_added_tokens=True).values())
-    return [
-        tokenizer.decode([i], continues=True) if i in known else None for i in range(tokenizer.vocab_size)
-    ]
+    every = range(tokenizer.vocab_size)
+    return [tokenizer.decode([i], continues=True) if i in known else None for i in every]
 
 
 def is_fragment(tokenizer: Tokenizer, token_id: int, text: str | None) -> bool:
@@ -189,11 +175,6 @@ def _encoded(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> Iterator
     yield from encode()
 
 
-def _reached(tokenizer: Tokenizer, token_id: int, text: str | None, fragment: bool) -> bool:
-    """Whether the token's own text is encoded as the token; of parts of characters nothing can be said."""
-    return text is None or fragment or tokenizer.encode_batch([text], [True])[0] == [token_id]
-
-
 def _unknown_id(tokenizer: Tokenizer) -> int:
     name = getattr(tokenizer.inner.model, "unk_token", None) or "<unk>"
     found = tokenizer.inner.token_to_id(name)
@@ -207,14 +188,7 @@ def _named(ids: list[int], tokens: list[str | None]) -> list[tuple[int, str]]:
 def _total(rows: Iterable[Fertility]) -> Fertility:
     total = Fertility("all")
     for row in rows:
-        for name in (
-            "documents",
-            "words",
-            "text_bytes",
-            "tokens",
-            "byte_tokens",
-            "unknown_tokens",
-            "failures",
-        ):
-            setattr(total, name, getattr(total, name) + getattr(row, name))
+        for name, count in asdict(row).items():
+            if name != "group":
+                setattr(total, name, getattr(total, name) + count)
     return total

@@ -1,8 +1,6 @@
-"""New tokens for a domain: a BPE tokenizer goes on merging where its training stopped, on other text.
-
-The merges are added behind those it has, so text is first encoded as before and then shortened: nothing that the old
-tokens could write is lost, and old ids keep their meaning. `initial_rows` makes the embedding's new rows.
-"""
+"""New tokens for a domain: a BPE tokenizer goes on merging where its training stopped, on other text. The merges are
+added behind those it has, so text is first encoded as before and then shortened: nothing that the old tokens could
+write is lost, and old ids keep their meaning. `initial_rows` makes the embedding's new rows."""
 
 from __future__ import annotations
 
@@ -40,15 +38,12 @@ class Extension:
 
 
 def extend(tokenizer: Tokenizer, texts: Iterable[str], new_tokens: int, min_count: int = 2) -> Extension:
-    """At most `new_tokens` learned from the texts, each from a pair that occurs `min_count` times or more.
-
-    Same texts, same tokens. The sample is held in memory. Only for BPE: another model has no merges to go on from.
-    """
+    """At most `new_tokens` learned from the texts, each from a pair that occurs `min_count` times or more. Same
+    texts, same tokens. The sample is held in memory. Only for BPE: another model has no merges to go on from."""
     inner = tokenizer.inner
     if type(inner.model).__name__ != "BPE":
-        raise UserError(
-            f"new tokens can be learned for a BPE tokenizer, not for {type(inner.model).__name__}; train a new one"
-        )
+        kind = type(inner.model).__name__
+        raise UserError(f"new tokens can be learned for a BPE tokenizer, not for {kind}; train a new one")
     sample = list(texts)
     definition = json.loads(inner.to_str())
     words = _words(tokenizer, sample)
@@ -68,11 +63,8 @@ def initial_rows(
     old: Tokenizer, new: Tokenizer, matrix: npt.NDArray[Any], match_norm: bool = False
 ) -> npt.NDArray[Any]:
     """The embedding (or output) matrix for the new tokenizer: old rows as they are, and for a new token the mean of
-    the rows of the pieces that the old tokenizer writes it with.
-
-    A mean is shorter than its parts; `match_norm` gives it the mean length of the old rows. Rows of the matrix above
-    the old vocabulary (padding) are not taken over.
-    """
+    the rows of the pieces that the old tokenizer writes it with. A mean is shorter than its parts; `match_norm` gives
+    it the mean length of the old rows. Rows of the matrix above the old vocabulary (padding) are not taken over."""
     if matrix.ndim != 2 or matrix.shape[0] < old.vocab_size:
         raise ValueError(f"the matrix is {matrix.shape}, but the old tokenizer has {old.vocab_size} ids")
     known = old.inner.get_vocab(with_added_tokens=True)
@@ -98,11 +90,8 @@ def _words(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[tuple[int, ...
     counts: Counter[str] = Counter()
     for text in texts:
         text = inner.normalizer.normalize_str(text) if inner.normalizer is not None else text
-        parts = (
-            [part for part, _ in inner.pre_tokenizer.pre_tokenize_str(text)]
-            if inner.pre_tokenizer is not None
-            else [text]
-        )
+        first = inner.pre_tokenizer
+        parts = [part for part, _ in first.pre_tokenize_str(text)] if first is not None else [text]
         counts.update(word for part in parts for word in (_WORD.findall(part) if "▁" in part else [part]))
     words: Counter[tuple[int, ...]] = Counter()
     for word, count in counts.items():
@@ -113,19 +102,14 @@ def _words(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[tuple[int, ...
 
 
 def _learn(
-    words: Counter[tuple[int, ...]],
-    definition: dict[str, Any],
-    tokenizer: Tokenizer,
-    new_tokens: int,
-    min_count: int,
+    words: Counter[tuple[int, ...]], definition: dict[str, Any], tokenizer: Tokenizer, new_tokens: int, min_count: int
 ) -> tuple[list[tuple[str, str]], list[int]]:
     """The merges, and how many tokens each saves. Ties go to the lower ids, so the result is always the same."""
     names = {i: name for name, i in definition["model"]["vocab"].items()}
     taken = {*names.values(), *tokenizer.special}
     barred = set(tokenizer.special.values())
-    barred |= {
-        i for i, name in names.items() if definition["model"]["byte_fallback"] and _BYTE.fullmatch(name)
-    }
+    if definition["model"]["byte_fallback"]:
+        barred |= {i for i, name in names.items() if _BYTE.fullmatch(name)}
     table = [list(ids) for ids in sorted(words)]
     counts = [words[ids] for ids in sorted(words)]
     pairs: Counter[Pair] = Counter()
@@ -189,9 +173,5 @@ def _with_merges(definition: dict[str, Any], merges: list[tuple[str, str]], firs
         vocab.setdefault(token["content"], token["id"])
     for number, (left, right) in enumerate(merges):
         vocab[left + right] = first_id + number
-    model = {
-        **model,
-        "vocab": vocab,
-        "merges": [*model["merges"], *([left, right] for left, right in merges)],
-    }
+    model = {**model, "vocab": vocab, "merges": [*model["merges"], *map(list, merges)]}
     return Inner.from_str(json.dumps({**definition, "model": model}))

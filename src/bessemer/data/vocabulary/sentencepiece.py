@@ -1,18 +1,15 @@
-"""SentencePiece models (tokenizer.model): read without their package, made into a `tokenizers.Tokenizer`.
-
-Unigram and BPE models, with byte fallback or an unknown token, with user-defined and control symbols. The file is a
-protobuf; the numbers below are those of sentencepiece_model.proto.
-"""
+"""SentencePiece models (tokenizer.model): read without their package, made into a `tokenizers.Tokenizer`. Unigram and
+BPE models, with byte fallback or an unknown token, with user-defined and control symbols. The file is a protobuf; the
+numbers below are those of sentencepiece_model.proto."""
 
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bessemer.data.vocabulary.merges import merges_of
+from bessemer.data.read.protobuf import as_bytes, as_float, fields
 from bessemer.errors import UserError
 
 SPACE = "▁"  # U+2581, how SentencePiece writes a space
@@ -47,7 +44,7 @@ def from_sentencepiece(path: str) -> Any:
         data = file.read()
     try:
         model = parse(data)
-    except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(
             f"{path}: neither a tokenizer.json, a SentencePiece model nor tiktoken's ranks ({error}); "
             "download the file again"
@@ -55,37 +52,28 @@ def from_sentencepiece(path: str) -> Any:
     if not model.pieces or model.kind not in (_UNIGRAM, _BPE, _CHAR):
         raise UserError(f"{path}: not a unigram, BPE or character model of SentencePiece; convert it first")
     if model.space_behind or not model.escape_spaces or (model.kind == _BPE and model.of_type(_UNUSED)):
-        raise UserError(
-            f"{path}: a model with spaces behind words, unescaped spaces or unused BPE pieces; convert it first"
-        )
+        what = f"{path}: a model with spaces behind words, unescaped spaces or unused BPE pieces"
+        raise UserError(f"{what}; convert it first")
     return build(model)
 
 
 def parse(data: bytes) -> Model:
     """Reads sentencepiece_model.proto's ModelProto."""
     model = Model()
-    for number, value in _fields(data):
+    for number, value in fields(data):
+        part: dict[int, Any] = dict(fields(as_bytes(value))) if number <= 3 else {}
         if number == 1:
-            piece, score, kind = "", 0.0, NORMAL
-            for key, part in _fields(value):
-                if key == 1:
-                    piece = part.decode()
-                elif key == 2:
-                    score = struct.unpack("<f", part)[0]
-                elif key == 3:
-                    kind = part
-            model.pieces.append((piece, score, kind))
+            text, score = as_bytes(part.get(1, b"")).decode(), as_float(part.get(2, 0))
+            model.pieces.append((text, score, part.get(3, NORMAL)))
         elif number == 2:
-            trainer = dict(_fields(value))
-            model.kind = trainer.get(3, _UNIGRAM)
-            model.space_behind = bool(trainer.get(24, 0))
-            model.byte_fallback = bool(trainer.get(35, 0))
+            model.kind = part.get(3, _UNIGRAM)
+            model.space_behind = bool(part.get(24, 0))
+            model.byte_fallback = bool(part.get(35, 0))
         elif number == 3:
-            normalizer = dict(_fields(value))
-            model.charsmap = normalizer.get(2, b"")
-            model.dummy_prefix = bool(normalizer.get(3, 1))
-            model.remove_extra_spaces = bool(normalizer.get(4, 1))
-            model.escape_spaces = bool(normalizer.get(5, 1))
+            model.charsmap = part.get(2, b"")
+            model.dummy_prefix = bool(part.get(3, 1))
+            model.remove_extra_spaces = bool(part.get(4, 1))
+            model.escape_spaces = bool(part.get(5, 1))
     return model
 
 
@@ -97,31 +85,21 @@ def build(model: Model) -> Any:
     if model.kind == _UNIGRAM:
         never = min((score for _, score, kind in model.pieces if kind == NORMAL), default=0.0) - _NEVER
         # Rounded, since the library reads long numbers from its own file inexactly; ten digits it reads as written.
-        scored = [
-            (piece, round(score if kind == NORMAL else never, 9)) for piece, score, kind in model.pieces
-        ]
+        scored = [(text, round(score if kind == NORMAL else never, 9)) for text, score, kind in model.pieces]
         inner = Inner(models.Unigram(scored, unk_id=unknown, byte_fallback=model.byte_fallback))
     else:
         ranked = sorted((entry for entry in model.pieces if entry[2] == NORMAL), key=lambda entry: -entry[1])
-        inner = Inner(
-            models.BPE(
-                vocab={piece: i for i, (piece, _, _) in enumerate(model.pieces)},
-                merges=merges_of(piece for piece, _, _ in ranked) if model.kind == _BPE else [],
-                unk_token=model.pieces[unknown][0],
-                fuse_unk=True,
-                byte_fallback=model.byte_fallback,
-            )
-        )
+        vocab = {piece: i for i, (piece, _, _) in enumerate(model.pieces)}
+        merges = merges_of(piece for piece, _, _ in ranked) if model.kind == _BPE else []
+        name, bytes_too = model.pieces[unknown][0], model.byte_fallback
+        inner = Inner(models.BPE(vocab, merges, unk_token=name, fuse_unk=True, byte_fallback=bytes_too))
     defined = model.of_type(_USER_DEFINED)
     inner.normalizer = _normalizer(model, defined)
     inner.pre_tokenizer = _pre_tokenizer(model)
     leading = [decoders.Strip(" ", 1, 0)] if model.dummy_prefix else []
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *leading]
-    )
-    inner.add_special_tokens(
-        [AddedToken(piece, special=True, normalized=False) for piece in model.of_type(_UNKNOWN, _CONTROL)]
-    )
+    inner.decoder = decoder(*leading)
+    control = model.of_type(_UNKNOWN, _CONTROL)
+    inner.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in control])
     # Found after normalization, which then sees the text as a whole: spaces at its ends are no symbol's.
     inner.add_tokens([AddedToken(piece, special=False, normalized=True) for piece in defined])
     return inner
@@ -133,11 +111,8 @@ def _normalizer(model: Model, defined: list[str]) -> Any:
 
     steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     if model.remove_extra_spaces:
-        steps += [
-            normalizers.Replace(Regex(" {2,}"), " "),
-            normalizers.Replace(Regex(r"\A "), ""),
-            normalizers.Replace(Regex(r" \z"), ""),
-        ]
+        extra = ((" {2,}", " "), (r"\A ", ""), (r" \z", ""))
+        steps += [normalizers.Replace(Regex(found), left) for found, left in extra]
     if model.dummy_prefix:
         # The library normalizes a user-defined symbol to find it in normalized text; it must not get a space.
         symbols = "|".join(map(re.escape, defined))
@@ -174,36 +149,24 @@ def _cuts_through_names(model: Model, normal: set[str]) -> str:
     return "|".join(cuts)
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message: its number, and an int or bytes."""
-    at = 0
+def decoder(*last: Any) -> Any:
+    """Pieces back to text, and then some more steps."""
+    from tokenizers import decoders
 
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
+    return decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last])
 
-    def take(size: int) -> bytes:
-        nonlocal at
-        if at + size > len(data):
-            raise ValueError("the file ends in the middle of a field")
-        at += size
-        return data[at - size : at]
 
-    while at < len(data):
-        key = varint()
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            yield number, varint()
-        elif wire in (1, 5):
-            yield number, take(8 if wire == 1 else 4)
-        elif wire == 2:
-            yield number, take(varint())
-        else:
-            raise ValueError(f"field {number} has no known type")
+def merges_of(pieces: Iterable[str]) -> list[tuple[str, str]]:
+    """Every pair of pieces that joins to a third, in the order of the thirds; `pieces` come best first. SentencePiece
+    and tiktoken rank the joined piece, whatever its halves are; `tokenizers` ranks pairs. With all pairs of a piece
+    next to each other, both merge alike unless two pairs that make one piece overlap in the text (a, aa, a). Merged
+    from the left, text does not come to that; no test found a case."""
+    ordered = list(pieces)
+    known = set(ordered)
+    merges = []
+    for piece in ordered:
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in known and right in known:
+                merges.append((left, right))
+    return merges

@@ -10,10 +10,8 @@ from bessemer.errors import UserError
 
 
 def declare(inner: Any, names: Iterable[str]) -> list[str]:
-    """Makes every name a special token of one id; those that the vocabulary has not are added at its end.
-
-    Returns what was added.
-    """
+    """Makes every name a special token of one id; those that the vocabulary has not are added at its end. Returns
+    what was added."""
     new = []
     for name in names:
         if not name or name != name.strip():
@@ -56,17 +54,13 @@ def reachable(inner: Any, special: Mapping[str, int]) -> frozenset[int]:
         return frozenset(i for name, i in held.items() if name in merged or len(name) == 1)
     if kind == "Unigram":
         # If the best pieces of the name alone are others, they are better in every text.
-        return frozenset(
-            i for name, i in held.items() if any(token.id == i for token in model.tokenize(name))
-        )
+        return frozenset(i for name, i in held.items() if i in [token.id for token in model.tokenize(name)])
     return frozenset(held.values())
 
 
 def without_prefix(inner: Any) -> Any:
-    """The same tokenizer without the space that it puts before a text (or takes from it): for text that goes on.
-
-    The tokenizer itself where it does nothing of the kind.
-    """
+    """The same tokenizer without the space that it puts before a text (or takes from it): for text that goes on. The
+    tokenizer itself where it does nothing of the kind."""
     from tokenizers import Tokenizer as Inner
 
     definition = json.loads(inner.to_str())
@@ -89,12 +83,7 @@ def _plain(part: dict[str, Any] | None) -> dict[str, Any] | None:
     kind = part["type"]
     if kind == "Prepend" or (kind == "Replace" and part["pattern"].get("Regex", "").startswith(r"\A")):
         return None
-    if kind == "Metaspace":
-        return {**part, "prepend_scheme": "never"}
-    if kind == "ByteLevel":
-        return {**part, "add_prefix_space": False}
-    if kind == "Strip" and "strip_left" in part:
-        return {**part, "strip_left": False}
+    plain = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
     if kind == "Strip":
-        return {**part, "start": 0}
-    return part
+        return {**part, **({"strip_left": False} if "strip_left" in part else {"start": 0})}
+    return {**part, **plain.get(kind, {})}

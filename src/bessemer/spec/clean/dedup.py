@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from bessemer.spec.clean.step import StepSpec
+from bessemer.spec.clean.step import StepSpec, setting
 from bessemer.spec.part import Paths, ShortPart
 from bessemer.spec.quantity import Share
 
@@ -20,65 +20,48 @@ TRACKING = ["utm_*", "fbclid", "gclid", "dclid", "msclkid", "yclid", "igshid", "
 
 
 def _keep() -> Any:
-    return Field("first", description="of duplicates, the first or the longest stays", examples=["longest"])
+    return setting("first", "of duplicates, the first or the longest stays", "longest")
 
 
 def _left() -> Any:
-    return Field(
-        100, ge=0, description="a document goes when cutting leaves it fewer characters", examples=[200]
-    )
+    return setting(100, "a document goes when cutting leaves it fewer characters", 200, ge=0)
 
 
-class DedupUrlSpec(StepSpec):
+class DedupUrlSpec(StepSpec, step="dedup_url"):
     """Of documents from one address, one stays. Documents without a URL stay."""
 
-    step: ClassVar[str] = "dedup_url"
     keep: Keep = _keep()
-    tracking: list[str] = Field(
-        TRACKING,
-        description="query parameters that are no part of the address; * at the end is any ending",
-        examples=[["utm_*", "fbclid"]],
+    tracking: list[str] = setting(
+        TRACKING, "query parameters that are no part of the address; * at the end is any ending", ["utm_*", "fbclid"]
     )
-    ignore_query: bool = Field(False, description="the whole query is no part of it", examples=[True])
+    ignore_query: bool = setting(False, "the whole query is no part of it", True)
 
 
-class DedupExactSpec(StepSpec):
+class DedupExactSpec(StepSpec, step="dedup_exact"):
     """Of documents with the same text, one stays."""
 
-    step: ClassVar[str] = "dedup_exact"
     keep: Keep = _keep()
-    ignore_case: bool = Field(False, description="upper and lower case are the same", examples=[True])
-    ignore_whitespace: bool = Field(
-        True, description="any white space is one space; none at the ends", examples=[True]
-    )
-    ignore_punctuation: bool = Field(
-        False, description="punctuation and symbols do not count", examples=[True]
-    )
+    ignore_case: bool = setting(False, "upper and lower case are the same", True)
+    ignore_whitespace: bool = setting(True, "any white space is one space; none at the ends", True)
+    ignore_punctuation: bool = setting(False, "punctuation and symbols do not count", True)
 
 
-class DedupMinhashSpec(StepSpec):
+class DedupMinhashSpec(StepSpec, step="dedup_minhash"):
     """Of near-duplicates, one stays: MinHash signatures, and buckets that similar documents share (LSH).
 
     Two documents whose n-grams overlap by s (Jaccard) are found with probability 1 - (1 - s^rows)^bands.
     """
 
-    step: ClassVar[str] = "dedup_minhash"
-    preset: Literal["fineweb", "curator", "none"] = Field(
-        "fineweb",
-        description="fineweb: 5 words, 14 x 8; curator: 24 characters, 20 x 13; none: all given here",
-        examples=["curator"],
+    preset: Literal["fineweb", "curator", "none"] = setting(
+        "fineweb", "fineweb: 5 words, 14 x 8; curator: 24 characters, 20 x 13; none: all given here", "curator"
     )
-    unit: Unit | None = Field(None, description="n-grams of words or of characters", examples=["word"])
-    ngram: int | None = Field(None, ge=1, le=256, description="units in an n-gram", examples=[5])
-    bands: int | None = Field(None, ge=1, le=512, description="buckets for each document", examples=[14])
-    rows: int | None = Field(None, ge=1, le=512, description="hashes that make a bucket", examples=[8])
-    seed: int = Field(1, ge=0, lt=2**32, description="of the hash functions", examples=[1])
-    verify: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="least overlap, estimated from all hashes, for a bucket's documents to be duplicates",
-        examples=[0.7],
+    unit: Unit | None = setting(None, "n-grams of words or of characters", "word")
+    ngram: int | None = setting(None, "units in an n-gram", 5, ge=1, le=256)
+    bands: int | None = setting(None, "buckets for each document", 14, ge=1, le=512)
+    rows: int | None = setting(None, "hashes that make a bucket", 8, ge=1, le=512)
+    seed: int = setting(1, "of the hash functions", 1, ge=0, lt=2**32)
+    verify: float | None = setting(
+        None, "least overlap, estimated from all hashes, for a bucket's documents to be duplicates", 0.7, gt=0, le=1
     )
     keep: Keep = _keep()
 
@@ -96,60 +79,43 @@ class DedupMinhashSpec(StepSpec):
         return self.unit or unit, self.ngram or ngram, self.bands or bands, self.rows or rows
 
 
-class DedupSimhashSpec(StepSpec):
+class DedupSimhashSpec(StepSpec, step="dedup_simhash"):
     """Of documents whose 64-bit SimHash differs in few bits, one stays."""
 
-    step: ClassVar[str] = "dedup_simhash"
-    unit: Unit = Field("word", description="n-grams of words or of characters", examples=["word"])
-    ngram: int = Field(
-        3, ge=1, le=256, description="units in an n-gram; each counts as often as it occurs", examples=[3]
-    )
-    distance: int = Field(
-        3, ge=0, le=7, description="bits that may differ; all pairs within it are found", examples=[3]
-    )
+    unit: Unit = setting("word", "n-grams of words or of characters", "word")
+    ngram: int = setting(3, "units in an n-gram; each counts as often as it occurs", 3, ge=1, le=256)
+    distance: int = setting(3, "bits that may differ; all pairs within it are found", 3, ge=0, le=7)
     keep: Keep = _keep()
 
 
-class DedupParagraphsSpec(StepSpec):
+class DedupParagraphsSpec(StepSpec, step="dedup_paragraphs"):
     """Paragraphs that stood in the corpus before are cut out."""
 
-    step: ClassVar[str] = "dedup_paragraphs"
-    unit: Literal["paragraph", "line"] = Field(
-        "paragraph", description="paragraph (parted by empty lines) or line", examples=["line"]
-    )
-    min_chars: int = Field(50, ge=1, description="shorter ones are left alone", examples=[50])
-    min_count: int = Field(2, ge=2, description="how often one must occur to be cut", examples=[3])
-    ignore_case: bool = Field(True, description="upper and lower case are the same", examples=[True])
-    ignore_whitespace: bool = Field(
-        True, description="any white space is one space; none at the ends", examples=[True]
-    )
-    ignore_punctuation: bool = Field(
-        False, description="punctuation and symbols do not count", examples=[True]
-    )
+    unit: Literal["paragraph", "line"] = setting("paragraph", "paragraph (parted by empty lines) or line", "line")
+    min_chars: int = setting(50, "shorter ones are left alone", 50, ge=1)
+    min_count: int = setting(2, "how often one must occur to be cut", 3, ge=2)
+    ignore_case: bool = setting(True, "upper and lower case are the same", True)
+    ignore_whitespace: bool = setting(True, "any white space is one space; none at the ends", True)
+    ignore_punctuation: bool = setting(False, "punctuation and symbols do not count", True)
     min_left_chars: int = _left()
 
 
-class DedupSubstringsSpec(StepSpec):
+class DedupSubstringsSpec(StepSpec, step="dedup_substrings"):
     """Passages that stood in the corpus before, byte for byte, are cut out, wherever they begin.
 
     The published threshold is 50 tokens; with some 4 bytes a token, 200 bytes.
     """
 
-    step: ClassVar[str] = "dedup_substrings"
-    min_bytes: int = Field(
-        200, ge=2, le=16384, description="bytes of UTF-8 that make a repeat", examples=[200]
-    )
+    min_bytes: int = setting(200, "bytes of UTF-8 that make a repeat", 200, ge=2, le=16384)
     min_left_chars: int = _left()
 
 
 class EvaluationSetSpec(ShortPart):
     """An evaluation set: JSONL (an item a line) or text files (an item a line). `PATH` is short for `{path: PATH}`."""
 
-    path: Paths = Field(description="files, folders or globs", examples=["evals/arc/*.jsonl"])
-    fields: list[str] = Field(
-        [],
-        description="JSON fields that make an item, in order; all strings in it if not given",
-        examples=[["question", "answer"]],
+    path: Paths = setting(..., "files, folders or globs", "evals/arc/*.jsonl")
+    fields: list[str] = setting(
+        [], "JSON fields that make an item, in order; all strings in it if not given", ["question", "answer"]
     )
 
     @model_validator(mode="before")
@@ -158,45 +124,20 @@ class EvaluationSetSpec(ShortPart):
         return {"path": value} if isinstance(value, (str, list)) else value
 
 
-class DecontaminateSpec(StepSpec):
+class DecontaminateSpec(StepSpec, step="decontaminate"):
     """Documents that hold text of an evaluation set go, or lose it, or are only reported."""
 
-    step: ClassVar[str] = "decontaminate"
-    sets: dict[str, EvaluationSetSpec] = Field(
-        min_length=1, description="evaluation sets by name", examples=[{"arc": "evals/arc.jsonl"}]
+    sets: dict[str, EvaluationSetSpec] = setting(
+        ..., "evaluation sets by name", {"arc": "evals/arc.jsonl"}, min_length=1
     )
-    ngram: int = Field(
-        13,
-        ge=2,
-        le=64,
-        description="words that must match: 13 as for GPT-3, 12 as for FineWeb",
-        examples=[12],
+    ngram: int = setting(13, "words that must match: 13 as for GPT-3, 12 as for FineWeb", 12, ge=2, le=64)
+    action: Literal["drop", "cut", "report"] = setting(
+        "drop", "drop the document, cut what matches, or only report", "cut"
     )
-    action: Literal["drop", "cut", "report"] = Field(
-        "drop", description="drop the document, cut what matches, or only report", examples=["cut"]
+    max_matches: int = setting(0, "matching n-grams that a document may have", 2, ge=0)
+    max_share: Share = setting(0.0, "share of a document's words that may match, too", "1%")
+    max_items: int | None = setting(
+        None, "n-grams in more evaluation items than this are boilerplate and do not count", 10, ge=1
     )
-    max_matches: int = Field(0, ge=0, description="matching n-grams that a document may have", examples=[2])
-    max_share: Share = Field(
-        0.0, description="share of a document's words that may match, too", examples=["1%"]
-    )
-    max_items: int | None = Field(
-        None,
-        ge=1,
-        description="n-grams in more evaluation items than this are boilerplate and do not count",
-        examples=[10],
-    )
-    margin_chars: int = Field(
-        0, ge=0, description="what else is cut on both sides; 200 for GPT-3", examples=[200]
-    )
+    margin_chars: int = setting(0, "what else is cut on both sides; 200 for GPT-3", 200, ge=0)
     min_left_chars: int = _left()
-
-
-STEPS: tuple[type[StepSpec], ...] = (
-    DedupUrlSpec,
-    DedupExactSpec,
-    DedupMinhashSpec,
-    DedupSimhashSpec,
-    DedupParagraphsSpec,
-    DedupSubstringsSpec,
-    DecontaminateSpec,
-)

@@ -1,21 +1,14 @@
-"""Settings of the steps that score documents: trained classifiers, perplexity, a user's own function or service."""
+"""Settings of the steps that score documents (trained classifiers, perplexity, a user's function or service), and of
+the one that rewrites them by a user's function."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Tag, WithJsonSchema, field_validator, model_validator
 
 from bessemer.spec.clean.service import ServiceSpec
-from bessemer.spec.clean.step import StepSpec
+from bessemer.spec.clean.step import Named, StepSpec, setting
 from bessemer.spec.part import Part
 from bessemer.spec.quantity import Share, parse_share, shown
 
@@ -25,8 +18,8 @@ _BEST = "best "
 class Bounds(Part):
     """A score's lowest and highest value that is kept."""
 
-    min: float | None = Field(None, description="lowest score that is kept", examples=[0.5])
-    max: float | None = Field(None, description="highest score that is kept", examples=[2.5])
+    min: float | None = setting(None, "lowest score that is kept", 0.5)
+    max: float | None = setting(None, "highest score that is kept", 2.5)
 
     @model_validator(mode="after")
     def _some(self) -> Bounds:
@@ -73,68 +66,45 @@ _PER = "what a share such as best 25% is taken of: the whole corpus, or each sou
 _LABEL_ONLY = "not set: nothing is dropped, documents are only labelled"
 
 
-class QualitySpec(StepSpec):
+class QualitySpec(StepSpec, step="quality"):
     """Documents that a trained classifier finds poor go. The label `quality` is the probability of its first class."""
 
-    step: ClassVar[str] = "quality"
-    model: str = Field(
-        min_length=1,
-        description="a classifier trained from folders of good and other text",
-        examples=["quality.safetensors"],
-    )
-    keep: Keep | None = Field(
-        None, description=f"lowest score, or a share such as best 25%; {_LABEL_ONLY}", examples=[0.5]
-    )
-    per: Per = Field("corpus", description=_PER, examples=["source"])
+    model: Named = setting(..., "a classifier trained from folders of good and other text", "quality.safetensors")
+    keep: Keep | None = setting(None, f"lowest score, or a share such as best 25%; {_LABEL_ONLY}", 0.5)
+    per: Per = setting("corpus", _PER, "source")
 
 
-class DomainSpec(StepSpec):
+class DomainSpec(StepSpec, step="domain"):
     """Labels each document with the most probable class of a trained classifier, as `domain`, and may filter by it."""
 
-    step: ClassVar[str] = "domain"
-    model: str = Field(
-        min_length=1,
-        description="a classifier trained from one folder for each domain",
-        examples=["domain.safetensors"],
-    )
-    keep: list[str] | None = Field(
-        None,
-        min_length=1,
-        description=f"domains that are kept; {_LABEL_ONLY}",
-        examples=[["science", "news"]],
-    )
-    min_probability: float = Field(
-        0.0, ge=0, le=1, description="below it, the domain is called unsure", examples=[0.5]
-    )
+    model: Named = setting(..., "a classifier trained from one folder for each domain", "domain.safetensors")
+    keep: list[str] | None = setting(None, f"domains that are kept; {_LABEL_ONLY}", ["science", "news"], min_length=1)
+    min_probability: float = setting(0.0, "below it, the domain is called unsure", 0.5, ge=0, le=1)
 
 
-class PerplexitySpec(StepSpec):
+class PerplexitySpec(StepSpec, step="perplexity"):
     """Documents that a small model of good text finds surprising go.
 
     The label `perplexity` is in bits per byte, which is fair to long and short documents; `perplexity_part` is head,
     middle or tail as in CCNet.
     """
 
-    step: ClassVar[str] = "perplexity"
-    model: str = Field(
-        min_length=1, description="a model trained from good text", examples=["wiki.safetensors"]
-    )
-    keep: Keep | None = Field(
+    model: Named = setting(..., "a model trained from good text", "wiki.safetensors")
+    keep: Keep | None = setting(
         None,
-        description=f"highest bits per byte, or a share such as best 30% (lowest first); {_LABEL_ONLY}",
-        examples=["best 30%", {"max": 2.5}],
+        f"highest bits per byte, or a share such as best 30% (lowest first); {_LABEL_ONLY}",
+        "best 30%",
+        {"max": 2.5},
     )
-    per: Per = Field("corpus", description=_PER, examples=["source"])
-    head: Share = Field(0.3, description="share of documents labelled head", examples=["30%"])
-    middle: Share = Field(0.3, description="share labelled middle; the rest is the tail", examples=["30%"])
+    per: Per = setting("corpus", _PER, "source")
+    head: Share = setting(0.3, "share of documents labelled head", "30%")
+    middle: Share = setting(0.3, "share labelled middle; the rest is the tail", "30%")
 
     @field_validator("keep")
     @classmethod
     def _bounded_above(cls, value: float | Bounds | str | None) -> float | Bounds | str | None:
         if isinstance(value, float):
-            raise ValueError(
-                f"a low perplexity is good: write {{max: {value:g}}} for the highest that is kept"
-            )
+            raise ValueError(f"a low perplexity is good: write {{max: {value:g}}} for the highest that is kept")
         return value
 
     @model_validator(mode="after")
@@ -144,43 +114,30 @@ class PerplexitySpec(StepSpec):
         return self
 
 
-class ScoreSpec(StepSpec):
+class ScoreSpec(StepSpec, step="score"):
     """Scores from a Python function of yours, or from an HTTP service. Name one of the two.
 
     Nothing of it runs unless a spec names it. Results are kept: they are computed anew when the function's file or
     these settings change; when only something behind them changed, give another `version`.
     """
 
-    step: ClassVar[str] = "score"
-    function: str | None = Field(
+    function: str | None = setting(
         None,
+        "module:name or path/to/file.py:name of a function",
+        "scorers.py:readability",
         pattern=r"^[^:\s][^:]*:[A-Za-z_]\w*$",
-        description="module:name or path/to/file.py:name of a function",
-        examples=["scorers.py:readability"],
     )
-    takes: Literal["texts", "text"] = Field(
-        "texts",
-        description="texts: a list of texts, one number for each comes back; text: one text, one number",
-        examples=["text"],
+    takes: Literal["texts", "text"] = setting(
+        "texts", "texts: a list of texts, one number for each comes back; text: one text, one number", "text"
     )
-    service: ServiceSpec | None = Field(
-        None, description="an HTTP service instead of a function", examples=["https://host/score"]
+    service: ServiceSpec | None = setting(None, "an HTTP service instead of a function", "https://host/score")
+    name: str = setting("score", "the label that is set", "toxicity", pattern=r"^[a-z][a-z0-9_]*$")
+    keep: Keep | None = setting(
+        None, f"lowest score, bounds, or a share such as best 25%; {_LABEL_ONLY}", 0.5, {"max": 0.5}, "best 25%"
     )
-    name: str = Field(
-        "score", pattern=r"^[a-z][a-z0-9_]*$", description="the label that is set", examples=["toxicity"]
-    )
-    keep: Keep | None = Field(
-        None,
-        description=f"lowest score, bounds, or a share such as best 25%; {_LABEL_ONLY}",
-        examples=[0.5, {"max": 0.5}, "best 25%"],
-    )
-    better: Literal["higher", "lower"] = Field(
-        "higher", description="which scores a share such as best 25% keeps", examples=["lower"]
-    )
-    per: Per = Field("corpus", description=_PER, examples=["source"])
-    version: str = Field(
-        "", description="any word; another one means that scores have to be computed anew", examples=["2"]
-    )
+    better: Literal["higher", "lower"] = setting("higher", "which scores a share such as best 25% keeps", "lower")
+    per: Per = setting("corpus", _PER, "source")
+    version: str = setting("", "any word; another one means that scores have to be computed anew", "2")
 
     @model_validator(mode="after")
     def _one(self) -> ScoreSpec:
@@ -189,4 +146,21 @@ class ScoreSpec(StepSpec):
         return self
 
 
-STEPS: tuple[type[StepSpec], ...] = (QualitySpec, DomainSpec, PerplexitySpec, ScoreSpec)
+class RewriteSpec(StepSpec, step="rewrite"):
+    """Some documents are replaced by what a Python function of yours makes of them, with the label `rewritten`.
+
+    The function gets a list of texts and returns as many; None or an empty text leaves the original as it is. A step
+    changes documents and cannot add any: to train on original and rewritten text, name the same path as two sources
+    and give one of them this step. Conversations are left as they are. Nothing of it runs unless a spec names it;
+    results are kept until the function's file or these settings change.
+    """
+
+    function: str = setting(
+        ...,
+        "module:name or path/to/file.py:name of a function that takes a list of texts and returns one",
+        "rewriters.py:paraphrase",
+        pattern=r"^[^:\s][^:]*:[A-Za-z_]\w*$",
+    )
+    share: Share = setting(1.0, "share of documents to rewrite, chosen by a hash of the text", "10%")
+    texts: int = setting(32, "texts in one call of the function, at most", 32, ge=1)
+    version: str = setting("", "any word; another one means that texts have to be rewritten anew", "2")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
+from bessemer.spec.clean.step import Named, setting
 from bessemer.spec.part import ShortPart
 from bessemer.spec.quantity import Seconds, shown
 
@@ -16,11 +17,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # https://developers.perspectiveapi.com: at most 20,480 bytes of text, one request a second without a larger quota.
     "perspective": {
         "url": "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze",
-        "request": {
-            "comment": {"text": "{text}"},
-            "requestedAttributes": {"TOXICITY": {}},
-            "doNotStore": True,
-        },
+        "request": {"comment": {"text": "{text}"}, "requestedAttributes": {"TOXICITY": {}}, "doNotStore": True},
         "response": "attributeScores.TOXICITY.summaryScore.value",
         "key_env": "PERSPECTIVE_API_KEY",
         "key_query": "key",
@@ -37,78 +34,43 @@ class ServiceSpec(ShortPart):
     Answers are kept on disk, so a job that is stopped and started again asks for nothing twice.
     """
 
-    preset: Literal["plain", "perspective"] = Field(
-        "plain", description="plain, or perspective for Google's API of that name", examples=["perspective"]
+    preset: Literal["plain", "perspective"] = setting(
+        "plain", "plain, or perspective for Google's API of that name", "perspective"
     )
-    url: str = Field(
-        "", description="where requests go; keys do not belong in it", examples=["https://host/score"]
+    url: str = setting("", "where requests go; keys do not belong in it", "https://host/score")
+    request: dict[str, Any] | None = setting(
+        None, 'JSON to send; "{text}" stands for the text, "{texts}" for a list of them', {"input": "{text}"}
     )
-    request: dict[str, Any] | None = Field(
-        None,
-        description='JSON to send; "{text}" stands for the text, "{texts}" for a list of them',
-        examples=[{"input": "{text}"}],
+    response: Named | None = setting(
+        None, "path to the score in the answer; a number picks of a list, * takes all of it", "results.0.score"
     )
-    response: str | None = Field(
-        None,
-        min_length=1,
-        description="path to the score in the answer; a number picks of a list, * takes all of it",
-        examples=["results.0.score"],
+    batch: int = setting(1, "texts in one request", 16, ge=1, le=10_000)
+    key_env: Named | None = setting(
+        None, "environment variable that holds the key; the key itself is written nowhere", "SCORER_KEY"
     )
-    batch: int = Field(1, ge=1, le=10_000, description="texts in one request", examples=[16])
-    key_env: str | None = Field(
-        None,
-        min_length=1,
-        description="environment variable that holds the key; the key itself is written nowhere",
-        examples=["SCORER_KEY"],
-    )
-    key_header: str = Field(
+    key_header: str = setting(
         "Authorization: Bearer {key}",
+        "the header that carries the key",
+        "X-Api-Key: {key}",
         pattern=r"^[A-Za-z0-9-]+: ?[^\r\n]*\{key\}[^\r\n]*$",
-        description="the header that carries the key",
-        examples=["X-Api-Key: {key}"],
     )
-    key_query: str | None = Field(
-        None,
-        min_length=1,
-        description="the URL's parameter that carries the key, instead of a header",
-        examples=["key"],
-    )
-    requests_per_s: float = Field(
+    key_query: Named | None = setting(None, "the URL's parameter that carries the key, instead of a header", "key")
+    requests_per_s: float = setting(
         10.0,
+        "most requests a second, all workers of a machine together; "
+        "on a cluster, the service's limit divided by the number of machines",
+        1.0,
         gt=0,
         le=100_000,
-        description="most requests a second, all workers of a machine together; "
-        "on a cluster, the service's limit divided by the number of machines",
-        examples=[1.0],
     )
-    parallel: int = Field(
-        4, ge=1, le=256, description="requests of one worker that wait for an answer at once", examples=[4]
-    )
-    timeout: Seconds = Field(30.0, gt=0, description="longest wait for an answer", examples=["30s"])
-    retries: int = Field(
-        6,
-        ge=0,
-        le=100,
-        description="further attempts after 429, 5xx, no answer or no connection",
-        examples=[6],
-    )
-    backoff: Seconds = Field(
-        1.0, gt=0, description="wait before the first retry; it doubles each time", examples=["1s"]
-    )
-    longest_wait: Seconds = Field(
-        600.0,
-        gt=0,
-        description="longest wait before one retry, also when asked for more",
-        examples=["10 min"],
-    )
-    max_bytes: int | None = Field(
-        None, ge=1, description="only so much of the beginning of a text is sent", examples=[20480]
-    )
-    cache: str = Field(
-        "auto",
-        min_length=1,
-        description="file that answers are kept in, on a local disk (auto: in the user's cache folder)",
-        examples=["scores.sqlite"],
+    parallel: int = setting(4, "requests of one worker that wait for an answer at once", 4, ge=1, le=256)
+    timeout: Seconds = setting(30.0, "longest wait for an answer", "30s", gt=0)
+    retries: int = setting(6, "further attempts after 429, 5xx, no answer or no connection", 6, ge=0, le=100)
+    backoff: Seconds = setting(1.0, "wait before the first retry; it doubles each time", "1s", gt=0)
+    longest_wait: Seconds = setting(600.0, "longest wait before one retry, also when asked for more", "10 min", gt=0)
+    max_bytes: int | None = setting(None, "only so much of the beginning of a text is sent", 20480, ge=1)
+    cache: Named = setting(
+        "auto", "file that answers are kept in, on a local disk (auto: in the user's cache folder)", "scores.sqlite"
     )
 
     @model_validator(mode="before")

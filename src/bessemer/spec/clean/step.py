@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import (
-    GetJsonSchemaHandler,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from bessemer.spec.part import Part
 
+Named = Annotated[str, Field(min_length=1)]  # a file, a word, a variable: never empty
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def setting(default: Any, about: str, *examples: Any, **limits: Any) -> Any:
+    """A field of a step. A default of `...` means that there is none; limits are pydantic's (ge, le, pattern)."""
+    return Field(default, description=about, examples=list(examples), **limits)
+
 
 class StepSpec(Part):
     """The settings of one step. Defaults are the published ones; `step` is its name in a spec."""
 
-    step: ClassVar[str]
+    step: ClassVar[str] = ""
+
+    def __init_subclass__(cls, step: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.step = step
 
     @model_validator(mode="before")
     @classmethod

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
-from bessemer.spec.clean import dedup, extract, privacy, rewrite, score, sift, text
+from bessemer.spec.clean import dedup, privacy, score, sift, text
 from bessemer.spec.clean.step import StepSpec
 from bessemer.spec.quantity import shown
 
 STEPS: dict[str, type[StepSpec]] = {
     spec.step: spec
-    for module in (extract, text, sift, score, privacy, rewrite, dedup)
-    for spec in module.STEPS
+    for module in (text, sift, score, privacy, dedup)
+    for spec in vars(module).values()
+    if isinstance(spec, type) and issubclass(spec, StepSpec) and spec.step
 }
 
 
@@ -32,8 +33,7 @@ def _known(value: Any) -> Any:
     name = _name(value)
     if name is None:
         raise ValueError(
-            f"expected a step's name, or its name and settings such as length: {{min_chars: 100}}; "
-            f"got {shown(value)}"
+            f"expected a step's name, or its name and settings such as length: {{min_chars: 100}}; got {shown(value)}"
         )
     if name not in STEPS:
         near = difflib.get_close_matches(name, STEPS, n=1, cutoff=0.5)

@@ -1,0 +1,123 @@
+"""`bessemer inspect`: looks inside a model: learning rate, gradients, landscape, histograms, noise scale, NaN."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from bessemer.diagnose.report import Report
+
+app = typer.Typer(help="Look inside a model: learning rate, gradients, landscape, NaN.", no_args_is_help=True)
+RunFolder = Annotated[Path, typer.Argument(help="The run's folder, such as runs/demo.")]
+Batches = Annotated[int, typer.Option(min=1, help="How many of the run's steps to look at.")]
+Checkpoint = Annotated[str, typer.Option(help="last, best or a checkpoint's name.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+Html = Annotated[Path | None, typer.Option(help="Also write a page with all figures to this file.")]
+
+
+def _show(report: Report, as_json: bool, html: Path | None) -> None:
+    if html is not None:
+        html.write_text(report.html(), encoding="utf-8")
+    print(report.to_json() if as_json else report.text())
+
+
+@app.command()
+def lr(
+    spec: Annotated[Path, typer.Argument(help="The run's YAML file, or a run's folder to go on from there.")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a key of the spec.")] = None,
+    first: Annotated[float, typer.Option(help="Lowest learning rate.")] = 1e-6,
+    last: Annotated[float, typer.Option(help="Highest; the test stops earlier when the loss diverges.")] = 10.0,
+    steps: Annotated[int, typer.Option(help="Updates from the lowest to the highest.")] = 200,
+    checkpoint: Checkpoint = "last", device: Device = "auto", as_json: Json = False, html: Html = None,
+) -> None:  # fmt: skip
+    """Find the learning rate: raise it step by step until the loss diverges, and suggest one. Writes no run.
+
+    Example: bessemer inspect lr my-run.yaml --html lr.html
+    """
+    from bessemer.supervise.inspect import inspect_lr
+
+    _show(inspect_lr(spec, settings or [], checkpoint, device, first, last, steps), as_json, html)
+
+
+@app.command()
+def gradients(
+    run: RunFolder, batches: Batches = 4, checkpoint: Checkpoint = "last", device: Device = "auto",
+    as_json: Json = False, html: Html = None,
+) -> None:  # fmt: skip
+    """Gradient flow: every parameter's gradient beside its weight, and what vanishes or explodes.
+
+    Example: bessemer inspect gradients runs/demo --checkpoint best
+    """
+    from bessemer.supervise.inspect import from_run, inspect_gradients
+
+    _show(inspect_gradients(from_run(run, checkpoint, device), batches), as_json, html)
+
+
+@app.command()
+def landscape(
+    run: RunFolder, batches: Batches = 1,
+    reach: Annotated[float, typer.Option(help="How far to go; 1 is as far as the weights are long.")] = 1.0,
+    points: Annotated[int, typer.Option(min=3, help="Points along the first direction.")] = 21,
+    grid: Annotated[int, typer.Option(min=0, help="Points on a side of the surface; 0 for none.")] = 9,
+    seed: Annotated[int, typer.Option(min=0, help="Of the directions.")] = 0,
+    checkpoint: Checkpoint = "last", device: Device = "auto", as_json: Json = False, html: Html = None,
+) -> None:  # fmt: skip
+    """Loss around the weights, along random directions as long as the filters they move.
+
+    Costs points + grid x grid forward passes.
+
+    Example: bessemer inspect landscape runs/demo --grid 15 --html landscape.html
+    """
+    from bessemer.supervise.inspect import from_run, inspect_landscape
+
+    bench = from_run(run, checkpoint, device)
+    _show(inspect_landscape(bench, batches, reach, points, grid, seed), as_json, html)
+
+
+@app.command()
+def histograms(
+    run: RunFolder, checkpoint: Checkpoint = "last", device: Device = "auto", as_json: Json = False, html: Html = None
+) -> None:  # fmt: skip
+    """Histograms of weights, gradients and activations; zero gradients, dead units, updates lost to bf16 rounding.
+
+    Example: bessemer inspect histograms runs/demo --html histograms.html
+    """
+    from bessemer.supervise.inspect import from_run, inspect_histograms
+
+    _show(inspect_histograms(from_run(run, checkpoint, device)), as_json, html)
+
+
+@app.command()
+def noise(
+    run: RunFolder, batches: Batches = 16, checkpoint: Checkpoint = "last", device: Device = "auto",
+    as_json: Json = False, html: Html = None,
+) -> None:  # fmt: skip
+    """Estimate the gradient noise scale, and what it says about the batch size.
+
+    Example: bessemer inspect noise runs/demo --batches 32
+    """
+    from bessemer.supervise.inspect import from_run, inspect_noise
+
+    _show(inspect_noise(from_run(run, checkpoint, device), batches), as_json, html)
+
+
+@app.command()
+def nan(
+    run: RunFolder,
+    step: Annotated[int, typer.Option(help="The step, as in the metrics and events.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Weights to use as they are; else the steps since the last are replayed.")
+    ] = None,
+    device: Device = "auto", as_json: Json = False, html: Html = None,
+) -> None:  # fmt: skip
+    """Name the module or gradient where a step stops being finite, with what went into it.
+
+    Example: bessemer inspect nan runs/demo --step 655
+    """
+    from bessemer.supervise.inspect import inspect_nan
+
+    _show(inspect_nan(run, step, checkpoint, device), as_json, html)

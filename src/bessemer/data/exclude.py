@@ -1,0 +1,164 @@
+"""Exclusion lists: documents that a trial convicted, in a file that later runs can read.
+
+One JSON line for each, naming file and row, since another run has another store: `bans.py` finds them there. They keep
+their place in the stream with weight zero, so positions never shift.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bessemer.errors import UserError
+from bessemer.run.directory import write_whole
+from bessemer.run.journal import json_ready
+
+FILE_NAME = "exclusions.jsonl"  # in the run's folder
+EXCERPT_CHARS = 120
+_SHARD_DOCUMENTS = 3  # convicted documents of one file that make the file itself a suspect
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """One line of a list. `row` None means the whole file; an empty `document_id` is not compared."""
+
+    file: str
+    row: int | None
+    document_id: str = ""
+    source: str = ""
+    document: int | None = None  # index in the store of the run that convicted it
+    from_step: int | None = None  # from which step on that run leaves it out
+    run: str = ""
+    step: int | None = None  # at which it was caught
+    reason: str = ""
+    mean_loss: float | None = None
+    excerpt: str = ""
+
+    @property
+    def place(self) -> str:
+        return self.file if self.row is None else f"{self.file}:{self.row}"
+
+    @property
+    def key(self) -> tuple[str, int | None, str]:
+        return self.file, self.row, self.document_id
+
+    def to_line(self) -> str:
+        record = asdict(replace(self, excerpt=self.excerpt[:EXCERPT_CHARS]))
+        line = json.dumps(json_ready(record), ensure_ascii=False)
+        # A text may hold lone surrogates, which are no UTF-8; \udcXX is JSON's own escape for them.
+        return line.encode("utf-8", "backslashreplace").decode()
+
+
+_NUMBERS = dict.fromkeys(("row", "document", "from_step", "step"), (int, type(None)))
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys((field.name for field in fields(Exclusion)), (str,)),
+    **_NUMBERS,
+    "mean_loss": (int, float, str, type(None)),
+}
+
+
+def append_exclusions(path: Path, entries: Iterable[Exclusion]) -> int:
+    """Adds those that the list does not hold yet; how many. The file is replaced as a whole (a list has some hundred
+    lines), so a reader or a crash sees the old or the new one. What a person wrote into it stays as it is."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    known = {entry.key for entry in _parse(path, text) if isinstance(entry, Exclusion)}
+    new: dict[tuple[str, int | None, str], Exclusion] = {}
+    for entry in entries:
+        if entry.key not in known:
+            new.setdefault(entry.key, entry)
+    if new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ended = text if not text or text.endswith("\n") else text + "\n"
+        write_whole(path, ended + "".join(f"{entry.to_line()}\n" for entry in new.values()))
+    return len(new)
+
+
+def read_exclusions(path: str | Path) -> list[Exclusion]:
+    """The entries of a list. A line that is none is refused by its number."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); correct data.exclude or remove the path") from error
+    found = []
+    for entry in _parse(path, text):
+        if isinstance(entry, UserError):
+            raise entry
+        found.append(entry)
+    return found
+
+
+def _parse(path: str | Path, text: str) -> Iterator[Exclusion | UserError]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _entry(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            yield UserError(f"{path}:{number}: not an exclusion ({error}); correct or delete the line")
+
+
+def _entry(record: Any) -> Exclusion:
+    if not isinstance(record, dict) or "file" not in record or "row" not in record:
+        raise ValueError("write an object with file and row; row is null for the whole file")
+    for key, value in record.items():
+        kinds = _KINDS.get(key)
+        if kinds is None:
+            raise ValueError(f"unknown key {key!r}; there are {', '.join(_KINDS)}")
+        if type(value) not in kinds or (key == "row" and value is not None and value < 0):
+            raise ValueError(f"{key} is {json.dumps(value)[:40]}")
+    mean = record.get("mean_loss")  # "nan" and "inf" are strings in JSON
+    return Exclusion(**{**record, "mean_loss": None if mean is None else float(mean)})
+
+
+def convicted_shards(entries: Iterable[Exclusion], seen: Mapping[str, int] | None = None) -> list[Exclusion]:
+    """Entries for whole files of which so many documents were convicted that the file itself is the suspect: at least
+    3, and at least half of those the run has `seen`, where that is known. Only suggestions: a person decides."""
+    entries = list(entries)
+    whole = {entry.file for entry in entries if entry.row is None}
+    counts = Counter(file for file, row in {entry.key[:2] for entry in entries} if row is not None)
+    found = []
+    for file, count in counts.items():
+        if file in whole or count < max(_SHARD_DOCUMENTS, (seen or {}).get(file, 0) / 2):
+            continue
+        first = next(entry for entry in entries if entry.file == file)
+        reason = f"{count} of its documents were convicted"
+        found.append(Exclusion(file, None, source=first.source, run=first.run, step=first.step, reason=reason))
+    return found
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Another run's list that convicts documents of this run's files."""
+
+    path: str
+    documents: int
+    files: int  # whole ones
+
+    @property
+    def line(self) -> str:
+        files = f"{self.files} whole file{'s' * (self.files > 1)}" if self.files else ""
+        documents = f"{self.documents} document{'s' * (self.documents > 1)}" if self.documents else ""
+        what = " and ".join(part for part in (files, documents) if part)
+        return f"{self.path} convicts {what} of this data: add `data: {{exclude: [{self.path}]}}` to the spec"
+
+
+def offers(files: Collection[str], runs_folder: str | Path, excluded: Collection[str | Path] = ()) -> list[Offer]:
+    """Lists in the same runs folder that convict documents of these `files` (names as origins give them) and that the
+    lists in `excluded` do not hold yet; pass the run's own list there too. What cannot be read offers nothing."""
+    own = {Path(path).resolve() for path in excluded}
+    known = {entry.key for path in own if path.exists() for entry in read_exclusions(path)}
+    wanted, found = set(files), []
+    for path in sorted(Path(runs_folder).glob(f"*/{FILE_NAME}")):
+        if path.resolve() in own:
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        entries = {entry.key for entry in _parse(path, text) if isinstance(entry, Exclusion)}
+        new = [key for key in entries - known if key[0] in wanted]
+        if new:
+            whole = sum(row is None for _, row, _ in new)
+            found.append(Offer(str(path), len(new) - whole, whole))
+    return found

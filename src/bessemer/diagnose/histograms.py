@@ -1,0 +1,168 @@
+"""Distributions of weights, gradients and activations of every layer, and what they tell: the largest weight, gradients
+that are zero, units that never fire, updates that bf16 weights would lose to rounding.
+
+Costs a training step and one more copy of the weights, when the activations are gone. Histograms are counted on the
+device with torch.histc, one tensor at a time: beside a model of 70B parameters that is its largest tensor in fp32, a
+few times. Activations are histogrammed in the first micro-batch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bessemer.diagnose.landscape import kept_weights
+from bessemer.diagnose.report import Report
+from bessemer.diagnose.subject import Subject, backward
+from bessemer.observe.plot import Bars
+from bessemer.observe.words import sparkline
+
+BINS = 32
+DEAD = 1e-3  # of the layer's rms: a unit that never exceeds it, on any token, contributes nothing
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How one tensor's values are spread. Gradients are counted by log10 |g|, the others as they are."""
+
+    name: str
+    kind: str  # weight, gradient, activation
+    low: float
+    high: float
+    counts: list[int]
+    mean: float
+    std: float
+    largest: float  # |value|
+    zeros: float  # share of exact zeros
+    nonfinite: float  # share
+    lost: float | None = None  # of a weight: share of its non-zero updates that bf16 rounding loses
+    dead: int | None = None  # of an activation: units
+    units: int | None = None
+
+
+@torch.no_grad()
+def spread(name: str, kind: str, tensor: Tensor, **more: Any) -> Spread:
+    """One read of the device for the numbers and one for the counts."""
+    values = tensor.detach().float().flatten()
+    finite = values[values.isfinite()]
+    if not finite.numel():
+        return Spread(name, kind, 0.0, 0.0, [], 0.0, 0.0, 0.0, 0.0, 1.0 if values.numel() else 0.0, **more)
+    shown = finite[finite != 0].abs().log10() if kind == "gradient" else finite
+    shown = shown if shown.numel() else finite
+    ends, sizes = shown.aminmax(), finite.abs().amax()
+    facts = (ends.min, ends.max, finite.mean(), finite.std(correction=0), sizes, (values == 0).sum())
+    low, high, mean, std, largest, zeros = torch.stack(facts).tolist()
+    counts = torch.histc(shown, BINS, min=low, max=high) if high > low else shown.new_tensor([shown.numel()])
+    bad = 1 - finite.numel() / values.numel()
+    whole = [int(count) for count in counts.tolist()]
+    return Spread(name, kind, low, high, whole, mean, std, largest, zeros / values.numel(), bad, **more)
+
+
+def lost_to_bf16(weight: Tensor, update: Tensor) -> Tensor:
+    """Where bf16(weight) + update, rounded to the nearest bf16 (ties to even), is bf16(weight) again. An update of zero
+    is not lost.
+
+    No sum is rounded on the way: an update is compared with half the distance to the neighbour on its side, which fp32
+    holds exactly. Adding in fp32 and rounding again would err next to the ties.
+    """
+    rounded, change = weight.detach().to(torch.bfloat16), update.float()
+    size = rounded.abs()
+    bits = size.view(torch.int16)
+    at = size.float()
+    outer, inner = (bits + 1).view(torch.bfloat16).float() - at, at - (bits - 1).view(torch.bfloat16).float()
+    # Below zero there is no smaller size, and above the largest number there is none: the other side is as far.
+    inner = torch.where(bits == 0, outer, inner)
+    outer = torch.where(outer.isfinite(), outer, inner)
+    grows = (change > 0) == (rounded > 0)
+    half = torch.where(grows, outer, inner) / 2
+    even = bits % 2 == 0
+    return (change != 0) & ((change.abs() < half) | ((change.abs() == half) & even))
+
+
+@contextmanager
+def watched_inputs(model: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `see(name, input)` for every module with weights of its own whose input is floating point."""
+    handles = []
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+
+            def hook(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
+                if inputs and isinstance(inputs[0], Tensor) and inputs[0].is_floating_point():
+                    see(name, inputs[0].detach())
+
+            handles.append(module.register_forward_pre_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def spreads(subject: Subject, step: int, update: Callable[[], None]) -> list[Spread]:
+    """`update()` makes the optimizer's step from the gradients; the weights are put back bit by bit after it."""
+    first: dict[str, Spread] = {}
+    peaks: dict[str, Tensor] = {}  # of every unit, over all tokens
+
+    def see(name: str, value: Tensor) -> None:
+        peak = value.abs().reshape(-1, value.shape[-1]).amax(0).float()
+        peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
+        if name not in first:
+            first[name] = spread(name, "activation", value)
+
+    with watched_inputs(subject.model, see):
+        backward(subject, step)
+    found = []
+    for name, one in first.items():
+        scale = (one.mean**2 + one.std**2) ** 0.5
+        dead = int((peaks[name] <= DEAD * scale).sum())
+        found.append(Spread(**{**asdict(one), "dead": dead, "units": peaks[name].numel()}))
+    named = subject.named()
+    found += [spread(name, "gradient", p.grad) for name, p in named if p.grad is not None]
+    with kept_weights(subject) as kept:
+        update()
+        for name, parameter in named:
+            before = kept[name]
+            change = parameter.detach().float() - before.float()
+            lost, moved = int(lost_to_bf16(before, change).sum()), int((change != 0).sum())
+            found.append(spread(name, "weight", before, lost=lost / moved if moved else None))
+    subject.model.zero_grad(set_to_none=True)
+    return found
+
+
+def report(found: list[Spread], where: str) -> Report:
+    weights, gradients, activations = (
+        [one for one in found if one.kind == kind] for kind in ("weight", "gradient", "activation")
+    )
+    largest = max(weights, key=lambda one: one.largest)
+    said = [f"Largest weight: {largest.largest:.4g} in {largest.name}."]
+    zero = max(gradients, key=lambda one: one.zeros)
+    said.append(f"Zero gradients: at most {zero.zeros:.1%} of a tensor's, in {zero.name}.")
+    if lost := [one for one in weights if one.lost is not None]:
+        worst = max(lost, key=lambda one: one.lost or 0.0)
+        mean = sum(one.lost or 0.0 for one in lost) / len(lost)
+        said.append(
+            f"Were the weights kept in bf16, rounding would lose {mean:.1%} of the updates on average over tensors, "
+            f"most in {worst.name} ({worst.lost:.1%}). Weights in fp32 lose none of these."
+        )
+    dead = [one for one in activations if one.dead]
+    said += [f"Dead units: {one.dead} of {one.units} inputs of {one.name} stay at zero." for one in dead[:8]]
+    said += [] if dead else ["No dead units."]
+    bad = [one for one in found if one.nonfinite]
+    said += [f"! {one.nonfinite:.2%} of the {one.kind} of {one.name} is not finite." for one in bad]
+    rows = [
+        (
+            f"{one.kind} {one.name}", one.largest, one.mean, one.std, f"{one.zeros:.1%}",
+            None if one.lost is None else f"{one.lost:.1%}", one.dead, sparkline(one.counts, BINS),
+        )
+        for one in found
+    ]  # fmt: skip
+    columns = ("tensor", "max |x|", "mean", "std", "zero", "lost in bf16", "dead", "histogram")
+    axis = {"weight": "weight", "gradient": "log10 |g|", "activation": "input of the module"}
+    figures = [Bars(f"{x.kind} {x.name}", x.low, x.high, x.counts, axis[x.kind]) for x in found]
+    data = {"tensors": [asdict(one) for one in found]}
+    return Report(f"Histograms, {where}", said, data, columns, rows, figures, shown=0)

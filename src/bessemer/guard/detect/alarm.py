@@ -1,0 +1,92 @@
+"""What a detector says: an alarm with its Finding, raised once and again only after the trouble was over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bessemer.run.finding import Finding
+
+Severity = Literal["note", "warning", "rollback", "stop"]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """`severity` is what the detector asks for; what is done is decided elsewhere."""
+
+    kind: str
+    step: int
+    severity: Severity
+    finding: Finding
+
+
+# kind -> likely cause; what to do
+ADVICE = {
+    "nonfinite": "overflow, bad data or faulty hardware; the update was withheld, and the trial's report names layer "
+    "and documents if it comes back",
+    "spike": "unusual documents, or a step too large for the state of the weights; nothing if it stays alone: the veto "
+    "event names the documents",
+    "divergence": "the learning rate is too high for this stage, the data changed, or an update did damage; roll back "
+    "and lower optimizer.lr, lengthen schedule.warmup or tighten optimizer.clip",
+    "oscillation": "the learning rate is at the edge of stability, or the data repeats with that period; lower "
+    "optimizer.lr, or look at how sources are shuffled",
+    "plateau": "the learning rate no longer fits, or the data is learnt; try a learning-rate range test or decay it, "
+    "and check that the data is what was meant",
+    "gradient_exploding": "the weights moved to a steep place: learning rate, a bad update or bad data; roll back if "
+    "the loss follows, lower optimizer.lr or optimizer.clip",
+    "gradient_vanishing": "saturated units, a broken loss mask or a layer that passes no gradient; look at the layers' "
+    "gradient norms, check that targets still carry weight",
+    "learning_rate": "something changed the learning rate outside the schedule; find what set it, updates made with it "
+    "may have to be undone",
+    "loss_scale": "gradients overflow in fp16 at every scale; use precision: bf16, roll back to before the scale fell",
+    "slowdown": "a throttled or shared device, slow storage or network, a host that swaps; look at clocks, temperature "
+    "and what else runs there",
+    "data_wait": "reading or tokenizing is slower than the model; prepare the data first (bessemer data), or use "
+    "faster storage",
+    "straggler": "a throttled device, a shared host or a slow link on those ranks; look at their hosts and replace "
+    "them if it lasts",
+    "memory_growth": "something keeps what it should release: tensors with their graph, caches; save before that step "
+    "and restart, look for lists that collect tensors",
+    "clock_jump": "the clock was set, or the machine slept; durations are right (steady clock), times of events before "
+    "and after do not compare",
+    "overfitting": "the data is repeated too often for the model's size; stop here (budget.stop.patience), use more "
+    "data or fewer epochs, or raise weight decay",
+    "nonfinite_layer": "overflow inside the layer, or damaged weights; roll back, and compute it in fp32 if it comes "
+    "back",
+    "layer_gradient_exploding": "this layer's weights or inputs moved to a steep place; tighten optimizer.clip or "
+    "lower optimizer.lr",
+    "layer_gradient_vanishing": "the layer is cut off: saturated, frozen or bypassed; check requires_grad and the "
+    "activations of this layer and the next",
+    "update_large": "the learning rate is too high for this layer; lower optimizer.lr, lengthen schedule.warmup",
+    "update_small": "updates are lost to rounding, or the learning rate is far too low; keep weights in fp32, raise "
+    "optimizer.lr",
+    "activation_growth": "the layer's weights have grown, or a norm no longer holds; raise weight decay or lower "
+    "optimizer.lr, roll back if the loss follows",
+    "dead_units": "a too large update closed the gates; roll back to before, lower optimizer.lr",
+    "saturated_units": "pre-activations have grown without bound; lower optimizer.lr, raise weight decay",
+    "attention_logit_growth": "queries and keys grow together, which ends in loss spikes; set model.qk_norm: true in a "
+    "new run, lower optimizer.lr or raise weight decay in this one",
+    "attention_entropy_collapse": "attention logits are so large that a query sees one key; lower optimizer.lr, set "
+    "model.qk_norm: true in a new run",
+    "router_collapse": "the router sends nearly everything to a few experts; raise the balance loss, roll back to "
+    "before",
+}  # fmt: skip
+
+
+def fires(active: dict[str, int], key: str, bad: bool, rearm: int) -> bool:
+    """Whether to speak now: when it begins, and again only after `rearm` evaluations in a row were clear."""
+    if bad:
+        new = key not in active
+        active[key] = 0
+        return new
+    if key in active:
+        active[key] += 1
+        if active[key] >= rearm:
+            del active[key]
+    return False
+
+
+def alarm(kind: str, step: int, severity: Severity, symptom: str, confidence: float, **evidence: Any) -> list[Alarm]:
+    """One alarm of a known kind, with that kind's cause and fix."""
+    cause, fix = ADVICE[kind].split("; ")
+    return [Alarm(kind, step, severity, Finding(symptom, evidence, cause, confidence, fix))]

@@ -1,0 +1,170 @@
+"""The machine and the settings around the mathematics: speed, data wait, slow ranks, memory, clocks, learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bessemer.guard.detect.alarm import Alarm, Severity, alarm, fires
+from bessemer.guard.detect.block import BLOCK, Block, Record, median, theil_sen
+from bessemer.guard.detect.losses import REARM
+from bessemer.spec.guard import GuardSpec
+
+LASTING = 4  # blocks in a row that slowness has to last, besides the seconds in the spec
+POINTS = 16  # of memory's line
+AHEAD = 8  # how many times further than it was seen a line of memory is believed
+
+
+@dataclass
+class Speed:
+    """Time per token against the window, the share of it spent waiting for data, and ranks slower than their peers.
+
+    `rank_step_s` holds each rank's own time up to the first collective: after it all ranks show the same.
+    """
+
+    guard: GuardSpec
+    levels: list[float] = field(default_factory=list)  # seconds per token
+    slow: list[float] = field(default_factory=list)  # the same of slow blocks in a row
+    slow_s: float = 0.0  # how long they took
+    waits: int = 0  # blocks in a row that waited for data
+    waits_s: float = 0.0
+    ranks: dict[str, int] = field(default_factory=dict)  # slow rank -> blocks in a row
+    active: dict[str, int] = field(default_factory=dict)
+
+    def block(self, block: Block) -> list[Alarm]:
+        took_s = sum(record["step_s"] for record in block.attempts)
+        return self._slowdown(block, took_s) + self._data_wait(block, took_s) + self._stragglers(block)
+
+    def _slowdown(self, block: Block, took_s: float) -> list[Alarm]:
+        detect = self.guard.detect
+        keep = detect.window // BLOCK
+        now = median([1 / max(record["tokens_per_s"], 1e-9) for record in block.attempts])
+        usual = median(self.levels) if len(self.levels) * BLOCK >= detect.warmup else now
+        lasts = len(self.slow) >= LASTING and self.slow_s >= detect.slow_for
+        if now > detect.slowdown * usual and not (lasts and len(self.slow) >= keep):
+            self.slow, self.slow_s = [*self.slow, now][-keep:], self.slow_s + took_s
+        else:  # a whole window of slow blocks is the new speed
+            self.levels = [*(self.slow if lasts and len(self.slow) >= keep else self.levels), now][-keep:]
+            self.slow, self.slow_s = [], 0.0
+        lasts = len(self.slow) >= LASTING and self.slow_s >= detect.slow_for
+        if not fires(self.active, "slowdown", lasts, REARM):
+            return []
+        symptom = f"{1 / now:,.0f} tokens/s, usually {1 / usual:,.0f}"
+        return alarm("slowdown", block.step, "warning", symptom, 0.9, tokens_per_s=1 / now, usual=1 / usual)
+
+    def _data_wait(self, block: Block, took_s: float) -> list[Alarm]:
+        detect = self.guard.detect
+        share = sum(record["data_wait_s"] for record in block.attempts) / max(took_s, 1e-9)
+        bad = share > detect.data_wait
+        self.waits, self.waits_s = (self.waits + 1, self.waits_s + took_s) if bad else (0, 0.0)
+        if not fires(self.active, "data_wait", self.waits >= LASTING and self.waits_s >= detect.slow_for, REARM):
+            return []
+        symptom = f"{100 * share:.0f} % of the time is spent waiting for data"
+        return alarm("data_wait", block.step, "warning", symptom, 0.95, share=share)
+
+    def _stragglers(self, block: Block) -> list[Alarm]:
+        """One step of each block is enough: a slow rank is slow in all of them."""
+        times: list[float] = block.attempts[-1].get("rank_step_s") or [0.0]
+        usual = median(times)
+        slow = [str(rank) for rank, time in enumerate(times) if time > self.guard.detect.straggler * usual]
+        self.ranks = {rank: self.ranks.get(rank, 0) + 1 for rank in slow}
+        lasting = {int(rank): times[int(rank)] for rank, blocks in self.ranks.items() if blocks >= LASTING}
+        if not fires(self.active, "straggler", bool(lasting), REARM):
+            return []
+        worst = max(lasting, key=lasting.__getitem__)
+        symptom = f"{len(lasting)} slow ranks: {worst} takes {lasting[worst]:.3g} s, the median rank {usual:.3g} s"
+        return alarm("straggler", block.step, "warning", symptom, 0.9, ranks=sorted(lasting), usual_s=usual)
+
+
+@dataclass
+class Memory:
+    """Memory that grows along a line to the limit: Theil-Sen, only where nearly every pair of points rises, and
+    the line need not be believed much further than it was seen."""
+
+    guard: GuardSpec
+    limit_bytes: int | None
+    total_steps: int
+    levels: list[float] = field(default_factory=list)
+    blocks: int = 0
+    active: dict[str, int] = field(default_factory=dict)
+
+    def block(self, block: Block) -> list[Alarm]:
+        if self.limit_bytes is None:
+            return []
+        now = median([record["memory_bytes"] for record in block.attempts])
+        self.levels = [*self.levels, now][-4 * POINTS :]
+        self.blocks += 1
+        if self.blocks % LASTING:
+            return []
+        room = self.limit_bytes - now
+        # Over 256 and over 1,024 steps.
+        slope = max((self._line(thin, room) for thin in (1, 4) if len(self.levels) >= thin * POINTS), default=0.0)
+        end = block.step + room / slope if slope > 0 else float("inf")
+        if not fires(self.active, "memory_growth", end < self.total_steps, LASTING):
+            return []
+        symptom = f"memory grows by {slope / 2**20:.3g} MiB a step and will reach its limit near step {end:.0f}"
+        return alarm(
+            "memory_growth", block.step, "warning", symptom, 0.9, bytes_per_step=slope, memory_bytes=now,
+            limit_bytes=self.limit_bytes, predicted_step=int(end),
+        )  # fmt: skip
+
+    def _line(self, thin: int, room: float) -> float:
+        """Bytes a step along every `thin`-th point; 0 where it is no line or does not reach the limit soon."""
+        points, half = self.levels[::-thin][POINTS - 1 :: -1], POINTS // 2
+        (_, tau), (older, _), (newer, _) = map(theil_sen, (points, points[:half], points[half:]))
+        # Growth that slows down by a factor per half goes on for a geometric series, other growth for ever.
+        slowing = newer / older if older > newer > 0 else 1.0
+        halves = min(2 * AHEAD, slowing / (1 - slowing)) if slowing < 1 else 2 * AHEAD
+        return newer / thin / BLOCK if tau > 0.8 and room < halves * half * newer else 0.0
+
+
+@dataclass
+class Settings:
+    """Per step: the learning rate against its plan, the loss scale against its past, the two clocks."""
+
+    guard: GuardSpec
+    lr: float | None = None
+    scales: list[float] = field(default_factory=list)  # of the last steps
+    offset_s: float | None = None  # wall clock minus steady clock
+    active: dict[str, int] = field(default_factory=dict)
+
+    def step(self, record: Record, clocks: tuple[float, float] | None) -> list[Alarm]:
+        found = self._learning_rate(record)
+        if "loss_scale" in record:
+            found += self._loss_scale(record)
+        if clocks is not None:
+            found += self._clock(record["step"], *clocks)
+        return found
+
+    def _learning_rate(self, record: Record) -> list[Alarm]:
+        """Without a plan only a jump upwards is suspicious: schedules do fall in steps."""
+        lr, planned, jump = record["lr"], record.get("lr_planned"), self.guard.detect.lr_jump
+        against = self.lr if planned is None else planned
+        self.lr = lr
+        large = against is not None and lr > jump * against > 0
+        wrong = large if planned is None else abs(lr - planned) > 1e-6 * planned
+        if not fires(self.active, "learning_rate", wrong, BLOCK):
+            return []
+        severity: Severity = "rollback" if large and planned is not None else "warning"
+        symptom = f"the learning rate is {lr:.4g}, {'one step before' if planned is None else 'planned'} {against:.4g}"
+        return alarm("learning_rate", record["step"], severity, symptom, 0.9, lr=lr, against=against)
+
+    def _loss_scale(self, record: Record) -> list[Alarm]:
+        """Scalers start high and settle within some dozens of steps; later a fall by 256 is no search any more."""
+        scale, settled = record["loss_scale"], self.guard.detect.warmup
+        self.scales.append(scale)
+        del self.scales[:-settled]
+        gone = scale < self.guard.detect.loss_scale_least and len(self.scales) >= settled // 2
+        usual = median(self.scales) if scale < self.scales[0] else scale
+        bad = gone or (len(self.scales) == settled and scale * 256 <= usual)
+        if not fires(self.active, "loss_scale", bad, settled):
+            return []
+        symptom = f"the loss scale fell to {scale:g}, lately {usual:g}"
+        severity: Severity = "rollback" if gone else "warning"
+        return alarm("loss_scale", record["step"], severity, symptom, 0.95, loss_scale=scale, usual=usual)
+
+    def _clock(self, step: int, wall_s: float, steady_s: float) -> list[Alarm]:
+        before, self.offset_s = self.offset_s, wall_s - steady_s
+        jump = 0.0 if before is None else self.offset_s - before
+        if abs(jump) <= self.guard.detect.clock_jump:
+            return []
+        return alarm("clock_jump", step, "note", f"the wall clock jumped by {jump:+.1f} s", 1.0, seconds=jump)

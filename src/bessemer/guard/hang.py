@@ -1,0 +1,112 @@
+"""The watchdog: says when a step does not end, with what every thread was doing. It never ends anything itself.
+
+Time counts only while the watchdog could run: a suspended machine or a stopped process gives large gaps between its own
+looks at the steady clock, and those are left out. What it cannot see is a call that holds the interpreter's lock;
+collectives and device waits release it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from bessemer.run.finding import Finding
+from bessemer.spec.detect import HangSpec
+
+RECENT = 256  # beats that the limit is learnt from
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A step that has not ended: its number as last beaten, for how long, the limit, and the stacks of all threads."""
+
+    step: int
+    waited_s: float
+    limit_s: float
+    stacks: str
+
+    def finding(self) -> Finding:
+        return Finding(
+            f"no step has ended for {self.waited_s:.0f} s after step {self.step} (limit {self.limit_s:.0f} s)",
+            {"step": self.step, "waited_s": self.waited_s, "limit_s": self.limit_s, "stacks": self.stacks},
+            "a collective that one rank never joined, storage that does not answer, or a deadlock",
+            0.7,
+            "the stacks show where each thread waits; look at the rank that waits elsewhere than the others",
+        )
+
+
+def all_stacks() -> str:
+    """What every thread is doing, as faulthandler writes it (it needs a real file)."""
+    with tempfile.TemporaryFile(mode="w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+class Watchdog:
+    """`beat` after each step; `on_hang` is called once per hang, from the watchdog's thread. Use it as a context."""
+
+    def __init__(
+        self,
+        spec: HangSpec,
+        on_hang: Callable[[Hang], None],
+        clock: Callable[[], float] = time.monotonic,
+        poll_s: float | None = None,
+    ) -> None:
+        self.spec, self._on_hang, self._clock = spec, on_hang, clock
+        self._poll_s = poll_s if poll_s is not None else min(1.0, spec.least / 10)
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._intervals: deque[float] = deque(maxlen=RECENT)
+        self._waited_s, self._looked_s = 0.0, clock()
+        self._long, self._said, self._step = True, False, -1
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    @property
+    def limit_s(self) -> float:
+        """How long the running step may take."""
+        if self._long or not self._intervals:
+            return self.spec.first
+        return max(self.spec.least, self.spec.factor * max(self._intervals))
+
+    def beat(self, step: int, long: bool = False) -> None:
+        """A step has ended. `long`: what follows (evaluation, save) may take as long as a first step; not learnt."""
+        with self._lock:
+            self._count()
+            if not self._long:
+                self._intervals.append(self._waited_s)
+            self._waited_s, self._long, self._said, self._step = 0.0, long, False, step
+
+    def look(self) -> None:
+        """One look at the clock; the thread does it every second."""
+        with self._lock:
+            self._count()
+            if self._said or self._waited_s <= self.limit_s:
+                return
+            self._said = True
+            step, waited_s, limit_s = self._step, self._waited_s, self.limit_s
+        self._on_hang(Hang(step, waited_s, limit_s, all_stacks()))
+
+    def _count(self) -> None:
+        now = self._clock()
+        self._waited_s += min(max(0.0, now - self._looked_s), 2 * self._poll_s)
+        self._looked_s = now
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._poll_s):
+            self.look()
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()

@@ -1,0 +1,85 @@
+"""A job put together from decided parts: for a run that trains, and for one that is only looked at again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from bessemer.checkpoint.remote import Remote
+from bessemer.checkpoint.shelf import Shelf
+from bessemer.data.own_stream import ForwardStream
+from bessemer.data.stream import BatchStream
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.guard.detect.watch import Watch
+from bessemer.guard.inside import Inside
+from bessemer.guard.judge import Judge
+from bessemer.guard.ladder import Ladder
+from bessemer.model.transformer import build
+from bessemer.observe.view import RunView
+from bessemer.optim.choose import make_optimizer
+from bessemer.optim.ema import Ema
+from bessemer.optim.schedule import Schedule
+from bessemer.plan.decide import TrainPlan
+from bessemer.run.directory import RunWriter
+from bessemer.spec.load import dump_spec
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.device import memory_limit
+from bessemer.train.evaluate import Evaluator, HeldOut
+from bessemer.train.job import Job
+from bessemer.train.objective import CausalLM
+from bessemer.train.saver import CheckpointSaver
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a job is made of, all decided."""
+
+    plan: TrainPlan
+    shape: ModelShape
+    stream: BatchStream | ForwardStream
+    held_out: dict[str, HeldOut]
+    tokenizer: Tokenizer
+    device: torch.device
+    peak_flops: float
+
+
+def spec_fingerprint(spec: RunSpec) -> str:
+    return str(xxhash.xxh3_128(dump_spec(spec).encode()).hexdigest())
+
+
+def open_remote(spec: RunSpec, run_folder: Path) -> Remote | None:
+    """The durable tier, if the spec names one."""
+    url = spec.checkpoint.remote
+    return Remote(f"{url.rstrip('/')}/{run_folder.name}") if url else None
+
+
+def make_job(spec: RunSpec, parts: Parts, run: RunWriter, view: RunView) -> Job:
+    """The job at step 0, with fresh weights."""
+    plan, device = parts.plan, parts.device
+    model = build(parts.shape, device, spec.seed)
+    named = list(model.named_parameters())
+    return Job(
+        spec=spec, plan=plan, device=device, model=model, objective=CausalLM(spec.data.cross_documents),
+        optimizer=make_optimizer(named, spec.optimizer),
+        schedule=Schedule(
+            plan.peak_lr, plan.warmup_steps, plan.total_steps, spec.schedule.kind, spec.schedule.floor
+        ),
+        # Apple's backend has no median that skips NaN: there the judge sits on the CPU, at the price of a sync.
+        judge=Judge(
+            spec.guard, torch.device("cpu") if device.type == "mps" else device, parts.stream.steps.rows(0)
+        ),
+        stream=parts.stream,
+        evaluator=Evaluator(
+            parts.held_out, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device
+        ),
+        run=run, view=view,
+        saver=CheckpointSaver(Shelf(run.checkpoints), spec_fingerprint(spec), open_remote(spec, run.folder)),
+        flops_per_token=parts.shape.flops_per_token(plan.context), peak_flops=parts.peak_flops,
+        watch=Watch(spec.guard, memory_limit(device), plan.total_steps), inside=Inside(model),
+        ladder=Ladder(spec.guard), decode=parts.tokenizer.decode,
+        ema=Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None,
+    )  # fmt: skip

@@ -1,0 +1,207 @@
+"""`bessemer inspect`: puts a model, its data and its optimizer together from a spec or a run, and looks at them.
+
+Nothing is written into the run; from a spec, only its data is prepared, as training would. It all happens in one
+process, on one device: a model that needs several GPUs is looked at in a smaller sibling.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bessemer.checkpoint.manifest import Damaged
+from bessemer.checkpoint.shelf import Shelf
+from bessemer.data.steps import Segment
+from bessemer.data.stream import BatchStream
+from bessemer.diagnose import gradients, histograms, landscape, noise, nonfinite, rates
+from bessemer.diagnose.report import Report
+from bessemer.diagnose.subject import Part, Subject, backward
+from bessemer.errors import UserError
+from bessemer.model.transformer import Decoder, build
+from bessemer.optim.choose import make_optimizer
+from bessemer.optim.guarded import Guarded, clip_divisor
+from bessemer.optim.schedule import Schedule
+from bessemer.plan.decide import TrainPlan, decide_context, decide_training
+from bessemer.plan.decision import Plan
+from bessemer.run.directory import Run
+from bessemer.run.journal import number
+from bessemer.spec.load import load_spec
+from bessemer.spec.resolve import model_shape
+from bessemer.spec.schema import ParallelSpec, RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.supervise.data import open_data
+from bessemer.supervise.feed import build_stream, held_out_rows, make_rows, sizes
+from bessemer.supervise.replay import stream_of
+from bessemer.supervise.session import existing_run
+from bessemer.train.device import measure, pick_device
+from bessemer.train.objective import CausalLM
+from bessemer.train.precision import compute_in
+from bessemer.train.restore import find_checkpoint
+
+
+@dataclass
+class Bench:
+    """A model on the bench, with `step` steps done."""
+
+    spec: RunSpec
+    plan: TrainPlan
+    device: torch.device
+    model: Decoder
+    optimizer: Guarded
+    stream: BatchStream
+    where: str
+    step: int = 0
+    run: Run | None = None
+
+    def subject(self, micro_rows: int | None = None) -> Subject:
+        """The run's own losses, in its own micro-batches unless smaller ones are asked for."""
+        objective = CausalLM(self.spec.data.cross_documents)
+
+        def parts(step: int, precision: str | None) -> Iterator[Part]:
+            count = self.stream.step_count(step)
+            for batch in self.stream.micro_batches(step, micro_rows or self.plan.micro_rows):
+                with compute_in(precision or self.plan.precision, self.device):
+                    loss = objective.loss(self.model, objective.feed(batch, self.device), count).loss
+                yield Part(loss, batch.count / count, batch.count)
+
+        return Subject(self.model, parts)
+
+    def steps(self, batches: int) -> list[int]:
+        """The next steps of the run, or its last ones where it is at its end."""
+        first = max(0, min(self.step, self.plan.total_steps - batches))
+        return list(range(first, first + batches))
+
+    def update(self, lr: float) -> None:
+        """The optimizer's step from the gradients, clipped as in the run."""
+        divisor = clip_divisor(self.optimizer.grad_norm(), self.spec.optimizer.clip)
+        self.optimizer.step(lr, torch.zeros((), device=self.device), divisor)
+
+
+def _bench(
+    spec: RunSpec, plan: TrainPlan, shape: ModelShape, stream: BatchStream, where: str, device: torch.device
+) -> Bench:
+    model = build(shape, device, spec.seed)
+    optimizer = make_optimizer(model.named_parameters(), spec.optimizer)
+    return Bench(spec, plan, device, model, optimizer, stream, where)
+
+
+def from_spec(spec: RunSpec) -> Bench:
+    """A fresh model as the spec's run would start with."""
+    plan, device = Plan(), pick_device(spec.parallel)
+    data = open_data(spec, plan)
+    shape = model_shape(spec.model, data.tokenizer.vocab_size)
+    context = decide_context(spec, shape.parameters, plan)
+    rows = make_rows(spec, data, context, plan)
+    held_out = sum(held.tokens for held in held_out_rows(data, rows, context).values())
+    source_sizes = sizes(spec, rows, data, context)
+    training = decide_training(spec, shape, context, measure(device), source_sizes, held_out, plan)
+    stream = build_stream(spec, data, rows, training, [Segment(0, 0)])
+    assert isinstance(stream, BatchStream), "datasets from Python are refused by open_data"
+    return _bench(spec, training, shape, stream, f"{spec.name}, fresh weights", device)
+
+
+def from_run(folder: Path, checkpoint: str = "last", device: str = "auto") -> Bench:
+    """Weights and moments of a checkpoint, which is verified first; the run's folder is only read."""
+    run, stream, _, plan = stream_of(folder)
+    _, spec = existing_run(folder)
+    if device not in ("auto", "cpu", "cuda", "mps"):
+        raise UserError(f"--device {device}: write auto, cpu, cuda or mps")
+    target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
+    path = find_checkpoint(run, checkpoint)
+    shape = ModelShape(**json.loads((run.folder / "model.json").read_text())["shape"])
+    bench = _bench(spec, plan, shape, stream, f"{run.name} at {path.name}", target)
+    state = {f"model.{name}": parameter.detach() for name, parameter in bench.model.named_parameters()}
+    state |= {f"optimizer.{name}": tensor for name, tensor in bench.optimizer.state().items()}
+    try:
+        bench.step = Shelf(run.checkpoints).load(path, state).step
+    except Damaged as error:
+        raise UserError(f"{error}; choose another with --checkpoint") from None
+    bench.run = run
+    return bench
+
+
+def inspect_lr(
+    what: Path, settings: list[str], checkpoint: str, device: str, first: float, last: float, steps: int
+) -> Report:
+    """Of a spec with fresh weights, or of a run's folder with a checkpoint's."""
+    if not 0 < first < last or steps < 10:
+        raise UserError(f"--first {first:g} --last {last:g} --steps {steps}: write 0 < first < last, 10 steps or more")
+    if what.is_dir():
+        bench = from_run(what, checkpoint, device)
+    else:
+        given = [*settings, f"parallel.device={device}"] if device != "auto" else settings
+        bench = from_spec(load_spec(what, given))
+    subject = bench.subject()
+
+    def attempt(i: int, rate: float) -> float:
+        loss = float(backward(subject, bench.step + i))
+        bench.update(rate)
+        return loss
+
+    return rates.report(rates.sweep(attempt, first, last, steps), bench.plan.peak_lr)
+
+
+def inspect_gradients(bench: Bench, batches: int) -> Report:
+    return gradients.report(gradients.flow(bench.subject(), bench.steps(batches)), bench.where)
+
+
+def inspect_landscape(bench: Bench, batches: int, reach: float, points: int, grid: int, seed: int) -> Report:
+    found = landscape.cut(bench.subject(), bench.steps(batches), reach, points, grid, seed)
+    return landscape.report(found, bench.where)
+
+
+def inspect_histograms(bench: Bench) -> Report:
+    step = bench.steps(1)[0]
+    lr = planned_lr(bench, step)
+    return histograms.report(histograms.spreads(bench.subject(), step, lambda: bench.update(lr)), bench.where)
+
+
+def inspect_noise(bench: Bench, batches: int) -> Report:
+    """Small batches are an eighth of a step's, at least a sequence."""
+    steps = bench.steps(batches)
+    rows = bench.stream.steps.rows(steps[0])
+    try:
+        found = noise.noise_scale(bench.subject(min(bench.plan.micro_rows, max(1, rows // 8))), steps)
+    except ValueError as error:
+        raise UserError(f"--batches {batches}: {error}") from None
+    return noise.report(found, bench.stream.step_count(steps[0]), bench.where)
+
+
+def inspect_nan(folder: Path, step: int, checkpoint: str | None, device: str) -> Report:
+    """Without a checkpoint's name, the newest at or before the step is taken and the steps between are trained again,
+    with the learning rates that the run recorded and without the updates that it vetoed."""
+    name = checkpoint or _before(folder, step)
+    bench = from_run(folder, name, device)
+    if not 0 <= step < bench.plan.total_steps:
+        raise UserError(f"--step {step}: this run has steps 0 to {bench.plan.total_steps - 1}")
+    subject = bench.subject()
+    if checkpoint is None:
+        assert bench.run is not None
+        lived = {int(record["step"]): record for record in bench.run.metrics() if bench.step <= record["step"] < step}
+        for earlier in range(bench.step, step):
+            record = lived.get(earlier, {})
+            if record.get("veto") is None:
+                backward(subject, earlier)
+                bench.update(number(record.get("lr")) or planned_lr(bench, earlier))
+        bench.where += f", {step - bench.step} steps replayed"
+    in_fp32 = (lambda: backward(subject, step, "fp32")) if bench.plan.precision != "fp32" else None
+    trace = nonfinite.trace_nonfinite(bench.model, lambda: backward(subject, step), in_fp32)
+    return nonfinite.report(trace, step, bench.where)
+
+
+def planned_lr(bench: Bench, step: int) -> float:
+    plan, asked = bench.plan, bench.spec.schedule
+    return Schedule(plan.peak_lr, plan.warmup_steps, plan.total_steps, asked.kind, asked.floor).lr(step)
+
+
+def _before(folder: Path, step: int) -> str:
+    committed = Shelf(Run.existing(folder).checkpoints).committed()
+    names = [path.name for path, manifest in committed if manifest.step <= step]
+    if not names:
+        there = ", ".join(path.name for path, _ in committed) or "none"
+        raise UserError(f"{folder}: no checkpoint at or before step {step}; name one with --checkpoint: {there}")
+    return names[-1]

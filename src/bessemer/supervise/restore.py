@@ -1,0 +1,134 @@
+"""A job continued from its checkpoints: the newest that verifies, on the same data, with the same past."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bessemer.checkpoint.manifest import Damaged, Manifest, read_manifest
+from bessemer.checkpoint.remote import Remote, recover
+from bessemer.checkpoint.shelf import Shelf
+from bessemer.data.own_stream import ForwardStream
+from bessemer.data.steps import Segment, Steps
+from bessemer.errors import UserError
+from bessemer.spec.schema import RunSpec
+from bessemer.train.job import Job, Progress
+from bessemer.train.saver import package_versions
+
+
+def differences(old: Any, new: Any, key: str = "") -> dict[str, list[Any]]:
+    """Changed leaves of two specs: key -> [before, after]."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found: dict[str, list[Any]] = {}
+        for name in sorted(set(old) | set(new)):
+            found |= differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+        return found
+    return {} if old == new else {key: [old, new]}
+
+
+def restore_newest(job: Job, shelf: Shelf, former: RunSpec | None, remote: Remote | None) -> str | None:
+    """Load the newest checkpoint that verifies; damaged ones are passed over with an event. Its name, or None."""
+    if swept := shelf.sweep():
+        job.event("swept", checkpoints=swept, reason=f"{len(swept)} saves that never finished were removed")
+    if remote:
+        recover(shelf, remote, job.event)
+    folders = list(shelf.newest_first())
+    for folder in folders:
+        try:
+            load_checkpoint(job, shelf, folder, former)
+        except Damaged as error:
+            job.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
+            continue
+        return folder.name
+    if folders:
+        raise UserError(
+            f"{job.run.checkpoints}: none of {len(folders)} checkpoints verifies; to start over, delete the run"
+        )
+    job.run.cut_after(0)
+    return None
+
+
+def start_from(job: Job, folder: Path) -> None:
+    """Begin with the weights of another run's checkpoint or of an import; moments, window and data start anew."""
+    if not (folder / "manifest.json").exists():
+        raise UserError(
+            f"start_from: {folder} is not a checkpoint; give a folder such as runs/x/checkpoints/step-00001000.a1"
+        )
+    weights = {name: tensor for name, tensor in job.state().items() if name.startswith("model.")}
+    try:
+        Shelf(folder.parent).load(folder, weights)
+    except Damaged as error:
+        raise UserError(f"start_from: {error}") from None
+    if job.ema:
+        job.ema.restart()
+    job.event("started_from", checkpoint=folder.name, reason=f"weights of {folder}")
+
+
+def load_checkpoint(job: Job, shelf: Shelf, folder: Path, former: RunSpec | None, rewind: bool = True) -> Manifest:
+    """Verify it and put it into the job. Raises Damaged, or UserError where it belongs to other data. Without `rewind`
+    an iterable stays where it has been read to: some cannot be put back, and a rollback skips what has passed."""
+    state = job.state()
+    if former and former.guard.window != job.spec.guard.window:  # another window starts empty
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("guard.")}
+    had_ema = former is None or former.optimizer.ema is not None
+    if job.ema and not had_ema:  # an average that begins now
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("ema.")}
+    refuse_other_data(job, read_manifest(folder), folder)
+    manifest = shelf.load(folder, state)
+    if job.ema and not had_ema:
+        job.ema.restart()
+    accept_state(job, state, manifest, rewind)
+    job.run.cut_after(manifest.step)
+    return manifest
+
+
+def accept_state(job: Job, state: dict[str, torch.Tensor], manifest: Manifest, rewind: bool = True) -> None:
+    """Everything besides weights and moments, which are loaded in place."""
+    guard = {name.removeprefix("guard."): state[name] for name in state if name.startswith("guard.")}
+    if guard:
+        job.judge.load(guard)
+    if manifest.guard:
+        job.load_guard_state(manifest.guard)
+    job.stream = job.stream.replace(
+        Steps(job.stream.steps.batch_phases, [Segment.from_json(s) for s in manifest.segments]), bans_of(manifest)
+    )
+    if rewind and isinstance(job.stream, ForwardStream):
+        job.stream.resume(manifest.step, manifest.stream_state)
+    job.progress = Progress(**manifest.progress)
+    job.start_step = manifest.step
+    here = {"threads": torch.get_num_threads(), "device": job.device.type, "torch": package_versions()["torch"]}
+    there = {"threads": manifest.threads, "device": manifest.device, "torch": manifest.versions["torch"]}
+    if here != there:
+        changed = ", ".join(f"{key} {there[key]} -> {here[key]}" for key in here if here[key] != there[key])
+        job.event(
+            "digits_may_differ",
+            reason=f"{changed}: the losses go on, their last digits may differ from an unbroken run's",
+        )
+
+
+def bans_of(manifest: Manifest) -> dict[tuple[str, int], int]:
+    """Documents that were left out so far, and from which position on."""
+    return {(source, document): position for source, document, position in manifest.guard.get("bans", [])}
+
+
+def refuse_other_data(job: Job, manifest: Manifest, folder: Path) -> None:
+    """Positions must mean the same tokens, and past steps must have read the same positions."""
+    if manifest.stream_fingerprint != job.stream.fingerprint:
+        changed = differences(manifest.stream, json.loads(json.dumps(job.stream.identity)))
+        what = "; ".join(f"{key} was {old}, is {new}" for key, (old, new) in changed.items())
+        raise UserError(
+            f"{folder}: was trained on another data stream ({what}): its positions mean other tokens now. "
+            "Put these back, or give the run another name"
+        )
+    past = [entry for entry in manifest.batch_rows if entry[0] < manifest.step]
+    now = [[p.from_step, p.rows] for p in job.stream.steps.batch_phases if p.from_step < manifest.step]
+    if past != now:
+        was, asked = (rows[-1][1] * job.plan.context for rows in (past, now))
+        raise UserError(
+            f"{folder}: its {manifest.step:,} steps had batches of {was:,} tokens, the spec says {asked:,}: "
+            "to change the size from here on, write budget.batch_changes: "
+            f"[{{from_step: {manifest.step}, batch: {asked}}}]"
+        )

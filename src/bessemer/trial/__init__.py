@@ -1,0 +1,1 @@
+"""A suspicious step on trial: replayed, attributed to documents, tried under other circumstances, written up."""

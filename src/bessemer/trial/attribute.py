@@ -1,0 +1,219 @@
+"""Which documents a step's trouble comes from: shares of the loss, which are free, and of the gradient, by groups.
+
+A share of the gradient is its projection on the whole: <g_group, g> / |g|^2. Shares add up, so a group is halved by one
+pass over the rows of one half, and only groups that have more than their tokens would give them are looked into.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from bessemer.data.own_stream import ForwardStream
+from bessemer.data.store import Origin
+from bessemer.data.stream import Batch, BatchStream
+from bessemer.train.job import Job
+from bessemer.trial.case import Accused
+from bessemer.trial.measure import clear_gradients, run_pass
+
+STANDS_OUT = 5.0  # robust deviations of a document's loss; and twice what one in ten of normal batches has
+FEW = 4  # tokens: fewer say nothing of a document
+HEAVY = 3.0  # times the gradient of as many normal tokens
+LONGEST_PERIOD = 16
+MOST_PASSES = 24
+EXCERPT = 400  # characters
+MOST_EXCERPTS = 32
+
+
+@dataclass(eq=False)
+class Part:
+    """A document's part in a step."""
+
+    source: str
+    origin: Origin
+    places: list[tuple[int, int, int]] = field(default_factory=list)  # micro-batch, row, number in the row
+    ids: list[int] = field(default_factory=list)  # its target tokens, weighted or not
+    tokens: int = 0  # that count
+    loss: float = 0.0  # sum over the finite ones
+    nonfinite: int = 0
+
+    @property
+    def mean_loss(self) -> float:
+        return math.inf if self.nonfinite else self.loss / max(1, self.tokens)
+
+
+def parts_of(
+    stream: BatchStream | ForwardStream, batches: Sequence[Batch], nll: Sequence[npt.NDArray[np.float64]]
+) -> list[Part]:
+    """Every document of some micro-batches with its tokens' losses, in the order of the batches."""
+    found: dict[tuple[int, str, int, int], Part] = {}
+    for k, (batch, nll_RT) in enumerate(zip(batches, nll, strict=True)):
+        for row, number, origin in stream.locate(batch):
+            source = int(batch.sources[row])
+            key = (source, origin.file, origin.row, origin.document)
+            part = found.setdefault(key, Part(stream.names[source], origin))
+            here = batch.documents[row] == number
+            counted = nll_RT[row][here & (batch.weights[row] > 0)]
+            finite = np.isfinite(counted)
+            part.places.append((k, row, number))
+            part.ids.extend(batch.targets[row][here].tolist())
+            part.tokens += counted.size
+            part.loss += float(counted[finite].sum())
+            part.nonfinite += int((~finite).sum())
+    return [part for part in found.values() if part.tokens]
+
+
+def weigh(batches: Sequence[Batch], parts: Iterable[Part], only: bool) -> list[Batch]:
+    """The batches with only these documents, or without them: the others weigh nothing, as banned ones do. Rows in
+    which nothing counts are left out, so that a group costs no more than its rows."""
+    chosen = [np.zeros(batch.weights.shape, np.bool_) for batch in batches]
+    for part in parts:
+        for k, row, number in part.places:
+            chosen[k][row] |= batches[k].documents[row] == number
+    result = []
+    for batch, mask in zip(batches, chosen, strict=True):
+        weights = np.where(mask == only, batch.weights, np.float32(0))
+        rows = np.flatnonzero(weights.any(axis=1))
+        if rows.size:
+            result.append(Batch(**{**{n: array[rows] for n, array in vars(batch).items()}, "weights": weights[rows]}))
+    return result
+
+
+def stand_out(parts: Sequence[Part], normal: Sequence[Part], low: bool = False) -> list[Part]:
+    """The documents whose loss hardly any of normal batches (at the same weights) comes near, most loss first.
+
+    Deviations grow with the root of a document's length, so that three strange words do not make a strange document.
+    """
+    strange = [part for part in parts if part.nonfinite]
+    known = [part for part in normal if not part.nonfinite]
+    if not known or strange:
+        return strange
+    centre = sum(part.loss for part in known) / sum(part.tokens for part in known)
+    sign = -1 if low else 1
+
+    def deviation(part: Part) -> float:
+        return sign * (part.mean_loss - centre) * math.sqrt(part.tokens)
+
+    usual = np.array([deviation(part) for part in known])
+    scale = max(1.4826 * float(np.median(np.abs(usual - np.median(usual)))), 0.02 * centre, 1e-9)
+    # Not their largest: a document of several rows may lie in those batches too.
+    line = max(STANDS_OUT * scale, 2 * float(np.quantile(usual, 0.9)))
+    out = [part for part in parts if part.tokens >= FEW and deviation(part) > line]
+    return sorted(out, key=lambda part: -sign * (part.loss - part.tokens * centre))
+
+
+def gradient_shares(
+    job: Job, batches: Sequence[Batch], groups: Sequence[Sequence[Part]], room: Callable[[], bool]
+) -> dict[int, float]:
+    """Shares of the gradient by id() of the part, for the documents that the halving reached: those with more than
+    their tokens' share, worst first, within `room` and MOST_PASSES. It needs memory for one more gradient."""
+    count = sum(batch.count for batch in batches)
+    whole = _gradient(job, batches, count)
+    norm = float(get_total_norm(whole.values()))
+    additive = math.isfinite(norm) and norm > 0
+    direction = {name: gradient.float() / norm for name, gradient in whole.items()}
+    del whole
+
+    def share(group: Sequence[Part]) -> float:
+        gradient = _gradient(job, weigh(batches, group, only=True), count)
+        if not additive:  # then the question is only who makes it non-finite
+            return float(any(not bool(g.isfinite().all()) for g in gradient.values()))
+        return float(sum((g.float() * direction[name]).sum() for name, g in gradient.items())) / norm
+
+    order = iter(range(10**9))  # ties of the heap
+    heap: list[tuple[float, int, float, list[Part]]] = []
+
+    def push(group: Sequence[Part], value: float, first: bool = False) -> None:
+        surplus = math.inf if first else value - sum(part.tokens for part in group) / count
+        heapq.heappush(heap, (-surplus, next(order), value, list(group)))
+
+    for group in groups:
+        if group and room():
+            push(group, share(group), first=True)
+    result: dict[int, float] = {}
+    passes = len(heap)
+    while heap:
+        less, _, value, group = heapq.heappop(heap)
+        if len(group) == 1:
+            result[id(group[0])] = value
+        elif less < -0.02 and passes < MOST_PASSES and room():
+            left, right = group[: len(group) // 2], group[len(group) // 2 :]
+            found = share(left)
+            push(left, found)
+            push(right, value - found if additive else share(right))
+            passes += 1 if additive else 2
+    return result
+
+
+def _gradient(job: Job, batches: Sequence[Batch], count: float) -> dict[str, Tensor]:
+    clear_gradients(job)
+    if batches:
+        run_pass(job, batches, count)
+    gradient = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
+    clear_gradients(job)
+    return gradient
+
+
+def repetition(ids: Sequence[int]) -> tuple[int, float]:
+    """(p, share): the distance p <= 16 at which most tokens equal the one p places before, and that share of them."""
+    tokens = np.asarray(ids)
+    best = (0, 0.0)
+    for period in range(1, min(LONGEST_PERIOD, tokens.size // 4) + 1):
+        share = float((tokens[period:] == tokens[:-period]).mean())
+        if share > best[1] + 1e-9:
+            best = (period, share)
+    return best
+
+
+def pattern(ids: Sequence[int]) -> str:
+    """`one 3-token pattern repeated 85 times`, or nothing."""
+    period, share = repetition(ids)
+    if share < 0.8 or len(ids) < 16:
+        return ""
+    return f"one {period}-token pattern repeated {len(ids) // period} times"
+
+
+def accuse(
+    parts: Sequence[Part],
+    convicted: bool,
+    total_loss: float,
+    shares: dict[int, float],
+    decode: Callable[[list[int]], str] | None,
+) -> list[Accused]:
+    """What the report says of these documents."""
+    result = []
+    for k, part in enumerate(parts):
+        excerpt = ""
+        if k < MOST_EXCERPTS:  # a whole shard may be accused
+            ids = part.ids[: 2 * EXCERPT]
+            text = decode(ids) if decode else "tokens " + " ".join(map(str, ids))
+            words = pattern(part.ids)
+            excerpt = f"[{words}] {text}"[:EXCERPT] if words else text[:EXCERPT]
+        origin = part.origin
+        finite = math.isfinite(total_loss) and total_loss > 0 and not part.nonfinite
+        share = part.loss / total_loss if finite else None
+        said = Accused(
+            source=part.source, file=origin.file, row=origin.row, document_id=origin.document_id,
+            document=origin.document, tokens=part.tokens, mean_loss=part.mean_loss, loss_share=share,
+            grad_share=shares.get(id(part)), convicted=convicted, excerpt=excerpt,
+        )  # fmt: skip
+        result.append(said)
+    return result
+
+
+def heaviest(parts: Sequence[Part], shares: dict[int, float], growth: float, tokens: int) -> list[Part]:
+    """Documents with more of the gradient than their share of the tokens, and several times what as many tokens give on
+    a normal batch. `growth` is the gradient's norm against the normal one."""
+
+    def heavy(part: Part) -> bool:
+        share, fair = shares.get(id(part), 0.0), part.tokens / tokens
+        return share > max(1.1 * fair, 0.02) and share * growth > HEAVY * fair
+
+    return sorted(filter(heavy, parts), key=lambda part: -shares[id(part)])

@@ -1,0 +1,114 @@
+"""Where in the model the trouble starts: outputs of the modules and gradients of the parameters, bad against normal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bessemer.data.stream import Batch
+from bessemer.train.job import Job
+from bessemer.trial.case import Layer
+from bessemer.trial.measure import clear_gradients, run_pass
+
+NOTABLE = 1.5  # times the normal value
+MOST = 5
+
+
+@dataclass(frozen=True)
+class Look:
+    """One pass seen from inside: (rms, largest, non-finite) of each module's output in the order they ran first, and
+    the gradient norm of each parameter."""
+
+    outputs: dict[str, tuple[float, float, float]]
+    gradients: dict[str, float]
+
+
+@contextmanager
+def _watching(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]:
+    """Collects (sum of squares, finite, largest, non-finite) of each module's output, still on the device."""
+
+    def hook(name: str) -> Any:
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, Tensor) and output.is_floating_point():
+                values = output.detach().float()
+                finite = values.isfinite()
+                clean, count = torch.where(finite, values, 0.0), finite.sum().float()
+                numbers = (clean.square().sum(), count, clean.abs().max(), values.numel() - count)
+                seen.setdefault(name, []).append(torch.stack(numbers))
+
+        return note
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def look(job: Job, batches: Sequence[Batch]) -> Look:
+    """One pass over the batches with eyes open. Inner modules come before those that hold them."""
+    seen: dict[str, list[Tensor]] = {}
+    clear_gradients(job)
+    try:
+        with _watching(job.model, seen):
+            run_pass(job, batches)
+        named = [(name, p.grad) for name, p in job.model.named_parameters() if p.grad is not None]
+        norms = torch.stack([torch.linalg.vector_norm(gradient.float()) for _, gradient in named]).tolist()
+    finally:
+        clear_gradients(job)
+    outputs = {}
+    for name, notes in seen.items():
+        table = torch.stack(notes)  # a line for each micro-batch
+        squares, count, _, bad = table.sum(dim=0).tolist()
+        outputs[name] = (math.sqrt(squares / max(1.0, count)), float(table[:, 2].max()), bad)
+    return Look(outputs, {name: norm for (name, _), norm in zip(named, norms, strict=True)})
+
+
+def _ratio(value: float, normal: float) -> float:
+    if not math.isfinite(value):
+        return math.inf
+    return value / normal if normal > 0 and math.isfinite(normal) else math.inf if value > 0 else 0.0
+
+
+def compare(bad: Look, normal: Look) -> list[Layer]:
+    """The first module with non-finite outputs, or the first that is notably off and the one that is most; then the
+    parameters whose gradients grew most."""
+    layers = []
+    for name, (_, _, count) in bad.outputs.items():
+        if count:
+            usual = normal.outputs.get(name, (0.0, 0.0, 0.0))[2]
+            layers.append(Layer(name, "non-finite outputs", count, usual))
+            break
+    for place, quantity in enumerate(("output rms", "largest output")):
+        ratios = {
+            name: _ratio(values[place], normal.outputs[name][place])
+            for name, values in bad.outputs.items()
+            if name in normal.outputs
+        }
+        worst = max(ratios, key=lambda name: ratios[name], default="")
+        if layers or not worst or ratios[worst] < NOTABLE:
+            continue
+        first = next(name for name in ratios if ratios[name] >= max(NOTABLE, ratios[worst] ** 0.5))
+        for name in dict.fromkeys((first, worst)):
+            layers.append(Layer(name, quantity, bad.outputs[name][place], normal.outputs[name][place]))
+    growth = {name: _ratio(norm, normal.gradients.get(name, 0.0)) for name, norm in bad.gradients.items()}
+    for name in sorted(growth, key=lambda name: -growth[name])[:MOST]:
+        if growth[name] >= NOTABLE:
+            layers.append(Layer(name, "gradient norm", bad.gradients[name], normal.gradients.get(name, 0.0)))
+    return layers
+
+
+def damaged_weights(job: Job) -> list[Layer]:
+    """Tensors that hold NaN or Inf, with how many."""
+    names = [name for name, _ in job.model.named_parameters()]
+    counts = [(~parameter.detach().isfinite()).sum() for parameter in job.model.parameters()]
+    found = zip(names, torch.stack(counts).tolist(), strict=True)
+    return [Layer(name, "non-finite weights", float(count), 0.0) for name, count in found if count]

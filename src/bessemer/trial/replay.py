@@ -1,0 +1,124 @@
+"""Past steps again, in memory: with what was recorded of them, or with one thing changed. Nothing is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bessemer.errors import UserError
+from bessemer.optim.guarded import clip_divisor
+from bessemer.run.journal import number
+from bessemer.train.job import Job
+from bessemer.trial.measure import clear_gradients, run_pass
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step as it came out in the replay."""
+
+    step: int
+    lr: float
+    loss: float
+    grad_norm: float
+    vetoed: bool  # then or now
+
+
+def replay_to(
+    job: Job,
+    target_step: int,
+    records: Sequence[Record],
+    start: int | None = None,
+    lr: Callable[[Record], float] | None = None,
+    veto: Callable[[int, float, float], bool] | None = None,
+) -> list[Replayed]:
+    """Run steps `start` (where the job's weights are: `job.start_step`) to `target_step - 1` as they were recorded.
+
+    Recorded vetoes and learning rates are honoured. `lr` gives another rate for a record; `veto` is asked with step,
+    loss and gradient norm before every update. The weights end up in the job: bit for bit those of the run on a CPU
+    with as many threads, within the device's spread elsewhere.
+    """
+    start = job.start_step if start is None else start
+    known = {int(record["step"]): record for record in records}
+    if missing := [step for step in range(start, target_step) if step not in known]:
+        raise UserError(
+            f"step {missing[0]} is not in the run's metrics: steps {start} to {target_step - 1} cannot be replayed"
+        )
+    accept = torch.zeros((), device=job.device)
+    path = []
+    clear_gradients(job)
+    for step in range(start, target_step):
+        record = known[step]
+        rate = lr(record) if lr else float(record["lr"])
+        batches = job.stream.micro_batches(step, job.plan.micro_rows)
+        measured = run_pass(job, batches, job.stream.step_count(step))
+        vetoed = bool(record.get("veto")) or (veto is not None and veto(step, measured.loss, measured.grad_norm))
+        path.append(Replayed(step, rate, measured.loss, measured.grad_norm, vetoed))
+        if vetoed:
+            clear_gradients(job)
+            continue
+        norm = job.optimizer.grad_norm()
+        job.optimizer.step(rate, accept, clip_divisor(norm, number(record.get("clip")) or job.spec.optimizer.clip))
+    return path
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor is from another of the same name."""
+
+    elements: int  # that differ at all
+    of: int
+    largest: float
+    norm: float
+    size: float  # root mean square of the reference
+
+
+@torch.no_grad()
+def differences(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Difference]:
+    """The tensors that differ, weights before moments, the one with the largest change for its size first."""
+    result = {}
+    for name, expected in reference.items():
+        if not name.startswith(("model.", "optimizer.")):
+            continue
+        a, b = found[name].to(expected.device).float(), expected.float()
+        same = (a == b) | (a.isnan() & b.isnan())
+        if bool(same.all()):
+            continue
+        gap = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        size = float(b.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
+        result[name] = Difference(int((~same).sum()), a.numel(), float(gap.max()), float(gap.norm()), size)
+
+    def rank(name: str) -> tuple[bool, float]:
+        return not name.startswith("model."), -result[name].largest / max(result[name].size, 1e-12)
+
+    return {name: result[name] for name in sorted(result, key=rank)}
+
+
+def beyond_spread(found: Mapping[str, Difference], spread: Mapping[str, Difference]) -> dict[str, float]:
+    """How many times a tensor's difference exceeds that between two replays, for those that differ."""
+    ratios = {}
+    for name, gap in found.items():
+        usual = spread.get(name)
+        ratios[name] = max(gap.largest / usual.largest, gap.norm / usual.norm) if usual else math.inf
+    return ratios
+
+
+def first_unlike(records: Sequence[Record], path: Sequence[Replayed], again: Sequence[Replayed]) -> int | None:
+    """The step whose update (or the moment before whose pass) brought the difference in: from the first recorded loss
+    or gradient norm that two replays agree on with each other but not with the record."""
+    known = {int(record["step"]): record for record in records}
+    for first, second in zip(path, again, strict=True):
+        record = known[first.step]
+        for key, floor in (("loss", 1e-4), ("grad_norm", 1e-3)):
+            value, a, b = number(record.get(key)), getattr(first, key), getattr(second, key)
+            if value is None or value == a or (math.isnan(value) and math.isnan(a)):
+                continue
+            if not abs(value - a) <= 10 * abs(a - b) + floor * abs(a):
+                return first.step if key == "grad_norm" else max(first.step - 1, path[0].step)
+    return None

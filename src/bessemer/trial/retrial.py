@@ -1,0 +1,173 @@
+"""The last experiments of a trial: the steps from an earlier state to the judged one again, as recorded and changed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from bessemer.trial.attribute import parts_of
+from bessemer.trial.case import Earlier
+from bessemer.trial.experiments import Hearing, accuse_documents
+from bessemer.trial.measure import measure, put_back
+from bessemer.trial.replay import Difference, Record, Replayed, beyond_spread, differences, first_unlike, replay_to
+from bessemer.trial.verdict import CORRUPT, LR_JUMP
+
+COST = 1.3  # of a replayed step, in passes
+MOST_VETOES = 3  # on the way: more are no single bad step
+SUSPICIOUS = 0.5  # of the line: what did damage had been accepted
+LOWER = 0.1
+
+
+def usual_rate(h: Hearing) -> Callable[[Record], float]:
+    """The learning rate that a step should have had: the schedule's, unless that itself jumps; never a higher one."""
+    known = [float(record["lr"]) for record in h.scene.history if record.get("lr")]
+    middle = statistics.median(known) if known else h.scene.lr
+
+    def rate(record: Record) -> float:
+        planned = h.job.lr(int(record["step"]))
+        return min(float(record["lr"]), middle if planned > LR_JUMP * middle else planned)
+
+    return rate
+
+
+def rate_jumps(h: Hearing) -> dict[int, float]:
+    """Updates whose recorded learning rate was above the usual one, and how many times."""
+    rate = usual_rate(h)
+    found = {
+        int(record["step"]): float(record["lr"]) / rate(record)
+        for record in h.scene.history
+        if record.get("lr") and not record.get("veto")
+    }
+    return {step: factor for step, factor in found.items() if factor > 1.05}
+
+
+def replays(h: Hearing) -> None:
+    """Replay to the judged step. Other weights: corrupted. The same: which change would have avoided the damage?"""
+    state = _starting_point(h)
+    if state is None:
+        return
+    try:
+        state.load()
+        path = replay_to(h.job, h.scene.step, h.scene.history, state.step)
+        found = differences(h.kept, h.job.state())
+        question = f"Does a replay from step {state.step} lead to the judged weights?"
+        detail = _told(found) if found else "bit for bit the judged weights"
+        h.evidence.replay = h.note("replay", question, measure(h.job, h.scene.batches), detail)
+        h.evidence.corrupt = _corruption(h, state, path, found) if found else 0.0
+        # What could have avoided damage is a question only where there is some.
+        if h.evidence.corrupt is None or h.evidence.corrupt > CORRUPT or not h.evidence.damaged:
+            return
+        _planned_lr(h, state)
+        if not h.evidence.normal(h.evidence.planned_lr):
+            _without_outliers(h, state)
+        if not h.evidence.normal(h.evidence.planned_lr) and not h.evidence.normal(h.evidence.vetoed):
+            _lower_lr(h, state, path)
+    finally:
+        put_back(h.job, h.kept)
+
+
+def _starting_point(h: Hearing) -> Earlier | None:
+    """The newest earlier state that is healthy itself and near enough for the time left."""
+    for state in h.earlier:
+        if not h.room(COST * (h.scene.step - state.step) + 3):
+            h.left_out.append(f"replay from step {state.step}")
+            return None
+        state.load()
+        usual = [measure(h.job, batches) for batches in h.references[:1]]
+        put_back(h.job, h.kept)
+        if not usual or h.yard.of_measured(usual[0]) <= max(h.yard.limit, 0.5):
+            return state
+    h.left_out.append("replay: no healthy earlier state")
+    return None
+
+
+def _corruption(h: Hearing, state: Earlier, path: Sequence[Replayed], found: dict[str, Difference]) -> float | None:
+    """How far beyond the device's spread the weights differ; the spread is that of a second replay."""
+    if not h.room(COST * len(path)):
+        h.left_out.append("second replay")
+        return None
+    first = {name: tensor.detach().to("cpu", copy=True) for name, tensor in h.job.state().items()}
+    state.load()
+    again = replay_to(h.job, h.scene.step, h.scene.history, state.step)
+    ratios = beyond_spread(found, differences(h.job.state(), first))
+    worst = max(ratios.values())
+    if worst > CORRUPT:
+        guilty = {name: gap for name, gap in found.items() if ratios[name] > CORRUPT}
+        h.remarks.append(_told(guilty))
+        unlike = first_unlike(h.scene.history, path, again)
+        h.began_at = h.scene.step - 1 if unlike is None else unlike
+    return worst
+
+
+def _told(found: dict[str, Difference]) -> str:
+    words = [
+        f"{name.partition('.')[2]} ({gap.elements} of {gap.of} elements, largest change {gap.largest:.3g})"
+        for name, gap in list(found.items())[:3]
+    ]
+    more = f" and {len(found) - 3} other tensors" if len(found) > 3 else ""
+    return "differ: " + ", ".join(words) + more
+
+
+def _again(
+    h: Hearing,
+    state: Earlier,
+    name: str,
+    question: str,
+    lr: Callable[[Record], float] | None = None,
+    veto: Callable[[int, float, float], bool] | None = None,
+) -> float | None:
+    """A changed replay, and the judged batch at its end."""
+    if not h.room(COST * (h.scene.step - state.step) + 1):
+        h.left_out.append(name)
+        return None
+    state.load()
+    replay_to(h.job, h.scene.step, h.scene.history, state.step, lr, veto)
+    return h.note(name, question, measure(h.job, h.scene.batches), f"from step {state.step}")
+
+
+def _planned_lr(h: Hearing, state: Earlier) -> None:
+    jumps = {step: factor for step, factor in rate_jumps(h).items() if step >= state.step}
+    if not jumps:
+        return
+    question = "Is the step normal after a replay with the usual learning rates?"
+    h.evidence.planned_lr = _again(h, state, "planned lr", question, lr=usual_rate(h))
+    if h.evidence.normal(h.evidence.planned_lr):
+        h.began_at = min(jumps)
+        h.remarks.append(f"that of step {h.began_at} was {jumps[h.began_at]:.3g} times the usual")
+
+
+def _without_outliers(h: Hearing, state: Earlier) -> None:
+    """A replay with a guard that vetoes what the run accepted; the documents of the first such step are tried."""
+    vetoed: list[int] = []
+
+    def veto(step: int, loss: float, norm: float) -> bool:
+        if h.yard.excess(loss, norm) <= SUSPICIOUS * h.yard.limit:
+            return False
+        vetoed.append(step)
+        if len(vetoed) == 1 and h.room(8):
+            batches = h.job.stream.micro_batches(step, h.job.plan.micro_rows)
+            measured = measure(h.job, batches)
+            usual = [(other, measure(h.job, other)) for other in h.references[:2]]
+            parts = [part for other, one in usual for part in parts_of(h.job.stream, other, one.nll)]
+            h.accused, excess = accuse_documents(h, batches, measured, parts, f"step {step}")
+            h.evidence.convicted = h.evidence.normal(excess)
+        return True
+
+    question = "Is the step normal after a replay that leaves out the outliers on the way?"
+    excess = _again(h, state, "without the outliers", question, veto=veto)
+    # Vetoes to the very end only freeze the weights: that a slow divergence was stopped says nothing of its cause.
+    went_on = bool(vetoed) and (h.evidence.convicted or vetoed[-1] < h.scene.step - 1)
+    if went_on and len(vetoed) <= MOST_VETOES:
+        h.evidence.vetoed = excess
+    if h.evidence.normal(h.evidence.vetoed):
+        h.began_at = vetoed[0]
+    else:
+        h.accused, h.evidence.convicted = [], False
+
+
+def _lower_lr(h: Hearing, state: Earlier, path: Sequence[Replayed]) -> None:
+    question = f"Is the step normal after a replay with {LOWER} of the learning rates?"
+    h.evidence.lower_lr = _again(h, state, "lower lr", question, lambda record: LOWER * float(record["lr"]))
+    if h.evidence.normal(h.evidence.lower_lr):
+        bad = [step.step for step in path if h.yard.excess(step.loss, step.grad_norm) > h.yard.limit]
+        h.began_at = max(state.step, min(bad, default=h.scene.step) - 1)

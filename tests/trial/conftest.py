@@ -1,0 +1,177 @@
+"""A tiny job that is really trained, on data with a structure to learn, and causes of trouble staged in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from bessemer.data.order import Order, Phase
+from bessemer.data.steps import BatchPhase, Steps
+from bessemer.data.store import StoreWriter, TokenStore
+from bessemer.data.stream import BatchStream, sequence_count
+from bessemer.guard.judge import Judge
+from bessemer.model.transformer import build
+from bessemer.optim.choose import make_optimizer
+from bessemer.optim.guarded import clip_divisor
+from bessemer.optim.schedule import Schedule
+from bessemer.spec.guard import GuardSpec
+from bessemer.spec.mixture import quantise
+from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.objective import CausalLM
+from bessemer.train.precision import compute_in
+from bessemer.trial.case import Earlier, Normal, Scene
+
+VOCAB, CONTEXT, ROWS, SCENE_AT, DOCUMENTS = 64, 32, 8, 60, 400
+
+
+def chain_text(rng: np.random.Generator, length: int) -> np.ndarray:
+    """Each token has three likely successors: a model gets from ln 63 to about 1.5 in 60 steps."""
+    out = [int(rng.integers(1, VOCAB))]
+    for jump in rng.choice([1, 7, 11], length - 2, p=[0.7, 0.2, 0.1]).tolist():
+        out.append((out[-1] * 5 + jump) % (VOCAB - 1) + 1)
+    return np.array([*out, 0])
+
+
+def make_stream(folder: Path, seed: int, change: Callable[[int, np.ndarray], np.ndarray] | None = None) -> BatchStream:
+    """`change` may give a document other tokens, as many as it had, so that nothing else moves."""
+    rng = np.random.default_rng(seed)
+    with StoreWriter(folder, VOCAB, "tokenizer") as writer:
+        for row in range(DOCUMENTS):
+            tokens = chain_text(rng, int(rng.integers(20, 90)))
+            tokens = change(row, tokens) if change else tokens
+            writer.add(tokens, "a.jsonl", row, row, 3 * len(tokens))
+    store = TokenStore(folder)
+    order = Order([Phase(0, quantise({"a": 1.0}))], {"a": sequence_count(store.tokens, CONTEXT)}, seed)
+    return BatchStream({"a": store}, order, CONTEXT, Steps([BatchPhase(0, ROWS)]))
+
+
+def make_job(
+    stream: BatchStream, seed: int, precision="fp32", peak=1e-2, warmup=10, optimizer=None, device="cpu"
+) -> SimpleNamespace:
+    spec = OptimizerSpec(**(optimizer or {}))
+    shape = ModelShape(vocab=VOCAB, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=64)
+    device = torch.device(device)
+    model = build(shape, device, seed)
+    optimizer = make_optimizer(model.named_parameters(), spec)
+    judge, schedule = Judge(GuardSpec(), device), Schedule(peak, warmup, 200)
+
+    def state():
+        found = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
+        return found | {f"guard.{name}": tensor for name, tensor in judge.state().items()}
+
+    return SimpleNamespace(
+        spec=SimpleNamespace(optimizer=spec), plan=SimpleNamespace(precision=precision, micro_rows=4),
+        device=device, model=model, objective=CausalLM(False), optimizer=optimizer,
+        schedule=schedule, lr=schedule.lr, progress=SimpleNamespace(tokens=0), judge=judge, stream=stream,
+        state=state, start_step=0,
+    )  # fmt: skip
+
+
+def normal_of(records: list[dict]) -> Normal:
+    """As the guard has it: medians of the newer half, robust scales around a line, with its floors."""
+    kept = [record for record in records if not record["veto"]][-32:]
+    losses = np.array([record["loss"] for record in kept])
+    norms = np.log([record["grad_norm"] for record in kept])
+    half = len(kept) // 2
+    old, centre, middle = (np.median(losses[:half]), float(np.median(losses[half:])), float(np.median(norms[half:])))
+    line = centre + (centre - old) / half * (np.arange(len(kept)) - 1.5 * half)
+    scale = max(1.4826 * float(np.median(np.abs(losses - line))), 0.02 * centre)
+    spread = max(1.4826 * float(np.median(np.abs(norms - middle))), 0.25)
+    return Normal(centre, scale, math.exp(middle), spread, 8.0, 10.0)
+
+
+def outlier(normal: Normal, loss: float, norm: float) -> bool:
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return True
+    grad_z = (math.log(max(norm, 1e-30)) - math.log(normal.grad_norm)) / normal.grad_scale
+    return (loss - normal.loss) / normal.loss_scale > normal.loss_sigma or grad_z > normal.grad_sigma
+
+
+@dataclass
+class Faults:
+    """What happens on the way. `before` is called before a step's pass, `gradients` between backward and judge."""
+
+    before: dict[int, Callable] = field(default_factory=dict)
+    gradients: dict[int, Callable] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)  # factors
+    guarded: bool = True
+    normal_until: int | None = None  # what is normal is known from the steps before this one
+
+
+def run_to(job, last: int, faults: Faults, copies) -> tuple[Scene, list[Earlier]]:
+    """Train up to step `last`, which is judged and not updated."""
+    records: list[dict] = []
+    earlier: list[Earlier] = []
+    for step in range(last + 1):
+        if step in copies:
+            earlier.append(memory_copy(job, step))
+        if step in faults.before:
+            faults.before[step](job)
+        batches = job.stream.micro_batches(step, job.plan.micro_rows)
+        count, loss = job.stream.step_count(step), torch.zeros((), device=job.device)
+        for batch in batches:
+            with compute_in(job.plan.precision, job.device):
+                terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), count)
+            terms.loss.backward()
+            loss += terms.loss.detach()
+        if step in faults.gradients:
+            faults.gradients[step](job)
+        norm = job.optimizer.grad_norm()
+        lr = job.schedule.lr(step) * faults.rates.get(step, 1.0)
+        value, size = float(loss), float(norm)
+        if step == last:
+            job.model.zero_grad(set_to_none=True)
+            normal = normal_of(records[: faults.normal_until])
+            return Scene(step, "loss outlier", lr, value, size, normal, batches, records), earlier
+        veto = faults.guarded and step > 30 and outlier(normal_of(records), value, size)
+        job.optimizer.step(
+            lr, torch.tensor(float(veto), device=job.device), clip_divisor(norm, job.spec.optimizer.clip)
+        )
+        reason = "loss outlier" if veto else None
+        records.append({"step": step, "lr": lr, "veto": reason, "loss": value, "grad_norm": size})
+    raise AssertionError
+
+
+def memory_copy(job, step: int) -> Earlier:
+    kept = {name: tensor.clone() for name, tensor in job.state().items() if not name.startswith("guard.")}
+
+    def load():
+        state = job.state()
+        for name, tensor in kept.items():
+            state[name].copy_(tensor)
+
+    return Earlier(step, "memory", torch.no_grad()(load))
+
+
+@pytest.fixture
+def stage(tmp_path):
+    """A job trained up to the scene, the scene and the copies; a new one for each call. Faults are keywords."""
+    made = []
+
+    def make(seed=0, change=None, transforms=(), copies=(30, 45), last=SCENE_AT, faults=None, **settings):
+        stream = make_stream(tmp_path / f"store{len(made)}", seed, change)
+        if transforms:
+            stream = BatchStream(stream.sources, stream.order, CONTEXT, stream.steps, transforms=transforms)
+        made.append(make_job(stream, seed, **settings))
+        return (made[-1], *run_to(made[-1], last, Faults(**(faults or {})), copies))
+
+    return make
+
+
+@pytest.fixture
+def documents_at(tmp_path):
+    """The documents of a step, those with most tokens first, before anything is changed."""
+
+    def find(seed: int, step: int = SCENE_AT):
+        return make_stream(tmp_path / f"look{seed}-{step}", seed).origins(step)
+
+    return find

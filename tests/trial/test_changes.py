@@ -1,0 +1,64 @@
+"""What changed before a step, line by line."""
+
+import pytest
+
+from bessemer.data.order import Order, Phase
+from bessemer.data.steps import BatchPhase, Steps
+from bessemer.data.stream import BatchStream
+from bessemer.spec.mixture import quantise
+from bessemer.trial.changes import what_changed
+
+
+@pytest.fixture
+def quiet(stage):
+    return stage(0, last=34)
+
+
+def test_a_quiet_run_has_no_changes(quiet):
+    job, scene, _ = quiet
+    assert what_changed(job, scene) == []
+
+
+def test_rates_batches_skips_phases_and_epochs(quiet):
+    job, scene, _ = quiet
+    rows = job.stream.sources["a"]
+    sizes = {"a": rows.count, "b": rows.count}
+    phases = [Phase(0, quantise({"a": 1.0})), Phase(200, quantise({"a": 0.5, "b": 0.5}))]
+    steps = Steps([BatchPhase(0, 8), BatchPhase(26, 16)]).skip(28, 300)
+    stream = BatchStream({"a": rows, "b": rows}, Order(phases, sizes, 0), 32, steps)
+    job.stream = stream
+    scene.history[20]["lr"] *= 10
+    found = what_changed(job, scene)
+    assert "step 25: data phase 2 begins (a 50.0%, b 50.0%)" in found
+    assert "step 26: batch size 8 -> 16 sequences" in found
+    assert "step 28: the data goes on at position 300 (a skip)" in found
+    assert any(line.startswith("step 20: learning rate") and "schedule says" in line for line in found)
+    assert found == sorted(found, key=lambda line: int(line.split()[1].rstrip(":")))
+
+
+def test_a_new_epoch_is_told(quiet):
+    job, scene, _ = quiet
+    count = job.stream.sources["a"].count
+    job.stream = job.stream.replace(Steps([BatchPhase(0, 8)]).skip(30, count - 20))
+    assert "step 32: epoch 2 of source a begins" in what_changed(job, scene)
+
+
+def test_events_of_the_window_are_told_and_older_ones_are_not(quiet):
+    job, scene, _ = quiet
+    machine = {"name": "old", "matmul": {"fp32": 1.0}}
+    events = [
+        {"kind": "started", "step": 0, "device": "cpu", "versions": {"torch": "1"}, "machine": machine},
+        {"kind": "saved", "step": 20},
+        {"kind": "spec_changed", "changes": {"optimizer.lr": [1e-3, 1e-2]}},
+        {"kind": "lock_taken", "reason": "process 7 on node3 died without its last word"},
+        {"kind": "started", "step": 20, "device": "cpu", "resumed_from": "step-20", "versions": {"torch": "2"},
+         "machine": {"name": "new", "matmul": {"fp32": 2.0}}},
+        {"kind": "veto", "step": 33},
+    ]  # fmt: skip
+    found = what_changed(job, scene, events, steps=20)
+    assert found == [
+        "step 20: the spec changed: optimizer.lr 0.001 -> 0.01",
+        "step 20: lock taken: process 7 on node3 died without its last word",
+        "step 20: started on cpu from step-20; torch 1 -> 2; name old -> new",
+    ]
+    assert what_changed(job, scene, events[:2], steps=10) == []
