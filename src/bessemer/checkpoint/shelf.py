@@ -62,7 +62,7 @@ def _cause(error: BaseException) -> BaseException:
     return link or first
 
 
-def _single_process() -> None:
+def single_process() -> None:
     """DCP warns that there is no process group; with one process that is as it should be. The filter stands for good:
     `catch_warnings` would restore the filters of all threads, and saves run in one of their own."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -124,7 +124,7 @@ class Shelf:
         from bessemer.checkpoint.checked_writer import CheckedWriter
 
         on_host = all(tensor.device.type == "cpu" for tensor in state.values())
-        _single_process()
+        single_process()
         try:
             writer = CheckedWriter(folder, copy_ahead_bytes=0 if on_host else 10_000_000)
             dcp.save(state, storage_writer=writer, no_dist=True)
@@ -171,7 +171,7 @@ class Shelf:
                     f"{folder}: tensor {name} has shape {size}, the model asks for {tuple(tensor.shape)}: "
                     "put the spec's model back, or name a new run"
                 )
-        _single_process()
+        single_process()
         try:
             dcp.load(state, storage_reader=reader, no_dist=True)
         except CheckpointException as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bessemer.checkpoint.manifest import Damaged, Manifest
 from bessemer.checkpoint.safe_reader import TensorReader
-from bessemer.checkpoint.shelf import MODEL, Shelf, _cause
+from bessemer.checkpoint.shelf import MODEL, Shelf, _cause, single_process
 
 
 class SavedTensors(Mapping[str, Tensor]):
@@ -39,6 +39,7 @@ class SavedTensors(Mapping[str, Tensor]):
 
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        single_process()
         try:
             dcp.load({self._prefix + name: tensor}, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:  # a BaseException: no `except Exception` sees it
