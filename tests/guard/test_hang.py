@@ -111,3 +111,14 @@ def test_it_ends_with_the_run():
     with Watchdog(HangSpec(), lambda hang: None) as dog:
         dog.beat(0)
     assert not any(thread.name == "watchdog" and thread.is_alive() for thread in threading.enumerate())
+
+
+def test_one_hang_does_not_raise_the_limit_and_two_in_a_row_are_the_new_pace(hands):
+    hands.steps(5, 2)
+    hands.steps(1, 90, start=5)  # hung: told, and not learnt from
+    assert len(hands.hangs) == 1 and hands.dog.limit_s == 60
+    hands.steps(3, 2, start=6)
+    hands.steps(2, 90, start=9)
+    assert len(hands.hangs) == 3 and hands.dog.limit_s == 450
+    hands.steps(3, 90, start=11)
+    assert len(hands.hangs) == 3

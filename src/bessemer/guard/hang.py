@@ -64,6 +64,7 @@ class Watchdog:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._intervals: deque[float] = deque(maxlen=RECENT)
         self._waited_s, self._looked_s = 0.0, clock()
+        self._hung = 0  # steps in a row
         self._long, self._said, self._step = True, False, -1
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -79,7 +80,9 @@ class Watchdog:
         with self._lock:
             self._count()
             if not self._long:
-                self._intervals.append(self._waited_s)
+                self._hung = self._hung + 1 if self._said else 0
+                if self._hung != 1:  # one hang is no measure of a step, two in a row are the new pace
+                    self._intervals.append(self._waited_s)
             self._waited_s, self._long, self._said, self._step = 0.0, long, False, step
 
     def look(self) -> None:

@@ -64,7 +64,7 @@ def one_line(case: Case) -> str:
                 parts.append("without these rows the batch is normal")
             elif one.name == "earlier weights":
                 parts.append(f"on earlier weights the same batch is {'normal' if one.normal else 'no better'}")
-    line = visible(" ".join("; ".join(parts).split()))
+    line = visible(" ".join("; ".join(dict.fromkeys(parts)).split()))
     return line if len(line) <= _LINE_CHARS else line[: _LINE_CHARS - 1] + "…"
 
 

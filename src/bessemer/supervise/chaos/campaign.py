@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -60,6 +61,7 @@ class Campaign:
     def summary(self) -> dict[str, Any]:
         judged = [row for row in self.rows if row.right is not None]
         worse = [(loss - clean) / clean for loss, clean in self.final_losses.values()]
+        limit = statistics.fmean(self.clean_losses) + 2 * statistics.stdev(self.clean_losses)
         return {
             "faults": len(self.rows),
             "detected": sum(row.detected_at is not None for row in self.rows),
@@ -68,6 +70,7 @@ class Campaign:
             "recovered": sum(row.recovered for row in self.rows),
             "clean_losses": [round(loss, 4) for loss in self.clean_losses],
             "runs": len(worse), f"runs_within_{TOLERANCE:.0%}": sum(share <= TOLERANCE for share in worse),
+            "runs_within_two_sigma": sum(loss <= limit for loss, _ in self.final_losses.values()),
             "largest_loss_increase": f"{max(worse, default=0.0):.2%}",
             "clean_steps": self.clean_steps, "clean_alarms": self.clean_alarms, "seconds": round(self.seconds, 1),
         }  # fmt: skip
@@ -131,18 +134,23 @@ def run_campaign(
                 done += 1
                 if done % 10 == 0:
                     say(f"chaos {done}/{len(names)} runs in {time.monotonic() - began:.0f} s")
-    rows = [row for i in range(seeds, len(names)) for row in assess(Run(folder / names[i]), faults[i])]
-    clean = [Run(folder / name) for name in names[:seeds]]
+    return read_campaign(folder, time.monotonic() - began)
+
+
+def read_campaign(folder: Path, seconds: float = 0.0) -> Campaign:
+    """What became of the faults, from the folder that a campaign has left."""
+    clean = [Run(path) for path in sorted(folder.glob("clean-*"))]
+    broken = [Run(path) for path in sorted(folder.glob("chaos-*"))]
     signs = ("veto", "rollback", "hang", "alarm")
     alarms = sum(event["kind"] in signs and event.get("severity") != "note" for run in clean for event in run.events())
+    faults = {run.name: [Fault(**f) for f in json.loads((run.folder / "faults.json").read_text())] for run in broken}
     return Campaign(
-        rows=rows, clean_losses=[final_loss(run) for run in clean],
+        rows=[row for run in broken for row in assess(run, faults[run.name])],
+        clean_losses=[final_loss(run) for run in clean],
         final_losses={
-            names[i]: (final_loss(Run(folder / names[i])), final_loss(clean[i % seeds]))
-            for i in range(seeds, len(names))
+            run.name: (final_loss(run), final_loss(clean[i % len(clean)])) for i, run in enumerate(broken)
         },
-        clean_alarms=alarms,
-        clean_steps=seeds * steps, seconds=time.monotonic() - began,
+        clean_alarms=alarms, clean_steps=sum(1 for run in clean for _ in run.metrics()), seconds=seconds,
     )  # fmt: skip
 
 
@@ -234,7 +242,10 @@ def _is_sign(event: dict[str, Any], fault: Fault, last: int, times: dict[int, fl
     if KINDS[fault.kind].restarts:
         resumed = float(event["time"]) > times[fault.step] and bool(event.get("resumed_from"))
         return name != "started" or resumed
-    return fault.step <= _step_of(event, fault) <= last or ("step" not in event and event["time"] >= times[fault.step])
+    if "step" not in event:
+        return bool(event["time"] >= times[fault.step])
+    # What is read while a step runs is said of the step before it.
+    return fault.step - 1 <= int(event["step"]) <= last
 
 
 def _every_step_once(run: Run) -> bool:

@@ -40,7 +40,7 @@ KINDS: dict[str, Kind] = {
     "sigkill": Kind("the process is killed", ("started",), 10**9, restarts=True),
     "sigterm": Kind("the process is asked to end", ("interrupted",), 2, restarts=True),
     "truncated-checkpoint": Kind(
-        "the newest checkpoint loses its end, then the process is killed", ("checkpoint_passed_over",), 10**9,
+        "the newest checkpoint loses its end, then the process is killed", ("checkpoint_passed_over", "fetched"), 10**9,
         restarts=True,
     ),
 }  # fmt: skip
