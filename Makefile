@@ -53,10 +53,10 @@ format: $(DEV_STAMP) ## format the code and apply ruff's safe fixes
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-chaos: $(CORE_STAMP) ## break runs of three sizes on purpose, 208 faults of all kinds (half an hour on two cores)
+chaos: $(CORE_STAMP) ## break runs of three sizes on purpose, 200 faults of all kinds (half an hour on two cores)
 	@$(BIN)/bessemer chaos recipes/chaos.yaml --count 128 --jobs $(WORKERS) --folder runs/chaos/small
 	@$(BIN)/bessemer chaos recipes/chaos.yaml --count 48 --jobs $(WORKERS) --seed 1 --folder runs/chaos/medium --set model.width=96 --set model.layers=3
-	@$(BIN)/bessemer chaos recipes/chaos.yaml --count 32 --jobs $(WORKERS) --seed 2 --folder runs/chaos/large --set model.width=160 --set model.layers=4
+	@$(BIN)/bessemer chaos recipes/chaos.yaml --count 24 --jobs $(WORKERS) --seed 2 --folder runs/chaos/large --set model.width=160 --set model.layers=4
 
 bench: $(BENCH_STAMP) $(PEERS_STAMP) ## measure Bessemer beside its peers on this machine (half an hour)
 	@$(BIN)/python benchmarks/hf_trainer.py

@@ -102,7 +102,7 @@ class Plain:
         away = sorted(v - at for v, at in zip(values, line, strict=True))
         usual = 1.4826 * self.median([abs(deviation) for deviation in away])
         tail = away[int((n - 1) * 0.95)] / 1.645
-        floor = max(0.01, 0.36 / self.rows) * abs(center) if k == 0 else 0.2
+        floor = max(0.01, 0.36 / self.rows) * abs(center) if k == 0 else 0.2 + 0.3 / self.rows
         scale = max(usual, tail, floor)
         return (value - center) / scale, center, scale
 

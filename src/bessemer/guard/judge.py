@@ -30,7 +30,9 @@ REASONS = {
 # The scale of the loss is at least 1 % of its centre, and 36 % divided by the rows of a step: the oddest rows of clean
 # code (other scripts, tables) had 4.6 times the usual loss, so one of them lifts a mean over R rows by 3.6 / R.
 LOSS_FLOOR, ODD_ROW = 0.01, 0.36
-GRAD_FLOOR = 0.2  # and that of the log gradient norm 0.2: with 13 scales, a factor of 13; clipping bounds the rest
+# That of the log gradient norm is 0.2 and 0.3 divided by the rows: 13 scales are a factor of 13 for many rows, 95 for
+# two and 665 for one, where clean rows of other scripts had 23 and 26 times the usual norm. Clipping bounds the rest.
+GRAD_FLOOR, GRAD_ODD_ROW = 0.2, 0.3
 UPPER, UPPER_NORMAL = 0.95, 1.645  # a quantile, and where it lies in a normal distribution
 
 
@@ -72,7 +74,7 @@ class Judge:
 
     def expect(self, rows: int) -> None:
         """From now on a step has so many rows."""
-        floors = [max(LOSS_FLOOR, ODD_ROW / rows), GRAD_FLOOR]
+        floors = [max(LOSS_FLOOR, ODD_ROW / rows), GRAD_FLOOR + GRAD_ODD_ROW / rows]
         self._floor_2 = torch.tensor(floors, device=self.window_2N.device)
 
     def state(self) -> dict[str, Tensor]:
