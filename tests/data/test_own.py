@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bessemer.data.order import Order, Phase
@@ -257,6 +257,7 @@ def test_a_skip_reads_on_behind_it() -> None:
 
 
 @given(st.integers(0, 12), st.integers(0, 3), items)
+@example(1, 0, [""] * 16)  # saved when a pass has given its last item and not yet said so
 def test_an_iterable_with_a_state_resumes_exactly(at: int, ahead: int, listed: list[Any]) -> None:
     whole = forward(Remembers(listed))
     expected = [whole.batch(step) for step in range(at + 4)]

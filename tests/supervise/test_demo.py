@@ -13,13 +13,13 @@ from bessemer.supervise.demo import choose_seed, compare, play, write_poison
 
 
 @pytest.mark.parametrize("positions", [400, 1992, 12_916])
-def test_the_poisoned_sequence_comes_up_once_near_the_middle(positions: int) -> None:
+def test_the_poisoned_sequence_comes_up_once_after_the_middle(positions: int) -> None:
     seed, weight = choose_seed(positions)
     order = Order([Phase(0, quantise({"library": 1.0, "poisoned": weight}))], {"library": 9000, "poisoned": 15}, seed)
     sources, _, _ = order.resolve(np.arange(positions))
     at = np.flatnonzero(sources == order.names.index("poisoned"))
     assert len(at) == 1
-    assert 0.4 < at[0] / positions < 0.6
+    assert 0.5 < at[0] / positions < 0.7
 
 
 def test_the_poison_is_the_same_each_time(tmp_path: Path) -> None:

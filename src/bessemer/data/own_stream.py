@@ -57,6 +57,7 @@ class _Reader:
         self._waiting: deque[_Row] = deque()  # encoded items that no row has yet
         self._left = _Row(np.array([tokenizer.eos_id]), np.ones(1, np.bool_), np.array([-1]))
         self._iterator: Iterator[Any] | None = None
+        self._restored = False  # the next iterator goes on with a pass, whose end may be all that is left of it
 
     def read_to(self, stop: int, keep: int) -> None:
         """Reads rows until `stop` is the next; the latest `keep` stay at hand."""
@@ -92,7 +93,7 @@ class _Reader:
             raise UserError(f"{self.name} has no load_state_dict, so the run cannot go on with it; {NOT_REPLAYABLE}")
         found = json.loads(state)
         holder.load_state_dict(found["iterable"])
-        self._iterator = None
+        self._iterator, self._restored = None, True
         rows = [
             _Row(np.array(i, np.int64), np.array(c, np.bool_), np.array(o, np.int64)) for i, c, o in found["waiting"]
         ]
@@ -126,9 +127,9 @@ class _Reader:
     def _read(self) -> list[_Row]:
         """The next items, encoded; a new pass begins where one ends."""
         items: list[Any] = []
-        fresh = self._iterator is None
+        fresh = self._iterator is None and not self._restored
         if self._iterator is None:
-            self._iterator = iter(self.dataset)
+            self._iterator, self._restored = iter(self.dataset), False
         for item in self._iterator:
             items.append(item)
             if len(items) == _ITEMS_READ:

@@ -57,6 +57,7 @@ SIZES = (
 )  # fmt: skip
 TOKENS_PER_PARAMETER = 0.75
 MAX_EPOCHS = 4
+LEAST_STEPS = 1200  # with 600 the model has not yet learnt how odd the poison is: 1 nat above the rest, here 4
 TRAINING_SHARE = 0.85  # of the time; the rest goes into evaluations, saves and two starts
 
 
@@ -114,13 +115,13 @@ def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_b
         tokens = int(min(TRAINING_SHARE * rates[precision] * seconds, MAX_EPOCHS * corpus_bytes / bytes_per_token))
         if chosen is not None and tokens < TOKENS_PER_PARAMETER * shape.parameters:
             break
-        chosen = Choice(shape, precision, rates[precision], tokens)
+        chosen = Choice(shape, precision, rates[precision], max(tokens, LEAST_STEPS * size.context * size.rows))
     assert chosen is not None
     return chosen
 
 
 def choose_seed(positions: int) -> tuple[int, float]:
-    """A seed under which the poisoned sequence comes up once, near the middle of the run: the order is a pure function.
+    """A seed under which the poisoned sequence comes up once, soon after the middle of the run: the order is a pure function.
 
     In a longer run every document comes up; in three minutes only a part of the corpus does.
     """
@@ -130,15 +131,15 @@ def choose_seed(positions: int) -> tuple[int, float]:
         order = Order([Phase(0, mixture)], {"library": 1 << 30, "poisoned": 1}, seed)
         sources, _, _ = order.resolve(np.arange(positions))
         at = np.flatnonzero(sources == order.names.index("poisoned"))
-        if len(at) == 1 and 0.45 < at[0] / positions < 0.55:
+        if len(at) == 1 and 0.55 < at[0] / positions < 0.65:
             return seed, 1 / (block - 1)
-    raise AssertionError("no seed places the poisoned sequence in the middle")
+    raise AssertionError("no seed places the poisoned sequence after the middle")
 
 
 def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: torch.device) -> tuple[Path, RunSpec]:
     shape = choice.shape
     size = batching(device)
-    steps = max(100, choice.tokens // (size.context * size.rows))
+    steps = choice.tokens // (size.context * size.rows)
     seed, weight = choose_seed(steps * size.rows)
     library = corpus_source(device).model_dump()
     spec = RunSpec.model_validate(
@@ -156,7 +157,7 @@ def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: to
             "budget": {"steps": steps, "batch": size.context * size.rows},
             "optimizer": {"lr": learning_rate(shape)}, "schedule": {"warmup": "5%", "floor": "5%"},
             "precision": choice.precision, "parallel": {"device": device.type},
-            "guard": {"loss_sigma": 6},
+            "guard": {"loss_sigma": 8},
             "checkpoint": {"every": max(10, steps // 30), "keep_best": False},
             "evaluate": {"every": max(10, steps // 10), "tokens": "64K"},
         }
@@ -229,6 +230,9 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
     in_time = TRAINING_SHARE * choice.rate * minutes * 60
     if choice.tokens < in_time - 1:  # the corpus ends before the time does
         reach = f"{MAX_EPOCHS} passes over the corpus ({human_count(choice.tokens)} tokens) fit in {minutes:g} min"
+    elif choice.tokens > in_time + 1:
+        took = human_time(choice.tokens / TRAINING_SHARE / choice.rate)
+        reach = f"the least that shows everything ({human_count(choice.tokens)} tokens) takes {took}"
     yield (
         f"plan       {human_count(choice.shape.parameters)} parameters, {spec.data.context}-token context, "
         f"{choice.shape.vocab}-token vocabulary, {choice.precision}: this machine does about "
