@@ -121,7 +121,7 @@ def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_b
 
 
 def choose_seed(positions: int) -> tuple[int, float]:
-    """A seed under which the poisoned sequence comes up once, soon after the middle of the run: the order is a pure function.
+    """A seed under which the poisoned sequence comes up once, soon after the middle: the order is a pure function.
 
     In a longer run every document comes up; in three minutes only a part of the corpus does.
     """
