@@ -29,7 +29,7 @@ from bessemer.optim.guarded import FUSED, HOST, Guarded, clip_divisor
 from bessemer.spec.optimizer import SETTINGS, OptimizerSpec
 from bessemer.spec.shape import preset, with_vocab
 from bessemer.train.device import synchronize
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain
 from bessemer.train.precision import compute_in
 from bessemer.train.speed import random_batch
 
@@ -106,7 +106,7 @@ def variant(
     used = path or (FUSED if FUSED in paths else HOST)
     word = next(word for word, known in PATHS.items() if known == used)
     optimizer = make_optimizer(model.named_parameters(), spec_of(name, veto=word))
-    objective = CausalLM(cross_documents=False)
+    objective = Pretrain(cross_documents=False)
     feed = objective.feed(random_batch(VOCAB, arguments.rows, arguments.context), device)
 
     def run() -> None:

@@ -25,7 +25,8 @@ CHECKPOINT_VERBS = (
 )  # fmt: skip
 INSPECT_VERBS = ("lr", "gradients", "landscape", "histograms", "noise", "nan")
 VERBS = (
-    "train", "runs", "replay", "chaos", "generate", "demo", "spec check", "spec show", "spec schema",
+    "train", "runs", "replay", "chaos", "generate", "evaluate", "export", "model show", "demo",
+    "spec check", "spec show", "spec schema",
     *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),
     *(f"inspect {verb}" for verb in INSPECT_VERBS),
 )  # fmt: skip
@@ -96,7 +97,8 @@ def test_a_spec_in_full_is_a_spec_again(call: Call) -> None:
     Path("my-run.yaml").write_text(GOOD)
     shown = call("spec", "show", "my-run.yaml", "--set", "optimizer.lr=1e-4", "--set", "model.layers=3")
     assert shown.code == 0
-    assert yaml.safe_load(shown.out)["model"] == {"preset": "10M", "layers": 3}
+    model = yaml.safe_load(shown.out)["model"]
+    assert (model["preset"], model["layers"]) == ("10M", 3)
     Path("full.yaml").write_text(shown.out)
     again = call("spec", "show", "full.yaml")
     assert again.out == shown.out

@@ -53,12 +53,12 @@ def test_nan_injected_in_a_module_names_it(model: Decoder, name: str) -> None:
 
 
 def test_an_overflow_between_modules_is_laid_at_the_arithmetic_around_them(model: Decoder) -> None:
-    """silu(gate) * up overflows in SwiGLU itself: neither gate nor up nor down is to blame."""
+    """silu(gate) * up overflows in the feed-forward part itself: neither gate nor up nor down is to blame."""
     with torch.no_grad():
         model.blocks[1].ffn.gate.weight.fill_(1e20)
         model.blocks[1].ffn.up.weight.fill_(1e20)
     trace = trace_nonfinite(model, step_of(model))
-    assert (trace.stage, trace.module, trace.kind) == ("forward", "blocks.1.ffn", "SwiGLU")
+    assert (trace.stage, trace.module, trace.kind) == ("forward", "blocks.1.ffn", "FeedForward")
     assert "blocks.1.ffn.down" in trace.detail and not trace.bad_weights
 
 

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from bessemer.guard.inside import Inside, attention_numbers, layer_of
-from bessemer.model.attention import document_mask
+from bessemer.model.attention import Place
 from bessemer.model.rotary import rotate
+from bessemer.model.sight import Sight
 from bessemer.model.transformer import build
-from bessemer.spec.shape import ModelShape
+from bessemer.spec.shape import ModelShape, Rope
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 2]])
 TOKENS = torch.tensor([[1, 5, 9, 2, 3, 3, 7], [4, 4, 8, 6, 0, 1, 2]])
@@ -18,7 +19,7 @@ TOKENS = torch.tensor([[1, 5, 9, 2, 3, 3, 7], [4, 4, 8, 6, 0, 1, 2]])
 
 def random_model(dtype=torch.float64, **fields):
     sizes = {"vocab": 11, "width": 12, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 20}
-    model = build(ModelShape(**(sizes | {"rope_theta": 50.0} | fields)), "cpu", 0).to(dtype)
+    model = build(ModelShape(**(sizes | {"rope": Rope(theta=50.0)} | fields)), "cpu", 0).to(dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,9 +49,9 @@ def attention_by_hand(attention, shape, x_BTW, documents):
             D, kv = shape.head_dim, head // (shape.heads // shape.kv_heads)
             q = x_TW @ attention.query.weight[head * D : (head + 1) * D].T
             k = x_TW @ attention.key.weight[kv * D : (kv + 1) * D].T
-            if shape.qk_norm:
+            if shape.qk_norm != "none":
                 q, k = norm(q, attention.query_norm), norm(k, attention.key_norm)
-            q, k = turned(q, shape.rope_theta), turned(k, shape.rope_theta)
+            q, k = turned(q, shape.rope.theta), turned(k, shape.rope.theta)
             for t in range(len(x_TW)):
                 row = [q[t] @ k[s] / math.sqrt(D) for s in range(t + 1) if numbers[s] == numbers[t]]
                 logits += [abs(float(value)) for value in row]
@@ -63,12 +64,11 @@ def attention_by_hand(attention, shape, x_BTW, documents):
 def blocks_by_hand(model, tokens_BT, documents):
     """For each block: what a look should say."""
     x = model.embedding.weight[tokens_BT]
-    mask = document_mask(documents)
-    rotary = model.rotary.get(tokens_BT.shape[1], x.device, x.dtype)
+    place = Place(Sight(documents), model.rotary.get(tokens_BT.shape[1], x.device, x.dtype))
     for block in model.blocks:
         inner = norm(x, block.attention_norm)
         logit, entropy = attention_by_hand(block.attention, model.shape, inner, documents)
-        x = x + block.attention(inner, rotary, mask)
+        x = x + block.attention(inner, place)
         inner = norm(x, block.ffn_norm)
         gate, up = inner @ block.ffn.gate.weight.T, inner @ block.ffn.up.weight.T
         h = gate / (1 + torch.exp(-gate)) * up
@@ -83,12 +83,12 @@ def blocks_by_hand(model, tokens_BT, documents):
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "head"])
 def test_activations_and_attention_are_those_of_the_formulas(qk_norm):
     model = random_model(qk_norm=qk_norm)
     with torch.no_grad():
         expected = list(blocks_by_hand(model, TOKENS, DOCUMENTS))
-    found = Inside(model).look(model, TOKENS, document_mask(DOCUMENTS)).read()["layers"]
+    found = Inside(model).look(model, TOKENS, Sight(DOCUMENTS)).read()["layers"]
     assert list(found) == ["blocks.0", "blocks.1"]
     for i, values in enumerate(expected):
         assert found[f"blocks.{i}"] == pytest.approx(values, rel=1e-10)
@@ -97,7 +97,7 @@ def test_activations_and_attention_are_those_of_the_formulas(qk_norm):
 def test_without_a_mask_attention_is_causal():
     model = random_model()
     one = torch.zeros_like(DOCUMENTS)
-    plain, masked = (Inside(model).look(model, TOKENS, mask).read() for mask in (None, document_mask(one)))
+    plain, masked = (Inside(model).look(model, TOKENS, sight).read() for sight in (None, Sight(one)))
     for name, values in plain["layers"].items():
         assert values == pytest.approx(masked["layers"][name], rel=1e-12)
 
@@ -207,7 +207,7 @@ def test_logits_are_not_rounded_by_autocast():
     attention, shape = model.blocks[0].attention, model.shape
     x, rotary = torch.randn(1, 30, 12), model.rotary.get(30, torch.device("cpu"), torch.bfloat16)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        logit, _ = attention_numbers(attention, x, rotary)
+        logit, _ = attention_numbers(attention, x, Place(Sight(), rotary))
         q = rotate(attention.query(x).view(1, 30, shape.heads, -1), *rotary)[0].double()
         k = rotate(attention.key(x).view(1, 30, shape.kv_heads, -1), *rotary)[0].double()
     k = k.repeat_interleave(2, dim=1)

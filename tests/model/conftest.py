@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bessemer.model.transformer import Decoder, build
-from bessemer.spec.shape import ModelShape
+from bessemer.spec.shape import ModelShape, Rope
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def shape_of() -> Callable[..., ModelShape]:
             "kv_heads": 2,
             "head_dim": 6,
             "ffn": 40,
-            "rope_theta": 100.0,
+            "rope": Rope(theta=100.0),
         }
         return ModelShape(**(defaults | fields))  # type: ignore[arg-type]
 
@@ -74,10 +74,10 @@ def attend(weights: dict[str, Tensor], shape: ModelShape, x_TW: Tensor, document
         query = x_TW @ weights["query.weight"][rows].T
         key = x_TW @ weights["key.weight"][shared].T
         value = x_TW @ weights["value.weight"][shared].T
-        if shape.qk_norm:
+        if shape.qk_norm != "none":
             query = norm(query, weights["query_norm.weight"], shape.norm_eps)
             key = norm(key, weights["key_norm.weight"], shape.norm_eps)
-        query, key = turn(query, shape.rope_theta), turn(key, shape.rope_theta)
+        query, key = turn(query, shape.rope.theta), turn(key, shape.rope.theta)
         mixed = []
         for t in range(length):
             seen = [s for s in range(t + 1) if documents[s] == documents[t]]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bessemer.model.generate import Sampling, generate
+from bessemer.spec.shape import Rope
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def their_name(name):
 
 def their_model(shape, weights):
     transformers = pytest.importorskip("transformers")
-    family = "Qwen3" if shape.qk_norm else "Llama"
+    family = "Qwen3" if shape.qk_norm == "head" else "Llama"
     config = getattr(transformers, f"{family}Config")(
         vocab_size=shape.vocab,
         hidden_size=shape.width,
@@ -44,7 +45,7 @@ def their_model(shape, weights):
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope.theta},
         tie_word_embeddings=shape.tied,
         max_position_embeddings=512,
         attn_implementation="eager",
@@ -61,11 +62,11 @@ def their_model(shape, weights):
 
 
 @pytest.fixture(
-    params=[{}, {"tied": False, "kv_heads": 4}, {"qk_norm": True}, {"qk_norm": True, "tied": False, "kv_heads": 1}],
+    params=[{}, {"tied": False, "kv_heads": 4}, {"qk_norm": "head"}, {"qk_norm": "head", "tied": False, "kv_heads": 1}],
     ids=str,
 )
 def pair(request, shape_of, build_random, weights_of):
-    shape = shape_of(layers=3, rope_theta=10_000.0, **request.param)
+    shape = shape_of(layers=3, rope=Rope(), **request.param)
     ours = build_random(shape)
     return ours, their_model(shape, {name: w.detach() for name, w in weights_of(ours).items()})
 

@@ -11,7 +11,7 @@ from bessemer.errors import UserError
 from bessemer.model.attention import LayerCache
 from bessemer.model.generate import Sampling, filter_logits, generate
 from bessemer.model.transformer import build
-from bessemer.spec.shape import ModelShape
+from bessemer.spec.shape import ModelShape, Rope
 
 GREEDY = Sampling(temperature=0)
 
@@ -20,7 +20,7 @@ def ids(seed, *size, vocab=37):
     return torch.randint(0, vocab, size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=[{}, {"kv_heads": 4, "tied": False}, {"kv_heads": 1, "qk_norm": True}], ids=str)
+@pytest.fixture(params=[{}, {"kv_heads": 4, "tied": False}, {"kv_heads": 1, "qk_norm": "head"}], ids=str)
 def model(request, shape_of, build_random):
     return build_random(shape_of(**request.param)).eval()
 
@@ -43,7 +43,7 @@ def test_states_with_a_cache_equal_the_whole_at_once(model, lengths):
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6), seed=st.integers(0, 50))
 @settings(max_examples=20)
 def test_any_chunks_give_the_same_states(lengths, seed):
-    model = build(ModelShape(37, 24, 2, 4, 2, 6, 40, rope_theta=100.0), "cpu", seed).double()
+    model = build(ModelShape(37, 24, 2, 4, 2, 6, 40, rope=Rope(theta=100.0)), "cpu", seed).double()
     tokens = ids(seed, 1, sum(lengths))
     with torch.no_grad():
         whole = model(tokens)

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.model.attention import document_mask
+from bessemer.model.attention import Place
+from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder, build, init_weights
-from bessemer.spec.shape import PRESETS, ModelShape, with_vocab
+from bessemer.spec.shape import PRESETS, ModelShape, Rope, with_vocab
 
 
 @st.composite
@@ -26,7 +27,7 @@ def shapes(draw):
         head_dim=2 * draw(st.integers(1, 12)),
         ffn=draw(st.integers(1, 80)),
         tied=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from(["none", "head"])),
     )
 
 
@@ -43,7 +44,8 @@ def ids(seed, *size, vocab=37):
 def test_the_model_has_the_parameters_that_the_planner_counts(shape):
     model = meta(shape)
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
-    assert sum(parameter.numel() for parameter in model.blocks[0].parameters()) == shape.layer_parameters
+    layer = (shape.parameters - replace(shape, layers=0).parameters) // shape.layers
+    assert sum(parameter.numel() for parameter in model.blocks[0].parameters()) == layer
     assert list(model.buffers()) == []
 
 
@@ -63,10 +65,10 @@ def test_a_model_on_meta_allocates_nothing():
 CASES = [
     {},
     {"tied": False},
-    {"qk_norm": True},
+    {"qk_norm": "head"},
     {"kv_heads": 4},
     {"kv_heads": 1, "head_dim": 10, "norm_eps": 1e-2},
-    {"tied": False, "qk_norm": True, "kv_heads": 1, "rope_theta": 500_000.0},
+    {"tied": False, "qk_norm": "head", "kv_heads": 1, "rope": Rope(theta=500_000.0)},
 ]
 
 
@@ -84,7 +86,7 @@ def test_hidden_states_and_gradients_equal_the_reference(
         for row, numbers in zip(tokens, documents, strict=True)
     ]
     expected = torch.stack(rows)
-    hidden = model(tokens, document_mask(documents) if packed else None)
+    hidden = model(tokens, Sight(documents) if packed else None)
     torch.testing.assert_close(hidden, expected, rtol=1e-10, atol=1e-10)
     head = weights["embedding.weight" if shape.tied else "head.weight"]
     torch.testing.assert_close(model.logits(hidden), expected @ head.T, rtol=1e-10, atol=1e-10)
@@ -98,7 +100,12 @@ def test_hidden_states_and_gradients_equal_the_reference(
         )
 
 
-@given(seed=st.integers(0, 1000), length=st.integers(2, 12), at=st.integers(0, 11), qk_norm=st.booleans())
+@given(
+    seed=st.integers(0, 1000),
+    length=st.integers(2, 12),
+    at=st.integers(0, 11),
+    qk_norm=st.sampled_from(["none", "head"]),
+)
 @settings(max_examples=25)
 def test_a_later_token_never_changes_an_earlier_state(seed, length, at, qk_norm):
     shape = ModelShape(37, 24, 2, 4, 2, 6, 40, qk_norm=qk_norm)
@@ -115,10 +122,10 @@ def test_a_later_token_never_changes_an_earlier_state(seed, length, at, qk_norm)
 def test_no_gradient_flows_from_a_state_to_a_later_token(shape_of, build_random):
     model = build_random(shape_of())
     x = model.embedding(ids(3, 1, 8)).detach().requires_grad_()
-    rotary = model.rotary.get(8, x.device, x.dtype)
+    place = Place(Sight(), model.rotary.get(8, x.device, x.dtype))
     y = x
     for block in model.blocks:
-        y = block(y, rotary)
+        y = block(y, place)
     (gradient,) = torch.autograd.grad(y[0, 4].sum(), x)
     assert not gradient[0, 5:].any()
     assert gradient[0, :5].abs().amax(dim=-1).min() > 0
@@ -128,11 +135,11 @@ def test_no_gradient_flows_from_a_state_to_a_later_token(shape_of, build_random)
 @settings(max_examples=25)
 def test_packed_documents_have_the_states_of_each_alone(lengths, seed):
     """Rotary positions are relative, so a document may begin anywhere in its row."""
-    model = build(ModelShape(37, 24, 2, 4, 2, 6, 40, rope_theta=100.0), "cpu", seed).double()
+    model = build(ModelShape(37, 24, 2, 4, 2, 6, 40, rope=Rope(theta=100.0)), "cpu", seed).double()
     tokens = ids(seed, 1, sum(lengths))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     with torch.no_grad():
-        packed = model(tokens, document_mask(documents))
+        packed = model(tokens, Sight(documents))
         alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-11)
 
@@ -141,7 +148,7 @@ def test_packed_documents_have_the_states_of_each_alone(lengths, seed):
 def test_the_document_mask_is_causal_and_inside_documents(lengths):
     rows = [list(itertools.chain.from_iterable([k] * n for k, n in enumerate(row)))[:6] for row in lengths]
     rows = [row + [99] * (6 - len(row)) for row in rows]
-    mask = document_mask(torch.tensor(rows, dtype=torch.int32))
+    mask = Sight(torch.tensor(rows, dtype=torch.int32)).mask(0, 6, 6, torch.device("cpu"))
     assert mask.shape == (len(rows), 1, 6, 6) and mask.dtype == torch.bool
     for b, row in enumerate(rows):
         for t, s in itertools.product(range(6), range(6)):
@@ -151,7 +158,7 @@ def test_the_document_mask_is_causal_and_inside_documents(lengths):
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # says that torch takes a slower path
 def test_bf16_autocast_stays_close(shape_of):
     """Also with normalised queries and keys, where autocast hands the attention fp32 and bf16 at once."""
-    for qk_norm in (False, True):
+    for qk_norm in ("none", "head"):
         model = build(shape_of(qk_norm=qk_norm), "cpu", 0)
         tokens = ids(5, 2, 16)
         exact = model(tokens)
@@ -195,7 +202,7 @@ def test_first_weights_do_not_depend_on_what_was_drawn_before(shape_of):
 
 
 def test_first_weights_have_the_promised_spread():
-    shape = ModelShape(500, 128, 8, 4, 2, 32, 352, tied=False, qk_norm=True)
+    shape = ModelShape(500, 128, 8, 4, 2, 32, 352, tied=False, qk_norm="head")
     for name, value in values(build(shape, "cpu", 0)).items():
         if value.ndim == 1:
             assert bool((value == 1).all())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.observe.plot import Axis, Bars, Figure, Heat, Lines, page
+from bessemer.observe.plot import Axis, Bars, Figure, Heat, Lines, page, svg_file
 
 ANY = st.floats(allow_nan=True, allow_infinity=True, min_value=None, max_value=None, width=32)
 
@@ -75,3 +75,8 @@ def test_bars_have_heights_by_their_counts() -> None:
 def test_a_page_is_self_contained_and_escapes_its_title() -> None:
     text = page("a < b", Lines("t", [0, 1], {"y": [0, 1]}).svg())
     assert "<h1>a &lt; b</h1>" in text and "http" not in text and "<script" not in text
+
+
+def test_a_figure_can_be_a_file_of_its_own() -> None:
+    root = ET.fromstring(svg_file(Lines("loss", [0, 1], {"a": [1.0, 2.0]}).svg()))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"

@@ -124,6 +124,14 @@ def test_a_line_of_validation() -> None:
     )
 
 
+def test_sources_stand_side_by_side_where_forgetting_is_watched() -> None:
+    losses = {"general": 2.31, "domain": 1.88}
+    record = {"step": 10, "loss": 2.0, "bits_per_byte": 1.2, "accuracy": 0.5, "per_source": losses}
+    assert "general" not in validation_line(record)
+    line = validation_line(record | {"rise": {"general": 0.012}})
+    assert "loss 2.0000  general 2.31 (+1.2%)  domain 1.88  perplexity" in line
+
+
 @pytest.mark.parametrize(
     ("loss", "text"),
     [(0.0, "1"), (10.0, "2.203e+04"), (29.9, "9.67e+12"), (30.0, "over 1e13"), (1e9, "over 1e13"), (math.nan, "nan")],

@@ -1,6 +1,7 @@
 """The rules behind `auto`, each against numbers worked out by hand, and the plan that a run is resumed with."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures
 from bessemer.spec.schema import RunSpec
-from bessemer.spec.shape import ModelShape
+from bessemer.spec.shape import PRESETS, ModelShape
 
 SHAPE = ModelShape(vocab=1000, width=64, layers=2, heads=2, kv_heads=2, head_dim=32, ffn=256)
 PARAMETERS = 1000 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64  # 195,392
@@ -86,7 +87,13 @@ def test_a_narrow_model_gets_a_small_vocabulary_by_preset_or_by_width(model: Any
     [(19_999_999, 256), (20_000_000, 1024), (499_999_999, 1024), (500_000_000, 4096), (70 * 10**9, 4096)],
 )
 def test_context(parameters: int, context: int) -> None:
-    assert decide_context(spec_with(), parameters, Plan()) == context
+    shape = ModelShape(parameters - 8, 1, 0, 1, 1, 1, 0, norm="rms")
+    shape = replace(shape, vocab=shape.vocab + parameters - shape.parameters)
+    assert decide_context(spec_with(), shape, Plan()) == context
+
+
+def test_the_context_is_what_the_model_has_positions_for() -> None:
+    assert decide_context(spec_with(), replace(PRESETS["1M"], max_positions=128), Plan()) == 128
 
 
 @pytest.mark.parametrize(("bf16", "value"), [(1.3e11, "fp32"), (1.31e11, "bf16"), (0.0, "fp32"), (None, "fp32")])
@@ -202,6 +209,17 @@ def test_learning_rate(tokens: int, lr: float) -> None:
     plan = Plan()
     assert decide_lr(spec_with(), SHAPE, 128, tokens, plan) == lr
     assert ("kept below 3e-3" in plan.decisions["optimizer.lr"].reason) == (lr == 3e-3)
+
+
+def test_trained_weights_get_a_third_of_what_suits_their_size() -> None:
+    plan, few, enough = Plan(), 10**6, 20 * SHAPE.parameters
+    fresh = decide_lr(spec_with(), SHAPE, 128, 10**15, Plan())
+    for parts in ({"start_from": "x"}, {"model": {"hf": "x"}}):
+        spec = spec_with(**parts)
+        assert decide_lr(spec, SHAPE, 128, 10**15, plan) == pytest.approx(fresh / 3, rel=0.02)
+        assert decide_lr(spec, SHAPE, 128, few, plan) == decide_lr(spec, SHAPE, 128, enough, plan)
+    assert "a third of what suits pre-training" in plan.decisions["optimizer.lr"].reason
+    assert decide_lr(spec_with(start_from="x", optimizer__lr=0.5), SHAPE, 128, 10**9, Plan()) == 0.5
 
 
 def test_learning_rate_has_a_floor_and_can_be_asked_for() -> None:

@@ -69,6 +69,7 @@ def test_a_second_writer_is_refused_until_the_first_closes(tmp_path: Path) -> No
         (("started", "finished"), "finished"),
         (("started", "veto", "failed"), "failed"),
         (("started", "interrupted"), "interrupted"),
+        (("started", "stopped"), "stopped"),
         (("started", "interrupted", "started", "finished"), "finished"),
         (("started", "saved"), "interrupted"),  # no last word: it was killed
     ],

@@ -90,6 +90,20 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"model": {"width": 63, "layers": 1, "heads": 2}}, {"model.heads": "give head_dim, such as head_dim: 64"}),
     ({"model": {"width": 63, "layers": 1, "heads": 3}}, {"model.head_dim": "21 is odd.*write head_dim: 22"}),
     ({"model": {"preset": "1M", "head_dim": 33}}, {"model.head_dim": "write head_dim: 34"}),
+    ({"model": {"preset": "1M", "mixers": ["mamba"]}}, {"model.mamba": r"mamba: \{heads: 24\}"}),
+    (
+        {"model": {"preset": "1M", "mixers": ["mamba"], "mamba": {"heads": 4, "groups": 3}, "causal": False}},
+        {"model.causal": "only looks back", "model.mamba.groups": r"3 does not divide its heads \(4\)"},
+    ),
+    ({"model": {"preset": "1M", "ffn": 0, "parallel": "one_norm"}}, {"model.ffn": "give ffn"}),
+    ({"model": {"preset": "1M", "moe": {"experts": 4}}}, {"model.moe": "experts and top_k are both needed"}),
+    ({"model": {"preset": "1M", "moe": {"experts": 4, "top_k": 5}}}, {"model.moe.top_k": "5 is more than the 4"}),
+    (
+        {"model": {"preset": "1M", "mla": {"kv_rank": 8, "nope_dim": 8, "rope_dim": 3, "value_dim": 8}}},
+        {"model.mla.rope_dim": "3 is odd"},
+    ),
+    ({"tasks": [{"kind": "masked"}], "data__cross_documents": True}, {"data.cross_documents": "write false"}),
+    ({"tasks": [{"kind": "infill", "sources": ["no"]}]}, {"tasks.0.sources": "there is no source 'no'"}),
     ({"model": {"preset": "1M", "kv_heads": 3}}, {"model.kv_heads": r"does not divide heads \(4\): write kv_heads: 2"}),
     ({"model": {"preset": "1M", "kv_heads": 8}}, {"model.kv_heads": "write kv_heads: 4"}),
     (
@@ -121,6 +135,12 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"data__sources": {"a/b": "x", ".c": "x"}}, {"data.sources.a/b": "not a source's name", "data.sources..c": "not"}),
     ({"data__sources": {"a": [], "b": ""}}, {"data.sources.a.path": "names no file", "data.sources.b.path": "no file"}),
     ({"data__validation": 0.51}, {"data.validation": "write validation: 1%"}),
+    ({"guard__forget": {"sources": ["code"]}}, {"guard.forget": "nothing to forget: add start_from or model.hf"}),
+    (
+        {"start_from": "x", "data__validation": 0, "guard__forget": {"sources": ["cod"]}},
+        {"guard.forget": "write data.validation: 1%", "guard.forget.sources": "no source 'cod': there are "},
+    ),
+    ({"model": {"hf": "x", "init": "mup"}}, {"model.init": "trained without it: remove init, or hf"}),
     (
         {"data__validation": 0, "budget__stop__patience": 1, "budget__stop__validation_loss": 2.0},
         {"budget.stop.patience": "needs held-out", "budget.stop.validation_loss": "needs held-out"},

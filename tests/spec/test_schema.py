@@ -85,7 +85,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "seed": draw(st.integers(0, 2**63 - 1)),
         "model": draw(
             st.sampled_from([*PRESETS, *ALIASES])
-            | some(layers=st.integers(1, 99), tied=st.booleans(), rope_theta=positive).map(
+            | some(layers=st.integers(1, 99), tied=st.booleans(), norm_eps=positive).map(
                 lambda m: {"preset": "1B", **m}
             )
         ),

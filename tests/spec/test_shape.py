@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bessemer.spec.count import cache_bytes
+from bessemer.spec.model import ModelSpec, RopeSpec
 from bessemer.spec.resolve import model_shape
-from bessemer.spec.schema import ModelSpec
 from bessemer.spec.shape import ALIASES, PRESETS, ModelShape, preset, with_vocab
 
 
@@ -31,11 +32,11 @@ def test_a_small_shape_by_hand() -> None:
     shape = ModelShape(vocab=10, width=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=12)
     attention = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8  # q, k, v, o
     layer = attention + 3 * 8 * 12 + 2 * 8
-    assert shape.layer_parameters == layer == 496
+    assert layer == 496
     assert shape.parameters == 80 + 2 * 496 + 8 == 1080
     assert shape.flops_per_token(5) == 6 * 1080 + 12 * 2 * 8 * 5
-    assert shape.cache_bytes(100) == 2 * 2 * 4 * 100 * 2  # keys and values, layers, 1 head of 4, tokens, bf16
-    assert shape.cache_bytes(100, bytes_per_value=4) == 2 * shape.cache_bytes(100)
+    assert cache_bytes(shape, 100) == 2 * 2 * 4 * 100 * 2  # keys and values, layers, 1 head of 4, tokens, bf16
+    assert cache_bytes(shape, 100, bytes_per_value=4) == 2 * cache_bytes(shape, 100)
 
 
 def test_an_untied_embedding_is_stored_but_not_multiplied() -> None:
@@ -46,12 +47,12 @@ def test_an_untied_embedding_is_stored_but_not_multiplied() -> None:
 
 
 def test_qk_norm_adds_two_vectors_a_layer() -> None:
-    assert ModelShape(10, 8, 2, 2, 1, 4, 12, qk_norm=True).parameters == 1080 + 2 * 2 * 4
+    assert ModelShape(10, 8, 2, 2, 1, 4, 12, qk_norm="head").parameters == 1080 + 2 * 2 * 4
 
 
 def test_heads_wider_than_the_model() -> None:
     """head_dim need not be width / heads (Qwen3-0.6B: 1024 wide, 16 heads of 128)."""
-    shape = ModelShape(151_936, 1024, 28, 16, 8, 128, 3072, qk_norm=True)
+    shape = ModelShape(151_936, 1024, 28, 16, 8, 128, 3072, qk_norm="head")
     assert shape.parameters == 596_049_920
 
 
@@ -60,7 +61,7 @@ def test_a_preset_has_about_the_size_of_its_name(name: str) -> None:
     shape = PRESETS[name]
     size = float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
     vocab = 2**11 if size < 2e6 else 2**12 if size < 5e6 else 2**13 if size < 5e7 else 32_000
-    vocab = 128_256 if size > 5e8 and shape.rope_theta == 500_000 else vocab
+    vocab = 128_256 if size > 5e8 and shape.rope.theta == 500_000 else vocab
     assert with_vocab(shape, vocab).parameters == pytest.approx(size, rel=0.25)
     assert shape.width == shape.heads * shape.head_dim
     assert shape.heads % shape.kv_heads == 0
@@ -79,9 +80,9 @@ def test_sizes_rise() -> None:
 
 
 def test_the_spec_lays_its_fields_over_the_preset() -> None:
-    shape = model_shape(ModelSpec(preset="10M", layers=3, tied=False, rope_theta=5e5), vocab=999)
+    shape = model_shape(ModelSpec(preset="10M", layers=3, tied=False, rope=RopeSpec(theta=5e5)), vocab=999)
     named = PRESETS["10M"]
-    assert (shape.vocab, shape.layers, shape.tied, shape.rope_theta) == (999, 3, False, 5e5)
+    assert (shape.vocab, shape.layers, shape.tied, shape.rope.theta) == (999, 3, False, 5e5)
     assert (shape.width, shape.heads, shape.kv_heads, shape.ffn) == (named.width, 5, 5, named.ffn)
 
 
@@ -106,16 +107,16 @@ def test_without_a_preset() -> None:
     head_dim=st.integers(1, 32),
     ffn=st.integers(1, 256),
     tied=st.booleans(),
-    qk_norm=st.booleans(),
+    qk_norm=st.sampled_from(["none", "head"]),
 )
 def test_the_count_is_the_sum_over_the_matrices(
-    vocab: int, width: int, layers: int, kv_heads: int, group: int, head_dim: int, ffn: int, tied: bool, qk_norm: bool
+    vocab: int, width: int, layers: int, kv_heads: int, group: int, head_dim: int, ffn: int, tied: bool, qk_norm: str
 ) -> None:
     heads = kv_heads * group
-    shape = ModelShape(vocab, width, layers, heads, kv_heads, head_dim, ffn, tied, qk_norm)
+    shape = ModelShape(vocab, width, layers, heads, kv_heads, head_dim, ffn, tied, qk_norm=qk_norm)
     sizes = [(vocab, width)] * (1 if tied else 2) + [(width, 1)]
     for _ in range(layers):
         sizes += [(width, heads * head_dim), (heads * head_dim, width)]
         sizes += [(width, kv_heads * head_dim)] * 2 + [(width, ffn)] * 3 + [(width, 1)] * 2
-        sizes += [(head_dim, 1)] * (2 if qk_norm else 0)
+        sizes += [(head_dim, 1)] * (2 if qk_norm == "head" else 0)
     assert shape.parameters == sum(rows * columns for rows, columns in sizes)

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bessemer.data.stream import sequence_count
+from bessemer.model.sight import Sight
 from bessemer.model.transformer import build
 from bessemer.train.evaluate import Evaluator
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain
 
 CPU = torch.device("cpu")
 CONTEXT = 8
@@ -29,9 +30,8 @@ def direct(model, store):
         window = torch.from_numpy(store.slice(i * CONTEXT, i * CONTEXT + CONTEXT + 1).astype(np.int64))
         # A column belongs to the document of its target.
         documents = np.searchsorted(store.starts, i * CONTEXT + 1 + np.arange(CONTEXT), side="right")
-        look = torch.tensor(documents[:, None] == documents[None, :]).tril()
         with torch.no_grad():
-            logits = model.logits(model(window[None, :-1], look[None, None]))[0]
+            logits = model.logits(model(window[None, :-1], Sight(torch.from_numpy(documents)[None])))[0]
         loss += float(F.cross_entropy(logits, window[1:], reduction="sum"))
         right += int((logits.argmax(dim=-1) == window[1:]).sum())
         count += CONTEXT
@@ -46,7 +46,7 @@ def test_everything_evaluated_equals_a_direct_computation(shape, store_of):
     }
     assert [sequence_count(store.tokens, CONTEXT) for store in stores.values()] == [256, 64]
     model = build(shape, "cpu", 5).double()
-    found = evaluator_of(stores).evaluate(model, CausalLM(False))
+    found = evaluator_of(stores).evaluate(model, Pretrain(False))
     parts = {name: direct(model, store) for name, store in stores.items()}
     loss, right, count = (sum(column) for column in zip(*parts.values(), strict=True))
     assert found.tokens == count == 320 * CONTEXT
@@ -63,7 +63,7 @@ def test_bits_per_byte_by_hand(shape, store_of):
     model = build(shape, "cpu", 0)
     with torch.no_grad():
         model.embedding.weight.zero_()
-    found = evaluator_of({"a": store}).evaluate(model, CausalLM(False))
+    found = evaluator_of({"a": store}).evaluate(model, Pretrain(False))
     assert found.loss == pytest.approx(math.log(29), rel=1e-6)
     assert found.bits_per_byte == pytest.approx(math.log2(29) / 3, rel=1e-6)
     # With all logits equal the first token, 0, is the guess: it is the target wherever a document ends.
@@ -97,9 +97,9 @@ def test_no_sequence_is_used_twice(store_of, sizes, tokens, micro_rows):
 def test_the_same_sequences_every_time(shape, store_of):
     store = store_of("a", [11] * 60)
     model = build(shape, "cpu", 1)
-    one = evaluator_of({"a": store}, tokens=200).evaluate(model, CausalLM(False))
+    one = evaluator_of({"a": store}, tokens=200).evaluate(model, Pretrain(False))
     evaluator = evaluator_of({"a": store}, tokens=200)
-    assert evaluator.evaluate(model, CausalLM(False)) == one == evaluator.evaluate(model, CausalLM(False))
+    assert evaluator.evaluate(model, Pretrain(False)) == one == evaluator.evaluate(model, Pretrain(False))
     assert 0 < one.tokens <= 200
 
 
@@ -114,7 +114,7 @@ def test_it_changes_nothing(shape, store_of):
     model = build(shape, "cpu", 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    evaluator_of({"a": store_of("a", [11] * 30)}).evaluate(model, CausalLM(False))
+    evaluator_of({"a": store_of("a", [11] * 30)}).evaluate(model, Pretrain(False))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training and all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
@@ -122,8 +122,8 @@ def test_it_changes_nothing(shape, store_of):
 
 def test_bf16_is_close(shape, store_of):
     stores, model = {"a": store_of("a", [11] * 60)}, build(shape, "cpu", 1)
-    exact = evaluator_of(stores).evaluate(model, CausalLM(False)).loss
-    rounded = evaluator_of(stores, precision="bf16").evaluate(model, CausalLM(False)).loss
+    exact = evaluator_of(stores).evaluate(model, Pretrain(False)).loss
+    rounded = evaluator_of(stores, precision="bf16").evaluate(model, Pretrain(False)).loss
     assert rounded != exact and rounded == pytest.approx(exact, rel=5e-3)
 
 

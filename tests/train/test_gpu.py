@@ -19,7 +19,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.loop import Attempt, forward_backward, judge_and_update
 from bessemer.train.loss import linear_cross_entropy
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,7 +33,7 @@ def make_job(precision: str = "fp32", seed: int = 0) -> Any:
     return SimpleNamespace(
         device=device,
         model=model,
-        objective=CausalLM(cross_documents=False),
+        objective=Pretrain(cross_documents=False),
         optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()),
         schedule=schedule,
         lr=schedule.lr,

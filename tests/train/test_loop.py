@@ -24,7 +24,7 @@ from bessemer.train.copies import Copies
 from bessemer.train.evaluate import Evaluator
 from bessemer.train.job import Adjustment, Clock, Job
 from bessemer.train.loop import train_loop
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain
 
 CPU = torch.device("cpu")
 STEPS = 24
@@ -97,7 +97,7 @@ def make_job(tmp_path, shape, store_of, stream_of):
             plan=plan,
             device=CPU,
             model=model,
-            objective=CausalLM(False),
+            objective=Pretrain(False),
             optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()),
             schedule=Schedule(1e-2, 4, STEPS),
             judge=Judge(spec.guard, CPU),

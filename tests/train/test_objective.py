@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from bessemer.guard.judge import Judge
+from bessemer.model.sight import Sight
 from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import Guarded
@@ -15,7 +16,7 @@ from bessemer.optim.schedule import Schedule
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.train.loop import forward_backward, judge_and_update
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain
 
 CPU = torch.device("cpu")
 CONTEXT, ROWS = 8, 6
@@ -24,6 +25,20 @@ CONTEXT, ROWS = 8, 6
 @pytest.fixture
 def stream(store_of, stream_of):
     return stream_of(store_of("a", [5, 13, 1, 8, 30, 2, 2, 11] * 12), CONTEXT, ROWS)
+
+
+class Given(Sight):
+    """A mask as it is written."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.given = mask
+
+    def plain(self, window, length):
+        return False
+
+    def mask(self, window, T, S, device):
+        return self.given
 
 
 def direct(model, batch, cross_documents):
@@ -35,7 +50,7 @@ def direct(model, batch, cross_documents):
             [s <= t and (cross_documents or documents[s] == documents[t]) for s in range(CONTEXT)]
             for t in range(CONTEXT)
         ]
-        hidden = model(torch.from_numpy(batch.tokens[row])[None], torch.tensor(look)[None, None])
+        hidden = model(torch.from_numpy(batch.tokens[row])[None], Given(torch.tensor(look)[None, None]))
         logits, targets = model.logits(hidden)[0].double(), torch.from_numpy(batch.targets[row])
         weights = torch.from_numpy(batch.weights[row]).double()
         total = total + (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
@@ -47,7 +62,7 @@ def direct(model, batch, cross_documents):
 @pytest.mark.parametrize("step", [0, 3, 7])
 def test_the_terms_equal_a_direct_computation(shape, stream, cross_documents, step):
     model = build(shape, "cpu", 2).double()
-    objective = CausalLM(cross_documents)
+    objective = Pretrain(cross_documents)
     (batch,) = stream.micro_batches(step, ROWS + 2)  # two rows of padding
     assert not batch.single_document and batch.weights[-2:].sum() == 0
     terms = objective.loss(model, objective.feed(batch, CPU), batch.count)
@@ -66,10 +81,10 @@ def test_rows_without_a_boundary_need_no_mask(store_of, stream_of):
     stream = stream_of(store_of("long", [500]), CONTEXT, ROWS)
     batch = stream.batch(0)
     assert batch.single_document
-    assert CausalLM(False).feed(batch, CPU).mask_B1TT is None
+    assert Pretrain(False).feed(batch, CPU).sight.documents_BT is None
     packed = stream_of(store_of("short", [3] * 200), CONTEXT, ROWS).batch(0)
-    assert CausalLM(False).feed(packed, CPU).mask_B1TT is not None
-    assert CausalLM(True).feed(packed, CPU).mask_B1TT is None
+    assert Pretrain(False).feed(packed, CPU).sight.documents_BT is not None
+    assert Pretrain(True).feed(packed, CPU).sight.documents_BT is None
 
 
 class Recording(Guarded):
@@ -94,7 +109,7 @@ def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
     return SimpleNamespace(
         device=CPU,
         model=model,
-        objective=CausalLM(cross_documents=False),
+        objective=Pretrain(cross_documents=False),
         optimizer=Recording(made.named, made.optimizers, made.path),
         schedule=schedule,
         lr=schedule.lr,

@@ -25,7 +25,7 @@ from bessemer.spec.guard import GuardSpec
 from bessemer.spec.mixture import quantise
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain
 from bessemer.train.precision import compute_in
 from bessemer.trial.case import Earlier, Normal, Scene
 
@@ -70,7 +70,7 @@ def make_job(
 
     return SimpleNamespace(
         spec=SimpleNamespace(optimizer=spec), plan=SimpleNamespace(precision=precision, micro_rows=4),
-        device=device, model=model, objective=CausalLM(False), optimizer=optimizer,
+        device=device, model=model, objective=Pretrain(False), optimizer=optimizer,
         schedule=schedule, lr=schedule.lr, progress=SimpleNamespace(tokens=0), judge=judge, stream=stream,
         state=state, start_step=0,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def run_to(job, last: int, faults: Faults, copies) -> tuple[Scene, list[Earlier]
             with compute_in(job.plan.precision, job.device):
                 terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), count)
             terms.loss.backward()
-            loss += terms.loss.detach()
+            loss += terms.nll
         if step in faults.gradients:
             faults.gradients[step](job)
         norm = job.optimizer.grad_norm()

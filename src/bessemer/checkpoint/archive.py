@@ -172,7 +172,9 @@ def pack(
     for tensor_name, tensor in SavedTensors(checkpoint).items():
         group = tensor_name.partition(".")[0]
         wide = tensor.is_floating_point() and tensor.element_size() > 2
-        rounded = bf16 and wide and tensor.ndim > 0 and group in ("model", "optimizer")  # counts stay exact
+        # Counts stay exact, and so does what moves by thousandths.
+        exact = tensor.ndim == 0 or tensor_name.endswith("choice_bias") or group not in ("model", "optimizer")
+        rounded = bf16 and wide and not exact
         stored = tensor.bfloat16() if rounded else tensor
         about = {"dtype": str(stored.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         base = bases.get(tensor_name, {})

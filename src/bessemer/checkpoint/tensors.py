@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bessemer.checkpoint.manifest import Damaged, Manifest
+from bessemer.checkpoint.checked_writer import CheckedWriter
+from bessemer.checkpoint.manifest import Damaged, Manifest, commit
 from bessemer.checkpoint.safe_reader import TensorReader
 from bessemer.checkpoint.shelf import MODEL, Shelf, _cause, single_process
 
@@ -54,6 +57,11 @@ class SavedTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def blank(self) -> dict[str, Tensor]:
+        """All of them by name, without their data."""
+        entries = self._entries.items()
+        return {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in entries}
+
 
 def save_model(
     shelf: Path,
@@ -66,15 +74,51 @@ def save_model(
 
     `like` gives it the step and fingerprints of a run; without one it is step 0, for a new run to start from.
     """
+    place, manifest = Shelf(shelf), _manifest(made_from, like, loss)
+    folder = place.reserve(manifest.step, "model")
+    place.write(folder, {MODEL + name: tensor.contiguous() for name, tensor in weights.items()}, manifest)
+    return folder
+
+
+def _manifest(made_from: dict[str, Any], like: Manifest | None = None, loss: float | None = None) -> Manifest:
     manifest = like or Manifest(
         step=0, attempt=0, stream_fingerprint="", stream={}, spec_fingerprint="", segments=[], batch_rows=[],
         progress={}, threads=torch.get_num_threads(), device="cpu", versions={"torch": torch.__version__}, time=0.0,
     )  # fmt: skip
-    manifest = replace(
+    return replace(
         manifest, content="model", progress={"made_from": made_from}, time=time.time(), validation_loss=loss,
         stream_state=None, guard={},
     )  # fmt: skip
-    place = Shelf(shelf)
-    folder = place.reserve(manifest.step, "model")
-    place.write(folder, {MODEL + name: tensor.contiguous() for name, tensor in weights.items()}, manifest)
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Plans from tensors without data; each is read when its turn to be written comes, in their order."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._read(index.fqn.removeprefix(MODEL)).contiguous()
+
+
+def stream_model(
+    shelf: Path, blank: Mapping[str, Tensor], read: Callable[[str], Tensor], made_from: dict[str, Any]
+) -> Path:
+    """As `save_model`, for weights that no memory holds: `read` is asked for one after another.
+
+    A failure leaves files without a manifest: no checkpoint.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    folder = Shelf(shelf).reserve(0, "model")
+    writer = CheckedWriter(folder, copy_ahead_bytes=0)
+    single_process()
+    try:
+        planner, names = _OneByOne(read), {MODEL + name: tensor for name, tensor in blank.items()}
+        dcp.save(names, storage_writer=writer, planner=planner, no_dist=True)
+        commit(folder, replace(_manifest(made_from), attempt=1, files=writer.read_back()))
+    except CheckpointException as error:  # a BaseException: no `except Exception` sees it
+        raise _cause(error) from error
     return folder

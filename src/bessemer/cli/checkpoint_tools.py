@@ -26,7 +26,7 @@ def import_(
 
     from bessemer.checkpoint.imports import fit, import_weights, refuse_other_names
     from bessemer.checkpoint.tensors import save_model
-    from bessemer.model.transformer import Decoder
+    from bessemer.model.transformer import network
     from bessemer.run.directory import Run
     from bessemer.spec.shape import ModelShape
 
@@ -37,7 +37,7 @@ def import_(
     else:
         about = json.loads((Run.existing(like or folder).folder / "model.json").read_text())
         with torch.device("meta"):
-            model = Decoder(ModelShape(**about["shape"]))
+            model = network(ModelShape.from_dict(about["shape"]))
         weights = fit(weights, {name: tuple(p.shape) for name, p in model.named_parameters()}, str(path))
     made_from = {"imported_from": str(path.absolute()), "trusted": trust}
     made = save_model(folder / "checkpoints" if is_run else folder, weights, made_from)

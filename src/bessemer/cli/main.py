@@ -8,7 +8,21 @@ import sys
 import typer
 
 from bessemer import __version__
-from bessemer.cli import chaos, checkpoint_tools, data_tools, demo, generate, inspect, replay, runs, spec, train
+from bessemer.cli import (
+    chaos,
+    checkpoint_tools,
+    data_tools,
+    demo,
+    evaluate,
+    export,
+    generate,
+    inspect,
+    model,
+    replay,
+    runs,
+    spec,
+    train,
+)
 from bessemer.errors import UserError
 
 app = typer.Typer(
@@ -28,6 +42,9 @@ app.add_typer(checkpoint_tools.app, name="checkpoints")
 app.add_typer(inspect.app, name="inspect")
 app.command("chaos")(chaos.chaos)
 app.command("generate")(generate.generate)
+app.command("evaluate")(evaluate.evaluate)
+app.command("export")(export.export)
+app.add_typer(model.app, name="model")
 app.add_typer(spec.app, name="spec")
 app.command("demo")(demo.demo)
 

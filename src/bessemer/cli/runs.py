@@ -50,7 +50,7 @@ def _print_table(found: list[RunSummary]) -> None:
     for column in ("run", "state", "step", "loss", "val", "age", "last word"):
         justify: Literal["left", "right"] = "right" if column in ("step", "loss", "val", "age") else "left"
         table.add_column(column, justify=justify, no_wrap=column != "last word")
-    colours = {"running": "green", "failed": "red", "unreadable": "red", "interrupted": "yellow"}
+    colours = {"running": "green", "failed": "red", "unreadable": "red", "interrupted": "yellow", "stopped": "yellow"}
     for run in found:
         total = f"/{run.total_steps:,}" if run.total_steps else ""
         step = "-" if run.step is None else f"{run.step:,}{total}"

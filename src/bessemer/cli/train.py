@@ -32,5 +32,5 @@ def train(
     outcome = Session(run_spec, view).train()
     if outcome.kind == "interrupted":
         raise typer.Exit(143 if outcome.reason == "SIGTERM" else 130)
-    if outcome.kind == "failed":
+    if outcome.kind in ("failed", "stopped"):
         raise typer.Exit(1)

@@ -9,18 +9,20 @@ F units, R positions of all rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bessemer.model.attention import Attention
-from bessemer.model.rotary import rotate
-from bessemer.model.transformer import Block, Decoder
+from bessemer.model.attention import Place, SelfAttention
+from bessemer.model.block import Block
+from bessemer.model.ffn import FeedForward
+from bessemer.model.moe import router_shares
+from bessemer.model.sight import Sight
+from bessemer.model.transformer import Decoder
 
 SAMPLE = 4096  # elements of a parameter whose change is measured
 QUERIES = 64  # positions whose attention is computed in full
@@ -35,15 +37,17 @@ class Look:
 
     rows: dict[str, list[str]]
     numbers: Tensor
+    router: dict[str, int] = field(default_factory=dict)  # experts of each layer that has them
 
     def read(self) -> dict[str, Any]:
-        """`{"layers": {layer: {quantity: value}}}`; one transfer to the host."""
+        """`{"layers": {layer: {quantity: value}}}`, and `router` with the load of experts; one transfer to the host."""
         values = iter(self.numbers.tolist())
         layers: dict[str, dict[str, float]] = {}
         for quantity, names in self.rows.items():
             for name in names:
                 layers.setdefault(name, {})[quantity] = next(values)
-        return {"layers": layers}
+        router = {name: [next(values) for _ in range(count)] for name, count in self.router.items()}
+        return {"layers": layers, **({"router": router} if router else {})}
 
 
 def layer_of(name: str) -> str:
@@ -91,8 +95,8 @@ class Inside:
         self._samples = []
 
     @torch.no_grad()
-    def look(self, model: Decoder, tokens_BT: Tensor, mask_B1TT: Tensor | None = None) -> Look:
-        """Run a row or two under the caller's precision; nothing of training is touched.
+    def look(self, model: Decoder, tokens_BT: Tensor, sight: Sight | None = None, **more: Tensor) -> Look:
+        """Run a row or two under the caller's precision; nothing of training is touched. `more` is for an encoder.
 
         On an H200 a look (one transfer aside) took 26 ms at 18M parameters, nearly all of it launching kernels, and
         35 ms at 1B with 2 of 8 rows: choose the interval by that.
@@ -102,14 +106,16 @@ class Inside:
             for block, values in zip(model.blocks, seen, strict=True):
                 assert isinstance(block, Block)
                 hooks.enter_context(_watching(block, values))
-            model(tokens_BT, mask_B1TT)
-        names = [f"blocks.{i}" for i in range(len(seen))]
+            model(tokens_BT, sight, **more)
         found = dict(self._found)
-        for quantity in seen[0] if seen else ():
-            found[quantity] = (names, torch.stack([values[quantity] for values in seen]))
+        for quantity in dict.fromkeys(quantity for values in seen for quantity in values):
+            having = [i for i, values in enumerate(seen) if quantity in values]  # layers may differ in kind
+            found[quantity] = ([f"blocks.{i}" for i in having], torch.stack([seen[i][quantity] for i in having]))
         self._found = {}
-        numbers = torch.cat([values for _, values in found.values()])
-        return Look({quantity: layers for quantity, (layers, _) in found.items()}, numbers)
+        shares = router_shares(model)
+        numbers = torch.cat([*(values for _, values in found.values()), *shares.values()])
+        router = {name: len(values) for name, values in shares.items()}
+        return Look({quantity: layers for quantity, (layers, _) in found.items()}, numbers, router)
 
 
 @contextmanager
@@ -127,18 +133,20 @@ def _watching(block: Block, values: dict[str, Tensor]) -> Iterator[None]:
     def units(module: nn.Module, inputs: tuple[Tensor]) -> None:
         largest_F = _exact(inputs[0]).flatten(0, -2).abs().amax(0)
         usual = largest_F.kthvalue(max(1, int(0.9 * len(largest_F)))).values
-        values["dead"] = ((largest_F <= DEAD * usual) | values.pop("closed")).float().mean()
+        closed_F = values.pop("closed", torch.zeros((), dtype=torch.bool, device=largest_F.device))
+        values["dead"] = ((largest_F <= DEAD * usual) | closed_F).float().mean()
 
     def attention(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        assert isinstance(module, Attention)
-        values["logit"], values["entropy"] = attention_numbers(module, *inputs[:3])
+        assert isinstance(module, SelfAttention)
+        values["logit"], values["entropy"] = attention_numbers(module, *inputs[:2])
 
-    handles = [
-        block.register_forward_hook(output),
-        block.ffn.gate.register_forward_hook(gate),
-        block.ffn.down.register_forward_pre_hook(units),
-        block.attention.register_forward_pre_hook(attention),
-    ]
+    handles = [block.register_forward_hook(output)]
+    if block.has_attention:
+        handles.append(block.attention.register_forward_pre_hook(attention))
+    if block.has_ffn and isinstance(block.ffn, FeedForward):
+        if block.ffn.gate is not None and block.shape.activation == "silu":
+            handles.append(block.ffn.gate.register_forward_hook(gate))
+        handles.append(block.ffn.down.register_forward_pre_hook(units))
     try:
         yield
     finally:
@@ -151,28 +159,23 @@ def _exact(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def attention_numbers(
-    attention: Attention, x_BTW: Tensor, rotary: tuple[Tensor, Tensor], mask_B1TT: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def attention_numbers(attention: SelfAttention, x_BTW: Tensor, place: Place) -> tuple[Tensor, Tensor]:
     """The largest visible logit by size, and the mean entropy of attention as a share of the largest possible.
 
     All heads, at most QUERIES positions of each row. A position that sees only itself has no entropy to lose.
     """
-    shape = attention.shape
     B, T, _ = x_BTW.shape
     places_Q = torch.arange(0, T, max(1, T // QUERIES), device=x_BTW.device)
-    q_BTND = attention.query(x_BTW).view(B, T, shape.heads, shape.head_dim)
-    k_BTKD = attention.key(x_BTW).view(B, T, shape.kv_heads, shape.head_dim)
-    if shape.qk_norm:
-        q_BTND, k_BTKD = attention.query_norm(q_BTND), attention.key_norm(k_BTKD)
-    q_BQND, k_BTKD = rotate(q_BTND, *rotary)[:, places_Q], rotate(k_BTKD, *rotary)
-    q_BQKGD = _exact(q_BQND).unflatten(2, (shape.kv_heads, -1))
+    q_BTND, k_BTKD, _ = attention.project(x_BTW, place)
+    q_BQKGD = _exact(q_BTND[:, places_Q]).unflatten(2, (k_BTKD.shape[2], -1))
     with torch.autocast(x_BTW.device.type, enabled=False):  # which would round the logits to bf16
-        logits_BKGQS = torch.einsum("bqkgd,bskd->bkgqs", q_BQKGD, _exact(k_BTKD)) / math.sqrt(shape.head_dim)
-    if mask_B1TT is None:
-        seen_BQS = (places_Q[:, None] >= torch.arange(T, device=x_BTW.device))[None].expand(B, -1, -1)
-    else:
-        seen_BQS = mask_B1TT[:, 0, places_Q]
+        logits_BKGQS = torch.einsum("bqkgd,bskd->bkgqs", q_BQKGD, _exact(k_BTKD)) * attention.scale
+    if (cap := attention.shape.attention_cap) is not None:
+        logits_BKGQS = cap * torch.tanh(logits_BKGQS / cap)
+    if place.bias_1NTS is not None:
+        logits_BKGQS = logits_BKGQS + place.bias_1NTS[:, :, places_Q].unflatten(1, logits_BKGQS.shape[1:3])
+    rows_B11, keys_T = torch.arange(B, device=x_BTW.device)[:, None, None], torch.arange(T, device=x_BTW.device)
+    seen_BQS = place.sight.sees(attention.window)(rows_B11, 0, places_Q[:, None], keys_T).expand(B, -1, -1)
     visible = seen_BQS[:, None, None]
     logit = logits_BKGQS.abs().where(visible, 0.0).amax()
     shares = logits_BKGQS.masked_fill(~visible, float("-inf")).softmax(-1)

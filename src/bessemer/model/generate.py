@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.model.attention import LayerCache
+from bessemer.model.encoder_decoder import EncoderDecoder
 from bessemer.model.transformer import Decoder
 
 
@@ -50,9 +50,15 @@ def generate(model: Decoder, prompt: list[int], max_tokens: int, eos: int | None
     """New tokens, one by one, until `eos` or `max_tokens`. The prompt must have at least one token."""
     device = model.head_weight.device
     generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
-    caches = [LayerCache() for _ in model.blocks]
-    tokens = torch.tensor([prompt], device=device)
+    if isinstance(model, EncoderDecoder):  # the prompt is read; T5 begins to write with its padding, 0
+        caches, prompt = model.new_caches(torch.tensor([prompt], device=device)), [0]
+    else:
+        caches = model.new_caches()
+    tokens, seen, rope = torch.tensor([prompt], device=device), list(prompt), model.shape.rope
     for _ in range(max_tokens):
+        if rope.scaling == "longrope" and caches[0].length == rope.original:
+            # Beyond the original context LongRoPE has other angles: earlier keys are made anew.
+            caches, tokens = model.new_caches(), torch.tensor([seen], device=device)
         hidden_BTW = model(tokens, caches=caches)
         logits_V = model.logits(hidden_BTW[:, -1])[0]
         if sampling.temperature == 0:
@@ -62,5 +68,6 @@ def generate(model: Decoder, prompt: list[int], max_tokens: int, eos: int | None
             token = int(torch.multinomial(shares, 1, generator=generator))
         if token == eos:
             return
+        seen.append(token)
         yield token
         tokens = torch.tensor([[token]], device=device)

@@ -1,4 +1,4 @@
-"""The native decoder: RMSNorm, rotary attention with grouped queries, SwiGLU; pre-norm residual blocks.
+"""The native language model: embeddings, blocks, a norm and a head, as its shape describes.
 
 The network knows nothing of losses or devices. `forward` gives hidden states; the loss head multiplies them with
 `head_weight` itself (in chunks, without the logits in memory), and generation calls `logits`.
@@ -7,46 +7,31 @@ Legend: B batch, T time, W width, V vocabulary.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
-import xxhash
 from torch import Tensor, nn
 
-from bessemer.model.attention import Attention, LayerCache
+from bessemer.model.attention import Place, Rotary
+from bessemer.model.block import Block, Cache
+from bessemer.model.ffn import ACTIVATIONS
+from bessemer.model.init import init_weights
+from bessemer.model.norm import make_norm
+from bessemer.model.positions import RelativeBias, alibi_bias, alibi_rounded, alibi_slopes, sinusoidal
 from bessemer.model.rotary import RotaryTable
+from bessemer.model.sight import Sight
 from bessemer.spec.shape import ModelShape
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, width: int, ffn: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, ffn, bias=False)
-        self.up = nn.Linear(width, ffn, bias=False)
-        self.down = nn.Linear(ffn, width, bias=False)
-
-    def forward(self, x_BTW: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_BTW)) * self.up(x_BTW))
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+class HeadTransform(nn.Module):
+    """BERT's layer before the output embedding."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.width, eps=shape.norm_eps)
-        self.attention = Attention(shape)
-        self.ffn_norm = nn.RMSNorm(shape.width, eps=shape.norm_eps)
-        self.ffn = SwiGLU(shape.width, shape.ffn)
+        self.linear, self.norm = nn.Linear(shape.width, shape.width), make_norm(shape)
+        self.activate = ACTIVATIONS[shape.activation]
 
-    def forward(
-        self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
-        x_BTW = x_BTW + self.attention(self.attention_norm(x_BTW), rotary, mask, cache)
-        return x_BTW + self.ffn(self.ffn_norm(x_BTW))
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        return self.norm(self.activate(self.linear(x_BTW)))
 
 
 class Decoder(nn.Module):
@@ -54,33 +39,116 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.dropout = shape, 0.0
+        self._table: Tensor | None = None
         self.embedding = nn.Embedding(shape.vocab, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, eps=shape.norm_eps)
+        if shape.positions == "learned":
+            self.position = nn.Embedding(shape.max_positions, shape.width)
+        if shape.positions == "relative":
+            self.relative = RelativeBias(
+                shape.relative_buckets, shape.relative_distance, shape.heads, bidirectional=not shape.causal
+            )
+        if shape.token_types:
+            self.types = nn.Embedding(shape.token_types, shape.width)
+        if shape.embedding_norm:
+            self.embedding_norm = make_norm(shape)
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        if shape.norm_place != "post":
+            self.norm = make_norm(shape)
+        if shape.head_transform:
+            self.transform = HeadTransform(shape)
         if not shape.tied:
             self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        self.rotary = RotaryTable(shape.head_dim, shape.rope_theta)
+        self.head_bias = nn.Parameter(torch.zeros(shape.vocab)) if shape.head_bias else None
+        rotated = shape.mla.rope_dim if shape.mla else shape.head_dim
+        windowed = [layer for layer in range(shape.layers) if shape.window(layer)]
+        self.rotary = RotaryTable(rotated, shape.rope) if shape.positions == "rope" else None
+        own = shape.positions == "rope" and shape.local_theta is not None and windowed
+        self.local_rotary = RotaryTable(rotated, shape.layer_rope(windowed[0])) if own else None
 
     @property
     def head_weight(self) -> Tensor:
         """(V, W): the output embedding, which is the input one where they are tied."""
         return self.embedding.weight if self.shape.tied else self.head.weight
 
-    def forward(
-        self, tokens_BT: Tensor, mask_B1TT: Tensor | None = None, caches: list[LayerCache] | None = None
-    ) -> Tensor:
-        """Hidden states (B, T, W) after the last norm."""
+    def new_caches(self) -> list[Cache]:
+        return [block.new_cache() for block in self.blocks]  # type: ignore[operator]
+
+    def embed(self, tokens_BT: Tensor, sight: Sight, start: int = 0, types_BT: Tensor | None = None) -> Tensor:
+        """What the first block reads."""
+        shape = self.shape
         x_BTW = self.embedding(tokens_BT)
+        if shape.embedding_scale != 1.0:
+            x_BTW = x_BTW * torch.tensor(shape.embedding_scale, dtype=x_BTW.dtype)  # rounded as the weights are
+        if shape.positions in ("learned", "sinusoidal"):
+            places_BT = sight.positions(start, tokens_BT.shape[1], tokens_BT.device)
+            if shape.positions == "learned":
+                x_BTW = x_BTW + self.position(places_BT)
+            else:
+                table_TW = self._waves(start + tokens_BT.shape[1], x_BTW)
+                x_BTW = x_BTW + table_TW[places_BT]
+        if shape.token_types:
+            x_BTW = x_BTW + self.types(torch.zeros_like(tokens_BT) if types_BT is None else types_BT)
+        if shape.embedding_norm:
+            x_BTW = self.embedding_norm(x_BTW)
+        return F.dropout(x_BTW, self.dropout, self.training) if self.dropout else x_BTW
+
+    def _waves(self, length: int, like: Tensor) -> Tensor:
+        """The sinusoidal table, kept as long as it serves."""
+        table = self._table
+        if table is None or len(table) < length or table.dtype != like.dtype or table.device != like.device:
+            self._table = table = sinusoidal(1 << (length - 1).bit_length(), self.shape.width).to(
+                like.device, like.dtype
+            )
+        return table
+
+    def place(self, x_BTW: Tensor, sight: Sight, start: int = 0) -> Place:
+        """What every block is told."""
+        S = start + x_BTW.shape[1]
+        bias_1NTS = None
+        if self.shape.positions == "alibi":
+            slopes_N = alibi_slopes(self.shape.heads).to(x_BTW.device)
+            if self.shape.alibi_rounded:
+                places_BS = sight.positions(0, S, x_BTW.device)
+                bias_1NTS = alibi_rounded(slopes_N, places_BS).to(x_BTW.dtype) * self.shape.head_dim**-0.5
+            else:
+                bias_1NTS = alibi_bias(slopes_N, x_BTW.shape[1], S)
+        elif self.shape.positions == "relative":
+            bias_1NTS = self.relative(x_BTW.shape[1], S, x_BTW.device)
+
+        def table(rotary: RotaryTable | None) -> Rotary | None:
+            if rotary is None:
+                return None
+            cos, sin = rotary.get(S, x_BTW.device, _compute_dtype(x_BTW))
+            return cos[start:], sin[start:]
+
+        return Place(sight, table(self.rotary), table(self.local_rotary), bias_1NTS)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        sight: Sight | None = None,
+        caches: list[Cache] | None = None,
+        types_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states (B, T, W) that the head multiplies."""
+        sight = sight or Sight()
+        sight.causal, sight.blocks = self.shape.causal, self.shape.blocks
         start = caches[0].length if caches else 0
-        cos, sin = self.rotary.get(start + tokens_BT.shape[1], x_BTW.device, _compute_dtype(x_BTW))
-        rotary = (cos[start:], sin[start:])
+        x_BTW = self.embed(tokens_BT, sight, start, types_BT)
+        place = self.place(x_BTW, sight, start)
         for i, block in enumerate(self.blocks):
-            x_BTW = block(x_BTW, rotary, mask_B1TT, caches[i] if caches else None)
-        return self.norm(x_BTW)
+            x_BTW = block(x_BTW, place, caches[i] if caches else None)
+        if self.shape.norm_place != "post":
+            x_BTW = self.norm(x_BTW)
+        return self.transform(x_BTW) if self.shape.head_transform else x_BTW
 
     def logits(self, hidden_BTW: Tensor) -> Tensor:
-        return F.linear(hidden_BTW, self.head_weight)
+        logits = F.linear(hidden_BTW, self.head_weight, self.head_bias)
+        if self.shape.logit_scale != 1.0:
+            logits = logits * self.shape.logit_scale
+        cap = self.shape.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -91,26 +159,19 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def init_weights(model: Decoder, seed: int) -> None:
-    """N(0, 0.02), output projections of residual branches scaled by 1/sqrt(2 layers) (GPT-2), norms at 1.
+def network(shape: ModelShape) -> Decoder:
+    """The module that a shape describes."""
+    if shape.decoder_layers:
+        from bessemer.model.encoder_decoder import EncoderDecoder
 
-    Each parameter draws from its own generator, seeded by its name: the values depend on neither order nor layout.
-    """
-    residual = 0.02 / math.sqrt(2 * model.shape.layers)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            nn.init.ones_(parameter)
-            continue
-        generator = torch.Generator(device=parameter.device)
-        generator.manual_seed(xxhash.xxh3_64_intdigest(name.encode(), seed=seed) >> 1)
-        std = residual if name.endswith(("attention.out.weight", "ffn.down.weight")) else 0.02
-        nn.init.normal_(parameter, std=std, generator=generator)
+        return EncoderDecoder(shape)
+    return Decoder(shape)
 
 
-def build(shape: ModelShape, device: torch.device | str, seed: int) -> Decoder:
+def build(shape: ModelShape, device: torch.device | str, seed: int, init: str = "gpt") -> Decoder:
     """A fresh model on a device, made without an intermediate copy."""
     with torch.device("meta"):
-        model = Decoder(shape)
+        model = network(shape)
     model.to_empty(device=device)
-    init_weights(model, seed)
+    init_weights(model, seed, init)
     return model

@@ -38,6 +38,12 @@ def page(title: str, body: str) -> str:
     )
 
 
+def svg_file(svg: str) -> str:
+    """A figure as a file of its own, which needs a name space, a font and a ground to stand on."""
+    about = 'xmlns="http://www.w3.org/2000/svg" style="background:white" font-family="sans-serif" font-size="11"'
+    return svg.replace("<svg", f"<svg {about}", 1)
+
+
 @dataclass(frozen=True)
 class Axis:
     """From values to shares of the figure's side."""

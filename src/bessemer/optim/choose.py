@@ -6,6 +6,7 @@ fused kernel. A probe of one matrix takes an accepted and a rejected step before
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bessemer.optim.groups import freeze, lr_scales
 from bessemer.optim.guarded import FUSED, HOST, SELECT, Guarded, Named
 from bessemer.optim.lion import Lion
 from bessemer.spec.optimizer import FUSED as WITH_FUSED_KERNEL
 from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.schema import RunSpec
 
 PATHS = {"fused": FUSED, "host": HOST, "select": SELECT}
-NOT_HIDDEN = {"embedding", "head"}  # matrices that Muon's authors leave to AdamW
+NOT_HIDDEN = {"embedding", "head", "router", "position", "types", "relative"}  # matrices left to AdamW
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,15 @@ KINDS = {
 }
 
 
-def make_optimizer(named: Named, spec: OptimizerSpec) -> Guarded:
-    """The optimizer that the spec asks for over the parameters that are trained.
+def optimizer_for(model: nn.Module, spec: RunSpec) -> Guarded:
+    """The optimizer of a run: what the spec freezes is frozen from here on, the rest has its own learning rates."""
+    freeze(model, spec.optimizer.freeze)
+    return make_optimizer(model.named_parameters(), spec.optimizer, lr_scales(model, spec))
+
+
+def make_optimizer(named: Named, spec: OptimizerSpec, scales: Mapping[str, float] | None = None) -> Guarded:
+    """The optimizer that the spec asks for over the parameters that are trained; `scales` are factors on the learning
+    rate by parameter name, 1 where there is none.
 
     Where the wanted veto path does not hold here, the verdict is read on the host and `fallback_reason` says why.
     """
@@ -68,38 +78,43 @@ def make_optimizer(named: Named, spec: OptimizerSpec) -> Guarded:
     for path in dict.fromkeys((wanted, HOST)):
         fault = veto_fault(spec, path, first.device, first.dtype)
         if fault is None:
-            return Guarded(trained, build(trained, spec, path), path, reason)
+            return Guarded(trained, build(trained, spec, path, scales or {}), path, reason)
         reason = f"{spec.name}, {path}: {fault}; the verdict is read on the host before each step"
     raise RuntimeError(f"torch {torch.__version__} cannot withhold a step of {spec.name} on {first.device}: {fault}")
 
 
-def build(named: list[tuple[str, nn.Parameter]], spec: OptimizerSpec, path: str) -> list[Optimizer]:
+def build(
+    named: list[tuple[str, nn.Parameter]], spec: OptimizerSpec, path: str, scales: Mapping[str, float]
+) -> list[Optimizer]:
     """torch's own optimizer, or Muon and AdamW, with their state filled in. The learning rate comes with each step."""
     if spec.name != "muon":
-        return [_one(named, spec.name, spec.settings(), path)]
+        return [_one(named, spec.name, spec.settings(), path, scales)]
     hidden = [pair for pair in named if pair[1].ndim == 2 and not NOT_HIDDEN & set(pair[0].split("."))]
     others = [pair for pair in named if not any(pair[1] is p for _, p in hidden)]
     muon = {key: value for key, value in spec.settings().items() if key not in ("betas", "eps")}
     adamw = {key: value for key, value in spec.settings().items() if key not in ("momentum", "nesterov")}
     parts = (hidden, "muon", muon), (others, "adamw", adamw)
-    return [_one(part, name, settings, path) for part, name, settings in parts if part]
+    return [_one(part, name, settings, path, scales) for part, name, settings in parts if part]
 
 
-def _one(named: list[tuple[str, nn.Parameter]], name: str, settings: dict[str, Any], path: str) -> Optimizer:
-    """One optimizer; matrices are decayed, vectors are not."""
+def _one(
+    named: list[tuple[str, nn.Parameter]], name: str, settings: dict[str, Any], path: str, scales: Mapping[str, float]
+) -> Optimizer:
+    """One optimizer; matrices are decayed, vectors are not. A group for each learning rate, at most two for a layer."""
     kind, on_gpu = KINDS[name], named[0][1].device.type == "cuda"
     capturable = path == SELECT and kind.capturable and on_gpu
     mode = {"fused": True} if path == FUSED else {"capturable": True} if capturable else {}
     if "betas" in settings:
         settings = settings | {"betas": tuple(settings["betas"])}
     decay = settings.pop("weight_decay")
-    groups = [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for key, parameter in named:
+        groups.setdefault((parameter.ndim < 2, scales.get(key, 1.0)), []).append(parameter)
+    parts = [
+        {"params": groups[vectors, scale], "weight_decay": 0.0 if vectors else decay, "lr_scale": scale}
+        for vectors, scale in sorted(groups)
     ]
-    optimizer: Optimizer = kind.make(
-        [group for group in groups if group["params"]], lr=0.0, **settings, **kind.always, **mode
-    )
+    optimizer: Optimizer = kind.make(parts, lr=0.0, **settings, **kind.always, **mode)
     for _, parameter in named:
         state = optimizer.state[parameter]
         for key in kind.state:
@@ -136,7 +151,7 @@ def veto_fault(spec: OptimizerSpec, path: str, device: torch.device, dtype: torc
     weight = nn.Parameter(torch.ones(9, 15, device=device, dtype=dtype))
     seen: list[list[Tensor]] = []
     try:
-        probe = Guarded([("probe", weight)], build([("probe", weight)], plain, path), path)
+        probe = Guarded([("probe", weight)], build([("probe", weight)], plain, path, {}), path)
         for reject in (None, 1.0, 0.0, 1.0):
             if reject is not None:
                 value = torch.tensor(float("nan") if reject else 1.0, device=device)

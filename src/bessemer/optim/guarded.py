@@ -40,10 +40,13 @@ class Guarded:
         return torch.nn.utils.get_total_norm(self._gradients())
 
     def step(self, lr: float, reject: Tensor, divisor: Tensor) -> None:
-        """Divide gradients by `divisor` and update, unless `reject` is 1. Gradients are spent either way."""
+        """Divide gradients by `divisor` and update, unless `reject` is 1. Gradients are spent either way.
+
+        A group's own learning rate is `lr` times its `lr_scale`.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_scale"]
         if self.path == FUSED:
             for optimizer in self.optimizers:
                 optimizer.found_inf = reject  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ SAVE_EVERY_S = 600.0
 LOOK_EVERY_STEPS, LOOK_EVERY_S = 50, 15.0
 COPY_EVERY_STEPS, COPY_LEAST_STEPS = 32, 16
 DEEPSEEK = "DeepSeek LLM 2024, scaling of hyperparameters"
+REWARM = "Ibrahim et al. 2024: a lower peak forgets less"
 CHINCHILLA = "Chinchilla 2022, approach 1"
 
 
@@ -84,9 +85,12 @@ def decide_vocab(spec: RunSpec, corpus_bytes: int, plan: Plan) -> int:
     return int(plan.choose("tokenizer.vocab", spec.tokenizer.vocab, (vocab, reason, "rule")))
 
 
-def decide_context(spec: RunSpec, parameters: int, plan: Plan) -> int:
+def decide_context(spec: RunSpec, shape: ModelShape, plan: Plan) -> int:
+    parameters = shape.parameters
     context = 256 if parameters < 20e6 else 1024 if parameters < 500e6 else 4096
     decided = (context, f"usual for a model of {human_count(parameters)} parameters", "rule")
+    if shape.max_positions and context > shape.max_positions:
+        decided = (shape.max_positions, "all that the model has positions for", "model")
     return int(plan.choose("data.context", spec.data.context, decided))
 
 
@@ -186,14 +190,19 @@ def decide_micro_rows(
 def decide_lr(
     spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None
 ) -> float:
-    """The peak learning rate."""
+    """The peak learning rate. Trained weights get a third of what suits fresh ones: a higher one adapts faster and
+    forgets more."""
     kept = plan.keep("optimizer.lr", spec.optimizer.lr, previous)
     if kept is not None:
         return float(kept)
-    compute = shape.flops_per_token(context) * tokens
+    continued = spec.start_from is not None or spec.model.hf is not None
+    # The few tokens of a continued run would ask for a rate that suits no model of its size.
+    compute = shape.flops_per_token(context) * (max(tokens, 20 * shape.parameters) if continued else tokens)
     lr = min(3e-3, max(1e-5, 0.3118 * compute**-0.125))
     limited = ", kept below 3e-3" if lr == 3e-3 else ""
-    decided = (float(f"{lr:.2g}"), f"for {compute:.2g} FLOPs{limited}", DEEPSEEK)
+    third = "a third of what suits pre-training, " if continued else ""
+    source = f"{DEEPSEEK}; {REWARM}" if continued else DEEPSEEK
+    decided = (float(f"{lr / 3 if continued else lr:.2g}"), f"{third}for {compute:.2g} FLOPs{limited}", source)
     return float(plan.choose("optimizer.lr", spec.optimizer.lr, decided))
 
 

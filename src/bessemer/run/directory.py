@@ -24,7 +24,7 @@ from bessemer.errors import UserError
 from bessemer.run.journal import Journal, Record, last_record, number, read_records
 from bessemer.run.lock import Lock, is_alive, read_owner
 
-LIFE = {"started": "running", "finished": "finished", "failed": "failed", "interrupted": "interrupted"}
+LIFE = {"started": "running"} | {kind: kind for kind in ("finished", "failed", "interrupted", "stopped")}
 
 
 def _life(event: Record) -> str | None:
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """running, finished, failed, interrupted or new."""
+        """running, finished, failed, interrupted, stopped (by the guard) or new."""
         state, told = "new", 0.0
         for event in self.events():
             if (life := _life(event)) is not None:

@@ -31,13 +31,15 @@ def one_length(spec: RunSpec) -> Iterator[Problem]:
 def model_is_complete(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
     missing = [key for key in ("width", "layers", "heads") if getattr(model, key) is None]
-    if model.preset is None and missing:
+    if model.preset is None and model.hf is None and missing:
         yield ("model",), f"{' and '.join(missing)} missing: write them, or a preset such as `model: 10M`"
 
 
 def heads_divide(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
-    if model.preset is None and (model.width is None or model.layers is None or model.heads is None):
+    if model.hf or (model.preset is None and None in (model.width, model.layers, model.heads)):
+        return  # a folder's own shape is checked when it is opened
+    if model.mla or (model.moe and None in (model.moe.experts, model.moe.top_k)):
         return
     shape = model_shape(model, vocab=1)
     if model.head_dim is None and shape.width % shape.heads:
@@ -45,7 +47,7 @@ def heads_divide(spec: RunSpec) -> Iterator[Problem]:
         fix = f"write heads: {fits[-1]}, or give head_dim" if fits else "give head_dim, such as head_dim: 64"
         yield ("model", "heads"), f"width {shape.width} cannot be cut into {shape.heads} heads: {fix}"
         return
-    if shape.head_dim % 2:
+    if shape.head_dim % 2 and shape.positions == "rope":
         why = f"head_dim {shape.head_dim} is odd, rotary positions need pairs"
         yield ("model", "head_dim"), f"{why}: write head_dim: {shape.head_dim + 1}"
     if shape.heads % shape.kv_heads:
@@ -54,6 +56,41 @@ def heads_divide(spec: RunSpec) -> Iterator[Problem]:
             ("model", "kv_heads"),
             f"{shape.kv_heads} does not divide heads ({shape.heads}): write kv_heads: {fits[-1]}",
         )
+
+
+def tasks_fit(spec: RunSpec) -> Iterator[Problem]:
+    """What rewrites rows needs documents kept apart, and overwrites noise."""
+    kinds = [task.kind for task in spec.tasks]
+    apart = [kind for kind in kinds if kind not in ("causal", "infill")]
+    if apart and spec.data.cross_documents:
+        yield ("data", "cross_documents"), f"{apart[0]} hides what it asks for inside a document: write false"
+    rewritten = [kind for kind in kinds if kind in ("masked", "denoise", "infill")]
+    if rewritten and spec.data.noise != type(spec.data.noise)():
+        yield ("data", "noise"), f"{rewritten[0]} writes the inputs anew: remove noise, or the task"
+    for i, task in enumerate(spec.tasks):
+        for name in task.sources:
+            if name not in spec.data.sources:
+                known = ", ".join(spec.data.sources)
+                yield ("tasks", i, "sources"), f"there is no source {name!r}; there are {known}"
+
+
+def shape_holds_together(spec: RunSpec) -> Iterator[Problem]:
+    model = spec.model
+    if model.mixers and "mamba" in model.mixers:
+        if model.mamba is None and model.hf is None:
+            yield ("model", "mamba"), "mixers has mamba layers: describe them, such as mamba: {heads: 24}"
+        if model.causal is False:
+            yield ("model", "causal"), "a state space only looks back: remove causal: false, or the mamba layers"
+    if model.mamba and model.mamba.heads % model.mamba.groups:
+        yield ("model", "mamba", "groups"), f"{model.mamba.groups} does not divide its heads ({model.mamba.heads})"
+    if model.ffn == 0 and (model.norm_place == "post" or model.parallel not in (None, "none")):
+        yield ("model", "ffn"), "a block without a feed-forward part cannot be post-norm or parallel: give ffn"
+    if model.moe and model.hf is None and None in (model.moe.experts, model.moe.top_k):
+        yield ("model", "moe"), "experts and top_k are both needed: write for example {experts: 8, top_k: 2}"
+    if model.mla and model.mla.rope_dim % 2:
+        yield (("model", "mla", "rope_dim"), f"{model.mla.rope_dim} is odd: rotary positions need pairs")
+    if model.moe and model.moe.experts and model.moe.top_k and model.moe.top_k > model.moe.experts:
+        yield ("model", "moe", "top_k"), f"{model.moe.top_k} is more than the {model.moe.experts} experts"
 
 
 def tokenizer_once(spec: RunSpec) -> Iterator[Problem]:
@@ -181,6 +218,24 @@ def stop_rules_can_be_judged(spec: RunSpec) -> Iterator[Problem]:
             yield (("budget", "stop", key), "needs held-out documents: write data.validation: 1%, or remove this rule")
 
 
+def forgetting_can_be_judged(spec: RunSpec) -> Iterator[Problem]:
+    forget, path = spec.guard.forget, ("guard", "forget")
+    if forget is None:
+        return
+    if spec.start_from is None and spec.model.hf is None:
+        yield path, "a run from random weights has nothing to forget: add start_from or model.hf, or remove this"
+    if spec.data.validation == 0:
+        yield path, "needs held-out documents: write data.validation: 1%, or remove this"
+    for name in forget.sources:
+        if name not in spec.data.sources:
+            yield (*path, "sources"), f"no source {name!r}: there are {', '.join(spec.data.sources)}"
+
+
+def mup_is_from_the_start(spec: RunSpec) -> Iterator[Problem]:
+    if spec.model.init == "mup" and spec.model.hf:
+        yield ("model", "init"), "mup scales the logits of weights that were trained without it: remove init, or hf"
+
+
 def on_the_fly_is_plain(spec: RunSpec) -> Iterator[Problem]:
     data = spec.data
     if data.tokenize != "on_the_fly":
@@ -229,6 +284,47 @@ def optimizer_has_these(spec: RunSpec) -> Iterator[Problem]:
         yield ("optimizer", "nesterov"), "Nesterov's momentum needs momentum above 0: write momentum: 0.9"
 
 
+def rope_stretch_is_told(spec: RunSpec) -> Iterator[Problem]:
+    """How far positions are stretched, from where, and whether the context fits in that."""
+    model, context, path = spec.model, spec.data.context, ("model", "rope")
+    rope = model.rope
+    if rope is None or (rope.scaling is None and model.hf):
+        return  # a folder may have a stretch of its own
+    if rope.scaling in (None, "none"):
+        for key in ("factor", "original"):
+            if getattr(rope, key) is not None:
+                yield (*path, key), f"means nothing without scaling: write scaling: yarn, or remove {key}"
+        return
+    if rope.original is None and not model.hf:  # a folder says what it was trained with
+        yield path, f"{rope.scaling} needs original: the context, in tokens, that the model was trained with"
+    if rope.scaling not in ("dynamic", "longrope") and (rope.factor or 1.0) == 1.0:
+        # Dynamic scaling grows with the text, LongRoPE has a divisor for each frequency.
+        yield path, f"{rope.scaling} by factor 1 changes nothing: write factor: the new context over the old"
+    elif rope.original and isinstance(context, int) and rope.scaling in ("linear", "ntk", "yarn"):
+        # Llama 3.1 goes to twice its factor.
+        reach = int(rope.original * (rope.factor or 1.0))
+        if context > reach:
+            told = f"{context} tokens exceed original {rope.original} times factor {rope.factor:g}, which is {reach}"
+            fix = f"write factor: {-(-context // rope.original)} under model.rope, or context: {reach}"
+            yield ("data", "context"), f"{told}: {fix}"
+
+
+def wrapped_is_as_it_is(spec: RunSpec) -> Iterator[Problem]:
+    if not spec.model.wrap:
+        return
+    if not spec.model.hf:
+        yield ("model", "wrap"), "wraps a Hugging Face folder: write hf: PATH beside it"
+    for key, field in type(spec.model).model_fields.items():
+        if key not in ("hf", "wrap") and getattr(spec.model, key) != field.default:
+            yield ("model", key), "a wrapped model is what its folder says: remove this, or wrap"
+    if spec.optimizer.name == "muon":
+        yield ("optimizer", "name"), "muon has to know which matrices are hidden, which a wrapped model does not tell"
+    if spec.optimizer.layer_decay is not None:
+        yield ("optimizer", "layer_decay"), "needs the order of the layers, which a wrapped model does not tell"
+    if any(spec.dropout.model_dump().values()):
+        yield ("dropout",), "a wrapped model trains without dropout: remove this, or wrap"
+
+
 def one_device(spec: RunSpec) -> Iterator[Problem]:
     for key in PARALLEL_DEGREES:
         degree = getattr(spec.parallel, key)
@@ -240,6 +336,8 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (one_length, ("budget.tokens", "budget.steps", "budget.epochs")),
     (model_is_complete, ("model",)),
     (heads_divide, ("model",)),
+    (shape_holds_together, ("model",)),
+    (tasks_fit, ("tasks", "data.cross_documents", "data.noise", "data.sources")),
     (tokenizer_once, ("tokenizer",)),
     (conversations_stay_whole, ("data",)),
     (context_is_a_sequence, ("data.context",)),
@@ -252,11 +350,15 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (phases_rise, ("data.phases",)),
     (most_is_trained_on, ("data.validation",)),
     (stop_rules_can_be_judged, ("data.validation", "budget.stop")),
+    (forgetting_can_be_judged, ("guard", "data", "model", "start_from")),
+    (mup_is_from_the_start, ("model",)),
     (on_the_fly_is_plain, ("data",)),
     (one_ranking, ("data.curriculum", "data.padding", "data.packing")),
     (masked_spans_have_a_token, ("data.noise",)),
     (optimizer_has_these, ("optimizer",)),
     (archive_of_something, ("checkpoint",)),
+    (rope_stretch_is_told, ("model", "data.context")),
+    (wrapped_is_as_it_is, ("model", "optimizer", "dropout")),
     (one_device, ()),  # a degree that is wrong itself stands at 1 here
 )
 

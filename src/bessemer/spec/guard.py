@@ -41,6 +41,21 @@ class TrialSpec(Part):
     exclude: bool = Field(True, description="leave convicted documents out for the rest of the run", examples=[True])
 
 
+class ForgetSpec(Part):
+    """What a run that goes on from trained weights must not unlearn: held-out losses against those before step 0."""
+
+    sources: list[str] = Field(
+        min_length=1, description="data sources whose held-out loss is watched", examples=[["general"]]
+    )
+    limit: Share = Field(0.05, description="rise of such a loss that is too much", examples=["5%"])
+    patience: int = Field(2, ge=1, description="evaluations in a row beyond the limit before it acts", examples=[2])
+    action: Literal["stop", "rollback", "note"] = Field(
+        "stop",
+        description="stop the run; go back to the last checkpoint within the limit and stop there; or only say so",
+        examples=["rollback"],
+    )
+
+
 class GuardSpec(Part):
     """Judges every step before the update; a bad one is vetoed, and what a veto cannot cure is rolled back."""
 
@@ -70,3 +85,6 @@ class GuardSpec(Part):
     detect: DetectSpec = Field(default_factory=DetectSpec, description="thresholds of the detectors")
     ladder: LadderSpec = Field(default_factory=LadderSpec, description="rollbacks")
     trial: TrialSpec = Field(default_factory=TrialSpec, description="trials of suspicious steps")
+    forget: ForgetSpec | None = Field(
+        None, description="watch what the run may forget", examples=[{"sources": ["general"], "limit": "5%"}]
+    )

@@ -63,6 +63,18 @@ class OptimizerSpec(Part):
         examples=[0.1],
     )
     clip: float = Field(1.0, gt=0, description="largest gradient norm", examples=[1.0])
+    freeze: list[str] = Field(
+        [],
+        description="parameters that stay as they are: names, layers (ranges too) or globs of their names",
+        examples=[["embedding", "blocks.0-11", "*.ffn.*"]],
+    )
+    layer_decay: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="learning rate of each layer as a factor on that of the layer above it; the head has the full one",
+        examples=[0.9],
+    )
     veto: Literal["auto", "fused", "host", "select"] = Field(
         "auto",
         description="how a verdict withholds an update: in the fused kernel, by one read on the host before it, or by "

@@ -6,15 +6,17 @@ for users. Combinations that cannot work are refused by the named checks in `che
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from bessemer.spec.checkpoint import CheckpointSpec
 from bessemer.spec.data import DataSpec, TokenizerSpec
 from bessemer.spec.guard import GuardSpec
+from bessemer.spec.model import ModelSpec
+from bessemer.spec.objectives import DropoutSpec, LossSpec, ObjectiveSpec
 from bessemer.spec.optimizer import OptimizerSpec
-from bessemer.spec.part import Part, ShortPart
+from bessemer.spec.part import Part
 from bessemer.spec.quantity import (
     AutoCount,
     AutoInterval,
@@ -26,43 +28,6 @@ from bessemer.spec.quantity import (
     Share,
     StepCount,
 )
-from bessemer.spec.shape import ALIASES, PRESETS, preset
-
-LARGEST_SIDE = 1_000_000  # of a matrix: a slip of the finger is refused here rather than counted for ever
-
-
-class ModelSpec(ShortPart):
-    """The network. `model: 10M` is short for `model: {preset: 10M}`; any field overrides the preset."""
-
-    preset: str | None = Field(None, description="a named shape: " + ", ".join(PRESETS), examples=["10M"])
-    width: int | None = Field(None, ge=8, le=LARGEST_SIDE, description="size of the residual stream", examples=[320])
-    layers: int | None = Field(None, ge=1, le=LARGEST_SIDE, description="number of blocks", examples=[6])
-    heads: int | None = Field(None, ge=1, le=LARGEST_SIDE, description="attention heads", examples=[5])
-    kv_heads: int | None = Field(
-        None, ge=1, le=LARGEST_SIDE, description="key-value heads; divides heads", examples=[5]
-    )
-    head_dim: int | None = Field(
-        None, ge=2, le=LARGEST_SIDE, description="size of a head (default width / heads)", examples=[64]
-    )
-    ffn: int | None = Field(
-        None, ge=8, le=LARGEST_SIDE, description="inner size of the feed-forward part", examples=[864]
-    )
-    tied: bool | None = Field(None, description="share input and output embeddings", examples=[True])
-    qk_norm: bool | None = Field(None, description="normalise queries and keys", examples=[False])
-    rope_theta: float | None = Field(None, gt=0, description="base of the rotary positions", examples=[10000.0])
-    norm_eps: float | None = Field(None, gt=0, description="epsilon of the norms", examples=[1e-5])
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"preset": value} if isinstance(value, str) else value
-
-    @field_validator("preset")
-    @classmethod
-    def _known(cls, value: str | None) -> str | None:
-        if value is not None and preset(value) is None:
-            raise ValueError(f"no preset {value!r}; there are {', '.join([*PRESETS, *ALIASES])}")
-        return value
 
 
 class BatchChange(Part):
@@ -159,6 +124,14 @@ class RunSpec(Part):
     budget: BudgetSpec = Field(default_factory=BudgetSpec, description="how much is trained")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="the optimizer")
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="learning rate over the run")
+    tasks: list[ObjectiveSpec] = Field(
+        [ObjectiveSpec()],
+        min_length=1,
+        description="what is learnt from a row: causal, masked, denoise, prefix, infill, or several with their shares",
+        examples=[["causal", {"kind": "infill", "share": 0.5}]],
+    )
+    loss: LossSpec = Field(default_factory=LossSpec, description="what is added to the cross-entropy")
+    dropout: DropoutSpec = Field(default_factory=DropoutSpec, description="dropout in training")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto, fp32 or bf16", examples=["bf16"])
     parallel: ParallelSpec = Field(default_factory=ParallelSpec, description="where it runs")
     guard: GuardSpec = Field(default_factory=GuardSpec, description="the judge of every step")

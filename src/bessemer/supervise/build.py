@@ -19,7 +19,7 @@ from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder
 from bessemer.model.transformer import build
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import make_optimizer
+from bessemer.optim.choose import optimizer_for
 from bessemer.optim.ema import Ema
 from bessemer.optim.schedule import Schedule
 from bessemer.plan.decide import TrainPlan
@@ -27,10 +27,11 @@ from bessemer.run.directory import RunWriter
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.supervise.start import set_dropout
 from bessemer.train.device import memory_limit
 from bessemer.train.evaluate import Evaluator, HeldOut
 from bessemer.train.job import Job
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import make_pretrain
 from bessemer.train.saver import CheckpointSaver
 
 
@@ -60,11 +61,14 @@ def open_remote(spec: RunSpec, run_folder: Path) -> Remote | None:
 def make_job(spec: RunSpec, parts: Parts, run: RunWriter, view: RunView) -> Job:
     """The job at step 0, with fresh weights."""
     plan, device = parts.plan, parts.device
-    model = build(parts.shape, device, spec.seed)
+    model = build(parts.shape, device, spec.seed, spec.model.init)
+    set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
+    optimizer = optimizer_for(model, spec)  # what it freezes has no average either
     named = list(model.named_parameters())
+    objective = make_pretrain(spec, parts.stream.order.names, parts.tokenizer, parts.shape, plan.context)
     return Job(
-        spec=spec, plan=plan, device=device, model=model, objective=CausalLM(spec.data.cross_documents),
-        optimizer=make_optimizer(named, spec.optimizer),
+        spec=spec, plan=plan, device=device, model=model, objective=objective,
+        optimizer=optimizer,
         schedule=Schedule(
             plan.peak_lr, plan.warmup_steps, plan.total_steps, spec.schedule.kind, spec.schedule.floor
         ),

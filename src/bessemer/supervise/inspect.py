@@ -7,6 +7,7 @@ process, on one device: a model that needs several GPUs is looked at in a smalle
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,28 +18,29 @@ from bessemer.checkpoint.manifest import Damaged
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.steps import Segment
 from bessemer.data.stream import BatchStream
+from bessemer.data.tokenizer import Tokenizer
 from bessemer.diagnose import gradients, histograms, landscape, noise, nonfinite, rates
 from bessemer.diagnose.report import Report
 from bessemer.diagnose.subject import Part, Subject, backward
 from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder, build
-from bessemer.optim.choose import make_optimizer
+from bessemer.optim.choose import optimizer_for
 from bessemer.optim.guarded import Guarded, clip_divisor
 from bessemer.optim.schedule import Schedule
-from bessemer.plan.decide import TrainPlan, decide_context, decide_training
+from bessemer.plan.decide import TrainPlan, decide_training
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run
 from bessemer.run.journal import number
 from bessemer.spec.load import load_spec
-from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.supervise.data import open_data
 from bessemer.supervise.feed import build_stream, held_out_rows, make_rows, sizes
 from bessemer.supervise.replay import stream_of
 from bessemer.supervise.session import existing_run
+from bessemer.supervise.start import completed, decide_shape, load_source, open_source
 from bessemer.train.device import measure, pick_device
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain, make_pretrain
 from bessemer.train.precision import compute_in
 from bessemer.train.restore import find_checkpoint
 
@@ -54,19 +56,23 @@ class Bench:
     optimizer: Guarded
     stream: BatchStream
     where: str
+    objective: Pretrain
     step: int = 0
     run: Run | None = None
 
     def subject(self, micro_rows: int | None = None) -> Subject:
         """The run's own losses, in its own micro-batches unless smaller ones are asked for."""
-        objective = CausalLM(self.spec.data.cross_documents)
+        objective = self.objective
 
         def parts(step: int, precision: str | None) -> Iterator[Part]:
-            count = self.stream.step_count(step)
-            for batch in self.stream.micro_batches(step, micro_rows or self.plan.micro_rows):
+            micro = self.stream.micro_batches(step, micro_rows or self.plan.micro_rows)
+            feeds = deque(objective.feed(batch, self.device) for batch in micro)
+            count = sum(feed.count for feed in feeds)
+            while feeds:
+                feed = feeds.popleft()
                 with compute_in(precision or self.plan.precision, self.device):
-                    loss = objective.loss(self.model, objective.feed(batch, self.device), count).loss
-                yield Part(loss, batch.count / count, batch.count)
+                    loss = objective.loss(self.model, feed, count).loss
+                yield Part(loss, feed.count / count, feed.count)
 
         return Subject(self.model, parts)
 
@@ -82,39 +88,51 @@ class Bench:
 
 
 def _bench(
-    spec: RunSpec, plan: TrainPlan, shape: ModelShape, stream: BatchStream, where: str, device: torch.device
+    spec: RunSpec,
+    plan: TrainPlan,
+    shape: ModelShape,
+    stream: BatchStream,
+    tokenizer: Tokenizer,
+    where: str,
+    device: torch.device,
 ) -> Bench:
-    model = build(shape, device, spec.seed)
-    optimizer = make_optimizer(model.named_parameters(), spec.optimizer)
-    return Bench(spec, plan, device, model, optimizer, stream, where)
+    model = build(shape, device, spec.seed, spec.model.init)
+    optimizer = optimizer_for(model, spec)
+    objective = make_pretrain(spec, stream.order.names, tokenizer, shape, plan.context)
+    return Bench(spec, plan, device, model, optimizer, stream, where, objective)
 
 
 def from_spec(spec: RunSpec) -> Bench:
     """A fresh model as the spec's run would start with."""
-    plan, device = Plan(), pick_device(spec.parallel)
+    spec = completed(spec)
+    plan, device, source = Plan(), pick_device(spec.parallel), open_source(spec)
     data = open_data(spec, plan)
-    shape = model_shape(spec.model, data.tokenizer.vocab_size)
-    context = decide_context(spec, shape.parameters, plan)
+    shape, context = decide_shape(spec, source, data.tokenizer.vocab_size, plan)
     rows = make_rows(spec, data, context, plan)
     held_out = sum(held.tokens for held in held_out_rows(data, rows, context).values())
     source_sizes = sizes(spec, rows, data, context)
     training = decide_training(spec, shape, context, measure(device), source_sizes, held_out, plan)
     stream = build_stream(spec, data, rows, training, [Segment(0, 0)])
     assert isinstance(stream, BatchStream), "datasets from Python are refused by open_data"
-    return _bench(spec, training, shape, stream, f"{spec.name}, fresh weights", device)
+    bench = _bench(
+        spec, training, shape, stream, data.tokenizer, f"{spec.name}, {spec.model.hf or 'fresh weights'}", device
+    )
+    if source:
+        load_source(bench.model, source)
+    return bench
 
 
 def from_run(folder: Path, checkpoint: str = "last", device: str = "auto") -> Bench:
     """Weights and moments of a checkpoint, which is verified first; the run's folder is only read."""
-    run, stream, _, plan = stream_of(folder)
+    run, stream, data, plan = stream_of(folder)
     _, spec = existing_run(folder)
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"--device {device}: write auto, cpu, cuda or mps")
     target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
     path = find_checkpoint(run, checkpoint)
-    shape = ModelShape(**json.loads((run.folder / "model.json").read_text())["shape"])
-    bench = _bench(spec, plan, shape, stream, f"{run.name} at {path.name}", target)
-    state = {f"model.{name}": parameter.detach() for name, parameter in bench.model.named_parameters()}
+    shape = ModelShape.from_dict(json.loads((run.folder / "model.json").read_text())["shape"])
+    bench = _bench(spec, plan, shape, stream, data.tokenizer, f"{run.name} at {path.name}", target)
+    state = {f"model.{name}": tensor for name, tensor in bench.model.state_dict().items()}
     state |= {f"optimizer.{name}": tensor for name, tensor in bench.optimizer.state().items()}
     try:
         bench.step = Shelf(run.checkpoints).load(path, state).step

@@ -18,6 +18,7 @@ from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.steps import Segment, Steps
 from bessemer.errors import UserError
 from bessemer.observe.view import RunView
+from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import number
 from bessemer.spec.schema import RunSpec
@@ -27,6 +28,7 @@ from bessemer.supervise.incident import usual
 from bessemer.supervise.replay import stream_of
 from bessemer.supervise.restore import bans_of
 from bessemer.supervise.session import existing_run
+from bessemer.supervise.start import choose_attention
 from bessemer.train.device import pick_device
 from bessemer.train.job import Job
 from bessemer.trial.case import Case, Earlier, Normal, Scene
@@ -53,8 +55,10 @@ def job_of(folder: str | Path, device: str = "auto") -> tuple[Job, RunSpec]:
     _, stream, data, plan = stream_of(folder)
     about = json.loads((run.folder / "model.json").read_text())
     asked = spec.parallel if device == "auto" else spec.parallel.model_copy(update={"device": device})
-    parts = Parts(plan, ModelShape(**about["shape"]), stream, {}, data.tokenizer, pick_device(asked), 1.0)
-    return make_job(spec, parts, OnlyRead(folder), RunView()), spec
+    parts = Parts(plan, ModelShape.from_dict(about["shape"]), stream, {}, data.tokenizer, pick_device(asked), 1.0)
+    job = make_job(spec, parts, OnlyRead(folder), RunView())
+    choose_attention(job, Plan(), Plan.from_json((run.folder / "plan.json").read_text()))
+    return job, spec
 
 
 def try_step(folder: str | Path, step: int, budget_s: float | None = None, device: str = "auto") -> Case:

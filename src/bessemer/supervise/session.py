@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,13 +22,13 @@ from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.guard.hang import Hang, Watchdog
 from bessemer.observe.view import RunView
-from bessemer.plan.decide import TrainPlan, decide_context, decide_training
+from bessemer.optim.groups import note_groups
+from bessemer.plan.decide import TrainPlan, decide_training
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
 from bessemer.run.directory import Run, RunWriter
 from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.quantity import human_bytes, human_count
-from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.supervise.build import Parts, make_job, open_remote, spec_fingerprint
@@ -37,6 +37,7 @@ from bessemer.supervise.exclude import leave_out, offer
 from bessemer.supervise.feed import build_stream, explain, held_out_rows, make_rows, sizes
 from bessemer.supervise.incident import Responder
 from bessemer.supervise.restore import differences, restore_newest, start_from
+from bessemer.supervise.start import Source, choose_attention, completed, decide_shape, load_source, open_source
 from bessemer.train.copies import Copies, room_for_copies
 from bessemer.train.device import measure, pick_device
 from bessemer.train.job import Interrupt, Job, Outcome
@@ -76,9 +77,10 @@ class Session:
         datasets: Mapping[str, Any] | None = None,
         faults: Injection | None = None,
     ) -> None:
-        self.spec, self.datasets, self.faults = spec, dict(datasets or {}), faults
+        self.spec, self.datasets, self.faults = completed(spec), dict(datasets or {}), faults
         self.view = view or RunView()
         self.interrupt = Interrupt()
+        self.source = open_source(self.spec)
 
     def train(self) -> Outcome:
         """Start or continue the run. Every way out but a kill leaves its word in the events."""
@@ -127,10 +129,14 @@ class Session:
             training, shape, stream, held_out, prepared.tokenizer, device, machine.peak(training.precision)[0]
         )
         job = make_job(self.spec, parts, run, self.view)
+        choose_attention(job, plan, previous)
         job.interrupt = self.interrupt
+        note_groups(job.model, self.spec, plan)
         restored = restore_newest(job, Shelf(run.checkpoints), former, open_remote(self.spec, run.folder))
         if restored is None and self.spec.start_from:
             start_from(job, Path(self.spec.start_from))
+        elif restored is None and self.source is not None:
+            self._load_source(job, self.source)
         record_lineage(
             run.folder, stream_fingerprint=stream.fingerprint, spec_fingerprint=spec_fingerprint(self.spec),
             versions=package_versions(), resumed_from=restored, started_from=self.spec.start_from,
@@ -140,7 +146,7 @@ class Session:
         run.write_file("plan.json", plan.to_json())
         run.write_file("settings.json", training.to_json())
         run.write_file("data.json", json.dumps({"folder": str(prepared.folder)}))
-        run.write_file("model.json", json.dumps({"shape": asdict(shape), "eos": prepared.tokenizer.eos}, indent=1))
+        run.write_file("model.json", json.dumps({"shape": shape.to_dict(), "eos": prepared.tokenizer.eos}, indent=1))
         prepared.tokenizer.save(run.folder / "tokenizer.json")
         if run.lock.taken_from:
             owner = run.lock.taken_from
@@ -192,8 +198,14 @@ class Session:
     def _prepare(self, plan: Plan) -> tuple[Data, ModelShape, int]:
         spec = self.spec
         prepared = open_data(spec, plan, self.view.progress, self.datasets)
-        shape = model_shape(spec.model, prepared.tokenizer.vocab_size)
-        return prepared, shape, decide_context(spec, shape.parameters, plan)
+        return prepared, *decide_shape(spec, self.source, prepared.tokenizer.vocab_size, plan)
+
+    def _load_source(self, job: Job, source: Source) -> None:
+        added = load_source(job.model, source)
+        if job.ema:
+            job.ema.restart()
+        more = f"; {added} tokens more, which begin as the mean of the others" if added else ""
+        job.event("started_from", checkpoint=str(source.folder.path), reason=f"{source.family.name} weights{more}")
 
     def _loop(self, job: Job) -> Outcome:
         """The loop, and what is done about each incident, until the run ends."""

@@ -18,7 +18,7 @@ from bessemer.supervise.replay import stream_of
 from bessemer.supervise.session import existing_run
 from bessemer.train.device import pick_device
 from bessemer.train.evaluate import Evaluator
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import make_pretrain
 
 
 def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
@@ -32,12 +32,14 @@ def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
     if not evaluator.available:
         raise UserError(f"{folder}: holds out no data to choose by; leave out --greedy, or train with data.validation")
     about = json.loads((run.folder / "model.json").read_text())
-    model = build(ModelShape(**about["shape"]), device, spec.seed)
+    model = build(ModelShape.from_dict(about["shape"]), device, spec.seed)
+
+    objective = make_pretrain(spec, stream.order.names, data.tokenizer, model.shape, plan.context)
 
     @torch.no_grad()
     def loss(weights: Mapping[str, Tensor]) -> float:
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-        return evaluator.evaluate(model, CausalLM(spec.data.cross_documents)).loss
+        return evaluator.evaluate(model, objective).loss
 
     return loss

@@ -17,7 +17,7 @@ from bessemer.data.store import TokenStore
 from bessemer.data.stream import BatchStream
 from bessemer.model.transformer import Decoder
 from bessemer.spec.mixture import quantise
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain
 from bessemer.train.precision import compute_in
 
 
@@ -79,19 +79,20 @@ class Evaluator:
         return bool(self.parts)
 
     @torch.no_grad()
-    def evaluate(self, model: Decoder, objective: CausalLM) -> Validation:
+    def evaluate(self, model: Decoder, objective: Pretrain) -> Validation:
         """Costs one forward pass over the chosen tokens; changes nothing."""
         sums: dict[str, tuple[float, float, int]] = {}
         model.eval()
         for name, (stream, steps) in self.parts.items():
             loss, correct, count = 0.0, 0.0, 0
+            mine = objective.on(name)
             for step in range(steps):
-                batch = stream.batch(step)
+                feed = mine.feed(stream.batch(step), self.device)
                 with compute_in(self.precision, self.device):
-                    terms = objective.loss(model, objective.feed(batch, self.device), 1.0)
-                loss += float(terms.loss)
+                    terms = mine.loss(model, feed, 1.0)
+                loss += float(terms.nll)
                 correct += float(terms.correct)
-                count += int(batch.count)
+                count += int(feed.count)
             sums[name] = (loss, correct, count)
         model.train()
         total = sum(count for _, _, count in sums.values())

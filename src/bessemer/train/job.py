@@ -31,7 +31,7 @@ from bessemer.run.directory import RunWriter
 from bessemer.spec.schema import RunSpec
 from bessemer.train.copies import Copies
 from bessemer.train.evaluate import Evaluator
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain
 
 
 class View(Protocol):
@@ -114,6 +114,7 @@ class Progress:
     evaluations_since_best: int = 0
     rollbacks: int = 0
     trial_s: float = 0.0
+    first_validation: dict[str, float] = field(default_factory=dict)  # of each source, before the first step
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -156,7 +157,7 @@ class Job:
     plan: TrainPlan
     device: torch.device
     model: Decoder
-    objective: CausalLM
+    objective: Pretrain
     optimizer: Guarded
     schedule: Schedule
     judge: Judge
@@ -187,7 +188,7 @@ class Job:
 
     def state(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint, by name. Everything else about a run is closed-form or in the manifest."""
-        state = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        state = {f"model.{name}": tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
         state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
         if self.ema:
             state |= {f"ema.{name}": tensor for name, tensor in self.ema.state().items()}

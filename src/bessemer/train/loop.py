@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,9 +24,11 @@ from bessemer.data.stream import Batch
 from bessemer.guard.detect.alarm import Alarm
 from bessemer.guard.inside import Look
 from bessemer.guard.judge import ACCEPT, REASONS, Verdict
+from bessemer.model.moe import update_choice_bias
 from bessemer.optim.guarded import clip_divisor
 from bessemer.train.blame import blame
 from bessemer.train.device import Sent, memory_in_use, synchronize
+from bessemer.train.forgetting import end_of, judge_forgetting, rises, watched
 from bessemer.train.job import Clock, Incident, Job, Outcome
 from bessemer.train.precision import compute_in
 
@@ -55,16 +58,17 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
     """Losses and gradients of a step; nothing is updated yet."""
     if job.faults:
         job.faults.before_step(job, step)
-    count = job.stream.step_count(step)
+    feeds = deque(job.objective.feed(batch, job.device) for batch in batches)
+    count = sum(feed.count for feed in feeds) if job.objective.rewriting else job.stream.step_count(step)
     loss = torch.zeros((), device=job.device)
     correct = torch.zeros((), device=job.device)
     losses = []
-    for batch in batches:
+    while feeds:  # one by one: its masks go with a feed
         with compute_in(job.plan.precision, job.device):
             # A step whose documents are all banned has nothing to learn from, and a loss of zero.
-            terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), count or 1.0)
+            terms = job.objective.loss(job.model, feeds.popleft(), count or 1.0)
         terms.loss.backward()
-        loss += terms.loss.detach()
+        loss += terms.nll
         correct += terms.correct
         losses.append(terms.nll_BT)
     if job.faults:
@@ -92,6 +96,8 @@ def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
     if looking:
         job.inside.before()
     job.optimizer.step(attempt.lr, reject, divisor)
+    if (moe := job.model.shape.moe) is not None and moe.choice_bias:
+        update_choice_bias(job.model, moe.bias_rate, reject)
     if job.ema:
         job.ema.update(reject)
     if looking:
@@ -102,7 +108,7 @@ def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
 def look_inside(job: Job, batches: list[Batch]) -> Look:
     feed = job.objective.feed(batches[0].part(0, LOOK_ROWS), job.device)
     with compute_in(job.plan.precision, job.device):
-        return job.inside.look(job.model, feed.tokens_BT, feed.mask_B1TT)
+        return job.inside.look(job.model, feed.tokens_BT, feed.sight, **feed.more)
 
 
 def report_step(job: Job, attempt: Attempt) -> Incident | None:
@@ -190,11 +196,24 @@ def validate(job: Job, done: int) -> dict[str, Any]:
         progress.best_validation, progress.evaluations_since_best = result.loss, 0
     else:
         progress.evaluations_since_best += 1
+    if done == 0:
+        progress.first_validation = dict(result.per_source)
+    if found := rises(job, record):
+        record["rise"] = found
     job.run.validation(record)
     job.view.validation(record)
     for alarm in job.watch.validation(record) if job.spec.guard.enabled else ():
         tell(job, alarm)
     return record
+
+
+def forgotten(job: Job, validation: dict[str, Any], changes: dict[int, str]) -> Outcome | None:
+    """After an evaluation: how the run ends, if what it began with is being unlearnt."""
+    alarm = judge_forgetting(job, validation["step"], changes)
+    if alarm is None:
+        return None
+    tell(job, alarm)
+    return end_of(job, alarm, validation)
 
 
 def out_of_time(job: Job, attempt: Attempt) -> bool:
@@ -238,6 +257,7 @@ def train_loop(job: Job) -> Outcome:
     evaluations, saves = job.clock("evaluate", job.plan.evaluate), job.clock("save", job.plan.save)
     looks, copying = job.clock("look", job.plan.look), job.clock("copy", job.plan.copy)
     changes = changes_at(job)
+    watched(job)  # refused now rather than at the first evaluation
     validation = validate(job, 0) if job.start_step == 0 and job.evaluator.available else None
     pending: Attempt | None = None
     job.judge.expect(job.stream.steps.rows(job.start_step))
@@ -285,6 +305,8 @@ def train_loop(job: Job) -> Outcome:
             if evaluating:
                 validation = validate(job, done)
                 evaluations.reset()
+                if ended := forgotten(job, validation, changes):
+                    return ended
             reason = stop_reason(job, validation if evaluating else None)
             new_best = evaluating and job.spec.checkpoint.keep_best and job.progress.evaluations_since_best == 0
             if leaving or new_best or reason or saving or job.interrupt.signal:
@@ -294,6 +316,8 @@ def train_loop(job: Job) -> Outcome:
                     return leave(job, done, validation, reason, saved is not None)
     # The last step was an incident, and was dealt with: what is left is to evaluate, save and leave.
     validation = validate(job, total) if job.evaluator.available and not job.interrupt.signal else None
+    if validation and (ended := forgotten(job, validation, changes)):
+        return ended
     saved = job.saver.save(job, total, validation["loss"] if validation else None)
     return leave(job, total, validation, None, saved is not None)
 

@@ -1,19 +1,115 @@
-"""Cross-entropy of a linear head without the logits in memory.
+"""Cross-entropy of a linear head without the logits in memory, and its variants; the loss of classification heads.
 
 Logits are made for a chunk of rows at a time, and the gradients of that chunk at once: the (tokens x vocabulary) matrix
 never exists, and on a CPU a chunk stays in cache (docs/decisions.md has the times against F.cross_entropy). Per-token
 losses come out beside the sum, for the guard and for the share of each document.
+
+Tensor names end in their shape: R rows (tokens), C rows of a chunk, W width, V words.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from bessemer.errors import UserError
 
 CHUNK_BYTES = 4 << 20  # of float32 logits; on two cores the best of 1 to 128 MB at 8,192 words, all alike at 2,048
 CHUNK_BYTES_GPU = 512 << 20
+IGNORED = -100  # the label of what is not to be classified, as transformers and torch have it
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """How logits come from what the head puts out, and what is minimised for each token:
+    `(1 - p_target) ** focal * smoothed cross-entropy + z * logsumexp ** 2`."""
+
+    logit_scale: float = 1.0
+    logit_cap: float | None = None  # cap * tanh(logits / cap), as Gemma 2 has it
+    smoothing: float = 0.0  # the share of the target that is spread over all words
+    focal: float = 0.0  # gamma of Lin et al. 2017
+    z: float = 0.0  # PaLM's z-loss; 1e-4 there
+
+    def __post_init__(self) -> None:
+        for name, fits, wanted in (
+            ("logit_scale", self.logit_scale > 0, "above 0"),
+            ("logit_cap", self.logit_cap is None or self.logit_cap > 0, "above 0, or absent"),
+            ("smoothing", 0 <= self.smoothing <= 1, "from 0 to 1"),
+            ("focal", self.focal >= 0, "0 or more"),
+            ("z", self.z >= 0, "0 or more"),
+        ):
+            value = getattr(self, name)
+            if not fits or (value is not None and not math.isfinite(value)):
+                raise UserError(f"loss: {name} is {value}; write a number {wanted}")
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether what is minimised is the plain cross-entropy, however its logits are made."""
+        return self.smoothing == self.focal == self.z == 0
+
+
+PLAIN = LossOptions()
+
+
+@dataclass
+class _Rows:
+    """The loss of each row, and its gradient to the row's logits in three numbers:
+    `softmax * p`, less `target` at the target, less `every` at every word."""
+
+    loss_C: Tensor
+    softmax_C: Tensor
+    target_C: Tensor
+    every_C: Tensor | None
+
+
+def _shape_rows(nll_C: Tensor, norm_C: Tensor, even_C: Tensor, words: int, options: LossOptions) -> _Rows:
+    """From each row's cross-entropy, its logsumexp, and its cross-entropy against all words alike."""
+    smoothing, gamma = options.smoothing, options.focal
+    entropy_C = nll_C + smoothing * (even_C - nll_C)
+    focus_C, steep_C = torch.ones_like(nll_C), torch.zeros_like(nll_C)
+    if gamma:
+        # A sure row has 1 - p of zero, whose power of gamma - 1 is infinite below 1; nll is no more exact than this.
+        miss_C = (-torch.expm1(-nll_C)).clamp_min(torch.finfo(nll_C.dtype).eps)
+        focus_C = miss_C**gamma
+        steep_C = gamma * miss_C ** (gamma - 1) * torch.exp(-nll_C) * entropy_C
+    return _Rows(
+        loss_C=focus_C * entropy_C + options.z * norm_C.square(),
+        softmax_C=focus_C + steep_C + 2 * options.z * norm_C,
+        target_C=(1 - smoothing) * focus_C + steep_C,
+        every_C=focus_C * (smoothing / words) if smoothing else None,
+    )
+
+
+def _bend(logits_CV: Tensor, bias_V: Tensor | None, options: LossOptions, needs_slope: bool) -> Tensor | None:
+    """Add the bias, scale and cap, all in place. The slope of the cap, one more chunk, where gradients are wanted."""
+    if bias_V is not None:
+        logits_CV.add_(bias_V)
+    if options.logit_scale != 1:
+        logits_CV.mul_(options.logit_scale)
+    if options.logit_cap is None:
+        return None
+    logits_CV.div_(options.logit_cap).tanh_()
+    slope_CV = 1 - logits_CV.square() if needs_slope else None
+    logits_CV.mul_(options.logit_cap)
+    return slope_CV
+
+
+def _logit_gradient(
+    exp_CV: Tensor, sums_C: Tensor, target_C1: Tensor, weight_C: Tensor, rows: _Rows | None, slope_CV: Tensor | None
+) -> Tensor:
+    """The gradient to what the head put out, written over `exp_CV`, which is the softmax times `sums_C`."""
+    softmax_C = weight_C if rows is None else weight_C * rows.softmax_C
+    target_C = weight_C if rows is None else weight_C * rows.target_C
+    grad_CV = exp_CV.mul_((softmax_C / sums_C)[:, None])
+    grad_CV.scatter_add_(1, target_C1, -target_C[:, None])
+    if rows is not None and rows.every_C is not None:
+        grad_CV.sub_((weight_C * rows.every_C)[:, None])
+    return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -22,19 +118,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden_RW: Tensor,
         head_VW: Tensor,
+        bias_V: Tensor | None,
         targets_R: Tensor,
         weights_R: Tensor,
         scale: float,
-        needs_grad: bool,
+        options: LossOptions,
+        wants: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = hidden_RW.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RW.dtype
         exact = torch.float64 if hidden_RW.dtype == torch.float64 else torch.float32
         h_RW, w_VW = hidden_RW.to(compute), head_VW.to(compute)
+        b_V = None if bias_V is None else bias_V.to(exact)
         rows, vocab = h_RW.shape[0], w_VW.shape[0]
-        grad_h_RW = torch.empty_like(hidden_RW) if needs_grad else None
-        grad_w_VW = torch.zeros_like(head_VW, dtype=exact) if needs_grad else None
+        grad_h_RW = torch.empty_like(hidden_RW) if wants[0] else None
+        grad_w_VW = torch.zeros_like(head_VW, dtype=exact) if wants[1] else None
+        grad_b_V = torch.zeros_like(bias_V, dtype=exact) if bias_V is not None and wants[2] else None
         nll_R = torch.empty(rows, dtype=exact, device=h_RW.device)
+        loss_R = nll_R if options.is_cross_entropy else torch.empty_like(nll_R)
         correct_R = torch.empty(rows, dtype=torch.bool, device=h_RW.device)
         limit = CHUNK_BYTES if kind == "cpu" else CHUNK_BYTES_GPU
         chunk = max(16, limit // (4 * vocab))
@@ -43,38 +144,69 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 part = slice(start, start + chunk)
                 target_C1 = targets_R[part, None]
                 logits_CV = (h_RW[part] @ w_VW.t()).to(exact)
+                slope_CV = _bend(logits_CV, b_V, options, any(wants))
                 top_C, index_C = logits_CV.max(dim=-1)
                 correct_R[part] = index_C == targets_R[part]
                 logits_CV.sub_(top_C[:, None])
                 at_target_C = logits_CV.gather(1, target_C1)[:, 0]
+                mean_C = logits_CV.mean(dim=-1) if options.smoothing else at_target_C
                 sums_C = logits_CV.exp_().sum(dim=-1)
-                nll_R[part] = sums_C.log() - at_target_C
-                if grad_h_RW is not None and grad_w_VW is not None:
-                    weight_C = weights_R[part].to(exact) * scale
-                    grad_CV = logits_CV.mul_((weight_C / sums_C)[:, None])
-                    grad_CV.scatter_add_(1, target_C1, -weight_C[:, None])
-                    grad_CV = grad_CV.to(compute)
+                log_C = sums_C.log()
+                nll_R[part] = log_C - at_target_C
+                shaped = None
+                if not options.is_cross_entropy:
+                    shaped = _shape_rows(nll_R[part], top_C + log_C, log_C - mean_C, vocab, options)
+                    loss_R[part] = shaped.loss_C
+                if not any(wants):
+                    continue
+                weight_C = weights_R[part].to(exact) * (scale * options.logit_scale)
+                grad_CV = _logit_gradient(logits_CV, sums_C, target_C1, weight_C, shaped, slope_CV)
+                if grad_b_V is not None:
+                    grad_b_V.add_(grad_CV.sum(dim=0))
+                grad_CV = grad_CV.to(compute)
+                if grad_h_RW is not None:
                     grad_h_RW[part] = grad_CV @ w_VW
-                    if compute == exact:
-                        grad_w_VW.addmm_(grad_CV.t(), h_RW[part])
-                    else:
-                        grad_w_VW.add_(grad_CV.t() @ h_RW[part])
-        ctx.save_for_backward(grad_h_RW, grad_w_VW)
+                if grad_w_VW is not None and compute == exact:
+                    grad_w_VW.addmm_(grad_CV.t(), h_RW[part])
+                elif grad_w_VW is not None:
+                    grad_w_VW.add_(grad_CV.t() @ h_RW[part])
+        ctx.save_for_backward(grad_h_RW, grad_w_VW, grad_b_V)
         ctx.mark_non_differentiable(nll_R, correct_R)
-        return (nll_R * weights_R).sum() * scale, nll_R, correct_R
+        return (loss_R * weights_R).sum() * scale, nll_R, correct_R
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad_h_RW, grad_w_VW = ctx.saved_tensors
-        return grad_h_RW * grad_loss, grad_w_VW * grad_loss, None, None, None, None
+        grads = (None if saved is None else saved * grad_loss for saved in ctx.saved_tensors)
+        return *grads, None, None, None, None, None
 
 
 def linear_cross_entropy(
-    hidden_RW: Tensor, head_VW: Tensor, targets_R: Tensor, weights_R: Tensor, scale: float
+    hidden_RW: Tensor,
+    head_VW: Tensor,
+    targets_R: Tensor,
+    weights_R: Tensor,
+    scale: float,
+    options: LossOptions | None = None,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`scale` times the weighted sum of token losses; each token's loss; whether its most likely word was right."""
+    """`scale` times the weighted sum of what is minimised; each token's plain cross-entropy, whatever the options;
+    whether its most likely word was right. Targets of weight zero must be words too. What is frozen costs nothing."""
     # Inside `forward` torch no longer says whether gradients are wanted: an evaluation would pay for them.
-    needs_grad = torch.is_grad_enabled() and (hidden_RW.requires_grad or head_VW.requires_grad)
-    inputs = (hidden_RW, head_VW, targets_R, weights_R, scale, needs_grad)
+    learns = torch.is_grad_enabled()
+    wants = tuple(learns and t is not None and t.requires_grad for t in (hidden_RW, head_VW, bias_V))
+    inputs = (hidden_RW, head_VW, bias_V, targets_R, weights_R, scale, options or PLAIN, wants)
     result: tuple[Tensor, Tensor, Tensor] = _LinearCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return result
+
+
+def classification_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of sequences (B, classes) or tokens (B, T, classes): the weighted sum of cross-entropies, the sum of the weights,
+    and how many were right. A label of -100 counts for nothing, nor does one of weight zero."""
+    classes = logits.shape[-1]
+    exact_RV = logits.reshape(-1, classes).to(torch.promote_types(logits.dtype, torch.float32))
+    labels_R = labels.reshape(-1)
+    weights_R = torch.ones_like(exact_RV[:, 0]) if weights is None else weights.reshape(-1).to(exact_RV.dtype)
+    weights_R = weights_R * (labels_R != IGNORED)
+    nll_R = F.cross_entropy(exact_RV, labels_R, ignore_index=IGNORED, reduction="none")
+    correct = ((exact_RV.argmax(dim=-1) == labels_R) & (weights_R > 0)).sum()
+    return (nll_R * weights_R).sum(), weights_R.sum(), correct

@@ -1,46 +1,76 @@
 """What is minimised. An objective turns a batch into the model's inputs, and the output into sums with their counts.
 
 Sums, never means: the loop divides once by the step's global count, so the loss is the same number at any accumulation.
+The balance loss of experts is the named exception.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from bessemer.data.stream import Batch
-from bessemer.model.attention import document_mask
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.model.moe import routing_terms
+from bessemer.model.sight import Sight, document_borders
 from bessemer.model.transformer import Decoder
-from bessemer.train.loss import linear_cross_entropy
+from bessemer.spec.objectives import LossSpec
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.loss import LossOptions, linear_cross_entropy
+from bessemer.train.objectives.mix import Mix, make_objective
+from bessemer.train.objectives.rewritten import Objective
 
 
 @dataclass
 class Terms:
-    """Of one micro-batch. `loss` is already divided by the step's count; the rest is to watch, without gradients."""
+    """Of one micro-batch. `loss` is what is minimised and `nll` the plain cross-entropy, which is reported and judged;
+    both are already divided by the step's count. Only `loss` has gradients. `nll_BT` is in the batch's own columns."""
 
     loss: Tensor
+    nll: Tensor
     correct: Tensor
     nll_BT: Tensor
 
 
 @dataclass
 class Feed:
-    """A micro-batch on the device."""
+    """A micro-batch on the device. `count` is the sum of its weights."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
     weights_BT: Tensor
-    mask_B1TT: Tensor | None
+    sight: Sight
+    count: float
+    origin_BT: Tensor | None = None  # the batch's column that a target came from, where it was rewritten
+    more: dict[str, Tensor] = field(default_factory=dict)  # an encoder's tokens and documents
+    seed: int | None = None  # of dropout
 
 
-class CausalLM:
-    """Next-token prediction. Attention stays inside documents unless `cross_documents`."""
+class Pretrain:
+    """Prediction of tokens: the next ones, or what `rewriting` makes of a row. Attention stays inside documents unless
+    `cross_documents`. With a `dropout_seed` a micro-batch draws the same zeros whenever it is run."""
 
-    def __init__(self, cross_documents: bool) -> None:
-        self.cross_documents = cross_documents
+    def __init__(
+        self,
+        cross_documents: bool,
+        loss: LossSpec | None = None,
+        rewriting: Objective | None = None,
+        dropout_seed: int | None = None,
+    ) -> None:
+        self.cross_documents, self.settings = cross_documents, loss or LossSpec()
+        self.rewriting, self.dropout_seed = rewriting, dropout_seed
+
+    def on(self, source: str) -> Pretrain:
+        """The same for batches of one source alone, whose stream numbers its sources anew."""
+        if not isinstance(self.rewriting, Mix):
+            return self
+        return Pretrain(self.cross_documents, self.settings, replace(self.rewriting, names=(source,)))
 
     def feed(self, batch: Batch, device: torch.device) -> Feed:
         """Copy a batch to the device; pinned and asynchronous for CUDA."""
@@ -49,19 +79,62 @@ class CausalLM:
             tensor = torch.from_numpy(array)
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        mask = None
-        if not self.cross_documents and not batch.single_document:
-            mask = document_mask(move(batch.documents))
-        return Feed(move(batch.tokens), move(batch.targets), move(batch.weights), mask)
+        seed = None
+        if self.dropout_seed is not None:
+            seed = xxhash.xxh3_64_intdigest(batch.positions.tobytes(), seed=self.dropout_seed) >> 1
+        made = self.rewriting.rewrite(batch) if self.rewriting else batch
+        apart = not self.cross_documents and not made.single_document
+        borders = document_borders(torch.from_numpy(made.documents)) if apart and device.type == "cuda" else None
+        sight = Sight(move(made.documents) if apart else None, borders=borders)
+        if not made.weights.all():
+            sight.counted_BT = move(made.weights) > 0
+        feed = Feed(move(made.tokens), move(made.targets), move(made.weights), sight, made.count, seed=seed)
+        if not isinstance(made, Batch):
+            feed.origin_BT = move(made.origin)
+            prefix = np.ones(made.tokens.shape, np.bool_) if made.prefix is None and not made.causal else made.prefix
+            sight.prefix_BT = move(prefix) if prefix is not None else None
+            if made.encoder_tokens is not None and made.encoder_documents is not None:
+                sight.documents_BT = move(made.documents)
+                feed.more = {
+                    "encoder_tokens_BS": move(made.encoder_tokens),
+                    "encoder_documents_BS": move(made.encoder_documents),
+                }
+        return feed
 
     def loss(self, model: Decoder, feed: Feed, count: float) -> Terms:
-        hidden_BTW = model(feed.tokens_BT, feed.mask_B1TT)
+        if feed.seed is not None and model.training:
+            torch.manual_seed(feed.seed)
+        hidden_BTW = model(feed.tokens_BT, feed.sight, **feed.more)
+        weights_R = feed.weights_BT.flatten()
         loss, nll_R, correct_R = linear_cross_entropy(
-            hidden_BTW.flatten(0, 1),
-            model.head_weight,
-            feed.targets_BT.flatten(),
-            feed.weights_BT.flatten(),
-            1.0 / count,
-        )
-        correct = (correct_R * (feed.weights_BT.flatten() > 0)).sum()
-        return Terms(loss, correct, nll_R.view_as(feed.targets_BT))
+            hidden_BTW.flatten(0, 1), model.head_weight, feed.targets_BT.flatten(), weights_R, 1.0 / count,
+            loss_options(model.shape, self.settings), model.head_bias,
+        )  # fmt: skip
+        nll = (nll_R * weights_R).sum() * (1.0 / count)
+        counted_R = weights_R > 0
+        if model.shape.moe is not None:
+            routing, _ = routing_terms(model)
+            if routing is not None:  # a mean, not a sum: each micro-batch weighs by its share of the step
+                loss = loss + routing * (counted_R.sum() / count)
+        nll_BT = nll_R.view_as(feed.targets_BT)
+        if feed.origin_BT is not None:
+            learnt_BT = nll_BT * (feed.weights_BT > 0)
+            nll_BT = torch.zeros_like(nll_BT).scatter_add(1, feed.origin_BT.clamp(min=0), learnt_BT)
+        return Terms(loss, nll, (correct_R * counted_R).sum(), nll_BT)
+
+
+def make_pretrain(
+    spec: RunSpec, names: Sequence[str], tokenizer: Tokenizer, shape: ModelShape, context: int
+) -> Pretrain:
+    """The spec's tasks, loss and dropout; `names` are the stream's sources."""
+    plain = [task.kind for task in spec.tasks] == ["causal"] and not spec.tasks[0].sources and shape.causal
+    rewriting = None
+    if not plain or shape.decoder_layers:
+        rewriting = make_objective(spec.tasks, names, spec.seed, tokenizer, shape, context)
+    drops = any((spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual))
+    return Pretrain(spec.data.cross_documents, spec.loss, rewriting, spec.seed if drops else None)
+
+
+def loss_options(shape: ModelShape, spec: LossSpec) -> LossOptions:
+    """How the head's logits are made, which the model says, and what is minimised, which the spec says."""
+    return LossOptions(shape.logit_scale, shape.logit_cap, spec.smoothing, spec.focal, spec.z)

@@ -14,7 +14,7 @@ from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.model.generate import Sampling, generate
-from bessemer.model.transformer import Decoder
+from bessemer.model.transformer import Decoder, network
 from bessemer.run.directory import Run
 from bessemer.spec.schema import ParallelSpec
 from bessemer.spec.shape import ModelShape
@@ -49,11 +49,11 @@ def load_trained(folder: str | Path, which: str = "last", device: str = "auto") 
         raise UserError(f"device {device!r}: write auto, cpu, cuda or mps")
     target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
     about = json.loads((run.folder / "model.json").read_text())
-    shape = ModelShape(**about["shape"])
+    shape = ModelShape.from_dict(about["shape"])
     with torch.device("meta"):
-        model = Decoder(shape)
+        model = network(shape)
     model.to_empty(device=target)
-    state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     try:
         Shelf(run.checkpoints).load(checkpoint, state)
     except Damaged as error:

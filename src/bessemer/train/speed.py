@@ -15,7 +15,7 @@ from bessemer.optim.guarded import clip_divisor
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import synchronize
-from bessemer.train.objective import CausalLM
+from bessemer.train.objective import Pretrain
 from bessemer.train.precision import compute_in
 
 
@@ -33,7 +33,7 @@ def training_rate(
     """Tokens a second of forward, backward and update: the median of the steps that fit in the budget, at least two."""
     model = build(shape, device, seed=0)
     optimizer = make_optimizer(model.named_parameters(), OptimizerSpec())
-    objective, batch = CausalLM(cross_documents=False), random_batch(shape.vocab, rows, context)
+    objective, batch = Pretrain(cross_documents=False), random_batch(shape.vocab, rows, context)
     accept = torch.zeros((), device=device)
     times: list[float] = []
     end = 0.0

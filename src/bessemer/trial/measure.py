@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,15 +36,17 @@ class Measured:
 def run_pass(job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None) -> Measured:
     """Forward and backward exactly as the loop does it; the gradients are left in the parameters, added to what is
     there. `count` is what the loss is divided by: the batches' own weight where it is not given."""
-    count = sum(batch.count for batch in batches) if count is None else count
+    feeds = deque(job.objective.feed(batch, job.device) for batch in batches)
+    if count is None or job.objective.rewriting:
+        count = sum(feed.count for feed in feeds)
     count = count or 1.0  # all of it is banned: nothing to learn from, and a loss of zero
     loss = torch.zeros((), device=job.device)
     losses = []
-    for batch in batches:
+    while feeds:
         with compute_in(precision or job.plan.precision, job.device):
-            terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), count)
+            terms = job.objective.loss(job.model, feeds.popleft(), count)
         terms.loss.backward()
-        loss += terms.loss.detach()
+        loss += terms.nll
         losses.append(terms.nll_BT)
     numbers = torch.stack((loss, job.optimizer.grad_norm().float())).tolist()
     return Measured(numbers[0], numbers[1], [np.asarray(nll.cpu(), dtype=np.float64) for nll in losses])

@@ -1,0 +1,185 @@
+"""A needle in a haystack: is something seen once, anywhere in a long text, still found at its end?
+
+`key` hides a sentence with a number and asks for it in words, which takes a model that can read. `copy` hides a few
+tokens drawn at random, says the first again and looks whether the others are expected: the smallest model that has
+learnt to look back can do that, and chance is one in the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bessemer.data.prepare import open_prepared
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import UserError
+from bessemer.model.generate import Sampling, generate
+from bessemer.model.transformer import Decoder
+
+Kind = Literal["key", "copy"]
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+READER = 100_000_000  # parameters from which a model is asked in words
+COPIED = 4  # tokens of a copied needle
+FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+    "The furnace was lit before dawn, and by noon the iron ran white into the sand. "
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Token ids: what the model reads, and how it should go on."""
+
+    prompt: list[int]
+    answer: list[int]
+    text: str = ""  # what a generated answer must contain
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Of one length and depth, over the trials: `score` is the share of generated answers with the key in them (key)
+    or of tokens that were the likeliest (copy); `probability` and `rank` (1 is best) are means over the right tokens,
+    each after the right ones before it."""
+
+    score: float
+    probability: float
+    rank: float
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Lengths in tokens, depths from 0 (the beginning) to 1 (just before the question)."""
+
+    kind: Kind
+    trials: int
+    lengths: list[int]
+    depths: list[float]
+    cells: dict[tuple[int, float], Cell]
+
+    def mean(self, length: int, name: str = "score") -> float:
+        """Of one of a cell's numbers over the depths."""
+        return sum(getattr(self.cells[length, depth], name) for depth in self.depths) / len(self.depths)
+
+    def to_dict(self) -> dict[str, Any]:
+        cells = [{"length": length, "depth": depth, **vars(cell)} for (length, depth), cell in self.cells.items()]
+        return {"kind": self.kind, "trials": self.trials, "cells": cells}
+
+    def lines(self) -> list[str]:
+        """A table with a column for each length; `#` from 0.9, `+` from 0.5, `.` below."""
+        rows = [f"{'depth':>6}" + "".join(f"{length:>10,}" for length in self.lengths)]
+        for depth in self.depths:
+            found = [self.cells[length, depth].score for length in self.lengths]
+            marks = ["#" if score >= 0.9 else "+" if score >= 0.5 else "." for score in found]
+            rows.append(f"{depth:>6.0%}" + "".join(f"{s:>8.2f} {mark}" for s, mark in zip(found, marks, strict=True)))
+        for name in ("probability", "rank"):
+            found = [self.mean(length, name) for length in self.lengths]
+            rows.append(f"{name[:4]:>6}" + "".join(f"{mean:>8.3g}  " for mean in found))
+        return [row.rstrip() for row in rows]
+
+
+def needle(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    lengths: Sequence[int],
+    depths: Sequence[float] = DEPTHS,
+    trials: int = 10,
+    seed: int = 0,
+    kind: Kind | None = None,
+    filler: Sequence[int] | None = None,
+) -> Grid:
+    """The same questions for the same seed. `filler` is text to hide it in, as ids; it is repeated where it is short.
+    Without a kind, the size of the model decides.
+
+    A trial of `copy` is one forward pass over the length without a cache, one of `key` two, the second with a cache.
+    """
+    kind = kind or ("key" if model.shape.parameters >= READER else "copy")
+    special = set(tokenizer.special.values())
+    hay = [i for i in (filler or tokenizer.encode(FILLER)) if i not in special]
+    if min(lengths, default=0) < 1 or trials < 1 or not all(0 <= depth <= 1 for depth in depths):
+        raise UserError("needle: give lengths and trials of at least 1, and depths from 0 to 1")
+    if len(set(hay)) <= COPIED:
+        raise UserError(f"needle: the text to hide it in needs more than {COPIED} different tokens; give another")
+    if not model.shape.causal or model.shape.decoder_layers:
+        raise UserError("needle: asks what comes next, which only a decoder says")
+    most = model.shape.max_positions
+    if model.shape.positions == "learned" and max(lengths) > most:
+        raise UserError(f"--lengths {max(lengths)}: the model has {most} learned positions; ask for at most {most}")
+    cells = {}
+    for length in lengths:
+        for depth in depths:
+            asked = [
+                ask(kind, tokenizer, hay, length, depth, random.Random(f"{seed} {length} {depth} {trial}"))
+                for trial in range(trials)
+            ]
+            cells[length, depth] = _judge(model, tokenizer, asked)
+    return Grid(kind, trials, sorted(set(lengths)), sorted(set(depths)), cells)
+
+
+def ask(
+    kind: Kind, tokenizer: Tokenizer, hay: Sequence[int], length: int, depth: float, draw: random.Random
+) -> Question:
+    """A question whose prompt and answer are `length` tokens together."""
+    if kind == "key":
+        number = str(draw.randrange(10_000, 100_000))
+        said = f" The pass key is {number}. Remember it: {number} is the pass key. "
+        hidden, question = tokenizer.encode(said), tokenizer.encode(" What is the pass key? The pass key is")
+        answer, avoided = tokenizer.encode(f" {number}"), set()
+        if number not in tokenizer.decode(hidden):
+            raise UserError("this tokenizer cannot say a number: ask with --kind copy")
+    else:
+        hidden = draw.sample(sorted(set(hay)), COPIED)
+        question, answer, avoided = hidden[:1], hidden[1:], set(hidden)
+    room = length - 1 - len(hidden) - len(question) - len(answer)
+    if room < 0:
+        raise UserError(f"--lengths {length}: too short for the needle; give at least {length - room}")
+    straw = list(_straw(hay, room, avoided, draw.randrange(len(hay))))
+    at = round(depth * room)
+    return Question(
+        [tokenizer.eos_id, *straw[:at], *hidden, *straw[at:], *question], answer, number if kind == "key" else ""
+    )
+
+
+def _straw(hay: Sequence[int], count: int, avoided: set[int], start: int) -> Iterator[int]:
+    """So many tokens from a place of the text on, round and round, without those that would answer by chance."""
+    while count:
+        if hay[start] not in avoided:
+            yield hay[start]
+            count -= 1
+        start = (start + 1) % len(hay)
+
+
+@torch.inference_mode()
+def _judge(model: Decoder, tokenizer: Tokenizer, asked: Sequence[Question]) -> Cell:
+    right, probabilities, ranks = [], [], []
+    for question in asked:
+        ids = torch.tensor([[*question.prompt, *question.answer]], device=model.head_weight.device)
+        answer_A1 = ids[0, -len(question.answer) :, None]
+        hidden_AW = model(ids[:, :-1])[0, -len(answer_A1) :]  # only the end of a long text meets the head
+        shares_AV = torch.softmax(model.logits(hidden_AW).float(), dim=-1)
+        found_A1 = shares_AV.gather(1, answer_A1)
+        rank_A = (shares_AV > found_A1).sum(1) + 1
+        probabilities.append(float(found_A1.mean()))
+        ranks.append(float(rank_A.float().mean()))
+        if question.text:
+            said = generate(model, question.prompt, len(question.answer) + 4, tokenizer.eos_id, Sampling(0.0))
+            right.append(float(question.text in tokenizer.decode(list(said), continues=True)))
+        else:
+            right.append(float((rank_A == 1).float().mean()))
+    return Cell(*(sum(values) / len(values) for values in (right, probabilities, ranks)))
+
+
+def held_out_text(run: Path, count: int) -> list[int] | None:
+    """Up to so many tokens of the run's own held-out data; None where it cannot be read any more."""
+    about = run / "data.json"
+    folder = Path(json.loads(about.read_text())["folder"]) if about.exists() else None
+    if folder is None or not (folder / "prepared.json").exists():  # the caller's own datasets, or moved since
+        return None
+    stores = list(open_prepared(folder).validation.values())
+    found = [int(i) for store in stores for i in store.slice(0, min(count, store.tokens))]
+    return found or None

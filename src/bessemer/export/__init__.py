@@ -1,0 +1,1 @@
+"""Trained models for other programs, each compared numerically with its source before it counts."""

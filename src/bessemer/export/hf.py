@@ -1,0 +1,190 @@
+"""Native models to Hugging Face folders and back, one piece at a time: a 70B model is never in memory.
+
+What is written stands under another name until the gate has passed it; then it takes the name that was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bessemer.checkpoint.shelf import MODEL
+from bessemer.checkpoint.tensors import SavedTensors, stream_model
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import UserError
+from bessemer.export.chat import tokenizer_files
+from bessemer.export.gate import Comparison, check, network, ready
+from bessemer.export.source import Native, real_tokens
+from bessemer.model.families.bare import complete_names
+from bessemer.model.families.convert import check_folder, theirs
+from bessemer.model.families.family import Family
+from bessemer.model.families.folder import Folder, told
+from bessemer.model.families.registry import FAMILIES, families_for, nearest_difference, read_shape
+from bessemer.model.families.writer import _check_target, write_folder
+from bessemer.run.directory import write_whole
+from bessemer.spec.shape import ModelShape
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written. `comparison` is None where the check was left out; `tokens` says what it read."""
+
+    folder: Path
+    family: str
+    tensors: int
+    parameters: int
+    dtype: str
+    tokens: str
+    comparison: Comparison | None
+
+
+def to_hf(
+    native: Native,
+    out: Path,
+    dtype: str = "same",
+    family: str | None = None,
+    mode: str = "auto",
+    overwrite: bool = False,
+) -> Converted:
+    """Write a folder that transformers opens. `mode`: how to check (auto, whole, layers or skip)."""
+    shape, chosen = native.shape, choose_family(native.shape, family)
+    ready(shape, mode)
+    model, saved = network(shape), native.weights.blank()
+    parameters = {name for name, _ in model.named_parameters()}
+    if missing := [name for name in model.state_dict() if name not in saved]:
+        raise UserError(f"{native.checkpoint}: has no tensor {missing[0]}: model.json describes another model")
+    # Buffers (a router's choice bias) keep their type: they are sums of small steps.
+    types = {name: DTYPES.get(dtype, t.dtype) if name in parameters else t.dtype for name, t in saved.items()}
+    blank = {name: tensor.to(types[name]) for name, tensor in saved.items()}
+    plan = [(name, tuple(t.shape), t.dtype) for name, t in theirs(blank.__getitem__, shape, chosen)]
+
+    def rounded(name: str) -> Tensor:
+        return native.weights[name].to(types[name])
+
+    held = {str(types[name]).removeprefix("torch.") for name in parameters}
+    said = {"dtype": held.pop() if len(held) == 1 else "float32"}
+    files, ids = _other_files(native)
+    files["config.json"] = chosen.config(shape) | said | ids
+    if shape.causal:
+        files.setdefault("generation_config.json", dict(ids))
+    tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
+    with appearing(out, overwrite) as folder:
+        write_folder(folder, plan, theirs(rounded, shape, chosen), files)
+        found = check(folder, chosen.architectures[0], shape, rounded, tokens_BT, folder.parent, mode)
+    return Converted(out, chosen.name, len(plan), shape.parameters, said["dtype"], origin, found)
+
+
+def choose_family(shape: ModelShape, name: str | None) -> Family:
+    """The first that can hold the model, or the one that is asked for."""
+    if name is not None and name not in FAMILIES:
+        raise UserError(f"--family {name}: there are {', '.join(FAMILIES)}")
+    able = families_for(shape)
+    if not able:
+        raise UserError(f"no family of Hugging Face can hold this model: {nearest_difference(shape)}")
+    for family in able:
+        if name in (None, family.name):
+            return family
+    raise UserError(f"--family {name}: cannot hold this model; {', '.join(family.name for family in able)} can")
+
+
+def _other_files(native: Native) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tokenizer's files and the token ids: those that came with an imported model, or made from the run's."""
+    if (native.place / "config.json").exists():
+        original = Folder(native.place)
+        files: dict[str, Any] = dict(original.tokenizer_files)
+        if original.generation_config is not None:
+            files["generation_config.json"] = original.generation_config
+        return files, {key: original.config[key] for key in TOKEN_IDS if key in original.config}
+    if native.tokenizer is None:
+        return {}, {}
+    made, ids = tokenizer_files(native.tokenizer, native.place, native.shape.max_positions)
+    return made, dict(ids)
+
+
+def to_native(source: Path, out: Path, mode: str = "auto", overwrite: bool = False) -> Converted:
+    """Write a checkpoint that `start_from` reads, beside what else the folder has: config, tokenizer, model.json."""
+    folder = Folder(source)
+    family, shape = read_shape(folder.config)
+    ready(shape, mode)
+    complete_names(folder, shape, family)
+    check_folder(network(shape), folder, family)
+    tokenizer = _tokenizer(folder)
+    about = {"shape": shape.to_dict(), "eos": tokenizer.eos if tokenizer else ""}
+    tokens_BT, origin = real_tokens(shape, tokenizer, source)
+    blank, read = pieces_of(folder, shape, family)
+    with appearing(out, overwrite) as place:
+        with told(out, "written"):
+            place.mkdir(parents=True)
+            made = stream_model(place, blank, read, {"imported_from": str(source.absolute()), "family": family.name})
+            for name, path in folder.tokenizer_files.items():
+                (place / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, place / name)
+            others = {"generation_config": folder.generation_config, "config": folder.config, "model": about}
+            for name, content in others.items():
+                if content is not None:
+                    write_whole(place / f"{name}.json", json.dumps(content, indent=2))
+        ours = SavedTensors(made, MODEL).__getitem__
+        found = check(source, family.architectures[0], shape, ours, tokens_BT, place.parent, mode)
+    dtype = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in blank.values()}))
+    return Converted(out / made.name, family.name, len(blank), shape.parameters, dtype, origin, found)
+
+
+def _tokenizer(folder: Folder) -> Tokenizer | None:
+    """For real tokens to compare with; a folder may have none, or one that only transformers reads."""
+    try:
+        return Tokenizer.load(folder.path)
+    except UserError:
+        return None
+
+
+def pieces_of(folder: Folder, shape: ModelShape, family: Family) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """Our tensors without data, in the folder's types, and a reader of them that keeps one piece of the folder."""
+    pieces = list(family.pieces(shape))
+    blank: dict[str, Tensor] = {}
+    for piece in pieces:
+        infos = [folder.tensors[name] for name in piece.theirs]
+        found = piece.to_ours([torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos])
+        blank |= dict(zip(piece.ours, found, strict=True))
+    piece_of = {name: piece for piece in pieces for name in piece.ours}
+    kept: dict[str, Tensor] = {}
+
+    def read(name: str) -> Tensor:
+        if name not in kept:
+            piece = piece_of[name]
+            kept.clear()
+            kept.update(zip(piece.ours, piece.to_ours([folder.read(their) for their in piece.theirs]), strict=True))
+        return kept[name]
+
+    return blank, read
+
+
+@contextmanager
+def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A name beside the target, to be written to; it becomes the target if all goes well, and is removed if not."""
+    target = path.resolve()
+    _check_target(target, overwrite)
+    waiting, old = (target.with_name(f".{target.name}.{kind}-{os.getpid()}") for kind in ("unchecked", "old"))
+    try:
+        with told(target, "written"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(waiting, ignore_errors=True)
+        yield waiting
+        with told(target, "written"):
+            if target.exists():
+                os.rename(target, old)
+            os.rename(waiting, target)
+            shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(waiting, ignore_errors=True)

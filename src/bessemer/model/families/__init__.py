@@ -1,0 +1,1 @@
+"""Model families: descriptions and weights from and to Hugging Face model folders, without transformers."""

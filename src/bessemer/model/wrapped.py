@@ -1,0 +1,250 @@
+"""Any causal model that transformers can load, behind the native one's interface (`model: {hf: PATH, wrap: true}`).
+
+Nothing about it is taken on trust: that its head is a plain product, that it does not look ahead and that it keeps
+packed documents apart is tried on the module itself, since configs say these things in many ways.
+Legend: B batch, T time, W width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bessemer.errors import UserError
+from bessemer.model.families.folder import Folder
+from bessemer.model.sight import Sight
+from bessemer.model.transformer import Decoder
+from bessemer.spec.shape import ModelShape
+
+LIMITS = (
+    "run by transformers: no tensor or pipeline parallel, no look at its attention, no dropout, no balance loss of "
+    "experts, no stretch of its positions or vocabulary"
+)
+SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # the logits times the setting to this power
+CLOSE = 1e-4  # relative to the largest value: of six families the most noise was 4e-7, the least leak 0.15
+
+
+class WrappedCache:
+    """Of generation: transformers' own cache, or the tokens so far for a model that has none of the usual kind."""
+
+    def __init__(self, body: nn.Module) -> None:
+        self.has_keys = "past_key_values" in inspect.signature(body.forward).parameters
+        self.body, self.length = body, 0
+        self.state: Any = None
+        self.tokens_BT: Tensor | None = None
+
+    def read(self, tokens_BT: Tensor) -> Tensor:
+        """Hidden states of the new tokens."""
+        T = tokens_BT.shape[1]
+        self.length += T
+        if self.has_keys:
+            out = self.body(tokens_BT, past_key_values=self.state, use_cache=True)
+            self.state = out.past_key_values
+            return out.last_hidden_state
+        self.tokens_BT = tokens_BT if self.tokens_BT is None else torch.cat((self.tokens_BT, tokens_BT), dim=1)
+        return self.body(self.tokens_BT, use_cache=False).last_hidden_state[:, -T:]
+
+
+class Wrapped(Decoder):
+    """Parameters are float32 under transformers' names after `inner.`."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        nn.Module.__init__(self)
+        self.shape, self.dropout = shape, 0.0
+        self.inner = _module(json.loads(shape.wrapped))
+        self._apart: str | None = None
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Wrapped:
+        """Made anew: tables that are buffers would be left without their values."""
+        with torch.device(device):
+            self.inner = _module(json.loads(self.shape.wrapped))
+        return self
+
+    @property
+    def body(self) -> nn.Module:
+        return self.inner.base_model
+
+    @property
+    def blocks(self) -> nn.ModuleList:  # type: ignore[override]
+        lists = [module for module in self.inner.modules() if isinstance(module, nn.ModuleList)]
+        return next((found for found in lists if len(found) == self.shape.layers), nn.ModuleList())
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.inner.get_output_embeddings().weight
+
+    @property
+    def head_bias(self) -> Tensor | None:  # type: ignore[override]
+        return self.inner.get_output_embeddings().bias
+
+    def new_caches(self) -> list[Any]:
+        return [WrappedCache(self.body)]
+
+    def forward(
+        self, tokens_BT: Tensor, sight: Sight | None = None, caches: list[Any] | None = None, types_BT: Any = None
+    ) -> Tensor:
+        if caches:
+            return caches[0].read(tokens_BT)
+        if sight is not None and sight.prefix_BT is not None:
+            raise UserError("model.wrap: this model only looks back: remove the prefix task, or use a native model")
+        if sight is None or sight.documents_BT is None:
+            return self.body(tokens_BT, use_cache=False).last_hidden_state
+        self._apart = self._apart or self._way_to_keep_apart()
+        return self._packed(tokens_BT, sight, self._apart)
+
+    def _packed(self, tokens_BT: Tensor, sight: Sight, way: str) -> Tensor:
+        T, device = tokens_BT.shape[1], tokens_BT.device
+        inputs: dict[str, Any] = {"use_cache": False}
+        if "position_ids" in inspect.signature(self.body.forward).parameters:
+            inputs["position_ids"] = sight.positions(0, T, device)
+        if way == "mask":  # T x T numbers a row: positions, where they do, cost nothing
+            mask_B1TT = sight.mask(0, T, T, device)
+            assert mask_B1TT is not None
+            dtype = self.head_weight.dtype
+            zeros_B1TT = torch.zeros_like(mask_B1TT, dtype=dtype)
+            inputs["attention_mask"] = zeros_B1TT.masked_fill_(~mask_B1TT, torch.finfo(dtype).min)
+        return self.body(tokens_BT, **inputs).last_hidden_state
+
+    def _way_to_keep_apart(self) -> str:
+        """`positions` that begin again, from which transformers makes masks, or a `mask` where it does not."""
+        config = self.inner.config.get_text_config()
+        # A given mask replaces that of every layer, a window among them.
+        windowed = getattr(config, "sliding_window", None) or len(set(getattr(config, "layer_types", None) or ())) > 1
+        for way in ("positions",) if windowed else ("positions", "mask"):
+            if self._keeps_apart(way):
+                return way
+        raise UserError(
+            f"model.wrap: {config.model_type} does not keep packed documents apart: write packing: pad under data, "
+            "or cross_documents: true to let them see each other"
+        )
+
+    def _keeps_apart(self, way: str) -> bool:
+        """Two short documents in one row against each alone."""
+        tokens_1T = self._some_tokens(12)
+        documents_1T = torch.tensor([[0] * 5 + [1] * 7], device=tokens_1T.device)
+        with _exactly(self, tokens_1T.device):
+            try:
+                together = self._packed(tokens_1T, Sight(documents_1T), way)
+            except (TypeError, ValueError, IndexError, RuntimeError):  # it takes no such input
+                return False
+            alone = [self.body(part, use_cache=False).last_hidden_state for part in tokens_1T.split((5, 7), dim=1)]
+        return _close(together, torch.cat(alone, dim=1))
+
+    def verify(self) -> None:
+        """UserError unless the head and the direction are what the loss takes them for."""
+        tokens_1T = self._some_tokens(8)
+        changed_1T = tokens_1T.clone()
+        changed_1T[:, -1] = tokens_1T[:, 0]
+        kind = self.inner.config.model_type
+        with _exactly(self, tokens_1T.device):
+            hidden, again = self(tokens_1T), self(changed_1T)
+            ours, theirs = self.logits(hidden), self.inner(tokens_1T, use_cache=False).logits
+        if not _close(hidden[:, :-1], again[:, :-1]):
+            raise UserError(f"model.wrap: {kind} looks ahead, which the next token cannot be learnt from")
+        if ours.shape != theirs.shape or not _close(ours, theirs):
+            raise UserError(f"model.wrap: {kind} makes its logits in a way not known here, and cannot be trained")
+
+    def _some_tokens(self, count: int) -> Tensor:
+        return (torch.arange(count, device=self.head_weight.device) * 7 % self.shape.vocab)[None]
+
+
+@contextmanager
+def _exactly(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """No gradients, no dropout, no autocast."""
+    training = model.training
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            model.eval()
+            yield
+    finally:
+        model.train(training)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= CLOSE * b.abs().max())
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("model.wrap needs transformers: pip install transformers") from None
+    return transformers
+
+
+def _module(config: dict[str, Any]) -> Any:
+    """The module of a config, with first weights of its own, without dropout: that would have to replay."""
+    auto = _transformers()
+    config = {key: 0.0 if "drop" in key and isinstance(value, float) else value for key, value in config.items()}
+    made = auto.AutoConfig.for_model(config.pop("model_type"), **config)
+    return auto.AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)
+
+
+def read_wrapped(path: str | Path) -> ModelShape:
+    """The shape of a folder's model, as near as its config tells; parameters are counted. Reads no weights."""
+    folder, auto = Folder(path), _transformers()
+    try:
+        config = auto.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        with torch.device("meta"):
+            module = _module(config.to_dict())
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: transformers cannot build this model: {str(error).splitlines()[0][:200]}") from None
+    head, sizes = module.get_output_embeddings(), config.get_text_config()
+    if "quantization_config" in folder.config or not isinstance(head, nn.Linear) or module.base_model is module:
+        raise UserError(f"{path}: only unquantized models with a linear head are wrapped, not {config.model_type}")
+    scale = 1.0
+    for key, power in SCALES.items():
+        scale *= (getattr(sizes, key, None) or 1.0) ** power
+    heads, width = getattr(sizes, "num_attention_heads", 1), sizes.hidden_size
+    return ModelShape(
+        vocab=head.out_features, width=width, layers=sizes.num_hidden_layers, heads=heads,
+        kv_heads=getattr(sizes, "num_key_value_heads", None) or heads,
+        head_dim=getattr(sizes, "head_dim", None) or width // heads,
+        ffn=getattr(sizes, "intermediate_size", None) or 4 * width,
+        tied=head.weight is module.get_input_embeddings().weight,
+        max_positions=getattr(sizes, "max_position_embeddings", None) or 0, positions="none",
+        logit_scale=scale, logit_cap=getattr(sizes, "final_logit_softcapping", None),
+        wrapped=json.dumps(config.to_dict()), wrapped_parameters=sum(p.numel() for p in module.parameters()),
+    )  # fmt: skip
+
+
+def load_wrapped(model: Wrapped, path: str | Path) -> None:
+    """Fill the model from the folder's safetensors and verify it. Holds the weights twice for a moment."""
+    Folder(path).tensors  # noqa: B018, a pickled or damaged folder is refused here
+    auto = _transformers()
+    try:
+        given, told = auto.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, local_files_only=True, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise UserError(f"{path}: transformers cannot load it: {str(error).splitlines()[0][:200]}") from None
+    if told["missing_keys"] or told["mismatched_keys"]:
+        names = sorted([*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])])
+        raise UserError(f"{path}: {names[0]!r} is missing or of another shape ({len(names)} such); download it again")
+    model.inner.load_state_dict(given.state_dict())
+    model.verify()
+
+
+def wrap(path: str | Path, device: torch.device | str) -> Wrapped:
+    """The folder's model on a device, ready to train."""
+    with torch.device(device):
+        model = Wrapped(read_wrapped(path))
+    load_wrapped(model, path)
+    return model
+
+
+def check_wrapped(shape: ModelShape, vocab: int, context: int) -> None:
+    """What a wrapped model cannot grow to."""
+    if vocab > shape.vocab:
+        fix = "remove tokenizer.special, or use a family that is native"
+        raise UserError(f"model.wrap: {vocab} tokens do not fit the model's {shape.vocab}: {fix}")
+    if shape.max_positions and context > shape.max_positions:
+        raise UserError(f"data.context: {context} exceeds the model's {shape.max_positions}: write that or less")

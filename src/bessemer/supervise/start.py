@@ -1,0 +1,145 @@
+"""A run that begins with somebody's weights: a Hugging Face folder gives shape, tokenizer and tensors.
+
+The vocabulary may grow: tokens of `tokenizer.special` that the folder lacks get rows of their own, which begin as the
+mean of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from bessemer.errors import UserError
+from bessemer.model.attention import SelfAttention
+from bessemer.model.backends import choose, set_backend
+from bessemer.model.block import Block
+from bessemer.model.families.convert import check_folder, ours
+from bessemer.model.families.family import Family
+from bessemer.model.families.folder import Folder
+from bessemer.model.families.registry import read_shape
+from bessemer.model.transformer import Decoder, network
+from bessemer.plan.decide import decide_context
+from bessemer.plan.decision import Plan
+from bessemer.spec.quantity import human_count
+from bessemer.spec.resolve import model_shape
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.job import Job
+
+GROWN = ("embedding.weight", "head.weight", "head_bias")  # one row for each token
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder of weights and what its config.json describes."""
+
+    folder: Folder
+    family: Family
+    shape: ModelShape
+
+
+def open_source(spec: RunSpec) -> Source | None:
+    """What `model.hf` names, if anything. Reads config.json and no weights."""
+    if spec.model.hf is None:
+        return None
+    folder = Folder(spec.model.hf)
+    return Source(folder, *read_shape(folder.config))
+
+
+def completed(spec: RunSpec) -> RunSpec:
+    """The spec with what follows from its own words: the special tokens of its tasks, and the folder's tokenizer."""
+    context = spec.data.context if isinstance(spec.data.context, int) else 0
+    names = [name for task in spec.tasks if context or task.kind != "denoise" for name in task.special_tokens(context)]
+    wanted = list(dict.fromkeys([*spec.tokenizer.special, *names]))
+    if wanted != spec.tokenizer.special:
+        spec = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"special": wanted})})
+    return with_its_tokenizer(spec)
+
+
+def with_its_tokenizer(spec: RunSpec) -> RunSpec:
+    """The spec with the folder's tokenizer named, unless it names one itself."""
+    if spec.model.hf is None or spec.tokenizer.path is not None:
+        return spec
+    files = Folder(spec.model.hf).tokenizer_files
+    known = [name for name in ("tokenizer.json", "tokenizer.model") if name in files]
+    if not known:
+        raise UserError(
+            f"model.hf: {spec.model.hf} has no tokenizer.json: write tokenizer: {{path: FILE}} with the one it was "
+            "trained with"
+        )
+    tokenizer = spec.tokenizer.model_copy(update={"path": str(files[known[0]])})
+    return spec.model_copy(update={"tokenizer": tokenizer})
+
+
+def decide_shape(spec: RunSpec, source: Source | None, vocab: int, plan: Plan) -> tuple[ModelShape, int]:
+    """The model's shape with a tokenizer of that size, and the context."""
+    given = source.shape if source else None
+    # Some models have rows to spare, which stay.
+    shape = model_shape(spec.model, max(vocab, given.vocab if given else 0), given)
+    if source:
+        what = f"{source.family.name}, {human_count(shape.parameters)} parameters"
+        plan.add("model", what, f"config.json of {source.folder.path}", "model")
+    context = decide_context(spec, shape, plan)
+    return fit_positions(shape, context), context
+
+
+def fit_positions(shape: ModelShape, context: int) -> ModelShape:
+    """Learned positions are as many as the context, unless said otherwise; a longer context has none to learn."""
+    if shape.positions != "learned":
+        return shape
+    if not shape.max_positions:
+        return replace(shape, max_positions=context)
+    if context > shape.max_positions:
+        raise UserError(
+            f"data.context: {context} tokens exceed the model's {shape.max_positions} learned positions: "
+            f"write context: {shape.max_positions} or less"
+        )
+    return shape
+
+
+def load_source(model: Decoder, source: Source) -> int:
+    """Fill the model, which may have more tokens than the folder; how many were added."""
+    given = source.shape.vocab
+    with torch.device("meta"):
+        check_folder(network(replace(model.shape, vocab=given)), source.folder, source.family)
+    state = dict(model.state_dict())
+    with torch.no_grad():
+        for name, tensor in ours(source.folder, replace(model.shape, vocab=given), source.family):
+            target = state.pop(name)
+            if name in GROWN and len(target) > given:
+                target[:given].copy_(tensor)
+                target[given:].copy_(tensor.float().mean(dim=0, keepdim=tensor.ndim > 1).to(target.dtype))
+            else:
+                target.copy_(tensor)
+    assert not state, f"no piece of {source.family.name} fills {sorted(state)}"
+    return model.shape.vocab - given
+
+
+def set_dropout(model: nn.Module, embedding: float, attention: float, residual: float) -> None:
+    for module in model.modules():
+        if isinstance(module, Decoder):
+            module.dropout = embedding
+        elif isinstance(module, SelfAttention):
+            module.dropout = attention
+        elif isinstance(module, Block):
+            module.dropout = residual
+
+
+def choose_attention(job: Job, plan: Plan, previous: Plan | None) -> None:
+    """The kernel that is fastest here and right, by measurement; a resumed run keeps the one it had."""
+    if job.device.type != "cuda":
+        plan.add("attention", "sdpa", "torch's own choice; nothing to measure on this device", "rule")
+        return
+    name = plan.keep("attention", "auto", previous)
+    if name is None:
+        dtype = torch.bfloat16 if job.plan.precision == "bf16" else torch.float32
+        tasks = {task.kind for task in job.spec.tasks}
+        packed, prefix = not job.spec.data.cross_documents, not tasks <= {"causal", "infill"}
+        choice = choose(
+            job.model.shape, job.plan.context, job.plan.micro_rows, dtype, job.device, packed, prefix=prefix,
+            dropout=job.spec.dropout.attention > 0,
+        )  # fmt: skip
+        name = plan.add("attention", choice.name, choice.reason, "measured")
+    set_backend(job.model, str(name))

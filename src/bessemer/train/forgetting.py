@@ -1,0 +1,145 @@
+"""What a run does about forgetting: a figure after every evaluation, and when the guard raises the alarm a report and
+the end of the run, where it stands or at the last checkpoint from before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from bessemer.checkpoint.lineage import read_tags
+from bessemer.checkpoint.manifest import Damaged, verify
+from bessemer.checkpoint.shelf import TAGS
+from bessemer.errors import UserError
+from bessemer.guard.detect.alarm import Alarm
+from bessemer.guard.forget import Record, forgetting, loss_of, since_start, standings
+from bessemer.observe.plot import Lines, svg_file
+from bessemer.observe.words import short_path
+from bessemer.run.directory import write_whole
+from bessemer.spec.guard import ForgetSpec
+from bessemer.train.job import Job, Outcome
+
+PLOT, REPORT = "reports/forgetting.svg", "reports/forgetting.md"
+REMEMBERS = "remembers"  # tag of a checkpoint within the limit
+
+
+def watched(job: Job) -> ForgetSpec | None:
+    """What the spec asks to be watched. Refused where there is nothing to watch it by."""
+    spec = job.spec.guard.forget if job.spec.guard.enabled else None
+    for name in spec.sources if spec else ():
+        if name not in job.evaluator.parts:
+            known = ", ".join(job.evaluator.parts) or "none"
+            raise UserError(
+                f"guard.forget.sources: {name!r} has no held-out part (there are: {known}): name one of data.sources, "
+                "and raise data.validation if it is small"
+            )
+    return spec
+
+
+def _evaluations(job: Job, *newest: Record) -> list[Record]:
+    """From the one before step 0 on, which checkpoints hold too: the run may go on elsewhere, without its metrics."""
+    records = [*job.run.validations(), *newest]
+    first: Record = {"step": 0, "per_source": job.progress.first_validation}
+    return since_start(records) or ([first, *records] if job.progress.first_validation else [])
+
+
+def rises(job: Job, record: Record) -> dict[str, float]:
+    """How far the watched sources are above where they began, for whoever reads the evaluation."""
+    spec = watched(job)
+    found = standings(spec, _evaluations(job, record)) if spec else []
+    return {standing.source: standing.rise for standing in found}
+
+
+def judge_forgetting(job: Job, done: int, changes: dict[int, str]) -> Alarm | None:
+    """After an evaluation. `changes` are steps to mark in the figure."""
+    spec = watched(job)
+    if spec is None:
+        return None
+    records = _evaluations(job)
+    if not records:  # nothing was held out when it began
+        reason = "the run was not evaluated before step 0: there is nothing to compare with"
+        job.event("forgetting_not_judged", step=done, reason=reason)
+        return None
+    _write(job, PLOT, svg_file(curves(spec, records, changes).svg()))
+    position = job.stream.steps.position(done - 1)
+    mixture = [mixture for start, mixture in job.plan.mixtures if start <= position][-1]
+    if spec.action == "rollback" and not any(standing.in_a_row for standing in standings(spec, records)):
+        _keep_newest(job)
+    return forgetting(spec, records, mixture.shares)
+
+
+def _keep_newest(job: Job) -> None:
+    """Tag the newest checkpoint: it remembers, and saves are often so frequent that the next ones would push it out."""
+    shelf = job.saver.shelf
+    try:
+        tags = read_tags(shelf.folder)
+        if (committed := shelf.committed()) and tags.get(REMEMBERS) != (newest := committed[-1][0].name):
+            write_whole(shelf.folder / TAGS, json.dumps({**tags, REMEMBERS: newest}, indent=1, sort_keys=True))
+    except (OSError, UserError) as error:
+        job.event("save_failed", reason=f"the tag {REMEMBERS}: {error}")
+
+
+def curves(spec: ForgetSpec, records: Sequence[Record], changes: dict[int, str]) -> Lines:
+    """Held-out losses of all sources over the steps, with the limits of those that are watched."""
+    series = {name: [loss_of(record, name) for record in records] for name in records[-1]["per_source"]}
+    for name in spec.sources:
+        series[f"limit of {name}"] = [series[name][0] * (1 + spec.limit)] * len(records)
+    marks = {f"{what.removeprefix('the ').removesuffix(' changes')} {step:,}": step for step, what in changes.items()}
+    return Lines("held-out loss", [record["step"] for record in records], series, "step", marks=marks)
+
+
+def end_of(job: Job, alarm: Alarm, validation: dict[str, Any]) -> Outcome | None:
+    """How the run ends: at the last checkpoint that remembers if asked and if there is one, else saved as it is. None
+    where the alarm is only a note."""
+    if alarm.severity == "note":
+        return None
+    step, acted = _go_back(job, alarm) if alarm.severity == "rollback" else (0, "")
+    if not step:
+        step, name = alarm.step, job.saver.save(job, alarm.step, validation["loss"])
+        saved = f"saved as {name}" if job.saver.wait(job, uploads=True) and name else "which could not be saved"
+        acted = f"{acted}stopped at step {step:,}, {saved}"
+    _write(job, REPORT, report(job.run.name, alarm, _evaluations(job), acted))
+    where = short_path(str(job.run.folder / REPORT))
+    return Outcome("stopped", f"{alarm.finding.symptom}; {acted}; see {where}", step, validation)
+
+
+def _go_back(job: Job, alarm: Alarm) -> tuple[int, str]:
+    """Make the last sound checkpoint that remembers the one to go on from; its step, 0 for none, and what to say."""
+    job.saver.wait(job)
+    for folder, manifest in reversed(job.saver.shelf.committed()):
+        if not 0 < manifest.step <= alarm.finding.evidence["remembered"]:
+            continue
+        try:
+            verify(folder)
+        except Damaged as error:
+            job.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
+            continue
+        said = {"to_step": manifest.step, "origin": folder.name, "abandoned": job.saver.abandon(job, manifest.step)}
+        job.event("rollback", step=alarm.step, reason=alarm.finding.symptom, **said)
+        return manifest.step, f"went back to {folder.name} and stopped there"
+    return 0, "found no checkpoint from before, "
+
+
+def report(run: str, alarm: Alarm, records: Sequence[Record], acted: str) -> str:
+    """The verdict for people, in Markdown."""
+    finding, names = alarm.finding, list(records[-1]["per_source"])
+    mixture = ", ".join(f"{name} {share:.1%}" for name, share in finding.evidence["mixture"].items())
+    rows = [[f"{record['step']:,}", *(f"{loss_of(record, name):.4f}" for name in names)] for record in records]
+    table = [["step", *names], ["---:"] * (len(names) + 1), *rows]
+    return "\n\n".join([
+        f"# {run}: {finding.evidence['source']} is being forgotten",
+        f"**What was seen.** {finding.symptom}.",
+        f"**Likely cause** (confidence {finding.confidence:.1f}). {finding.cause}. In force: {mixture}.",
+        f"**What was done.** The run {acted}.",
+        f"**What to do.** {finding.fix}.",
+        "\n".join(f"| {' | '.join(row)} |" for row in table),
+        "![held-out losses](forgetting.svg)\n",
+    ])  # fmt: skip
+
+
+def _write(job: Job, name: str, text: str) -> None:
+    try:
+        job.run.write_file(name, text)
+    except OSError as error:  # a full disk must not be what ends the run
+        job.event("save_failed", reason=f"{name}: {error}")

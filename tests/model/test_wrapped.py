@@ -1,0 +1,235 @@
+"""Models of transformers that have no native family: the loss, its gradients, packing and generation are theirs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import UserError
+from bessemer.export.hf import to_hf
+from bessemer.export.source import open_native
+from bessemer.model.generate import Sampling, generate
+from bessemer.model.sight import Sight
+from bessemer.model.wrapped import Wrapped, check_wrapped, load_wrapped, read_wrapped, wrap
+from bessemer.run.directory import Run
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.supervise.session import train
+from bessemer.train.restore import load_trained
+
+transformers = pytest.importorskip("transformers")
+V = 96
+ROUNDING = 1e-5  # GPT-J and Gemma have parts in float32 whatever the weights are
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"vocab_size": V, "max_position_embeddings": 64, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": None}
+GPTJ = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64}
+# Heads: plain; a bias; a scale; a divisor; a cap. OPT has learned positions and an embedding narrower than the model.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "stablelm": {**SMALL, "num_key_value_heads": 2},
+    "gptj": {**GPTJ, "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "bos_token_id": 0, "eos_token_id": 0},
+    "cohere": {**SMALL, "num_key_value_heads": 2, "logit_scale": 0.25},
+    "granite": {**SMALL, "num_key_value_heads": 2, "logits_scaling": 4.0},
+    "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.1, "attention_dropout": 0.1},
+    "vaultgemma": {
+        **SMALL, "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 0.5, "sliding_window": 4,
+        "query_pre_attn_scalar": 8,
+    },
+}  # fmt: skip
+
+
+def save(path: Path, kind: str, settings: dict[str, Any]) -> Path:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings))
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms with values of their own, attention that is not even
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp(request.param), request.param, CONFIGS[request.param])
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(1, V, shape, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: Wrapped, tokens_BT: Tensor) -> Tensor:
+    from bessemer.spec.objectives import LossSpec
+    from bessemer.train.loss import linear_cross_entropy
+    from bessemer.train.objective import loss_options
+
+    hidden_RW = model(tokens_BT[:, :-1], Sight()).flatten(0, 1)
+    weights_R = hidden_RW.new_ones(len(hidden_RW))
+    options = loss_options(model.shape, LossSpec())
+    loss, _, _ = linear_cross_entropy(
+        hidden_RW, model.head_weight, tokens_BT[:, 1:].flatten(), weights_R, 1 / len(hidden_RW), options,
+        model.head_bias,
+    )  # fmt: skip
+    return loss
+
+
+def test_loss_and_gradients_are_those_of_the_module(folder: Path) -> None:
+    model, reference, tokens_BT = wrap(folder, "cpu").double(), theirs(folder), tokens(3, 20)
+    model.train()  # its config's dropout must not be at work
+    loss = loss_of(model, tokens_BT)
+    expected = F.cross_entropy(reference(tokens_BT[:, :-1]).logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
+    exact = "vaultgemma" not in str(folder)  # whose softmax and cap are float32
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10 if exact else ROUNDING)
+    # Theirs is taken in float32, and the last token is read too.
+    torch.testing.assert_close(loss.float(), reference(tokens_BT, labels=tokens_BT).loss.float(), rtol=1e-5, atol=0)
+    loss.backward()
+    expected.backward()
+    ours = {name.removeprefix("inner."): parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=0, atol=1e-10 if exact else ROUNDING, msg=name)
+
+
+def test_packed_documents_are_as_documents_alone(folder: Path) -> None:
+    model, tokens_BT = wrap(folder, "cpu").double().eval(), tokens(2, 24)
+    lengths = ((9, 15), (3, 21))
+    documents_BT = torch.tensor([[0] * a + [1] * b for a, b in lengths])
+    together = model(tokens_BT, Sight(documents_BT))
+    for row, (a, b) in enumerate(lengths):
+        for part, start, stop in ((together[row, :a], 0, a), (together[row, a:], a, a + b)):
+            torch.testing.assert_close(part, model(tokens_BT[row : row + 1, start:stop])[0], rtol=0, atol=ROUNDING)
+    assert not torch.allclose(together, model(tokens_BT))
+
+
+def test_greedy_generation_is_transformers_own(folder: Path) -> None:
+    model, reference, prompt = wrap(folder, "cpu").double().eval(), theirs(folder), tokens(1, 7)
+    expected = reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, pad_token_id=0,
+        eos_token_id=None,
+    )[0, 7:]  # fmt: skip
+    assert list(generate(model, prompt[0].tolist(), 20, None, Sampling(0.0))) == expected.tolist()
+
+
+def test_the_shape_counts_the_module(folder: Path) -> None:
+    shape, reference = read_wrapped(folder), theirs(folder)
+    assert shape.wrapped_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    assert shape.parameters == shape.wrapped_parameters
+    assert (shape.vocab, shape.width, shape.layers, shape.heads) == (V, 32, 2, 4)
+    assert ModelShape.from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
+    assert len(wrap(folder, "cpu").blocks) == 2
+
+
+def test_it_is_built_again_from_its_shape(folder: Path) -> None:
+    """As a checkpoint's weights are loaded: laid out without memory first, tables among the buffers."""
+    model, tokens_BT = wrap(folder, "cpu"), tokens(1, 10)
+    with torch.device("meta"):
+        again = Wrapped(model.shape)
+    again.to_empty(device="cpu")
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.eval()(tokens_BT), model.eval()(tokens_BT))
+
+
+def test_a_state_space_model_trains_alone_but_not_packed(tmp_path: Path) -> None:
+    settings = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    model = wrap(save(tmp_path, "mamba", settings), "cpu").eval()
+    documents_BT = torch.tensor([[0] * 4 + [1] * 6])
+    with pytest.raises(UserError, match=r"mamba does not keep packed documents apart: write packing: pad"):
+        model(tokens(1, 10), Sight(documents_BT))
+    prompt = tokens(1, 7)
+    said = list(generate(model, prompt[0].tolist(), 5, None, Sampling(0.0)))  # without a cache
+    expected = theirs(tmp_path).float().generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert said == expected[0, 7:].tolist()
+
+
+def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", "stablelm", CONFIGS["stablelm"])
+    shape = read_wrapped(folder)
+    with pytest.raises(UserError, match="120 tokens do not fit the model's 96"):
+        check_wrapped(shape, 120, 32)
+    with pytest.raises(UserError, match="65 exceeds the model's 64"):
+        check_wrapped(shape, V, 65)
+    with pytest.raises(UserError, match="only looks back: remove the prefix task"):
+        wrap(folder, "cpu")(tokens(1, 8), Sight(prefix_BT=torch.ones(1, 8, dtype=torch.bool)))
+    ahead = save(tmp_path / "b", "electra", {**SMALL, "embedding_size": 32, "pad_token_id": 0})
+    with pytest.raises(UserError, match=r"with a linear head|looks ahead"):
+        wrap(ahead, "cpu")
+
+
+def test_a_head_that_was_misread_is_found_out(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    folder = save(tmp_path, "cohere", CONFIGS["cohere"])
+    shape = read_wrapped(folder)
+    assert shape.logit_scale == 0.25
+    with pytest.raises(UserError, match="cohere makes its logits in a way not known here"):
+        load_wrapped(Wrapped(replace(shape, logit_scale=1.0)), folder)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save(tmp_path, "stablelm", CONFIGS["stablelm"])
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' is missing or of another shape"):
+        wrap(folder, "cpu")
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}})
+    )
+    (tmp_path / "own.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(UserError, match="transformers cannot build this model"):
+        read_wrapped(tmp_path)
+
+
+def test_a_run_trains_it_goes_on_and_generates(tmp_path: Path) -> None:
+    corpus = Path(__file__).parents[2] / "src" / "bessemer" / "spec"
+    tokenizer = Tokenizer.train([file.read_text() for file in sorted(corpus.glob("*.py"))], 300)
+    folder = save(tmp_path / "hf", "stablelm", {**CONFIGS["stablelm"], "vocab_size": tokenizer.vocab_size})
+    tokenizer.save(folder / "tokenizer.json")
+    sections = {
+        "name": "run", "runs": str(tmp_path), "model": {"hf": str(folder), "wrap": True},
+        "data": {"context": 32, "sources": {"code": {"path": str(corpus), "format": "source"}}},
+        "precision": "fp32", "parallel": {"device": "cpu", "threads": 1}, "evaluate": {"tokens": 512},
+        "guard": {"look_every": 2}, "optimizer": {"lr": 1e-3},
+    }  # fmt: skip
+    for steps in (8, 12):  # the second time from its own checkpoint
+        spec = RunSpec.model_validate({**sections, "budget": {"steps": steps, "batch": 256}})
+        assert train(spec).kind == "finished"
+    run = Run(tmp_path / "run")
+    records = list(run.metrics())
+    assert [record["step"] for record in records] == list(range(12))
+    assert records[-1]["loss"] < records[0]["loss"]
+    decisions = {item["key"]: item for item in json.loads((run.folder / "plan.json").read_text())["decisions"]}
+    assert "run by transformers: no tensor or pipeline parallel" in decisions["model.wrap"]["reason"]
+    model, _ = load_trained(run.folder, device="cpu")
+    assert isinstance(model, Wrapped)
+    said = list(generate(model, [1, 2, 3], 5, None, Sampling(0.0)))
+    done = to_hf(open_native(run.folder), tmp_path / "out")  # and transformers goes on with what was learnt
+    assert done.family == "wrapped" and done.comparison is not None and done.comparison.logits == 0.0
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    out = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    asked = torch.tensor([[1, 2, 3]])
+    assert said == out.generate(asked, max_new_tokens=5, do_sample=False, eos_token_id=None)[0, 3:].tolist()
+
+
+def test_packing_holds_in_bf16(folder: Path) -> None:
+    """Which the probe does not see: it is taken in float32, and training multiplies in bf16."""
+    model, tokens_BT = wrap(folder, "cpu").eval(), tokens(1, 24)
+    documents_BT = torch.tensor([[0] * 9 + [1] * 15])
+    with torch.autocast("cpu", torch.bfloat16):
+        together, alone = model(tokens_BT, Sight(documents_BT))[0, 9:], model(tokens_BT[:, 9:])[0]
+        mixed = model(tokens_BT)[0, 9:]
+    gap = (together - alone).norm() / alone.norm()
+    assert gap < 0.03
+    assert (mixed - alone).norm() / alone.norm() > 5 * gap
