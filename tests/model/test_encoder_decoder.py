@@ -140,7 +140,7 @@ def test_a_row_of_padding_has_finite_gradients(model):
 
 
 def test_counts_and_first_weights():
-    """The counts are the module's, every parameter is filled, and an output projection counts all layers."""
+    """The counts are the module's, every parameter is filled, by T5's rule: what has no scaling must begin scaled."""
     shape = replace(SHAPE, width=64, head_dim=32, ffn=256, layers=3, decoder_layers=5, tied=False, gated=True)
     with torch.device("meta"):
         model = EncoderDecoder(shape)
@@ -153,8 +153,9 @@ def test_counts_and_first_weights():
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     last = model.blocks[-1]
     assert isinstance(last, CrossBlock)
-    assert float(last.cross.out.weight.detach().std()) == pytest.approx(0.02 / math.sqrt(2 * 8), rel=0.1)
-    assert float(last.cross.query.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert float(last.cross.out.weight.detach().std()) == pytest.approx(shape.attention_width**-0.5, rel=0.1)
+    assert float(last.cross.query.weight.detach().std()) == pytest.approx((64 * 32) ** -0.5, rel=0.1)
+    assert float(model.embedding.weight.detach().std()) == pytest.approx(1.0, rel=0.1)
 
 
 def test_cache_is_the_decoders(model):

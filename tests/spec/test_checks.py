@@ -42,6 +42,7 @@ def change(step: int, batch: int = 4096) -> dict[str, Any]:
     return {"from_step": step, "batch": batch}
 
 
+STRETCHED = {"scaling": "yarn", "factor": 4.0, "original": 256}
 PASSES: list[dict[str, Any]] = [
     {"budget__tokens": 5},
     {"budget__steps": 5},
@@ -67,6 +68,10 @@ PASSES: list[dict[str, Any]] = [
     {"data__validation": 0, "budget__stop__time": "1h"},
     {"budget__stop__patience": 1, "budget__stop__validation_loss": 2.0},
     {"parallel__tp": 1},
+    {"model": {"preset": "1M", "rope": STRETCHED}, "data__context": 1024},
+    {"model": {"preset": "1M", "rope": {**STRETCHED, "scaling": "dynamic", "factor": 1.0}}, "data__context": 4096},
+    {"model": {"hf": "x", "rope": {"scaling": "yarn", "factor": 4.0}}, "data__context": 4096},
+    {"model": {"hf": "x", "wrap": True}},
 ]
 
 
@@ -175,6 +180,25 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"data__noise": {"mask_spans": 0.1}}, {"data.noise.mask_spans": "special: "}),
     ({"optimizer__name": "lion", "optimizer__eps": 1e-8}, {"optimizer.eps": "lion has no eps"}),
     ({"optimizer__name": "lion", "optimizer__veto": "fused"}, {"optimizer.veto": "no fused lion"}),
+    ({"model": {"preset": "1M", "rope": {"factor": 4.0}}}, {"model.rope.factor": "means nothing without scaling"}),
+    ({"model": {"preset": "1M", "rope": {**STRETCHED, "original": None}}}, {"model.rope": "yarn needs original"}),
+    ({"model": {"preset": "1M", "rope": {**STRETCHED, "factor": 1.0}}}, {"model.rope": "by factor 1 changes nothing"}),
+    (
+        {"model": {"preset": "1M", "rope": STRETCHED}, "data__context": 1025},
+        {"data.context": "1025 tokens exceed original 256 times factor 4, which is 1024: write factor: 5"},
+    ),
+    (
+        {"model": {"preset": "1M", "wrap": True}},
+        {"model.wrap": "write hf: PATH", "model.preset": "what its folder says"},
+    ),
+    (
+        {
+            "model": {"hf": "x", "wrap": True},
+            "optimizer": {"name": "muon", "layer_decay": 0.9},
+            "dropout__residual": 0.1,
+        },
+        {"optimizer.name": "muon has", "optimizer.layer_decay": "order of the layers", "dropout": "without dropout"},
+    ),
     ({"checkpoint__archive_model_only": True}, {"checkpoint.archive_model_only": "keep_every: 10000"}),
     (
         {"parallel__dp_replicate": 2, "parallel__ep": 8},

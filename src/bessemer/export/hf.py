@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer.checkpoint.shelf import MODEL
@@ -22,14 +23,15 @@ from bessemer.checkpoint.tensors import SavedTensors, stream_model
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.export.chat import tokenizer_files
-from bessemer.export.gate import Comparison, check, network, ready
+from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, network, ready
 from bessemer.export.source import Native, real_tokens
 from bessemer.model.families.bare import complete_names
 from bessemer.model.families.convert import check_folder, theirs
 from bessemer.model.families.family import Family
 from bessemer.model.families.folder import Folder, told
 from bessemer.model.families.registry import FAMILIES, families_for, nearest_difference, read_shape
-from bessemer.model.families.writer import _check_target, write_folder
+from bessemer.model.families.writer import _check_target, _write, write_folder
+from bessemer.model.wrapped import Wrapped, wrap
 from bessemer.run.directory import write_whole
 from bessemer.spec.shape import ModelShape
 
@@ -59,6 +61,8 @@ def to_hf(
     overwrite: bool = False,
 ) -> Converted:
     """Write a folder that transformers opens. `mode`: how to check (auto, whole, layers or skip)."""
+    if native.shape.wrapped:
+        return _wrapped_to_hf(native, out, dtype, overwrite)
     shape, chosen = native.shape, choose_family(native.shape, family)
     ready(shape, mode)
     model, saved = network(shape), native.weights.blank()
@@ -84,6 +88,28 @@ def to_hf(
         write_folder(folder, plan, theirs(rounded, shape, chosen), files)
         found = check(folder, chosen.architectures[0], shape, rounded, tokens_BT, folder.parent, mode)
     return Converted(out, chosen.name, len(plan), shape.parameters, said["dtype"], origin, found)
+
+
+def _wrapped_to_hf(native: Native, out: Path, dtype: str, overwrite: bool) -> Converted:
+    """What transformers runs it writes itself; opened again, it has to say the same. Whole in memory, twice."""
+    shape, kind = native.shape, DTYPES.get(dtype, torch.float32)
+    model = Wrapped(shape).eval()
+    model.load_state_dict({name: native.weights[name].to(kind) for name in model.state_dict()})
+    tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
+    with appearing(out, overwrite) as folder:
+        model.inner.to(kind).save_pretrained(folder)
+        for name, content in _other_files(native)[0].items():
+            _write(folder / name, content)
+        with torch.no_grad():
+            ours, theirs_BTV = (m.logits(m(tokens_BT)) for m in (model.float(), wrap(folder, "cpu").eval()))
+        gap = float((ours - theirs_BTV).abs().max() / ours.abs().max())
+        if not gap <= TOLERANCE:
+            raise Mismatch(f"{out}: what transformers saved gives other logits, by {gap:.1e}")
+    agree = float((ours.argmax(-1) == theirs_BTV.argmax(-1)).float().mean())
+    losses = [float(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())) for x in (ours, theirs_BTV)]
+    found = Comparison({"whole": gap}, gap, agree, losses[0], losses[1], TOLERANCE)
+    held = str(kind).removeprefix("torch.")
+    return Converted(out, "wrapped", len(model.state_dict()), shape.parameters, held, origin, found)
 
 
 def choose_family(shape: ModelShape, name: str | None) -> Family:

@@ -51,8 +51,12 @@ class Look:
 
 
 def layer_of(name: str) -> str:
-    """`blocks.3.ffn.up.weight` belongs to `blocks.3`, `embedding.weight` to `embedding`."""
+    """`blocks.3.ffn.up.weight` belongs to `blocks.3`, `embedding.weight` to `embedding`, and of a wrapped model
+    `inner.model.layers.3.mlp.up_proj.weight` to `blocks.3`."""
     parts = name.split(".")
+    if parts[0] == "inner":
+        number = next((part for part in parts if part.isdigit()), None)
+        return f"blocks.{number}" if number else ".".join(parts[-2:-1])
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
@@ -104,7 +108,6 @@ class Inside:
         seen: list[dict[str, Tensor]] = [{} for _ in model.blocks]
         with ExitStack() as hooks:
             for block, values in zip(model.blocks, seen, strict=True):
-                assert isinstance(block, Block)
                 hooks.enter_context(_watching(block, values))
             model(tokens_BT, sight, **more)
         found = dict(self._found)
@@ -119,11 +122,11 @@ class Inside:
 
 
 @contextmanager
-def _watching(block: Block, values: dict[str, Tensor]) -> Iterator[None]:
+def _watching(block: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
     """Hooks on one block that fill `values`, for as long as the context lasts."""
 
-    def output(module: nn.Module, inputs: Any, x_BTW: Tensor) -> None:
-        x_BTW = _exact(x_BTW)
+    def output(module: nn.Module, inputs: Any, given: Any) -> None:
+        x_BTW = _exact(given[0] if isinstance(given, tuple) else given)  # some wrapped layers say more
         values["rms"], values["largest"] = x_BTW.square().mean().sqrt(), x_BTW.abs().max()
 
     def gate(module: nn.Module, inputs: Any, gate_BTF: Tensor) -> None:
@@ -141,9 +144,9 @@ def _watching(block: Block, values: dict[str, Tensor]) -> Iterator[None]:
         values["logit"], values["entropy"] = attention_numbers(module, *inputs[:2])
 
     handles = [block.register_forward_hook(output)]
-    if block.has_attention:
+    if isinstance(block, Block) and block.has_attention:
         handles.append(block.attention.register_forward_pre_hook(attention))
-    if block.has_ffn and isinstance(block.ffn, FeedForward):
+    if isinstance(block, Block) and block.has_ffn and isinstance(block.ffn, FeedForward):
         if block.ffn.gate is not None and block.shape.activation == "silu":
             handles.append(block.ffn.gate.register_forward_hook(gate))
         handles.append(block.ffn.down.register_forward_pre_hook(units))

@@ -161,6 +161,10 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 def network(shape: ModelShape) -> Decoder:
     """The module that a shape describes."""
+    if shape.wrapped:
+        from bessemer.model.wrapped import Wrapped
+
+        return Wrapped(shape)
     if shape.decoder_layers:
         from bessemer.model.encoder_decoder import EncoderDecoder
 
@@ -173,5 +177,6 @@ def build(shape: ModelShape, device: torch.device | str, seed: int, init: str = 
     with torch.device("meta"):
         model = network(shape)
     model.to_empty(device=device)
-    init_weights(model, seed, init)
+    if not shape.wrapped:  # which has first weights of its own
+        init_weights(model, seed, init)
     return model

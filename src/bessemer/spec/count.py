@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 def parts(shape: ModelShape) -> dict[str, int]:
     """Parameters by what they do, in the order of the forward pass; parts that a shape lacks are left out."""
+    if shape.wrapped:
+        return {"wrapped": shape.wrapped_parameters}
     norm = 2 if shape.norm == "layer" else 1
     found = {
         "embedding": shape.vocab * shape.width,

@@ -189,7 +189,7 @@ class Session:
     def _measure_precision(self, machine: Machine, shape: ModelShape, context: int, device: torch.device) -> Machine:
         """On a CPU a fast bf16 product does not yet make a fast step: train two layers both ways before choosing."""
         promising = machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]
-        if device.type != "cpu" or self.spec.precision != "auto" or not promising:
+        if device.type != "cpu" or self.spec.precision != "auto" or not promising or shape.wrapped:
             return machine
         short, rows = replace(shape, layers=min(2, shape.layers)), max(1, 1024 // context)
         rates = {key: training_rate(short, context, rows, key, device, budget_s=0.3) for key in ("fp32", "bf16")}
@@ -205,7 +205,7 @@ class Session:
         if job.ema:
             job.ema.restart()
         more = f"; {added} tokens more, which begin as the mean of the others" if added else ""
-        job.event("started_from", checkpoint=str(source.folder.path), reason=f"{source.family.name} weights{more}")
+        job.event("started_from", checkpoint=str(source.folder.path), reason=f"{source.name} weights{more}")
 
     def _loop(self, job: Job) -> Outcome:
         """The loop, and what is done about each incident, until the run ends."""

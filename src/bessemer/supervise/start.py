@@ -20,6 +20,7 @@ from bessemer.model.families.family import Family
 from bessemer.model.families.folder import Folder
 from bessemer.model.families.registry import read_shape
 from bessemer.model.transformer import Decoder, network
+from bessemer.model.wrapped import LIMITS, Wrapped, check_wrapped, load_wrapped, read_wrapped
 from bessemer.plan.decide import decide_context
 from bessemer.plan.decision import Plan
 from bessemer.spec.quantity import human_count
@@ -36,8 +37,12 @@ class Source:
     """A folder of weights and what its config.json describes."""
 
     folder: Folder
-    family: Family
+    family: Family | None  # None: transformers runs it
     shape: ModelShape
+
+    @property
+    def name(self) -> str:
+        return self.family.name if self.family else "wrapped"
 
 
 def open_source(spec: RunSpec) -> Source | None:
@@ -45,6 +50,8 @@ def open_source(spec: RunSpec) -> Source | None:
     if spec.model.hf is None:
         return None
     folder = Folder(spec.model.hf)
+    if spec.model.wrap:
+        return Source(folder, None, read_wrapped(folder.path))
     return Source(folder, *read_shape(folder.config))
 
 
@@ -78,11 +85,38 @@ def decide_shape(spec: RunSpec, source: Source | None, vocab: int, plan: Plan) -
     given = source.shape if source else None
     # Some models have rows to spare, which stay.
     shape = model_shape(spec.model, max(vocab, given.vocab if given else 0), given)
+    shape = stretched(shape, given)
     if source:
-        what = f"{source.family.name}, {human_count(shape.parameters)} parameters"
+        what = f"{source.name}, {human_count(shape.parameters)} parameters"
         plan.add("model", what, f"config.json of {source.folder.path}", "model")
     context = decide_context(spec, shape, plan)
+    if given and given.wrapped:
+        check_wrapped(given, vocab, context)
+        plan.add("model.wrap", True, LIMITS, "asked")
+    note_stretch(spec, shape, context, plan)
     return fit_positions(shape, context), context
+
+
+def stretched(shape: ModelShape, given: ModelShape | None) -> ModelShape:
+    """Where the spec stretches a folder's positions: from the folder's context on, unless it says otherwise."""
+    rope = shape.rope
+    if given is None or rope.scaling == "none" or rope == given.rope:
+        return shape
+    original = rope.original or given.max_positions
+    return replace(shape, rope=replace(rope, original=original), max_positions=int(original * rope.factor))
+
+
+def note_stretch(spec: RunSpec, shape: ModelShape, context: int, plan: Plan) -> None:
+    """What was done to rotary positions, or should have been, in the plan."""
+    rope = shape.rope
+    if shape.positions != "rope":
+        return
+    if rope.scaling != "none":
+        told = f"positions of {rope.original:,} tokens are stretched to {int(rope.original * rope.factor):,}"
+        plan.add("model.rope", f"{rope.scaling} x{rope.factor:g}", told, "asked" if spec.model.rope else "model")
+    elif shape.max_positions and context > shape.max_positions:
+        told = f"{context:,} tokens exceed the {shape.max_positions:,} that the model is good for"
+        plan.add("model.rope", "none", f"{told}: stretch them (docs/context.md)", "model")
 
 
 def fit_positions(shape: ModelShape, context: int) -> ModelShape:
@@ -102,6 +136,10 @@ def fit_positions(shape: ModelShape, context: int) -> ModelShape:
 def load_source(model: Decoder, source: Source) -> int:
     """Fill the model, which may have more tokens than the folder; how many were added."""
     given = source.shape.vocab
+    if source.family is None:
+        assert isinstance(model, Wrapped)
+        load_wrapped(model, source.folder.path)
+        return 0
     with torch.device("meta"):
         check_folder(network(replace(model.shape, vocab=given)), source.folder, source.family)
     state = dict(model.state_dict())
@@ -129,8 +167,8 @@ def set_dropout(model: nn.Module, embedding: float, attention: float, residual: 
 
 def choose_attention(job: Job, plan: Plan, previous: Plan | None) -> None:
     """The kernel that is fastest here and right, by measurement; a resumed run keeps the one it had."""
-    if job.device.type != "cuda":
-        plan.add("attention", "sdpa", "torch's own choice; nothing to measure on this device", "rule")
+    if job.device.type != "cuda" or job.model.shape.wrapped:
+        plan.add("attention", "sdpa", "torch's own choice; nothing to measure here", "rule")
         return
     name = plan.keep("attention", "auto", previous)
     if name is None:
