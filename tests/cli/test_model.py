@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from bessemer.export.describe import activation_bytes, diagram
+from bessemer.export.describe import diagram
 from bessemer.plan.decide import decide_micro_rows
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
+from bessemer.spec.count import activation_bytes
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import Mamba, Mla, ModelShape, Moe, Rope

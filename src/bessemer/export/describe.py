@@ -56,17 +56,12 @@ def describe(shape: ModelShape, batch: int, context: int) -> dict[str, Any]:
     """Parameters by part, FLOPs and bytes. Memory is that of training in float32 with AdamW on one device."""
     total = shape.parameters
     memory = {"weights": 4 * total, "gradients": 4 * total, "AdamW moments": 8 * total}
-    memory["activations"] = activation_bytes(shape) * batch * context
+    memory["activations"] = count.activation_bytes(shape) * batch * context
     return {
         "parts": count.parts(shape), "total": total, "active": count.active(shape), "context": context, "batch": batch,
         "flops_per_token": shape.flops_per_token(context), "cache_bytes": count.cache_bytes(shape, context),
         "memory_bytes": memory,
     }  # fmt: skip
-
-
-def activation_bytes(shape: ModelShape) -> int:
-    """Of one token while it is trained on, by the planner's estimate."""
-    return 4 * (shape.layers * (34 * shape.width + 4 * shape.ffn) // 4 + 3 * shape.vocab)
 
 
 def table(found: dict[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
+from bessemer.spec import count
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.quantity import human_bytes, human_count, human_time, span_steps
 from bessemer.spec.resolve import model_shape
@@ -172,8 +173,7 @@ def decide_micro_rows(
     kept = plan.keep(key, spec.budget.micro_batch, previous)
     if kept is not None and kept <= rows:
         return int(kept)
-    layer = 34 * shape.width + 4 * shape.ffn
-    per_token = 4 * (shape.layers * layer // 4 + 3 * shape.vocab)
+    per_token = count.activation_bytes(shape)
     room = machine.memory_bytes / 3 - 16 * shape.parameters
     fits = max(1, int(room / (per_token * context)))
     cap = max(1, 16_384 // context) if machine.device == "cpu" else fits
