@@ -5,6 +5,7 @@ Legend: B batch, T time, S keys so far, N query heads, K key-value heads, D head
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,7 @@ class LayerCache:
         return self.keys[:, :new], self.values[:, :new]
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(nn.Module, ABC):
     """What both kinds share: they differ in how queries, keys and values are made."""
 
     out: nn.Linear
@@ -69,9 +70,9 @@ class SelfAttention(nn.Module):
         self.scale = shape.attention_scale if shape.attention_scale is not None else shape.key_dim**-0.5
         self.dropout, self.backend = 0.0, "auto"
 
+    @abstractmethod
     def project(self, x_BTW: Tensor, place: Place) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, N, D), k (B, T, K, D) with their positions in them, and v (B, T, K, E)."""
-        raise NotImplementedError
 
     def rotary(self, place: Place) -> Rotary | None:
         return place.local if self.local else place.rotary

@@ -29,7 +29,7 @@ from bessemer.supervise.replay import stream_of
 from bessemer.supervise.restore import bans_of
 from bessemer.supervise.session import existing_run
 from bessemer.supervise.start import choose_attention
-from bessemer.train.device import pick_device
+from bessemer.train.device import pick_device, use_threads
 from bessemer.train.job import Job
 from bessemer.trial.case import Case, Earlier, Normal, Scene
 from bessemer.trial.court import hold_trial
@@ -55,6 +55,7 @@ def job_of(folder: str | Path, device: str = "auto") -> tuple[Job, RunSpec]:
     _, stream, data, plan = stream_of(folder)
     about = json.loads((run.folder / "model.json").read_text())
     asked = spec.parallel if device == "auto" else spec.parallel.model_copy(update={"device": device})
+    use_threads(asked)
     parts = Parts(plan, ModelShape.from_dict(about["shape"]), stream, {}, data.tokenizer, pick_device(asked), 1.0)
     job = make_job(spec, parts, OnlyRead(folder), RunView())
     choose_attention(job, Plan(), Plan.from_json((run.folder / "plan.json").read_text()))

@@ -39,7 +39,7 @@ from bessemer.supervise.incident import Responder
 from bessemer.supervise.restore import differences, restore_newest, start_from
 from bessemer.supervise.start import Source, choose_attention, completed, decide_shape, load_source, open_source
 from bessemer.train.copies import Copies, room_for_copies
-from bessemer.train.device import measure, pick_device
+from bessemer.train.device import measure, pick_device, use_threads
 from bessemer.train.job import Interrupt, Job, Outcome
 from bessemer.train.loop import train_loop
 from bessemer.train.saver import package_versions
@@ -109,8 +109,7 @@ class Session:
         resuming = Shelf(run.checkpoints).committed() and (run.folder / "plan.json").exists()
         previous = Plan.from_json((run.folder / "plan.json").read_text()) if resuming else None
         device = pick_device(self.spec.parallel)
-        if self.spec.parallel.threads != "auto":
-            torch.set_num_threads(self.spec.parallel.threads)
+        use_threads(self.spec.parallel)
         machine = measure(device)
         plan = Plan()
         plan.add("parallel.device", device.type, f"{machine.name}, {machine.threads} threads", "found")

@@ -31,6 +31,12 @@ def pick_device(spec: ParallelSpec) -> torch.device:
     return torch.device(spec.device)
 
 
+def use_threads(spec: ParallelSpec) -> None:
+    """Said even where it is torch's default: left alone, MKL chooses a number of its own, not the same in every
+    process, and the last digit of a loss with it."""
+    torch.set_num_threads(torch.get_num_threads() if spec.threads == "auto" else spec.threads)
+
+
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
     """Some CPUs make torch print a long native stack trace when bf16 has no fast path; the probe expects that case."""
