@@ -280,6 +280,52 @@ def test_files_that_change_while_they_are_read_are_refused(
     assert state(run(tmp_path / "cache", web=path)) == state(run(tmp_path / "fresh", web=path))
 
 
+def test_a_kill_while_refused_work_is_deleted_leaves_nothing_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", rows_of(40))
+    unchanged = path.stat().st_mtime_ns
+    tokenize_part = prepare_module.tokenize_part
+
+    def touch(task: Any) -> int:
+        tokens = tokenize_part(task)
+        os.utime(path, ns=(1, 1))
+        return tokens
+
+    def killed(folder: Path) -> None:
+        for file in folder.rglob("*.json"):
+            file.unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "tokenize_part", touch)
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "cache", web=path)
+    os.utime(path, ns=(unchanged, unchanged))  # as the files were, so the same data
+    assert state(run(tmp_path / "cache", web=path)) == state(run(tmp_path / "fresh", web=path))
+
+
+def test_a_part_whose_store_is_gone_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "a.jsonl", rows_of(100))
+    data = DataSpec(sources={"web": SourceSpec(path=[str(path)])}, validation=0.1, part=300)
+
+    def killed(*rest: Any) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "merge", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data, TokenizerSpec(), tmp_path / "cache", 300, 0)
+    [parts] = (tmp_path / "cache").glob("*.partial/parts")
+    (parts / "000003.train.json").unlink()
+    with pytest.raises(UserError, match=rf"000003\.train\.json .*delete the folder {parts} and run again"):
+        prepare(data, TokenizerSpec(), tmp_path / "cache", 300, 0)
+    shutil.rmtree(parts)
+    again, fresh = (prepare(data, TokenizerSpec(), tmp_path / name, 300, 0) for name in ("cache", "fresh"))
+    assert state(again) == state(fresh)
+
+
 def test_progress_lines_are_short_and_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
     monkeypatch.setattr(prepare_module, "Meter", lambda say: Meter(say, lambda: next(clock) / 10))

@@ -27,6 +27,7 @@ from bessemer.data.chat import special_tokens
 from bessemer.data.curate.corpus import RULES_VERSION, Corpus, PartState, sweep
 from bessemer.data.curate.engine import Engine, Here, Pool, cores
 from bessemer.data.curate.files import byte_length, space_for, text_hash
+from bessemer.data.curate.ledger import read_json, write_json
 from bessemer.data.curate.passes import Census, Split
 from bessemer.data.curate.progress import Meter, Say
 from bessemer.data.curate.report import write_report
@@ -34,7 +35,7 @@ from bessemer.data.read import FileEntry, list_files
 from bessemer.data.shards import ShardedStore, merge, open_stores, shard_prefixes
 from bessemer.data.step import identity, make_step
 from bessemer.data.store import FORMAT_VERSION, sync
-from bessemer.data.tokenize import TokenizeTask, part_prefix, tokenize_part
+from bessemer.data.tokenize import TokenizeTask, part_mark, part_prefix, tokenize_part
 from bessemer.data.tokenizer import DEFAULT_EOS, Tokenizer, cut
 from bessemer.errors import UserError
 
@@ -93,10 +94,11 @@ def prepare(
                 total_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
                 chosen = engine or (Pool(cores()) if total_bytes > _POOL_BYTES and cores() > 1 else Here())
                 work = folder.with_name(f"{folder.name}.partial" + ("" if alone else f"-{uuid.uuid4().hex[:8]}"))
-                job = _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work)
                 try:
                     with space_for(cache):
-                        job.build(folder)
+                        if not (work / "prepared.json").exists():
+                            _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work).build()
+                        _give_name(work, folder)
                 finally:
                     if engine is None:
                         chosen.close()
@@ -113,7 +115,7 @@ def open_prepared(folder: Path) -> Prepared:
     """What an earlier call prepared. The tokenizer is the one saved there, also where it was loaded from elsewhere."""
     again = f"delete the folder {folder} and run again"
     try:
-        about = json.loads((folder / "prepared.json").read_text())
+        about = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
         eos, special, train, validation = (about[key] for key in ("eos", "special", "train", "validation"))
     except FileNotFoundError:
         raise UserError(
@@ -201,6 +203,29 @@ def _step_identity(spec: Any) -> list[Any]:
     return [spec.model_dump(mode="json"), *identity(make_step(spec, 0))]
 
 
+def _give_name(work: Path, folder: Path) -> None:
+    """What is complete, without what only the work needed, gets its name. A kill leaves this alone to be done: the
+    parts are not looked at again, since half of them deleted would pass for a smaller corpus."""
+    shutil.rmtree(work / "parts", ignore_errors=True)
+    for leftover in work.glob("*.tmp"):  # of killed processes
+        leftover.unlink()
+    sync(work)
+    try:
+        os.replace(work, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        shutil.rmtree(work)  # a process that no lock could hold back was faster, with the same content
+    sync(folder.parent)
+
+
+def _delete(work: Path) -> None:
+    """Under another name, so that a kill on the way leaves nothing to go on with."""
+    doomed = work.with_name(f"{work.name}.doomed-{uuid.uuid4().hex[:8]}")
+    os.replace(work, doomed)
+    shutil.rmtree(doomed)
+
+
 class _Job:
     """One build of a cache folder."""
 
@@ -222,8 +247,8 @@ class _Job:
         self.special = special_tokens_of(data, spec)
         self.corpus = Corpus(data, files, cache, engine, meter)
 
-    def build(self, folder: Path) -> None:
-        """Everything, in a folder beside it that gets its name at the end."""
+    def build(self) -> None:
+        """Everything, in the work folder. Its `prepared.json`, written last, is the commit."""
         self.work.mkdir(exist_ok=True)
         self.corpus.curate(Split(self.seed, self.data.validation))
         sources = {name: self._split(name) for name in self.data.sources}
@@ -235,7 +260,7 @@ class _Job:
         tokenizer = self._tokenizer(sources)
         self._tokenize(tokenizer, sources)
         if list_sources(self.data) != self.files:
-            shutil.rmtree(self.work)
+            _delete(self.work)
             raise UserError("files changed while they were read; run again when they are complete")
         about: dict[str, Any] = {
             "eos": tokenizer.eos,
@@ -244,17 +269,8 @@ class _Job:
             "validation": {name: self._merge(name, "validation") for name in sources if sources[name].held_out},
         }
         write_report(self.work, self.corpus, self._tokens(about))
-        (self.work / "prepared.json").write_text(json.dumps(about, indent=1))
-        shutil.rmtree(self.work / "parts", ignore_errors=True)
-        for path in (self.work / "prepared.json", self.work):
-            sync(path)
-        try:
-            os.replace(self.work, folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            shutil.rmtree(self.work)  # a process that no lock could hold back was faster, with the same content
-        sync(folder.parent)
+        write_json(self.work / "prepared.json", about)
+        sync(self.work)
 
     def _tokens(self, about: dict[str, Any]) -> dict[str, dict[str, int]]:
         """By source and side."""
@@ -347,5 +363,6 @@ class _Job:
     def _merge(self, name: str, side: str) -> int:
         """The source's part stores as shards; how many."""
         parts = [i for i, state in enumerate(self.corpus.parts) if state.part.source == name]
-        prefixes = [part_prefix(self.work, i, side) for i in parts]
-        return merge([p for p in prefixes if os.path.exists(f"{p}.json")], shard_prefixes(self.work, name, side))
+        # As the marks tell, and not by what is there: a store that is gone must be missed.
+        having = [i for i in parts if side in read_json(part_mark(self.work, i))]
+        return merge([part_prefix(self.work, i, side) for i in having], shard_prefixes(self.work, name, side))

@@ -47,7 +47,7 @@ class TokenizeTask:
 
     @property
     def mark(self) -> Path:
-        return self.folder / "parts" / f"{self.number:06d}.done"
+        return part_mark(self.folder, self.number)
 
     def finished(self) -> bool:
         return self.mark.exists()
@@ -55,6 +55,11 @@ class TokenizeTask:
 
 def part_prefix(folder: Path, number: int, side: str) -> str:
     return str(folder / "parts" / f"{number:06d}.{side}")
+
+
+def part_mark(folder: Path, number: int) -> Path:
+    """Written when the part's stores are complete: the tokens of each side that has one."""
+    return folder / "parts" / f"{number:06d}.done"
 
 
 def tokenize_part(task: TokenizeTask) -> int:

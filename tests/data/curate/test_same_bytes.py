@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,9 +26,9 @@ STEPS = [
 ]  # fmt: skip
 
 
-def write_spec(folder: Path, documents: int = 300, part: int = 60_000) -> Path:
+def write_spec(folder: Path, documents: int = 300, part: int = 60_000, clean: Sequence[Any] = STEPS) -> Path:
     data = make_corpus(folder / "corpus", documents).model_dump(mode="json")
-    data |= {"clean": STEPS, "part": part}
+    data |= {"clean": clean, "part": part}
     spec = {"runs": "runs", "model": "1M", "tokenizer": {"vocab": 600}, "data": data}
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
     return folder / "spec.yaml"
@@ -99,9 +101,12 @@ def test_a_kill_at_any_moment_loses_and_repeats_nothing(made) -> None:
     assert digests(prepare(spec, "--workers", "2")) == expected
 
 
-# Forks a process that knows everything already, so that a trial costs the work alone.
+# Forks a process that knows everything already, so that a trial costs the work alone. Each trial ends before the first
+# name given, or behind the first deletion, at which none has ended yet.
 KILLED = """
 import os, signal, sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 import pyarrow.ipc
 from bessemer.data.curate.engine import Here
@@ -110,39 +115,59 @@ from bessemer.plan.decision import Plan
 from bessemer.spec.load import load_spec
 from bessemer.supervise.data import prepare_data
 
-def trial(last):
-    done, replace = 0, os.replace
-    def counted(*paths):
-        nonlocal done
-        done += ".scratch-" not in str(paths[1])  # a judgement on all parts is one stretch
-        if done == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(*paths)
-    os.replace = counted
-    prepare_data(spec, Plan(), engine=Here())
-    os._exit(0)
+def end_at(name):
+    if name not in ended_at and ".scratch-" not in name:  # a judgement on all parts is one stretch
+        record.write_text("\\n".join([*ended_at, name]))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def replaced(replace, source, target):
+    end_at(str(target))
+    replace(source, target)
+
+def deleted(delete, path, **more):
+    delete(path, **more)
+    end_at(str(path))
+
+def listed(scandir, path="."):
+    # What is deleted goes in whatever order the file system has: here by suffix, so that of every part something is
+    # gone long before what tells that it is done.
+    entries = scandir(path)
+    return nullcontext(sorted(entries, key=suffix, reverse=True)) if isinstance(path, int) else entries
+
+def suffix(entry):
+    return Path(entry.name).suffix
 
 spec = load_spec(Path(sys.argv[1]), [])
-for step in spec.data.clean:
-    make_step(step, 0)
-for kills in range(200):
+for part in (spec.data, *spec.data.sources.values()):
+    for step in part.clean:
+        make_step(step, 0)
+pyarrow.RecordBatch.from_pydict({"a": [0]})  # loads whatever that needs
+record, status, kills = Path("ended_at"), signal.SIGKILL, -1
+record.touch()
+os.replace, os.scandir = partial(replaced, os.replace), partial(listed, os.scandir)
+os.unlink, os.rmdir = partial(deleted, os.unlink), partial(deleted, os.rmdir)
+while status == signal.SIGKILL:
+    kills += 1
+    ended_at = record.read_text().splitlines()
     child = os.fork()
     if not child:
-        trial(1 + kills * 5 % 13)
-    if os.waitpid(child, 0)[1] == 0:
-        break
+        prepare_data(spec, Plan(), engine=Here())
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
 print(kills)
+sys.exit(status != 0)
 """
 
 
-def test_a_kill_before_a_file_gets_its_name_does_no_harm(tmp_path: Path) -> None:
-    """At nearly every place where something is taken for done: what was being written has no name yet."""
-    spec = write_spec(tmp_path, documents=40, part=20_000)
+def test_a_kill_between_any_two_changes_of_names_does_no_harm(tmp_path: Path) -> None:
+    """Killed once at every place where something gets its name, or where what is no longer needed is deleted."""
+    spec = write_spec(tmp_path, 20, 15_000, ["whitespace", "dedup_exact"])
     expected = digests(prepare(spec, "--workers", "1"))
     shutil.rmtree(tmp_path / "runs")
     script = [sys.executable, "-c", KILLED, str(spec)]
-    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert 10 <= int(done.stdout) < 199
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
     assert digests(prepare(spec, "--workers", "1")) == expected
 
 

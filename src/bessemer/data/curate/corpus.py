@@ -223,7 +223,7 @@ def digest(what: Any) -> str:
 def sweep(cache: Path, older_than_s: float = 86_400) -> None:
     """Deletes what killed processes left in the cache of steps long enough ago for nobody to be at it still."""
     now_s = time.time()
-    for pattern in ("steps/*/*.tmp", "collected/*/*.tmp", "rulings/*.scratch-*"):
+    for pattern in ("steps/*/*.tmp", "collected/*/*.tmp", "rulings/*.scratch-*", "*.doomed-*"):
         for leftover in cache.glob(pattern):
             if now_s - leftover.stat().st_mtime > older_than_s:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ import xxhash
 from bessemer.data.curate.files import writing
 from bessemer.data.document import Document
 from bessemer.data.step import Drop
+from bessemer.data.store_format import sync
 from bessemer.errors import UserError
 
 _FLUSH_BYTES = 4 << 20
@@ -121,6 +122,7 @@ class LedgerWriter:
         self._flush()
         if self._writer is not None:
             self._writer.close()
+            sync(self._temporary)  # on the disk before the tally that vouches for it
             os.replace(self._temporary, self.path.with_suffix(".arrow"))
         write_json(self.path.with_suffix(".json"), self.tally.to_json())
 

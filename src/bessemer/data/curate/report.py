@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.data.curate.corpus import Corpus, Stage
-from bessemer.data.curate.files import quarantine_path
+from bessemer.data.curate.files import quarantine_path, writing
 from bessemer.data.curate.ledger import Tally, write_json
 from bessemer.errors import UserError
 
@@ -25,14 +25,15 @@ def write_report(folder: Path, corpus: Corpus, tokens: Mapping[str, Mapping[str,
     from bessemer.data.curate.page import page
 
     report = build_report(corpus, tokens)
-    with open(folder / QUARANTINE, "wb") as gathered:
+    with writing(folder / QUARANTINE) as gathered:
         for state in corpus.parts:
             aside = quarantine_path(corpus.cache, state.read_key)
             if aside.exists():
                 with open(aside, "rb") as file:
                     shutil.copyfileobj(file, gathered)
     write_json(folder / REPORT, report)
-    (folder / PAGE).write_text(page(report), encoding="utf-8")
+    with writing(folder / PAGE) as file:
+        file.write(page(report).encode())
 
 
 def read_report(folder: Path) -> dict[str, Any]:
