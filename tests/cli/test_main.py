@@ -25,7 +25,7 @@ CHECKPOINT_VERBS = (
 )  # fmt: skip
 INSPECT_VERBS = ("lr", "gradients", "landscape", "histograms", "noise", "nan")
 VERBS = (
-    "train", "runs", "replay", "chaos", "generate", "evaluate", "export", "model show", "demo",
+    "train", "runs", "replay", "chaos", "generate", "evaluate", "export", "model show", "bench", "demo",
     "spec check", "spec show", "spec schema",
     *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),
     *(f"inspect {verb}" for verb in INSPECT_VERBS),

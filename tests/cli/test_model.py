@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 
 from bessemer.export.describe import diagram
-from bessemer.plan.decide import decide_micro_rows
-from bessemer.plan.decision import Plan
-from bessemer.plan.machine import Machine
-from bessemer.spec.count import activation_bytes
-from bessemer.spec.quantity import human_bytes
-from bessemer.spec.schema import RunSpec
+from bessemer.plan.memory import Passes, activation_bytes
 from bessemer.spec.shape import Mamba, Mla, ModelShape, Moe, Rope
 
 # As published with mistralai/Mixtral-8x7B-v0.1.
@@ -53,12 +48,10 @@ def test_a_spec_a_preset_and_a_run_can_be_shown(call: Any, tmp_path: Path) -> No
     assert wrong.code == 2 and "neither a file or folder nor a preset" in wrong.err
 
 
-def test_activations_are_the_planners() -> None:
-    spec = RunSpec.model_validate({"name": "x", "model": "1M", "data": {"sources": {"a": "x"}, "context": 64}})
-    machine = Machine("cpu", "x", 1 << 40, 1, {"fp32": 1.0})
-    plan = Plan()
-    rows = decide_micro_rows(spec, BASE, 64, 8, machine, plan)
-    assert human_bytes(activation_bytes(BASE) * 64 * rows) in plan.decisions["budget.micro_batch"].reason
+def test_activations_are_the_planners(call: Any) -> None:
+    found = json.loads(call("model", "show", "1M", "--json", "--batch", "2", "--context", "64").out)
+    shape = ModelShape.from_dict(found["shape"])
+    assert found["memory_bytes"]["activations"] == activation_bytes(shape, Passes(64, 2, "fp32", "none", True))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ SHAPE = ModelShape(64, 32, 3, 4, 2, 8, 48)
 ACCEPT, ONE = torch.zeros(()), torch.ones(())
 
 
-def spec_of(model: object = "1M", **optimizer: object) -> RunSpec:
-    return RunSpec.model_validate({"model": model, "data": {"sources": {"a": "x"}}, "optimizer": optimizer})
+def spec_of(model: object = "1M", memory: object = None, **optimizer: object) -> RunSpec:
+    written = {"model": model, "data": {"sources": {"a": "x"}}, "optimizer": optimizer, "memory": memory or {}}
+    return RunSpec.model_validate(written)
 
 
 def model_of(**changes: object) -> Decoder:
@@ -177,3 +178,20 @@ def test_the_plan_says_what_trains():
     nothing = Plan()
     note_groups(model_of(), spec_of(), nothing)
     assert not nothing.decisions
+
+
+def test_the_plan_says_what_little_memory_costs():
+    plan = Plan()
+    memory = {"weights": "kahan", "moments": "8bit", "offload_optimizer": True, "update": "in_backward"}
+    note_groups(model_of(), spec_of(memory=memory), plan)
+    state, update = plan.decisions["optimizer state"], plan.decisions["memory.update"]
+    assert state.value == "weights kahan, moments 8bit"
+    assert state.reason == "2 bytes a parameter on the device instead of 18, and 4.03 on the host"
+    assert "judged after its update" in update.reason and "nothing is clipped" in update.reason
+
+
+def test_a_run_s_optimizer_makes_its_matrices_bf16():
+    model = model_of()
+    optimizer_for(model, spec_of(memory={"weights": "stochastic"}))
+    assert {p.dtype for p in model.parameters() if p.ndim > 1} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.ndim < 2} == {torch.float32}

@@ -18,7 +18,6 @@ from bessemer.plan.decide import (
     decide_guard,
     decide_interval,
     decide_lr,
-    decide_micro_rows,
     decide_precision,
     decide_tokens,
     decide_training,
@@ -159,41 +158,6 @@ def test_a_batch_smaller_than_a_context_that_was_left_to_the_planner_is_refused(
     changed = spec_with(budget__batch_changes=[{"from_step": 1, "batch": 100}])
     with pytest.raises(UserError, match=r"budget.batch_changes.0.batch: 100 tokens"):
         decide_training(changed, SHAPE, 128, CPU, corpus_of(10**6), 10**4, Plan())
-
-
-def test_micro_batch_by_memory() -> None:
-    """A token costs 4 * (2 * (34 * 64 + 4 * 256) / 4 + 3 * 1000) = 18,400 bytes, a sequence of 128 2,355,200."""
-    sequence = 18_400 * 128
-    memory = 3 * (16 * PARAMETERS + 6 * sequence)
-    for device, extra, rows, expected in [
-        ("cuda", 3, 64, 4),  # six would fit; four divides the batch
-        ("cuda", -3, 64, 4),
-        ("cuda", 3, 12, 6),
-        ("cuda", -3, 12, 4),  # a byte less than six
-        ("cuda", 3, 7, 1),
-        ("cuda", 3, 5, 5),
-        ("cuda", -memory, 64, 1),
-    ]:
-        machine = Machine(device, "x", memory + extra, 1, {"fp32": 1.0})
-        assert decide_micro_rows(spec_with(), SHAPE, 128, rows, machine, Plan()) == expected
-
-
-def test_micro_batch_on_a_cpu_is_at_most_16k_tokens() -> None:
-    assert decide_micro_rows(spec_with(), SHAPE, 128, 1024, CPU, Plan()) == 128
-    assert decide_micro_rows(spec_with(), SHAPE, 32_768, 4, CPU, Plan()) == 1
-
-
-def test_a_model_that_hardly_fits_is_said_to() -> None:
-    plan = Plan()
-    decide_micro_rows(spec_with(), SHAPE, 128, 64, Machine("cuda", "x", 10**6, 1, {"fp32": 1.0}), plan)
-    assert "hardly fits in 1 MB" in plan.decisions["budget.micro_batch"].reason
-
-
-def test_a_micro_batch_that_was_asked_for() -> None:
-    spec = spec_with(budget__micro_batch=8)
-    assert decide_micro_rows(spec, SHAPE, 128, 8, CPU, Plan()) == 8
-    with pytest.raises(UserError, match="8 sequences exceed the batch of 7: write 7 or less"):
-        decide_micro_rows(spec, SHAPE, 128, 7, CPU, Plan())
 
 
 @pytest.mark.parametrize(

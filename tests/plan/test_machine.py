@@ -3,7 +3,7 @@
 import pytest
 
 from bessemer.plan.decision import Plan
-from bessemer.plan.machine import PEAK_BF16, Machine, published_peak
+from bessemer.plan.machine import SHEETS, Machine, Sheet, data_sheet, published_peak
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,7 @@ from bessemer.plan.machine import PEAK_BF16, Machine, published_peak
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835),
         ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
@@ -28,10 +29,10 @@ from bessemer.plan.machine import PEAK_BF16, Machine, published_peak
         ("Tesla T4", 65),
         ("Tesla V100-SXM2-16GB", 125),
         ("AMD Instinct MI300X", 1307),
-        ("AMD Instinct MI250X", 383),
+        ("AMD Instinct MI250X", 191.5),
     ],
 )
-def test_peaks_of_the_data_sheets(name: str, tflops: int) -> None:
+def test_peaks_of_the_data_sheets(name: str, tflops: float) -> None:
     assert published_peak(name) == tflops * 1e12
 
 
@@ -41,7 +42,19 @@ def test_other_devices_are_not_mistaken_for_known_ones(name: str) -> None:
 
 
 def test_every_entry_can_be_reached() -> None:
-    assert {key: published_peak(f"NVIDIA {key}") for key, _ in PEAK_BF16} == dict(PEAK_BF16)
+    for key, bf16, fp8, memory in SHEETS:
+        found = data_sheet(f"NVIDIA {key}")
+        assert found == Sheet(bf16 * 1e12, fp8 and fp8 * 1e12, memory and memory * 1e9), key
+
+
+def test_fp8_and_memory_of_the_data_sheets() -> None:
+    for key, bf16, fp8, _ in SHEETS:
+        assert fp8 is None or fp8 == pytest.approx(2 * bf16, rel=0.02), f"{key}: dense fp8 is twice dense bf16"
+    assert data_sheet("NVIDIA H200") == Sheet(989e12, 1979e12, 4.8e12)
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM-64GB")
+    assert [data_sheet(name) for name in names] == [
+        Sheet(312e12, None, 2.039e12), Sheet(312e12, None, 1.935e12), Sheet(312e12, None, 1.555e12), Sheet(312e12),
+    ]  # fmt: skip
 
 
 def test_the_peak_of_a_machine() -> None:
@@ -50,9 +63,19 @@ def test_the_peak_of_a_machine() -> None:
     assert Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 1, rates).peak("fp32")[0] == 50e12
     assert Machine("cuda", "Something New", 1, 1, rates).peak("bf16") == (
         600e12,
-        "measured bf16 matmul of this machine",
+        "bf16 matmul of this machine, measured at start",
     )
     assert Machine("cpu", "A100 in its name", 1, 1, rates).peak("bf16")[0] == 600e12
+
+
+def test_fp8_is_counted_against_bf16() -> None:
+    rates = {"fp32": 50e12, "bf16": 600e12, "fp8": 1200e12}
+    for precision in ("fp8", "fp8_rowwise", "fp16"):
+        assert Machine("cuda", "NVIDIA H200", 1, 1, rates).peak(precision) == (989e12, "data sheet of NVIDIA H200")
+        assert Machine("cuda", "Something New", 1, 1, rates).peak(precision)[0] == 600e12
+    assert Machine("cuda", "NVIDIA H200", 1, 1, rates).peak("tf32")[0] == 989e12 / 2
+    assert Machine("cuda", "Something New", 1, 1, rates | {"tf32": 300e12}).peak("tf32")[0] == 300e12
+    assert Machine("cuda", "Something New", 1, 1, rates | {"fp16": 500e12}).peak("fp16")[0] == 500e12
 
 
 def test_a_device_without_bf16_is_measured_in_fp32() -> None:

@@ -199,6 +199,10 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         },
         {"optimizer.name": "muon has", "optimizer.layer_decay": "order of the layers", "dropout": "without dropout"},
     ),
+    (
+        {"memory__update": "in_backward", "budget__batch_changes": [{"from_step": 9, "batch": "1M"}]},
+        {"memory.update": "remove budget.batch_changes"},
+    ),
     ({"checkpoint__archive_model_only": True}, {"checkpoint.archive_model_only": "keep_every: 10000"}),
     (
         {"parallel__dp_replicate": 2, "parallel__ep": 8},

@@ -81,8 +81,11 @@ def test_five_mistakes_are_five_lines(spec_file: Path) -> None:
         ("name: 2024", 'name: expected text, got 2024: put it in quotes, name: "2024"'),
         ("name: true", 'name: expected text, got true: put it in quotes, name: "true"'),
         ("name: ../x", "name: expected letters, digits, '.', '_' and '-', 100 at most, beginning with a letter or "),
-        ("precision: fp23", "precision: expected auto, fp32 or bf16, got 'fp23'; did you mean fp32?"),
-        ("precision: 16", "precision: expected auto, fp32 or bf16, got 16"),
+        (
+            "precision: fp23",
+            "precision: expected auto, fp32, tf32, bf16, fp16, fp8 or fp8_rowwise, got 'fp23'; did you mean fp32?",
+        ),
+        ("precision: 16", "precision: expected auto, fp32, tf32, bf16, fp16, fp8 or fp8_rowwise, got 16"),
         ("guard: no", "guard: expected a mapping of keys, got 'no'"),
         ("guard: {enabled: no}", "guard.enabled: expected true or false, got 'no'; write enabled: true (judge steps)"),
         ("guard: {window: 8}", "guard.window: 8 should be greater than or equal to 16; write window: 128 ("),

@@ -7,14 +7,29 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
+from bessemer.plan.ceilings import Ceilings, Reading, store_ceilings
 from bessemer.spec.schema import ParallelSpec
 from bessemer.train import device as device_module
 from bessemer.train import speed
-from bessemer.train.device import matmul_rate, measure, memory_in_use, pick_device
+from bessemer.train.device import (
+    bench_file,
+    matmul_rate,
+    measure,
+    median_s,
+    memory_in_use,
+    pick_device,
+    stored_ceilings,
+)
 from bessemer.train.precision import compute_in
 from bessemer.train.speed import random_batch, training_rate
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_bench(monkeypatch, tmp_path):
+    """Whatever this machine's user has measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def machine_with(monkeypatch, *kinds):
@@ -52,10 +67,43 @@ class Clock:
         return self.now
 
 
-def test_the_rate_of_a_product_is_that_of_the_fastest(monkeypatch):
-    # Looks: end, then start and stop of each product: 0.25, 0.125 and 0.5 s.
-    monkeypatch.setattr(device_module.time, "perf_counter", Clock(0, 0, 0.25, 0, 0.125, 0, 0.5))
-    assert matmul_rate(CPU, torch.float32, 64, budget_s=0.5) == 2 * 64**3 / 0.125
+def test_the_rate_of_a_product_is_that_of_the_median(monkeypatch):
+    # Looks: start and end of a first run, 0.1 s, after which five fit in the budget; then the end of each.
+    monkeypatch.setattr(device_module.time, "perf_counter", Clock(0, 0.1, 0, 9.0, 0.125, 0.5, 0.0625, 0.25))
+    assert matmul_rate(CPU, torch.float32, 64, budget_s=0.55) == 2 * 64**3 / 0.25
+
+
+@pytest.mark.parametrize(("budget_s", "count", "runs"), [(0.0, None, 3), (1e9, None, 200), (1e9, 7, 7)])
+def test_a_run_is_repeated_three_times_at_least_and_two_hundred_at_most(budget_s, count, runs):
+    made = []
+    median_s(lambda: made.append(1), CPU, budget_s, count)
+    assert len(made) == 2 + runs
+
+
+def test_what_bench_kept_is_taken_instead_of_the_probe(monkeypatch):
+    monkeypatch.setattr(device_module, "matmul_rate", lambda *_, **__: 1.0)
+    assert stored_ceilings(CPU) is None and measure(CPU).source == "measured at start"
+    readings = [
+        Reading("matmul_fp32", "a", 5e9, "FLOP/s"), Reading("matmul_fp32", "b", 7e9, "FLOP/s"),
+        Reading("matmul_fp8", "", None, "FLOP/s", "no"), Reading("copy", "a", 3e9, "B/s"),
+    ]  # fmt: skip
+    kept = Ceilings("cpu", "x", 1, "2026-11-16T09:00:00+00:00", {}, tuple(readings))
+    store_ceilings(kept, bench_file(CPU))
+    assert stored_ceilings(CPU) == kept
+    machine = measure(CPU)
+    assert machine.matmul == {"fp32": 7e9, "bf16": 0.0}
+    assert machine.source == "measured on 2026-11-16 by bessemer bench"
+    assert machine.peak("bf16") == (7e9, "fp32 matmul of this machine, measured on 2026-11-16 by bessemer bench")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)  # a CPU with other threads is another machine
+    assert measure(CPU).matmul == {"fp32": 1.0, "bf16": 1.0}
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"readings": 5}', '{"readings": [{"colour": 1}]}', "[]"])
+def test_a_damaged_file_of_bench_is_told_of_and_keeps_no_run_from_starting(text):
+    store_ceilings(Ceilings("cpu", "x", 1, "", {}), bench_file(CPU))
+    bench_file(CPU).write_text(text)
+    with pytest.warns(UserWarning, match="run bessemer bench again"):
+        assert measure(CPU).source == "measured at start"
 
 
 def test_the_rate_of_training_is_tokens_over_the_median_step(monkeypatch, shape):

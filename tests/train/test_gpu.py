@@ -43,6 +43,7 @@ def make_job(precision: str = "fp32", seed: int = 0) -> Any:
         plan=SimpleNamespace(precision=precision),
         spec=SimpleNamespace(guard=GuardSpec(), optimizer=SimpleNamespace(clip=1.0)),
         faults=None,
+        scaling=None,
         ema=None,
     )
 

@@ -119,6 +119,7 @@ def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
         plan=SimpleNamespace(precision=precision),
         spec=SimpleNamespace(guard=GuardSpec(), optimizer=spec),
         faults=None,
+        scaling=None,
         ema=None,
     )
 

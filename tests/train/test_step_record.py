@@ -39,6 +39,7 @@ def job(store_of, stream_of):
         peak_flops=2e9,
         watch=SimpleNamespace(step=lambda record, clocks: []),
         lr=lambda step: 3e-4,
+        optimizer=SimpleNamespace(judged_first=True),
         history=deque(),
         recovering=[],
         stream=stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4),

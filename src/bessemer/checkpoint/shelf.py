@@ -20,6 +20,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from bessemer.checkpoint.halves import other_halves
 from bessemer.checkpoint.manifest import (
     CONFIRMED,
     NAME,
@@ -159,23 +160,26 @@ class Shelf:
         manifest = verify(folder)
         reader = TensorReader(folder)
         saved = reader.read_metadata().state_dict_metadata
-        for name, tensor in state.items():
+        asked, finish = other_halves(saved, state)
+        for name, tensor in asked.items():
+            part = "optimizer and memory sections" if name.startswith("optimizer.") else "model"
+            fix = f"put the spec's {part} back, or name a new run"
             if name not in saved:
-                raise UserError(
-                    f"{folder}: has no tensor {name}: it is of another model; "
-                    "put the spec's model back, or name a new run"
-                )
-            size = tuple(saved[name].size)  # type: ignore[union-attr]
+                raise UserError(f"{folder}: has no tensor {name}, which the spec asks for: {fix}")
+            size, held = tuple(saved[name].size), saved[name].properties.dtype  # type: ignore[union-attr]
             if size != tuple(tensor.shape):
                 raise UserError(
-                    f"{folder}: tensor {name} has shape {size}, the model asks for {tuple(tensor.shape)}: "
-                    "put the spec's model back, or name a new run"
+                    f"{folder}: tensor {name} has shape {size}, the model asks for {tuple(tensor.shape)}: {fix}"
                 )
+            # Between kinds of floats torch converts; codes and bits would be taken for numbers.
+            if held != tensor.dtype and not (held.is_floating_point and tensor.dtype.is_floating_point):
+                raise UserError(f"{folder}: tensor {name} is {held}, the spec asks for {tensor.dtype}: {fix}")
         single_process()
         try:
-            dcp.load(state, storage_reader=reader, no_dist=True)
+            dcp.load(asked, storage_reader=reader, no_dist=True)
         except CheckpointException as error:
             raise Damaged(f"{folder}: {_cause(error)}") from error
+        finish()
         return manifest
 
     def newest_first(self) -> Iterator[Path]:

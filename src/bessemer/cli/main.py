@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 import typer
 
 from bessemer import __version__
 from bessemer.cli import (
+    bench,
     chaos,
     checkpoint_tools,
     data_tools,
@@ -46,6 +48,7 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("export")(export.export)
 app.add_typer(model.app, name="model")
 app.add_typer(spec.app, name="spec")
+app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 
 
@@ -61,6 +64,9 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is shown with escapes
             stream.reconfigure(errors="backslashreplace")
+    # Before torch is imported: segments that grow leave no gaps between sizes that change (accumulation, evaluation).
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     try:
         app(prog_name="bessemer")
     except UserError as error:

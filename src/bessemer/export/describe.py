@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
+from bessemer.plan.memory import Passes, activation_bytes
 from bessemer.spec import count
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.shape import ALIASES, PRESETS, ModelShape, preset, with_vocab
@@ -56,7 +57,7 @@ def describe(shape: ModelShape, batch: int, context: int) -> dict[str, Any]:
     """Parameters by part, FLOPs and bytes. Memory is that of training in float32 with AdamW on one device."""
     total = shape.parameters
     memory = {"weights": 4 * total, "gradients": 4 * total, "AdamW moments": 8 * total}
-    memory["activations"] = count.activation_bytes(shape) * batch * context
+    memory["activations"] = activation_bytes(shape, Passes(context, batch, "fp32", "none", compiled=True))
     return {
         "parts": count.parts(shape), "total": total, "active": count.active(shape), "context": context, "batch": batch,
         "flops_per_token": shape.flops_per_token(context), "cache_bytes": count.cache_bytes(shape, context),

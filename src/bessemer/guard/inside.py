@@ -9,7 +9,7 @@ F units, R positions of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from bessemer.model.ffn import FeedForward
 from bessemer.model.moe import router_shares
 from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
+from bessemer.optim.bits import joined
 
 SAMPLE = 4096  # elements of a parameter whose change is measured
 QUERIES = 64  # positions whose attention is computed in full
@@ -63,7 +64,8 @@ def layer_of(name: str) -> str:
 class Inside:
     """Looks at one model. With sharded weights every rank has to take the same looks, and sees its own shard."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, remainders: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        self._remainders = remainders or {}  # of weights in bf16: an update may be less than its digits show
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in named]
         self.layers = list(dict.fromkeys(layer_of(name) for name, _ in named))
@@ -79,15 +81,20 @@ class Inside:
 
     def _sample(self) -> list[Tensor]:
         """Evenly spaced elements of each parameter; the stride is odd, so that it does not stay in one column."""
-        flat = [parameter.detach().reshape(-1) for parameter in self.parameters]
-        parts = [values[:: (len(values) // SAMPLE) | 1] for values in flat]
+
+        def some(tensor: Tensor) -> Tensor:
+            return tensor.detach().reshape(-1)[:: (tensor.numel() // SAMPLE) | 1]
+
+        rests = self._remainders
+        parts = [joined(some(p), some(rests[p])) if p in rests else _exact(some(p)) for p in self.parameters]
         return list(torch.cat(parts).split([len(part) for part in parts]))  # copied by one kernel, not by hundreds
 
     @torch.no_grad()
-    def before(self) -> None:
-        """Before the optimizer's step, while the gradients are there: their norms before clipping. None counts as 0."""
+    def before(self, scale: Tensor | float = 1.0) -> None:
+        """Before the optimizer's step, while the gradients are there: their norms before clipping. None counts as 0.
+        `scale` is what they are too large by."""
         grads = [p.new_zeros(1) if p.grad is None else p.grad for p in self.parameters]
-        self._found = {"grad_norm": (self.layers, self._by_layer(grads))}
+        self._found = {"grad_norm": (self.layers, self._by_layer(grads) / scale)}
         self._samples = self._sample()
 
     @torch.no_grad()
@@ -169,7 +176,7 @@ def attention_numbers(attention: SelfAttention, x_BTW: Tensor, place: Place) -> 
     """
     B, T, _ = x_BTW.shape
     places_Q = torch.arange(0, T, max(1, T // QUERIES), device=x_BTW.device)
-    q_BTND, k_BTKD, _ = attention.project(x_BTW, place)
+    q_BTND, k_BTKD, _ = attention.project(x_BTW, attention.rotary(place))
     q_BQKGD = _exact(q_BTND[:, places_Q]).unflatten(2, (k_BTKD.shape[2], -1))
     with torch.autocast(x_BTW.device.type, enabled=False):  # which would round the logits to bf16
         logits_BKGQS = torch.einsum("bqkgd,bskd->bkgqs", q_BQKGD, _exact(k_BTKD)) * attention.scale

@@ -71,21 +71,24 @@ class SelfAttention(nn.Module, ABC):
         self.dropout, self.backend = 0.0, "auto"
 
     @abstractmethod
-    def project(self, x_BTW: Tensor, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, N, D), k (B, T, K, D) with their positions in them, and v (B, T, K, E)."""
 
     def rotary(self, place: Place) -> Rotary | None:
         return place.local if self.local else place.rotary
 
     def forward(self, x_BTW: Tensor, place: Place, cache: LayerCache | None = None) -> Tensor:
-        q_BTND, k_BSKD, v_BSKE = self.project(x_BTW, place)
+        q_BTND, k_BSKD, v_BSKE = self.project(x_BTW, self.rotary(place))
         if cache is not None:
             k_BSKD, v_BSKE = cache.extend(k_BSKD, v_BSKE)
-        out_BTNE = attend(
+        return self.out(self.attend(q_BTND, k_BSKD, v_BSKE, place).flatten(2))
+
+    def attend(self, q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, place: Place) -> Tensor:
+        """(B, T, N, E), by the backend that was chosen."""
+        return attend(
             q_BTND, k_BSKD, v_BSKE, place.sight, self.window, self.scale, self.shape.attention_cap, place.bias_1NTS,
             self.dropout if self.training else 0.0, self.backend,
         )  # fmt: skip
-        return self.out(out_BTNE.flatten(2))
 
 
 class Attention(SelfAttention):
@@ -103,14 +106,13 @@ class Attention(SelfAttention):
             self.query_norm = make_norm(shape, shape.attention_width if whole else shape.head_dim)
             self.key_norm = make_norm(shape, kv_width if whole else shape.head_dim)
 
-    def project(self, x_BTW: Tensor, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.query(x_BTW), self.key(x_BTW), self.value(x_BTW)
         if self.shape.qk_norm == "full":
             q, k = self.query_norm(q), self.key_norm(k)
         q_BTND, k_BTKD, v_BTKD = (x.unflatten(-1, (-1, self.shape.head_dim)) for x in (q, k, v))
         if self.shape.qk_norm == "head":
             q_BTND, k_BTKD = self.query_norm(q_BTND), self.key_norm(k_BTKD)
-        rotary = self.rotary(place)
         if rotary is not None:
             q_BTND, k_BTKD = (rotate(x, *rotary, self.interleaved) for x in (q_BTND, k_BTKD))
         return q_BTND, k_BTKD, v_BTKD
@@ -134,7 +136,7 @@ class LatentAttention(SelfAttention):
         self.kv = nn.Linear(mla.kv_rank, shape.heads * (mla.nope_dim + mla.value_dim), bias=False)
         self.out = nn.Linear(shape.heads * mla.value_dim, shape.width, bias=shape.out_bias)
 
-    def project(self, x_BTW: Tensor, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         mla, heads = self.mla, self.shape.heads
         q = x_BTW if mla.q_rank is None else self.query_norm(self.query_down(x_BTW))
         q_BTND = self.query(q).unflatten(-1, (heads, -1))
@@ -143,7 +145,6 @@ class LatentAttention(SelfAttention):
         k_nope, v_BTNE = kv.split((mla.nope_dim, mla.value_dim), dim=-1)
         q_nope, q_rope = q_BTND.split((mla.nope_dim, mla.rope_dim), dim=-1)
         k_rope = k_rope[:, :, None]  # one for all heads
-        rotary = self.rotary(place)
         if rotary is not None:
             q_rope, k_rope = (rotate(x, *rotary, self.interleaved) for x in (q_rope, k_rope))
         q_BTND = torch.cat((q_nope, q_rope), dim=-1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bessemer.model.attention import Attention, LatentAttention, LayerCache, Place
+from bessemer.model.attention import Attention, LatentAttention, LayerCache, Place, Rotary
 from bessemer.model.ffn import FeedForward
 from bessemer.model.mamba import Mamba2, MambaCache
 from bessemer.model.moe import MixtureOfExperts
@@ -15,6 +17,15 @@ from bessemer.spec.shape import ModelShape
 Cache = LayerCache | MambaCache
 
 
+class Compiled(Protocol):
+    """`Block.enter` and `Block.leave` as faster functions, for the inputs that they serve. Attention's own kernel runs
+    between them, so that no mask and no border of a document is part of what was compiled."""
+
+    def serves(self, block: Block, x_BTW: Tensor) -> bool: ...
+    def enter(self, block: Block, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    def leave(self, block: Block, x_BTW: Tensor, h_BTW: Tensor, out_BTNE: Tensor) -> Tensor: ...
+
+
 class Block(nn.Module):
     """`attention_norm` and `ffn_norm` stand before their branch, or after the sum with placement `post`;
     `attention_out_norm` and `ffn_out_norm` on what a branch adds."""
@@ -22,6 +33,7 @@ class Block(nn.Module):
     def __init__(self, shape: ModelShape, layer: int = 0) -> None:
         super().__init__()
         self.shape, self.dropout = shape, 0.0
+        self.compiled: Compiled | None = None
         before, after = shape.norm_place != "branch", shape.norm_place in ("sandwich", "branch")
         if before:
             self.attention_norm = make_norm(shape)
@@ -56,29 +68,47 @@ class Block(nn.Module):
         assert not isinstance(cache, LayerCache)
         return self._drop(self.mamba(x_BTW, place.sight, cache))
 
-    def feed(self, x_BTW: Tensor, place: Place) -> Tensor:
+    def feed(self, x_BTW: Tensor, counted_BT: Tensor | None) -> Tensor:
         if isinstance(self.ffn, MixtureOfExperts):
-            return self._drop(self.ffn(x_BTW, place.sight.counted_BT))
+            return self._drop(self.ffn(x_BTW, counted_BT))
         return self._drop(self.ffn(x_BTW))
 
     def _drop(self, x_BTW: Tensor) -> Tensor:
         return F.dropout(x_BTW, self.dropout, self.training) if self.dropout else x_BTW
 
-    def forward(self, x_BTW: Tensor, place: Place, cache: Cache | None = None) -> Tensor:
-        if self.shape.parallel != "none":
-            h_BTW = self.attention_norm(x_BTW)
-            g_BTW = h_BTW if self.shape.parallel == "one_norm" else self.ffn_norm(x_BTW)
-            return x_BTW + self.mix(h_BTW, place, cache) + self.feed(g_BTW, place)
+    def inlet(self, x_BTW: Tensor) -> Tensor:
+        """What the mixer reads."""
+        return x_BTW if self.shape.norm_place in ("post", "branch") else self.attention_norm(x_BTW)
+
+    def join(self, x_BTW: Tensor, h_BTW: Tensor, mixed_BTW: Tensor, counted_BT: Tensor | None) -> Tensor:
+        """All that follows the mixer, which read `h_BTW`."""
         where = self.shape.norm_place
+        if self.shape.parallel != "none":
+            g_BTW = h_BTW if self.shape.parallel == "one_norm" else self.ffn_norm(x_BTW)
+            return x_BTW + mixed_BTW + self.feed(g_BTW, counted_BT)
         if where == "post":
-            x_BTW = self.attention_norm(x_BTW + self.mix(x_BTW, place, cache))
-            return self.ffn_norm(x_BTW + self.feed(x_BTW, place))
-        if where == "pre":
-            x_BTW = x_BTW + self.mix(self.attention_norm(x_BTW), place, cache)
-            return x_BTW + self.feed(self.ffn_norm(x_BTW), place) if self.has_ffn else x_BTW
-        h_BTW = x_BTW if where == "branch" else self.attention_norm(x_BTW)
-        x_BTW = x_BTW + self.attention_out_norm(self.mix(h_BTW, place, cache))
+            x_BTW = self.attention_norm(x_BTW + mixed_BTW)
+            return self.ffn_norm(x_BTW + self.feed(x_BTW, counted_BT))
+        after = where in ("sandwich", "branch")
+        x_BTW = x_BTW + (self.attention_out_norm(mixed_BTW) if after else mixed_BTW)
         if not self.has_ffn:
             return x_BTW
-        h_BTW = x_BTW if where == "branch" else self.ffn_norm(x_BTW)
-        return x_BTW + self.ffn_out_norm(self.feed(h_BTW, place))
+        fed_BTW = self.feed(x_BTW if where == "branch" else self.ffn_norm(x_BTW), counted_BT)
+        return x_BTW + (self.ffn_out_norm(fed_BTW) if after else fed_BTW)
+
+    def enter(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From a block's input to what attention reads: h, q, k, v."""
+        h_BTW = self.inlet(x_BTW)
+        return h_BTW, *self.attention.project(h_BTW, rotary)
+
+    def leave(self, x_BTW: Tensor, h_BTW: Tensor, out_BTNE: Tensor) -> Tensor:
+        """From what attention gave to the block's output."""
+        return self.join(x_BTW, h_BTW, self._drop(self.attention.out(out_BTNE.flatten(2))), None)
+
+    def forward(self, x_BTW: Tensor, place: Place, cache: Cache | None = None) -> Tensor:
+        if self.compiled is not None and cache is None and self.compiled.serves(self, x_BTW):
+            h_BTW, q_BTND, k_BTKD, v_BTKE = self.compiled.enter(self, x_BTW, self.attention.rotary(place))
+            out_BTNE = self.attention.attend(q_BTND, k_BTKD, v_BTKE, place)
+            return self.compiled.leave(self, x_BTW, h_BTW, out_BTNE)
+        h_BTW = self.inlet(x_BTW)
+        return self.join(x_BTW, h_BTW, self.mix(h_BTW, place, cache), place.sight.counted_BT)

@@ -19,7 +19,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.offset:
-            return F.rms_norm(x, self.size, self.weight, self.eps)
+            # Of mixed types torch has no kernel, and takes six passes.
+            return F.rms_norm(x, self.size, self.weight.to(x.dtype), self.eps)
         # In float32 up to the last product, as Gemma was trained.
         exact = x if x.dtype == torch.float64 else x.float()
         weight = self.weight.to(exact.dtype) + self.offset

@@ -91,6 +91,8 @@ class Decoder(nn.Module):
             x_BTW = x_BTW + self.types(torch.zeros_like(tokens_BT) if types_BT is None else types_BT)
         if shape.embedding_norm:
             x_BTW = self.embedding_norm(x_BTW)
+        if x_BTW.device.type == "cuda":  # the residual stream in half precision, as peers have it: 6 ms of a 1B step
+            x_BTW = x_BTW.to(compute_dtype(x_BTW))
         return F.dropout(x_BTW, self.dropout, self.training) if self.dropout else x_BTW
 
     def _waves(self, length: int, like: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ class Decoder(nn.Module):
         def table(rotary: RotaryTable | None) -> Rotary | None:
             if rotary is None:
                 return None
-            cos, sin = rotary.get(S, x_BTW.device, _compute_dtype(x_BTW))
+            cos, sin = rotary.get(S, x_BTW.device, compute_dtype(x_BTW))
             return cos[start:], sin[start:]
 
         return Place(sight, table(self.rotary), table(self.local_rotary), bias_1NTS)
@@ -151,7 +153,7 @@ class Decoder(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """The type that linear layers give: autocast's where it is on."""
     kind = x.device.type
     if kind == "meta":
@@ -172,10 +174,15 @@ def network(shape: ModelShape) -> Decoder:
     return Decoder(shape)
 
 
-def build(shape: ModelShape, device: torch.device | str, seed: int, init: str = "gpt") -> Decoder:
-    """A fresh model on a device, made without an intermediate copy."""
+def build(
+    shape: ModelShape, device: torch.device | str, seed: int, init: str = "gpt", matrices: torch.dtype = torch.float32
+) -> Decoder:
+    """A fresh model on a device, made without an intermediate copy; vectors (norms, biases) are always float32."""
     with torch.device("meta"):
         model = network(shape)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2 and matrices != torch.float32:
+            parameter.data = parameter.data.to(matrices)
     model.to_empty(device=device)
     if not shape.wrapped:  # which has first weights of its own
         init_weights(model, seed, init)

@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 
 from bessemer.optim.groups import freeze, lr_scales
 from bessemer.optim.guarded import FUSED, HOST, SELECT, Guarded, Named
+from bessemer.optim.in_backward import InBackward
+from bessemer.optim.lean import Lean, to_low_precision
 from bessemer.optim.lion import Lion
+from bessemer.spec.memory import MemorySpec
 from bessemer.spec.optimizer import FUSED as WITH_FUSED_KERNEL
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.schema import RunSpec
@@ -59,34 +62,43 @@ KINDS = {
 
 
 def optimizer_for(model: nn.Module, spec: RunSpec) -> Guarded:
-    """The optimizer of a run: what the spec freezes is frozen from here on, the rest has its own learning rates."""
+    """The optimizer of a run. From here on what the spec freezes is frozen, and matrices are bf16 if it says so."""
     freeze(model, spec.optimizer.freeze)
-    return make_optimizer(model.named_parameters(), spec.optimizer, lr_scales(model, spec))
+    if spec.memory.kept != "fp32":
+        to_low_precision(model)
+    return make_optimizer(model.named_parameters(), spec.optimizer, lr_scales(model, spec), spec.memory, spec.seed)
 
 
-def make_optimizer(named: Named, spec: OptimizerSpec, scales: Mapping[str, float] | None = None) -> Guarded:
+def make_optimizer(
+    named: Named, spec: OptimizerSpec, scales: Mapping[str, float] | None = None, memory: MemorySpec | None = None,
+    seed: int = 0,
+) -> Guarded:  # fmt: skip
     """The optimizer that the spec asks for over the parameters that are trained; `scales` are factors on the learning
-    rate by parameter name, 1 where there is none.
+    rate by parameter name, 1 where there is none; `seed` is that of stochastic rounding.
 
     Where the wanted veto path does not hold here, the verdict is read on the host and `fallback_reason` says why.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    first = trained[0][1]
+    first, memory = trained[0][1], memory or MemorySpec()
     # On a GPU too: one scalar read costs less than a copy of all weights and moments (benchmarks/veto_cost.py).
-    wanted = PATHS.get(spec.veto, FUSED if spec.name in WITH_FUSED_KERNEL else HOST)
+    wanted = PATHS.get(spec.veto, FUSED if memory.lean or spec.name in WITH_FUSED_KERNEL else HOST)
     reason = None
     for path in dict.fromkeys((wanted, HOST)):
-        fault = veto_fault(spec, path, first.device, first.dtype)
+        fault = veto_fault(spec, path, first.device, first.dtype, memory)
         if fault is None:
-            return Guarded(trained, build(trained, spec, path, scales or {}), path, reason)
+            kind = InBackward if memory.update == "in_backward" else Guarded
+            return kind(trained, build(trained, spec, path, scales or {}, memory, seed), path, reason)
         reason = f"{spec.name}, {path}: {fault}; the verdict is read on the host before each step"
     raise RuntimeError(f"torch {torch.__version__} cannot withhold a step of {spec.name} on {first.device}: {fault}")
 
 
 def build(
-    named: list[tuple[str, nn.Parameter]], spec: OptimizerSpec, path: str, scales: Mapping[str, float]
-) -> list[Optimizer]:
-    """torch's own optimizer, or Muon and AdamW, with their state filled in. The learning rate comes with each step."""
+    named: list[tuple[str, nn.Parameter]], spec: OptimizerSpec, path: str, scales: Mapping[str, float],
+    memory: MemorySpec, seed: int = 0,
+) -> list[Optimizer]:  # fmt: skip
+    """Our own, torch's, or Muon and AdamW, with their state filled in. The learning rate comes with each step."""
+    if memory.lean:
+        return [Lean(_groups(named, spec.settings()["weight_decay"], scales), named, spec, memory, seed)]
     if spec.name != "muon":
         return [_one(named, spec.name, spec.settings(), path, scales)]
     hidden = [pair for pair in named if pair[1].ndim == 2 and not NOT_HIDDEN & set(pair[0].split("."))]
@@ -100,20 +112,13 @@ def build(
 def _one(
     named: list[tuple[str, nn.Parameter]], name: str, settings: dict[str, Any], path: str, scales: Mapping[str, float]
 ) -> Optimizer:
-    """One optimizer; matrices are decayed, vectors are not. A group for each learning rate, at most two for a layer."""
+    """One of torch's optimizers."""
     kind, on_gpu = KINDS[name], named[0][1].device.type == "cuda"
     capturable = path == SELECT and kind.capturable and on_gpu
     mode = {"fused": True} if path == FUSED else {"capturable": True} if capturable else {}
     if "betas" in settings:
         settings = settings | {"betas": tuple(settings["betas"])}
-    decay = settings.pop("weight_decay")
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-    for key, parameter in named:
-        groups.setdefault((parameter.ndim < 2, scales.get(key, 1.0)), []).append(parameter)
-    parts = [
-        {"params": groups[vectors, scale], "weight_decay": 0.0 if vectors else decay, "lr_scale": scale}
-        for vectors, scale in sorted(groups)
-    ]
+    parts = _groups(named, settings.pop("weight_decay"), scales)
     optimizer: Optimizer = kind.make(parts, lr=0.0, **settings, **kind.always, **mode)
     for _, parameter in named:
         state = optimizer.state[parameter]
@@ -123,6 +128,17 @@ def _one(
                 if value is not None:
                     state[key] = value
     return optimizer
+
+
+def _groups(named: list[tuple[str, nn.Parameter]], decay: float, scales: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Matrices are decayed, vectors are not. A group for each learning rate, at most two for a layer."""
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for key, parameter in named:
+        groups.setdefault((parameter.ndim < 2, scales.get(key, 1.0)), []).append(parameter)
+    return [
+        {"params": groups[vectors, scale], "weight_decay": 0.0 if vectors else decay, "lr_scale": scale}
+        for vectors, scale in sorted(groups)
+    ]
 
 
 def _first_value(key: str, parameter: nn.Parameter, device_counts: bool) -> Tensor | None:
@@ -141,22 +157,29 @@ def _first_value(key: str, parameter: nn.Parameter, device_counts: bool) -> Tens
     return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-def veto_fault(spec: OptimizerSpec, path: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
+def veto_fault(
+    spec: OptimizerSpec, path: str, device: torch.device, dtype: torch.dtype = torch.float32,
+    memory: MemorySpec | None = None,
+) -> str | None:  # fmt: skip
     """What is wrong with this path here, found by stepping one matrix; None when a veto holds and a step moves all."""
-    if path == FUSED and spec.name not in WITH_FUSED_KERNEL:
+    memory = memory or MemorySpec()
+    if path == FUSED and spec.name not in WITH_FUSED_KERNEL and not memory.lean:
         return "torch has no such kernel"
     # Numbers of the kernel's own: an epsilon of 1e9 would look like a kernel that does not move.
     plain = OptimizerSpec(name=spec.name, momentum=spec.momentum, nesterov=spec.nesterov)
     # Vector blocks and a remainder: torch 2.13's fused SGD skips whole blocks of bf16 weights on a CPU.
-    weight = nn.Parameter(torch.ones(9, 15, device=device, dtype=dtype))
+    # Our own steps need a matrix that is large enough for blocks of 8 bits and for the way to the host.
+    shape = (257, 256) if memory.lean else (9, 15)
+    dtype = dtype if memory.kept == "fp32" else torch.bfloat16
+    weight = nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
     seen: list[list[Tensor]] = []
     try:
-        probe = Guarded([("probe", weight)], build([("probe", weight)], plain, path, {}), path)
+        probe = Guarded([("probe", weight)], build([("probe", weight)], plain, path, {}, memory), path)
         for reject in (None, 1.0, 0.0, 1.0):
             if reject is not None:
                 value = torch.tensor(float("nan") if reject else 1.0, device=device)
                 weight.grad = torch.ones_like(weight) * value.to(dtype)
-                probe.step(1.0, torch.tensor(reject, device=device), value)
+                probe.step(0.3, torch.tensor(reject, device=device), value)  # to numbers that bf16 does not have
             seen.append([tensor.clone() for tensor in (weight.detach(), *probe.state().values())])
     except (RuntimeError, AssertionError) as error:
         return str(error).split("\n")[0]

@@ -15,6 +15,7 @@ from torch import nn
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
+from bessemer.spec.memory import MemorySpec, optimizer_bytes
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -84,7 +85,7 @@ def lr_scales(model: nn.Module, spec: RunSpec) -> dict[str, float]:
 
 
 def note_groups(model: nn.Module, spec: RunSpec, plan: Plan) -> None:
-    """What trains and how fast, in the plan, where the spec asks for anything special."""
+    """What trains, how fast and in how many bytes, in the plan, where the spec asks for anything special."""
     shape: ModelShape = model.shape  # type: ignore[assignment]
     named, decay, mup = dict(model.named_parameters()), spec.optimizer.layer_decay, spec.model.init == "mup"
     if spec.optimizer.freeze:
@@ -99,3 +100,21 @@ def note_groups(model: nn.Module, spec: RunSpec, plan: Plan) -> None:
         why = [f"layer_decay {decay:g}"] if decay else []
         why += [f"muP from width {spec.model.mup_width} to {shape.width}"] if mup else []
         plan.add("learning rates", f"x{min(scales):.3g} to x{max(scales):.3g}", " and ".join(why), "asked")
+    note_memory(spec, plan)
+
+
+def note_memory(spec: RunSpec, plan: Plan) -> None:
+    """What little memory costs, in the plan."""
+    memory = spec.memory
+    if not memory.lean:
+        return
+    precision = str(plan.value("precision")) if "precision" in plan.decisions else spec.precision
+    counted, usual = (optimizer_bytes(spec.optimizer, each, precision) for each in (memory, MemorySpec()))
+    kinds = f"weights {memory.kept}, moments {memory.moments}"
+    where = f", and {counted.host:.3g} on the host" if counted.host else ""
+    reason = f"{counted.device:.3g} bytes a parameter on the device instead of {usual.device:.3g}{where}"
+    plan.add("optimizer state", kinds, reason, "asked")
+    if memory.update == "in_backward":
+        lost = "a step is judged after its update, which a veto cannot withhold and only a rollback takes back"
+        kept = "a gradient that is not finite leaves its own parameter as it is"
+        plan.add("memory.update", "in_backward", f"no room for gradients: {lost}; nothing is clipped; {kept}", "asked")

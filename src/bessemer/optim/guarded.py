@@ -25,6 +25,8 @@ class Guarded:
     (fused SGD even leaves uninitialised memory behind when its first step is rejected).
     """
 
+    judged_first = True  # a verdict comes before the update
+
     def __init__(
         self, named: Named, optimizers: Sequence[Optimizer], path: str, fallback_reason: str | None = None
     ) -> None:
@@ -34,19 +36,24 @@ class Guarded:
         self.path = path
         self.fused = path == FUSED
         self.fallback_reason = fallback_reason
+        self.accumulates = False
 
     def grad_norm(self) -> Tensor:
         """Global norm; NaN or Inf as soon as one gradient is."""
-        return torch.nn.utils.get_total_norm(self._gradients())
+        parts: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in self._gradients():
+            parts.setdefault(gradient.dtype, []).append(gradient)
+        # The norm of a bf16 tensor would be a bf16 number, of three digits.
+        wide = {dtype: torch.promote_types(dtype, torch.float32) for dtype in parts}
+        norms = [torch.stack(torch._foreach_norm(part, 2, dtype=wide[dtype])) for dtype, part in parts.items()]
+        return torch.linalg.vector_norm(torch.cat(norms)) if norms else torch.zeros(())
 
     def step(self, lr: float, reject: Tensor, divisor: Tensor) -> None:
         """Divide gradients by `divisor` and update, unless `reject` is 1. Gradients are spent either way.
 
         A group's own learning rate is `lr` times its `lr_scale`.
         """
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]
+        self.set_lr(lr)
         if self.path == FUSED:
             for optimizer in self.optimizers:
                 optimizer.found_inf = reject  # type: ignore[attr-defined]
@@ -58,6 +65,29 @@ class Guarded:
             self._update(divisor)
         self.discard()
 
+    def arm(self, lr: float) -> None:
+        """Before the backward passes of a step, for those that update in them."""
+
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+
+    def accumulate(self, several: bool) -> None:
+        """Before the passes of a step. Gradients of several micro-batches add up in fp32, whatever their weights are
+        in."""
+        if several == self.accumulates:
+            return
+        self.accumulates = several
+        for parameter in self.parameters:
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.grad_dtype = torch.float32 if several else parameter.dtype
+
+    def remainders(self) -> dict[nn.Parameter, Tensor]:
+        """What bf16 weights lack of fp32, where it is kept beside them."""
+        found = ((p, optimizer.state[p].get("remainder")) for optimizer in self.optimizers for p in self.parameters)
+        return {p: rest for p, rest in found if rest is not None and rest.device == p.device}
+
     def discard(self) -> None:
         """Drop the gradients."""
         for parameter in self.parameters:
@@ -65,6 +95,9 @@ class Guarded:
 
     def state(self) -> dict[str, Tensor]:
         """Moments and counts by parameter name, live: a load writes into them, before the first step too."""
+        for optimizer in self.optimizers:
+            if shuttle := getattr(optimizer, "shuttle", None):
+                shuttle.settle()  # what lies on the host may still be on its way there
         return {
             f"{name}.{key}": tensor
             for name, parameter in self.named
@@ -97,16 +130,3 @@ class Guarded:
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
     """What gradients are divided by so that their norm is at most `limit`."""
     return torch.clamp(norm.float() / limit, min=1.0)
-
-
-@torch.no_grad()
-def weights_and_moments_finite(optimizer: Guarded) -> Tensor:
-    """One bool on the device of the weights: whether all of them and of their moments are finite.
-
-    It reads every byte once (the largest magnitude of each tensor, which NaN and Inf survive) and does not wait.
-    """
-    device = optimizer.parameters[0].device
-    # Counts that torch keeps on the CPU cannot become infinite.
-    live = [*(p.detach() for p in optimizer.parameters), *optimizer.state().values()]
-    largest = torch._foreach_norm([t for t in live if t.device == device and t.numel()], float("inf"))
-    return torch.stack(largest).isfinite().all()

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
+from bessemer.plan.memory import Passes, decide_room
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
-from bessemer.spec import count
 from bessemer.spec.mixture import Mixture
-from bessemer.spec.quantity import human_bytes, human_count, human_time, span_steps
+from bessemer.spec.quantity import human_count, human_time, span_steps
 from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -30,6 +30,7 @@ LOOK_EVERY_STEPS, LOOK_EVERY_S = 50, 15.0
 COPY_EVERY_STEPS, COPY_LEAST_STEPS = 32, 16
 DEEPSEEK = "DeepSeek LLM 2024, scaling of hyperparameters"
 REWARM = "Ibrahim et al. 2024: a lower peak forgets less"
+HALF = ("bf16", "fp8", "fp8_rowwise")
 CHINCHILLA = "Chinchilla 2022, approach 1"
 
 
@@ -48,10 +49,13 @@ class TrainPlan:
     context: int
     batch_rows: tuple[tuple[int, int], ...]  # (from_step, sequences)
     micro_rows: int
+    activations: str | float  # none, selective, full, or the share that is kept
     total_steps: int
     peak_lr: float
     warmup_steps: int
     precision: str
+    weights: str
+    compiled: bool
     evaluate: Interval
     evaluate_tokens: int
     save: Interval
@@ -104,6 +108,8 @@ def decide_precision(spec: RunSpec, machine: Machine, plan: Plan, previous: Plan
     """bf16 where it is measured to be faster on this device, else fp32. A resumed run keeps what was measured first."""
     if spec.precision != "auto":
         return str(plan.asked("precision", spec.precision))
+    if spec.memory.kept != "fp32":
+        return str(plan.add("precision", "bf16", f"memory.weights {spec.memory.kept} keeps weights in it", "rule"))
     if kept := plan.keep("precision", spec.precision, previous):
         return str(kept)
     if machine.training:
@@ -113,8 +119,43 @@ def decide_precision(spec: RunSpec, machine: Machine, plan: Plan, previous: Plan
         return str(plan.add("precision", value, reason, "measured"))
     fp32, bf16 = machine.matmul["fp32"], machine.matmul.get("bf16", 0.0)
     value = "bf16" if bf16 > 1.3 * fp32 else "fp32"
-    reason = f"matmul here: bf16 {bf16 / 1e9:,.1f} and fp32 {fp32 / 1e9:,.1f} GFLOP/s"
+    reason = f"matmul here: bf16 {bf16 / 1e9:,.1f} and fp32 {fp32 / 1e9:,.1f} GFLOP/s, {machine.source}"
     return str(plan.add("precision", value, reason, "measured"))
+
+
+def decide_weights(
+    spec: RunSpec, shape: ModelShape, machine: Machine, precision: str, plan: Plan, previous: Plan | None = None
+) -> str:
+    """How weights are kept. A resumed run keeps them as they were: its checkpoints have them so."""
+    key = "memory.weights"
+    # Experts' routers, state spaces and others' modules count on fp32 weights.
+    dense = not (shape.wrapped or shape.moe or shape.mamba or shape.decoder_layers)
+    if spec.memory.weights != "auto":
+        if spec.memory.weights != "fp32" and not dense:
+            kinds = "experts, state spaces, encoder-decoders and other libraries' models"
+            raise UserError(f"{key}: {kinds} keep fp32 weights: remove {spec.memory.weights}, or write fp32")
+        return str(plan.asked(key, spec.memory.weights))
+    if previous is not None:
+        return str(plan.keep(key, "auto", previous) or "fp32")
+    if machine.device != "cuda" or precision not in HALF or spec.optimizer.name != "adamw" or not dense:
+        return "fp32"
+    reason = "fp32 as bf16 and the 16 bits that it lacks: as exact, no casts, 14 bytes a parameter instead of 18"
+    return str(plan.add(key, "kahan", reason, "rule"))
+
+
+def keeping(spec: RunSpec, weights: str) -> RunSpec:
+    """The spec with what was decided for its weights."""
+    return spec.model_copy(update={"memory": spec.memory.model_copy(update={"weights": weights})})
+
+
+def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Plan) -> bool:
+    """Whether blocks are compiled."""
+    if spec.compile != "auto":
+        return bool(plan.asked("compile", spec.compile) == "block")
+    if machine.device != "cuda" or shape.wrapped:
+        return False
+    plan.add("compile", "block", "on an H200 1.2 times as fast as without, and faster than the whole model", "measured")
+    return True
 
 
 def _rows(key: str, batch: int, context: int) -> int:
@@ -157,34 +198,6 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
     reason = f"20 tokens for each of {human_count(shape.parameters)} parameters"
     decided = (20 * shape.parameters, reason, CHINCHILLA)
     return int(plan.choose("budget.tokens", budget.tokens, decided))
-
-
-def decide_micro_rows(
-    spec: RunSpec,
-    shape: ModelShape,
-    context: int,
-    rows: int,
-    machine: Machine,
-    plan: Plan,
-    previous: Plan | None = None,
-) -> int:
-    """Sequences in one forward pass: what fits in a third of the device's memory, and divides the batch."""
-    key = "budget.micro_batch"
-    kept = plan.keep(key, spec.budget.micro_batch, previous)
-    if kept is not None and kept <= rows:
-        return int(kept)
-    per_token = count.activation_bytes(shape)
-    room = machine.memory_bytes / 3 - 16 * shape.parameters
-    fits = max(1, int(room / (per_token * context)))
-    cap = max(1, 16_384 // context) if machine.device == "cpu" else fits
-    best = max(n for n in range(1, min(rows, fits, cap) + 1) if rows % n == 0)
-    reason = f"about {human_bytes(per_token * context * best)} of activations, and it divides the batch of {rows}"
-    if room < per_token * context:
-        reason = f"the least there is: by estimate the model hardly fits in {human_bytes(machine.memory_bytes)}"
-    chosen = int(plan.choose(key, spec.budget.micro_batch, (best, reason, "estimate")))
-    if chosen > rows:
-        raise UserError(f"{key}: {chosen} sequences exceed the batch of {rows}: write {rows} or less")
-    return chosen
 
 
 def decide_lr(
@@ -272,6 +285,8 @@ def decide_training(
 ) -> TrainPlan:
     """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run."""
     precision = decide_precision(spec, machine, plan, previous)
+    weights = decide_weights(spec, shape, machine, precision, plan, previous)
+    compiled = decide_compile(spec, shape, machine, plan)
     train_tokens = sum(sources[name].tokens for name in sources_used(spec))
     asked = decide_tokens(spec, shape, train_tokens, plan)
     estimate = asked if asked is not None else 20 * shape.parameters
@@ -290,7 +305,8 @@ def decide_training(
     plan.add("steps", total_steps, reason, "counted")
     mixtures = decide_mixtures(spec, context, sources, tokens, plan, previous)
     smallest = min(size for start, size in phases if start < total_steps)
-    micro_rows = decide_micro_rows(spec, shape, context, smallest, machine, plan, previous)
+    passes = Passes(context, 1, precision, "none", compiled and not (shape.moe or shape.mamba), machine.device)
+    passes = decide_room(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
     peak_lr = decide_lr(spec, shape, context, tokens, plan, previous)
     warmup = decide_warmup(spec, total_steps, rows * context, plan)
     every = spec.evaluate.every
@@ -304,11 +320,14 @@ def decide_training(
     return TrainPlan(
         context=context,
         batch_rows=phases,
-        micro_rows=micro_rows,
+        micro_rows=passes.rows,
+        activations=passes.activations,
         total_steps=total_steps,
         peak_lr=peak_lr,
         warmup_steps=warmup,
         precision=precision,
+        weights=weights,
+        compiled=compiled,
         evaluate=evaluate,
         evaluate_tokens=evaluate_tokens,
         save=save,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from bessemer.spec.clean.step import StepSpec
 from bessemer.spec.document import Path
+from bessemer.spec.memory import memory_faults
 from bessemer.spec.optimizer import FUSED, SETTINGS
 from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
@@ -332,6 +333,19 @@ def one_device(spec: RunSpec) -> Iterator[Problem]:
             yield (("parallel", key), f"{degree} devices were asked for and this version trains on one: write {key}: 1")
 
 
+def memory_fits(spec: RunSpec) -> Iterator[Problem]:
+    for key, why in memory_faults(spec.optimizer, spec.memory, spec.precision):
+        yield ("memory", key), why
+    batch, micro, context = spec.budget.batch, spec.budget.micro_batch, spec.data.context
+    whole = spec.memory.update == "in_backward"
+    if whole and spec.budget.batch_changes:
+        yield ("memory", "update"), "in_backward cannot add up micro-batches: remove budget.batch_changes, or this"
+    if whole and isinstance(batch, int) and isinstance(micro, int) and isinstance(context, int):
+        rows = max(1, round(batch / context))
+        if micro < rows:
+            yield ("memory", "update"), f"in_backward cannot add up micro-batches: write budget.micro_batch: {rows}"
+
+
 CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (
     (one_length, ("budget.tokens", "budget.steps", "budget.epochs")),
     (model_is_complete, ("model",)),
@@ -343,6 +357,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (context_is_a_sequence, ("data.context",)),
     (batch_holds_sequences, ("data.context", "budget.batch", "budget.batch_changes")),
     (micro_batch_fits, ("data.context", "budget.batch", "budget.micro_batch")),
+    (memory_fits, ("memory", "optimizer", "precision", "budget", "data.context")),
     (batch_changes_rise, ("budget.batch_changes",)),
     (sources_have_names_and_files, ("data.sources",)),
     (a_source_has_weight, ("data.sources",)),

@@ -136,19 +136,3 @@ def cache_bytes(shape: ModelShape, tokens: int, bytes_per_value: int = 2) -> int
         per = shape.mla.kv_rank + shape.mla.rope_dim if shape.mla else 2 * shape.kv_heads * shape.head_dim
         total += kept * per
     return total * bytes_per_value
-
-
-def activation_bytes(shape: ModelShape) -> int:
-    """Kept for the backward pass of one token, an estimate: 34 bytes of the width a layer and 4 of the inner size
-    (Korthikanti et al. 2022), what its experts take, 23 numbers of the inner width in a state space, and the head."""
-    total = 12 * shape.vocab
-    for layer in range(shape.layers + shape.decoder_layers):
-        inner = shape.ffn
-        if shape.has_experts(layer):
-            assert shape.moe is not None
-            inner = (shape.moe.top_k + shape.moe.shared) * shape.moe.ffn
-        total += 34 * shape.width + 4 * inner
-        if shape.mixer(layer) == "mamba":
-            assert shape.mamba is not None
-            total += 4 * 23 * shape.mamba.heads * shape.mamba.head_dim
-    return total

@@ -13,6 +13,7 @@ from pydantic import Field
 from bessemer.spec.checkpoint import CheckpointSpec
 from bessemer.spec.data import DataSpec, TokenizerSpec
 from bessemer.spec.guard import GuardSpec
+from bessemer.spec.memory import MemorySpec
 from bessemer.spec.model import ModelSpec
 from bessemer.spec.objectives import DropoutSpec, LossSpec, ObjectiveSpec
 from bessemer.spec.optimizer import OptimizerSpec
@@ -132,7 +133,21 @@ class RunSpec(Part):
     )
     loss: LossSpec = Field(default_factory=LossSpec, description="what is added to the cross-entropy")
     dropout: DropoutSpec = Field(default_factory=DropoutSpec, description="dropout in training")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto, fp32 or bf16", examples=["bf16"])
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8_rowwise"] = Field(
+        "auto",
+        description="of the passes: fp32, tf32, bf16, fp16 (with loss scaling), or fp8 in layers' products with one "
+        "scale a tensor or one a row (torchao); auto is the faster of fp32 and bf16",
+        examples=["bf16"],
+    )
+    loss_scale: Literal["dynamic"] | float = Field(
+        "dynamic", description="of fp16: dynamic, or a fixed factor such as 1024", examples=["dynamic"]
+    )
+    compile: Literal["auto", "off", "block"] = Field(
+        "auto",
+        description="torch.compile of each block's parts; auto is block on a GPU, off elsewhere",
+        examples=["block"],
+    )
+    memory: MemorySpec = Field(default_factory=MemorySpec, description="room on the device, and what is paid for it")
     parallel: ParallelSpec = Field(default_factory=ParallelSpec, description="where it runs")
     guard: GuardSpec = Field(default_factory=GuardSpec, description="the judge of every step")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="saves")

@@ -22,17 +22,22 @@ from bessemer.observe.view import RunView
 from bessemer.optim.choose import optimizer_for
 from bessemer.optim.ema import Ema
 from bessemer.optim.schedule import Schedule
-from bessemer.plan.decide import TrainPlan
+from bessemer.plan.decide import TrainPlan, keeping
 from bessemer.run.directory import RunWriter
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.supervise.start import set_dropout
+from bessemer.train import recompute
+from bessemer.train.compiled import compile_blocks
 from bessemer.train.device import memory_limit
 from bessemer.train.evaluate import Evaluator, HeldOut
+from bessemer.train.fp8 import convert
 from bessemer.train.job import Job
 from bessemer.train.objective import make_pretrain
+from bessemer.train.precision import FP8, compute_type
 from bessemer.train.saver import CheckpointSaver
+from bessemer.train.scaling import LossScale
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,17 @@ def open_remote(spec: RunSpec, run_folder: Path) -> Remote | None:
 
 def make_job(spec: RunSpec, parts: Parts, run: RunWriter, view: RunView) -> Job:
     """The job at step 0, with fresh weights."""
-    plan, device = parts.plan, parts.device
-    model = build(parts.shape, device, spec.seed, spec.model.init)
+    plan, device, fingerprint = parts.plan, parts.device, spec_fingerprint(spec)
+    spec = keeping(spec, plan.weights)
+    matrices = torch.float32 if plan.weights == "fp32" else torch.bfloat16
+    model = build(parts.shape, device, spec.seed, spec.model.init, matrices)
     set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
+    if plan.precision in FP8:
+        convert(model, plan.precision, device)
     optimizer = optimizer_for(model, spec)  # what it freezes has no average either
+    if plan.compiled:
+        compile_blocks(model, plan.micro_rows, plan.context, compute_type(plan.precision))
+    recompute.apply(model, plan.activations, spec.memory.offload_activations)
     named = list(model.named_parameters())
     objective = make_pretrain(spec, parts.stream.order.names, parts.tokenizer, parts.shape, plan.context)
     return Job(
@@ -81,9 +93,10 @@ def make_job(spec: RunSpec, parts: Parts, run: RunWriter, view: RunView) -> Job:
             parts.held_out, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device
         ),
         run=run, view=view,
-        saver=CheckpointSaver(Shelf(run.checkpoints), spec_fingerprint(spec), open_remote(spec, run.folder)),
+        saver=CheckpointSaver(Shelf(run.checkpoints), fingerprint, open_remote(spec, run.folder)),
         flops_per_token=parts.shape.flops_per_token(plan.context), peak_flops=parts.peak_flops,
-        watch=Watch(spec.guard, memory_limit(device), plan.total_steps), inside=Inside(model),
+        watch=Watch(spec.guard, memory_limit(device), plan.total_steps), inside=Inside(model, optimizer.remainders()),
         ladder=Ladder(spec.guard), decode=parts.tokenizer.decode,
         ema=Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None,
+        scaling=LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
     )  # fmt: skip

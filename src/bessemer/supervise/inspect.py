@@ -40,8 +40,9 @@ from bessemer.supervise.replay import stream_of
 from bessemer.supervise.session import existing_run
 from bessemer.supervise.start import completed, decide_shape, load_source, open_source
 from bessemer.train.device import measure, pick_device
+from bessemer.train.fp8 import convert
 from bessemer.train.objective import Pretrain, make_pretrain
-from bessemer.train.precision import compute_in
+from bessemer.train.precision import FP8, compute_in
 from bessemer.train.restore import find_checkpoint
 
 
@@ -96,7 +97,11 @@ def _bench(
     where: str,
     device: torch.device,
 ) -> Bench:
+    # Weights in fp32 whatever the run keeps them in, so that a step can be looked at in full precision too.
+    spec = spec.model_copy(update={"memory": spec.memory.model_copy(update={"weights": "fp32", "update": "after"})})
     model = build(shape, device, spec.seed, spec.model.init)
+    if plan.precision in FP8:
+        convert(model, plan.precision, device)
     optimizer = optimizer_for(model, spec)
     objective = make_pretrain(spec, stream.order.names, tokenizer, shape, plan.context)
     return Bench(spec, plan, device, model, optimizer, stream, where, objective)

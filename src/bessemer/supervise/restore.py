@@ -57,7 +57,7 @@ def start_from(job: Job, folder: Path) -> None:
         raise UserError(
             f"start_from: {folder} is not a checkpoint; give a folder such as runs/x/checkpoints/step-00001000.a1"
         )
-    weights = {name: tensor for name, tensor in job.state().items() if name.startswith("model.")}
+    weights = {name: t for name, t in job.state().items() if name.startswith("model.") or name.endswith(".remainder")}
     try:
         Shelf(folder.parent).load(folder, weights)
     except Damaged as error:
@@ -76,6 +76,8 @@ def load_checkpoint(job: Job, shelf: Shelf, folder: Path, former: RunSpec | None
     had_ema = former is None or former.optimizer.ema is not None
     if job.ema and not had_ema:  # an average that begins now
         state = {name: tensor for name, tensor in state.items() if not name.startswith("ema.")}
+    if former and (former.precision, former.loss_scale) != ("fp16", "dynamic"):  # a scale that begins now
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("scaling.")}
     refuse_other_data(job, read_manifest(folder), folder)
     manifest = shelf.load(folder, state)
     if job.ema and not had_ema:

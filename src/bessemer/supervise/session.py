@@ -40,8 +40,11 @@ from bessemer.supervise.restore import differences, restore_newest, start_from
 from bessemer.supervise.start import Source, choose_attention, completed, decide_shape, load_source, open_source
 from bessemer.train.copies import Copies, room_for_copies
 from bessemer.train.device import measure, pick_device, use_threads
+from bessemer.train.fp8 import converted
 from bessemer.train.job import Interrupt, Job, Outcome
 from bessemer.train.loop import train_loop
+from bessemer.train.precision import FP8, use_tf32
+from bessemer.train.room import fit
 from bessemer.train.saver import package_versions
 from bessemer.train.speed import training_rate
 
@@ -112,7 +115,8 @@ class Session:
         use_threads(self.spec.parallel)
         machine = measure(device)
         plan = Plan()
-        plan.add("parallel.device", device.type, f"{machine.name}, {machine.threads} threads", "found")
+        about = f"{machine.name}, {machine.threads} threads, {machine.source}"
+        plan.add("parallel.device", device.type, about, "found")
         prepared, shape, context = self._prepare(plan)
         if previous is None:
             machine = self._measure_precision(machine, shape, context, device)
@@ -129,8 +133,14 @@ class Session:
         )
         job = make_job(self.spec, parts, run, self.view)
         choose_attention(job, plan, previous)
+        if training.precision in FP8:
+            reason = "the linear layers of inner blocks; the first and last block and the head stay in bf16"
+            plan.add("precision.layers", len(converted(job.model)), reason, "rule")
+        with use_tf32(training.precision):
+            peak = fit(job, plan, resumed=previous is not None)
+        training = job.plan  # a probing step may have changed its mind
         job.interrupt = self.interrupt
-        note_groups(job.model, self.spec, plan)
+        note_groups(job.model, job.spec, plan)
         restored = restore_newest(job, Shelf(run.checkpoints), former, open_remote(self.spec, run.folder))
         if restored is None and self.spec.start_from:
             start_from(job, Path(self.spec.start_from))
@@ -161,19 +171,20 @@ class Session:
         if job.optimizer.fallback_reason:
             job.event("optimizer_fallback", reason=job.optimizer.fallback_reason)
         offer(self.spec, job)
-        self._copies(job)
+        self._copies(job, peak)
         if self.faults:
             self.faults.attach(job, prepared.tokenizer)
         self.view.planned(plan.rows(), summary(shape, training))
         if job.start_step >= training.total_steps:
             return Outcome("finished", "the budget was spent already; raise budget.tokens to train on", job.start_step)
-        return self._loop(job)
+        with use_tf32(training.precision):
+            return self._loop(job)
 
-    def _copies(self, job: Job) -> None:
+    def _copies(self, job: Job, peak: int | None) -> None:
         """Recent states in memory, where there is room."""
         if job.spec.guard.copies == "off" or not job.spec.guard.enabled:
             return
-        fits, needed, free = room_for_copies(job)
+        fits, needed, free = room_for_copies(job, peak)
         if fits:
             job.copies = Copies()
         else:

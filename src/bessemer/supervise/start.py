@@ -28,6 +28,7 @@ from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.job import Job
+from bessemer.train.precision import compute_type
 
 GROWN = ("embedding.weight", "head.weight", "head_bias")  # one row for each token
 
@@ -172,7 +173,7 @@ def choose_attention(job: Job, plan: Plan, previous: Plan | None) -> None:
         return
     name = plan.keep("attention", "auto", previous)
     if name is None:
-        dtype = torch.bfloat16 if job.plan.precision == "bf16" else torch.float32
+        dtype = compute_type(job.plan.precision)
         tasks = {task.kind for task in job.spec.tasks}
         packed, prefix = not job.spec.data.cross_documents, not tasks <= {"causal", "infill"}
         choice = choose(

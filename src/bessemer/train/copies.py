@@ -63,11 +63,15 @@ class Copies:
         self.held = [*kept, Copy(step, room, copy.copy(job.progress))]
 
 
-def room_for_copies(job: Job) -> tuple[bool, int, int]:
-    """Whether two copies fit in half of the free memory; the bytes they need and those that are free."""
+def room_for_copies(job: Job, peak: int | None = None) -> tuple[bool, int, int]:
+    """Whether two copies fit in half of the free memory, or beside a step's `peak` where that is known; the bytes they
+    need and those that are free."""
     needed = 2 * sum(tensor.numel() * tensor.element_size() for tensor in job.state().values())
     if job.device.type == "cuda":
         free = torch.cuda.mem_get_info(job.device)[0]
+        if peak is not None:
+            spare = int(0.95 * (free + torch.cuda.memory_reserved(job.device))) - peak
+            return needed <= spare, needed, max(0, spare)
     else:
         free = int(psutil.virtual_memory().available)
     return needed <= free // 2, needed, free

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
 from bessemer.errors import UserError
+from bessemer.plan.ceilings import Ceilings, ceilings_path, load_ceilings
 from bessemer.plan.machine import Machine
 from bessemer.spec.schema import ParallelSpec
 
@@ -38,7 +44,7 @@ def use_threads(spec: ParallelSpec) -> None:
 
 
 @contextmanager
-def _quiet_stderr() -> Iterator[None]:
+def quiet_stderr() -> Iterator[None]:
     """Some CPUs make torch print a long native stack trace when bf16 has no fast path; the probe expects that case."""
     sys.stderr.flush()
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -59,39 +65,87 @@ def synchronize(device: torch.device) -> None:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int, budget_s: float = 0.2) -> float:
-    """Best FLOP/s of a square product, over as many repeats as fit in the budget."""
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    a @ b
+    """FLOP/s of a square product."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / median_s(lambda: a @ b, device, budget_s)
+
+
+def median_s(run: Callable[[], object], device: torch.device, budget_s: float = 0.2, count: int | None = None) -> float:
+    """Seconds of a run: the median of `count`, or of as many as fit in the budget, at least 3. A GPU is not waited for
+    in between: its own clock tells when each run ended, so that what the host needs to start them does not count."""
+    run()
     synchronize(device)
-    best, end = float("inf"), time.perf_counter() + budget_s
-    while True:
-        start = time.perf_counter()
-        a @ b
+    began = time.perf_counter()
+    run()
+    synchronize(device)
+    count = count or min(200, max(3, int(budget_s / (time.perf_counter() - began))))
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
         synchronize(device)
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now > end:
-            return 2 * size**3 / best
+        return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) / 1e3
+    ends = [time.perf_counter()]
+    for _ in range(count):
+        run()
+        synchronize(device)
+        ends.append(time.perf_counter())
+    return statistics.median(b - a for a, b in pairwise(ends))
+
+
+def name_and_memory(device: torch.device) -> tuple[str, int]:
+    """What the device calls itself, and its bytes."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return properties.name, properties.total_memory
+    return _processor(), psutil.virtual_memory().total
+
+
+def _processor() -> str:
+    """Linux's own name of the CPU; platform.processor() says no more than x86_64 there."""
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()
+
+
+def bench_count(device: torch.device) -> int:
+    """How many GPUs; the speed of a CPU is that of its threads."""
+    return torch.cuda.device_count() if device.type == "cuda" else torch.get_num_threads()
+
+
+def bench_file(device: torch.device) -> Path:
+    """Where `bessemer bench` keeps what it measured of such a device with this torch."""
+    return ceilings_path(name_and_memory(device)[0], bench_count(device), torch.__version__)
+
+
+def stored_ceilings(device: torch.device) -> Ceilings | None:
+    """What `bessemer bench` measured of such a device, if it did."""
+    return load_ceilings(bench_file(device))
 
 
 def measure(device: torch.device) -> Machine:
-    """Name, memory and matmul rates. Takes under a second; a hopeless bf16 path is given up after a small product."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name, memory = properties.name, properties.total_memory
-    else:
-        name, memory = platform.processor() or platform.machine(), psutil.virtual_memory().total
+    """Name, memory and matmul rates: those that `bessemer bench` stored, or else from a probe of under a second."""
+    name, memory = name_and_memory(device)
+    machine, stored = Machine(device.type, name, memory, torch.get_num_threads()), stored_ceilings(device)
+    if stored is not None and "fp32" in (rates := stored.matmul()):
+        return replace(machine, matmul={"bf16": 0.0} | rates, source=stored.source)
+    return replace(machine, matmul=_probe(device))
+
+
+def _probe(device: torch.device) -> dict[str, float]:
+    """FLOP/s of products in fp32 and bf16; a hopeless bf16 path is given up after a small one."""
     size = 4096 if device.type == "cuda" else 512
     rates = {"fp32": matmul_rate(device, torch.float32, size)}
     try:
-        with _quiet_stderr():
+        with quiet_stderr():
             small = matmul_rate(device, torch.bfloat16, 128, budget_s=0.05)
             hopeless = device.type == "cpu" and small < 0.2 * rates["fp32"]
             rates["bf16"] = small if hopeless else matmul_rate(device, torch.bfloat16, size)
     except (RuntimeError, TypeError):  # a backend without bf16
         rates["bf16"] = 0.0
-    return Machine(device.type, name, memory, torch.get_num_threads(), rates)
+    return rates
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.train.copies import Copies
 from bessemer.train.evaluate import Evaluator
 from bessemer.train.objective import Pretrain
+from bessemer.train.scaling import LossScale
 
 
 class View(Protocol):
@@ -89,6 +91,18 @@ class Faults(Protocol):
 
     def lr(self, step: int, planned: float) -> float:
         """The learning rate that the update really uses."""
+        ...
+
+
+class Profiler(Protocol):
+    """Who looks at where a step's time goes; see `profile.py`."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Around a part of a step."""
+        ...
+
+    def step(self, job: Job) -> None:
+        """After a step."""
         ...
 
 
@@ -173,9 +187,11 @@ class Job:
     ladder: Ladder
     decode: Callable[[list[int]], str]
     ema: Ema | None = None
+    scaling: LossScale | None = None  # with fp16
     copies: Copies | None = None
     watchdog: Watchdog | None = None
     faults: Faults | None = None
+    profiler: Profiler | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
     progress: Progress = field(default_factory=Progress)
     start_step: int = 0
@@ -192,6 +208,8 @@ class Job:
         state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
         if self.ema:
             state |= {f"ema.{name}": tensor for name, tensor in self.ema.state().items()}
+        if self.scaling:
+            state |= {f"scaling.{name}": tensor for name, tensor in self.scaling.state().items()}
         state |= {f"guard.{name}": tensor for name, tensor in self.judge.state().items()}
         return state
 

@@ -31,6 +31,9 @@ from bessemer.train.device import Sent, memory_in_use, synchronize
 from bessemer.train.forgetting import end_of, judge_forgetting, rises, watched
 from bessemer.train.job import Clock, Incident, Job, Outcome
 from bessemer.train.precision import compute_in
+from bessemer.train.profile import span
+from bessemer.train.room import make_room, out_of_memory, split
+from bessemer.train.scaling import OVERFLOW
 
 LOOK_ROWS = 2  # sequences of a look inside the model
 CAREFUL = 4  # times as many saves after an incident
@@ -50,7 +53,8 @@ class Attempt:
     step_s: float = 0.0
     lr: float = 0.0
     clip: float = 0.0
-    sent: Sent | None = None  # loss, gradient norm, correct, and the verdict's numbers if it was judged
+    scaled: bool = False  # by fp16's loss scale
+    sent: Sent | None = None  # loss, gradient norm, correct, the verdict's numbers if it was judged, the loss scale
     look: Look | None = None
 
 
@@ -58,28 +62,56 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
     """Losses and gradients of a step; nothing is updated yet."""
     if job.faults:
         job.faults.before_step(job, step)
-    feeds = deque(job.objective.feed(batch, job.device) for batch in batches)
+    with span(job, "data"):
+        feeds = deque(job.objective.feed(batch, job.device) for batch in batches)
     count = sum(feed.count for feed in feeds) if job.objective.rewriting else job.stream.step_count(step)
     loss = torch.zeros((), device=job.device)
     correct = torch.zeros((), device=job.device)
-    losses = []
+    losses, scaling = [], job.scaling
+    job.optimizer.accumulate(len(feeds) > 1)
     while feeds:  # one by one: its masks go with a feed
-        with compute_in(job.plan.precision, job.device):
+        with span(job, "forward"), compute_in(job.plan.precision, job.device):
             # A step whose documents are all banned has nothing to learn from, and a loss of zero.
             terms = job.objective.loss(job.model, feeds.popleft(), count or 1.0)
-        terms.loss.backward()
+        with span(job, "backward"):
+            (terms.loss if scaling is None else terms.loss * scaling.scale).backward()
         loss += terms.nll
         correct += terms.correct
         losses.append(terms.nll_BT)
     if job.faults:
         job.faults.after_backward(job, step)
-    return Attempt(step, int(count), loss, correct, batches, losses, wait_s)
+    return Attempt(step, int(count), loss, correct, batches, losses, wait_s, scaled=scaling is not None)
+
+
+def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt | str:
+    """Losses and gradients, in smaller micro-batches where memory runs out; in words why not even so."""
+    while True:
+        try:
+            return forward_backward(job, step, split(batches, job.plan.micro_rows), wait_s)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            said = str(error).split("\n")[0]
+        # Out of `except`, whose traceback holds all that the failed pass had made.
+        if fault := make_room(job, step, said):
+            return fault
+
+
+def out_of_room(job: Job, step: int, pending: Attempt | None, validation: dict[str, Any] | None, fault: str) -> Outcome:
+    """The end of a run whose next step does not fit. Its state is whole, unless updates were part of the passes."""
+    if pending and (incident := report_step(job, pending)):
+        return Outcome("incident", incident.symptom, step, validation, incident)
+    kept = step == job.start_step  # nothing to save, and the next start plans anew
+    if not kept and job.optimizer.judged_first:
+        kept = job.saver.save(job, step, None) is not None and job.saver.wait(job, uploads=True)
+    return Outcome("failed", fault if kept else f"{fault}; the last checkpoint stands", step, validation)
 
 
 def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
     """The verdict, and the update unless it is vetoed; no host sync where the optimizer allows."""
     step = attempt.step
-    norm = job.optimizer.grad_norm()
+    scaling = job.scaling
+    norm = job.optimizer.grad_norm() if scaling is None else job.optimizer.grad_norm() / scaling.scale
     attempt.clip, attempt.lr = job.clip(step), job.lr(step)
     if job.faults:
         attempt.lr = job.faults.lr(step, attempt.lr)
@@ -88,18 +120,24 @@ def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
     if job.spec.guard.enabled and attempt.tokens:
         repeated = mostly_repeated(attempt.batches, job.spec.guard.repeat_share)
         verdict = job.judge.judge(attempt.loss, norm, repeated)
-        reject = verdict.reject.to(job.device)
         numbers = torch.cat((numbers, verdict.numbers.to(job.device)))
+        # What was updated in the backward pass is past withholding, and averages go along.
+        reject = verdict.reject.to(job.device) if job.optimizer.judged_first else torch.zeros((), device=job.device)
     else:
         reject = torch.zeros((), device=job.device) if attempt.tokens else torch.ones((), device=job.device)
-    attempt.sent = Sent(numbers)
     if looking:
-        job.inside.before()
-    job.optimizer.step(attempt.lr, reject, divisor)
-    if (moe := job.model.shape.moe) is not None and moe.choice_bias:
-        update_choice_bias(job.model, moe.bias_rate, reject)
-    if job.ema:
-        job.ema.update(reject)
+        job.inside.before(1.0 if scaling is None else scaling.scale)
+    if scaling is not None:
+        numbers = torch.cat((numbers, scaling.scale[None]))
+        divisor = divisor * scaling.scale
+        reject = torch.maximum(reject, scaling.update(norm))
+    attempt.sent = Sent(numbers)
+    with span(job, "optimizer"):
+        job.optimizer.step(attempt.lr, reject, divisor)
+        if (moe := job.model.shape.moe) is not None and moe.choice_bias:
+            update_choice_bias(job.model, moe.bias_rate, reject)
+        if job.ema:
+            job.ema.update(reject)
     if looking:
         job.inside.after()
         attempt.look = look_inside(job, attempt.batches)
@@ -115,23 +153,30 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
     """Read a step's numbers, write them down; an incident if the run must not simply go on."""
     assert attempt.sent is not None
     loss, norm, correct, *judged = attempt.sent.read()
+    scale = judged.pop() if attempt.scaled else None
     verdict = Verdict.named(judged) if judged else {}
     code = int(verdict.get("code", ACCEPT))
-    clipped = math.isfinite(norm) and norm > attempt.clip
+    withheld = OVERFLOW if scale is not None and not math.isfinite(norm) else None
+    if withheld and math.isfinite(loss):  # this is how the scale is found: nothing for the ladder, nor a look's alarms
+        code, attempt.look = ACCEPT, None
+    first = job.optimizer.judged_first
+    clipped, vetoed = first and math.isfinite(norm) and norm > attempt.clip, first and code != ACCEPT
     progress = job.progress
     progress.tokens += attempt.tokens
     progress.elapsed_s += attempt.step_s
-    progress.vetoes += code != ACCEPT
+    progress.vetoes += vetoed
     progress.clipped += clipped
     record = {
         "step": attempt.step, "loss": loss, "accuracy": round(correct / max(1, attempt.tokens), 5), "grad_norm": norm,
-        "lr": attempt.lr, "clip": attempt.clip, "clipped": clipped, "veto": REASONS.get(code),
+        "lr": attempt.lr, "clip": attempt.clip, "clipped": clipped, "veto": REASONS[code] if vetoed else withheld,
         "tokens": progress.tokens,
         "tokens_per_s": round(attempt.tokens / attempt.step_s, 1),
         "mfu": round(attempt.tokens * job.flops_per_token / attempt.step_s / job.peak_flops, 4),
         "step_s": round(attempt.step_s, 5), "data_wait_s": round(attempt.wait_s, 5),
         "memory_bytes": memory_in_use(job.device),
     }  # fmt: skip
+    if scale is not None:
+        record["loss_scale"] = scale
     job.run.step(record)
     job.view.step(record)
     job.history.append(record)
@@ -139,7 +184,9 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
     statistics = {key: round(value, 4) for key, value in verdict.items() if key not in ("code", "reopened")}
     if code != ACCEPT:
         job.event(
-            "veto", step=attempt.step, reason=REASONS[code], loss=loss, grad_norm=norm, statistics=statistics,
+            "veto" if vetoed else "judged_late",
+            step=attempt.step, reason=REASONS[code] if vetoed else f"{REASONS[code]}, after its update",
+            loss=loss, grad_norm=norm, statistics=statistics,
             documents=blame(job.stream, attempt.batches, attempt.losses),
         )  # fmt: skip
     if verdict.get("reopened"):
@@ -152,9 +199,10 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
     alarms = raise_alarms(job, attempt, record) if job.spec.guard.enabled else []
     urgent = next((alarm for alarm in alarms if alarm.severity in ("rollback", "stop")), None)
     if code != ACCEPT or urgent:
+        severity = urgent.severity if urgent else "veto" if vetoed else "rollback"
         return Incident(
             attempt.step, REASONS[code] if code != ACCEPT or not urgent else urgent.finding.symptom,
-            urgent.severity if urgent else "veto", record, statistics, attempt.batches, urgent,
+            severity, record, statistics, attempt.batches, urgent,
         )  # fmt: skip
     return None
 
@@ -265,9 +313,16 @@ def train_loop(job: Job) -> Outcome:
     with Prefetch(job.stream, job.plan.micro_rows, pin=job.device.type == "cuda") as feed:
         for step in range(job.start_step, total):
             began = time.perf_counter()
-            attempt = forward_backward(job, step, feed.get(step), feed.wait_s)
+            with span(job, "data"):
+                batches = feed.get(step)
+            job.optimizer.arm(job.lr(step))  # nothing, unless updates are part of the backward pass
+            attempt = attempt_step(job, step, batches, feed.wait_s)
+            if isinstance(attempt, str):
+                return out_of_room(job, step, pending, validation, attempt)
             # The step before is read while this one runs on the device. Nothing is updated before its verdict is known.
-            if pending and (incident := report_step(job, pending)):
+            with span(job, "report"):
+                incident = report_step(job, pending) if pending else None
+            if incident:
                 job.optimizer.discard()
                 return Outcome("incident", incident.symptom, step, validation, incident)
             if step in changes:
@@ -278,14 +333,17 @@ def train_loop(job: Job) -> Outcome:
             if job.copies and copying.due(step):
                 job.copies.take(job, step)
                 copying.reset()
-            looking = job.spec.guard.enabled and looks.both_due(step)
+            looking = job.spec.guard.enabled and job.optimizer.judged_first and looks.both_due(step)
             if looking:
                 looks.reset()
-            judge_and_update(job, attempt, looking)
+            with span(job, "judge"):
+                judge_and_update(job, attempt, looking)
             attempt.step_s = time.perf_counter() - began
             pending, done = attempt, step + 1
             job.saver.poll(job)
             job.saver.confirm(job, done)
+            if job.profiler:
+                job.profiler.step(job)
 
             # Most steps end here. The rest is for boundaries: evaluate, save, perhaps leave.
             leaving = done == total or out_of_time(job, attempt)

@@ -9,8 +9,10 @@ Tensor names end in their shape: R rows (tokens), C rows of a chunk, W width, V 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +22,10 @@ from torch import Tensor
 from bessemer.errors import UserError
 
 CHUNK_BYTES = 4 << 20  # of float32 logits; on two cores the best of 1 to 128 MB at 8,192 words, all alike at 2,048
-CHUNK_BYTES_GPU = 512 << 20
+CHUNK_BYTES_GPU = 2 << 30
+CHUNK_BYTES_ELSE = 256 << 20  # where nobody measured: large enough for the launches not to count
+WORDS_MULTIPLE = 64
+IN_PLACE = 64 << 20  # bytes
 IGNORED = -100  # the label of what is not to be classified, as transformers and torch have it
 
 
@@ -112,6 +117,118 @@ def _logit_gradient(
     return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
+@dataclass
+class _Head:
+    """A linear head and what is wanted of it. Gradients are None where nobody wants them."""
+
+    hidden_RW: Tensor
+    weight_VW: Tensor
+    bias_V: Tensor | None
+    targets_R: Tensor
+    weights_R: Tensor
+    scale: float
+    options: LossOptions
+    wants: tuple[bool, bool, bool]
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Found = tuple[Tensor, Tensor, Tensor, Gradients]  # cross-entropy, loss and correctness of rows
+
+
+def _in_chunks(head: _Head, compute: torch.dtype) -> Found:
+    """In plain torch, on every device and for every option."""
+    hidden_RW, options, wants = head.hidden_RW, head.options, head.wants
+    kind = hidden_RW.device.type
+    exact = torch.float64 if hidden_RW.dtype == torch.float64 else torch.float32
+    h_RW, w_VW = hidden_RW.to(compute), head.weight_VW.to(compute)
+    b_V = None if head.bias_V is None else head.bias_V.to(exact)
+    rows, vocab = h_RW.shape[0], w_VW.shape[0]
+    grad_h_RW = torch.empty_like(hidden_RW) if wants[0] else None
+    grad_w_VW = torch.zeros_like(head.weight_VW, dtype=exact) if wants[1] else None
+    grad_b_V = torch.zeros_like(head.bias_V, dtype=exact) if head.bias_V is not None and wants[2] else None
+    nll_R = torch.empty(rows, dtype=exact, device=h_RW.device)
+    loss_R = nll_R if options.is_cross_entropy else torch.empty_like(nll_R)
+    correct_R = torch.empty(rows, dtype=torch.bool, device=h_RW.device)
+    limit = {"cpu": CHUNK_BYTES, "cuda": CHUNK_BYTES_GPU}.get(kind, CHUNK_BYTES_ELSE)
+    chunk = max(16, limit // (4 * vocab))
+    for start in range(0, rows, chunk):
+        part = slice(start, start + chunk)
+        target_C1 = head.targets_R[part, None]
+        logits_CV = (h_RW[part] @ w_VW.t()).to(exact)
+        slope_CV = _bend(logits_CV, b_V, options, any(wants))
+        top_C, index_C = logits_CV.max(dim=-1)
+        logits_CV.sub_(top_C[:, None])
+        at_target_C = logits_CV.gather(1, target_C1)[:, 0]
+        correct_R[part] = index_C == target_C1[:, 0]
+        mean_C = logits_CV.mean(dim=-1) if options.smoothing else at_target_C
+        sums_C = logits_CV.exp_().sum(dim=-1)
+        log_C = sums_C.log()
+        nll_R[part] = log_C - at_target_C
+        shaped = None
+        if not options.is_cross_entropy:
+            shaped = _shape_rows(nll_R[part], top_C + log_C, log_C - mean_C, vocab, options)
+            loss_R[part] = shaped.loss_C
+        if not any(wants):
+            continue
+        weight_C = head.weights_R[part].to(exact) * (head.scale * options.logit_scale)
+        grad_CV = _logit_gradient(logits_CV, sums_C, target_C1, weight_C, shaped, slope_CV)
+        if grad_b_V is not None:
+            grad_b_V.add_(grad_CV.sum(dim=0))
+        grad_CV = grad_CV.to(compute)
+        if grad_h_RW is not None:
+            grad_h_RW[part] = grad_CV @ w_VW
+        if grad_w_VW is not None and compute == exact:
+            grad_w_VW.addmm_(grad_CV.t(), h_RW[part])
+        elif grad_w_VW is not None:
+            grad_w_VW.add_(grad_CV.t() @ h_RW[part])
+    return nll_R, loss_R, correct_R, (grad_h_RW, grad_w_VW, grad_b_V)
+
+
+def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
+    """On a GPU in half precision: logits as the product gives them, one kernel for loss and gradient, and the weight's
+    gradient summed over chunks in float32 inside the products."""
+    from bessemer.train.kernels.cross_entropy import cross_entropy_rows_
+
+    options, (wants_h, wants_w, _) = head.options, head.wants
+    h_RW, vocab = head.hidden_RW.to(compute), len(head.weight_VW)
+    # Products over an odd number of words are slow: the copy gets rows of zeros, whose logits and gradients stay zero.
+    w_PW = F.pad(head.weight_VW.to(compute), (0, 0, 0, -vocab % WORDS_MULTIPLE))
+    rows, padded = len(h_RW), len(w_PW)
+    chunk = min(rows, max(128, CHUNK_BYTES_GPU // (2 * padded) // 128 * 128))
+    buffer_CP = h_RW.new_empty(chunk, padded)
+    grad_h_RW = torch.empty_like(h_RW) if wants_h else None
+    grad_w_PW = torch.empty_like(w_PW, dtype=torch.float32) if wants_w else None
+    found = []
+    for start in range(0, rows, chunk):
+        h_CW = h_RW[start : start + chunk]
+        logits_CP = buffer_CP[: len(h_CW)]
+        torch.mm(h_CW, w_PW.t(), out=logits_CP)
+        part = slice(start, start + len(h_CW))
+        found.append(
+            cross_entropy_rows_(
+                logits_CP, vocab, head.targets_R[part], head.weights_R[part], head.scale, wants_h or wants_w,
+                options.logit_scale, options.logit_cap, options.z,
+            )
+        )  # fmt: skip
+        if grad_h_RW is not None:
+            torch.mm(logits_CP, w_PW, out=grad_h_RW[part])
+        if grad_w_PW is not None and start == 0:
+            torch.mm(logits_CP.t(), h_CW, out_dtype=torch.float32, out=grad_w_PW)
+        elif grad_w_PW is not None:
+            torch.addmm(grad_w_PW, logits_CP.t(), h_CW, out_dtype=torch.float32, out=grad_w_PW)
+    nll_R, loss_R, correct_R = (torch.cat(parts) for parts in zip(*found, strict=True))
+    grad_w_VW = None if grad_w_PW is None else grad_w_PW[:vocab]
+    return nll_R, loss_R, correct_R, (grad_h_RW, grad_w_VW, None)
+
+
+def _kernel_serves(head: _Head, compute: torch.dtype) -> bool:
+    """Smoothing, focal loss and a bias of the head are rare, and stay with plain torch."""
+    options = head.options
+    if head.hidden_RW.device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
+        return False
+    return head.bias_V is None and not options.smoothing and not options.focal and has_triton()
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -127,57 +244,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = hidden_RW.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RW.dtype
-        exact = torch.float64 if hidden_RW.dtype == torch.float64 else torch.float32
-        h_RW, w_VW = hidden_RW.to(compute), head_VW.to(compute)
-        b_V = None if bias_V is None else bias_V.to(exact)
-        rows, vocab = h_RW.shape[0], w_VW.shape[0]
-        grad_h_RW = torch.empty_like(hidden_RW) if wants[0] else None
-        grad_w_VW = torch.zeros_like(head_VW, dtype=exact) if wants[1] else None
-        grad_b_V = torch.zeros_like(bias_V, dtype=exact) if bias_V is not None and wants[2] else None
-        nll_R = torch.empty(rows, dtype=exact, device=h_RW.device)
-        loss_R = nll_R if options.is_cross_entropy else torch.empty_like(nll_R)
-        correct_R = torch.empty(rows, dtype=torch.bool, device=h_RW.device)
-        limit = CHUNK_BYTES if kind == "cpu" else CHUNK_BYTES_GPU
-        chunk = max(16, limit // (4 * vocab))
+        # In fp16 a gradient that is divided by the tokens of a step is gone before a loss scale can save it.
+        ctx.later = scale if compute == torch.float16 else 1.0
+        head = _Head(hidden_RW, head_VW, bias_V, targets_R, weights_R, scale / ctx.later, options, wants)
+        run = _by_kernel if _kernel_serves(head, compute) else _in_chunks
         with torch.autocast(kind, enabled=False):
-            for start in range(0, rows, chunk):
-                part = slice(start, start + chunk)
-                target_C1 = targets_R[part, None]
-                logits_CV = (h_RW[part] @ w_VW.t()).to(exact)
-                slope_CV = _bend(logits_CV, b_V, options, any(wants))
-                top_C, index_C = logits_CV.max(dim=-1)
-                correct_R[part] = index_C == targets_R[part]
-                logits_CV.sub_(top_C[:, None])
-                at_target_C = logits_CV.gather(1, target_C1)[:, 0]
-                mean_C = logits_CV.mean(dim=-1) if options.smoothing else at_target_C
-                sums_C = logits_CV.exp_().sum(dim=-1)
-                log_C = sums_C.log()
-                nll_R[part] = log_C - at_target_C
-                shaped = None
-                if not options.is_cross_entropy:
-                    shaped = _shape_rows(nll_R[part], top_C + log_C, log_C - mean_C, vocab, options)
-                    loss_R[part] = shaped.loss_C
-                if not any(wants):
-                    continue
-                weight_C = weights_R[part].to(exact) * (scale * options.logit_scale)
-                grad_CV = _logit_gradient(logits_CV, sums_C, target_C1, weight_C, shaped, slope_CV)
-                if grad_b_V is not None:
-                    grad_b_V.add_(grad_CV.sum(dim=0))
-                grad_CV = grad_CV.to(compute)
-                if grad_h_RW is not None:
-                    grad_h_RW[part] = grad_CV @ w_VW
-                if grad_w_VW is not None and compute == exact:
-                    grad_w_VW.addmm_(grad_CV.t(), h_RW[part])
-                elif grad_w_VW is not None:
-                    grad_w_VW.add_(grad_CV.t() @ h_RW[part])
-        ctx.save_for_backward(grad_h_RW, grad_w_VW, grad_b_V)
+            nll_R, loss_R, correct_R, gradients = run(head, compute)
+        ctx.save_for_backward(*gradients)
+        ctx.spent = False
         ctx.mark_non_differentiable(nll_R, correct_R)
         return (loss_R * weights_R).sum() * scale, nll_R, correct_R
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grads = (None if saved is None else saved * grad_loss for saved in ctx.saved_tensors)
+        # A large vocabulary's gradient, a gigabyte, is changed in place; a second backward pass would meet it changed.
+        large = any(saved is not None and saved.nbytes >= IN_PLACE for saved in ctx.saved_tensors)
+        assert not (large and ctx.spent), "the gradients of a large head are given away once"
+        ctx.spent = True
+        factor = grad_loss * ctx.later
+        grads = (
+            None if saved is None else saved.mul_(factor) if saved.nbytes >= IN_PLACE else saved * factor
+            for saved in ctx.saved_tensors
+        )
         return *grads, None, None, None, None, None
+
+
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def linear_cross_entropy(

@@ -10,7 +10,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from bessemer.data.stream import Batch
+from bessemer.model.widened import widened
 from bessemer.train.job import Job
-from bessemer.train.precision import compute_in
+from bessemer.train.precision import compute_in, compute_type, use_tf32
+from bessemer.train.scaling import scaled
 from bessemer.trial.case import Normal, Scene
 
 
@@ -42,21 +44,26 @@ def run_pass(job: Job, batches: Sequence[Batch], count: float | None = None, pre
     count = count or 1.0  # all of it is banned: nothing to learn from, and a loss of zero
     loss = torch.zeros((), device=job.device)
     losses = []
-    while feeds:
-        with compute_in(precision or job.plan.precision, job.device):
-            terms = job.objective.loss(job.model, feeds.popleft(), count)
-        terms.loss.backward()
-        loss += terms.nll
-        losses.append(terms.nll_BT)
+    precision = precision or job.plan.precision
+    scaling = job.scaling if precision == "fp16" else None
+    with use_tf32(precision), scaled(scaling, job.optimizer.parameters) as factor:
+        while feeds:
+            with compute_in(precision, job.device):
+                terms = job.objective.loss(job.model, feeds.popleft(), count)
+            (terms.loss * factor).backward()
+            loss += terms.nll
+            losses.append(terms.nll_BT)
     numbers = torch.stack((loss, job.optimizer.grad_norm().float())).tolist()
     return Measured(numbers[0], numbers[1], [np.asarray(nll.cpu(), dtype=np.float64) for nll in losses])
 
 
 def measure(job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None) -> Measured:
-    """The same, leaving no gradients."""
+    """The same, leaving no gradients. In fp32 weights that are kept in bf16 are widened for it."""
     clear_gradients(job)
+    wide = compute_type(precision or job.plan.precision) == torch.float32
     try:
-        return run_pass(job, batches, count, precision)
+        with widened(job.model) if wide else nullcontext():
+            return run_pass(job, batches, count, precision)
     finally:
         clear_gradients(job)
 

@@ -20,6 +20,7 @@ from bessemer.spec.guard import GuardSpec
 KEPT = (
     "step", "loss", "grad_norm", "lr", "veto", "tokens_per_s", "step_s", "data_wait_s", "memory_bytes", "rank_step_s",
 )  # fmt: skip
+SEARCH = 4  # times as many overflows of fp16 in a row: from 65,536 down to 1 a loss scale takes 16 steps
 FIXED = ("guard", "key", "limit_bytes", "total_steps")  # of a detector, from the spec and the machine
 
 
@@ -55,9 +56,9 @@ class Watch:
 
     def _not_finite(self, record: Record) -> list[Alarm]:
         self._nonfinite += 1
-        lasting = self._nonfinite == self.spec.max_vetoes
-        # With fp16 a single overflow of the gradient is how the loss scale is found.
+        # With fp16 some overflows of the gradient are how the loss scale is found.
         expected = "loss_scale" in record and math.isfinite(record["loss"])
+        lasting = self._nonfinite == self.spec.max_vetoes * (SEARCH if expected else 1)
         new = not expected and fires(self._active, "nonfinite", True, 1)
         if not (new or lasting):
             return []

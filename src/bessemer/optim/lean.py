@@ -1,0 +1,221 @@
+"""AdamW, Adam and Lion for little memory: weights in bf16, moments in bf16 or 8 bits, state on the host.
+
+A step is one function of flat pieces of tensors, in fp32 inside, which torch.compile makes one kernel of on a GPU. The
+verdict and the divisor go into it: a rejected step leaves every byte as it was, without a word from the host.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bessemer.optim.bits import decoded, encoded, halves, joined, rounded
+from bessemer.optim.offload import Shuttle, host_zeros
+from bessemer.spec.memory import BLOCK, MemorySpec
+from bessemer.spec.optimizer import OptimizerSpec
+
+SMALLEST_8BIT = 4096  # elements; smaller tensors keep fp32 moments, as in bitsandbytes and torchao
+SMALLEST_OFFLOAD = 1 << 16  # elements; what is smaller is not worth the way
+PIECE = 1 << 25  # elements updated at once: an embedding of 1B would need 16 GB of room on its way from the host
+M, V = "exp_avg", "exp_avg_sq"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The mathematics of a step, and how its results are kept."""
+
+    name: str
+    betas: tuple[float, float]
+    eps: float
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return (M,) if self.name == "lion" else (M, V)
+
+
+def to_low_precision(model: nn.Module) -> None:
+    """Keep matrices in bf16 from here on; vectors (norms, biases) are few and stay as they are."""
+    for parameter in model.parameters():
+        if parameter.ndim >= 2 and parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def update(
+    rule: Rule, weight: Tensor, grad: Tensor, state: dict[str, Tensor], count: Tensor, reject: Tensor, divisor: Tensor,
+    lr: Tensor, decay: Tensor, key: Tensor,
+) -> None:  # fmt: skip
+    """One step of a flat piece, unless `reject` is 1. `count` is that of the steps before; all numbers are tensors."""
+    vetoed, after = reject.bool(), count + 1
+    key = key ^ (after.to(torch.int32) * 0x3779B97)
+    old = joined(weight, state["remainder"]) if "remainder" in state else weight.float()
+    gradient = grad.float() / divisor
+    if rule.name == "adam":
+        gradient = gradient + decay * old
+    else:
+        old = old - lr * decay * old
+    moments = {name: _load(state, name) for name in rule.moments}
+    first, second = rule.betas
+    if rule.name == "lion":
+        step = torch.sign(torch.lerp(moments[M], gradient, 1 - first))
+        moments[M] = torch.lerp(moments[M], gradient, 1 - second)
+    else:
+        moments[M] = torch.lerp(moments[M], gradient, 1 - first)
+        moments[V] = torch.lerp(moments[V], gradient * gradient, 1 - second)
+        denominator = (moments[V] / _unbiased(second, after)).sqrt() + rule.eps
+        step = moments[M] / _unbiased(first, after) / denominator
+    new, kept = old - lr * step, {}
+    if "remainder" in state:
+        new, kept["remainder"] = halves(new)
+    elif weight.dtype == torch.bfloat16:
+        new = rounded(new, key)
+    for salt, name in enumerate(rule.moments, 1):
+        kept |= _keep(state, name, moments[name], key + salt)
+    weight.copy_(torch.where(vetoed, weight, new.to(weight.dtype)))
+    for name, value in kept.items():  # chosen, not multiplied by 0, which would let NaN through
+        state[name].copy_(torch.where(vetoed, state[name], value))
+
+
+def _unbiased(beta: float, count: Tensor) -> Tensor:
+    """1 - beta^count, without the digits that the subtraction would lose in fp32."""
+    return -torch.expm1(count * (math.log(beta) if beta else -math.inf))
+
+
+def _load(state: dict[str, Tensor], name: str) -> Tensor:
+    held = state[name]
+    return decoded(held, state[f"{name}_scale"], name == M) if held.dtype == torch.uint8 else held.float()
+
+
+def _keep(state: dict[str, Tensor], name: str, value: Tensor, key: Tensor) -> dict[str, Tensor]:
+    """A moment as it is stored, rounded stochastically: to the nearest, a second moment with a beta of 0.999 would
+    never fall, as the change of a step is smaller than half a digit."""
+    held = state[name]
+    if held.dtype == torch.uint8:
+        codes, scale = encoded(value, name == M, key)
+        return {name: codes, f"{name}_scale": scale}
+    return {name: rounded(value, key).to(held.dtype) if held.dtype == torch.bfloat16 else value}
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    # Pieces are flat, or rows of blocks, so that one graph serves tensors of all shapes.
+    fused = torch.compile(update, dynamic=True, fullgraph=True)
+
+    def run(*arguments: Any) -> None:
+        # A graph for each kind of tensor, and none is in vain; betas and epsilon are constants in it.
+        with torch._dynamo.config.patch(recompile_limit=64, specialize_float=True):
+            fused(*arguments)
+
+    return run
+
+
+@cache
+def _kernel() -> Callable[..., None] | None:
+    """AdamW with nothing to round, by hand: faster than what is compiled. None where there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from bessemer.optim.kernels import adamw
+
+    return lambda rule, *arguments: adamw(rule.betas, rule.eps, *arguments[:-1])
+
+
+class Lean(Optimizer):
+    """The optimizer over all trained parameters. Takes the verdict as `found_inf` and the divisor as `grad_scale`, like
+    torch's fused kernels; without them it always steps."""
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    def __init__(
+        self, groups: list[dict[str, Any]], named: Sequence[tuple[str, nn.Parameter]], spec: OptimizerSpec,
+        memory: MemorySpec, seed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(groups, {"lr": 0.0})
+        own = spec.settings()
+        self.rule = Rule(spec.name, (own["betas"][0], own["betas"][1]), own.get("eps", 0.0))
+        self.device = named[0][1].device
+        self.keys = {parameter: self._keys(f"{seed}.{name}", parameter.numel()) for name, parameter in named}
+        offloaded = 0
+        for _, parameter in named:
+            away = memory.offload_optimizer and parameter.numel() >= SMALLEST_OFFLOAD
+            self.state[parameter] = self._fresh(parameter, memory, away)
+            if away:
+                held = [tensor for key, tensor in self.state[parameter].items() if key != "step"]
+                width = sum(tensor.numel() * tensor.element_size() for tensor in held) / parameter.numel()
+                offloaded = max(offloaded, int(width * min(parameter.numel(), PIECE)) + 1)
+        self.shuttle = Shuttle(self.device, offloaded) if offloaded else None
+
+    def _keys(self, name: str, size: int) -> Tensor:
+        """A key for each piece, made once."""
+        keys = [zlib.crc32(f"{name}.{start}".encode()) - (1 << 31) for start in range(0, size, PIECE)]
+        return torch.tensor(keys, dtype=torch.int32, device=self.device)
+
+    def _fresh(self, parameter: nn.Parameter, memory: MemorySpec, away: bool) -> dict[str, Tensor]:
+        shape, size = parameter.shape, parameter.numel()
+        layout: dict[str, tuple[Sequence[int], torch.dtype]] = {}
+        if parameter.dtype == torch.bfloat16 and memory.weights == "kahan":
+            layout["remainder"] = shape, torch.int16
+        for name in self.rule.moments:
+            if memory.moments == "8bit" and size >= SMALLEST_8BIT and size % BLOCK == 0:
+                layout |= {name: (shape, torch.uint8), f"{name}_scale": ((size // BLOCK,), torch.float32)}
+            else:
+                layout[name] = shape, torch.bfloat16 if memory.moments == "bf16" else torch.float32
+        make = host_zeros if away else torch.zeros
+        made = {name: make(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in layout.items()}
+        return {"step": torch.zeros((), device=self.device), **made}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "no closure is ever given here"
+        reject = torch.zeros((), device=self.device) if self.found_inf is None else self.found_inf
+        divisor = torch.ones((), device=self.device) if self.grad_scale is None else self.grad_scale
+        if self.shuttle:
+            self.shuttle.begin()
+        counts = []
+        for group in self.param_groups:
+            numbers = self.numbers(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.step_one(parameter, parameter.grad, reject, divisor, *numbers)
+                    counts.append(self.state[parameter]["step"])
+        if counts:
+            torch._foreach_add_(counts, 1 - reject)
+
+    def numbers(self, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """A group's learning rate and decay on the device, by a fill rather than a copy, for which a GPU would wait."""
+        lr, decay = (torch.full((), group[name], device=self.device) for name in ("lr", "weight_decay"))
+        return lr, decay
+
+    def step_one(
+        self, parameter: nn.Parameter, grad: Tensor, reject: Tensor, divisor: Tensor, lr: Tensor, decay: Tensor
+    ) -> None:
+        """Step one parameter, by pieces; its count is the caller's."""
+        state, total = self.state[parameter], parameter.numel()
+        held = {name: tensor for name, tensor in state.items() if name != "step"}
+        columns = BLOCK if any(tensor.dtype == torch.uint8 for tensor in held.values()) else 1
+        weights, grads = parameter.detach().view(-1, columns), grad.contiguous().view(-1, columns)
+        rows = {name: tensor.view(len(weights), -1) for name, tensor in held.items()}
+        away = self.shuttle if total >= SMALLEST_OFFLOAD else None
+        run = _compiled() if parameter.is_cuda else update
+        fp32 = all(held[name].dtype == torch.float32 for name in self.rule.moments)
+        if (
+            parameter.is_cuda
+            and self.rule.name == "adamw"
+            and fp32
+            and (parameter.dtype == torch.float32 or "remainder" in held)
+        ):
+            run = _kernel() or run
+        for key, start in zip(self.keys[parameter], range(0, total, PIECE), strict=True):
+            at = slice(start // columns, (start + PIECE) // columns)
+            part = {name: tensor[at] for name, tensor in rows.items()}
+            with away.aboard(part) if away else nullcontext(part) as live:
+                run(self.rule, weights[at], grads[at], live, state["step"], reject, divisor, lr, decay, key)

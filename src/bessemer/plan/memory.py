@@ -1,0 +1,195 @@
+"""Peak bytes of training on one device, by what takes them, and from that the micro-batch and what is computed again.
+
+Activations are counted by the tensors that a block keeps for its backward pass; tests compare them with what torch
+really saves. Of the whole, 1B parameters at 8 x 4096 tokens are put at 67 GiB and 3B at 4 x 4096 at 98, where an H200
+measured 67 and 93 to 98. A probing step corrects the rest (train/room.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from bessemer.errors import UserError
+from bessemer.plan.decision import Plan
+from bessemer.plan.machine import Machine
+from bessemer.spec.memory import optimizer_bytes
+from bessemer.spec.quantity import human_bytes
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+
+ROWS, ACTIVATIONS = "budget.micro_batch", "memory.activations"  # keys of the plan
+Activations = str | float  # none, selective, full, or the share that is kept
+STEPS_UP = ("none", "selective", "full")  # what `auto` goes through: each keeps less and costs more
+HEAD_CHUNK = {"cpu": 8 << 20, "cuda": 2 << 30}  # logits at a time, train/loss.py
+MOST_TOKENS = {"cpu": 16_384, "cuda": 32_768}  # of a micro-batch: beyond, a device is no busier
+SHARE = {"cpu": 1 / 3, "cuda": 0.92}  # of the device's memory: a machine's is not for one process alone
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How forward and backward are run."""
+
+    context: int
+    rows: int
+    precision: str
+    activations: Activations
+    compiled: bool
+    device: str = "cuda"
+    several: bool = True  # micro-batches in a step: their gradients add up in fp32
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self.precision in ("fp32", "tf32") else 2
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.context
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes at the peak of a step."""
+
+    weights: int
+    gradients: int
+    moments: int
+    casts: int  # of weights, in the type of the passes
+    activations: int
+    head: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def words(self) -> str:
+        """What takes it, the largest first."""
+        found = sorted(asdict(self).items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {human_bytes(size)}" for name, size in found if size)
+
+
+def estimate(spec: RunSpec, shape: ModelShape, passes: Passes) -> Needs:
+    """Gradients are counted beside all activations: so it is from a step's second micro-batch on."""
+    each, how = optimizer_bytes(spec.optimizer, spec.memory, passes.precision), passes.activations
+    parameters, embedding, half = shape.parameters, shape.vocab * shape.width, passes.bytes == 2
+    # Compiled blocks that recompute anything cast their weights again too.
+    cast = each.working if how == "none" or not passes.compiled else 0.0
+    chunk = min(HEAD_CHUNK.get(passes.device, 256 << 20), passes.tokens * shape.vocab * passes.bytes)
+    layers = shape.layers + shape.decoder_layers
+    stay = min(3, layers) / layers if spec.memory.offload_activations else 1.0
+    gradients = 4.0 if passes.several and each.gradients else each.gradients
+    # One block's gradients on their way down, and under a checkpoint what it computes again.
+    beside = layer_numbers(shape, 0, passes) * (0.75 if how == "none" else 1.5)
+    return Needs(
+        weights=int(each.weights * parameters),
+        gradients=int(gradients * parameters) or 4 * embedding,
+        moments=int(each.moments * parameters),
+        casts=int(cast * (parameters - embedding * (not shape.tied))),
+        activations=int(activation_bytes(shape, passes) * stay),
+        head=chunk * (1 if half and passes.device == "cuda" else 2)
+        + embedding * (4 + 2 * half)
+        + 4 * passes.tokens * shape.width * passes.bytes,
+        workspace=int(passes.tokens * passes.bytes * beside),
+    )
+
+
+def activation_bytes(shape: ModelShape, passes: Passes) -> int:
+    """Kept from forward to backward by all blocks."""
+    layers, how = shape.layers + shape.decoder_layers, passes.activations
+    if isinstance(how, str) or passes.compiled:
+        numbers = sum(_kept(shape, layer, passes) for layer in range(layers))
+    else:  # plain blocks are kept or checkpointed as a whole
+        whole = layers - round((1 - how) * layers)
+        numbers = sum(layer_numbers(shape, layer, passes) for layer in range(whole)) + (layers - whole) * shape.width
+    return int(passes.tokens * passes.bytes * numbers)
+
+
+def _kept(shape: ModelShape, layer: int, passes: Passes) -> float:
+    """Numbers a token that one block keeps."""
+    how, width, mixer = passes.activations, shape.width, _mixer(shape, layer)
+    if how == "full":
+        return width
+    if how == "selective":
+        return (2 if passes.compiled else 3) * width + mixer + _inner(shape, layer) * (1 + shape.gated)
+    every = layer_numbers(shape, layer, passes)
+    # torch's partitioner never gives up what lies between the graphs.
+    return every if isinstance(how, str) else max(width + mixer, how * every)
+
+
+def layer_numbers(shape: ModelShape, layer: int, passes: Passes) -> float:
+    """Numbers a token that one block keeps if nothing is computed again, each of the size that passes have.
+
+    Compiled: what the block and both norms read and give (4 widths), q, k, v and attention's output, and of the
+    feed-forward part both products and what `down` reads. Plain blocks keep the activation's output too. A CPU also
+    keeps the rows that RMSNorm has scaled, with the stream in float32, and casts what a norm gives for each product.
+    """
+    width, plain, read, given = shape.width, not passes.compiled, 2.0, 2
+    if plain and passes.device == "cpu":
+        read = 2 * (1 + (shape.norm == "rms")) * 4 / passes.bytes
+        given = 2 if passes.bytes == 4 else 4 + shape.gated
+    inner = _inner(shape, layer) * (3 + plain if shape.gated else 2)
+    return (read + given) * width + _mixer(shape, layer) * (1 + (layer >= shape.layers)) + inner
+
+
+def _mixer(shape: ModelShape, layer: int) -> int:
+    if shape.mixer(layer) == "mamba":
+        assert shape.mamba is not None
+        return 46 * shape.mamba.heads * shape.mamba.head_dim  # 23 numbers of the inner width, in float32
+    if shape.mla is not None:
+        mla = shape.mla
+        waist = mla.kv_rank + mla.rope_dim + 2 * (mla.q_rank or 0)
+        return 2 * shape.heads * (shape.key_dim + mla.value_dim) + waist
+    return 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+
+
+def _inner(shape: ModelShape, layer: int) -> int:
+    """Of the feed-forward part; tokens are moved to their experts and back."""
+    if not shape.has_experts(layer):
+        return shape.ffn
+    assert shape.moe is not None
+    return (shape.moe.top_k + shape.moe.shared) * shape.moe.ffn + shape.moe.top_k * shape.width
+
+
+def decide_room(
+    spec: RunSpec, shape: ModelShape, passes: Passes, batch: int, machine: Machine, plan: Plan,
+    previous: Plan | None = None,
+) -> Passes:  # fmt: skip
+    """`passes` with rows and activations decided: the first mode in which one row fits (or the rows that were asked
+    for), and in it as many rows as fit, a divisor of the `batch`."""
+    limit = int(machine.memory_bytes * SHARE.get(machine.device, SHARE["cpu"]))
+
+    def needs(rows: int, how: Activations) -> Needs:
+        return estimate(spec, shape, replace(passes, rows=rows, activations=how, several=rows < batch))
+
+    rows = _given_rows(spec, batch, plan, previous)
+    written = spec.memory.activations
+    kept = plan.keep(ACTIVATIONS, written, previous) if written == "auto" else plan.asked(ACTIVATIONS, written)
+    modes: tuple[Activations, ...] = STEPS_UP if kept is None else (kept,)
+    how = next((mode for mode in modes if needs(rows or 1, mode).total <= limit), modes[-1])
+    if kept is None:
+        reason = "all of them fit" if how == "none" else "the least that is computed again for the rest to fit"
+        size = f"{human_bytes(needs(rows or 1, how).total)} of {human_bytes(limit)} at {rows or 1} rows"
+        plan.add(ACTIVATIONS, how, f"{reason}: {size}", "estimate")
+    if rows is None:
+        cap = max(1, MOST_TOKENS.get(machine.device, MOST_TOKENS["cpu"]) // passes.context)
+        fitting = [n for n in range(1, min(batch, cap) + 1) if batch % n == 0 and needs(n, how).total <= limit]
+        rows = max(fitting, default=1)
+        found = needs(rows, how)
+        reason = f"it divides the batch of {batch}; by estimate {human_bytes(found.total)}: {found.words()}"
+        if not fitting:
+            reason = f"the least there is: by estimate the model hardly fits in {human_bytes(limit)}: {found.words()}"
+        plan.add(ROWS, rows, reason, "estimate")
+    return replace(passes, rows=rows, activations=how, several=rows < batch)
+
+
+def _given_rows(spec: RunSpec, batch: int, plan: Plan, previous: Plan | None) -> int | None:
+    """A micro-batch that is not for the planner to choose, or None."""
+    asked = spec.budget.micro_batch
+    if asked != "auto":
+        if int(asked) > batch:
+            raise UserError(f"{ROWS}: {asked} sequences exceed the batch of {batch}: write {batch} or less")
+        return int(plan.asked(ROWS, asked))
+    if spec.memory.update == "in_backward":
+        return int(plan.add(ROWS, batch, "memory.update: in_backward cannot add up micro-batches", "rule"))
+    kept = plan.keep(ROWS, asked, previous)
+    return int(kept) if kept is not None and kept <= batch else None

@@ -1,0 +1,187 @@
+"""Room on the device while it trains: one probing step corrects the planner's estimate, and a step that runs out of
+memory is explained and tried again in smaller pieces.
+
+Nothing is updated before a whole step is summed, so a failed one leaves no trace; its rows and their count stay the
+same, and so does its loss. With more than one device all would have to shrink together: the decision is then one more
+number in the step's all-reduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from bessemer.data.own_stream import ForwardStream
+from bessemer.data.stream import Batch
+from bessemer.model.moe import MixtureOfExperts
+from bessemer.plan.decision import Plan
+from bessemer.plan.memory import ACTIVATIONS, MOST_TOKENS, ROWS, SHARE, STEPS_UP, Needs, Passes, estimate
+from bessemer.spec.memory import LEAN
+from bessemer.spec.quantity import human_bytes
+from bessemer.train import recompute
+from bessemer.train.device import synchronize
+from bessemer.train.job import Job
+from bessemer.train.precision import compute_in
+from bessemer.train.speed import random_batch
+
+# cuBLAS, cuDNN, the CPU's allocator and the driver say it in their own words.
+WORDS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in WORDS)
+
+
+def split(batches: list[Batch], rows: int) -> list[Batch]:
+    """The same rows in micro-batches of at most so many; as they are where they are no larger."""
+    cuts = [(batch, start) for batch in batches for start in range(0, len(batch.positions), rows)]
+    return batches if len(cuts) == len(batches) else [batch.part(start, start + rows) for batch, start in cuts]
+
+
+def fit(job: Job, plan: Plan, resumed: bool) -> int | None:
+    """Run one forward and backward pass as planned and correct what the spec leaves open, before a new run's first
+    step; the peak that its steps will have. Only a GPU is probed: elsewhere memory is shared, and the peak nobody's."""
+    open_rows = job.spec.budget.micro_batch == "auto" and job.spec.memory.update == "after"
+    if job.device.type != "cuda":
+        return None
+    if resumed or not (open_rows or job.spec.memory.activations == "auto"):
+        return needs(job).total
+    free, _ = torch.cuda.mem_get_info(job.device)
+    limit = int(SHARE["cuda"] * (free + torch.cuda.memory_reserved(job.device)))
+    while (peak := probe(job)) is None or (peak > limit and job.plan.micro_rows == 1):
+        if (eased := ease(job, plan, "a probing step ran out of memory")) is None:
+            return needs(job).total  # the first step will explain it
+        job.event("out_of_memory", reason=f"probing: {eased}")
+    if not open_rows:
+        return peak
+    rows, batch = job.plan.micro_rows, min(rows for _, rows in job.plan.batch_rows)
+    gradients = sum(p.numel() * max(4, p.element_size()) for p in job.optimizer.parameters)  # that add up
+    most = max(1, MOST_TOKENS["cuda"] // job.plan.context)
+    best, each = rows_that_fit(peak, rows, torch.cuda.memory_allocated(job.device), gradients, batch, limit, most)
+    resize(job, best)
+    took = f"took {human_bytes(peak)} of {human_bytes(limit)}, {human_bytes(each)} a row"
+    plan.add(ROWS, best, f"a probing step of {rows} rows {took}", "measured")
+    return int(peak + (best - rows) * each)
+
+
+def rows_that_fit(
+    peak: int, rows: int, standing: int, gradients: int, batch: int, limit: int, most: int
+) -> tuple[int, float]:
+    """The largest divisor of the batch up to `most` whose peak is within the limit, on a line through one measured peak
+    of `rows`; and the bytes of a row. Gradients stand beside activations unless one micro-batch is the whole batch."""
+    each = (peak - standing - gradients * (rows < batch)) / rows
+    sizes = [n for n in range(1, min(batch, most) + 1) if batch % n == 0]
+    return max((n for n in sizes if standing + gradients * (n < batch) + n * each <= limit), default=1), each
+
+
+def probe(job: Job) -> int | None:
+    """Peak bytes of a step's passes, or None where they do not fit. Two, where a second one meets gradients."""
+    rows = job.plan.micro_rows
+    if isinstance(job.stream, ForwardStream):  # which cannot be read ahead of its turn
+        batches = [random_batch(job.model.shape.vocab, rows, job.plan.context)] * 2
+    else:  # the real thing: its masks too, and what is compiled for it serves the first step
+        batches = job.stream.micro_batches(0, rows)[:2]
+    torch.cuda.reset_peak_memory_stats(job.device)
+    peak = None
+    job.optimizer.accumulate(len(batches) > 1)
+    try:
+        for batch in batches:
+            with compute_in(job.plan.precision, job.device):
+                terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), batch.count or 1.0)
+            terms.loss.backward()
+        peak = torch.cuda.max_memory_allocated(job.device)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    terms = None  # type: ignore[assignment]
+    release(job)
+    return peak
+
+
+def release(job: Job) -> None:
+    """Forget what a step that came to nothing has left behind."""
+    synchronize(job.device)  # copies on their way into memory that is free again
+    job.optimizer.discard()
+    for module in job.model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.routing, module.assigned = None, []
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def resize(job: Job, rows: int) -> None:
+    job.plan = replace(job.plan, micro_rows=rows)
+    for block in job.model.blocks:
+        if (compiled := getattr(block, "compiled", None)) is not None:
+            compiled.size = (rows, job.plan.context)
+
+
+def is_compiled(job: Job) -> bool:
+    return any(getattr(block, "compiled", None) is not None for block in job.model.blocks)
+
+
+def needs(job: Job) -> Needs:
+    """The planner's estimate for the job as it stands."""
+    plan = job.plan
+    several = plan.micro_rows < max(rows for _, rows in plan.batch_rows)
+    passes = Passes(
+        plan.context, plan.micro_rows, plan.precision, plan.activations, is_compiled(job), job.device.type, several
+    )
+    return estimate(job.spec, job.model.shape, passes)
+
+
+def ease(job: Job, plan: Plan, why: str) -> str | None:
+    """Give up the guard's copies; then fewer rows at a time, and at one row more that is computed again, as far as the
+    spec leaves it open. What was done in words, None if nothing is left to do."""
+    if job.copies is not None:
+        job.copies = None
+        return "the guard's copies in memory are given up, and rollbacks read checkpoints"
+    rows, how = job.plan.micro_rows, job.plan.activations
+    if rows > 1 and job.spec.budget.micro_batch == "auto" and job.spec.memory.update == "after":
+        fewer = max(n for n in range(1, rows // 2 + 1) if rows % n == 0)
+        resize(job, fewer)
+        plan.add(ROWS, fewer, f"{why} with {rows}", "measured")
+        return f"{ROWS} is {fewer} instead of {rows}"
+    if job.spec.memory.activations == "auto" and how != STEPS_UP[-1]:
+        more = STEPS_UP[STEPS_UP.index(str(how)) + 1]
+        job.plan = replace(job.plan, activations=more)
+        recompute.apply(job.model, more, job.spec.memory.offload_activations)
+        plan.add(ACTIVATIONS, more, f"{why} with {how} at {rows} rows", "measured")
+        return f"{ACTIVATIONS} is {more} instead of {how}"
+    return None
+
+
+def make_room(job: Job, step: int, said: str) -> str | None:
+    """After a pass that ran out of memory: None where the step can be tried again, else why not and what to change."""
+    release(job)
+    took = needs(job).words()
+    path, eased = job.run.folder / "plan.json", None
+    if job.optimizer.judged_first:  # else some weights have moved already
+        decisions = Plan.from_json(path.read_text())
+        eased = ease(job, decisions, f"step {step} ran out of memory")
+    if eased is None:
+        reason = f"out of memory at step {step}: by estimate {took}. {advice(job)}"
+        job.event("out_of_memory", step=step, reason=reason, said=said)
+        return reason
+    job.run.write_file(path.name, decisions.to_json())  # a resume keeps it
+    job.run.write_file("settings.json", job.plan.to_json())
+    job.event("out_of_memory", step=step, reason=f"by estimate {took}. {eased}: the same step again", said=said)
+    return None
+
+
+def advice(job: Job) -> str:
+    """What the spec can still give up, the cheapest first."""
+    memory, plan = job.spec.memory, job.plan
+    own = job.spec.optimizer.name in LEAN
+    half = own and plan.precision in ("bf16", "fp8", "fp8_rowwise")
+    ways = {
+        f"budget.micro_batch: {plan.micro_rows // 2}": plan.micro_rows > 1 and memory.update == "after",
+        f"memory.activations: {'selective' if plan.activations == 'none' else 'full'}": plan.activations != "full",
+        "memory.moments: 8bit": own and memory.moments == "fp32",
+        "memory.weights: stochastic": half and memory.kept != "stochastic",
+        "memory.offload_optimizer: true": own and not memory.offload_optimizer,
+        "memory.offload_activations: true": not memory.offload_activations,
+        "a shorter data.context": True,
+    }
+    return "Write " + ", or ".join(way for way, possible in ways.items() if possible)

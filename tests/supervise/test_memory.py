@@ -1,0 +1,72 @@
+"""The memory section of a spec in whole runs: the same losses whatever is kept, and a shortage that a resume keeps."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bessemer.run.directory import Run
+from bessemer.spec.schema import RunSpec
+from bessemer.supervise.session import run_folder, train
+from bessemer.train.objective import Pretrain
+
+SMALL: dict[str, Any] = {
+    "budget": {"steps": 12, "batch": 128}, "model": {"width": 32, "layers": 2, "heads": 2, "ffn": 64},
+    "schedule": {"kind": "constant", "warmup": 1},
+}  # fmt: skip
+
+
+def trained(spec: RunSpec) -> tuple[str, list[float]]:
+    outcome = train(spec)
+    return outcome.kind, [record["loss"] for record in Run.existing(run_folder(spec)).metrics()]
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [{"activations": "selective"}, {"activations": "full"}, {"activations": 0.5}, {"offload_activations": True}],
+    ids=str,
+)
+def test_losses_do_not_depend_on_what_is_kept(make_spec: Callable[..., RunSpec], memory: dict[str, Any]) -> None:
+    plain = trained(make_spec("plain", **SMALL))
+    assert plain[0] == "finished" and trained(make_spec("lean", memory=memory, **SMALL)) == plain
+
+
+def test_a_shortage_is_survived_and_remembered(
+    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four rows do not fit from the fifth micro-batch on: the run goes on in twos, and so does its continuation."""
+    plain = trained(make_spec("plain", **SMALL))
+    whole, sizes = Pretrain.loss, []
+
+    def loss(self: Pretrain, model: Any, feed: Any, count: float) -> Any:
+        if model.training:
+            sizes.append(len(feed.tokens_BT))
+            if len(sizes) > 4 and sizes[-1] > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, model, feed, count)
+
+    monkeypatch.setattr(Pretrain, "loss", loss)
+    spec = make_spec("cramped", guard={"copies": "off"}, **SMALL)
+    half = spec.model_copy(update={"budget": spec.budget.model_copy(update={"steps": 6})})
+    trained(half)
+    assert sizes == [4] * 5 + [2] * 4
+    kind, found = trained(spec)
+    assert kind == "finished" and set(sizes[9:]) == {2}
+    assert found == pytest.approx(plain[1], rel=1e-4)
+    settings = json.loads((run_folder(spec) / "settings.json").read_text())
+    assert settings["micro_rows"] == 2
+
+
+def test_a_written_micro_batch_that_does_not_fit_is_a_fault_in_one_line(
+    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    spec = make_spec("full", memory={"activations": "none"}, **{**SMALL, "budget": {"steps": 4, "micro_batch": 4}})
+    monkeypatch.setattr(Pretrain, "loss", loss)
+    monkeypatch.setattr("bessemer.train.loop.validate", lambda *_: None)
+    outcome = train(spec)
+    assert outcome.kind == "failed" and "Write budget.micro_batch: 2, or memory.activations" in outcome.reason

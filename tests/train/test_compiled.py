@@ -1,0 +1,90 @@
+"""Compiled blocks against plain ones: the same numbers, one graph for all layers, and who is not served."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bessemer.model.transformer import Decoder, build
+from bessemer.spec.shape import Mla, ModelShape
+from bessemer.train.compiled import CompiledBlocks, compilable
+from bessemer.train.objective import Pretrain
+from bessemer.train.speed import random_batch
+
+ROWS, CONTEXT, VOCAB = 2, 32, 300
+SMALL = ModelShape(vocab=VOCAB, width=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=64)
+SHAPES = {
+    "llama": SMALL,
+    "two norms beside each other": replace(SMALL, parallel="two_norms"),
+    "one norm beside each other": replace(SMALL, parallel="one_norm"),
+    "sandwich": replace(SMALL, norm_place="sandwich", qk_norm="head", norm_offset=1.0),
+    "post": replace(SMALL, norm_place="post", norm="layer", gated=False, activation="gelu", ffn_bias=True),
+    "branch": replace(SMALL, norm_place="branch", qk_norm="full", windows=(8, 0)),
+    "latent": replace(SMALL, mla=Mla(q_rank=None, kv_rank=16, rope_dim=8, nope_dim=8, value_dim=16)),
+}
+
+
+def compiled(shape: ModelShape) -> tuple[Decoder, CompiledBlocks]:
+    """A model whose blocks run compiled, by the backend that traces as training does and writes no C++."""
+    model = build(shape, "cpu", seed=0)
+    wrap = torch.compile(backend="aot_eager", dynamic=False, fullgraph=True)
+    served = CompiledBlocks(ROWS, CONTEXT, torch.float32, wrap)
+    for block in model.blocks:
+        assert compilable(block)
+        block.compiled = served  # type: ignore[assignment]
+    return model, served
+
+
+def gradients(model: Decoder, rows: int = ROWS) -> tuple[Tensor, list[Tensor]]:
+    objective, batch = Pretrain(cross_documents=False), random_batch(VOCAB, rows, CONTEXT)
+    loss = objective.loss(model, objective.feed(batch, torch.device("cpu")), batch.count).loss
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_loss_and_gradients_are_those_of_the_plain_blocks(name: str) -> None:
+    torch._dynamo.reset()
+    model, _ = compiled(SHAPES[name])
+    loss, found = gradients(model)
+    expected_loss, expected = gradients(build(SHAPES[name], "cpu", seed=0))
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_all_layers_share_two_graphs() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, _ = compiled(SMALL)
+    for _ in range(2):
+        gradients(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_other_sizes_evaluation_precisions_and_hooks_run_as_they_are() -> None:
+    model, served = compiled(SMALL)
+    calls: list[str] = []
+    block, x = model.blocks[0], torch.zeros(ROWS, CONTEXT, SMALL.width)
+    served._enter = lambda one, *args: calls.append("compiled") or one.enter(*args)  # type: ignore[func-returns-value]
+    served._leave = lambda one, *args: one.leave(*args)
+    assert served.serves(block, x)
+    gradients(model)
+    assert calls == ["compiled"] * SMALL.layers
+    gradients(model, rows=ROWS + 1)
+    with torch.no_grad():
+        model(torch.zeros(ROWS, CONTEXT, dtype=torch.long))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not served.serves(block, x)
+    model.eval()
+    assert not served.serves(block, x)
+    model.train()
+    assert calls == ["compiled"] * SMALL.layers
+    seen: list[str] = []
+    handle = block.ffn.down.register_forward_hook(lambda *_: seen.append("hook"))
+    gradients(model)
+    assert seen == ["hook"] and len(calls) == 2 * SMALL.layers - 1
+    handle.remove()
+    assert served.serves(block, x)

@@ -1,0 +1,60 @@
+"""The loop's ranges cost nothing unless somebody looks; on a GPU the trace has kernels under their parts."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bessemer.observe.trace import GUARD, HEAD, MATMUL, OPTIMIZER, read_trace, step_time
+from bessemer.train.profile import DONE, WARMUP, Profiler, span
+
+
+def test_without_a_profiler_a_span_is_nothing() -> None:
+    assert isinstance(span(SimpleNamespace(profiler=None), "forward"), nullcontext)  # type: ignore[arg-type]
+
+
+def run(profiler: Profiler, device: str, steps: int) -> Any:
+    """A loop with the same ranges around a layer, a loss and an optimizer."""
+    job = SimpleNamespace(profiler=profiler, interrupt=SimpleNamespace(signal=None))
+    layer = torch.nn.Linear(256, 256, device=device)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    for done in range(1, steps + 1):
+        with span(job, "data"):  # type: ignore[arg-type]
+            x, y = torch.randn(512, 256).to(device), torch.randint(256, (512,)).to(device)
+        with span(job, "forward"):  # type: ignore[arg-type]
+            loss = torch.nn.functional.cross_entropy(layer(x), y)
+        with span(job, "backward"):  # type: ignore[arg-type]
+            loss.backward()
+        with span(job, "judge"):  # type: ignore[arg-type]
+            torch.nn.utils.get_total_norm([p.grad for p in layer.parameters() if p.grad is not None])
+            with span(job, "optimizer"):  # type: ignore[arg-type]
+                optimizer.step()
+        profiler.step(job)  # type: ignore[arg-type]
+        assert (job.interrupt.signal == DONE) == (done == steps)
+    return job
+
+
+def check(trace: Path, on_device: bool) -> None:
+    time = step_time(read_trace(trace))
+    assert time.on_device == on_device
+    for part in (MATMUL, HEAD, GUARD, OPTIMIZER):
+        assert time.parts[part] > 0, part
+    assert sum(time.parts.values()) == pytest.approx(time.wall, rel=1e-6)
+
+
+def test_it_ends_the_loop_after_the_profiled_steps(tmp_path: Path) -> None:
+    profiler = Profiler(torch.device("cpu"), 2, tmp_path / "trace.json.gz")
+    run(profiler, "cpu", WARMUP + 2)
+    assert profiler.plain_step_s > 0
+    check(tmp_path / "trace.json.gz", on_device=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_kernels_are_told_apart_by_what_launched_them(tmp_path: Path) -> None:
+    run(Profiler(torch.device("cuda"), 2, tmp_path / "trace.json.gz"), "cuda", WARMUP + 2)
+    check(tmp_path / "trace.json.gz", on_device=True)
+    run(Profiler(torch.device("cuda"), 2, None), "cuda", WARMUP + 2)  # for Nsight: ranges alone
