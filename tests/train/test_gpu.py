@@ -12,8 +12,10 @@ from bessemer.data.stream import Batch
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
+from bessemer.optim.lean import to_low_precision
 from bessemer.optim.schedule import Schedule
 from bessemer.spec.guard import GuardSpec
+from bessemer.spec.memory import MemorySpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -26,15 +28,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SHAPE = ModelShape(512, 128, 2, 4, 2, 32, 256)
 
 
-def make_job(precision: str = "fp32", seed: int = 0) -> Any:
+def make_job(precision: str = "fp32", seed: int = 0, weights: str = "fp32") -> Any:
     device = torch.device("cuda")
     model = build(SHAPE, device, seed)
+    if weights != "fp32":
+        to_low_precision(model)
     schedule = Schedule(1e-3, 2, 100)
     return SimpleNamespace(
         device=device,
         model=model,
         objective=Pretrain(cross_documents=False),
-        optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()),
+        optimizer=make_optimizer(model.named_parameters(), OptimizerSpec(), memory=MemorySpec(weights=weights)),
         schedule=schedule,
         lr=schedule.lr,
         clip=lambda step: 1.0,
@@ -55,10 +59,13 @@ def attempt_step(job: Any, step: int, batches: list[Batch]) -> Attempt:
     return attempt
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+KINDS = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "kahan"), ("bf16", "stochastic")]
+
+
+@pytest.mark.parametrize(("precision", "weights"), KINDS)
 @pytest.mark.parametrize("boundary", [False, True])
-def test_a_step_never_waits_for_the_device(precision: str, boundary: bool) -> None:
-    job, batch = make_job(precision), random_batch(SHAPE.vocab, 8, 64)
+def test_a_step_never_waits_for_the_device(precision: str, weights: str, boundary: bool) -> None:
+    job, batch = make_job(precision, weights=weights), random_batch(SHAPE.vocab, 8, 64)
     if boundary:
         batch.documents[:, 30:] = 1
     for step in range(3):
@@ -71,8 +78,9 @@ def test_a_step_never_waits_for_the_device(precision: str, boundary: bool) -> No
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_vetoed_step_leaves_every_bit() -> None:
-    job, batch = make_job(), random_batch(SHAPE.vocab, 8, 64)
+@pytest.mark.parametrize(("precision", "weights"), KINDS)
+def test_a_vetoed_step_leaves_every_bit(precision: str, weights: str) -> None:
+    job, batch = make_job(precision, weights=weights), random_batch(SHAPE.vocab, 8, 64)
     for step in range(3):
         attempt_step(job, step, [batch])
     before = [p.detach().clone() for p in job.model.parameters()] + [t.clone() for t in job.optimizer.state().values()]

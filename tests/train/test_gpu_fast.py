@@ -39,7 +39,7 @@ def test_the_head_s_kernel_equals_fp64_of_its_rounded_inputs(name: str, rows: in
     options, width = OPTIONS[name], 128
     random = torch.Generator("cuda").manual_seed(1)
     hidden = torch.randn(rows, width, device=CUDA, generator=random).bfloat16().requires_grad_()
-    head = (torch.randn(vocab, width, device=CUDA, generator=random) * 0.3).requires_grad_()
+    head = (torch.randn(vocab, width, device=CUDA, generator=random) * 0.1).requires_grad_()
     targets = torch.randint(0, vocab, (rows,), device=CUDA, generator=random)
     weights = (torch.rand(rows, device=CUDA, generator=random) > 0.2).float()
     with compute_in("bf16", CUDA):
@@ -53,7 +53,7 @@ def test_the_head_s_kernel_equals_fp64_of_its_rounded_inputs(name: str, rows: in
     reference = ((exact_nll + options.z * logits.logsumexp(-1).square()) * weights).sum() / rows
     reference.backward()
     assert abs(float(loss) - float(reference)) < 2e-3 * float(reference)
-    assert float((nll - exact_nll).abs().max()) < 0.05  # logits near 10 in bf16
+    assert float((nll - exact_nll).abs().max()) < 0.02  # logits near 5 in bf16
     assert float((correct == (logits.argmax(-1) == targets)).float().mean()) > 0.98
     assert head.grad is not None and head.grad.dtype == torch.float32
     assert off(hidden.grad, h.grad) < 1e-2 and off(head.grad, w.grad) < 1e-2

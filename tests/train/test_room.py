@@ -290,6 +290,7 @@ def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
             micro_batches=lambda step, rows: room.split([batch], rows), step_count=lambda step: 16_384.0
         ),
         event=lambda kind, **details: events.append((kind, details)), faults=None, profiler=None, copies=None,
+        scaling=None,
     )  # fmt: skip
     peak = room.probe(job)
     plan = Plan()

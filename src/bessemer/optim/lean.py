@@ -154,10 +154,10 @@ class Lean(Optimizer):
                 offloaded = max(offloaded, int(width * min(parameter.numel(), PIECE)) + 1)
         self.shuttle = Shuttle(self.device, offloaded) if offloaded else None
 
-    def _keys(self, name: str, size: int) -> Tensor:
+    def _keys(self, name: str, size: int) -> Sequence[Tensor]:
         """A key for each piece, made once."""
         keys = [zlib.crc32(f"{name}.{start}".encode()) - (1 << 31) for start in range(0, size, PIECE)]
-        return torch.tensor(keys, dtype=torch.int32, device=self.device)
+        return torch.tensor(keys, dtype=torch.int32, device=self.device).unbind()
 
     def _fresh(self, parameter: nn.Parameter, memory: MemorySpec, away: bool) -> dict[str, Tensor]:
         shape, size = parameter.shape, parameter.numel()
@@ -188,7 +188,7 @@ class Lean(Optimizer):
                     self.step_one(parameter, parameter.grad, reject, divisor, *numbers)
                     counts.append(self.state[parameter]["step"])
         if counts:
-            torch._foreach_add_(counts, 1 - reject)
+            torch._foreach_add_(counts, [1 - reject] * len(counts))  # one tensor alone would be read by the host
 
     def numbers(self, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """A group's learning rate and decay on the device, by a fill rather than a copy, for which a GPU would wait."""
