@@ -1,12 +1,15 @@
 """The memory section of a spec in whole runs: the same losses whatever is kept, and a shortage that a resume keeps."""
 
 import json
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bessemer.errors import UserError
 from bessemer.run.directory import Run
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.session import run_folder, train
@@ -70,3 +73,46 @@ def test_a_written_micro_batch_that_does_not_fit_is_a_fault_in_one_line(
     monkeypatch.setattr("bessemer.train.loop.validate", lambda *_: None)
     outcome = train(spec)
     assert outcome.kind == "failed" and "Write budget.micro_batch: 2, or memory.activations" in outcome.reason
+
+
+def test_what_is_updated_in_backward_is_told_of_and_never_called_a_veto(
+    make_spec: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    """The update is past withholding when its step is judged, and one step is no reason to go back."""
+    poison = tmp_path / "noise.txt"
+    poison.write_text("".join(map(chr, random.Random(0).choices(range(1, 32), k=2000))))
+    sources = {**make_spec().data.model_dump()["sources"], "noise": {"path": [str(poison)], "weight": 0.02}}
+    spec = make_spec(
+        "late", data={"sources": sources, "context": 32, "validation": 0.1}, budget={"steps": 160, "batch": 32},
+        memory={"update": "in_backward"}, guard={"loss_sigma": 6},
+    )  # fmt: skip
+    assert train(spec).kind == "finished"
+    run = Run.existing(run_folder(spec))
+    kinds = {event["kind"] for event in run.events()}
+    late = [event for event in run.events() if event["kind"] == "judged_late"]
+    assert late and all(event["documents"][0]["file"] == str(poison) for event in late)
+    assert "after its update" in late[0]["reason"] and not kinds & {"veto", "rollback"}
+    assert not any(record["veto"] for record in run.metrics())
+    plan = json.loads((run.folder / "plan.json").read_text())["decisions"]
+    assert any("judged after its update" in decision["reason"] for decision in plan)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "kahan"), ("kahan", "fp32")])
+def test_a_resumed_run_may_keep_its_weights_in_another_way(
+    make_spec: Callable[..., RunSpec], before: str, after: str
+) -> None:
+    """Both are exact: what the other has to say in another way is the same number."""
+    spec = make_spec("both", memory={"weights": before}, precision="bf16", **SMALL)
+    half = spec.model_copy(update={"budget": spec.budget.model_copy(update={"steps": 6})})
+    trained(half)
+    kind, found = trained(make_spec("both", memory={"weights": after}, precision="bf16", **SMALL))
+    plain = trained(make_spec("plain", memory={"weights": before}, precision="bf16", **SMALL))
+    assert kind == "finished" and found == pytest.approx(plain[1], rel=1e-3)
+
+
+def test_moments_in_eight_bits_are_never_read_as_numbers(make_spec: Callable[..., RunSpec]) -> None:
+    big: dict[str, Any] = {**SMALL, "model": {"width": 64, "layers": 1, "heads": 2, "ffn": 128}}
+    spec = make_spec("eight", memory={"moments": "8bit"}, **big)
+    trained(spec.model_copy(update={"budget": spec.budget.model_copy(update={"steps": 6})}))
+    with pytest.raises(UserError, match=r"uint8.*put the spec's optimizer and memory sections back"):
+        train(make_spec("eight", **big))

@@ -115,6 +115,6 @@ def note_memory(spec: RunSpec, plan: Plan) -> None:
     reason = f"{counted.device:.3g} bytes a parameter on the device instead of {usual.device:.3g}{where}"
     plan.add("optimizer state", kinds, reason, "asked")
     if memory.update == "in_backward":
-        lost = "a step is judged after its update, which a veto cannot withhold and only a rollback takes back"
+        lost = "a step is judged after its update: an outlier is only told of, and what lasts is rolled back"
         kept = "a gradient that is not finite leaves its own parameter as it is"
         plan.add("memory.update", "in_backward", f"no room for gradients: {lost}; nothing is clipped; {kept}", "asked")

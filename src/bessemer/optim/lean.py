@@ -215,7 +215,9 @@ class Lean(Optimizer):
         ):
             run = _kernel() or run
         for key, start in zip(self.keys[parameter], range(0, total, PIECE), strict=True):
-            at = slice(start // columns, (start + PIECE) // columns)
-            part = {name: tensor[at] for name, tensor in rows.items()}
+            weight, gradient, part = weights, grads, rows
+            if total > PIECE:
+                at = slice(start // columns, (start + PIECE) // columns)
+                weight, gradient, part = weights[at], grads[at], {name: tensor[at] for name, tensor in rows.items()}
             with away.aboard(part) if away else nullcontext(part) as live:
-                run(self.rule, weights[at], grads[at], live, state["step"], reject, divisor, lr, decay, key)
+                run(self.rule, weight, gradient, live, state["step"], reject, divisor, lr, decay, key)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bessemer.errors import UserError
+from bessemer.train.fp8_ffn import convert_ffn
 
 RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
 MULTIPLE = 16  # of every size of a product, which the hardware asks for
@@ -54,6 +55,8 @@ def convert(
     for module in model.modules():
         if isinstance(module, theirs):
             module.__class__ = ours
+    if precision == "fp8":
+        convert_ffn(model, ours)
     if not (names := converted(model)):
         raise UserError(
             f"precision: {precision} fits no layer: {len(blocks)} blocks less {keep} at each end, whose linear layers "

@@ -198,11 +198,10 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
         job.event("guard_gave_way", step=attempt.step, loss=loss, reason=reason)
     alarms = raise_alarms(job, attempt, record) if job.spec.guard.enabled else []
     urgent = next((alarm for alarm in alarms if alarm.severity in ("rollback", "stop")), None)
-    if code != ACCEPT or urgent:
-        severity = urgent.severity if urgent else "veto" if vetoed else "rollback"
+    if vetoed or urgent:
         return Incident(
-            attempt.step, REASONS[code] if code != ACCEPT or not urgent else urgent.finding.symptom,
-            severity, record, statistics, attempt.batches, urgent,
+            attempt.step, REASONS[code] if vetoed or not urgent else urgent.finding.symptom,
+            urgent.severity if urgent else "veto", record, statistics, attempt.batches, urgent,
         )  # fmt: skip
     return None
 
@@ -298,6 +297,23 @@ def save_due(job: Job, saves: Clock, done: int) -> bool:
     return saves.due(done, hurry, job.saver.interval_s(job))
 
 
+def settle(job: Job, step: int, pending: Attempt | None, changes: dict[int, str], copying: Clock) -> Incident | None:
+    """Before the update of a step: the verdict of the one before, which may end it all, and a copy of the state."""
+    with span(job, "report"):
+        incident = report_step(job, pending) if pending else None
+    if incident:
+        return incident
+    if step in changes:
+        job.judge.reopen()
+        job.judge.expect(job.stream.steps.rows(step))
+        job.watch.reopen(changes[step])
+        job.event("guard_reopened", step=step, reason=changes[step])
+    if job.copies and copying.due(step):
+        job.copies.take(job, step)
+        copying.reset()
+    return None
+
+
 def train_loop(job: Job) -> Outcome:
     """Run until the budget, a stopping rule, a signal, an incident or a fault; what was reached is saved in each case
     but an incident, after which the caller repairs the job and calls again."""
@@ -315,24 +331,18 @@ def train_loop(job: Job) -> Outcome:
             began = time.perf_counter()
             with span(job, "data"):
                 batches = feed.get(step)
+            # The step before is read while this one runs on the device. Nothing is updated before its verdict is known:
+            # where the backward pass updates, before that, at the price of a wait.
+            late = job.optimizer.judged_first
+            if not late and (incident := settle(job, step, pending, changes, copying)):
+                return Outcome("incident", incident.symptom, step, validation, incident)
             job.optimizer.arm(job.lr(step))  # nothing, unless updates are part of the backward pass
             attempt = attempt_step(job, step, batches, feed.wait_s)
             if isinstance(attempt, str):
-                return out_of_room(job, step, pending, validation, attempt)
-            # The step before is read while this one runs on the device. Nothing is updated before its verdict is known.
-            with span(job, "report"):
-                incident = report_step(job, pending) if pending else None
-            if incident:
+                return out_of_room(job, step, pending if late else None, validation, attempt)
+            if late and (incident := settle(job, step, pending, changes, copying)):
                 job.optimizer.discard()
                 return Outcome("incident", incident.symptom, step, validation, incident)
-            if step in changes:
-                job.judge.reopen()
-                job.judge.expect(job.stream.steps.rows(step))
-                job.watch.reopen(changes[step])
-                job.event("guard_reopened", step=step, reason=changes[step])
-            if job.copies and copying.due(step):
-                job.copies.take(job, step)
-                copying.reset()
             looking = job.spec.guard.enabled and job.optimizer.judged_first and looks.both_due(step)
             if looking:
                 looks.reset()

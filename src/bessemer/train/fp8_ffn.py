@@ -1,0 +1,159 @@
+"""A gated feed-forward part in fp8 as one function, with the same arithmetic as torchao's layers, one by one.
+
+Nearly all that fp8 costs beside its products is here: of a step of 1B parameters on an H200 45 ms went into casts, most
+of them around SwiGLU (docs/decisions.md). As one function gate and up are one product with one scale, SwiGLU is cast as
+it is computed, and what the backward pass needs in columns is turned by a kernel that is made for it.
+
+Legend: R rows (tokens), W width, F inner width, G twice that: gate and up side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bessemer.model.ffn import FeedForward
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of values; of gradients, which range wider
+MULTIPLE = 64  # of all sizes: the kernels' tiles
+TINY = 1e-12
+
+
+def _times(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What x is multiplied by before it is cast."""
+    return (torch.finfo(dtype).max / x.abs().amax().float().clamp(min=TINY)).reshape(1)
+
+
+def _cast(x: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
+    most = torch.finfo(dtype).max
+    return (x.float() * times).clamp(-most, most).to(dtype)
+
+
+def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool = False) -> Tensor:
+    """a @ b of fp8 in bf16: a in rows, b in columns. `fast` sums in 14 bits, too few for sums over tokens."""
+    if a.is_cuda:
+        return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    with torch.autocast(a.device.type, enabled=False):
+        return ((a.float() * a_scale) @ (b.float() * b_scale)).bfloat16()
+
+
+@torch.library.custom_op("bessemer::fp8_gated", mutates_args=())
+def gated(gu_RG: Tensor) -> tuple[Tensor, Tensor]:
+    """SwiGLU in e4m3 and its scale."""
+    if gu_RG.is_cuda:
+        from bessemer.train.kernels import fp8
+
+        return fp8.gated(gu_RG, E4M3)
+    g_RF, u_RF = gu_RG.float().chunk(2, dim=1)
+    h_RF = F.silu(g_RF) * u_RF
+    times = _times(h_RF, E4M3)
+    return _cast(h_RF, times, E4M3), 1 / times
+
+
+@gated.register_fake
+def _(gu_RG: Tensor) -> tuple[Tensor, Tensor]:
+    rows, both = gu_RG.shape
+    return gu_RG.new_empty(rows, both // 2, dtype=E4M3), gu_RG.new_empty(1, dtype=torch.float32)
+
+
+@torch.library.custom_op("bessemer::fp8_gate_gradients", mutates_args=())
+def gate_gradients(dh_RF: Tensor, gu_RG: Tensor, h_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `gated`'s input in e5m2, in rows and in columns, their scale; and its output in columns."""
+    if dh_RF.is_cuda:
+        from bessemer.train.kernels import fp8
+
+        return fp8.gate_gradients(dh_RF, gu_RG, h_scale, E5M2, E4M3)
+    g_RF, u_RF = gu_RG.float().chunk(2, dim=1)
+    dh, sigmoid = dh_RF.float(), torch.sigmoid(g_RF)
+    d_RG = torch.cat((dh * u_RF * sigmoid * (1 + g_RF * (1 - sigmoid)), dh * g_RF * sigmoid), dim=1)
+    times = _times(d_RG, E5M2)
+    out_RG = _cast(d_RG, times, E5M2)
+    h_FR = _cast((g_RF * sigmoid * u_RF).t(), 1 / h_scale, E4M3)
+    return out_RG, out_RG.t().contiguous(), 1 / times, h_FR.contiguous()
+
+
+@gate_gradients.register_fake
+def _(dh_RF: Tensor, gu_RG: Tensor, h_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, both = gu_RG.shape
+    turned = gu_RG.new_empty(both // 2, rows, dtype=E4M3)
+    scale = gu_RG.new_empty(1, dtype=torch.float32)
+    return gu_RG.new_empty(rows, both, dtype=E5M2), gu_RG.new_empty(both, rows, dtype=E5M2), scale, turned
+
+
+@torch.library.custom_op("bessemer::fp8_turned", mutates_args=())
+def turned(x_RW: Tensor, times: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+    """x times a number: of a gradient in rows, of a value nothing; and in columns."""
+    dtype = E5M2 if gradient else E4M3
+    if x_RW.is_cuda:
+        from bessemer.train.kernels import fp8
+
+        return fp8.turned(x_RW, times, dtype, gradient)
+    out_RW = _cast(x_RW, times, dtype)
+    return (out_RW if gradient else out_RW.new_empty(0, x_RW.shape[1])), out_RW.t().contiguous()
+
+
+@turned.register_fake
+def _(x_RW: Tensor, times: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+    (rows, width), dtype = x_RW.shape, E5M2 if gradient else E4M3
+    return x_RW.new_empty(rows if gradient else 0, width, dtype=dtype), x_RW.new_empty(width, rows, dtype=dtype)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RW: Tensor, gate_FW: Tensor, up_FW: Tensor, down_WF: Tensor) -> Tensor:  # type: ignore[override]
+        both_GW = torch.cat((gate_FW, up_FW))
+        x_times, both_times, down_times = (_times(x, E4M3) for x in (x_RW, both_GW, down_WF))
+        gu_RG = _product(
+            _cast(x_RW, x_times, E4M3), _cast(both_GW, both_times, E4M3).t(), 1 / x_times, 1 / both_times, fast=True
+        )
+        h_RF, h_scale = gated(gu_RG)
+        ctx.save_for_backward(x_RW, gate_FW, up_FW, down_WF, gu_RG, h_scale, x_times, both_times, down_times)
+        return _product(h_RF, _cast(down_WF, down_times, E4M3).t(), h_scale, 1 / down_times, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RW: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x_RW, gate_FW, up_FW, down_WF, gu_RG, h_scale, x_times, both_times, down_times = ctx.saved_tensors
+        dy_RW, inner = dy_RW.contiguous(), gate_FW.shape[0]
+        dy_times = _times(dy_RW, E5M2)
+        dy8_RW, dy8_WR = turned(dy_RW, dy_times, True)
+        down_FW = _cast(down_WF.t(), down_times, E4M3).contiguous()
+        dh_RF = _product(dy8_RW, down_FW.t(), 1 / dy_times, 1 / down_times)
+        d_RG, d_GR, d_scale, h_FR = gate_gradients(dh_RF, gu_RG, h_scale)
+        both_WG = _cast(torch.cat((gate_FW, up_FW)).t(), both_times, E4M3).contiguous()
+        dx_RW = _product(d_RG, both_WG.t(), d_scale, 1 / both_times)
+        _, x_WR = turned(x_RW, x_times, False)
+        d_both_GW = _product(d_GR, x_WR.t(), d_scale, 1 / x_times).to(gate_FW.dtype)
+        d_down_WF = _product(dy8_WR, h_FR.t(), 1 / dy_times, h_scale).to(down_WF.dtype)
+        return dx_RW, d_both_GW[:inner], d_both_GW[inner:], d_down_WF
+
+
+class Fp8FeedForward(FeedForward):
+    """As one function where autocast is on, sizes are whole tiles and nobody listens to its layers."""
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        kind, rows = x_BTW.device.type, x_BTW.shape[:-1]
+        if not torch.is_autocast_enabled(kind) or rows.numel() % MULTIPLE or self._heard():
+            return super().forward(x_BTW)
+        assert self.gate is not None
+        x_RW = x_BTW.to(torch.get_autocast_dtype(kind)).reshape(-1, x_BTW.shape[-1])
+        y_RW: Tensor = _Gated.apply(x_RW, self.gate.weight, self.up.weight, self.down.weight)
+        return y_RW.view(*rows, -1)
+
+    def _heard(self) -> bool:
+        if torch.compiler.is_compiling():  # compiled blocks serve nobody who listens
+            return False
+        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.children())
+
+
+def convert_ffn(module: nn.Module, layer: type[nn.Module]) -> None:
+    """Have feed-forward parts whose layers are all of the given type run as one function, if they are SwiGLU."""
+    for part in module.modules():
+        if type(part) is not FeedForward or part.activate is not F.silu:
+            continue
+        layers = list(part.children())
+        fits = all(isinstance(one, layer) and one.bias is None for one in layers) and len(layers) == 3
+        if fits and all(size % MULTIPLE == 0 for size in part.up.weight.shape):
+            part.__class__ = Fp8FeedForward

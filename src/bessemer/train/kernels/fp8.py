@@ -1,0 +1,167 @@
+"""Casts to fp8 with one scale a tensor, in the two layouts that products want, and SwiGLU before and after them.
+
+Hopper multiplies fp8 only where the summed dimension is contiguous in both factors, so the backward pass needs most
+tensors in rows and in columns. What torch.compile makes of that stores columns byte by byte, at a third of the memory's
+rate; here a tile is turned on the chip. Each scale needs the tensor's largest number first, by a pass of its own: that
+leaves one maximum for each program, which the casts then go through again rather than wait for another launch.
+
+Legend: R rows (tokens), F inner width, P programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 1024  # of a pass for maxima
+FLAT, TILE = 2048, 64
+TINY = 1e-12  # below which a maximum counts as this: a tensor of zeros stays zeros
+
+
+@triton.jit
+def _scale(largest, most: tl.constexpr, PROGRAMS: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What numbers are multiplied by, so that the largest becomes `most` and no cast overflows. Maxima pass NaN by: a
+    sum keeps it, so that a step with one in it is seen to have one."""
+    found = tl.load(largest + tl.arange(0, PROGRAMS))
+    top = tl.max(found, axis=0) + tl.sum(found * 0.0, axis=0)
+    return most / tl.where(top < TINY, TINY, top)
+
+
+@triton.jit
+def _gate(g, u):  # type: ignore[no-untyped-def]
+    return g * tl.sigmoid(g) * u
+
+
+@triton.jit
+def _gate_gradients(dh, g, u):  # type: ignore[no-untyped-def]
+    sigmoid = tl.sigmoid(g)
+    return dh * u * sigmoid * (1 + g * (1 - sigmoid)), dh * g * sigmoid
+
+
+@triton.jit
+def _largest(  # type: ignore[no-untyped-def]
+    dh, gu, largest, rows, F: tl.constexpr, BACKWARD: tl.constexpr, FLAT: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    """The largest magnitude of SwiGLU's output, or of both its gradients, that each program meets."""
+    lanes = tl.arange(0, FLAT)
+    most, poison = tl.zeros((FLAT,), tl.float32), tl.zeros((FLAT,), tl.float32)
+    total = rows.to(tl.int64) * F
+    for start in range(tl.program_id(0).to(tl.int64) * FLAT, total, PROGRAMS * FLAT):
+        at = start + lanes
+        inside, row, column = at < total, at // F, at % F
+        g = tl.load(gu + row * (2 * F) + column, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(gu + row * (2 * F) + F + column, mask=inside, other=0.0).to(tl.float32)
+        if BACKWARD:
+            d = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
+            dg, du = _gate_gradients(d, g, u)
+            most, poison = tl.maximum(most, tl.maximum(tl.abs(dg), tl.abs(du))), poison + (dg + du) * 0.0
+        else:
+            h = _gate(g, u)
+            most, poison = tl.maximum(most, tl.abs(h)), poison + h * 0.0
+    tl.store(largest + tl.program_id(0), tl.max(most, axis=0) + tl.sum(poison, axis=0))
+
+
+@triton.jit
+def _cast_gated(  # type: ignore[no-untyped-def]
+    gu, largest, out, scale, rows, F: tl.constexpr, MOST: tl.constexpr, FLAT: tl.constexpr, PROGRAMS: tl.constexpr,
+    TINY: tl.constexpr,
+):  # fmt: skip
+    times = _scale(largest, MOST, PROGRAMS, TINY)
+    at = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    inside, row, column = at < rows.to(tl.int64) * F, at // F, at % F
+    g = tl.load(gu + row * (2 * F) + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(gu + row * (2 * F) + F + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (_gate(g, u) * times).to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(scale, 1 / times)
+
+
+@triton.jit
+def _store(out, value, row, column, stride):  # type: ignore[no-untyped-def]
+    tl.store(out + row[:, None] * stride + column[None, :], value)
+
+
+@triton.jit
+def _cast_gate_gradients(  # type: ignore[no-untyped-def]
+    dh, gu, largest, h_scale, out, turned, h_turned, scale, rows, F: tl.constexpr, MOST: tl.constexpr,
+    TILE: tl.constexpr, PROGRAMS: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    """Rows and columns are whole tiles: sizes of fp8 products are."""
+    times, h_times = _scale(largest, MOST, PROGRAMS, TINY), 1 / tl.load(h_scale)
+    r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    f = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    stride = rows.to(tl.int64)
+    d = tl.load(dh + r[:, None] * F + f[None, :]).to(tl.float32)
+    g = tl.load(gu + r[:, None] * (2 * F) + f[None, :]).to(tl.float32)
+    u = tl.load(gu + r[:, None] * (2 * F) + F + f[None, :]).to(tl.float32)
+    dg, du = _gate_gradients(d, g, u)
+    dg, du = (dg * times).to(out.dtype.element_ty), (du * times).to(out.dtype.element_ty)
+    h = (_gate(g, u) * h_times).to(h_turned.dtype.element_ty)
+    _store(out, dg, r, f, 2 * F)
+    _store(out, du, r, f + F, 2 * F)
+    _store(turned, tl.trans(dg), f, r, stride)
+    _store(turned, tl.trans(du), f + F, r, stride)
+    _store(h_turned, tl.trans(h), f, r, stride)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale, 1 / times)
+
+
+@triton.jit
+def _turn(x, times, out, turned, rows, W: tl.constexpr, BOTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    w = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    value = tl.load(x + r[:, None] * W + w[None, :]).to(tl.float32) * tl.load(times)
+    value = value.to(turned.dtype.element_ty)
+    if BOTH:
+        _store(out, value, r, w, W)
+    _store(turned, tl.trans(value), w, r, rows.to(tl.int64))
+
+
+def gated(gu_RF2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """SwiGLU of what gate and up gave, side by side, in fp8; and what it is to be multiplied by."""
+    rows, F = gu_RF2.shape[0], gu_RF2.shape[1] // 2
+    largest, scale = _floats(gu_RF2, PROGRAMS), _floats(gu_RF2, 1)
+    _largest[(PROGRAMS,)](gu_RF2, gu_RF2, largest, rows, F, BACKWARD=False, FLAT=FLAT, PROGRAMS=PROGRAMS)
+    out_RF = torch.empty(rows, F, dtype=dtype, device=gu_RF2.device)
+    _cast_gated[(triton.cdiv(rows * F, FLAT),)](
+        gu_RF2, largest, out_RF, scale, rows, F, MOST=_most(dtype), FLAT=FLAT, PROGRAMS=PROGRAMS, TINY=TINY
+    )
+    return out_RF, scale
+
+
+def gate_gradients(
+    dh_RF: Tensor, gu_RF2: Tensor, h_scale: Tensor, dtype: torch.dtype, h_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `gated`'s input in rows and in columns, their scale, and its output in columns."""
+    rows, F = dh_RF.shape
+    assert rows % TILE == 0 and F % TILE == 0 and dh_RF.is_contiguous() and gu_RF2.is_contiguous()
+    largest, scale = _floats(dh_RF, PROGRAMS), _floats(dh_RF, 1)
+    _largest[(PROGRAMS,)](dh_RF, gu_RF2, largest, rows, F, BACKWARD=True, FLAT=FLAT, PROGRAMS=PROGRAMS)
+    out_RF2 = torch.empty(rows, 2 * F, dtype=dtype, device=dh_RF.device)
+    turned_F2R = torch.empty(2 * F, rows, dtype=dtype, device=dh_RF.device)
+    h_FR = torch.empty(F, rows, dtype=h_dtype, device=dh_RF.device)
+    _cast_gate_gradients[(rows // TILE, F // TILE)](
+        dh_RF, gu_RF2, largest, h_scale, out_RF2, turned_F2R, h_FR, scale, rows, F, MOST=_most(dtype),
+        TILE=TILE, PROGRAMS=PROGRAMS, TINY=TINY,
+    )  # fmt: skip
+    return out_RF2, turned_F2R, scale, h_FR
+
+
+def turned(x_RW: Tensor, times: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor]:
+    """x times a number in fp8: in rows, if both are wanted, and in columns."""
+    rows, W = x_RW.shape
+    assert rows % TILE == 0 and W % TILE == 0 and x_RW.is_contiguous()
+    out_RW = torch.empty(rows if both else 0, W, dtype=dtype, device=x_RW.device)
+    turned_WR = torch.empty(W, rows, dtype=dtype, device=x_RW.device)
+    _turn[(rows // TILE, W // TILE)](x_RW, times, out_RW, turned_WR, rows, W, BOTH=both, TILE=TILE)
+    return out_RW, turned_WR
+
+
+def _floats(like: Tensor, count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.float32, device=like.device)
+
+
+def _most(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).max)
