@@ -23,12 +23,13 @@ DATA_VERBS = ("prepare", "report", "check", "classifier", "perplexity", "audit",
 CHECKPOINT_VERBS = (
     "list", "verify", "diff", "prune", "restore", "tag", "lineage", "import", "average", "pack", "unpack",
 )  # fmt: skip
+LAUNCH_VERBS = ("submit", "status", "logs", "cancel", "queue")
 INSPECT_VERBS = ("lr", "gradients", "landscape", "histograms", "noise", "nan")
 VERBS = (
     "train", "runs", "replay", "chaos", "generate", "evaluate", "export", "model show", "bench", "demo",
     "spec check", "spec show", "spec schema",
     *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),
-    *(f"inspect {verb}" for verb in INSPECT_VERBS),
+    *(f"inspect {verb}" for verb in INSPECT_VERBS), *(f"launch {verb}" for verb in LAUNCH_VERBS),
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from bessemer.cli import (
     export,
     generate,
     inspect,
+    launch,
     model,
     replay,
     runs,
@@ -37,6 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train.train)
+app.add_typer(launch.app, name="launch")
 app.add_typer(data_tools.app, name="data")
 app.command("runs")(runs.runs)
 app.command("replay")(replay.replay)
@@ -60,7 +62,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def run() -> None:
-    """Exit codes: 0 done, 2 a mistake in the input (one line for each), 1 a fault, 130 and 143 stopped by a signal."""
+    """Exit codes: 0 done, 2 a mistake in the input (one line for each), 1 a fault, 130, 138, 143 a signal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is shown with escapes
             stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,148 @@
+"""Kubernetes: a PyTorchJob of the Kubeflow training operator, and a ConfigMap with node.sh and the spec.
+
+With an elasticPolicy the operator runs workers only and tells torchrun through PET_ variables who meets where. The
+pods' working folder is the volume, so the spec's relative paths (data, runs) lie on it.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import replace
+
+from bessemer.launch.job import Job, State, call
+from bessemer.launch.node import node_script
+from bessemer.launch.request import SAVE_S, Request
+from bessemer.launch.secrets import KEYS
+from bessemer.spec.load import dump_spec
+
+CLIENT = "kubectl"
+FILE = "pytorchjob.yaml"
+WORK = "/work"
+
+TEMPLATE = """# {name}: submit with `kubectl apply -f {file}`. Needs the Kubeflow training operator (kubeflow.org/v1).
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {label}-launch
+  namespace: {namespace}
+data:
+  node.sh: |
+{node}
+  spec.yaml: |
+{spec}
+---
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata:
+  name: {label}
+  namespace: {namespace}
+spec:
+  nprocPerNode: "{processes}"
+  elasticPolicy:
+    rdzvBackend: c10d
+    rdzvId: {label}
+    # Training goes on with this many nodes while others are replaced; equal to replicas: it waits for all of them.
+    minReplicas: {min_nodes}
+    maxReplicas: {nodes}
+    maxRestarts: {max_restarts}
+  runPolicy:
+    # Pods that ended stay for `kubectl logs`.
+    cleanPodPolicy: None
+    backoffLimit: {backoff}{deadline}
+  pytorchReplicaSpecs:
+    Worker:
+      replicas: {nodes}
+      # A pod that fails is started again and continues from the last checkpoint.
+      restartPolicy: OnFailure
+      template:
+        spec:
+          # Eviction sends SIGTERM: the workers finish the step, save and leave within this time.
+          terminationGracePeriodSeconds: {grace}
+          containers:
+            - name: pytorch # the operator looks for this name
+              image: {image}
+              command: [bash, /launch/node.sh]
+              workingDir: {work}{environment}
+              resources:
+                # Requests equal to limits: the pod is the last to be evicted and can have CPUs of its own.
+                requests: {resources}
+                limits: {resources}
+              volumeMounts:
+                - {{name: launch, mountPath: /launch}}
+                - {{name: work, mountPath: {work}}}
+                - {{name: shm, mountPath: /dev/shm}}
+          volumes:
+            - name: launch
+              configMap: {{name: {label}-launch}}
+            - name: work
+              persistentVolumeClaim: {{claimName: {volume}}}
+            # Workers and NCCL share memory through /dev/shm, of which a container has 64 MiB. It counts as memory.
+            - name: shm
+              emptyDir: {{medium: Memory, sizeLimit: {shm}}}
+"""
+
+
+def write(request: Request) -> dict[str, str]:
+    inside = replace(request, workdir=WORK)
+    resources = {"cpu": str(request.cpus_wanted), "memory": request.memory or _memory(request)}
+    if request.gpus:
+        resources["nvidia.com/gpu"] = str(request.gpus)
+    given = request.secret or "bessemer"
+    secret = json.dumps(given)
+    keys = "".join(
+        f"\n                - name: {key}\n                  valueFrom:\n"
+        f"                    secretKeyRef: {{name: {secret}, key: {key}, optional: true}}"
+        for key in KEYS
+    )
+    return {
+        FILE: TEMPLATE.format(
+            name=request.name, file=f"{request.folder}/{FILE}", label=request.label,
+            namespace=json.dumps(request.namespace or "default"), work=WORK,
+            node=textwrap.indent(node_script(inside), "    "), spec=textwrap.indent(dump_spec(request.spec), "    "),
+            processes=request.processes, nodes=request.nodes, min_nodes=request.min_nodes or request.nodes,
+            max_restarts=request.max_restarts, backoff=10 * max(1, request.max_restarts),
+            deadline=f"\n    activeDeadlineSeconds: {request.seconds}" if request.seconds else "",
+            grace=SAVE_S + 20, image=json.dumps(request.image), resources=json.dumps(resources),
+            environment=f"\n              env: # kubectl create secret generic {given} --from-env-file=.env{keys}",
+            volume=json.dumps(request.volume), shm=f"{8 * request.processes}Gi",
+        )
+    }  # fmt: skip
+
+
+def _memory(request: Request) -> str:
+    return f"{64 * request.gpus or 8}Gi"
+
+
+def submit(request: Request) -> list[str]:
+    return ["kubectl", "apply", "-f", f"{request.folder}/{FILE}"]
+
+
+def job_id(request: Request, printed: str) -> str:
+    return request.label
+
+
+def states(job: Job) -> list[State]:
+    place = ["--namespace", job.where or "default", "-o", "json"]
+    found = json.loads(call(["kubectl", "get", "pytorchjob", job.id, *place]))
+    conditions = [c for c in found.get("status", {}).get("conditions", []) if c.get("status") == "True"]
+    newest = conditions[-1] if conditions else {"type": "Submitted"}
+    label = f"training.kubeflow.org/job-name={job.id}"
+    pods = json.loads(call(["kubectl", "get", "pods", "-l", label, *place]))["items"]
+    return [
+        State(job.id, newest["type"], newest.get("lastTransitionTime", ""), newest.get("message", "")),
+        *(
+            State(pod["metadata"]["name"], pod["status"].get("phase", ""), detail=pod["spec"].get("nodeName", ""))
+            for pod in pods
+        ),
+    ]
+
+
+def logs(job: Job) -> list[str]:
+    label = f"training.kubeflow.org/job-name={job.id}"
+    place = ["--namespace", job.where or "default"]
+    return ["kubectl", "logs", "-l", label, "--prefix", "--tail=100", *place]
+
+
+def cancel(job: Job) -> list[str]:
+    return ["kubectl", "delete", "--namespace", job.where or "default", "-f", f"{job.folder}/{FILE}"]

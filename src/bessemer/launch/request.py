@@ -1,0 +1,141 @@
+"""Request: where a run is to go and on what. Every target writes its files from one of these."""
+
+from __future__ import annotations
+
+import re
+import sys
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bessemer.errors import UserError
+from bessemer.spec.quantity import parse_duration
+from bessemer.spec.schema import RunSpec
+
+# What each target can be told, beyond nodes, GPUs and restarts. An option of another target is refused, not ignored.
+TAKES = {
+    "slurm": {"cpus", "memory", "time", "gpu_type", "image", "python", "partition", "account", "qos", "array"},
+    "kubernetes": {"cpus", "memory", "time", "image", "python", "namespace", "volume", "secret", "min_nodes"},
+    "sky": {"cpus", "memory", "gpu_type", "image", "python", "install", "cloud", "volume", "on_demand"},
+    "modal": {"cpus", "memory", "time", "gpu_type", "image", "install", "volume", "secret"},
+    "ssh": {"hosts", "python"},
+    "local": {"python"},
+}
+CPUS_PER_GPU = 8
+SAVE_S = 100  # how long the workers get for the last save once a signal has come; Slurm's warning comes 120 s ahead
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for. Empty strings are what the target decides itself."""
+
+    spec: RunSpec
+    on: str
+    nodes: int = 1
+    gpus: int = 1  # of each node; 0: one process on the CPU
+    max_restarts: int = 3
+    cpus: int = 0  # of each node; 0: a few for each GPU
+    memory: str = ""
+    time: str = ""
+    gpu_type: str = ""
+    image: str = ""
+    python: str = ""
+    install: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    array: str = ""
+    namespace: str = ""
+    volume: str = ""
+    secret: str = ""
+    min_nodes: int = 0
+    cloud: str = ""
+    on_demand: bool = False
+    hosts: tuple[str, ...] = ()
+    workdir: str = ""  # where the command is run: relative paths of the spec start there
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def folder(self) -> Path:
+        """Where its files go, on this machine."""
+        return (Path(self.spec.runs) / self.name / "launch").absolute()
+
+    @property
+    def processes(self) -> int:
+        return max(1, self.gpus)
+
+    @property
+    def seconds(self) -> int | None:
+        return int(parse_duration(self.time)) if self.time else None
+
+    @property
+    def cpus_wanted(self) -> int:
+        return self.cpus or CPUS_PER_GPU * self.gpus or 1
+
+    @property
+    def interpreter(self) -> str:
+        """This very one where the nodes share our file system, the image's own elsewhere."""
+        shared = self.on in ("slurm", "ssh", "local") and not self.image
+        return self.python or (sys.executable if shared else "python3")
+
+    @property
+    def port(self) -> int:
+        """Of the rendezvous, where no job number can make it this run's own."""
+        return 20000 + zlib.crc32(self.name.encode()) % 10000
+
+    @property
+    def label(self) -> str:
+        """The name as Kubernetes and the clouds allow it: lower case, digits and dashes."""
+        kept = "".join(c if c.isascii() and c.isalnum() else "-" for c in self.name.lower())
+        return kept.strip("-")[:50].strip("-") or "run"
+
+
+def check(request: Request) -> Request:
+    """The request with its defaults filled in; UserError for what the target cannot do or still needs."""
+    on, takes = request.on, TAKES.get(request.on)
+    if takes is None:
+        raise UserError(f"--on {on or 'missing'}: write --on {', '.join(list(TAKES)[:-1])} or {list(TAKES)[-1]}")
+    asked = {option for options in TAKES.values() for option in options if getattr(request, option)}
+    for option in sorted(asked - takes):
+        owners = " and ".join(target for target, options in TAKES.items() if option in options)
+        raise UserError(f"--{option.replace('_', '-')}: {on} has no such thing; it is for {owners}")
+    if request.time:
+        try:
+            parse_duration(request.time)
+        except ValueError as error:
+            raise UserError(f"--time: {error}") from None
+    needs = {
+        "kubernetes": [
+            ("image", "--image IMAGE, a container image with Bessemer in it"),
+            ("volume", "--volume CLAIM, a PersistentVolumeClaim that holds data and runs"),
+        ],
+        "ssh": [("hosts", "--hosts HOST[,HOST...], which share this folder")],
+        "sky": []
+        if request.image
+        else [("install", "--install WHAT (a URL or name that pip takes there), or --image")],
+        "modal": []
+        if request.image
+        else [("install", "--install WHAT (a URL or name that pip takes there), or --image")],
+    }.get(on, [])
+    if on in ("sky", "modal") and request.gpus:
+        needs = [("gpu_type", "--gpu-type, such as H100"), *needs]
+    for option, how in needs:
+        if not getattr(request, option):
+            raise UserError(f"--on {on} needs {how}")
+    if on == "local" and request.nodes != 1:
+        raise UserError(f"--nodes {request.nodes}: a local queue has one node; use --on slurm or ssh for several")
+    if on == "modal" and request.nodes > 1 and not request.gpus:
+        raise UserError("--nodes: Modal joins containers with GPUs only; set --gpus 8 or --nodes 1")
+    if on == "sky" and request.nodes > 1 and not request.volume:
+        raise UserError("--on sky --nodes: several nodes need a bucket for their checkpoints: --volume s3://BUCKET")
+    if request.min_nodes > request.nodes:
+        raise UserError(f"--min-nodes {request.min_nodes} is more than --nodes {request.nodes}")
+    if on == "ssh":
+        for host in request.hosts:
+            if not re.fullmatch(r"[\w.@-]+", host) or host.startswith("-"):
+                raise UserError(f"--hosts {host}: write a name or user@name; ports belong into ~/.ssh/config")
+        request = replace(request, nodes=len(request.hosts))
+    return request if request.workdir else replace(request, workdir=str(Path.cwd()))

@@ -1,0 +1,88 @@
+"""The SSH target over a real sshd on this machine."""
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bessemer.errors import UserError
+from bessemer.launch import ssh
+from bessemer.launch.job import call
+from bessemer.launch.request import Request
+from bessemer.launch.submit import submit
+from bessemer.run.directory import Run
+
+SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not SSHD or not shutil.which("ssh"), reason="no sshd: apt install openssh-server"),
+]
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A host that SSH reaches: this one, by a daemon and keys of the test's own."""
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/host\nPidFile none\nStrictModes no\n"
+        f"AuthorizedKeysFile {tmp_path}/user.pub\nUsePAM no\nPermitRootLogin prohibit-password\n"
+    )
+    (tmp_path / "ssh_config").write_text(
+        f"Host box\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n  IdentityFile {tmp_path}/user\n"
+        f"  StrictHostKeyChecking no\n  UserKnownHostsFile {tmp_path}/known\n  BatchMode yes\n  LogLevel ERROR\n"
+    )
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # where the daemon drops its privileges
+    monkeypatch.setenv("SSH", f"ssh -F {tmp_path}/ssh_config")
+    log = (tmp_path / "sshd.log").open("w")
+    daemon = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(tmp_path / "sshd_config")], stderr=log)
+    try:
+        for _ in range(50):
+            if (
+                subprocess.run(["ssh", "-F", tmp_path / "ssh_config", "box", "true"], capture_output=True).returncode
+                == 0
+            ):
+                break
+            time.sleep(0.2)
+        else:
+            pytest.skip(f"sshd does not let us in here: {(tmp_path / 'sshd.log').read_text()[-300:]}")
+        yield "box"
+    finally:
+        daemon.terminate()
+        daemon.wait(10)
+        log.close()
+
+
+def test_a_run_over_ssh_is_started_told_of_and_stopped(host: str, ask: Callable[..., Request]) -> None:
+    request = ask("ssh", hosts=(host,), gpus=0)
+    budget = request.spec.budget.model_copy(update={"steps": 100_000})
+    request = Request(**{**vars(request), "spec": request.spec.model_copy(update={"budget": budget})})
+    job = submit(request, lambda line: None)
+    assert job is not None and job.id == host
+    run = Run(request.folder.parent)
+    until = time.monotonic() + 60
+    while not list(run.events("started")) if run.events_path.exists() else True:
+        assert time.monotonic() < until, (request.folder / f"{host}.log").read_text()
+        time.sleep(0.2)
+    assert [state.state for state in ssh.states(job)] == ["RUNNING"]
+    with pytest.raises(UserError, match="already"):
+        submit(request, lambda line: None)
+    assert call(ssh.cancel(job)) == f"{host}: asked to save and leave\n"
+    until = time.monotonic() + 60
+    while ssh.states(job)[0].state != "ENDED":
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    assert [event["reason"] for event in run.events("interrupted")] == ["SIGTERM"]
+    assert f"{host}: " in call(ssh.logs(job))
