@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from bessemer.checkpoint.shelf import Shelf
+from bessemer.parallel.world import World
 from bessemer.spec.checkpoint import CheckpointSpec
 from bessemer.spec.quantity import parse_count
 from bessemer.train.job import Progress
@@ -102,7 +103,7 @@ def fake_job(state: dict[str, torch.Tensor], device: torch.device, asynchronous:
     rules = CheckpointSpec(asynchronous=asynchronous, keep_last=1)
     events: list[dict[str, Any]] = []
     return SimpleNamespace(
-        spec=SimpleNamespace(checkpoint=rules, guard=SimpleNamespace(enabled=False)),
+        world=World(), spec=SimpleNamespace(checkpoint=rules, guard=SimpleNamespace(enabled=False)),
         stream=SimpleNamespace(fingerprint="", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[])),
         run=SimpleNamespace(sync=lambda: None), progress=Progress(), device=device, state=lambda: state,
         guard_state=dict, events=events, event=lambda kind, **more: events.append({"kind": kind, **more}),

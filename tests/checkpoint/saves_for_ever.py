@@ -21,6 +21,7 @@ import bessemer.checkpoint.checked_writer
 import bessemer.checkpoint.safe_reader  # noqa: F401
 from bessemer.checkpoint.manifest import NAME
 from bessemer.checkpoint.shelf import Shelf
+from bessemer.parallel.world import World
 from bessemer.spec.checkpoint import CheckpointSpec
 from bessemer.train.job import Progress
 from bessemer.train.saver import CheckpointSaver
@@ -68,6 +69,7 @@ def train_for_ever(folder: Path, told: Told, asynchronous: bool) -> None:
         return state
 
     job = SimpleNamespace(
+        world=World(),
         spec=SimpleNamespace(checkpoint=CheckpointSpec(asynchronous=asynchronous), guard=SimpleNamespace(enabled=True)),
         stream=SimpleNamespace(fingerprint="f", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[])),
         run=SimpleNamespace(sync=lambda: None),

@@ -204,10 +204,7 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"memory.update": "remove budget.batch_changes"},
     ),
     ({"checkpoint__archive_model_only": True}, {"checkpoint.archive_model_only": "keep_every: 10000"}),
-    (
-        {"parallel__dp_replicate": 2, "parallel__ep": 8},
-        {"parallel.dp_replicate": "write dp_replicate: 1", "parallel.ep": "8 devices"},
-    ),
+    ({"parallel__tp": 2, "parallel__ep": 8}, {"parallel.tp": "write tp: 1", "parallel.ep": "write ep: 1"}),
 ]
 
 

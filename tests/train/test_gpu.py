@@ -14,6 +14,7 @@ from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.lean import to_low_precision
 from bessemer.optim.schedule import Schedule
+from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.memory import MemorySpec
 from bessemer.spec.optimizer import OptimizerSpec
@@ -35,6 +36,7 @@ def make_job(precision: str = "fp32", seed: int = 0, weights: str = "fp32") -> A
         to_low_precision(model)
     schedule = Schedule(1e-3, 2, 100)
     return SimpleNamespace(
+        world=World(),
         device=device,
         model=model,
         objective=Pretrain(cross_documents=False),

@@ -13,6 +13,7 @@ from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import Guarded
 from bessemer.optim.schedule import Schedule
+from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.train.loop import forward_backward, judge_and_update
@@ -107,6 +108,7 @@ def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
     made = make_optimizer(model.named_parameters(), OptimizerSpec())
     schedule, spec = Schedule(1e-2, 4, 100), OptimizerSpec(**optimizer)
     return SimpleNamespace(
+        world=World(),
         device=CPU,
         model=model,
         objective=Pretrain(cross_documents=False),

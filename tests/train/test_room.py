@@ -16,6 +16,7 @@ from bessemer.model.moe import MixtureOfExperts
 from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.schedule import Schedule
+from bessemer.parallel.world import World
 from bessemer.plan.decide import Interval
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import RunWriter
@@ -284,6 +285,7 @@ def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
     batch = random_batch(shape.vocab, 32, 512)
     spec = RunSpec.model_validate({"name": "x", "model": "1M", "data": {"sources": {"a": "x"}}})
     job: Any = SimpleNamespace(
+        world=World(),
         spec=spec, plan=Planned(micro_rows=32, context=512, precision="bf16", batch_rows=((0, 32),)), device=device,
         model=model, objective=Pretrain(False), optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()),
         stream=SimpleNamespace(

@@ -12,6 +12,7 @@ import torch
 from bessemer.checkpoint.manifest import verify
 from bessemer.checkpoint.remote import Remote
 from bessemer.checkpoint.shelf import Shelf
+from bessemer.parallel.world import World
 from bessemer.plan.save_interval import mean_time_to_interruption, young_daly
 from bessemer.spec.checkpoint import CheckpointSpec
 from bessemer.train.job import Progress
@@ -23,6 +24,7 @@ def job(store_of, stream_of):
     events, synced = [], []
     state = {"model.x": torch.arange(5.0), "optimizer.m": torch.ones(5)}
     return SimpleNamespace(
+        world=World(),
         spec=SimpleNamespace(
             checkpoint=CheckpointSpec(keep_last=2, keep_best=True), guard=SimpleNamespace(enabled=False)
         ),

@@ -14,6 +14,7 @@ from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
+from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
@@ -138,6 +139,7 @@ def make_job(asked: str | float | None, guard: GuardSpec | None = None, device: 
     guard, model = guard or GuardSpec(), build(SHAPE, device, 0)
     events: list[dict[str, Any]] = []
     return SimpleNamespace(
+        world=World(),
         device=device, model=model, objective=Pretrain(cross_documents=False),
         optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()), judge=Judge(guard, device),
         lr=lambda step: 1e-3, clip=lambda step: 1.0,

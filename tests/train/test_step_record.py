@@ -8,6 +8,7 @@ import torch
 
 from bessemer.guard.detect.alarm import alarm
 from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE, REPETITION
+from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
@@ -40,6 +41,7 @@ def job(store_of, stream_of):
         watch=SimpleNamespace(step=lambda record, clocks: []),
         lr=lambda step: 3e-4,
         optimizer=SimpleNamespace(judged_first=True),
+        world=World(),
         history=deque(),
         recovering=[],
         stream=stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4),
@@ -56,6 +58,7 @@ def attempt_of(job, code=ACCEPT, loss=2.5, norm=0.5, correct=16.0, streak=0.0, r
         lr=3e-4,
         clip=1.0,
         tokens=64,
+        memory_bytes=5_000_000,
         sent=Sent(torch.cat((seen, numbers)) if job.spec.guard.enabled else seen),
         loss=torch.tensor(loss),
         correct=torch.tensor(correct),

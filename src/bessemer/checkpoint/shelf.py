@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from bessemer.checkpoint.manifest import (
     sync_folder,
     verify,
 )
+from bessemer.checkpoint.peers import Alone, Peers
 from bessemer.checkpoint.retention import Entry, best_of, keep
 from bessemer.errors import UserError
 from bessemer.spec.checkpoint import CheckpointSpec
@@ -72,8 +74,8 @@ def single_process() -> None:
 class Shelf:
     """The checkpoints folder of one run. Deleting and confirming may be asked for from different threads."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, peers: Peers | None = None) -> None:
+        self.folder, self.peers = folder, peers or Alone()
         self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -105,7 +107,7 @@ class Shelf:
     def reserve(self, step: int, kind: str = "step") -> Path:
         """The folder of the next attempt to save a step; it is made by `write`."""
         attempt = 1 + max((a for s, a in map(_key, self._attempts(kind)) if s == step), default=0)
-        return self.folder / f"{kind}-{step:08d}.a{attempt}"
+        return self.folder / f"{kind}-{step:08d}.a{self.peers.agree(attempt)}"
 
     def save(self, state: State, manifest: Manifest) -> Path:
         """Reserve and write."""
@@ -125,16 +127,34 @@ class Shelf:
         from bessemer.checkpoint.checked_writer import CheckedWriter
 
         on_host = all(tensor.device.type == "cpu" for tensor in state.values())
+        peers = self.peers
         single_process()
+        # Each process writes, reads back and hashes its own files; the first commits when all have done so.
+        files: dict[str, dict[str, Any]] = {}
+        fault: BaseException | None = None
         try:
             writer = CheckedWriter(folder, copy_ahead_bytes=0 if on_host else 10_000_000)
-            dcp.save(state, storage_writer=writer, no_dist=True)
-            complete = replace(manifest, attempt=_key(folder)[1], files=writer.read_back())
-            commit(folder, complete)
+            dcp.save(state, storage_writer=writer, no_dist=peers.size == 1, process_group=peers.saving)
+            files = writer.read_back()
         except (OSError, CheckpointException) as error:  # a BaseException: no `except Exception` sees it
-            with suppress(OSError):
-                discard(folder)
-            raise OSError(f"{folder}: the save failed: {_cause(error)}") from error
+            fault = _cause(error)
+        everyone = peers.gather((files, str(fault) if fault else ""), saving=True)
+        faults = [words for _, words in everyone if words]
+        complete = replace(
+            manifest, attempt=_key(folder)[1], files={name: at for found, _ in everyone for name, at in found.items()}
+        )
+        if not faults and peers.main:
+            try:
+                commit(folder, complete)
+            except OSError as error:
+                fault, faults = error, [str(error)]
+        if peers.size > 1:
+            faults = peers.gather(faults, saving=True)[0]
+        if faults:
+            if peers.main:
+                with suppress(OSError):
+                    discard(folder)
+            raise OSError(f"{folder}: the save failed: {faults[0]}") from fault
         return complete
 
     def write_model(self, state: State, manifest: Manifest, every: int) -> Path | None:

@@ -5,8 +5,33 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from bessemer.spec.schema import ParallelSpec
+
+
+def local_processes(parallel: ParallelSpec) -> int:
+    """How many processes to start here: as many as the degrees ask for, else one for each GPU. Just this one where a
+    launcher has started them."""
+    import torch
+
+    if "WORLD_SIZE" in os.environ:
+        return 1
+    product = 1
+    for degree in (parallel.dp_replicate, parallel.dp_shard):
+        product *= 1 if degree == "auto" else degree
+    gpus = torch.cuda.device_count() if parallel.device in ("auto", "cuda") else 0
+    return max(product, gpus)
+
+
+def start_locally(count: int) -> NoReturn:
+    """The same command in so many processes, in place of this one."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "bessemer", *sys.argv[1:]])
 
 
 def train(
@@ -30,13 +55,18 @@ def train(
     run_spec = load_spec(spec, settings)
     if profile or nsight:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its stages otherwise
+    elif (count := local_processes(run_spec.parallel)) > 1:
+        start_locally(count)
     from bessemer.observe.live import LiveView
-    from bessemer.observe.view import LineView
+    from bessemer.observe.view import LineView, RunView
+    from bessemer.parallel.world import part
     from bessemer.supervise.session import Session
 
     live = sys.stdout.isatty() and not plain
     again = None if settings else str(spec)  # with overrides, the spec in the run's folder is the one to continue with
-    view = LiveView(again) if live else LineView(again, run_spec.observe.line_every)
+    view: RunView = LiveView(again) if live else LineView(again, run_spec.observe.line_every)
+    if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
+        view = RunView()
     if profile or nsight:
         from bessemer.supervise.profile import ProfileSession
 
@@ -48,7 +78,8 @@ def train(
             )
         return
     outcome = Session(run_spec, view).train()
+    part()
     if outcome.kind == "interrupted":
-        raise typer.Exit(143 if outcome.reason == "SIGTERM" else 130)
+        raise typer.Exit({"SIGTERM": 143, "SIGUSR1": 138}.get(outcome.reason, 130))
     if outcome.kind in ("failed", "stopped"):
         raise typer.Exit(1)

@@ -49,7 +49,9 @@ def tokenizer_files(tokenizer: Tokenizer, place: Path, longest: int) -> tuple[di
     files: dict[str, Any] = {"tokenizer.json": place / "tokenizer.json", "tokenizer_config.json": about}
     if template := _template(tokenizer, place):
         about["chat_template"] = files["chat_template.jinja"] = template
-    return files, {f"{role}_token_id": tokenizer.special[name] for role, name in names.items()}
+    # In a config, padding's embedding gets no gradient: an end token that pads too would never be learnt there.
+    ids = {role: name for role, name in names.items() if role != "pad" or name != tokenizer.eos}
+    return files, {f"{role}_token_id": tokenizer.special[name] for role, name in ids.items()}
 
 
 def _template(tokenizer: Tokenizer, place: Path) -> str | None:

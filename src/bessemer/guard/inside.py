@@ -24,6 +24,8 @@ from bessemer.model.moe import router_shares
 from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
 from bessemer.optim.bits import joined
+from bessemer.parallel.shard import local, shards
+from bessemer.parallel.world import World
 
 SAMPLE = 4096  # elements of a parameter whose change is measured
 QUERIES = 64  # positions whose attention is computed in full
@@ -62,28 +64,38 @@ def layer_of(name: str) -> str:
 
 
 class Inside:
-    """Looks at one model. With sharded weights every rank has to take the same looks, and sees its own shard."""
+    """Looks at one model. All processes take the same looks: norms are of whole layers, the rest is of the first one's
+    rows."""
 
-    def __init__(self, model: Decoder, remainders: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+    def __init__(
+        self, model: Decoder, remainders: Mapping[nn.Parameter, Tensor] | None = None, world: World | None = None
+    ) -> None:
+        self._world = world or World()
         self._remainders = remainders or {}  # of weights in bf16: an update may be less than its digits show
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in named]
         self.layers = list(dict.fromkeys(layer_of(name) for name, _ in named))
         at = [self.layers.index(layer_of(name)) for name, _ in named]
         self._at = torch.tensor(at, device=self.parameters[0].device)  # made once: a copy to a GPU waits for it
+        # Of a sum over all processes, what is held by several counts for each by its share.
+        shares = [shards(parameter) / self._world.size for parameter in self.parameters]
+        self._shares = torch.tensor(shares, device=self._at.device)
         self._samples: list[Tensor] = []
         self._found: dict[str, tuple[list[str], Tensor]] = {}
 
     def _by_layer(self, tensors: list[Tensor]) -> Tensor:
         """Norms of layers, from one tensor for each parameter."""
-        squares = _exact(torch.stack(torch._foreach_norm(tensors))) ** 2
+        squares = _exact(torch.stack(torch._foreach_norm([local(tensor) for tensor in tensors]))) ** 2
+        if self._world.size > 1:
+            squares = self._world.add(squares * self._shares)
         return squares.new_zeros(len(self.layers)).index_add_(0, self._at, squares).sqrt()
 
     def _sample(self) -> list[Tensor]:
         """Evenly spaced elements of each parameter; the stride is odd, so that it does not stay in one column."""
 
         def some(tensor: Tensor) -> Tensor:
-            return tensor.detach().reshape(-1)[:: (tensor.numel() // SAMPLE) | 1]
+            flat = local(tensor.detach()).reshape(-1)
+            return flat[:: (flat.numel() // SAMPLE) | 1]
 
         rests = self._remainders
         parts = [joined(some(p), some(rests[p])) if p in rests else _exact(some(p)) for p in self.parameters]
@@ -123,7 +135,7 @@ class Inside:
             found[quantity] = ([f"blocks.{i}" for i in having], torch.stack([seen[i][quantity] for i in having]))
         self._found = {}
         shares = router_shares(model)
-        numbers = torch.cat([*(values for _, values in found.values()), *shares.values()])
+        numbers = self._world.first_word(torch.cat([*(values for _, values in found.values()), *shares.values()]))
         router = {name: len(values) for name, values in shares.items()}
         return Look({quantity: layers for quantity, (layers, _) in found.items()}, numbers, router)
 

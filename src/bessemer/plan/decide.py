@@ -282,10 +282,12 @@ def decide_training(
     held_out_tokens: int,
     plan: Plan,
     previous: Plan | None = None,
+    dp: int = 1,
 ) -> TrainPlan:
-    """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run."""
+    """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run; `dp` says
+    among how many processes the rows of a step are divided."""
     precision = decide_precision(spec, machine, plan, previous)
-    weights = decide_weights(spec, shape, machine, precision, plan, previous)
+    weights = decide_weights(spec, shape, machine, precision, plan, previous) if dp == 1 else "fp32"
     compiled = decide_compile(spec, shape, machine, plan)
     train_tokens = sum(sources[name].tokens for name in sources_used(spec))
     asked = decide_tokens(spec, shape, train_tokens, plan)
@@ -304,7 +306,7 @@ def decide_training(
     reason = f"{human_count(tokens)} tokens in batches of {rows * context:,}"
     plan.add("steps", total_steps, reason, "counted")
     mixtures = decide_mixtures(spec, context, sources, tokens, plan, previous)
-    smallest = min(size for start, size in phases if start < total_steps)
+    smallest = -(-min(size for start, size in phases if start < total_steps) // dp)
     passes = Passes(context, 1, precision, "none", compiled and not (shape.moe or shape.mamba), machine.device)
     passes = decide_room(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
     peak_lr = decide_lr(spec, shape, context, tokens, plan, previous)

@@ -163,6 +163,26 @@ class RunWriter(Run):
         self.close()
 
 
+class RunReader(RunWriter):
+    """For the processes beside the first, which alone writes: the same calls, and nothing is written."""
+
+    def __init__(self, folder: str | Path) -> None:
+        Run.__init__(self, folder)
+        self.lock = Lock(self.folder)
+
+    def step(self, record: Record) -> None: ...
+    def validation(self, record: Record) -> None: ...
+    def write_file(self, name: str, text: str) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+    def event(self, kind: str, **details: Any) -> Record:
+        return {"kind": kind, "time": round(time.time(), 3), **details}
+
+    def cut_after(self, step: int) -> int:
+        return 0
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """One line of `bessemer runs`. `step` counts steps done; a loss may be NaN."""

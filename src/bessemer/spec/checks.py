@@ -18,7 +18,7 @@ from bessemer.spec.schema import RunSpec
 
 Problem = tuple[Path, str]
 SMALLEST_VOCABS = {"bpe": 257, "char": 257, "wordpiece": 258, "unigram": 279}
-PARALLEL_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+NOT_YET = ("tp", "cp", "pp", "ep")
 
 
 def one_length(spec: RunSpec) -> Iterator[Problem]:
@@ -326,11 +326,10 @@ def wrapped_is_as_it_is(spec: RunSpec) -> Iterator[Problem]:
         yield ("dropout",), "a wrapped model trains without dropout: remove this, or wrap"
 
 
-def one_device(spec: RunSpec) -> Iterator[Problem]:
-    for key in PARALLEL_DEGREES:
-        degree = getattr(spec.parallel, key)
-        if degree > 1:
-            yield (("parallel", key), f"{degree} devices were asked for and this version trains on one: write {key}: 1")
+def degrees_are_known(spec: RunSpec) -> Iterator[Problem]:
+    for key in NOT_YET:
+        if getattr(spec.parallel, key) > 1:
+            yield ("parallel", key), f"this version divides a run by dp_replicate and dp_shard alone: write {key}: 1"
 
 
 def memory_fits(spec: RunSpec) -> Iterator[Problem]:
@@ -374,7 +373,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (archive_of_something, ("checkpoint",)),
     (rope_stretch_is_told, ("model", "data.context")),
     (wrapped_is_as_it_is, ("model", "optimizer", "dropout")),
-    (one_device, ()),  # a degree that is wrong itself stands at 1 here
+    (degrees_are_known, ()),  # a degree that is wrong itself stands at 1 here
 )
 
 

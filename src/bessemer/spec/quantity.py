@@ -31,6 +31,7 @@ _COUNTED = {  # unit -> how it may be written, an example
     "steps": (("step", "steps"), "1000 or 10K"),
     "sequences": (("sequence", "sequences", "row", "rows"), "8"),
     "threads": (("thread", "threads"), "8"),
+    "processes": (("process", "processes"), "2"),
 }
 _UNIT_OF = {word: unit for unit, (words, _) in _COUNTED.items() for word in words}
 _SECONDS = {
@@ -251,6 +252,7 @@ Seconds = Annotated[
 Auto = Literal["auto"]
 AutoCount = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1), "20M")]
 AutoSequences = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="sequences", least=1), "8")]
+AutoDegree = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="processes", least=1), "2")]
 AutoThreads = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="threads", least=1), "8")]
 AutoSpan = Annotated[int | float | str, *_or_auto(parse_span, "2%")]
 AutoInterval = Annotated[int | str, *_or_auto(parse_interval, "500 steps")]

@@ -20,6 +20,7 @@ from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.part import Part
 from bessemer.spec.quantity import (
     AutoCount,
+    AutoDegree,
     AutoInterval,
     AutoSequences,
     AutoSpan,
@@ -75,14 +76,18 @@ class ScheduleSpec(Part):
 
 
 class ParallelSpec(Part):
-    """Where it runs. One device today; the degrees are here so that a spec can be written for a cluster."""
+    """Where it runs. The degrees say how a model lies over the processes that a launcher started."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         "auto", description="auto, cpu, cuda or mps", examples=["cuda"]
     )
     threads: AutoThreads = Field("auto", description="CPU threads; changes the last digits of a CPU run", examples=[8])
-    dp_replicate: int = Field(1, ge=1, description="data-parallel replicas", examples=[1])
-    dp_shard: int = Field(1, ge=1, description="data-parallel shards", examples=[1])
+    dp_replicate: AutoDegree = Field(
+        "auto", description="replicas, each of which reads its share of a step's rows", examples=[2]
+    )
+    dp_shard: AutoDegree = Field(
+        "auto", description="processes among which a replica's weights, gradients and moments are divided", examples=[8]
+    )
     tp: int = Field(1, ge=1, description="tensor parallel degree", examples=[1])
     cp: int = Field(1, ge=1, description="context parallel degree", examples=[1])
     pp: int = Field(1, ge=1, description="pipeline parallel degree", examples=[1])

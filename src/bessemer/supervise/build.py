@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,7 +22,9 @@ from bessemer.observe.view import RunView
 from bessemer.optim.choose import optimizer_for
 from bessemer.optim.ema import Ema
 from bessemer.optim.schedule import Schedule
-from bessemer.plan.decide import TrainPlan, keeping
+from bessemer.parallel.shard import lay_over
+from bessemer.parallel.world import World
+from bessemer.plan.decide import HALF, TrainPlan, keeping
 from bessemer.run.directory import RunWriter
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
@@ -51,6 +53,7 @@ class Parts:
     tokenizer: Tokenizer
     device: torch.device
     peak_flops: float
+    world: World = field(default_factory=World)
 
 
 def spec_fingerprint(spec: RunSpec) -> str:
@@ -72,10 +75,12 @@ def make_job(spec: RunSpec, parts: Parts, run: RunWriter, view: RunView) -> Job:
     set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
     if plan.precision in FP8:
         convert(model, plan.precision, device)
-    optimizer = optimizer_for(model, spec)  # what it freezes has no average either
     if plan.compiled:
         compile_blocks(model, plan.micro_rows, plan.context, compute_type(plan.precision))
     recompute.apply(model, plan.activations, spec.memory.offload_activations)
+    world = parts.world
+    lay_over(model, world, half=device.type == "cuda" and plan.precision in HALF)
+    optimizer = optimizer_for(model, spec)  # what it freezes has no average either
     named = list(model.named_parameters())
     objective = make_pretrain(spec, parts.stream.order.names, parts.tokenizer, parts.shape, plan.context)
     return Job(
@@ -90,13 +95,17 @@ def make_job(spec: RunSpec, parts: Parts, run: RunWriter, view: RunView) -> Job:
         ),
         stream=parts.stream,
         evaluator=Evaluator(
-            parts.held_out, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device
+            parts.held_out, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device, world
         ),
         run=run, view=view,
-        saver=CheckpointSaver(Shelf(run.checkpoints), fingerprint, open_remote(spec, run.folder)),
+        saver=CheckpointSaver(
+            Shelf(run.checkpoints, world), fingerprint, open_remote(spec, run.folder) if world.main else None
+        ),
         flops_per_token=parts.shape.flops_per_token(plan.context), peak_flops=parts.peak_flops,
-        watch=Watch(spec.guard, memory_limit(device), plan.total_steps), inside=Inside(model, optimizer.remainders()),
+        watch=Watch(spec.guard, memory_limit(device), plan.total_steps),
+        inside=Inside(model, optimizer.remainders(), world),
         ladder=Ladder(spec.guard), decode=parts.tokenizer.decode,
         ema=Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None,
+        world=world,
         scaling=LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
     )  # fmt: skip

@@ -122,7 +122,7 @@ class Responder:
             )  # fmt: skip
         else:
             normal = usual(history, job.spec.guard.loss_sigma, job.spec.guard.grad_sigma)
-        if incident.severity != "veto" and incident.record["veto"] is None:
+        if incident.severity != "veto" and incident.record["veto"] is None and job.world.size == 1:
             step = job.start_step
             history = list(job.history)
             batches = job.stream.micro_batches(step, job.plan.micro_rows)
@@ -133,7 +133,8 @@ class Responder:
 
     def _worth_a_trial(self, incident: Incident) -> bool:
         spec, progress = self.job.spec.guard, self.job.progress
-        if not spec.trial.enabled or isinstance(self.job.stream, ForwardStream):
+        # Trials are held by one process: several would have to agree on every experiment's end.
+        if not spec.trial.enabled or isinstance(self.job.stream, ForwardStream) or self.job.world.size > 1:
             return False
         urgent = incident.severity != "veto" or incident.statistics.get("streak", 0) >= spec.max_vetoes
         # Trials may take a share of the run's time, and one budget in advance; at a rung of the ladder always one.
@@ -281,7 +282,7 @@ class Responder:
     def _keep_scene(self, scene: Scene) -> None:
         """The judged state on disk, for those who want to look at it later."""
         job = self.job
-        shelf = Shelf(job.run.folder / "scenes")
+        shelf = Shelf(job.run.folder / "scenes", job.world)
         try:
             for folder, _ in shelf.committed()[: 1 - SCENES_KEPT]:
                 discard(folder)

@@ -23,10 +23,12 @@ from bessemer.errors import UserError
 from bessemer.guard.hang import Hang, Watchdog
 from bessemer.observe.view import RunView
 from bessemer.optim.groups import note_groups
+from bessemer.parallel.world import World, join
 from bessemer.plan.decide import TrainPlan, decide_training
 from bessemer.plan.decision import Plan
+from bessemer.plan.layout import decide_layout
 from bessemer.plan.machine import Machine
-from bessemer.run.directory import Run, RunWriter
+from bessemer.run.directory import Run, RunReader, RunWriter
 from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
@@ -83,11 +85,17 @@ class Session:
         self.spec, self.datasets, self.faults = completed(spec), dict(datasets or {}), faults
         self.view = view or RunView()
         self.interrupt = Interrupt()
+        self.world = World()
         self.source = open_source(self.spec)
 
     def train(self) -> Outcome:
         """Start or continue the run. Every way out but a kill leaves its word in the events."""
-        with RunWriter(run_folder(self.spec)) as run, self.view.following(run):
+        device = pick_device(self.spec.parallel)
+        self.world = join(device)
+        kind = RunWriter if self.world.main else RunReader
+        with self.world.first_alone():
+            run = kind(run_folder(self.spec))
+        with run, self.view.following(run):
             try:
                 outcome = self._train(run)
             except UserError as error:
@@ -109,27 +117,39 @@ class Session:
     def _train(self, run: RunWriter) -> Outcome:
         former = self._former_spec(run)
         # A run with nothing saved starts over, and is planned anew.
-        resuming = Shelf(run.checkpoints).committed() and (run.folder / "plan.json").exists()
+        committed = bool(Shelf(run.checkpoints).committed()) and (run.folder / "plan.json").exists()
+        resuming = self.world.agree(committed)
         previous = Plan.from_json((run.folder / "plan.json").read_text()) if resuming else None
-        device = pick_device(self.spec.parallel)
+        world, device = self.world, self.world.device
         use_threads(self.spec.parallel)
-        machine = measure(device)
+        machine = world.agree(measure(device) if world.main else None)
+        assert machine is not None
         plan = Plan()
         about = f"{machine.name}, {machine.threads} threads, {machine.source}"
         plan.add("parallel.device", device.type, about, "found")
-        prepared, shape, context = self._prepare(plan)
+        with world.first_alone():
+            prepared, shape, context = self._prepare(plan)
         if previous is None:
-            machine = self._measure_precision(machine, shape, context, device)
+            machine = world.agree(self._measure_precision(machine, shape, context, device) if world.main else machine)
+        world.lay(decide_layout(self.spec, shape, machine, world.size, plan))
         rows = make_rows(self.spec, prepared, context, plan, previous)
         held_out = held_out_rows(prepared, rows, context)
         training = decide_training(
             self.spec, shape, context, machine,
             sizes(self.spec, rows, prepared, context), sum(held.tokens for held in held_out.values()), plan, previous,
+            world.layout.dp,
         )  # fmt: skip
         explain(self.spec, rows, training, plan)
         stream = build_stream(self.spec, prepared, rows, training, [Segment(0, 0)])
         parts = Parts(
-            training, shape, stream, held_out, prepared.tokenizer, device, machine.peak(training.precision)[0]
+            training,
+            shape,
+            stream,
+            held_out,
+            prepared.tokenizer,
+            device,
+            machine.peak(training.precision)[0] * world.size,
+            world,
         )
         job = make_job(self.spec, parts, run, self.view)
         choose_attention(job, plan, previous)
@@ -141,22 +161,27 @@ class Session:
         training = job.plan  # a probing step may have changed its mind
         job.interrupt = self.interrupt
         note_groups(job.model, job.spec, plan)
-        restored = restore_newest(job, Shelf(run.checkpoints), former, open_remote(self.spec, run.folder))
+        with world.first_alone():  # which sweeps, and fetches what lies afar
+            remote = open_remote(self.spec, run.folder) if world.main else None
+            restored = restore_newest(job, Shelf(run.checkpoints, world), former, remote)
         if restored is None and self.spec.start_from:
             start_from(job, Path(self.spec.start_from))
         elif restored is None and self.source is not None:
             self._load_source(job, self.source)
-        record_lineage(
-            run.folder, stream_fingerprint=stream.fingerprint, spec_fingerprint=spec_fingerprint(self.spec),
-            versions=package_versions(), resumed_from=restored, started_from=self.spec.start_from,
-        )  # fmt: skip
+        if world.main:
+            record_lineage(
+                run.folder, stream_fingerprint=stream.fingerprint, spec_fingerprint=spec_fingerprint(self.spec),
+                versions=package_versions(), resumed_from=restored, started_from=self.spec.start_from,
+            )  # fmt: skip
+        world.wait()
         leave_out(job)
         run.write_file(FORMER_SPEC, dump_spec(self.spec))
         run.write_file("plan.json", plan.to_json())
         run.write_file("settings.json", training.to_json())
         run.write_file("data.json", json.dumps({"folder": str(prepared.folder)}))
         run.write_file("model.json", json.dumps({"shape": shape.to_dict(), "eos": prepared.tokenizer.eos}, indent=1))
-        prepared.tokenizer.save(run.folder / "tokenizer.json")
+        if world.main:
+            prepared.tokenizer.save(run.folder / "tokenizer.json")
         if run.lock.taken_from:
             owner = run.lock.taken_from
             job.event("lock_taken", reason=f"process {owner.pid} on {owner.host} died without its last word")
@@ -185,7 +210,7 @@ class Session:
         if job.spec.guard.copies == "off" or not job.spec.guard.enabled:
             return
         fits, needed, free = room_for_copies(job, peak)
-        if fits:
+        if self.world.agree(fits):
             job.copies = Copies()
         else:
             room = f"two copies of the state need {human_bytes(needed)}, {human_bytes(free)} are free"
@@ -244,7 +269,7 @@ class Session:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM finish the step; a second Ctrl-C leaves at once."""
+        """Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's warning) finish the step; a second Ctrl-C leaves at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -255,7 +280,7 @@ class Session:
             self.interrupt.signal = signal.Signals(number).name
             self.view.say("finishing the step and saving; press Ctrl-C again to leave at once")
 
-        former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ from bessemer.data.steps import BatchPhase, Steps
 from bessemer.data.store import TokenStore
 from bessemer.data.stream import BatchStream
 from bessemer.model.transformer import Decoder
+from bessemer.parallel.world import World
 from bessemer.spec.mixture import quantise
 from bessemer.train.objective import Pretrain
 from bessemer.train.precision import compute_in
@@ -57,7 +58,9 @@ class Evaluator:
         micro_rows: int,
         precision: str,
         device: torch.device,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         found = {
             name: held if isinstance(held, HeldOut) else HeldOut.of_store(held, context)
             for name, held in held_out.items()
@@ -86,14 +89,19 @@ class Evaluator:
         for name, (stream, steps) in self.parts.items():
             loss, correct, count = 0.0, 0.0, 0
             mine = objective.on(name)
-            for step in range(steps):
-                feed = mine.feed(stream.batch(step), self.device)
+            for start in range(0, steps, self.world.size):
+                # Passes are counted alike everywhere, since layers may be gathered: some are for nothing.
+                step = start + self.world.rank
+                feed = mine.feed(stream.batch(min(step, steps - 1)), self.device)
                 with compute_in(self.precision, self.device):
                     terms = mine.loss(model, feed, 1.0)
+                if step >= steps:
+                    continue
                 loss += float(terms.nll)
                 correct += float(terms.correct)
                 count += int(feed.count)
-            sums[name] = (loss, correct, count)
+            loss, correct, tokens = self.world.sums((loss, correct, count))
+            sums[name] = (loss, correct, int(tokens))
         model.train()
         total = sum(count for _, _, count in sums.values())
         bits = sum(loss / self.held_out[name].bytes_per_token for name, (loss, _, _) in sums.items())

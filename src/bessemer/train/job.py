@@ -27,6 +27,7 @@ from bessemer.model.transformer import Decoder
 from bessemer.optim.ema import Ema
 from bessemer.optim.guarded import Guarded
 from bessemer.optim.schedule import Schedule
+from bessemer.parallel.world import World
 from bessemer.plan.decide import Interval, TrainPlan
 from bessemer.run.directory import RunWriter
 from bessemer.spec.schema import RunSpec
@@ -187,6 +188,7 @@ class Job:
     ladder: Ladder
     decode: Callable[[list[int]], str]
     ema: Ema | None = None
+    world: World = field(default_factory=World)
     scaling: LossScale | None = None  # with fp16
     copies: Copies | None = None
     watchdog: Watchdog | None = None

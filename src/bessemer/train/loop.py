@@ -26,7 +26,8 @@ from bessemer.guard.inside import Look
 from bessemer.guard.judge import ACCEPT, REASONS, Verdict
 from bessemer.model.moe import update_choice_bias
 from bessemer.optim.guarded import clip_divisor
-from bessemer.train.blame import blame
+from bessemer.parallel.shard import send_gradients, square_of
+from bessemer.train.blame import by_document, ranked
 from bessemer.train.device import Sent, memory_in_use, synchronize
 from bessemer.train.forgetting import end_of, judge_forgetting, rises, watched
 from bessemer.train.job import Clock, Incident, Job, Outcome
@@ -51,6 +52,8 @@ class Attempt:
     losses: list[Tensor]
     wait_s: float
     step_s: float = 0.0
+    memory_bytes: int = 0
+    clocks: tuple[float, float] = (0.0, 0.0)
     lr: float = 0.0
     clip: float = 0.0
     scaled: bool = False  # by fp16's loss scale
@@ -67,9 +70,11 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
     count = sum(feed.count for feed in feeds) if job.objective.rewriting else job.stream.step_count(step)
     loss = torch.zeros((), device=job.device)
     correct = torch.zeros((), device=job.device)
-    losses, scaling = [], job.scaling
+    losses, scaling, left = [], job.scaling, len(feeds)
     job.optimizer.accumulate(len(feeds) > 1)
     while feeds:  # one by one: its masks go with a feed
+        left -= 1
+        send_gradients(job.model, now=left == 0)
         with span(job, "forward"), compute_in(job.plan.precision, job.device):
             # A step whose documents are all banned has nothing to learn from, and a loss of zero.
             terms = job.objective.loss(job.model, feeds.popleft(), count or 1.0)
@@ -107,11 +112,23 @@ def out_of_room(job: Job, step: int, pending: Attempt | None, validation: dict[s
     return Outcome("failed", fault if kept else f"{fault}; the last checkpoint stands", step, validation)
 
 
+def step_totals(job: Job, attempt: Attempt) -> Tensor:
+    """The step's gradient norm; over several processes its loss and what it got right too, in one sum on the device."""
+    world = job.world
+    if world.size == 1:
+        return job.optimizer.grad_norm()
+    square = square_of(job.optimizer.parameters, world.size)
+    numbers = world.add(torch.stack((attempt.loss.double(), attempt.correct.double(), square)))
+    attempt.loss, attempt.correct = numbers[0].float(), numbers[1].float()
+    return numbers[2].sqrt().float()
+
+
 def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
     """The verdict, and the update unless it is vetoed; no host sync where the optimizer allows."""
     step = attempt.step
     scaling = job.scaling
-    norm = job.optimizer.grad_norm() if scaling is None else job.optimizer.grad_norm() / scaling.scale
+    norm = step_totals(job, attempt)
+    norm = norm if scaling is None else norm / scaling.scale
     attempt.clip, attempt.lr = job.clip(step), job.lr(step)
     if job.faults:
         attempt.lr = job.faults.lr(step, attempt.lr)
@@ -173,7 +190,7 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
         "tokens_per_s": round(attempt.tokens / attempt.step_s, 1),
         "mfu": round(attempt.tokens * job.flops_per_token / attempt.step_s / job.peak_flops, 4),
         "step_s": round(attempt.step_s, 5), "data_wait_s": round(attempt.wait_s, 5),
-        "memory_bytes": memory_in_use(job.device),
+        "memory_bytes": attempt.memory_bytes,
     }  # fmt: skip
     if scale is not None:
         record["loss_scale"] = scale
@@ -187,7 +204,7 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
             "veto" if vetoed else "judged_late",
             step=attempt.step, reason=REASONS[code] if vetoed else f"{REASONS[code]}, after its update",
             loss=loss, grad_norm=norm, statistics=statistics,
-            documents=blame(job.stream, attempt.batches, attempt.losses),
+            documents=ranked(job.world.gather(by_document(job.stream, attempt.batches, attempt.losses))),
         )  # fmt: skip
     if verdict.get("reopened"):
         reason = f"{job.spec.guard.max_vetoes} vetoes in a row: taken for a lasting change, the window starts anew"
@@ -211,7 +228,7 @@ def raise_alarms(job: Job, attempt: Attempt, record: dict[str, Any]) -> list[Ala
     if not attempt.tokens:
         return []
     planned = {**record, "lr_planned": job.lr(attempt.step)}
-    alarms = job.watch.step(planned, (time.time(), time.monotonic()))
+    alarms = job.watch.step(planned, attempt.clocks)
     if attempt.look:
         alarms += job.watch.inside(attempt.step, attempt.look.read())
     for alarm in alarms:
@@ -297,7 +314,36 @@ def save_due(job: Job, saves: Clock, done: int) -> bool:
     return saves.due(done, hurry, job.saver.interval_s(job))
 
 
-def settle(job: Job, step: int, pending: Attempt | None, changes: dict[int, str], copying: Clock) -> Incident | None:
+@dataclass(frozen=True)
+class Due:
+    """What comes after a step, and of the next: where time decides, processes have to agree."""
+
+    look: bool = False
+    copy: bool = False
+    leave: bool = False
+    evaluate: bool = False
+    save: bool = False
+
+
+def agree(job: Job, attempt: Attempt, due: Due) -> Due:
+    """What is due for one is due for all, a signal too; time and memory are the first one's, since alarms are raised by
+    them. One message of the hosts, while the devices compute."""
+    world, clocks = job.world, (time.time(), time.monotonic())
+    attempt.memory_bytes, attempt.clocks = memory_in_use(job.device), clocks
+    if world.size == 1:
+        return due
+    flags = [*asdict(due).values(), job.interrupt.signal is not None]
+    numbers = [attempt.step_s, attempt.wait_s, attempt.memory_bytes, *clocks]
+    found = world.sums([*map(float, flags), *(number if world.main else 0.0 for number in numbers)])
+    *said, signalled = (number > 0 for number in found[: len(flags)])
+    if signalled and job.interrupt.signal is None:
+        job.interrupt.signal = "a signal to another process"
+    attempt.step_s, attempt.wait_s, memory, *clocks_there = found[len(flags) :]
+    attempt.memory_bytes, attempt.clocks = int(memory), (clocks_there[0], clocks_there[1])
+    return Due(*said)
+
+
+def settle(job: Job, step: int, pending: Attempt | None, changes: dict[int, str], copying: bool) -> Incident | None:
     """Before the update of a step: the verdict of the one before, which may end it all, and a copy of the state."""
     with span(job, "report"):
         incident = report_step(job, pending) if pending else None
@@ -308,9 +354,8 @@ def settle(job: Job, step: int, pending: Attempt | None, changes: dict[int, str]
         job.judge.expect(job.stream.steps.rows(step))
         job.watch.reopen(changes[step])
         job.event("guard_reopened", step=step, reason=changes[step])
-    if job.copies and copying.due(step):
+    if job.copies and copying:
         job.copies.take(job, step)
-        copying.reset()
     return None
 
 
@@ -326,7 +371,9 @@ def train_loop(job: Job) -> Outcome:
     pending: Attempt | None = None
     job.judge.expect(job.stream.steps.rows(job.start_step))
     job.model.train()
-    with Prefetch(job.stream, job.plan.micro_rows, pin=job.device.type == "cuda") as feed:
+    world, pin = job.world, job.device.type == "cuda"
+    due = Due(look=world.agree(looks.both_due(job.start_step)), copy=world.agree(copying.due(job.start_step)))
+    with Prefetch(job.stream, job.plan.micro_rows, world.dp_rank, world.layout.dp, pin=pin) as feed:
         for step in range(job.start_step, total):
             began = time.perf_counter()
             with span(job, "data"):
@@ -334,16 +381,18 @@ def train_loop(job: Job) -> Outcome:
             # The step before is read while this one runs on the device. Nothing is updated before its verdict is known:
             # where the backward pass updates, before that, at the price of a wait.
             late = job.optimizer.judged_first
-            if not late and (incident := settle(job, step, pending, changes, copying)):
+            if due.copy:
+                copying.reset()
+            if not late and (incident := settle(job, step, pending, changes, due.copy)):
                 return Outcome("incident", incident.symptom, step, validation, incident)
             job.optimizer.arm(job.lr(step))  # nothing, unless updates are part of the backward pass
             attempt = attempt_step(job, step, batches, feed.wait_s)
             if isinstance(attempt, str):
                 return out_of_room(job, step, pending if late else None, validation, attempt)
-            if late and (incident := settle(job, step, pending, changes, copying)):
+            if late and (incident := settle(job, step, pending, changes, due.copy)):
                 job.optimizer.discard()
                 return Outcome("incident", incident.symptom, step, validation, incident)
-            looking = job.spec.guard.enabled and job.optimizer.judged_first and looks.both_due(step)
+            looking = job.spec.guard.enabled and job.optimizer.judged_first and due.look
             if looking:
                 looks.reset()
             with span(job, "judge"):
@@ -356,9 +405,13 @@ def train_loop(job: Job) -> Outcome:
                 job.profiler.step(job)
 
             # Most steps end here. The rest is for boundaries: evaluate, save, perhaps leave.
-            leaving = done == total or out_of_time(job, attempt)
-            evaluating = job.evaluator.available and (leaving or evaluations.due(done)) and not job.interrupt.signal
-            saving = save_due(job, saves, done)
+            due = Due(
+                looks.both_due(done), copying.due(done), done == total or out_of_time(job, attempt),
+                job.evaluator.available and evaluations.due(done), save_due(job, saves, done),
+            )  # fmt: skip
+            due = agree(job, attempt, due)
+            leaving, saving = due.leave, due.save
+            evaluating = job.evaluator.available and (leaving or due.evaluate) and not job.interrupt.signal
             boundary = leaving or evaluating or saving or bool(job.interrupt.signal)
             if job.watchdog:
                 job.watchdog.beat(step, long=boundary)
@@ -366,7 +419,7 @@ def train_loop(job: Job) -> Outcome:
                 continue
             waited = time.perf_counter()
             synchronize(job.device)  # nothing may be in flight, and the wait belongs to the step
-            attempt.step_s += time.perf_counter() - waited
+            attempt.step_s += world.agree(time.perf_counter() - waited)
             pending = None
             if incident := report_step(job, attempt):
                 return Outcome("incident", incident.symptom, done, validation, incident)

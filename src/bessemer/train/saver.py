@@ -107,8 +107,10 @@ class CheckpointSaver:
 
     def _goes_behind(self, job: Job, state: State) -> bool:
         asked = job.spec.checkpoint.asynchronous
-        if asked != "auto":
+        if asked != "auto" and job.world.size == 1:
             return asked
+        if job.world.size > 1:  # a copy of what is divided is not made yet
+            return False
         if self._staging.bytes:
             return True
         # The copy must leave room for the data path and the file cache: 70B parameters on 64 GPUs are 13 GB a rank.
@@ -127,6 +129,7 @@ class CheckpointSaver:
     def _work(self, job: Job, save: Save, state: State, manifest: Manifest) -> Callable[[], None]:
         """What is to be done with a state that no longer changes. Reads nothing of the job that the loop changes."""
         rules, confirming, sync = job.spec.checkpoint, job.spec.guard.enabled, job.run.sync
+        main, alone = job.world.main, job.world.size == 1
         uploads = [self._uploading[0]] if self._uploading else []
         busy = {path.name for path in [*uploads, self._next_upload] if path}
 
@@ -135,8 +138,10 @@ class CheckpointSaver:
             written = self.shelf.write(save.folder, state, manifest)
             save.seconds = time.perf_counter() - save.began_s
             save.details = {"bytes": written.bytes}
+            if not main:
+                return
             try:
-                if rules.archive_model_only and rules.keep_every:
+                if rules.archive_model_only and rules.keep_every and alone:
                     self.shelf.write_model(state, manifest, rules.keep_every)
             except OSError as error:
                 save.details["archive_failed"] = str(error)
@@ -214,7 +219,8 @@ class CheckpointSaver:
         while self._unconfirmed and done - max(self._unconfirmed[0][0], job.last_trouble) > CONFIRMED_STEPS:
             _, folder = self._unconfirmed.pop(0)
             try:
-                self.shelf.confirm(folder)
+                if job.world.main:
+                    self.shelf.confirm(folder)
             except OSError as error:  # it is not lost, only not yet trusted
                 job.event("save_failed", step=done, reason=f"{folder.name} cannot be confirmed: {error}")
 
@@ -226,7 +232,7 @@ class CheckpointSaver:
         """After a rollback to `after_step`, delete what was saved later, here and remotely; the names."""
         self.wait(job)
         self._next_upload = None
-        names = self.shelf.abandon(after_step)
+        names = job.world.agree(self.shelf.abandon(after_step) if job.world.main else [])
         self._unconfirmed = None
         if self.remote and names:
             self.wait(job, uploads=True)
@@ -239,7 +245,7 @@ class CheckpointSaver:
     def interval_s(self, job: Job) -> float | None:
         """Seconds between saves under `auto`, from what the last save cost; None where the spec says how often.
 
-        On one node, as the runs are. On several, rank 0 has to decide and tell, since clocks and stalls differ.
+        Of several processes each has its own opinion; the loop takes the first that is due.
         """
         if job.spec.checkpoint.every != "auto":
             return None
