@@ -20,10 +20,10 @@ from bessemer.spec.memory import MemorySpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.loop import Attempt, forward_backward, judge_and_update
 from bessemer.train.loss import linear_cross_entropy
 from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
+from bessemer.train.step import Attempt, forward_backward, judge_and_update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = ModelShape(512, 128, 2, 4, 2, 32, 256)

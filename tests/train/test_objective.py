@@ -16,8 +16,8 @@ from bessemer.optim.schedule import Schedule
 from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
-from bessemer.train.loop import forward_backward, judge_and_update
 from bessemer.train.objective import Pretrain
+from bessemer.train.step import forward_backward, judge_and_update
 
 CPU = torch.device("cpu")
 CONTEXT, ROWS = 8, 6

@@ -277,8 +277,8 @@ def test_a_line_through_one_peak_gives_the_rows(peak: int, rows: int, batch: int
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
     """An allowance of 1.5 GB stands for a small device: the estimate's rows do not fit, half of them do."""
-    from bessemer.train.loop import attempt_step
     from bessemer.train.speed import random_batch
+    from bessemer.train.step import attempt_step
 
     device, shape = torch.device("cuda"), ModelShape(512, 512, 8, 8, 8, 64, 2048)
     model, events = build(shape, device, 0), []

@@ -20,12 +20,13 @@ from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train import scaling
 from bessemer.train.job import Progress
-from bessemer.train.loop import Attempt, forward_backward, judge_and_update, report_step
+from bessemer.train.loop import report_step
 from bessemer.train.loss import linear_cross_entropy
 from bessemer.train.objective import Pretrain
 from bessemer.train.precision import compute_in
 from bessemer.train.scaling import OVERFLOW, START, LossScale, scaled
 from bessemer.train.speed import random_batch
+from bessemer.train.step import Attempt, forward_backward, judge_and_update
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(vocab=61, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=48)

@@ -14,7 +14,8 @@ from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import Sent
 from bessemer.train.job import Progress
-from bessemer.train.loop import Attempt, report_step
+from bessemer.train.loop import report_step
+from bessemer.train.step import Attempt
 
 
 class Log(list):

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
+from bessemer.plan.layout import ALONE, Layout
 from bessemer.plan.machine import Machine
 from bessemer.plan.memory import Passes, decide_room
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
@@ -154,7 +155,7 @@ def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Pla
         return bool(plan.asked("compile", spec.compile) == "block")
     if machine.device != "cuda" or shape.wrapped:
         return False
-    plan.add("compile", "block", "on an H200 1.2 times as fast as without, and faster than the whole model", "measured")
+    plan.add("compile", "block", "memory-bound work in fewer kernels; the whole model at once came out slower", "rule")
     return True
 
 
@@ -282,12 +283,11 @@ def decide_training(
     held_out_tokens: int,
     plan: Plan,
     previous: Plan | None = None,
-    dp: int = 1,
+    layout: Layout = ALONE,
 ) -> TrainPlan:
-    """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run; `dp` says
-    among how many processes the rows of a step are divided."""
+    """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run."""
     precision = decide_precision(spec, machine, plan, previous)
-    weights = decide_weights(spec, shape, machine, precision, plan, previous) if dp == 1 else "fp32"
+    weights = decide_weights(spec, shape, machine, precision, plan, previous) if layout.dp == 1 else "fp32"
     compiled = decide_compile(spec, shape, machine, plan)
     train_tokens = sum(sources[name].tokens for name in sources_used(spec))
     asked = decide_tokens(spec, shape, train_tokens, plan)
@@ -306,8 +306,9 @@ def decide_training(
     reason = f"{human_count(tokens)} tokens in batches of {rows * context:,}"
     plan.add("steps", total_steps, reason, "counted")
     mixtures = decide_mixtures(spec, context, sources, tokens, plan, previous)
-    smallest = -(-min(size for start, size in phases if start < total_steps) // dp)
+    smallest = -(-min(size for start, size in phases if start < total_steps) // layout.dp)
     passes = Passes(context, 1, precision, "none", compiled and not (shape.moe or shape.mamba), machine.device)
+    passes = replace(passes, shards=layout.dp_shard)
     passes = decide_room(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
     peak_lr = decide_lr(spec, shape, context, tokens, plan, previous)
     warmup = decide_warmup(spec, total_steps, rows * context, plan)

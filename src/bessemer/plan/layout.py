@@ -30,6 +30,9 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
 
+ALONE = Layout()
+
+
 def decide_layout(spec: RunSpec, shape: ModelShape, machine: Machine, size: int, plan: Plan) -> Layout:
     """What the spec asks for if it fills the processes; what it leaves open is decided by whether one device holds a
     whole replica with room to spare. Either gives the same losses, so a resumed run is free to choose anew."""

@@ -36,6 +36,7 @@ class Passes:
     compiled: bool
     device: str = "cuda"
     several: bool = True  # micro-batches in a step: their gradients add up in fp32
+    shards: int = 1  # processes among which weights, gradients and moments are divided
 
     @property
     def bytes(self) -> int:
@@ -81,9 +82,9 @@ def estimate(spec: RunSpec, shape: ModelShape, passes: Passes) -> Needs:
     # One block's gradients on their way down, and under a checkpoint what it computes again.
     beside = layer_numbers(shape, 0, passes) * (0.75 if how == "none" else 1.5)
     return Needs(
-        weights=int(each.weights * parameters),
-        gradients=int(gradients * parameters) or 4 * embedding,
-        moments=int(each.moments * parameters),
+        weights=int(each.weights * parameters) // passes.shards,
+        gradients=int(gradients * parameters) // passes.shards or 4 * embedding,
+        moments=int(each.moments * parameters) // passes.shards,
         casts=int(cast * (parameters - embedding * (not shape.tied))),
         activations=int(activation_bytes(shape, passes) * stay),
         head=chunk * (1 if half and passes.device == "cuda" else 2)

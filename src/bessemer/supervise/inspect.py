@@ -27,19 +27,18 @@ from bessemer.model.transformer import Decoder, build
 from bessemer.optim.choose import optimizer_for
 from bessemer.optim.guarded import Guarded, clip_divisor
 from bessemer.optim.schedule import Schedule
-from bessemer.plan.decide import TrainPlan, decide_training
-from bessemer.plan.decision import Plan
+from bessemer.plan.decide import TrainPlan
 from bessemer.run.directory import Run
 from bessemer.run.journal import number
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.supervise.data import open_data
-from bessemer.supervise.feed import build_stream, held_out_rows, make_rows, sizes
+from bessemer.supervise.dry import decide
+from bessemer.supervise.feed import build_stream
 from bessemer.supervise.replay import stream_of
 from bessemer.supervise.session import existing_run
-from bessemer.supervise.start import completed, decide_shape, load_source, open_source
-from bessemer.train.device import measure, pick_device
+from bessemer.supervise.start import completed, load_source
+from bessemer.train.device import pick_device
 from bessemer.train.fp8 import convert
 from bessemer.train.objective import Pretrain, make_pretrain
 from bessemer.train.precision import FP8, compute_in
@@ -110,20 +109,14 @@ def _bench(
 def from_spec(spec: RunSpec) -> Bench:
     """A fresh model as the spec's run would start with."""
     spec = completed(spec)
-    plan, device, source = Plan(), pick_device(spec.parallel), open_source(spec)
-    data = open_data(spec, plan)
-    shape, context = decide_shape(spec, source, data.tokenizer.vocab_size, plan)
-    rows = make_rows(spec, data, context, plan)
-    held_out = sum(held.tokens for held in held_out_rows(data, rows, context).values())
-    source_sizes = sizes(spec, rows, data, context)
-    training = decide_training(spec, shape, context, measure(device), source_sizes, held_out, plan)
-    stream = build_stream(spec, data, rows, training, [Segment(0, 0)])
+    device = pick_device(spec.parallel)
+    found = decide(spec, device)
+    stream = build_stream(spec, found.data, found.rows, found.training, [Segment(0, 0)])
     assert isinstance(stream, BatchStream), "datasets from Python are refused by open_data"
-    bench = _bench(
-        spec, training, shape, stream, data.tokenizer, f"{spec.name}, {spec.model.hf or 'fresh weights'}", device
-    )
-    if source:
-        load_source(bench.model, source)
+    where = f"{spec.name}, {spec.model.hf or 'fresh weights'}"
+    bench = _bench(spec, found.training, found.shape, stream, found.data.tokenizer, where, device)
+    if found.source:
+        load_source(bench.model, found.source)
     return bench
 
 

@@ -137,7 +137,7 @@ class Session:
         training = decide_training(
             self.spec, shape, context, machine,
             sizes(self.spec, rows, prepared, context), sum(held.tokens for held in held_out.values()), plan, previous,
-            world.layout.dp,
+            world.layout,
         )  # fmt: skip
         explain(self.spec, rows, training, plan)
         stream = build_stream(self.spec, prepared, rows, training, [Segment(0, 0)])

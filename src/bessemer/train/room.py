@@ -45,7 +45,8 @@ def fit(job: Job, plan: Plan, resumed: bool) -> int | None:
     open_rows = job.spec.budget.micro_batch == "auto" and job.spec.memory.update == "after"
     if job.device.type != "cuda":
         return None
-    if resumed or not (open_rows or job.spec.memory.activations == "auto"):
+    # Several processes would find several answers.
+    if resumed or job.world.size > 1 or not (open_rows or job.spec.memory.activations == "auto"):
         return needs(job).total
     free, _ = torch.cuda.mem_get_info(job.device)
     limit = int(SHARE["cuda"] * (free + torch.cuda.memory_reserved(job.device)))
@@ -126,7 +127,14 @@ def needs(job: Job) -> Needs:
     plan = job.plan
     several = plan.micro_rows < max(rows for _, rows in plan.batch_rows)
     passes = Passes(
-        plan.context, plan.micro_rows, plan.precision, plan.activations, is_compiled(job), job.device.type, several
+        plan.context,
+        plan.micro_rows,
+        plan.precision,
+        plan.activations,
+        is_compiled(job),
+        job.device.type,
+        several,
+        job.world.layout.dp_shard,
     )
     return estimate(job.spec, job.model.shape, passes)
 

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ValidationError
 
 from bessemer.errors import UserError
 from bessemer.launch.emit import FRAMEWORKS, Emitted, render
-from bessemer.launch.emit import resolve as module
 from bessemer.launch.emit.ledger import Ledger, written_keys
 from bessemer.launch.emit.resolve import Resolved
 from bessemer.spec.schema import RunSpec
+from bessemer.supervise import dry as module
 
 # Say nothing of training, name what is not there, are worth nothing alone, or are done with once data is prepared.
 LEFT_OUT = {

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from bessemer.data.document import Document
 from bessemer.data.step import Outcome
 
 
-class EachDocument:
+class EachDocument(ABC):
     version = 1
 
     def apply(self, documents: Sequence[Document]) -> list[Outcome]:
         return [self.outcome(document) for document in documents]
 
-    def outcome(self, document: Document) -> Outcome:
-        raise NotImplementedError
+    @abstractmethod
+    def outcome(self, document: Document) -> Outcome: ...

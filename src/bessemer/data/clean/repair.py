@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -37,8 +38,8 @@ class _Mended(EachDocument):
             return Drop("no text")
         return after if after != document.text else None
 
-    def _clean(self, text: str) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _clean(self, text: str) -> str: ...
 
 
 class Unicode(_Mended):

@@ -5,6 +5,7 @@ rulings into outcomes."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -130,14 +131,14 @@ class Threshold:
         return reasons
 
 
-class ScoredStep:
+class ScoredStep(ABC):
     """What the steps that score documents have in common: all but the scoring."""
 
     version = 1
     threshold: Threshold
 
-    def scores(self, documents: Sequence[Document]) -> Floats:
-        raise NotImplementedError
+    @abstractmethod
+    def scores(self, documents: Sequence[Document]) -> Floats: ...
 
     def collect(self, documents: Sequence[Document], ordinals: Ints) -> Arrays:
         return self.threshold.collected(self.scores(documents), ordinals)

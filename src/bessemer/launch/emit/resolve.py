@@ -17,15 +17,14 @@ import torch
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.optim.schedule import Schedule
-from bessemer.plan.decide import TrainPlan, decide_training
+from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.supervise.data import open_data
-from bessemer.supervise.feed import held_out_rows, make_rows, sizes
-from bessemer.supervise.start import completed, decide_shape, open_source
-from bessemer.train.device import measure, pick_device
+from bessemer.supervise.dry import decide
+from bessemer.supervise.start import completed
+from bessemer.train.device import pick_device
 
 
 @dataclass(frozen=True)
@@ -113,17 +112,12 @@ def resolve(spec: RunSpec, folder: Path, processes: int | None = None) -> Resolv
     if elsewhere and spec.precision == "auto":  # what is measured here says nothing about a GPU
         spec = spec.model_copy(update={"precision": "bf16"})
     device = torch.device("cpu") if elsewhere else pick_device(spec.parallel)
-    plan, source = Plan(), open_source(spec)
-    data = open_data(spec, plan)
-    shape, context = decide_shape(spec, source, data.tokenizer.vocab_size, plan)
-    rows = make_rows(spec, data, context, plan)
-    held_out = sum(held.tokens for held in held_out_rows(data, rows, context).values())
-    counted = sizes(spec, rows, data, context)
-    training = decide_training(spec, shape, context, measure(device), counted, held_out, plan)
-    stores = {name: found for name in rows if (found := sorted(data.folder.glob(f"{name}.train*.idx")))}
+    found = decide(spec, device)
+    data = found.data
+    stores = {name: paths for name in found.rows if (paths := sorted(data.folder.glob(f"{name}.train*.idx")))}
     return Resolved(
-        spec, training, plan, shape, data.tokenizer, data.folder,
-        {name: [path.with_suffix("") for path in found] for name, found in stores.items()},
+        spec, found.training, found.plan, found.shape, data.tokenizer, data.folder,
+        {name: [path.with_suffix("") for path in paths] for name, paths in stores.items()},
         "cuda" if elsewhere else device.type, folder, _replicas(spec.parallel, processes),
     )  # fmt: skip
 

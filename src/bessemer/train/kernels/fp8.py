@@ -1,7 +1,7 @@
 """Casts to fp8 with one scale a tensor, in the two layouts that products want, and SwiGLU before and after them.
 
 Hopper multiplies fp8 only where the summed dimension is contiguous in both factors, so the backward pass needs most
-tensors in rows and in columns. What torch.compile makes of that stores columns byte by byte, at a third of the memory's
+tensors in rows and in columns. What torch.compile makes of that stores columns byte by byte, at half of the memory's
 rate; here a tile is turned on the chip. Each scale needs the tensor's largest number first, by a pass of its own: that
 leaves one maximum for each program, which the casts then go through again rather than wait for another launch.
 

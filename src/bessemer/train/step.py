@@ -1,0 +1,142 @@
+"""One step on the device: losses and gradients of its micro-batches, the verdict, the update. `loop.py` goes from step
+to step, and reads the numbers of one when the next is under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bessemer.data.repetition import mostly_repeated
+from bessemer.data.stream import Batch
+from bessemer.guard.inside import Look
+from bessemer.model.moe import update_choice_bias
+from bessemer.optim.guarded import clip_divisor
+from bessemer.parallel.shard import send_gradients, square_of
+from bessemer.train.device import Sent
+from bessemer.train.job import Job
+from bessemer.train.precision import compute_in
+from bessemer.train.profile import span
+from bessemer.train.room import make_room, out_of_memory, split
+
+LOOK_ROWS = 2  # sequences of a look inside the model
+
+
+@dataclass
+class Attempt:
+    """A step whose numbers are still on the device."""
+
+    step: int
+    tokens: int
+    loss: Tensor
+    correct: Tensor
+    batches: list[Batch]
+    losses: list[Tensor]
+    wait_s: float
+    step_s: float = 0.0
+    memory_bytes: int = 0
+    clocks: tuple[float, float] = (0.0, 0.0)
+    lr: float = 0.0
+    clip: float = 0.0
+    scaled: bool = False  # by fp16's loss scale
+    sent: Sent | None = None  # loss, gradient norm, correct, the verdict's numbers if it was judged, the loss scale
+    look: Look | None = None
+
+
+def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt:
+    """Losses and gradients of a step; nothing is updated yet."""
+    if job.faults:
+        job.faults.before_step(job, step)
+    with span(job, "data"):
+        feeds = deque(job.objective.feed(batch, job.device) for batch in batches)
+    count = sum(feed.count for feed in feeds) if job.objective.rewriting else job.stream.step_count(step)
+    loss = torch.zeros((), device=job.device)
+    correct = torch.zeros((), device=job.device)
+    losses, scaling, left = [], job.scaling, len(feeds)
+    job.optimizer.accumulate(len(feeds) > 1)
+    while feeds:  # one by one: its masks go with a feed
+        left -= 1
+        send_gradients(job.model, now=left == 0)
+        with span(job, "forward"), compute_in(job.plan.precision, job.device):
+            # A step whose documents are all banned has nothing to learn from, and a loss of zero.
+            terms = job.objective.loss(job.model, feeds.popleft(), count or 1.0)
+        with span(job, "backward"):
+            (terms.loss if scaling is None else terms.loss * scaling.scale).backward()
+        loss += terms.nll
+        correct += terms.correct
+        losses.append(terms.nll_BT)
+    if job.faults:
+        job.faults.after_backward(job, step)
+    return Attempt(step, int(count), loss, correct, batches, losses, wait_s, scaled=scaling is not None)
+
+
+def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt | str:
+    """Losses and gradients, in smaller micro-batches where memory runs out; in words why not even so."""
+    while True:
+        try:
+            return forward_backward(job, step, split(batches, job.plan.micro_rows), wait_s)
+        except RuntimeError as error:
+            # One of several processes must not go its own way: it ends, and the launcher starts all of them again.
+            if not out_of_memory(error) or job.world.size > 1:
+                raise
+            said = str(error).split("\n")[0]
+        # Out of `except`, whose traceback holds all that the failed pass had made.
+        if fault := make_room(job, step, said):
+            return fault
+
+
+def step_totals(job: Job, attempt: Attempt) -> Tensor:
+    """The step's gradient norm; over several processes its loss and what it got right too, in one sum on the device."""
+    world = job.world
+    if world.size == 1:
+        return job.optimizer.grad_norm()
+    square = square_of(job.optimizer.parameters, world.size)
+    numbers = world.add(torch.stack((attempt.loss.double(), attempt.correct.double(), square)))
+    attempt.loss, attempt.correct = numbers[0].float(), numbers[1].float()
+    return numbers[2].sqrt().float()
+
+
+def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
+    """The verdict, and the update unless it is vetoed; no host sync where the optimizer allows."""
+    step = attempt.step
+    scaling = job.scaling
+    norm = step_totals(job, attempt)
+    norm = norm if scaling is None else norm / scaling.scale
+    attempt.clip, attempt.lr = job.clip(step), job.lr(step)
+    if job.faults:
+        attempt.lr = job.faults.lr(step, attempt.lr)
+    divisor = clip_divisor(norm, attempt.clip)
+    numbers = torch.stack((attempt.loss, norm.float(), attempt.correct))
+    if job.spec.guard.enabled and attempt.tokens:
+        repeated = mostly_repeated(attempt.batches, job.spec.guard.repeat_share)
+        verdict = job.judge.judge(attempt.loss, norm, repeated)
+        numbers = torch.cat((numbers, verdict.numbers.to(job.device)))
+        # What was updated in the backward pass is past withholding, and averages go along.
+        reject = verdict.reject.to(job.device) if job.optimizer.judged_first else torch.zeros((), device=job.device)
+    else:
+        reject = torch.zeros((), device=job.device) if attempt.tokens else torch.ones((), device=job.device)
+    if looking:
+        job.inside.before(1.0 if scaling is None else scaling.scale)
+    if scaling is not None:
+        numbers = torch.cat((numbers, scaling.scale[None]))
+        divisor = divisor * scaling.scale
+        reject = torch.maximum(reject, scaling.update(norm))
+    attempt.sent = Sent(numbers)
+    with span(job, "optimizer"):
+        job.optimizer.step(attempt.lr, reject, divisor)
+        if (moe := job.model.shape.moe) is not None and moe.choice_bias:
+            update_choice_bias(job.model, moe.bias_rate, reject)
+        if job.ema:
+            job.ema.update(reject)
+    if looking:
+        job.inside.after()
+        attempt.look = look_inside(job, attempt.batches)
+
+
+def look_inside(job: Job, batches: list[Batch]) -> Look:
+    feed = job.objective.feed(batches[0].part(0, LOOK_ROWS), job.device)
+    with compute_in(job.plan.precision, job.device):
+        return job.inside.look(job.model, feed.tokens_BT, feed.sight, **feed.more)
