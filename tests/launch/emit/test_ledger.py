@@ -11,10 +11,11 @@ from pydantic import BaseModel, ValidationError
 
 from bessemer.errors import UserError
 from bessemer.launch.emit import FRAMEWORKS, Emitted, render
+from bessemer.launch.emit import resolve as module
 from bessemer.launch.emit.ledger import Ledger, written_keys
 from bessemer.launch.emit.resolve import Resolved
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise import dry as module
+from bessemer.supervise import dry
 
 # Say nothing of training, name what is not there, are worth nothing alone, or are done with once data is prepared.
 LEFT_OUT = {
@@ -100,10 +101,10 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module", autouse=True)
 def _one_measurement() -> Iterator[None]:
     """The machine is measured once for all these runs."""
-    kept = module.measure
-    module.measure = functools.cache(kept)  # type: ignore[assignment]
+    kept = dry.measure
+    dry.measure = functools.cache(kept)  # type: ignore[assignment]
     yield
-    module.measure = kept
+    dry.measure = kept
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
