@@ -18,7 +18,7 @@ from bessemer.run.directory import Run
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.session import Session, run_folder
-from bessemer.train import loop
+from bessemer.train import step as one_step
 from bessemer.train.job import Job
 
 from .conftest import Faults, spec_data
@@ -265,7 +265,7 @@ def test_with_nothing_to_go_back_to_the_run_stops_and_says_so(make: Make) -> Non
 
 def test_repeated_patterns_in_a_row_are_no_reason_to_go_back(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(10**6))
-    monkeypatch.setattr(loop, "mostly_repeated", lambda batches, share: 40 <= next(calls) < 50)
+    monkeypatch.setattr(one_step, "mostly_repeated", lambda batches, share: 40 <= next(calls) < 50)
     spec = make(guard={"max_vetoes": 3, "veto_share": 0.2, "trial": {"enabled": False}})
     assert Session(spec).train().kind == "finished"
     vetoes = events(spec, "veto")
