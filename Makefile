@@ -22,10 +22,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format chaos bench clean
+.PHONY: help demo test test-all lint format chaos bench bench-planner clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 demo: $(CORE_STAMP) ## train a small model on this machine and show what Bessemer does
 	@$(BIN)/bessemer demo
@@ -66,6 +66,9 @@ bench: $(BENCH_STAMP) $(PEERS_STAMP) ## measure Bessemer beside its peers on thi
 	@$(BIN)/python benchmarks/loader.py
 	@$(BIN)/python benchmarks/data_memory.py --sizes 100MB,1GB
 	@$(BIN)/python benchmarks/data_memory.py --sizes 300MB,1GB --clean
+
+bench-planner: $(CORE_STAMP) ## the planner's step times against measured runs of others (seconds)
+	@$(BIN)/python benchmarks/planner_fit.py
 
 clean: ## remove the environments, caches and build products (runs/ stays)
 	@rm -rf $(VENV) $(PEERS) build dist src/*.egg-info

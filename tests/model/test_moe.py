@@ -342,7 +342,7 @@ def test_bias_changes_the_choice_but_not_the_weights() -> None:
 def test_grouped_product_is_the_looped_one(counts: list[int]) -> None:
     x, weight, mix = (rows(*shape, seed=5).float() for shape in ((8, 16), (4, 24, 16), (8, 24)))
     found = []
-    for product in (grouped_product(torch.tensor(counts).cumsum(0).int()), looped_product(counts)):
+    for product in (grouped_product(torch.tensor(counts).cumsum(0).int()), looped_product(torch.tensor(counts))):
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
         y = product(a, b)
         (y * mix).sum().backward()
@@ -409,7 +409,7 @@ def test_on_a_gpu_grouped_and_looped_agree_and_repeat(capacity: float | None, mo
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     monkeypatch.setattr(F, "grouped_mm", lambda *_, **__: pytest.fail("not asked for"))
     monkeypatch.setattr(
-        "bessemer.model.moe.grouped_product", lambda ends: looped_product(ends.diff(prepend=ends.new_zeros(1)).tolist())
+        "bessemer.model.moe.grouped_product", lambda ends: looped_product(ends.diff(prepend=ends.new_zeros(1)))
     )
     for mine, theirs in zip(first, run(), strict=True):
         scale = float(theirs.abs().max())

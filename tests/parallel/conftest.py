@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 import traceback
@@ -15,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from bessemer.spec.schema import RunSpec
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -64,3 +69,36 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 @pytest.fixture(scope="session")
 def ranks() -> Callable[..., list[Any]]:
     return on_ranks
+
+
+@pytest.fixture
+def tiny_spec(tmp_path: Path) -> Callable[..., RunSpec]:
+    """A spec of a run that takes some milliseconds a step; its sections are replaced by keyword."""
+    corpus = tmp_path / "words.jsonl"
+    draw, words = random.Random(0), ["steel", "iron", "blast", "flame", "ore", "coke", "slag", "heat", "pour", "mould"]
+    lines = (json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(20, 120)))}) for _ in range(120))
+    corpus.write_text("\n".join(lines) + "\n")
+
+    def make(name: str, **more: Any) -> RunSpec:
+        data: dict[str, Any] = {
+            "name": name, "runs": str(tmp_path / "runs"), "precision": "fp32", "tokenizer": {"vocab": 300},
+            "model": {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64},
+            "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0.1},
+            "budget": {"steps": 24, "batch": 256, "micro_batch": 2}, "optimizer": {"lr": 0.01},
+            "schedule": {"kind": "constant", "warmup": 2}, "evaluate": {"every": "1000 steps"},
+            "checkpoint": {"every": "8 steps"}, "parallel": {"device": "cpu", "threads": 1},
+        }  # fmt: skip
+        return RunSpec.model_validate(data | more)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def worker() -> Any:
+    """The module `lineage_worker.py` beside this one, which is also a script for torchrun."""
+    found = importlib.util.spec_from_file_location("lineage_worker", Path(__file__).with_name("lineage_worker.py"))
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    sys.modules["lineage_worker"] = module  # what it defines can be pickled
+    found.loader.exec_module(module)
+    return module

@@ -4,31 +4,65 @@ checkpoint of any is continued by any other. Gloo on this machine, through the w
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.checkpoint  # noqa: F401  imported before the fork, once for all
+import torch.distributed.checkpoint  # imported before the fork, once for all
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel  # noqa: F401
 
 from bessemer.run.directory import Run
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.session import run_folder, train
 
 Ranks = Callable[..., list[Any]]
-STEPS = 16
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+STEPS, SHORT = 50, 12
+Asked, Curves = dict[str, Any], dict[str, list[float]]
+LAYOUTS: dict[str, tuple[int, Asked]] = {
     "one": (1, {}),
-    "two replicas": (2, {"dp_replicate": 2}),
     "two shards": (2, {"dp_shard": 2}),
+    "tensors": (2, {"tp": 2}),
+    "stages": (2, {"pp": 2}),
+    "columns and shards": (4, {"cp": 2, "dp_shard": 2}),
+    "two by two": (4, {"dp_replicate": 2, "dp_shard": 2}),
+    "two replicas": (2, {"dp_replicate": 2}),
+    "columns": (2, {"cp": 2}),
+    "by itself": (2, {}),
     "four replicas": (4, {"dp_replicate": 4}),
     "four shards": (4, {"dp_shard": 4}),
-    "two by two": (4, {"dp_replicate": 2, "dp_shard": 2}),
-    "by itself": (2, {}),
     "three shards": (3, {"dp_shard": 3}),  # 8 rows among 3: the last has padding
     "four by two": (8, {"dp_replicate": 4, "dp_shard": 2}),
     "two by four": (8, {"dp_replicate": 2, "dp_shard": 4}),
+    "kept gathered": (2, {"dp_shard": 2, "shard": {"reshard": "never", "layers": 2, "prefetch": 2}}),
+    "tensors, rows whole": (2, {"tp": 2, "sequence": False}),
+    "four tensors": (4, {"tp": 4}),
+    "four columns": (4, {"cp": 4}),  # more than key-value heads
+    "tensors and shards": (4, {"tp": 2, "dp_shard": 2}),
+    "tensors and columns": (4, {"tp": 2, "cp": 2}),
+    "stages, all forward first": (2, {"pp": 2, "pipeline": {"schedule": "gpipe"}}),
+    "stages in turns": (2, {"pp": 2, "pipeline": {"schedule": "interleaved"}}),
+    "stages without bubbles": (2, {"pp": 2, "pipeline": {"schedule": "zero_bubble"}}),
+    "four stages": (4, {"pp": 4}),
+    "stages and replicas": (4, {"pp": 2, "dp_replicate": 2}),
+    "stages and tensors": (4, {"pp": 2, "tp": 2}),
+    "stages and columns": (4, {"pp": 2, "cp": 2}),
+    "stages, tensors and shards": (8, {"pp": 2, "tp": 2, "dp_shard": 2}),
+    "replicas, columns and tensors": (8, {"dp_replicate": 2, "cp": 2, "tp": 2}),
+    "replicas, shards and tensors": (8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    "stages in turns and shards": (4, {"pp": 2, "dp_shard": 2, "pipeline": {"schedule": "interleaved"}}),
 }
-CORE = ("two replicas", "two shards", "two by two")
+EXPERTS: dict[str, tuple[int, Asked]] = {
+    "experts in shards": (2, {"dp_shard": 2}),
+    "divided experts": (2, {"ep": 2}),
+    "four parts of experts": (4, {"ep": 4}),
+    "replicas of divided experts": (4, {"ep": 2, "dp_replicate": 2}),
+    "stages of divided experts": (4, {"ep": 2, "pp": 2}),
+}
+CORE = ("two replicas", "two shards", "tensors", "columns", "stages", "divided experts")
+MODEL = {"width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 64}
+MOE = {"experts": 4, "top_k": 2, "ffn": 32, "shared": 1, "dense_layers": [0], "balance": 0.05, "choice_bias": True}
 
 
 def spec_of(folder: Path, name: str, layout: str, steps: int = STEPS, **more: Any) -> RunSpec:
@@ -42,19 +76,19 @@ def spec_of(folder: Path, name: str, layout: str, steps: int = STEPS, **more: An
         corpus.write_text("\n".join(lines) + "\n")
     data: dict[str, Any] = {
         "name": name, "runs": str(folder / "runs"), "precision": "fp32", "tokenizer": {"vocab": 300},
-        "model": {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64},
+        "model": MODEL,
         "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0.1},
         "budget": {"steps": steps, "batch": 256, "micro_batch": 2}, "optimizer": {"lr": 0.01},
-        "schedule": {"kind": "constant", "warmup": 2}, "evaluate": {"every": "8 steps"},
-        "checkpoint": {"every": "8 steps"},
-        "parallel": {"device": "cpu", "threads": 1, **LAYOUTS[layout][1]},
+        "schedule": {"kind": "constant", "warmup": 2}, "evaluate": {"every": "6 steps"},
+        "checkpoint": {"every": "6 steps"},
+        "parallel": {"device": "cpu", "threads": 1, **(LAYOUTS | EXPERTS)[layout][1]},
     }  # fmt: skip
     return RunSpec.model_validate(data | more)
 
 
-def run_on(ranks: Ranks, layout: str, spec: RunSpec) -> dict[str, list[float]]:
+def run_on(ranks: Ranks, layout: str, spec: RunSpec) -> Curves:
     """Train in as many processes as the layout has; the curves."""
-    kinds = ranks(LAYOUTS[layout][0], lambda: train(spec).kind)
+    kinds = ranks((LAYOUTS | EXPERTS)[layout][0], lambda: train(spec).kind)
     assert set(kinds) == {"finished"}
     run = Run.existing(run_folder(spec))
     records = list(run.metrics())
@@ -72,44 +106,69 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Ranks, folder: Path) -> dict[str, list[float]]:
-    return run_on(ranks, "one", spec_of(folder, "one", "one"))
+def alone(ranks: Ranks, folder: Path) -> Callable[[int, bool], Curves]:
+    """The curves of one process, of so many steps, with or without experts."""
+
+    @cache
+    def run(steps: int, experts: bool = False) -> Curves:
+        model = {**MODEL, "moe": MOE} if experts else MODEL
+        return run_on(ranks, "one", spec_of(folder, f"one-{steps}-{experts}", "one", steps=steps, model=model))
+
+    return run
 
 
-def same(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
-    """To what sums in another order cost over these steps: at most 2e-6 of the loss was seen."""
-    assert len(found["loss"]) == STEPS
-    for key, limit in {"loss": 1e-5, "accuracy": 4e-3, "grad_norm": 1e-3, "validation": 1e-5}.items():
+def same(found: Curves, wanted: Curves, loss: float = 1e-5) -> None:
+    """To what sums in another order cost over these steps."""
+    assert len(found["loss"]) == len(wanted["loss"])
+    for key, limit in {"loss": loss, "accuracy": 4e-3, "grad_norm": 100 * loss, "validation": loss}.items():
         assert found[key] == pytest.approx(wanted[key], rel=limit, abs=limit), key
 
 
-def slowly(names: Any, fast: tuple[Any, ...]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow, id=str(name)) for name in names]
+def named(layout: str) -> str:
+    return layout.replace(" ", "-").replace(",", "")
 
 
-@pytest.mark.parametrize("layout", slowly([name for name in LAYOUTS if name != "one"], CORE))
-def test_every_layout_has_the_curve_of_one_process(
-    ranks: Ranks, folder: Path, alone: dict[str, list[float]], layout: str
-) -> None:
-    same(run_on(ranks, layout, spec_of(folder, layout.replace(" ", "-"), layout)), alone)
+@pytest.mark.parametrize("layout", CORE)
+def test_the_core_layouts_have_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
+    experts = layout in EXPERTS
+    spec = spec_of(folder, named(layout), layout, SHORT, model={**MODEL, "moe": MOE} if experts else MODEL)
+    same(run_on(ranks, layout, spec), alone(SHORT, experts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_every_layout_has_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
+    same(run_on(ranks, layout, spec_of(folder, f"{named(layout)}-long", layout)), alone(STEPS, False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_experts_have_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
+    """Their balance loss is a mean over a micro-batch, which is the same rows everywhere, and their biases count all.
+    Sooner or later a token between two experts goes to the other one."""
+    spec = spec_of(folder, f"{named(layout)}-long", layout, model={**MODEL, "moe": MOE})
+    same(run_on(ranks, layout, spec), alone(STEPS, True), loss=2e-4)
 
 
 RESHARDED = [(a, b) for a in list(LAYOUTS)[:6] for b in list(LAYOUTS)[:6] if a != b]
-FAST_RESHARDED = (("one", "two shards"), ("two by two", "one"))
+FAST_RESHARDED = (("one", "two shards"), ("tensors", "stages"))
 
 
-@pytest.mark.parametrize("change", slowly(RESHARDED, FAST_RESHARDED))
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(pair, marks=() if pair in FAST_RESHARDED else pytest.mark.slow, id=" to ".join(pair))
+     for pair in RESHARDED],
+)  # fmt: skip
 def test_a_checkpoint_of_any_layout_is_continued_by_any_other(
-    ranks: Ranks, folder: Path, alone: dict[str, list[float]], change: tuple[str, str]
+    ranks: Ranks, folder: Path, alone: Any, change: tuple[str, str]
 ) -> None:
     before, after = change
-    name = f"{before} then {after}".replace(" ", "-")
-    run_on(ranks, before, spec_of(folder, name, before, steps=8))
-    found = run_on(ranks, after, spec_of(folder, name, after))
-    found["validation"] = [found["validation"][i] for i in (0, 1, -1)]  # the first half ended with one of its own
-    same(found, alone)
+    name = named(f"{before} then {after}")
+    run_on(ranks, before, spec_of(folder, name, before, steps=SHORT // 2))
+    same(run_on(ranks, after, spec_of(folder, name, after, steps=SHORT)), alone(SHORT, False))
 
 
+@pytest.mark.slow
 def test_a_poisoned_row_is_vetoed_by_all_and_named(ranks: Ranks, folder: Path) -> None:
     """Whichever process has read it: the verdict comes from numbers of the whole step."""
     poison = folder / "noise.txt"
@@ -117,8 +176,10 @@ def test_a_poisoned_row_is_vetoed_by_all_and_named(ranks: Ranks, folder: Path) -
     words = spec_of(folder, "words", "one").data.model_dump()["sources"]
     sources = {**words, "noise": {"path": [str(poison)], "weight": 0.02}}
     spec = spec_of(
-        folder, "poison", "two shards", budget={"steps": 160, "batch": 64}, guard={"loss_sigma": 5.0},
+        folder, "poison", "two shards", budget={"steps": 160, "batch": 64},
+        guard={"loss_sigma": 5.0, "trial": {"enabled": False}},
         data={"sources": sources, "context": 32, "validation": 0.1},
+        model={"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64},
     )  # fmt: skip
     run_on(ranks, "two shards", spec)
     vetoes = list(Run.existing(run_folder(spec)).events("veto"))

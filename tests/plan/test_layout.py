@@ -10,7 +10,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.layout import REPLICATE, SHARD, Layout, decide_layout
 from bessemer.plan.machine import Machine
 from bessemer.spec.schema import RunSpec
-from bessemer.spec.shape import PRESETS
+from bessemer.spec.shape import PRESETS, Moe
 
 H200 = Machine("cuda", "NVIDIA H200", 150 * 10**9, 8, {"fp32": 1.0, "bf16": 2.0})
 
@@ -20,7 +20,7 @@ def decided(size: int, preset: str = "1B", **parallel: Any) -> tuple[Layout, Pla
         {"name": "x", "model": "1M", "data": {"sources": {"a": "x"}}, "parallel": parallel, "precision": "bf16"}
     )
     plan = Plan()
-    return decide_layout(spec, replace(PRESETS[preset], vocab=32_000), H200, size, plan), plan
+    return decide_layout(spec, replace(PRESETS[preset], vocab=32_000), 4096, H200, size, plan), plan
 
 
 def test_one_process_is_not_divided_and_nothing_is_said() -> None:
@@ -47,24 +47,67 @@ def test_degrees_that_do_not_fill_the_processes_are_refused_with_one_that_does()
         decided(8, dp_replicate=2, dp_shard=3)
     with pytest.raises(UserError, match=r"dp_shard 4 needs 4 processes, and there are 6: write parallel.dp_shard: 6"):
         decided(6, dp_shard=4)
-    with pytest.raises(UserError, match=r"there are 1: write parallel.dp_shard: 1, or auto"):
+    with pytest.raises(UserError, match=r"there are 1: write parallel.dp_shard: 1, or leave"):
         decided(1, dp_shard=2)
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"memory": {"moments": "8bit"}}, "memory: weights, moments"),
-        ({"precision": "fp8"}, "precision: fp8"),
-        ({"optimizer": {"name": "muon"}, "parallel": {"dp_shard": 8}}, "optimizer.name: muon"),
+        ({"precision": "fp8"}, "precision: fp8: for one process"),
+        ({"memory": {"update": "in_backward"}}, "memory.update"),
+        ({"optimizer": {"name": "muon"}, "parallel": {"dp_shard": 8}}, "optimizer.name: muon steps whole"),
     ],
     ids=str,
 )
 def test_what_would_be_another_run_is_refused(more: dict[str, Any], words: str) -> None:
     spec = RunSpec.model_validate({"name": "x", "model": "1M", "data": {"sources": {"a": "x"}}} | more)
-    with pytest.raises(UserError, match=f"{words}.*for one process in this version"):
-        decide_layout(spec, replace(PRESETS["1B"], vocab=32_000), H200, 8, Plan())
+    with pytest.raises(UserError, match=words):
+        decide_layout(spec, replace(PRESETS["1B"], vocab=32_000), 4096, H200, 8, Plan())
     assert decide_layout(
         RunSpec.model_validate({"name": "x", "model": "1M", "data": {"sources": {"a": "x"}}} | more | {"parallel": {}}),
-        replace(PRESETS["1B"], vocab=32_000), H200, 1, Plan(),
+        replace(PRESETS["1B"], vocab=32_000), 4096, H200, 1, Plan(),
     ) == Layout()  # fmt: skip
+
+
+MOE = Moe(experts=8, top_k=2, ffn=64)
+
+
+def of(size: int, context: int = 4096, shape: dict[str, Any] | None = None, **parallel: Any) -> Layout:
+    spec = RunSpec.model_validate(
+        {"name": "x", "model": "1M", "data": {"sources": {"a": "x"}}, "parallel": parallel, "precision": "bf16"}
+    )
+    chosen = replace(PRESETS["1B"], vocab=32_000, heads=32, kv_heads=8, ffn=8192, layers=16, **(shape or {}))
+    return decide_layout(spec, chosen, context, H200, size, Plan())
+
+
+def test_what_tensors_columns_and_stages_leave_is_for_rows() -> None:
+    assert of(16, tp=2, pp=2) == Layout(4, 1, tp=2, pp=2)
+    assert of(16, tp=2, cp=2, dp_shard=4) == Layout(1, 4, tp=2, cp=2)
+    layout = of(16, tp=2, cp=2, pp=2, dp_shard=2)
+    assert (layout.size, layout.dp, layout.held) == (16, 2, 16)
+    assert of(8, shape={"moe": MOE}, ep=4) == Layout(2, 4, ep=4)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tp": 3, "size": 3}, r"parallel.tp: 3 does not divide 32 heads, 8 key-value heads .* write 2, 4 or 8"),
+        ({"tp": 2, "shape": {"moe": MOE}}, r"parallel.tp: a model with experts \(use ep\)"),
+        ({"tp": 2, "shape": {"positions": "alibi"}}, r"parallel.tp: a model with alibi positions"),
+        ({"tp": 2, "shape": {"qk_norm": "full"}}, r"parallel.tp: a model with a norm over all heads"),
+        ({"cp": 3, "size": 3, "context": 4095}, r"parallel.cp: 3 does not divide 32 heads .* write 1"),
+        ({"cp": 64, "size": 64}, r"parallel.cp: 64 does not divide .* write 2, 4, 8, 16 or 32"),
+        ({"cp": 2, "shape": {"moe": MOE}}, r"parallel.cp: rows are not divided with experts"),
+        ({"pp": 32, "size": 32}, r"parallel.pp: 32 stages need as many layers, and the model has 16"),
+        ({"pp": 8, "size": 8, "pipeline": {"schedule": "interleaved", "stages": 4}}, r"parallel.pp: 32 stages"),
+        ({"ep": 2}, r"parallel.ep: the model has no experts"),
+        ({"ep": 3, "size": 3, "shape": {"moe": MOE}}, r"parallel.ep: 3 does not divide 8 experts: write 2, 4 or 8"),
+        ({"ep": 2, "dp_shard": 4, "size": 4, "shape": {"moe": MOE}}, r"write ep: 4, or dp_shard: 2"),
+        ({"ep": 2, "shape": {"moe": replace(MOE, capacity=1.25)}}, r"remove model.moe.capacity"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_divided_so_is_refused_with_what_can(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        of(**{"size": 2, **more})

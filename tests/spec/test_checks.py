@@ -204,7 +204,6 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"memory.update": "remove budget.batch_changes"},
     ),
     ({"checkpoint__archive_model_only": True}, {"checkpoint.archive_model_only": "keep_every: 10000"}),
-    ({"parallel__tp": 2, "parallel__ep": 8}, {"parallel.tp": "write tp: 1", "parallel.ep": "write ep: 1"}),
 ]
 
 
@@ -222,11 +221,11 @@ def test_every_check_is_tried_above() -> None:
 
 
 def test_a_check_is_left_out_where_what_it_reads_is_wrong_itself() -> None:
-    spec = spec_with(data__context=1024, budget__batch=8, parallel__tp=2)
-    both = {("budget", "batch"), ("parallel", "tp")}
+    spec = spec_with(data__context=1024, budget__batch=8, tokenizer__vocab=100)
+    both = {("budget", "batch"), ("tokenizer", "vocab")}
     assert {path for path, _ in check(spec)} == both
-    assert {path for path, _ in check(spec, [("data", "context")])} == {("parallel", "tp")}
-    assert {path for path, _ in check(spec, [("budget",)])} == {("parallel", "tp")}
+    assert {path for path, _ in check(spec, [("data", "context")])} == {("tokenizer", "vocab")}
+    assert {path for path, _ in check(spec, [("budget",)])} == {("tokenizer", "vocab")}
     assert {path for path, _ in check(spec, [("budget", "tokens"), ("seed",)])} == both
 
 

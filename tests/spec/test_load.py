@@ -155,9 +155,9 @@ def test_missing_sections_say_what_to_write(spec_file: Path) -> None:
 
 
 def test_a_wrong_section_does_not_hide_wrong_combinations_elsewhere(spec_file: Path) -> None:
-    text = GOOD.replace("model: 10M", "model: 5").replace("    web: data/", "    5") + "parallel: {tp: 2}\n"
+    text = GOOD.replace("model: 10M", "model: 5").replace("    web: data/", "    5") + "tokenizer: {vocab: 100}\n"
     found = problems(spec_file, text)
-    assert [line.split(": ")[1] for line in found] == ["model", "data.sources", "parallel.tp"]
+    assert [line.split(": ")[1] for line in found] == ["model", "data.sources", "tokenizer.vocab"]
 
 
 def test_wrong_entries_of_a_list_are_each_told(spec_file: Path) -> None:

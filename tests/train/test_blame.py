@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.train.blame import blame
+from bessemer.parallel.context import Columns
+from bessemer.parallel.ring import Ring
+from bessemer.train.blame import blame, by_document, ranked
 
 CONTEXT, ROWS = 8, 4
 
@@ -72,3 +74,13 @@ def test_tokens_of_weight_zero_are_not_blamed(stream):
     found = blame(quiet, batches, losses_by(quiet, batches, lambda row: 5.0), most=99)
     assert [entry["tokens"] for entry in found if entry["row"] == banned.row] == [0]
     assert sum(entry["tokens"] for entry in found) == quiet.step_count(2) < ROWS * CONTEXT
+
+
+@pytest.mark.parametrize("kind", [Columns, Ring])
+def test_processes_that_share_rows_find_together_what_one_finds(stream, kind):
+    batches = stream.micro_batches(1, ROWS)
+    torch.manual_seed(0)
+    losses = [torch.rand(batch.targets.shape) for batch in batches]
+    parts = [kind(None, rank, 2).part(CONTEXT).numpy() for rank in range(2)]
+    found = [by_document(stream, batches, [nll[:, part] for nll in losses], part) for part in parts]
+    assert ranked(found, most=99) == blame(stream, batches, losses, most=99)

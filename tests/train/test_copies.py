@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bessemer.guard.judge import Judge
+from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.train.copies import Copies, room_for_copies
 from bessemer.train.job import Progress
@@ -90,5 +91,6 @@ def test_after_a_rollback_the_copies_of_what_did_not_happen_are_dropped():
 @pytest.mark.parametrize(("free", "fits"), [(10**9, True), (4 * 1000, True), (4 * 1000 - 2, False), (0, False)])
 def test_two_copies_must_fit_in_half_of_the_free_memory(monkeypatch, free, fits):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-    job = SimpleNamespace(device=CPU, state=lambda: {"a": torch.zeros(200), "b": torch.zeros(25, dtype=torch.int64)})
+    state = {"a": torch.zeros(200), "b": torch.zeros(25, dtype=torch.int64)}
+    job = SimpleNamespace(device=CPU, world=World(), state=lambda: state)
     assert room_for_copies(job) == (fits, 2000, free)

@@ -8,7 +8,7 @@ import torch
 
 from bessemer.errors import UserError
 from bessemer.plan.ceilings import Ceilings, Reading, store_ceilings
-from bessemer.spec.schema import ParallelSpec
+from bessemer.spec.parallel import ParallelSpec
 from bessemer.train import device as device_module
 from bessemer.train import speed
 from bessemer.train.device import (

@@ -109,6 +109,7 @@ def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
     schedule, spec = Schedule(1e-2, 4, 100), OptimizerSpec(**optimizer)
     return SimpleNamespace(
         world=World(),
+        pipeline=None,
         device=CPU,
         model=model,
         objective=Pretrain(cross_documents=False),

@@ -289,12 +289,13 @@ def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
         spec=spec, plan=Planned(micro_rows=32, context=512, precision="bf16", batch_rows=((0, 32),)), device=device,
         model=model, objective=Pretrain(False), optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()),
         stream=SimpleNamespace(
-            micro_batches=lambda step, rows: room.split([batch], rows), step_count=lambda step: 16_384.0
+            micro_batches=lambda step, rows, *_: room.split([batch], rows), step_count=lambda step: 16_384.0
         ),
         event=lambda kind, **details: events.append((kind, details)), faults=None, profiler=None, copies=None,
-        scaling=None,
+        scaling=None, pipeline=None,
     )  # fmt: skip
-    peak = room.probe(job)
+    gauge = room.Gauge(device)
+    peak = room.probe(job, gauge)
     plan = Plan()
     room.fit(job, plan, resumed=False)
     assert peak and job.plan.micro_rows == 32 and plan.decisions["budget.micro_batch"].source == "measured"
@@ -302,8 +303,8 @@ def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
     room.release(job)
     torch.cuda.set_per_process_memory_fraction(0.7 * peak / torch.cuda.get_device_properties(device).total_memory)
     try:
-        assert room.probe(job) is None
-        while room.probe(job) is None:
+        assert room.probe(job, gauge) is None
+        while room.probe(job, gauge) is None:
             assert room.ease(job, plan, "a test") is not None
         assert job.plan.micro_rows in (16, 8)
         assert float(attempt_step(job, 0, [batch], 0.0).loss) == pytest.approx(expected, rel=1e-3)

@@ -140,7 +140,7 @@ def make_job(asked: str | float | None, guard: GuardSpec | None = None, device: 
     guard, model = guard or GuardSpec(), build(SHAPE, device, 0)
     events: list[dict[str, Any]] = []
     return SimpleNamespace(
-        world=World(),
+        world=World(), pipeline=None, alike=None,
         device=device, model=model, objective=Pretrain(cross_documents=False),
         optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()), judge=Judge(guard, device),
         lr=lambda step: 1e-3, clip=lambda step: 1.0,

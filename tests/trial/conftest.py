@@ -21,6 +21,7 @@ from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
 from bessemer.optim.schedule import Schedule
+from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.mixture import quantise
 from bessemer.spec.optimizer import OptimizerSpec
@@ -72,7 +73,7 @@ def make_job(
         spec=SimpleNamespace(optimizer=spec), plan=SimpleNamespace(precision=precision, micro_rows=4),
         device=device, model=model, objective=Pretrain(False), optimizer=optimizer,
         schedule=schedule, lr=schedule.lr, progress=SimpleNamespace(tokens=0), judge=judge, stream=stream,
-        state=state, start_step=0,
+        state=state, start_step=0, scaling=None, world=World(),
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 Result = TypeVar("Result")
 State = dict[str, Tensor]
@@ -34,13 +36,20 @@ def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
     return future
 
 
+def _here(tensor: Tensor) -> Tensor:
+    """What this process holds of it; the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def state_bytes(state: State) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    """Of what this process holds of it."""
+    return sum(_here(tensor).numel() * tensor.element_size() for tensor in state.values())
 
 
 class Staging:
     """Host copies of a state, in memory that is kept from save to save: to touch it for the first time takes ten times
-    as long as to copy. For a GPU's tensors it is page-locked, which makes the copy several times as fast."""
+    as long as to copy. For a GPU's tensors it is page-locked, which makes the copy several times as fast. Of a tensor
+    that is divided among processes each copies its part, and the copy is a part of the same whole."""
 
     def __init__(self) -> None:
         self._held: State = {}
@@ -53,15 +62,30 @@ class Staging:
         """The copy is complete when this returns; it is overwritten by the next call."""
         for name, tensor in state.items():
             held = self._held.get(name)
-            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            if held is None or not _alike(held, tensor):
                 held = self._held[name] = _host_memory(tensor)
-            held.copy_(tensor, non_blocking=tensor.is_cuda)
+            _here(held).copy_(_here(tensor), non_blocking=tensor.is_cuda)
         for device in {tensor.device for tensor in state.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return {name: self._held[name] for name in state}
 
 
+def _alike(held: Tensor, tensor: Tensor) -> bool:
+    places = [getattr(one, "placements", None) for one in (held, tensor)]
+    return held.shape == tensor.shape and held.dtype == tensor.dtype and places[0] == places[1]
+
+
 def _host_memory(tensor: Tensor) -> Tensor:
+    memory = _locked(_here(tensor))
+    if not isinstance(tensor, DTensor):
+        return memory
+    # Built by hand: torch's own way would move it to the mesh's device.
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    return DTensor(memory, spec, requires_grad=False)
+
+
+def _locked(tensor: Tensor) -> Tensor:
     memory = torch.empty(tensor.shape, dtype=tensor.dtype)
     if tensor.is_cuda and memory.numel():
         # torch's own page-locked allocator rounds up to powers of two: up to twice the memory for a large model.

@@ -40,6 +40,7 @@ class Manifest:
     stream_state: str | None = None  # of data that cannot be read again from any step
     guard: dict[str, Any] = field(default_factory=dict)  # the guard's own: adjustments in force, detectors' windows
     content: str = "full"  # or "model": the weights alone
+    layout: dict[str, int] = field(default_factory=dict)  # degrees above 1, of several processes
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = FORMAT
 

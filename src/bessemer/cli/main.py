@@ -21,6 +21,7 @@ from bessemer.cli import (
     inspect,
     launch,
     model,
+    plan,
     replay,
     runs,
     spec,
@@ -37,6 +38,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(plan.app, name="plan")
 app.command("train")(train.train)
 app.add_typer(launch.app, name="launch")
 app.add_typer(data_tools.app, name="data")
@@ -50,7 +52,7 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("export")(export.export)
 app.add_typer(model.app, name="model")
 app.add_typer(spec.app, name="spec")
-app.command("bench")(bench.bench)
+app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 
 

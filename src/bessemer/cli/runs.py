@@ -15,7 +15,8 @@ def runs(
     folder: Path = typer.Argument(Path("runs"), help="The folder that holds the runs."),
     as_json: bool = typer.Option(False, "--json", help="As JSON, a list with an object for each run."),
 ) -> None:
-    """List runs with state, step, loss and age, the newest first.
+    """List runs with state, step, loss and age, the newest first; of one run of several processes also what each holds
+    and how it keeps up.
 
     Example: bessemer runs --json
     """
@@ -23,20 +24,24 @@ def runs(
     from dataclasses import asdict
 
     from bessemer.errors import UserError
-    from bessemer.run.directory import Run, list_runs, summarize
-    from bessemer.run.journal import json_ready
+    from bessemer.observe.ranks import processes
+    from bessemer.run.directory import LAYOUT, Run, list_runs, summarize
+    from bessemer.run.journal import json_ready, last_record
 
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "no such folder"
         raise UserError(f"{folder}: {what}; runs are written to ./runs unless the spec says otherwise")
     alone = (folder / "events.jsonl").is_file()  # the folder of one run
-    found = [summarize(Run(folder))] if alone else list_runs(folder)
+    run = Run(folder)
+    found = [summarize(run)] if alone else list_runs(folder)
     if as_json:
         print(json.dumps([json_ready(asdict(run)) for run in found], indent=1))
     elif not found:
         print(f"no runs in {folder}; start one with `bessemer train SPEC` or `bessemer demo`")
     else:
         _print_table(found)
+        if alone and (folder / LAYOUT).exists():
+            print("\n" + "\n".join(processes(json.loads((folder / LAYOUT).read_text()), last_record(run.ranks_path))))
 
 
 def _print_table(found: list[RunSummary]) -> None:

@@ -13,15 +13,22 @@ _SETTINGS = typer.Option([], "--set", help="Override a key, such as --set optimi
 
 @app.command()
 def check(spec: Path = _SPEC, settings: list[str] = _SETTINGS) -> None:
-    """Say every mistake in a spec, with its line and its fix.
+    """Say every mistake in a spec, with its line and its fix, and warn of what would run and should not.
 
-    Exit code 2 if there is one.
+    Exit code 2 if there is a mistake. A warning changes nothing; `lints: {silence: [RULE]}` in the spec silences it.
 
     Example: bessemer spec check my-run.yaml
     """
-    from bessemer.spec.load import load_spec
+    from bessemer.spec.lints import lint
+    from bessemer.spec.load import load_document
 
-    print(f"{spec}: fine (run {load_spec(spec, settings).name})")
+    loaded = load_document(spec, settings)
+    found = sorted(lint(loaded.spec), key=lambda warning: loaded.document.rank(warning.path))
+    for warning in found:
+        key = ".".join(str(step) for step in warning.path)
+        print(f"{loaded.document.place(warning.path)}: warning: {key}: {warning.message} [{warning.rule}]")
+    told = f"{len(found)} warning{'s' * (len(found) != 1)}" if found else "fine"
+    print(f"{spec}: {told} (run {loaded.spec.name})")
 
 
 @app.command()

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from bessemer.spec.schema import ParallelSpec
+    from bessemer.spec.parallel import ParallelSpec
+
+RESTARTS = 3  # as many as `bessemer launch` gives
 
 
 def local_processes(parallel: ParallelSpec) -> int:
@@ -20,16 +22,19 @@ def local_processes(parallel: ParallelSpec) -> int:
 
     if "WORLD_SIZE" in os.environ:
         return 1
-    product = 1
-    for degree in (parallel.dp_replicate, parallel.dp_shard):
-        product *= 1 if degree == "auto" else degree
+    product = parallel.tp * parallel.cp * parallel.pp
+    product *= 1 if parallel.dp_replicate == "auto" else parallel.dp_replicate
+    product *= parallel.ep if parallel.dp_shard == "auto" else parallel.dp_shard
     gpus = torch.cuda.device_count() if parallel.device in ("auto", "cuda") else 0
     return max(product, gpus)
 
 
 def start_locally(count: int) -> NoReturn:
-    """The same command in so many processes, in place of this one."""
+    """The same command in so many processes, in place of this one. After a fault all are started again, a few times,
+    from the last checkpoint; torchrun's own variables change that."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    os.environ.setdefault("PET_MAX_RESTARTS", str(RESTARTS))
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # those it hands on
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "bessemer", *sys.argv[1:]])
 
@@ -51,8 +56,11 @@ def train(
     Example: bessemer train my-run.yaml --set budget.tokens=50M
     """
     from bessemer.spec.load import load_spec
+    from bessemer.supervise.again import ended_before
 
     run_spec = load_spec(spec, settings)
+    if code := ended_before(Path(run_spec.runs) / run_spec.name):
+        raise typer.Exit(code)
     if profile or nsight:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its stages otherwise
     elif (count := local_processes(run_spec.parallel)) > 1:

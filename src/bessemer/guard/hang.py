@@ -1,4 +1,5 @@
-"""The watchdog: says when a step does not end, with what every thread was doing. It never ends anything itself.
+"""The watchdog: says when a step does not end, with what every thread was doing. Of several processes it may also end
+this one, so that a launcher starts all of them again; alone it never ends anything.
 
 Time counts only while the watchdog could run: a suspended machine or a stopped process gives large gaps between its own
 looks at the steady clock, and those are left out. What it cannot see is a call that holds the interpreter's lock;
@@ -50,7 +51,8 @@ def all_stacks() -> str:
 
 
 class Watchdog:
-    """`beat` after each step; `on_hang` is called once per hang, from the watchdog's thread. Use it as a context."""
+    """`beat` after each step; `on_hang` is called once per hang, from the watchdog's thread, and `on_end` when it has
+    lasted `end` longer. Use it as a context."""
 
     def __init__(
         self,
@@ -58,8 +60,9 @@ class Watchdog:
         on_hang: Callable[[Hang], None],
         clock: Callable[[], float] = time.monotonic,
         poll_s: float | None = None,
+        on_end: Callable[[Hang], None] | None = None,
     ) -> None:
-        self.spec, self._on_hang, self._clock = spec, on_hang, clock
+        self.spec, self._on_hang, self._on_end, self._clock = spec, on_hang, on_end, clock
         self._poll_s = poll_s if poll_s is not None else min(1.0, spec.least / 10)
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._intervals: deque[float] = deque(maxlen=RECENT)
@@ -89,11 +92,14 @@ class Watchdog:
         """One look at the clock; the thread does it every second."""
         with self._lock:
             self._count()
-            if self._said or self._waited_s <= self.limit_s:
-                return
-            self._said = True
             step, waited_s, limit_s = self._step, self._waited_s, self.limit_s
-        self._on_hang(Hang(step, waited_s, limit_s, all_stacks()))
+            end = self._said and self.spec.end is not None and waited_s > limit_s + self.spec.end
+            new = not self._said and waited_s > limit_s
+            self._said = self._said or new
+        if new:
+            self._on_hang(Hang(step, waited_s, limit_s, all_stacks()))
+        elif end and self._on_end:
+            self._on_end(Hang(step, waited_s, limit_s, all_stacks()))
 
     def _count(self) -> None:
         now = self._clock()

@@ -24,7 +24,7 @@ from bessemer.model.moe import router_shares
 from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
 from bessemer.optim.bits import joined
-from bessemer.parallel.shard import local, shards
+from bessemer.parallel.parts import local, share_of
 from bessemer.parallel.world import World
 
 SAMPLE = 4096  # elements of a parameter whose change is measured
@@ -74,11 +74,13 @@ class Inside:
         self._remainders = remainders or {}  # of weights in bf16: an update may be less than its digits show
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in named]
-        self.layers = list(dict.fromkeys(layer_of(name) for name, _ in named))
+        mine = list(dict.fromkeys(layer_of(name) for name, _ in named))
+        # Stages of a pipeline have other layers, and speak of all.
+        self.layers = list(dict.fromkeys(name for names in self._world.gather(mine) for name in names))
         at = [self.layers.index(layer_of(name)) for name, _ in named]
         self._at = torch.tensor(at, device=self.parameters[0].device)  # made once: a copy to a GPU waits for it
         # Of a sum over all processes, what is held by several counts for each by its share.
-        shares = [shards(parameter) / self._world.size for parameter in self.parameters]
+        shares = [share_of(parameter, self._world) for parameter in self.parameters]
         self._shares = torch.tensor(shares, device=self._at.device)
         self._samples: list[Tensor] = []
         self._found: dict[str, tuple[list[str], Tensor]] = {}
@@ -86,9 +88,8 @@ class Inside:
     def _by_layer(self, tensors: list[Tensor]) -> Tensor:
         """Norms of layers, from one tensor for each parameter."""
         squares = _exact(torch.stack(torch._foreach_norm([local(tensor) for tensor in tensors]))) ** 2
-        if self._world.size > 1:
-            squares = self._world.add(squares * self._shares)
-        return squares.new_zeros(len(self.layers)).index_add_(0, self._at, squares).sqrt()
+        squares = squares * self._shares if self._world.size > 1 else squares
+        return self._world.add(squares.new_zeros(len(self.layers)).index_add_(0, self._at, squares)).sqrt()
 
     def _sample(self) -> list[Tensor]:
         """Evenly spaced elements of each parameter; the stride is odd, so that it does not stay in one column."""
@@ -125,10 +126,11 @@ class Inside:
         35 ms at 1B with 2 of 8 rows: choose the interval by that.
         """
         seen: list[dict[str, Tensor]] = [{} for _ in model.blocks]
-        with ExitStack() as hooks:
-            for block, values in zip(model.blocks, seen, strict=True):
-                hooks.enter_context(_watching(block, values))
-            model(tokens_BT, sight, **more)
+        if not self._world.layout.inner:  # nobody has the whole of a layer, or of a row, to look at
+            with ExitStack() as hooks:
+                for block, values in zip(model.blocks, seen, strict=True):
+                    hooks.enter_context(_watching(block, values))
+                model(tokens_BT, sight, **more)
         found = dict(self._found)
         for quantity in dict.fromkeys(quantity for values in seen for quantity in values):
             having = [i for i, values in enumerate(seen) if quantity in values]  # layers may differ in kind

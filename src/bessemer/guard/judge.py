@@ -117,7 +117,7 @@ class Judge:
         return new_2, torch.maximum(scale_2, self._floor_2 * unit_2)
 
     @torch.no_grad()
-    def judge(self, loss: Tensor, grad_norm: Tensor, repeated: bool = False) -> Verdict:
+    def judge(self, loss: Tensor, grad_norm: Tensor, repeated: bool | Tensor = False) -> Verdict:
         """The verdict on a step, from its mean loss and its global gradient norm, and from what is known of its tokens:
         that much of it is a repeated pattern."""
         loss, grad_norm = loss.to(self.window_2N.device), grad_norm.to(self.window_2N.device)
@@ -133,8 +133,7 @@ class Judge:
         gave_way = (outlier | (finite & repeated)) & often & ~reopened
         code = torch.where(outlier_2[0], LOSS_OUTLIER, torch.where(outlier_2[1], GRAD_OUTLIER, ACCEPT))
         code = torch.where(reopened | gave_way, ACCEPT, code)
-        if repeated:
-            code = torch.where((code == ACCEPT) & ~gave_way, REPETITION, code)
+        code = torch.where((code == ACCEPT) & ~gave_way & repeated, REPETITION, code)
         code = torch.where(finite, code, NONFINITE)
         reject = (code != ACCEPT).float()
 

@@ -28,6 +28,7 @@ class Facts:
     state_healthy: bool | None = None
     verdict: str | None = None
     convicted: int = 0  # documents
+    apart: bool = False  # processes that should hold the same weights do not
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Ladder:
     def _why_back(self, facts: Facts) -> str:
         if facts.state_healthy is False:
             return "the weights misbehave on other batches too"
+        if facts.apart:
+            return "the weights are not the same on all processes"
         if facts.severity == "rollback":
             return "the run is leaving its trend"
         if facts.streak >= self.spec.max_vetoes and not facts.finite:
@@ -91,6 +94,6 @@ class Ladder:
         if len(earlier) >= limit.rollbacks:
             return Rung("stop", f"{reason}, after {len(earlier)} rollbacks within {limit.relapse:,} steps")
         self.rollbacks = [*earlier, facts.step]
-        known = facts.verdict in BLAMELESS or (facts.verdict == "data" and facts.convicted > 0)
-        first = not earlier
+        known = facts.apart or facts.verdict in BLAMELESS or (facts.verdict == "data" and facts.convicted > 0)
+        first = not earlier or facts.apart  # a gentler step helps no hardware
         return Rung("rollback", reason, depth=len(earlier) + 1, gentle=not first, skip=not (known and first))

@@ -85,10 +85,17 @@ class SelfAttention(nn.Module, ABC):
 
     def attend(self, q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, place: Place) -> Tensor:
         """(B, T, N, E), by the backend that was chosen."""
-        return attend(
-            q_BTND, k_BSKD, v_BSKE, place.sight, self.window, self.scale, self.shape.attention_cap, place.bias_1NTS,
-            self.dropout if self.training else 0.0, self.backend,
-        )  # fmt: skip
+
+        def whole(q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor) -> Tensor:
+            return attend(
+                q_BTND, k_BSKD, v_BSKE, place.sight, self.window, self.scale, self.shape.attention_cap,
+                place.bias_1NTS, self.dropout if self.training else 0.0, self.backend,
+            )  # fmt: skip
+
+        exchange = place.sight.exchange
+        if exchange is None:
+            return whole(q_BTND, k_BSKD, v_BSKE)
+        return exchange.attend(q_BTND, k_BSKD, v_BSKE, place.sight, self.window, self.scale, whole)
 
 
 class Attention(SelfAttention):

@@ -30,11 +30,13 @@ def generator_for(name: str, seed: int, device: torch.device) -> torch.Generator
     return generator.manual_seed(xxhash.xxh3_64_intdigest(name.encode(), seed=seed) >> 1)
 
 
-def init_weights(model: nn.Module, seed: int, kind: str = "gpt") -> None:
-    """Fill every parameter and buffer of a model that has only been laid out."""
+def init_weights(model: nn.Module, seed: int, kind: str = "gpt", under: str = "") -> None:
+    """Fill every parameter and buffer of a model that has only been laid out, or those whose names begin so."""
     shape: ModelShape = model.shape  # type: ignore[assignment]
     done: set[Tensor] = set()
     for prefix, module in model.named_modules():
+        if not f"{prefix}.".startswith(under):
+            continue
         if isinstance(module, RMSNorm):
             nn.init.constant_(module.weight, 1.0 - module.offset)
             done.add(module.weight)
@@ -44,10 +46,11 @@ def init_weights(model: nn.Module, seed: int, kind: str = "gpt") -> None:
         elif isinstance(module, Mamba2):
             init_mamba(module, generator_for(prefix, seed, next(module.parameters()).device))
             done.update([*module.parameters(recurse=False), *module.conv.parameters()])
-    for buffer in model.buffers():
-        nn.init.zeros_(buffer)
+    for name, buffer in model.named_buffers():
+        if name.startswith(under):
+            nn.init.zeros_(buffer)
     for name, parameter in model.named_parameters():
-        if parameter in done:
+        if parameter in done or not name.startswith(under):
             continue
         if parameter.ndim == 1:
             nn.init.zeros_(parameter)  # biases

@@ -11,17 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bessemer.model.ffn import ACTIVATIONS, FeedForward
 from bessemer.model.router import Routing, account, check, choose
 from bessemer.spec.shape import Activation, Moe
 
 Product = Callable[[Tensor, Tensor], Tensor]  # of rows in their seats and the experts' weights (E, out, in)
+
+
+class Dispatch(Protocol):
+    """Of processes that share a layer's experts: rows go to whoever has their expert, and come back."""
+
+    def __call__(self, x_SW: Tensor, counts_E: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor: ...
 
 
 @dataclass
@@ -50,6 +57,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(width, moe.shared * moe.ffn, activation, gated) if moe.shared else None
         # float32, and no parameter: it is moved by counting, not by a gradient.
         self.register_buffer("choice_bias", torch.zeros(moe.experts) if moe.choice_bias else None)
+        self.dispatch: Dispatch | None = None  # where experts are divided among processes
         self.routing: Routing | None = None
         self.assigned: list[Tensor] = []  # (E,) of each micro-batch since the bias moved
 
@@ -74,7 +82,10 @@ class MixtureOfExperts(nn.Module):
                 seating = self._capped(choice_NK.flatten(), counts_E, seated_NK.flatten())
             else:
                 seating = self._dropless(choice_NK.flatten(), counts_E, x_NW.is_cuda and dtype == torch.bfloat16)
-            routed_NW = self._experts(x_NW.to(dtype), weights_NK * self.moe.scale, seating)
+            if self.dispatch is not None:
+                routed_NW = self._sent(x_NW.to(dtype), weights_NK * self.moe.scale, seating, counts_E, self.dispatch)
+            else:
+                routed_NW = self._experts(x_NW.to(dtype), weights_NK * self.moe.scale, seating)
             if self.training:
                 dropped_NK = (seating.seat_A == len(seating.assignment_S)).view(choice_NK.shape)
                 self.routing = account(self.moe, logits_NE, scores_NE, chosen_NE, dropped_NK, counted_N)
@@ -85,9 +96,11 @@ class MixtureOfExperts(nn.Module):
         """As many seats as assignments. The grouped product reads the counts on the device; one product for each expert
         waits for them on the host, once a layer."""
         assignment_S = choice_A.argsort(stable=True)
+        return Seating(assignment_S, _inverse(assignment_S), False, self._product(counts_E, fast))
+
+    def _product(self, counts_E: Tensor, fast: bool) -> Product:
         fast = fast and self.up.shape[1] % 8 == 0 and self.up.shape[2] % 8 == 0  # the kernel wants rows of 16 bytes
-        multiply = grouped_product(counts_E.cumsum(0).int()) if fast else looped_product(counts_E.tolist())
-        return Seating(assignment_S, _inverse(assignment_S), False, multiply)
+        return grouped_product(counts_E.cumsum(0).int()) if fast else looped_product(counts_E)
 
     def _capped(self, choice_A: Tensor, counts_E: Tensor, scores_A: Tensor) -> Seating:
         """The same number of seats for every expert: shapes are fixed, and no expert makes the others wait.
@@ -120,10 +133,35 @@ class MixtureOfExperts(nn.Module):
         y_AW = _Move.apply(y_SW, at.seat_A, at.assignment_S, 1, at.holes)
         return y_AW.unflatten(0, (-1, K)).sum(1)
 
+    def _sent(self, x_NW: Tensor, weights_NK: Tensor, seating: Seating, counts_E: Tensor, dispatch: Dispatch) -> Tensor:
+        """The same where experts are divided among processes: weights stay here, and meet what comes back."""
+        at, dtype, K = seating, x_NW.dtype, weights_NK.shape[1]
 
-def looped_product(counts: list[int]) -> Product:
-    """One product after the other; the reference for the grouped one."""
-    return lambda x_SI, weight_EOI: torch.cat(list(map(F.linear, x_SI.split(counts), weight_EOI.unbind(0))))
+        def run(x_SW: Tensor, counts_e: Tensor) -> Tensor:
+            multiply = self._product(counts_e, x_SW.is_cuda and dtype == torch.bfloat16)
+            inner_SF = multiply(x_SW, _held(self.up).to(dtype))
+            if self.gate is None:
+                inner_SF = self.activate(inner_SF)
+            else:
+                inner_SF = self.activate(multiply(x_SW, _held(self.gate).to(dtype))) * inner_SF
+            return multiply(inner_SF.to(dtype), _held(self.down).to(dtype))
+
+        x_SW = _Move.apply(x_NW, at.assignment_S, at.seat_A, K, at.holes)
+        y_SW = dispatch(x_SW, counts_E, run)
+        y_SW = (y_SW * weights_NK.flatten()[at.assignment_S, None]).to(dtype)
+        y_AW = _Move.apply(y_SW, at.seat_A, at.assignment_S, 1, at.holes)
+        return y_AW.unflatten(0, (-1, K)).sum(1)
+
+
+def looped_product(counts_E: Tensor) -> Product:
+    """One product after the other; the reference for the grouped one. The counts are read once, when first needed."""
+    counts: list[int] = []
+
+    def multiply(x_SI: Tensor, weight_EOI: Tensor) -> Tensor:
+        counts[:] = counts or counts_E.tolist()
+        return torch.cat(list(map(F.linear, x_SI.split(counts), weight_EOI.unbind(0))))
+
+    return multiply
 
 
 def grouped_product(ends_E: Tensor) -> Product:
@@ -165,6 +203,12 @@ def _exact(x: Tensor) -> Tensor:
 
 def _stack(experts: int, out: int, width: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(experts, out, width).uniform_(-(width**-0.5), width**-0.5))  # as nn.Linear
+
+
+def _held(parameter: Tensor) -> Tensor:
+    """This process's experts."""
+    held: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return held
 
 
 def _routings(model: nn.Module) -> dict[str, tuple[MixtureOfExperts, Routing]]:

@@ -8,13 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 TILE = 128  # FlexAttention's block
 Rule = Callable[[Any, Any, Any, Any], Tensor]
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k and v of whole rows
+
+
+class Exchange(Protocol):
+    """Of processes that share the columns of rows: which are this one's, and how it attends to all of them. `whole` is
+    attention as it is without the others."""
+
+    @property
+    def size(self) -> int: ...
+    def part(self, length: int, device: torch.device | str = "cpu") -> Tensor: ...
+    def attend(
+        self, q_BtND: Tensor, k_BtKD: Tensor, v_BtKE: Tensor, sight: Sight, window: int, scale: float, whole: Attend
+    ) -> Tensor: ...
 
 
 @dataclass
@@ -28,8 +43,10 @@ class Sight:
     blocks: tuple[int, int] = (0, 0)
     counted_BT: Tensor | None = None  # positions that routers balance over; None: all
     borders: tuple[Tensor, int] | None = None  # `document_borders`, where the host knows them
+    exchange: Exchange | None = None  # where processes share rows; documents are of whole rows all the same
     _masks: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _begins: tuple[list[int], list[int]] | None = None
 
     def plain(self, window: int, length: int) -> bool:
         """Nothing but causality, or nothing at all: what fused kernels do without a mask."""
@@ -117,13 +134,33 @@ class Sight:
             self.borders = self.borders[0].to(device, non_blocking=True), self.borders[1]
         return self.borders
 
+    def begins(self, T: int) -> tuple[list[int], list[int]]:
+        """Where the document of each column begins, in the row where that is earliest and in the one where it is
+        latest. For the host, which waits for a device if it does not know the borders."""
+        if self.documents_BT is None:
+            return [0] * T, [0] * T
+        if self._begins is None:
+            borders = (self.borders or document_borders(self.documents_BT))[0].cpu().long()
+            begins_BT = (borders[:-1] % T).repeat_interleave(borders.diff()).view(-1, T)
+            low_T, high_T = begins_BT.aminmax(dim=0)
+            self._begins = low_T.tolist(), high_T.tolist()
+        return self._begins
+
+    def reach(self, start: int, T: int) -> int:
+        """How many columns rows have, of which `start` came before these T; with those of other processes."""
+        return start + T * (self.exchange.size if self.exchange else 1)
+
+    def columns(self, start: int, T: int, device: torch.device) -> slice | Tensor:
+        """Which columns of their rows these T are."""
+        return slice(start, start + T) if self.exchange is None else self.exchange.part(self.reach(start, T), device)
+
     def positions(self, start: int, T: int, device: torch.device) -> Tensor:
         """(B or 1, T): each position counted from the beginning of its document."""
-        places_1T = torch.arange(start, start + T, device=device)[None]
-        if self.documents_BT is None:
-            return places_1T
-        begins_BT = torch.where(_fresh(self.documents_BT), places_1T, 0).cummax(dim=1).values
-        return places_1T - begins_BT
+        S = self.reach(start, T) if self.documents_BT is None else self.documents_BT.shape[1]
+        places = torch.arange(S, device=device)[None]
+        if self.documents_BT is not None:
+            places = places - torch.where(_fresh(self.documents_BT), places, 0).cummax(dim=1).values
+        return places[:, self.columns(start, T, device)]
 
 
 def document_borders(documents_BT: Tensor) -> tuple[Tensor, int]:

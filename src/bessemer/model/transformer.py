@@ -85,7 +85,7 @@ class Decoder(nn.Module):
             if shape.positions == "learned":
                 x_BTW = x_BTW + self.position(places_BT)
             else:
-                table_TW = self._waves(start + tokens_BT.shape[1], x_BTW)
+                table_TW = self._waves(sight.reach(start, tokens_BT.shape[1]), x_BTW)
                 x_BTW = x_BTW + table_TW[places_BT]
         if shape.token_types:
             x_BTW = x_BTW + self.types(torch.zeros_like(tokens_BT) if types_BT is None else types_BT)
@@ -104,9 +104,10 @@ class Decoder(nn.Module):
             )
         return table
 
-    def place(self, x_BTW: Tensor, sight: Sight, start: int = 0) -> Place:
-        """What every block is told."""
-        S = start + x_BTW.shape[1]
+    def place(self, x_BTW: Tensor, sight: Sight, start: int = 0, length: int | None = None) -> Place:
+        """What every block is told, of `length` columns where `x_BTW` is only a part of them."""
+        T = length or x_BTW.shape[1]
+        S, columns = sight.reach(start, T), sight.columns(start, T, x_BTW.device)
         bias_1NTS = None
         if self.shape.positions == "alibi":
             slopes_N = alibi_slopes(self.shape.heads).to(x_BTW.device)
@@ -122,7 +123,7 @@ class Decoder(nn.Module):
             if rotary is None:
                 return None
             cos, sin = rotary.get(S, x_BTW.device, compute_dtype(x_BTW))
-            return cos[start:], sin[start:]
+            return cos[columns], sin[columns]
 
         return Place(sight, table(self.rotary), table(self.local_rotary), bias_1NTS)
 
@@ -177,12 +178,15 @@ def network(shape: ModelShape) -> Decoder:
 def build(
     shape: ModelShape, device: torch.device | str, seed: int, init: str = "gpt", matrices: torch.dtype = torch.float32
 ) -> Decoder:
-    """A fresh model on a device, made without an intermediate copy; vectors (norms, biases) are always float32."""
+    """A fresh model on a device, made without an intermediate copy; vectors (norms, biases) are always float32. On
+    "meta" it is only laid out, and gets its weights later."""
     with torch.device("meta"):
         model = network(shape)
     for parameter in model.parameters():
         if parameter.ndim >= 2 and matrices != torch.float32:
             parameter.data = parameter.data.to(matrices)
+    if str(device) == "meta":
+        return model
     model.to_empty(device=device)
     if not shape.wrapped:  # which has first weights of its own
         init_weights(model, seed, init)

@@ -19,16 +19,16 @@ def mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def noise(like: Tensor, key: Tensor) -> Tensor:
+def noise(like: Tensor, key: Tensor, first: Tensor | int = 0) -> Tensor:
     """16 random bits for each element, a pure function of its place and the key: a run that resumes rounds as it would
-    have, on any device, and there is no generator's state to save."""
-    places = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
+    have, on any device, and there is no generator's state to save. `first` is the place of the first element."""
+    places = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape) + first
     return mixed(mixed(places + key) ^ key) & 0xFFFF
 
 
-def rounded(x: Tensor, key: Tensor) -> Tensor:
+def rounded(x: Tensor, key: Tensor, first: Tensor | int = 0) -> Tensor:
     """fp32 to a bf16 neighbour, up with the probability of what is below it: right on average."""
-    bits = (x.view(torch.int32) + noise(x, key)) & HIGH
+    bits = (x.view(torch.int32) + noise(x, key, first)) & HIGH
     return torch.where(x.isfinite(), bits.view(torch.float32), x)
 
 
@@ -43,7 +43,7 @@ def joined(weight: Tensor, remainder: Tensor) -> Tensor:
     return (weight.float().view(torch.int32) + remainder.to(torch.int32)).view(torch.float32)
 
 
-def encoded(x: Tensor, signed: bool, key: Tensor) -> tuple[Tensor, Tensor]:
+def encoded(x: Tensor, signed: bool, key: Tensor, first: Tensor | int = 0) -> tuple[Tensor, Tensor]:
     """Codes of 8 bits, and the largest magnitude of each block, a row of x, as its scale.
 
     Codes are spaced evenly in the cube root, of a second moment in the sixth: both are cube roots of a gradient's size.
@@ -53,7 +53,7 @@ def encoded(x: Tensor, signed: bool, key: Tensor) -> tuple[Tensor, Tensor]:
     above 0 never becomes 0: the update would be divided by epsilon.
     """
     scale = x.abs().amax(1, keepdim=True)
-    unit, chance = x / scale.clamp(min=torch.finfo(torch.float32).tiny), noise(x, key) / 0x10000
+    unit, chance = x / scale.clamp(min=torch.finfo(torch.float32).tiny), noise(x, key, first) / 0x10000
     if signed:
         codes = (unit.abs().pow(1 / 3) * 127 + chance).floor() * unit.sign() + 128
     else:

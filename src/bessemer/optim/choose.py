@@ -19,6 +19,7 @@ from bessemer.optim.guarded import FUSED, HOST, SELECT, Guarded, Named
 from bessemer.optim.in_backward import InBackward
 from bessemer.optim.lean import Lean, to_low_precision
 from bessemer.optim.lion import Lion
+from bessemer.optim.parts import Place, part_of, place_of
 from bessemer.spec.memory import MemorySpec
 from bessemer.spec.optimizer import FUSED as WITH_FUSED_KERNEL
 from bessemer.spec.optimizer import OptimizerSpec
@@ -79,7 +80,9 @@ def make_optimizer(
     Where the wanted veto path does not hold here, the verdict is read on the host and `fallback_reason` says why.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    first, memory = trained[0][1], memory or MemorySpec()
+    memory, parts = memory or MemorySpec(), [part_of(parameter) for _, parameter in trained]
+    first, places = parts[0], {part: place_of(p) for part, (_, p) in zip(parts, trained, strict=True)}
+    stepped = [(name, part) for (name, _), part in zip(trained, parts, strict=True)]
     # On a GPU too: one scalar read costs less than a copy of all weights and moments (benchmarks/veto_cost.py).
     wanted = PATHS.get(spec.veto, FUSED if memory.lean or spec.name in WITH_FUSED_KERNEL else HOST)
     reason = None
@@ -87,18 +90,20 @@ def make_optimizer(
         fault = veto_fault(spec, path, first.device, first.dtype, memory)
         if fault is None:
             kind = InBackward if memory.update == "in_backward" else Guarded
-            return kind(trained, build(trained, spec, path, scales or {}, memory, seed), path, reason)
+            made = build(stepped, spec, path, scales or {}, memory, seed, places)
+            return kind(trained, made, path, reason, parts)
         reason = f"{spec.name}, {path}: {fault}; the verdict is read on the host before each step"
     raise RuntimeError(f"torch {torch.__version__} cannot withhold a step of {spec.name} on {first.device}: {fault}")
 
 
 def build(
     named: list[tuple[str, nn.Parameter]], spec: OptimizerSpec, path: str, scales: Mapping[str, float],
-    memory: MemorySpec, seed: int = 0,
+    memory: MemorySpec, seed: int = 0, places: Mapping[nn.Parameter, Place] | None = None,
 ) -> list[Optimizer]:  # fmt: skip
     """Our own, torch's, or Muon and AdamW, with their state filled in. The learning rate comes with each step."""
     if memory.lean:
-        return [Lean(_groups(named, spec.settings()["weight_decay"], scales), named, spec, memory, seed)]
+        groups = parameter_groups(named, spec.settings()["weight_decay"], scales)
+        return [Lean(groups, named, spec, memory, seed, places)]
     if spec.name != "muon":
         return [_one(named, spec.name, spec.settings(), path, scales)]
     hidden = [pair for pair in named if pair[1].ndim == 2 and not NOT_HIDDEN & set(pair[0].split("."))]
@@ -118,7 +123,7 @@ def _one(
     mode = {"fused": True} if path == FUSED else {"capturable": True} if capturable else {}
     if "betas" in settings:
         settings = settings | {"betas": tuple(settings["betas"])}
-    parts = _groups(named, settings.pop("weight_decay"), scales)
+    parts = parameter_groups(named, settings.pop("weight_decay"), scales)
     optimizer: Optimizer = kind.make(parts, lr=0.0, **settings, **kind.always, **mode)
     for _, parameter in named:
         state = optimizer.state[parameter]
@@ -130,7 +135,9 @@ def _one(
     return optimizer
 
 
-def _groups(named: list[tuple[str, nn.Parameter]], decay: float, scales: Mapping[str, float]) -> list[dict[str, Any]]:
+def parameter_groups(
+    named: list[tuple[str, nn.Parameter]], decay: float, scales: Mapping[str, float]
+) -> list[dict[str, Any]]:
     """Matrices are decayed, vectors are not. A group for each learning rate, at most two for a layer."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for key, parameter in named:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bessemer.optim.guarded import Named
+from bessemer.optim.parts import held, of_whole
 
 
 class Ema:
@@ -23,10 +24,15 @@ class Ema:
     def __init__(self, named: Named, decay: float) -> None:
         pairs = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.names = [name for name, _ in pairs]
-        self.weights = [parameter.detach() for _, parameter in pairs]
+        self.parameters = [parameter for _, parameter in pairs]
         self.decay = decay
         self.averages = [weight.float().clone() for weight in self.weights]
         self.updates = torch.zeros((), dtype=torch.int64, device=self.weights[0].device)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Of divided parameters the parts that lie here, which are averaged as any others."""
+        return [held(parameter.detach()) for parameter in self.parameters]
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -49,7 +55,8 @@ class Ema:
 
     def state(self) -> dict[str, Tensor]:
         """The averages by parameter name and the count of updates, live: a checkpoint's load writes into them."""
-        return {**dict(zip(self.names, self.averages, strict=True)), "updates": self.updates}
+        whole = (of_whole(average, p) for average, p in zip(self.averages, self.parameters, strict=True))
+        return {**dict(zip(self.names, whole, strict=True)), "updates": self.updates}
 
     @contextmanager
     def swap(self) -> Iterator[None]:

@@ -8,11 +8,14 @@ moments and counts bit-untouched even under NaN; `choose.py` proves that on one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from bessemer.optim.parts import held, of_whole
 
 Named = Iterable[tuple[str, nn.Parameter]]
 FUSED, HOST, SELECT = "fused", "host read", "copy and select"
@@ -26,17 +29,34 @@ class Guarded:
     """
 
     judged_first = True  # a verdict comes before the update
+    whole = True  # weights, gradients and moments are the parameters' own, each tensor by itself
 
     def __init__(
-        self, named: Named, optimizers: Sequence[Optimizer], path: str, fallback_reason: str | None = None
+        self,
+        named: Named,
+        optimizers: Sequence[Optimizer],
+        path: str,
+        fallback_reason: str | None = None,
+        parts: Sequence[nn.Parameter] | None = None,
     ) -> None:
+        """`parts` are what the optimizers were made over, where parameters are divided among processes."""
         self.named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]
+        self.parts = list(parts or self.parameters)
         self.optimizers = list(optimizers)
         self.path = path
         self.fused = path == FUSED
         self.fallback_reason = fallback_reason
         self.accumulates = False
+        self.afterwards: list[Callable[[Tensor], None]] = []  # what follows each step, given its verdict
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """A micro-batch's backward pass; `last` is that of the step's last."""
+        loss.backward()
+
+    def square(self) -> Tensor | None:
+        """This process's part of the square of the gradients' norm, where they do not lie at the parameters."""
+        return None
 
     def grad_norm(self) -> Tensor:
         """Global norm; NaN or Inf as soon as one gradient is."""
@@ -54,6 +74,7 @@ class Guarded:
         A group's own learning rate is `lr` times its `lr_scale`.
         """
         self.set_lr(lr)
+        self._hand_over()
         if self.path == FUSED:
             for optimizer in self.optimizers:
                 optimizer.found_inf = reject  # type: ignore[attr-defined]
@@ -64,6 +85,8 @@ class Guarded:
         elif not bool(reject):
             self._update(divisor)
         self.discard()
+        for follow in self.afterwards:
+            follow(reject)
 
     def arm(self, lr: float) -> None:
         """Before the backward passes of a step, for those that update in them."""
@@ -85,32 +108,65 @@ class Guarded:
 
     def remainders(self) -> dict[nn.Parameter, Tensor]:
         """What bf16 weights lack of fp32, where it is kept beside them."""
-        found = ((p, optimizer.state[p].get("remainder")) for optimizer in self.optimizers for p in self.parameters)
+        pairs = list(zip(self.parameters, self.parts, strict=True))
+        found = ((p, o.state[part].get("remainder")) for o in self.optimizers for p, part in pairs if part in o.state)
         return {p: rest for p, rest in found if rest is not None and rest.device == p.device}
 
     def discard(self) -> None:
         """Drop the gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        for parameter, part in zip(self.parameters, self.parts, strict=True):
+            parameter.grad = part.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Moments and counts by parameter name, live: a load writes into them, before the first step too."""
         for optimizer in self.optimizers:
             if shuttle := getattr(optimizer, "shuttle", None):
                 shuttle.settle()  # what lies on the host may still be on its way there
-        return {
-            f"{name}.{key}": tensor
-            for name, parameter in self.named
-            for optimizer in self.optimizers
-            if parameter in optimizer.state
-            for key, tensor in optimizer.state[parameter].items()
-        }
+        found = {}
+        for (name, parameter), part in zip(self.named, self.parts, strict=True):
+            for key, tensor in self._state_of(part):
+                if part is not parameter and tensor.ndim:
+                    blocks = part.numel() // tensor.numel() if tensor.numel() else 1  # that share a number
+                    shape = None if tensor.shape == part.shape else (parameter.numel() // blocks,)
+                    tensor = of_whole(tensor, parameter, shape)
+                found[f"{name}.{key}"] = tensor
+        return found
+
+    def _state_of(self, part: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        for optimizer in self.optimizers:
+            if part in optimizer.state:
+                yield from optimizer.state[part].items()
+
+    @torch.no_grad()
+    def _hand_over(self) -> None:
+        """Gradients of divided parameters to the parts that are stepped."""
+        for parameter, part in zip(self.parameters, self.parts, strict=True):
+            if part is not parameter:
+                part.data = held(parameter)
+                part.grad = None if parameter.grad is None else held(parameter.grad)
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """All of a model's, by name, live."""
+        return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+
+    def targets(self, model: nn.Module) -> dict[str, Tensor]:
+        """What a load writes into: weights and state as they live, or others that `put_back` is then given."""
+        weights = {f"model.{name}": tensor for name, tensor in self.weights(model).items()}
+        return weights | {f"optimizer.{name}": tensor for name, tensor in self.state().items()}
+
+    def put_back(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """After a load into `targets`. Nothing, where those were live."""
+
+    @contextmanager
+    def opened(self, model: nn.Module) -> Iterator[None]:
+        """For a block that writes to the model's weights."""
+        yield
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def _update(self, divisor: Tensor) -> None:
-        if gradients := self._gradients():
+        if gradients := [part.grad for part in self.parts if part.grad is not None]:
             torch._foreach_div_(gradients, divisor)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -118,7 +174,8 @@ class Guarded:
     @torch.no_grad()
     def _step_and_select(self, reject: Tensor, divisor: Tensor) -> None:
         # The copies live only during the step, when the activations are gone: the peak grows by less than their size.
-        live = [*(p.detach() for p in self.parameters), *self.state().values()]
+        live = [part.detach() for part in self.parts]
+        live += [tensor for part in self.parts for _, tensor in self._state_of(part)]
         kept = [tensor.clone() for tensor in live]
         self._update(divisor)
         # A count that torch keeps on the CPU beside weights on a GPU (Adagrad, Adafactor) costs a sync here after all.

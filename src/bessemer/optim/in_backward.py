@@ -24,9 +24,14 @@ class InBackward(Guarded):
     judged_first = False
 
     def __init__(
-        self, named: Named, optimizers: Sequence[Optimizer], path: str, fallback_reason: str | None = None
+        self,
+        named: Named,
+        optimizers: Sequence[Optimizer],
+        path: str,
+        fallback_reason: str | None = None,
+        parts: Sequence[nn.Parameter] | None = None,
     ) -> None:
-        super().__init__(named, optimizers, path, fallback_reason)
+        super().__init__(named, optimizers, path, fallback_reason, parts)
         assert isinstance(self.optimizers[0], Lean)
         self.lean, self.armed = self.optimizers[0], False
         self.one = torch.ones((), device=self.lean.device)

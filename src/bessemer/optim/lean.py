@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bessemer.errors import UserError
 from bessemer.optim.bits import decoded, encoded, halves, joined, rounded
 from bessemer.optim.offload import Shuttle, host_zeros
+from bessemer.optim.parts import Place
 from bessemer.spec.memory import BLOCK, MemorySpec
 from bessemer.spec.optimizer import OptimizerSpec
 
@@ -43,6 +45,16 @@ class Rule:
         return (M,) if self.name == "lion" else (M, V)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, end) of a tensor, with the key of their rounding and the place of the first under that key."""
+
+    start: int
+    end: int
+    key: Tensor
+    first: Tensor
+
+
 def to_low_precision(model: nn.Module) -> None:
     """Keep matrices in bf16 from here on; vectors (norms, biases) are few and stay as they are."""
     for parameter in model.parameters():
@@ -52,9 +64,10 @@ def to_low_precision(model: nn.Module) -> None:
 
 def update(
     rule: Rule, weight: Tensor, grad: Tensor, state: dict[str, Tensor], count: Tensor, reject: Tensor, divisor: Tensor,
-    lr: Tensor, decay: Tensor, key: Tensor,
+    lr: Tensor, decay: Tensor, key: Tensor, first: Tensor,
 ) -> None:  # fmt: skip
-    """One step of a flat piece, unless `reject` is 1. `count` is that of the steps before; all numbers are tensors."""
+    """One step of a flat piece, unless `reject` is 1. `count` is that of the steps before, `first` the place of the
+    piece's first element under its key; all numbers are tensors."""
     vetoed, after = reject.bool(), count + 1
     key = key ^ (after.to(torch.int32) * 0x3779B97)
     old = joined(weight, state["remainder"]) if "remainder" in state else weight.float()
@@ -64,22 +77,22 @@ def update(
     else:
         old = old - lr * decay * old
     moments = {name: _load(state, name) for name in rule.moments}
-    first, second = rule.betas
+    beta, slow = rule.betas
     if rule.name == "lion":
-        step = torch.sign(torch.lerp(moments[M], gradient, 1 - first))
-        moments[M] = torch.lerp(moments[M], gradient, 1 - second)
+        step = torch.sign(torch.lerp(moments[M], gradient, 1 - beta))
+        moments[M] = torch.lerp(moments[M], gradient, 1 - slow)
     else:
-        moments[M] = torch.lerp(moments[M], gradient, 1 - first)
-        moments[V] = torch.lerp(moments[V], gradient * gradient, 1 - second)
-        denominator = (moments[V] / _unbiased(second, after)).sqrt() + rule.eps
-        step = moments[M] / _unbiased(first, after) / denominator
+        moments[M] = torch.lerp(moments[M], gradient, 1 - beta)
+        moments[V] = torch.lerp(moments[V], gradient * gradient, 1 - slow)
+        denominator = (moments[V] / _unbiased(slow, after)).sqrt() + rule.eps
+        step = moments[M] / _unbiased(beta, after) / denominator
     new, kept = old - lr * step, {}
     if "remainder" in state:
         new, kept["remainder"] = halves(new)
     elif weight.dtype == torch.bfloat16:
-        new = rounded(new, key)
+        new = rounded(new, key, first)
     for salt, name in enumerate(rule.moments, 1):
-        kept |= _keep(state, name, moments[name], key + salt)
+        kept |= _keep(state, name, moments[name], key + salt, first)
     weight.copy_(torch.where(vetoed, weight, new.to(weight.dtype)))
     for name, value in kept.items():  # chosen, not multiplied by 0, which would let NaN through
         state[name].copy_(torch.where(vetoed, state[name], value))
@@ -95,14 +108,14 @@ def _load(state: dict[str, Tensor], name: str) -> Tensor:
     return decoded(held, state[f"{name}_scale"], name == M) if held.dtype == torch.uint8 else held.float()
 
 
-def _keep(state: dict[str, Tensor], name: str, value: Tensor, key: Tensor) -> dict[str, Tensor]:
+def _keep(state: dict[str, Tensor], name: str, value: Tensor, key: Tensor, first: Tensor) -> dict[str, Tensor]:
     """A moment as it is stored, rounded stochastically: to the nearest, a second moment with a beta of 0.999 would
     never fall, as the change of a step is smaller than half a digit."""
     held = state[name]
     if held.dtype == torch.uint8:
-        codes, scale = encoded(value, name == M, key)
+        codes, scale = encoded(value, name == M, key, first)
         return {name: codes, f"{name}_scale": scale}
-    return {name: rounded(value, key).to(held.dtype) if held.dtype == torch.bfloat16 else value}
+    return {name: rounded(value, key, first).to(held.dtype) if held.dtype == torch.bfloat16 else value}
 
 
 @cache
@@ -125,7 +138,7 @@ def _kernel() -> Callable[..., None] | None:
         return None
     from bessemer.optim.kernels import adamw
 
-    return lambda rule, *arguments: adamw(rule.betas, rule.eps, *arguments[:-1])
+    return lambda rule, *arguments: adamw(rule.betas, rule.eps, *arguments[:-2])
 
 
 class Lean(Optimizer):
@@ -137,40 +150,57 @@ class Lean(Optimizer):
 
     def __init__(
         self, groups: list[dict[str, Any]], named: Sequence[tuple[str, nn.Parameter]], spec: OptimizerSpec,
-        memory: MemorySpec, seed: int = 0,
+        memory: MemorySpec, seed: int = 0, places: Mapping[nn.Parameter, Place] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(groups, {"lr": 0.0})
         own = spec.settings()
         self.rule = Rule(spec.name, (own["betas"][0], own["betas"][1]), own.get("eps", 0.0))
         self.device = named[0][1].device
-        self.keys = {parameter: self._keys(f"{seed}.{name}", parameter.numel()) for name, parameter in named}
+        places = places or {}
+        self.pieces: dict[nn.Parameter, list[Piece]] = {}
         offloaded = 0
-        for _, parameter in named:
+        for name, parameter in named:
+            place = places.get(parameter, Place(0, parameter.numel()))
+            self.pieces[parameter] = self._cut(f"{seed}.{name}", place.first, parameter.numel())
             away = memory.offload_optimizer and parameter.numel() >= SMALLEST_OFFLOAD
-            self.state[parameter] = self._fresh(parameter, memory, away)
+            self.state[parameter] = self._fresh(name, parameter, memory, away, place)
             if away:
                 held = [tensor for key, tensor in self.state[parameter].items() if key != "step"]
                 width = sum(tensor.numel() * tensor.element_size() for tensor in held) / parameter.numel()
                 offloaded = max(offloaded, int(width * min(parameter.numel(), PIECE)) + 1)
         self.shuttle = Shuttle(self.device, offloaded) if offloaded else None
 
-    def _keys(self, name: str, size: int) -> Sequence[Tensor]:
-        """A key for each piece, made once."""
-        keys = [zlib.crc32(f"{name}.{start}".encode()) - (1 << 31) for start in range(0, size, PIECE)]
-        return torch.tensor(keys, dtype=torch.int32, device=self.device).unbind()
+    def _cut(self, name: str, first: int, size: int) -> list[Piece]:
+        """The pieces of a tensor, or of a part that begins at `first` of a whole: cut where the whole is cut, so that
+        its elements are rounded alike however it is divided. Keys are made once."""
+        pieces = []
+        for start in range(first - first % PIECE, first + size, PIECE):
+            begin, end = max(start, first), min(start + PIECE, first + size)
+            key = zlib.crc32(f"{name}.{start}".encode()) - (1 << 31)
+            numbers = torch.tensor([key, begin - start], dtype=torch.int32, device=self.device).unbind()
+            pieces.append(Piece(begin - first, end - first, *numbers))
+        return pieces
 
-    def _fresh(self, parameter: nn.Parameter, memory: MemorySpec, away: bool) -> dict[str, Tensor]:
-        shape, size = parameter.shape, parameter.numel()
+    def _fresh(
+        self, name: str, parameter: nn.Parameter, memory: MemorySpec, away: bool, place: Place
+    ) -> dict[str, Tensor]:
+        shape, size, whole = parameter.shape, parameter.numel(), place.size
         layout: dict[str, tuple[Sequence[int], torch.dtype]] = {}
         if parameter.dtype == torch.bfloat16 and memory.weights == "kahan":
             layout["remainder"] = shape, torch.int16
-        for name in self.rule.moments:
-            if memory.moments == "8bit" and size >= SMALLEST_8BIT and size % BLOCK == 0:
-                layout |= {name: (shape, torch.uint8), f"{name}_scale": ((size // BLOCK,), torch.float32)}
+        in_blocks = memory.moments == "8bit" and whole >= SMALLEST_8BIT and whole % BLOCK == 0
+        if in_blocks and (size % BLOCK or not place.even):
+            raise UserError(
+                f"memory.moments: 8bit keeps blocks of {BLOCK} numbers, which dividing {name} among these processes "
+                "would cut: write bf16, or another parallel.dp_shard"
+            )
+        for moment in self.rule.moments:
+            if in_blocks:
+                layout |= {moment: (shape, torch.uint8), f"{moment}_scale": ((size // BLOCK,), torch.float32)}
             else:
-                layout[name] = shape, torch.bfloat16 if memory.moments == "bf16" else torch.float32
+                layout[moment] = shape, torch.bfloat16 if memory.moments == "bf16" else torch.float32
         make = host_zeros if away else torch.zeros
-        made = {name: make(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in layout.items()}
+        made = {key: make(shape, dtype=dtype, device=self.device) for key, (shape, dtype) in layout.items()}
         return {"step": torch.zeros((), device=self.device), **made}
 
     @torch.no_grad()
@@ -200,6 +230,8 @@ class Lean(Optimizer):
     ) -> None:
         """Step one parameter, by pieces; its count is the caller's."""
         state, total = self.state[parameter], parameter.numel()
+        if not total:  # fewer rows than processes: this one has none
+            return
         held = {name: tensor for name, tensor in state.items() if name != "step"}
         columns = BLOCK if any(tensor.dtype == torch.uint8 for tensor in held.values()) else 1
         weights, grads = parameter.detach().view(-1, columns), grad.contiguous().view(-1, columns)
@@ -214,10 +246,11 @@ class Lean(Optimizer):
             and (parameter.dtype == torch.float32 or "remainder" in held)
         ):
             run = _kernel() or run
-        for key, start in zip(self.keys[parameter], range(0, total, PIECE), strict=True):
+        for piece in self.pieces[parameter]:
             weight, gradient, part = weights, grads, rows
-            if total > PIECE:
-                at = slice(start // columns, (start + PIECE) // columns)
+            if len(self.pieces[parameter]) > 1:
+                at = slice(piece.start // columns, piece.end // columns)
                 weight, gradient, part = weights[at], grads[at], {name: tensor[at] for name, tensor in rows.items()}
             with away.aboard(part) if away else nullcontext(part) as live:
-                run(self.rule, weight, gradient, live, state["step"], reject, divisor, lr, decay, key)
+                numbers = (reject, divisor, lr, decay, piece.key, piece.first)
+                run(self.rule, weight, gradient, live, state["step"], *numbers)

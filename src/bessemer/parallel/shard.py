@@ -5,35 +5,68 @@ Gradients are sums, never means: a loss is divided by the tokens of the whole st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
+from bessemer.model.init import init_weights
+from bessemer.model.transformer import network
+from bessemer.parallel.experts import divided_experts
+from bessemer.parallel.parts import fill
+from bessemer.parallel.replicas import Told, add_up_gradients
 from bessemer.parallel.world import World
+from bessemer.plan.layout import Layout
+from bessemer.spec.parallel import ParallelSpec, ShardSpec
 
 
-def lay_over(model: Any, world: World, half: bool) -> None:
-    """Lay the model over the world's mesh, in place; make the optimizer after this. With `half`, layers are gathered
-    and computed in bf16 from weights in fp32, and their gradients are added up in fp32."""
+def lay_over(
+    model: Any, world: World, half: bool, asked: ParallelSpec | None = None, roots: Sequence[Any] = ()
+) -> Told | None:
+    """Divide weights, gradients and moments over the world's mesh, or replicate them, in place; make the optimizer
+    after this. With `half`, layers are gathered and computed in bf16 from weights in fp32, and their gradients are
+    added up in fp32. `roots` are the stages of a pipeline in this process, instead of the model. What is returned, if
+    anything, has to hear the verdict of each step."""
+    asked = asked or ParallelSpec()
     if world.size == 1:
-        return
+        return None
     assert world.mesh is not None
-    if world.layout.dp_shard == 1:
-        replicate(model, device_mesh=world.mesh["dp_replicate"])
-        model.register_comm_hook(world.mesh["dp_replicate"].get_group(), _add_up)
-        return
-    mesh = world.mesh if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
+    if not divides(world.layout):
+        return add_up_gradients(model, world, asked.replicas)
+    mesh = world.mesh["dp_replicate", "dp_shard"] if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
+    # A pipeline passes through its layers once for each micro-batch: they stay gathered until the step is over.
+    how = asked.shard.model_copy(update={"reshard": "never"}) if roots else asked.shard
+    for root in roots or (model,):
+        shard_weights(root, mesh, policy, how)
+    return None
+
+
+def divides(layout: Layout) -> bool:
+    """Whether FSDP2 lays out the weights: also among one, so that whatever is divided otherwise has one way to add up
+    its gradients."""
+    return layout.dp_shard > 1 or layout.inner
+
+
+def shard_weights(root: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, asked: ShardSpec) -> None:
+    """FSDP2 over groups of layers, and over the rest. Experts that are divided among processes already stay out."""
+    reshard = {"auto": None, "always": True, "never": False}[asked.reshard]
+    blocks = [block for block in root.blocks if any(True for _ in block.parameters())]
+    groups = [blocks[i : i + asked.layers] for i in range(0, len(blocks), asked.layers)]
+    apart = set(divided_experts(root))
+    for group in groups:
+        ours = apart & {parameter for block in group for parameter in block.parameters()}
+        fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ours or None)
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=apart or None)
+    if asked.prefetch > 1:  # of one torch takes care itself
+        for i, group in enumerate(groups):
+            group[0].set_modules_to_forward_prefetch([g[0] for g in groups[i + 1 : i + 1 + asked.prefetch]])
+            before = groups[max(0, i - asked.prefetch) : i]
+            group[0].set_modules_to_backward_prefetch([g[0] for g in reversed(before)])
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other, and nothing is to be divided
@@ -45,35 +78,26 @@ def send_gradients(model: nn.Module, now: bool) -> None:
         switch(now)
 
 
-def _add_up(group, bucket):  # type: ignore[no-untyped-def]
-    """Without annotations: DDP reads them, and refuses those that are text."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def shards(tensor: Tensor) -> int:
-    """Into how many parts it is divided."""
-    count = 1
-    if isinstance(tensor, DTensor):
-        for dimension, placement in enumerate(tensor.placements):
-            count *= tensor.device_mesh.size(dimension) if placement.is_shard() else 1
-    return count
-
-
-def square_of(parameters: Iterable[nn.Parameter], size: int) -> Tensor:
-    """This process's part of the square of the gradients' norm, such that the sum over all is the whole: what several
-    hold counts for each by its share. One flat sum, since torch's own norm refuses gradients of several meshes."""
-    squares: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            squares.setdefault(shards(parameter.grad), []).append(local(parameter.grad))
-    norms = (
-        torch.stack(torch._foreach_norm(held, 2, dtype=torch.float32)).double().square().sum() * (parts / size)
-        for parts, held in squares.items()
-    )
-    return torch.stack(list(norms)).sum()
+def first_weights(model: Any, roots: Sequence[Any], device: torch.device, seed: int, init: str) -> None:
+    """Memory and first values for a model that was only laid out. Each process draws what one process would, a layer at
+    a time, and keeps its part: no process ever holds the whole."""
+    for root in roots or (model,):
+        root.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
+    held = dict(model.named_parameters())
+    with torch.device("meta"):
+        twin = network(model.shape)
+    names = [f"blocks.{i}" for i in range(len(twin.blocks))]
+    names += [name for name, _ in twin.named_children() if name != "blocks"]
+    for name in names:
+        if not any(key.startswith(f"{name}.") for key in held):
+            continue
+        part = twin.get_submodule(name)
+        part.to_empty(device=device)
+        init_weights(twin, seed, init, under=f"{name}.")
+        for key, parameter in part.named_parameters():
+            fill(held.pop(f"{name}.{key}"), parameter)
+        part.to("meta")
+    for parameter in held.values():  # on the model itself: a bias of the head
+        fill(parameter, torch.zeros(parameter.shape, device=device))

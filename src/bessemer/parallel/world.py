@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from bessemer.parallel.health import meet, record_collectives
 from bessemer.plan.layout import Layout
 
 Word = TypeVar("Word")
@@ -35,23 +36,57 @@ class World:
     mesh: DeviceMesh | None = None
     control: Any = None
     saving: Any = None
+    columns: Any = None  # those that share the columns of this one's rows
+    readers: Any = None  # those that hold the same part of the model and see other tokens; None: all
 
     @property
     def main(self) -> bool:
         """Whether this one writes the run's records."""
         return self.rank == 0
 
+    def _at(self, dimension: str) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank(dimension)
+
     @property
     def dp_rank(self) -> int:
-        """Which share of a step's rows is this one's: replicas first, as the mesh has it."""
-        return self.rank
+        """Which share of a step's rows is this one's: replicas first, as the mesh has it. Those that share the tensors,
+        columns or layers of a replica read the same rows."""
+        return self._at("dp_replicate") * self.layout.dp_shard + self._at("dp_shard") // self.layout.cp
+
+    @property
+    def cp_rank(self) -> int:
+        return self._at("dp_shard") % self.layout.cp
+
+    @property
+    def pp_rank(self) -> int:
+        return self._at("pp")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether what this one computed of a loss counts: of those that share every tensor one does, and in a pipeline
+        the last stage."""
+        return self._at("tp") == 0 and self.pp_rank == self.layout.pp - 1
+
+    def group(self, dimension: str) -> Any:
+        """The process group of a dimension of the mesh; the default one without a mesh."""
+        return None if self.mesh is None else self.mesh.get_group(dimension)
 
     def lay(self, layout: Layout) -> None:
-        """Decide the layout; made by all together."""
+        """Decide the layout; made by all together. One mesh for all that is divided: FSDP and tensor parallel weights
+        must come from the same one. Columns of a row are shared inside `dp_shard`, whose weights they share too."""
         self.layout = layout
-        if self.size > 1:
-            sizes, names = (layout.dp_replicate, layout.dp_shard), ("dp_replicate", "dp_shard")
-            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        if self.size == 1:
+            return
+        shards = layout.dp_shard * layout.cp
+        sizes = (layout.pp, layout.dp_replicate, shards, layout.tp)
+        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+        ranks = torch.arange(self.size).view(layout.pp, layout.dp_replicate, shards, layout.tp)
+        if layout.cp > 1:
+            rows = ranks.transpose(-1, -2).reshape(-1, layout.cp).tolist()
+            self.columns, _ = dist.new_subgroups_by_enumeration(rows)
+        if layout.inner:
+            rows = ranks.permute(0, 3, 1, 2).reshape(layout.pp * layout.tp, -1).tolist()
+            self.readers, _ = dist.new_subgroups_by_enumeration(rows)
 
     def agree(self, word: Word) -> Word:
         """The first one's word, for all."""
@@ -77,10 +112,10 @@ class World:
         dist.all_reduce(total, group=self.control)
         return total.tolist()
 
-    def add(self, numbers: Tensor) -> Tensor:
-        """The same on the device, in place, without the host."""
+    def add(self, numbers: Tensor, among: Any = None) -> Tensor:
+        """The same on the device, in place, without the host; among all, or a group of them."""
         if self.size > 1:
-            dist.all_reduce(numbers)
+            dist.all_reduce(numbers, group=among)
         return numbers
 
     def first_word(self, numbers: Tensor) -> Tensor:
@@ -109,17 +144,21 @@ class World:
         self.wait()
 
 
-def join(device: torch.device) -> World:
-    """Meet the others, if a launcher (torchrun) has started several."""
+def join(device: torch.device, patience: timedelta = PATIENCE) -> World:
+    """Meet the others, if a launcher (torchrun) has started several. `patience` is how long words of the hosts are
+    waited for; see `health.set_patience` for the rest."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return World(device=device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    record_collectives()
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
-    control, saving = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
+        backend, store = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", meet(patience)
+        rank = -1 if store is None else int(os.environ["RANK"])
+        dist.init_process_group(backend, None, patience, -1 if store is None else size, rank, store)
+    control, saving = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
     return World(dist.get_rank(), size, device, control=control, saving=saving)
 
 

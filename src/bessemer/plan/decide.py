@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
@@ -138,7 +138,8 @@ def decide_weights(
         return str(plan.asked(key, spec.memory.weights))
     if previous is not None:
         return str(plan.keep(key, "auto", previous) or "fp32")
-    if machine.device != "cuda" or precision not in HALF or spec.optimizer.name != "adamw" or not dense:
+    own = spec.parallel.engine == "torch" and spec.optimizer.name == "adamw"
+    if machine.device != "cuda" or precision not in HALF or not own or not dense:
         return "fp32"
     reason = "fp32 as bf16 and the 16 bits that it lacks: as exact, no casts, 14 bytes a parameter instead of 18"
     return str(plan.add(key, "kahan", reason, "rule"))
@@ -153,7 +154,8 @@ def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Pla
     """Whether blocks are compiled."""
     if spec.compile != "auto":
         return bool(plan.asked("compile", spec.compile) == "block")
-    if machine.device != "cuda" or shape.wrapped:
+    gathered = spec.parallel.engine == "deepspeed" and spec.parallel.deepspeed.zero == 3  # layer by layer, by hooks
+    if machine.device != "cuda" or shape.wrapped or gathered:
         return False
     plan.add("compile", "block", "memory-bound work in fewer kernels; the whole model at once came out slower", "rule")
     return True
@@ -287,7 +289,9 @@ def decide_training(
 ) -> TrainPlan:
     """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run."""
     precision = decide_precision(spec, machine, plan, previous)
-    weights = decide_weights(spec, shape, machine, precision, plan, previous) if layout.dp == 1 else "fp32"
+    weights = "fp32"  # where the spec leaves it open, since bf16 and fp32 are not divided together
+    if layout.size == 1 or spec.memory.weights != "auto":
+        weights = decide_weights(spec, shape, machine, precision, plan, previous)
     compiled = decide_compile(spec, shape, machine, plan)
     train_tokens = sum(sources[name].tokens for name in sources_used(spec))
     asked = decide_tokens(spec, shape, train_tokens, plan)
@@ -307,8 +311,9 @@ def decide_training(
     plan.add("steps", total_steps, reason, "counted")
     mixtures = decide_mixtures(spec, context, sources, tokens, plan, previous)
     smallest = -(-min(size for start, size in phases if start < total_steps) // layout.dp)
-    passes = Passes(context, 1, precision, "none", compiled and not (shape.moe or shape.mamba), machine.device)
-    passes = replace(passes, shards=layout.dp_shard)
+    smallest = max(1, smallest // layout.pp)  # a pipeline wants a micro-batch for each stage
+    dense = compiled and not (shape.moe or shape.mamba)
+    passes = Passes(context // layout.cp, 1, precision, "none", dense, machine.device, shards=layout.held)
     passes = decide_room(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
     peak_lr = decide_lr(spec, shape, context, tokens, plan, previous)
     warmup = decide_warmup(spec, total_steps, rows * context, plan)

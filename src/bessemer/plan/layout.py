@@ -1,87 +1,234 @@
-"""How a model is laid over the processes of a run: how many replicas, and among how many each is divided."""
+"""How a model is laid over the processes of a run: how many replicas, among how many each is divided, and how."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
+from bessemer.plan.zero import check_engine, check_zero
 from bessemer.spec.memory import optimizer_bytes
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
 REPLICATE, SHARD = "parallel.dp_replicate", "parallel.dp_shard"
-ELEMENTWISE = ("adamw", "adam", "sgd")  # those whose step of a part is the part of their step
+# Optimizers whose step of a part is the part of their step.
+ELEMENTWISE = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "lion")
 WHOLE = 0.25  # of a device's memory that weights, gradients and moments may take before they are divided
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism; their product is the number of processes."""
+    """Degrees of parallelism. The product of all but `ep` is the number of processes; experts are divided among those
+    that divide the other weights."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
 
     @property
     def dp(self) -> int:
         """Among how many processes the rows of a step are divided."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def inner(self) -> bool:
+        """Whether a replica is divided by more than its weights."""
+        return self.tp * self.cp * self.pp > 1
+
+    @property
+    def held(self) -> int:
+        """Into how many parts the weights of a replica are divided."""
+        return self.dp_shard * self.cp * self.tp * self.pp
+
 
 ALONE = Layout()
 
 
-def decide_layout(spec: RunSpec, shape: ModelShape, machine: Machine, size: int, plan: Plan) -> Layout:
+def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machine, size: int, plan: Plan) -> Layout:
     """What the spec asks for if it fills the processes; what it leaves open is decided by whether one device holds a
     whole replica with room to spare. Either gives the same losses, so a resumed run is free to choose anew."""
     asked = spec.parallel
+    check_engine(asked)
+    if asked.engine == "deepspeed":
+        check_zero(spec, shape, size, plan)
+        return Layout(dp_replicate=size)
+    inner = {"tp": asked.tp, "cp": asked.cp, "pp": asked.pp}
     given = {REPLICATE: asked.dp_replicate, SHARD: asked.dp_shard}
     fixed = {key: int(degree) for key, degree in given.items() if degree != "auto"}
+    fixed |= {f"parallel.{key}": degree for key, degree in inner.items() if degree > 1}
     product = 1
     for key, degree in fixed.items():
         plan.asked(key, degree)
         product *= degree
-    if size % product or (len(fixed) == 2 and product != size):
+    open_keys = [key for key in given if key not in fixed]
+    if size % product or (not open_keys and product != size):
         words = " x ".join(f"{key.removeprefix('parallel.')} {degree}" for key, degree in fixed.items())
         raise UserError(f"parallel: {words} needs {product} processes, and there are {size}: {_nearest(size, fixed)}")
     left = size // product
-    if size == 1:
-        return Layout()
-    whole = optimizer_bytes(spec.optimizer, spec.memory, spec.precision).device * shape.parameters
-    if len(fixed) == 2:
-        degrees = fixed
-    elif len(fixed) == 1:
-        (open_key,) = given.keys() - fixed.keys()
-        degrees = {**fixed, open_key: plan.add(open_key, left, f"what is left of {size} processes", "rule")}
-    else:
-        fits = whole <= WHOLE * machine.memory_bytes
-        reason = f"weights, gradients and moments are {human_bytes(whole)} of {human_bytes(machine.memory_bytes)}: " + (
-            "each device holds them whole" if fits else "they are divided among all devices"
-        )
-        degrees = {REPLICATE: left if fits else 1, SHARD: 1 if fits else left}
+    degrees = {key: int(fixed.get(key, 1)) for key in given}
+    if size > 1 and len(open_keys) == 1:
+        degrees[open_keys[0]] = plan.add(open_keys[0], left, f"what is left of {size} processes", "rule")
+    elif size > 1 and open_keys:
+        whole = optimizer_bytes(spec.optimizer, spec.memory, spec.precision).device * shape.parameters
+        part = whole // (asked.tp * asked.pp)
+        fits = part <= WHOLE * machine.memory_bytes and asked.ep == 1
+        held = f"weights, gradients and moments are {human_bytes(part)} of {human_bytes(machine.memory_bytes)}: "
+        reason = held + ("each device holds them whole" if fits else "they are divided among all devices")
+        if asked.ep > 1:
+            reason = "experts are divided among the same processes as the other weights"
+        shards = 1 if fits else asked.ep if asked.ep > 1 and left % asked.ep == 0 else left
+        degrees = {REPLICATE: left // shards, SHARD: shards}
         for key, degree in degrees.items():
             plan.add(key, degree, reason, "estimate")
-    layout = Layout(degrees[REPLICATE], degrees[SHARD])
-    _refuse(spec, shape, layout)
+    layout = Layout(degrees[REPLICATE], degrees[SHARD], **inner, ep=asked.ep)
+    if layout.size > 1:
+        _refuse(spec, shape, layout)
+    _check_tensor(shape, layout)
+    _check_context(spec, shape, layout, context)
+    _check_pipeline(spec, shape, layout)
+    _check_experts(shape, layout)
     return layout
 
 
 def _refuse(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
     """What would not be the same run over several processes."""
     name = spec.optimizer.name
+    parts = layout.held > 1
     faults = {
-        "model: experts route the tokens of their own process": bool(shape.moe),
         "model: another library's modules are not divided": bool(shape.wrapped),
-        "memory: weights, moments, offload_optimizer and update": spec.memory.lean,
+        "memory.update: in_backward": spec.memory.update == "in_backward",
         "memory.offload_activations": spec.memory.offload_activations,
         f"precision: {spec.precision}": spec.precision in ("fp8", "fp8_rowwise"),
-        f"optimizer.name: {name} over parts of a matrix": layout.dp_shard > 1 and name not in ELEMENTWISE,
+    }
+    halves = {
+        f"memory.weights: {spec.memory.kept} keeps vectors in fp32 beside matrices in bf16": spec.memory.kept != "fp32",
+        f"optimizer.name: {name} steps whole matrices": name not in ELEMENTWISE,
     }
     for words, found in faults.items():
         if found:
             raise UserError(f"{words}: for one process in this version; change this, or run it in one (WORLD_SIZE=1)")
+    for words, found in halves.items():
+        if found and parts:
+            raise UserError(f"{words}: not divided in this version; change this, or write parallel.dp_shard: 1")
+
+
+def _degrees(fits: Callable[[int], bool], above: int) -> str:
+    """Those that would do, in words."""
+    found = [str(degree) for degree in range(2, min(above, 64) + 1) if fits(degree)]
+    return f"write {', '.join(found[:-1]) + ' or ' if found[1:] else ''}{found[-1]}" if found else "write 1"
+
+
+def _check_tensor(shape: ModelShape, layout: Layout) -> None:
+    """Every matrix of a layer must fall into equal parts along its heads and inner units."""
+    if layout.tp == 1:
+        return
+    faults = {
+        "experts (use ep)": bool(shape.moe),
+        "a state space": shape.mamba is not None,
+        "latent attention": shape.mla is not None,
+        "a norm over all heads' queries": shape.qk_norm == "full",
+        f"{shape.positions} positions": shape.positions in ("alibi", "relative"),
+        "an encoder and a decoder": shape.decoder_layers > 0,
+    }
+    for words, found in faults.items():
+        if found:
+            raise UserError(f"parallel.tp: a model with {words} is not divided this way: write 1, or use dp_shard")
+    whole = gcd(shape.heads, shape.kv_heads, shape.ffn)
+    if whole % layout.tp:
+        sizes = f"{shape.heads} heads, {shape.kv_heads} key-value heads and {shape.ffn} inner units"
+        fix = _degrees(lambda tp: whole % tp == 0, whole)
+        raise UserError(f"parallel.tp: {layout.tp} does not divide {sizes}: {fix}")
+
+
+def _check_context(spec: RunSpec, shape: ModelShape, layout: Layout, context: int) -> None:
+    """Rows must fall into equal parts: two for each process of a ring, and one where heads are exchanged for columns
+    around attention, which must do so too."""
+    if layout.cp == 1:
+        return
+    ring = spec.parallel.context == "ring"
+    if ring:
+        _check_ring(spec, shape)
+    plain = [task.kind for task in spec.tasks] == ["causal"] and shape.causal
+    faults = {
+        "experts": bool(shape.moe),
+        "a state space": shape.mamba is not None,
+        f"{shape.positions} positions": shape.positions in ("alibi", "relative"),
+        "tasks other than causal": not plain,
+    }
+    for words, found in faults.items():
+        if found:
+            raise UserError(f"parallel.cp: rows are not divided with {words}: write 1, or use dp_shard")
+    heads = shape.heads // layout.tp
+
+    def fits(cp: int) -> bool:
+        return (context % (2 * cp) == 0 if ring else heads % cp == 0) and context % (cp * layout.tp) == 0
+
+    if not fits(layout.cp):
+        sizes = f"{heads} heads of a process and {context} tokens of a row"
+        if ring:
+            sizes = f"{context} tokens of a row in two parts for each process"
+        fix = _degrees(fits, layout.cp if ring else heads)
+        if not ring and context % (2 * layout.cp) == 0 and context % (layout.cp * layout.tp) == 0:
+            fix += ", or parallel.context: ring"
+        raise UserError(f"parallel.cp: {layout.cp} does not divide {sizes}: {fix}")
+
+
+def _check_ring(spec: RunSpec, shape: ModelShape) -> None:
+    """Blocks of keys are merged by their log-sum-exp alone."""
+    faults = {
+        "soft caps of logits (model.attention_cap)": shape.attention_cap is not None,
+        "dropout.attention": spec.dropout.attention > 0,
+    }
+    for words, found in faults.items():
+        if found:
+            raise UserError(f"parallel.context: a ring has no {words}: write ulysses, or remove it")
+
+
+def _check_pipeline(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
+    if layout.pp == 1:
+        return
+    if shape.decoder_layers:
+        raise UserError("parallel.pp: an encoder and a decoder are not cut into stages: write 1")
+    stages = layout.pp * stages_each(spec)
+    if shape.layers < stages:
+        raise UserError(f"parallel.pp: {stages} stages need as many layers, and the model has {shape.layers}: lower pp")
+
+
+def stages_each(spec: RunSpec) -> int:
+    """How many stages a process holds."""
+    asked = spec.parallel.pipeline
+    return asked.stages if asked.schedule in ("interleaved", "zero_bubble") else 1
+
+
+def _check_experts(shape: ModelShape, layout: Layout) -> None:
+    if layout.ep == 1:
+        return
+    if shape.moe is None:
+        raise UserError("parallel.ep: the model has no experts: write 1")
+    if layout.ep != layout.dp_shard:
+        raise UserError(
+            f"parallel.ep: experts are divided among the {layout.dp_shard} processes of dp_shard: "
+            f"write ep: {layout.dp_shard}, or dp_shard: {layout.ep}"
+        )
+    if shape.moe.capacity is not None:
+        raise UserError(
+            "parallel.ep: a capacity is kept by all experts together: remove model.moe.capacity, or write 1"
+        )
+    if shape.moe.experts % layout.ep:
+        fix = _degrees(lambda ep: shape.moe is not None and shape.moe.experts % ep == 0, shape.moe.experts)
+        raise UserError(f"parallel.ep: {layout.ep} does not divide {shape.moe.experts} experts: {fix}")
 
 
 def _nearest(size: int, fixed: dict[str, int]) -> str:
@@ -91,4 +238,4 @@ def _nearest(size: int, fixed: dict[str, int]) -> str:
     for name, degree in fixed.items():
         others *= degree if name != key else 1
     best = size // others if size % others == 0 else 1
-    return f"write {key}: {best}, or auto"
+    return f"write {key}: {best}, or leave dp_replicate and dp_shard auto"

@@ -3,6 +3,7 @@
     runs/NAME/
       spec.yaml  plan.json           what was asked, what was decided
       metrics/steps.jsonl            one record a step; metrics/validation.jsonl one an evaluation
+      metrics/ranks.jsonl            of several processes every few steps how each keeps up; layout.json what each holds
       events.jsonl                   every decision as it was taken
       checkpoints/  reports/  logs/rank-N.log
 
@@ -24,6 +25,7 @@ from bessemer.errors import UserError
 from bessemer.run.journal import Journal, Record, last_record, number, read_records
 from bessemer.run.lock import Lock, is_alive, read_owner
 
+LAYOUT = "layout.json"  # of a run of several processes
 LIFE = {"started": "running"} | {kind: kind for kind in ("finished", "failed", "interrupted", "stopped")}
 
 
@@ -69,6 +71,10 @@ class Run:
         return self.folder / "metrics" / "validation.jsonl"
 
     @property
+    def ranks_path(self) -> Path:
+        return self.folder / "metrics" / "ranks.jsonl"
+
+    @property
     def events_path(self) -> Path:
         return self.folder / "events.jsonl"
 
@@ -82,6 +88,10 @@ class Run:
 
     def validations(self) -> Iterator[Record]:
         return read_records(self.validation_path)
+
+    def ranks(self) -> Iterator[Record]:
+        """How each of several processes keeps up, every few steps."""
+        return read_records(self.ranks_path)
 
     def events(self, kind: str | None = None) -> Iterator[Record]:
         return (event for event in read_records(self.events_path) if kind is None or event.get("kind") == kind)
@@ -115,6 +125,7 @@ class RunWriter(Run):
             self._steps = Journal(self.steps_path)
             self._validation = Journal(self.validation_path)
             self._events = Journal(self.events_path)
+            self._ranks = Journal(self.ranks_path) if self.ranks_path.exists() else None
         except OSError as error:
             self.lock.release()
             raise UserError(
@@ -128,6 +139,10 @@ class RunWriter(Run):
     def validation(self, record: Record) -> None:
         self._validation.append(record)
 
+    def rank_numbers(self, record: Record) -> None:
+        self._ranks = self._ranks or Journal(self.ranks_path)  # most runs are of one process, and have none
+        self._ranks.append(record)
+
     def event(self, kind: str, **details: Any) -> Record:
         """Write down a decision, with the time."""
         record = {"kind": kind, "time": round(time.time(), 3), **details}
@@ -138,6 +153,8 @@ class RunWriter(Run):
         """Drop metrics of steps the checkpoint at `step` does not hold (it holds steps < `step`); how many."""
         removed = self._steps.cut(lambda record: record.get("step", step) < step)
         self._validation.cut(lambda record: record.get("step", step + 1) <= step)
+        if self._ranks:
+            self._ranks.cut(lambda record: record.get("step", step) < step)
         if removed:
             reason = "they are trained again from the checkpoint"
             self.event("metrics_cut", from_step=step, steps=removed, reason=reason)
@@ -148,12 +165,14 @@ class RunWriter(Run):
 
     def sync(self) -> None:
         """Make everything written so far survive a power cut."""
-        for journal in (self._steps, self._validation, self._events):
-            journal.sync()
+        for journal in (self._steps, self._validation, self._events, self._ranks):
+            if journal:
+                journal.sync()
 
     def close(self) -> None:
-        for journal in (self._steps, self._validation, self._events):
-            journal.close()
+        for journal in (self._steps, self._validation, self._events, self._ranks):
+            if journal:
+                journal.close()
         self.lock.release()
 
     def __enter__(self) -> RunWriter:
@@ -172,6 +191,7 @@ class RunReader(RunWriter):
 
     def step(self, record: Record) -> None: ...
     def validation(self, record: Record) -> None: ...
+    def rank_numbers(self, record: Record) -> None: ...
     def write_file(self, name: str, text: str) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...

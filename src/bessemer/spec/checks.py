@@ -18,7 +18,6 @@ from bessemer.spec.schema import RunSpec
 
 Problem = tuple[Path, str]
 SMALLEST_VOCABS = {"bpe": 257, "char": 257, "wordpiece": 258, "unigram": 279}
-NOT_YET = ("tp", "cp", "pp", "ep")
 
 
 def one_length(spec: RunSpec) -> Iterator[Problem]:
@@ -326,12 +325,6 @@ def wrapped_is_as_it_is(spec: RunSpec) -> Iterator[Problem]:
         yield ("dropout",), "a wrapped model trains without dropout: remove this, or wrap"
 
 
-def degrees_are_known(spec: RunSpec) -> Iterator[Problem]:
-    for key in NOT_YET:
-        if getattr(spec.parallel, key) > 1:
-            yield ("parallel", key), f"this version divides a run by dp_replicate and dp_shard alone: write {key}: 1"
-
-
 def memory_fits(spec: RunSpec) -> Iterator[Problem]:
     for key, why in memory_faults(spec.optimizer, spec.memory, spec.precision):
         yield ("memory", key), why
@@ -373,7 +366,6 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (archive_of_something, ("checkpoint",)),
     (rope_stretch_is_told, ("model", "data.context")),
     (wrapped_is_as_it_is, ("model", "optimizer", "dropout")),
-    (degrees_are_known, ()),  # a degree that is wrong itself stands at 1 here
 )
 
 

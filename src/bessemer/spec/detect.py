@@ -30,6 +30,12 @@ class HangSpec(Part):
         description="limit of the first step and of evaluations and saves, which may compile or wait for storage",
         examples=["30 min"],
     )
+    end: Seconds | None = Field(
+        600.0,
+        gt=0,
+        description="how long after that several processes end, for the launcher to start them again; null: never",
+        examples=["10 min"],
+    )
 
 
 class DetectSpec(Part):
@@ -84,6 +90,11 @@ class DetectSpec(Part):
     slowdown: float = _factor(2.0, "time of a token against the usual one")
     data_wait: Share = _share(0.25, "share of the time that is spent waiting for data")
     straggler: float = _factor(1.33, "time of a rank against the median rank")
+    weights: StepCount | None = Field(
+        100,
+        description="steps between comparisons of the weights that several processes hold alike; null: never",
+        examples=[100],
+    )
     slow_for: Seconds = Field(30.0, description="how long slowness has to last to be reported", examples=["30s"])
     clock_jump: Seconds = Field(
         5.0, gt=0, description="difference between wall clock and steady clock in one step", examples=["5s"]

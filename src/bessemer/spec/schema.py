@@ -17,19 +17,9 @@ from bessemer.spec.memory import MemorySpec
 from bessemer.spec.model import ModelSpec
 from bessemer.spec.objectives import DropoutSpec, LossSpec, ObjectiveSpec
 from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.part import Part
-from bessemer.spec.quantity import (
-    AutoCount,
-    AutoDegree,
-    AutoInterval,
-    AutoSequences,
-    AutoSpan,
-    AutoThreads,
-    Count,
-    Seconds,
-    Share,
-    StepCount,
-)
+from bessemer.spec.quantity import AutoCount, AutoInterval, AutoSequences, AutoSpan, Count, Seconds, Share, StepCount
 
 
 class BatchChange(Part):
@@ -75,25 +65,6 @@ class ScheduleSpec(Part):
     floor: Share = Field(0.1, description="last learning rate as a share of the peak", examples=["10%"])
 
 
-class ParallelSpec(Part):
-    """Where it runs. The degrees say how a model lies over the processes that a launcher started."""
-
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        "auto", description="auto, cpu, cuda or mps", examples=["cuda"]
-    )
-    threads: AutoThreads = Field("auto", description="CPU threads; changes the last digits of a CPU run", examples=[8])
-    dp_replicate: AutoDegree = Field(
-        "auto", description="replicas, each of which reads its share of a step's rows", examples=[2]
-    )
-    dp_shard: AutoDegree = Field(
-        "auto", description="processes among which a replica's weights, gradients and moments are divided", examples=[8]
-    )
-    tp: int = Field(1, ge=1, description="tensor parallel degree", examples=[1])
-    cp: int = Field(1, ge=1, description="context parallel degree", examples=[1])
-    pp: int = Field(1, ge=1, description="pipeline parallel degree", examples=[1])
-    ep: int = Field(1, ge=1, description="expert parallel degree", examples=[1])
-
-
 class ObserveSpec(Part):
     """What is shown while it runs."""
 
@@ -105,6 +76,12 @@ class EvaluateSpec(Part):
 
     every: AutoInterval = Field("auto", description="interval of evaluations", examples=["500 steps"])
     tokens: AutoCount = Field("auto", description="held-out tokens in one evaluation", examples=["1M"])
+
+
+class LintsSpec(Part):
+    """Warnings of `bessemer spec check` about settings that would run and should not."""
+
+    silence: list[str] = Field([], description="rules that are wrong for this run", examples=[["no_warmup"]])
 
 
 class RunSpec(Part):
@@ -158,3 +135,4 @@ class RunSpec(Part):
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="saves")
     observe: ObserveSpec = Field(default_factory=ObserveSpec, description="what is shown")
     evaluate: EvaluateSpec = Field(default_factory=EvaluateSpec, description="validation inside the run")
+    lints: LintsSpec = Field(default_factory=LintsSpec, description="warnings about classic mistakes")

@@ -34,8 +34,9 @@ from bessemer.run.journal import last_record
 from bessemer.spec.data import SourceSpec
 from bessemer.spec.load import dump_spec
 from bessemer.spec.mixture import quantise
+from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.quantity import human_bytes, human_count, human_time
-from bessemer.spec.schema import ParallelSpec, RunSpec
+from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import measure, pick_device
 from bessemer.train.restore import load_trained, stream_text

@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bessemer.checkpoint.manifest import Damaged, discard, read_manifest
+from bessemer.checkpoint.manifest import Damaged, discard, read_manifest, verify
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.exclude import FILE_NAME, append_exclusions
 from bessemer.data.own_stream import ForwardStream
@@ -27,7 +27,7 @@ from bessemer.train.copies import CONFIRMED_STEPS
 from bessemer.train.job import Adjustment, Incident, Job, Outcome
 from bessemer.trial.case import Action, Case, Earlier, Normal, Recovery, Scene, Trial
 from bessemer.trial.court import hold_trial
-from bessemer.trial.measure import run_pass
+from bessemer.trial.measure import run_step, whole_step
 from bessemer.trial.report import exclusions_of, one_line, write_report
 
 SAME_CASE = 32  # trouble so many steps after the last belongs to the same case
@@ -63,7 +63,7 @@ class Responder:
         case = self._open(incident, scene)
         trial = self._try(scene) if self._worth_a_trial(incident) else None
         if trial is None and case.trial is None:
-            reason = "trials are off, the data cannot be read again, or the share of the time for trials is spent"
+            reason = replays(job) or "trials are off, or the share of the time for trials is spent"
             case.actions.append(Action("no trial", incident.step, reason))
         if trial and (case.trial is None or trial.confidence >= case.trial.confidence):
             case.trial = trial
@@ -74,6 +74,7 @@ class Responder:
                 finite=incident.symptom != REASONS[NONFINITE],
                 severity=incident.severity, state_healthy=trial.state_healthy if trial else None,
                 verdict=trial.verdict if trial else None, convicted=len(convicted),
+                apart=equal_at(incident) is not None,
             )
         )  # fmt: skip
         if incident.severity == "veto":
@@ -122,19 +123,21 @@ class Responder:
             )  # fmt: skip
         else:
             normal = usual(history, job.spec.guard.loss_sigma, job.spec.guard.grad_sigma)
-        if incident.severity != "veto" and incident.record["veto"] is None and job.world.size == 1:
+        replayable = replays(job) is None
+        if replayable and job.world.size > 1:  # each has its own rows, and a trial is about all of them
+            batches = whole_step(job, step)
+        if incident.severity != "veto" and incident.record["veto"] is None and replayable:
             step = job.start_step
             history = list(job.history)
-            batches = job.stream.micro_batches(step, job.plan.micro_rows)
-            measured = run_pass(job, batches, job.stream.step_count(step))
+            batches = whole_step(job, step)
+            measured = run_step(job, step)
             job.optimizer.discard()
             loss, norm, lr = measured.loss, measured.grad_norm, job.lr(step)
         return Scene(step, incident.symptom, lr, loss, norm, normal, batches, history)
 
     def _worth_a_trial(self, incident: Incident) -> bool:
         spec, progress = self.job.spec.guard, self.job.progress
-        # Trials are held by one process: several would have to agree on every experiment's end.
-        if not spec.trial.enabled or isinstance(self.job.stream, ForwardStream) or self.job.world.size > 1:
+        if not spec.trial.enabled or replays(self.job) is not None:
             return False
         urgent = incident.severity != "veto" or incident.statistics.get("streak", 0) >= spec.max_vetoes
         # Trials may take a share of the run's time, and one budget in advance; at a rung of the ladder always one.
@@ -146,7 +149,10 @@ class Responder:
             Earlier(target.step, target.origin, lambda target=target: self._load(target))  # type: ignore[misc]
             for target in self._healthy(scene.step - CONFIRMED_STEPS)
         ]
-        trial = hold_trial(job, scene, earlier, job.spec.guard.trial.budget, list(job.run.events())[-200:], job.decode)
+        events = list(job.run.events()) if job.world.main else []  # for the report, which that one writes
+        alike_from = job.world.agree(digits_from(events))
+        budget_s = job.spec.guard.trial.budget
+        trial = hold_trial(job, scene, earlier, budget_s, events[-200:], job.decode, alike_from)
         job.progress.trial_s += trial.seconds
         job.event(
             "trial", step=scene.step, verdict=trial.verdict, confidence=trial.confidence, reason=trial.reason,
@@ -159,18 +165,37 @@ class Responder:
         """Confirmed states of step `latest` or before, newest first: those in memory, and checkpoints."""
         held = self.job.copies.held if self.job.copies else []
         found = [Target(kept.step, "memory", kept) for kept in held if kept.step <= latest]
+        for name, saved in self.job.world.agree(self._confirmed() if self.job.world.main else []):
+            known = name in self.damaged or saved in {target.step for target in found}
+            if saved <= latest and not known:
+                found.append(Target(saved, name, self.shelf.folder / name))
+        return sorted(found, key=lambda target: -target.step)
+
+    def _confirmed(self) -> list[tuple[str, int]]:
+        """Names and steps of the checkpoints that may be gone back to, as the disk has them now."""
+        found = []
         for folder in self.shelf.confirmed():
             try:
-                saved = read_manifest(folder).step
+                found.append((folder.name, read_manifest(folder).step))
             except Damaged:
                 continue
-            known = folder.name in self.damaged or saved in {target.step for target in found}
-            if saved <= latest and not known:
-                found.append(Target(saved, folder.name, folder))
-        return sorted(found, key=lambda target: -target.step)
+        return found
+
+    def _verify(self, target: Target) -> None:
+        """Raises Damaged in all processes if one of them cannot read a checkpoint as it was saved."""
+        world, fault = self.job.world, ""
+        if target.origin == "memory" or world.size == 1:  # loading verifies
+            return
+        try:
+            verify(target.state)
+        except (Damaged, OSError) as error:
+            fault = str(error)
+        if faults := [words for words in world.gather(fault) if words]:
+            raise Damaged(faults[0])
 
     def _load(self, target: Target) -> None:
         """Its weights and moments into the job; nothing else."""
+        self._verify(target)
         if target.origin == "memory":
             for name, tensor in self.job.state().items():
                 if not name.startswith("guard."):
@@ -196,6 +221,8 @@ class Responder:
             latest = incident.step - CONFIRMED_STEPS
             if trial and trial.began_at is not None:
                 latest = trial.began_at
+            elif (alike := equal_at(incident)) is not None:
+                latest = alike
             elif incident.severity == "rollback":
                 latest = min(latest, best_before(job.history))
             while (target := self._choose(latest, rung.depth)) is not None:
@@ -222,6 +249,7 @@ class Responder:
     def _go_back(self, target: Target, rung: Rung, incident: Incident) -> None:
         job, ladder = self.job, self.job.spec.guard.ladder
         job.saver.wait(job)
+        self._verify(target)
         trial_s, elapsed_s, rollbacks = job.progress.trial_s, job.progress.elapsed_s, job.progress.rollbacks
         read_to = job.stream.steps.range(incident.step)[1]
         guard, banned = job.guard_state(), dict(job.stream.banned)
@@ -267,7 +295,8 @@ class Responder:
         found = [accused for accused in trial.accused if accused.convicted]
         entries = exclusions_of(replace_trial(case, trial), job.start_step)
         try:
-            append_exclusions(job.run.folder / FILE_NAME, entries)
+            if job.world.main:
+                append_exclusions(job.run.folder / FILE_NAME, entries)
         except OSError as error:  # this run leaves them out all the same
             job.event("save_failed", step=case.step, reason=f"the exclusion list: {error}")
         if job.spec.guard.trial.exclude:
@@ -284,8 +313,11 @@ class Responder:
         job = self.job
         shelf = Shelf(job.run.folder / "scenes", job.world)
         try:
-            for folder, _ in shelf.committed()[: 1 - SCENES_KEPT]:
+            for folder, _ in shelf.committed()[: 1 - SCENES_KEPT] if job.world.main else []:
                 discard(folder)
+        except OSError as error:  # which the first one alone would hear of
+            job.event("save_failed", step=scene.step, reason=f"an old scene stays: {error}")
+        try:
             saved = job.saver.save_scene(job, shelf, scene.step)
             job.event("scene_saved", step=scene.step, checkpoint=saved.name)
         except OSError as error:
@@ -298,6 +330,8 @@ class Responder:
             self.job.event(kind, step=step, reason=reason, **details)
 
     def _write(self, case: Case) -> None:
+        if not self.job.world.main:
+            return
         try:
             paths = write_report(self.job.run.folder, case)
             self.job.event("report", step=case.step, file=str(paths["md"].name), reason=one_line(case))
@@ -322,6 +356,30 @@ class Responder:
 
         watched = Recovering(since, scene.normal.loss, scene.normal.loss_scale, job.spec.guard.ladder.relapse, told)
         job.recovering = [other for other in job.recovering if other.since < since] + [watched]
+
+
+def equal_at(incident: Incident) -> int | None:
+    """Where processes no longer hold the same weights: the steps after which they last did."""
+    alarm = incident.alarm
+    return int(alarm.finding.evidence["equal_at"]) if alarm and alarm.kind == "weights_differ" else None
+
+
+def digits_from(events: Iterable[Mapping[str, Any]]) -> int:
+    """The step since which a run's sums are rounded as they are now."""
+    return max((int(number(e.get("step")) or 0) for e in events if e.get("kind") == "digits_may_differ"), default=0)
+
+
+def replays(job: Job) -> str | None:
+    """Why the steps of a run cannot be run again as they were; None if they can."""
+    asked, layout = job.spec.parallel, job.world.layout
+    reasons = {
+        "the data cannot be read again": isinstance(job.stream, ForwardStream),
+        "an engine of another kind keeps the weights its own way": asked.engine != "torch",
+        "stages of a pipeline hold no trial in this version": layout.pp > 1,
+        "what PowerSGD remembers of former gradients is not replayed": job.world.size > 1
+        and asked.replicas.compress == "powersgd",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def recent(job: Job) -> list[dict[str, Any]]:

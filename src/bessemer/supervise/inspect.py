@@ -31,7 +31,8 @@ from bessemer.plan.decide import TrainPlan
 from bessemer.run.directory import Run
 from bessemer.run.journal import number
 from bessemer.spec.load import load_spec
-from bessemer.spec.schema import ParallelSpec, RunSpec
+from bessemer.spec.parallel import ParallelSpec
+from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.supervise.dry import decide
 from bessemer.supervise.feed import build_stream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,12 @@ def start_from(job: Job, folder: Path) -> None:
         raise UserError(
             f"start_from: {folder} is not a checkpoint; give a folder such as runs/x/checkpoints/step-00001000.a1"
         )
-    weights = {name: t for name, t in job.state().items() if name.startswith("model.") or name.endswith(".remainder")}
+    weights = {name: t for name, t in job.targets().items() if name.startswith("model.") or name.endswith(".remainder")}
     try:
         Shelf(folder.parent).load(folder, weights)
     except Damaged as error:
         raise UserError(f"start_from: {error}") from None
+    job.put_back(weights)
     if job.ema:
         job.ema.restart()
     job.event("started_from", checkpoint=folder.name, reason=f"weights of {folder}")
@@ -70,7 +72,7 @@ def start_from(job: Job, folder: Path) -> None:
 def load_checkpoint(job: Job, shelf: Shelf, folder: Path, former: RunSpec | None, rewind: bool = True) -> Manifest:
     """Verify it and put it into the job. Raises Damaged, or UserError where it belongs to other data. Without `rewind`
     an iterable stays where it has been read to: some cannot be put back, and a rollback skips what has passed."""
-    state = job.state()
+    state = job.targets()
     if former and former.guard.window != job.spec.guard.window:  # another window starts empty
         state = {name: tensor for name, tensor in state.items() if not name.startswith("guard.")}
     had_ema = former is None or former.optimizer.ema is not None
@@ -80,6 +82,7 @@ def load_checkpoint(job: Job, shelf: Shelf, folder: Path, former: RunSpec | None
         state = {name: tensor for name, tensor in state.items() if not name.startswith("scaling.")}
     refuse_other_data(job, read_manifest(folder), folder)
     manifest = shelf.load(folder, state)
+    job.put_back(state)
     if job.ema and not had_ema:
         job.ema.restart()
     accept_state(job, state, manifest, rewind)
@@ -101,14 +104,21 @@ def accept_state(job: Job, state: dict[str, torch.Tensor], manifest: Manifest, r
         job.stream.resume(manifest.step, manifest.stream_state)
     job.progress = Progress(**manifest.progress)
     job.start_step = manifest.step
+    if changed := rounds_otherwise(job, manifest):
+        job.event(
+            "digits_may_differ", step=manifest.step,
+            reason=f"{changed}: the losses go on, their last digits may differ from an unbroken run's",
+        )  # fmt: skip
+
+
+def rounds_otherwise(job: Job, manifest: Manifest) -> str:
+    """What of this start makes sums in another order than those that a checkpoint came from; empty if nothing does."""
+    degrees = ({key: n for key, n in asdict(job.world.layout).items() if n > 1}, manifest.layout)
+    words = [" x ".join(f"{key} {degree}" for key, degree in found.items()) or "one process" for found in degrees]
     here = {"threads": torch.get_num_threads(), "device": job.device.type, "torch": package_versions()["torch"]}
     there = {"threads": manifest.threads, "device": manifest.device, "torch": manifest.versions["torch"]}
-    if here != there:
-        changed = ", ".join(f"{key} {there[key]} -> {here[key]}" for key in here if here[key] != there[key])
-        job.event(
-            "digits_may_differ",
-            reason=f"{changed}: the losses go on, their last digits may differ from an unbroken run's",
-        )
+    here["layout"], there["layout"] = words
+    return ", ".join(f"{key} {there[key]} -> {here[key]}" for key in here if here[key] != there[key])
 
 
 def bans_of(manifest: Manifest) -> dict[tuple[str, int], int]:

@@ -24,9 +24,9 @@ from bessemer.run.journal import number
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.supervise.build import Parts, make_job
-from bessemer.supervise.incident import usual
+from bessemer.supervise.incident import digits_from, usual
 from bessemer.supervise.replay import stream_of
-from bessemer.supervise.restore import bans_of
+from bessemer.supervise.restore import bans_of, rounds_otherwise
 from bessemer.supervise.session import existing_run
 from bessemer.supervise.start import choose_attention
 from bessemer.train.device import pick_device, use_threads
@@ -82,7 +82,8 @@ def try_step(folder: str | Path, step: int, budget_s: float | None = None, devic
     normal = _normal(veto, spec) or usual(history, spec.guard.loss_sigma, spec.guard.grad_sigma)
     scene = Scene(step, symptom, lr, loss, norm, normal, batches, history)
     budget_s = budget_s or spec.guard.trial.budget
-    trial = hold_trial(job, scene, _earlier(job, step), budget_s, list(job.run.events()), job.decode)
+    events = list(job.run.events())
+    trial = hold_trial(job, scene, _earlier(job, step), budget_s, events, job.decode, _alike_from(job, events))
     keys = ("step", "loss", "grad_norm", "lr", "veto")
     return Case(
         run=job.run.name, step=step, time=time.time(), symptom=symptom,
@@ -129,6 +130,13 @@ def _load(job: Job, shelf: Shelf, folder: Path, manifest: Manifest) -> None:
 
 def _tensors(job: Job) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in job.state().items() if not name.startswith("guard.")}
+
+
+def _alike_from(job: Job, events: list[dict[str, Any]]) -> int:
+    """The step since which the run computed as this process does: after its last, if it was trained by several."""
+    committed = Shelf(job.run.checkpoints).committed()
+    other = committed and rounds_otherwise(job, committed[-1][1])
+    return job.plan.total_steps if other else digits_from(events)
 
 
 def _earlier(job: Job, step: int) -> list[Earlier]:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,25 +21,32 @@ from bessemer.data.own_stream import NOT_REPLAYABLE, ForwardStream
 from bessemer.data.steps import Segment
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.guard.hang import Hang, Watchdog
+from bessemer.guard.hang import Watchdog
+from bessemer.guard.pace import Pace
+from bessemer.guard.replicas import Alike
 from bessemer.observe.view import RunView
 from bessemer.optim.groups import note_groups
+from bessemer.parallel.health import set_patience
 from bessemer.parallel.world import World, join
 from bessemer.plan.decide import TrainPlan, decide_training
 from bessemer.plan.decision import Plan
 from bessemer.plan.layout import decide_layout
 from bessemer.plan.machine import Machine
+from bessemer.plan.replicas import check_static_graph, note_replicas
 from bessemer.run.directory import Run, RunReader, RunWriter
 from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.supervise.again import open_again
 from bessemer.supervise.build import Parts, make_job, open_remote, spec_fingerprint
 from bessemer.supervise.data import Data, open_data
 from bessemer.supervise.exclude import leave_out, offer
 from bessemer.supervise.feed import build_stream, explain, held_out_rows, make_rows, sizes
+from bessemer.supervise.hung import Hung
 from bessemer.supervise.incident import Responder
 from bessemer.supervise.restore import differences, restore_newest, start_from
+from bessemer.supervise.stages import decide_stages
 from bessemer.supervise.start import Source, choose_attention, completed, decide_shape, load_source, open_source
 from bessemer.train.copies import Copies, room_for_copies
 from bessemer.train.device import measure, pick_device, use_threads
@@ -46,6 +54,7 @@ from bessemer.train.fp8 import converted
 from bessemer.train.job import Interrupt, Job, Outcome
 from bessemer.train.loop import train_loop
 from bessemer.train.precision import FP8, use_tf32
+from bessemer.train.ranks import tell_holdings
 from bessemer.train.room import fit
 from bessemer.train.saver import package_versions
 from bessemer.train.speed import training_rate
@@ -91,10 +100,9 @@ class Session:
     def train(self) -> Outcome:
         """Start or continue the run. Every way out but a kill leaves its word in the events."""
         device = pick_device(self.spec.parallel)
-        self.world = join(device)
-        kind = RunWriter if self.world.main else RunReader
+        self.world = join(device, timedelta(seconds=self.spec.parallel.patience))
         with self.world.first_alone():
-            run = kind(run_folder(self.spec))
+            run = open_again(run_folder(self.spec)) if self.world.main else RunReader(run_folder(self.spec))
         with run, self.view.following(run):
             try:
                 outcome = self._train(run)
@@ -131,7 +139,10 @@ class Session:
             prepared, shape, context = self._prepare(plan)
         if previous is None:
             machine = world.agree(self._measure_precision(machine, shape, context, device) if world.main else machine)
-        world.lay(decide_layout(self.spec, shape, machine, world.size, plan))
+        layout = decide_layout(self.spec, shape, context, machine, world.size, plan)
+        note_replicas(self.spec, layout, plan)
+        world.lay(layout)
+        set_patience(timedelta(seconds=self.spec.parallel.patience))
         rows = make_rows(self.spec, prepared, context, plan, previous)
         held_out = held_out_rows(prepared, rows, context)
         training = decide_training(
@@ -150,6 +161,7 @@ class Session:
             device,
             machine.peak(training.precision)[0] * world.size,
             world,
+            decide_stages(self.spec, shape, training, world, plan),
         )
         job = make_job(self.spec, parts, run, self.view)
         choose_attention(job, plan, previous)
@@ -159,7 +171,12 @@ class Session:
         with use_tf32(training.precision):
             peak = fit(job, plan, resumed=previous is not None)
         training = job.plan  # a probing step may have changed its mind
+        check_static_graph(self.spec, world.layout, training)
         job.interrupt = self.interrupt
+        if world.size > 1:
+            guard = self.spec.guard
+            job.pace = Pace(job.model.blocks, device)
+            job.alike = Alike(job.model, world, guard.detect.weights if guard.enabled else None)
         note_groups(job.model, job.spec, plan)
         with world.first_alone():  # which sweeps, and fetches what lies afar
             remote = open_remote(self.spec, run.folder) if world.main else None
@@ -175,6 +192,8 @@ class Session:
             )  # fmt: skip
         world.wait()
         leave_out(job)
+        for line in tell_holdings(job, plan):
+            self.view.log(f"ranks  {line}")
         run.write_file(FORMER_SPEC, dump_spec(self.spec))
         run.write_file("plan.json", plan.to_json())
         run.write_file("settings.json", training.to_json())
@@ -209,8 +228,10 @@ class Session:
         """Recent states in memory, where there is room."""
         if job.spec.guard.copies == "off" or not job.spec.guard.enabled:
             return
+        if job.spec.parallel.engine == "deepspeed":  # the plan says so
+            return
         fits, needed, free = room_for_copies(job, peak)
-        if self.world.agree(fits):
+        if all(self.world.gather(fits)):
             job.copies = Copies()
         else:
             room = f"two copies of the state need {human_bytes(needed)}, {human_bytes(free)} are free"
@@ -236,7 +257,8 @@ class Session:
         return prepared, *decide_shape(spec, self.source, prepared.tokenizer.vocab_size, plan)
 
     def _load_source(self, job: Job, source: Source) -> None:
-        added = load_source(job.model, source)
+        with job.optimizer.opened(job.model):
+            added = load_source(job.model, source)
         if job.ema:
             job.ema.restart()
         more = f"; {added} tokens more, which begin as the mean of the others" if added else ""
@@ -245,8 +267,12 @@ class Session:
     def _loop(self, job: Job) -> Outcome:
         """The loop, and what is done about each incident, until the run ends."""
         responder = Responder(job, job.saver.shelf)
+        hung = Hung(job, self.view.log)
         hang = job.spec.guard.detect.hang
-        with self._signals(), Watchdog(hang, lambda found: self._hung(job, found)) as job.watchdog:
+        with (
+            self._signals(),
+            Watchdog(hang, hung.tell, on_end=hung.end if job.world.size > 1 else None) as job.watchdog,
+        ):
             while True:
                 try:
                     outcome = train_loop(job)
@@ -261,11 +287,6 @@ class Session:
                 if ended is not None:
                     job.saver.wait(job, uploads=True)
                     return ended
-
-    def _hung(self, job: Job, found: Hang) -> None:
-        finding = found.finding()
-        self.view.log(found.stacks)
-        job.event("hang", step=found.step, reason=finding.symptom, cause=finding.cause, fix=finding.fix)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

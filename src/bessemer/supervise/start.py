@@ -21,6 +21,7 @@ from bessemer.model.families.folder import Folder
 from bessemer.model.families.registry import read_shape
 from bessemer.model.transformer import Decoder, network
 from bessemer.model.wrapped import LIMITS, Wrapped, check_wrapped, load_wrapped, read_wrapped
+from bessemer.parallel.parts import fill
 from bessemer.plan.decide import decide_context
 from bessemer.plan.decision import Plan
 from bessemer.spec.quantity import human_count
@@ -146,12 +147,13 @@ def load_source(model: Decoder, source: Source) -> int:
     state = dict(model.state_dict())
     with torch.no_grad():
         for name, tensor in ours(source.folder, replace(model.shape, vocab=given), source.family):
-            target = state.pop(name)
+            target = state.pop(name, None)
+            if target is None:  # of another stage
+                continue
             if name in GROWN and len(target) > given:
-                target[:given].copy_(tensor)
-                target[given:].copy_(tensor.float().mean(dim=0, keepdim=tensor.ndim > 1).to(target.dtype))
-            else:
-                target.copy_(tensor)
+                mean = tensor.float().mean(dim=0, keepdim=tensor.ndim > 1).to(tensor.dtype)
+                tensor = torch.cat((tensor, mean.expand(len(target) - given, *tensor.shape[1:])))
+            fill(target, tensor)
     assert not state, f"no piece of {source.family.name} fills {sorted(state)}"
     return model.shape.vocab - given
 
@@ -170,6 +172,9 @@ def choose_attention(job: Job, plan: Plan, previous: Plan | None) -> None:
     """The kernel that is fastest here and right, by measurement; a resumed run keeps the one it had."""
     if job.device.type != "cuda" or job.model.shape.wrapped:
         plan.add("attention", "sdpa", "torch's own choice; nothing to measure here", "rule")
+        return
+    if job.world.layout.cp > 1 and job.spec.parallel.context == "ring":
+        plan.add("attention", "sdpa", "a ring attends block by block, with kernels that say their log-sum-exp", "rule")
         return
     name = plan.keep("attention", "auto", previous)
     if name is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bessemer.errors import UserError
 from bessemer.model.transformer import build
-from bessemer.spec.schema import ParallelSpec
+from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.supervise.feed import held_out_rows
 from bessemer.supervise.replay import stream_of

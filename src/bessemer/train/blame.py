@@ -20,13 +20,19 @@ def blame(
     return ranked([by_document(stream, batches, losses)], most)
 
 
-def by_document(stream: BatchStream | ForwardStream, batches: list[Batch], losses: list[Tensor]) -> Found:
-    """Tokens and loss of each document in some micro-batches, and how many of its losses are not finite."""
+def by_document(
+    stream: BatchStream | ForwardStream,
+    batches: list[Batch],
+    losses: list[Tensor],
+    columns: slice | np.ndarray = slice(None),
+) -> Found:
+    """Tokens and loss of each document in some micro-batches, and how many of its losses are not finite. `columns` says
+    which of the batches' the losses are of."""
     found: Found = {}
     for batch, loss in zip(batches, losses, strict=True):
         nll_RT = np.asarray(loss.float().cpu(), dtype=np.float64)
         for row, number, origin in stream.locate(batch):
-            inside = (batch.documents[row] == number) & (batch.weights[row] > 0)
+            inside = ((batch.documents[row] == number) & (batch.weights[row] > 0))[columns]
             values = nll_RT[row][inside]
             entry = found.setdefault(
                 (origin.file, origin.document_id, origin.row), {"tokens": 0, "loss": 0.0, "nonfinite": 0}

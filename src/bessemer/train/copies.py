@@ -9,12 +9,16 @@ where half of the free memory holds both; elsewhere checkpoints serve.
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import Tensor
+
+from bessemer.parallel.parts import local
+from bessemer.parallel.world import World
 
 if TYPE_CHECKING:
     from bessemer.train.job import Job
@@ -63,15 +67,20 @@ class Copies:
         self.held = [*kept, Copy(step, room, copy.copy(job.progress))]
 
 
+def processes_here(world: World) -> int:
+    """How many of a run's processes share this host's memory: what launchers say, or else all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+
+
 def room_for_copies(job: Job, peak: int | None = None) -> tuple[bool, int, int]:
     """Whether two copies fit in half of the free memory, or beside a step's `peak` where that is known; the bytes they
-    need and those that are free."""
-    needed = 2 * sum(tensor.numel() * tensor.element_size() for tensor in job.state().values())
+    need and those that are free. For this process: of several, all must have the room."""
+    needed = 2 * sum(local(tensor).numel() * tensor.element_size() for tensor in job.state().values())
     if job.device.type == "cuda":
         free = torch.cuda.mem_get_info(job.device)[0]
         if peak is not None:
             spare = int(0.95 * (free + torch.cuda.memory_reserved(job.device))) - peak
             return needed <= spare, needed, max(0, spare)
     else:
-        free = int(psutil.virtual_memory().available)
+        free = int(psutil.virtual_memory().available) // processes_here(job.world)
     return needed <= free // 2, needed, free

@@ -21,7 +21,7 @@ from torch import Tensor
 from bessemer.errors import UserError
 from bessemer.plan.ceilings import Ceilings, ceilings_path, load_ceilings
 from bessemer.plan.machine import Machine
-from bessemer.spec.schema import ParallelSpec
+from bessemer.spec.parallel import ParallelSpec
 
 
 def pick_device(spec: ParallelSpec) -> torch.device:

@@ -19,6 +19,7 @@ from bessemer.model.transformer import Decoder
 from bessemer.parallel.world import World
 from bessemer.spec.mixture import quantise
 from bessemer.train.objective import Pretrain
+from bessemer.train.passage import Passage
 from bessemer.train.precision import compute_in
 
 
@@ -82,25 +83,33 @@ class Evaluator:
         return bool(self.parts)
 
     @torch.no_grad()
-    def evaluate(self, model: Decoder, objective: Pretrain) -> Validation:
+    def evaluate(self, model: Decoder, objective: Pretrain, pipeline: Passage | None = None) -> Validation:
         """Costs one forward pass over the chosen tokens; changes nothing."""
+        world, together = self.world, self.world.layout.pp
         sums: dict[str, tuple[float, float, int]] = {}
         model.eval()
         for name, (stream, steps) in self.parts.items():
             loss, correct, count = 0.0, 0.0, 0
             mine = objective.on(name)
-            for start in range(0, steps, self.world.size):
+            for start in range(0, steps, world.layout.dp * together):
                 # Passes are counted alike everywhere, since layers may be gathered: some are for nothing.
-                step = start + self.world.rank
-                feed = mine.feed(stream.batch(min(step, steps - 1)), self.device)
-                with compute_in(self.precision, self.device):
-                    terms = mine.loss(model, feed, 1.0)
-                if step >= steps:
+                first = start + world.dp_rank * together
+                feeds = [
+                    mine.feed(stream.batch(min(step, steps - 1)), self.device)
+                    for step in range(first, first + together)
+                ]
+                if pipeline:
+                    found = pipeline.run(feeds, 1.0, objective=mine)
+                else:
+                    with compute_in(self.precision, self.device):
+                        found = [mine.loss(model, feeds[0], 1.0)]
+                if not world.speaks:
                     continue
-                loss += float(terms.nll)
-                correct += float(terms.correct)
-                count += int(feed.count)
-            loss, correct, tokens = self.world.sums((loss, correct, count))
+                for _, feed, terms in zip(range(first, steps), feeds, found, strict=False):
+                    loss += float(terms.nll)
+                    correct += float(terms.correct)
+                    count += int(feed.count) if world.cp_rank == 0 else 0
+            loss, correct, tokens = world.sums((loss, correct, count))
             sums[name] = (loss, correct, int(tokens))
         model.train()
         total = sum(count for _, _, count in sums.values())

@@ -22,7 +22,10 @@ from bessemer.guard.hang import Watchdog
 from bessemer.guard.inside import Inside
 from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder
+from bessemer.guard.pace import Pace
 from bessemer.guard.recovery import Recovering
+from bessemer.guard.replicas import Alike
+from bessemer.guard.whereabouts import Whereabouts
 from bessemer.model.transformer import Decoder
 from bessemer.optim.ema import Ema
 from bessemer.optim.guarded import Guarded
@@ -34,6 +37,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.train.copies import Copies
 from bessemer.train.evaluate import Evaluator
 from bessemer.train.objective import Pretrain
+from bessemer.train.passage import Passage
 from bessemer.train.scaling import LossScale
 
 
@@ -189,9 +193,13 @@ class Job:
     decode: Callable[[list[int]], str]
     ema: Ema | None = None
     world: World = field(default_factory=World)
+    pipeline: Passage | None = None  # where layers are held in turn
     scaling: LossScale | None = None  # with fp16
     copies: Copies | None = None
     watchdog: Watchdog | None = None
+    where: Whereabouts = field(default_factory=Whereabouts)
+    pace: Pace | None = None  # of several processes, as is `alike`
+    alike: Alike | None = None
     faults: Faults | None = None
     profiler: Profiler | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
@@ -205,9 +213,23 @@ class Job:
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=1024))  # records of the last steps
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint, by name. Everything else about a run is closed-form or in the manifest."""
-        state = {f"model.{name}": tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        """All tensors of a checkpoint, by name. Everything else about a run is closed-form or in the manifest. Where an
+        engine keeps weights and moments its own way they are copies, made by all processes together."""
+        state = {f"model.{name}": tensor for name, tensor in self.optimizer.weights(self.model).items()}
         state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        return state | self._beside()
+
+    def targets(self) -> dict[str, Tensor]:
+        """The same tensors, or room for them, to load into; then `put_back`."""
+        return self.optimizer.targets(self.model) | self._beside()
+
+    def put_back(self, state: dict[str, Tensor]) -> None:
+        """After a load into `targets`, or into some of them."""
+        self.optimizer.put_back(self.model, state)
+
+    def _beside(self) -> dict[str, Tensor]:
+        """Of a checkpoint, all but weights and moments."""
+        state: dict[str, Tensor] = {}
         if self.ema:
             state |= {f"ema.{name}": tensor for name, tensor in self.ema.state().items()}
         if self.scaling:

@@ -17,11 +17,12 @@ from typing import Any
 from bessemer.data.prefetch import Prefetch
 from bessemer.guard.detect.alarm import Alarm
 from bessemer.guard.judge import ACCEPT, REASONS, Verdict
-from bessemer.train.blame import by_document, ranked
+from bessemer.train.blame import Found, by_document, ranked
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import end_of, judge_forgetting, rises, watched
 from bessemer.train.job import Clock, Incident, Job, Outcome
 from bessemer.train.profile import span
+from bessemer.train.ranks import balance, by_rank, in_own_place, rank_record
 from bessemer.train.scaling import OVERFLOW
 from bessemer.train.step import Attempt, attempt_step, judge_and_update
 
@@ -55,7 +56,7 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
     progress.elapsed_s += attempt.step_s
     progress.vetoes += vetoed
     progress.clipped += clipped
-    record = {
+    record: dict[str, Any] = {
         "step": attempt.step, "loss": loss, "accuracy": round(correct / max(1, attempt.tokens), 5), "grad_norm": norm,
         "lr": attempt.lr, "clip": attempt.clip, "clipped": clipped, "veto": REASONS[code] if vetoed else withheld,
         "tokens": progress.tokens,
@@ -66,6 +67,14 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
     }  # fmt: skip
     if scale is not None:
         record["loss_scale"] = scale
+    if attempt.rank_step_s:
+        record["rank_step_s"] = attempt.rank_step_s
+    if attempt.ranks:
+        record["balance"] = balance(attempt.ranks["own_s"])
+        if job.pipeline:
+            idle = attempt.ranks["bubble_s"]
+            record["bubble"] = round(sum(idle) / len(idle) / attempt.step_s, 4)
+        job.run.rank_numbers(rank_record(attempt.step, attempt.ranks))
     job.run.step(record)
     job.view.step(record)
     job.history.append(record)
@@ -76,7 +85,7 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
             "veto" if vetoed else "judged_late",
             step=attempt.step, reason=REASONS[code] if vetoed else f"{REASONS[code]}, after its update",
             loss=loss, grad_norm=norm, statistics=statistics,
-            documents=ranked(job.world.gather(by_document(job.stream, attempt.batches, attempt.losses))),
+            documents=ranked(job.world.gather(_own_documents(job, attempt))),
         )  # fmt: skip
     if verdict.get("reopened"):
         reason = f"{job.spec.guard.max_vetoes} vetoes in a row: taken for a lasting change, the window starts anew"
@@ -95,13 +104,22 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
     return None
 
 
+def _own_documents(job: Job, attempt: Attempt) -> Found:
+    """Of those that compute the same losses one speaks; of those that share rows each of its columns."""
+    if not job.world.speaks:
+        return {}
+    columns = job.objective.columns
+    part = columns.part(job.plan.context).numpy() if columns else slice(None)
+    return by_document(job.stream, attempt.batches, attempt.losses, part)
+
+
 def raise_alarms(job: Job, attempt: Attempt, record: dict[str, Any]) -> list[Alarm]:
     """What the detectors say of a step, each alarm an event."""
-    if not attempt.tokens:
-        return []
-    planned = {**record, "lr_planned": job.lr(attempt.step)}
-    alarms = job.watch.step(planned, attempt.clocks)
-    if attempt.look:
+    alarms = job.alike.compare(attempt.step, job.watch.hosts) if job.alike else []
+    if attempt.tokens:
+        planned = {**record, "lr_planned": job.lr(attempt.step)}
+        alarms += job.watch.step(planned, attempt.clocks)
+    if attempt.tokens and attempt.look:
         alarms += job.watch.inside(attempt.step, attempt.look.read())
     for alarm in alarms:
         tell(job, alarm)
@@ -119,8 +137,9 @@ def tell(job: Job, alarm: Alarm) -> None:
 def validate(job: Job, done: int) -> dict[str, Any]:
     """Evaluate after `done` steps, note a new best."""
     start = time.perf_counter()
+    job.where.enter("evaluate")
     with job.ema.swap() if job.ema else nullcontext():
-        result = job.evaluator.evaluate(job.model, job.objective)
+        result = job.evaluator.evaluate(job.model, job.objective, job.pipeline)
     record = {
         "step": done,
         **asdict(result),
@@ -204,9 +223,17 @@ def agree(job: Job, attempt: Attempt, due: Due) -> Due:
     attempt.memory_bytes, attempt.clocks = memory_in_use(job.device), clocks
     if world.size == 1:
         return due
+    job.where.enter("agree")
     flags = [*asdict(due).values(), job.interrupt.signal is not None]
     numbers = [attempt.step_s, attempt.wait_s, attempt.memory_bytes, *clocks]
-    found = world.sums([*map(float, flags), *(number if world.main else 0.0 for number in numbers)])
+    own: list[float] = []
+    if job.pace and job.pace.due(attempt.step):  # now and then how each keeps up
+        bubble_s = max(0.0, attempt.step_s - job.pipeline.pipeline.busy_s) if job.pipeline else 0.0
+        own = in_own_place(world, [job.pace.own_s(), attempt.wait_s, attempt.memory_bytes, bubble_s])
+    found = world.sums([*own, *map(float, flags), *(number if world.main else 0.0 for number in numbers)])
+    if own:
+        attempt.ranks, found = by_rank(found[: len(own)]), found[len(own) :]
+        attempt.rank_step_s = attempt.ranks["own_s"]
     *said, signalled = (number > 0 for number in found[: len(flags)])
     if signalled and job.interrupt.signal is None:
         job.interrupt.signal = "a signal to another process"
@@ -242,12 +269,15 @@ def train_loop(job: Job) -> Outcome:
     validation = validate(job, 0) if job.start_step == 0 and job.evaluator.available else None
     pending: Attempt | None = None
     job.judge.expect(job.stream.steps.rows(job.start_step))
+    if job.alike:
+        job.alike.start(job.start_step)
     job.model.train()
     world, pin = job.world, job.device.type == "cuda"
     due = Due(look=world.agree(looks.both_due(job.start_step)), copy=world.agree(copying.due(job.start_step)))
     with Prefetch(job.stream, job.plan.micro_rows, world.dp_rank, world.layout.dp, pin=pin) as feed:
         for step in range(job.start_step, total):
             began = time.perf_counter()
+            job.where.begin(step)
             with span(job, "data"):
                 batches = feed.get(step)
             # The step before is read while this one runs on the device. Nothing is updated before its verdict is known:
@@ -258,19 +288,24 @@ def train_loop(job: Job) -> Outcome:
             if not late and (incident := settle(job, step, pending, changes, due.copy)):
                 return Outcome("incident", incident.symptom, step, validation, incident)
             job.optimizer.arm(job.lr(step))  # nothing, unless updates are part of the backward pass
-            attempt = attempt_step(job, step, batches, feed.wait_s)
+            with job.pace.measuring(step) if job.pace else nullcontext():
+                attempt = attempt_step(job, step, batches, feed.wait_s)
             if isinstance(attempt, str):
                 return out_of_room(job, step, pending if late else None, validation, attempt)
             if late and (incident := settle(job, step, pending, changes, due.copy)):
                 job.optimizer.discard()
                 return Outcome("incident", incident.symptom, step, validation, incident)
-            looking = job.spec.guard.enabled and job.optimizer.judged_first and due.look
+            looking = job.spec.guard.enabled and job.optimizer.judged_first and job.optimizer.whole and due.look
             if looking:
                 looks.reset()
             with span(job, "judge"):
                 judge_and_update(job, attempt, looking)
             attempt.step_s = time.perf_counter() - began
             pending, done = attempt, step + 1
+            if job.pace:
+                job.pace.end(step, job.where)
+            if job.alike and job.alike.due(done):
+                job.alike.take(step)
             job.saver.poll(job)
             job.saver.confirm(job, done)
             if job.profiler:
@@ -293,6 +328,8 @@ def train_loop(job: Job) -> Outcome:
             synchronize(job.device)  # nothing may be in flight, and the wait belongs to the step
             attempt.step_s += world.agree(time.perf_counter() - waited)
             pending = None
+            if job.alike and saving:  # nothing is saved that is not the same everywhere
+                job.alike.take(step)
             if incident := report_step(job, attempt):
                 return Outcome("incident", incident.symptom, done, validation, incident)
             if evaluating:
@@ -303,6 +340,7 @@ def train_loop(job: Job) -> Outcome:
             reason = stop_reason(job, validation if evaluating else None)
             new_best = evaluating and job.spec.checkpoint.keep_best and job.progress.evaluations_since_best == 0
             if leaving or new_best or reason or saving or job.interrupt.signal:
+                job.where.enter("save")
                 saved = job.saver.save(job, done, validation["loss"] if evaluating and validation else None)
                 saves.reset()
                 if leaving or reason or job.interrupt.signal:

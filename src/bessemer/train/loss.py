@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -59,6 +60,15 @@ class LossOptions:
 
 
 PLAIN = LossOptions()
+
+
+@dataclass(frozen=True)
+class Words:
+    """The head's rows that this process has, of `total` that it shares with a group: `start` and those after it."""
+
+    group: Any
+    start: int
+    total: int
 
 
 @dataclass
@@ -105,11 +115,13 @@ def _bend(logits_CV: Tensor, bias_V: Tensor | None, options: LossOptions, needs_
 
 
 def _logit_gradient(
-    exp_CV: Tensor, sums_C: Tensor, target_C1: Tensor, weight_C: Tensor, rows: _Rows | None, slope_CV: Tensor | None
-) -> Tensor:
+    exp_CV: Tensor, sums_C: Tensor, target_C1: Tensor, weight_C: Tensor, rows: _Rows | None, slope_CV: Tensor | None,
+    here_C: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The gradient to what the head put out, written over `exp_CV`, which is the softmax times `sums_C`."""
     softmax_C = weight_C if rows is None else weight_C * rows.softmax_C
     target_C = weight_C if rows is None else weight_C * rows.target_C
+    target_C = target_C if here_C is None else target_C * here_C
     grad_CV = exp_CV.mul_((softmax_C / sums_C)[:, None])
     grad_CV.scatter_add_(1, target_C1, -target_C[:, None])
     if rows is not None and rows.every_C is not None:
@@ -129,6 +141,7 @@ class _Head:
     scale: float
     options: LossOptions
     wants: tuple[bool, bool, bool]
+    words: Words | None = None
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -136,13 +149,14 @@ Found = tuple[Tensor, Tensor, Tensor, Gradients]  # cross-entropy, loss and corr
 
 
 def _in_chunks(head: _Head, compute: torch.dtype) -> Found:
-    """In plain torch, on every device and for every option."""
-    hidden_RW, options, wants = head.hidden_RW, head.options, head.wants
+    """In plain torch, on every device and for every option, also where several processes share the words."""
+    hidden_RW, options, wants, words = head.hidden_RW, head.options, head.wants, head.words
     kind = hidden_RW.device.type
     exact = torch.float64 if hidden_RW.dtype == torch.float64 else torch.float32
     h_RW, w_VW = hidden_RW.to(compute), head.weight_VW.to(compute)
     b_V = None if head.bias_V is None else head.bias_V.to(exact)
     rows, vocab = h_RW.shape[0], w_VW.shape[0]
+    total = words.total if words else vocab
     grad_h_RW = torch.empty_like(hidden_RW) if wants[0] else None
     grad_w_VW = torch.zeros_like(head.weight_VW, dtype=exact) if wants[1] else None
     grad_b_V = torch.zeros_like(head.bias_V, dtype=exact) if head.bias_V is not None and wants[2] else None
@@ -157,21 +171,32 @@ def _in_chunks(head: _Head, compute: torch.dtype) -> Found:
         logits_CV = (h_RW[part] @ w_VW.t()).to(exact)
         slope_CV = _bend(logits_CV, b_V, options, any(wants))
         top_C, index_C = logits_CV.max(dim=-1)
+        if words:
+            top_C, index_C = _best_of_all(top_C, index_C, words)
+        correct_R[part] = index_C == target_C1[:, 0]
+        here_C: Tensor | None = None
+        if words:
+            target_C1 = target_C1 - words.start
+            here_C = ((target_C1 >= 0) & (target_C1 < vocab))[:, 0]
+            target_C1 = target_C1.clamp(0, vocab - 1)
         logits_CV.sub_(top_C[:, None])
         at_target_C = logits_CV.gather(1, target_C1)[:, 0]
-        correct_R[part] = index_C == target_C1[:, 0]
-        mean_C = logits_CV.mean(dim=-1) if options.smoothing else at_target_C
+        mean_C = logits_CV.sum(dim=-1) / total if options.smoothing else at_target_C
         sums_C = logits_CV.exp_().sum(dim=-1)
+        if words and here_C is not None:
+            sums_3C = torch.stack((sums_C, at_target_C.where(here_C, 0.0), mean_C))
+            dist.all_reduce(sums_3C, group=words.group)
+            sums_C, at_target_C, mean_C = sums_3C.unbind(0)
         log_C = sums_C.log()
         nll_R[part] = log_C - at_target_C
         shaped = None
         if not options.is_cross_entropy:
-            shaped = _shape_rows(nll_R[part], top_C + log_C, log_C - mean_C, vocab, options)
+            shaped = _shape_rows(nll_R[part], top_C + log_C, log_C - mean_C, total, options)
             loss_R[part] = shaped.loss_C
         if not any(wants):
             continue
         weight_C = head.weights_R[part].to(exact) * (head.scale * options.logit_scale)
-        grad_CV = _logit_gradient(logits_CV, sums_C, target_C1, weight_C, shaped, slope_CV)
+        grad_CV = _logit_gradient(logits_CV, sums_C, target_C1, weight_C, shaped, slope_CV, here_C)
         if grad_b_V is not None:
             grad_b_V.add_(grad_CV.sum(dim=0))
         grad_CV = grad_CV.to(compute)
@@ -182,6 +207,15 @@ def _in_chunks(head: _Head, compute: torch.dtype) -> Found:
         elif grad_w_VW is not None:
             grad_w_VW.add_(grad_CV.t() @ h_RW[part])
     return nll_R, loss_R, correct_R, (grad_h_RW, grad_w_VW, grad_b_V)
+
+
+def _best_of_all(top_C: Tensor, index_C: Tensor, words: Words) -> tuple[Tensor, Tensor]:
+    """The largest logit of all words and the first word that has it."""
+    best_C = top_C.clone()
+    dist.all_reduce(best_C, dist.ReduceOp.MAX, group=words.group)
+    first_C = (index_C + words.start).where(top_C == best_C, words.total)
+    dist.all_reduce(first_C, dist.ReduceOp.MIN, group=words.group)
+    return best_C, first_C
 
 
 def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
@@ -224,7 +258,7 @@ def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
 def _kernel_serves(head: _Head, compute: torch.dtype) -> bool:
     """Smoothing, focal loss and a bias of the head are rare, and stay with plain torch."""
     options = head.options
-    if head.hidden_RW.device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
+    if head.words or head.hidden_RW.device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
         return False
     return head.bias_V is None and not options.smoothing and not options.focal and has_triton()
 
@@ -241,12 +275,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: float,
         options: LossOptions,
         wants: tuple[bool, bool, bool],
+        words: Words | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = hidden_RW.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RW.dtype
         # In fp16 a gradient that is divided by the tokens of a step is gone before a loss scale can save it.
         ctx.later = scale if compute == torch.float16 else 1.0
-        head = _Head(hidden_RW, head_VW, bias_V, targets_R, weights_R, scale / ctx.later, options, wants)
+        head = _Head(hidden_RW, head_VW, bias_V, targets_R, weights_R, scale / ctx.later, options, wants, words)
         run = _by_kernel if _kernel_serves(head, compute) else _in_chunks
         with torch.autocast(kind, enabled=False):
             nll_R, loss_R, correct_R, gradients = run(head, compute)
@@ -266,7 +301,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if saved is None else saved.mul_(factor) if saved.nbytes >= IN_PLACE else saved * factor
             for saved in ctx.saved_tensors
         )
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 @cache
@@ -282,13 +317,16 @@ def linear_cross_entropy(
     scale: float,
     options: LossOptions | None = None,
     bias_V: Tensor | None = None,
+    words: Words | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`scale` times the weighted sum of what is minimised; each token's plain cross-entropy, whatever the options;
-    whether its most likely word was right. Targets of weight zero must be words too. What is frozen costs nothing."""
+    whether its most likely word was right. Targets of weight zero must be words too. What is frozen costs nothing.
+    With `words` the head has only some rows, the others are elsewhere, and so are the other parts of `hidden_RW`'s
+    gradient."""
     # Inside `forward` torch no longer says whether gradients are wanted: an evaluation would pay for them.
     learns = torch.is_grad_enabled()
     wants = tuple(learns and t is not None and t.requires_grad for t in (hidden_RW, head_VW, bias_V))
-    inputs = (hidden_RW, head_VW, bias_V, targets_R, weights_R, scale, options or PLAIN, wants)
+    inputs = (hidden_RW, head_VW, bias_V, targets_R, weights_R, scale, options or PLAIN, wants, words)
     result: tuple[Tensor, Tensor, Tensor] = _LinearCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return result
 

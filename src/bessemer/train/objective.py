@@ -13,16 +13,20 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from bessemer.data.stream import Batch
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.model.moe import routing_terms
 from bessemer.model.sight import Sight, document_borders
 from bessemer.model.transformer import Decoder
+from bessemer.parallel.context import Columns
+from bessemer.parallel.parts import local
+from bessemer.parallel.tensor import divides_words, whole_hidden
 from bessemer.spec.objectives import LossSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.loss import LossOptions, linear_cross_entropy
+from bessemer.train.loss import LossOptions, Words, linear_cross_entropy
 from bessemer.train.objectives.mix import Mix, make_objective
 from bessemer.train.objectives.rewritten import Objective
 
@@ -51,6 +55,10 @@ class Feed:
     more: dict[str, Tensor] = field(default_factory=dict)  # an encoder's tokens and documents
     seed: int | None = None  # of dropout
 
+    def without_weight(self) -> Feed:
+        """The same for nothing: what fills up a pipeline."""
+        return replace(self, weights_BT=torch.zeros_like(self.weights_BT), count=0.0)
+
 
 class Pretrain:
     """Prediction of tokens: the next ones, or what `rewriting` makes of a row. Attention stays inside documents unless
@@ -65,12 +73,16 @@ class Pretrain:
     ) -> None:
         self.cross_documents, self.settings = cross_documents, loss or LossSpec()
         self.rewriting, self.dropout_seed = rewriting, dropout_seed
+        self.columns: Columns | None = None  # where processes share rows
+        self.tensors: DeviceMesh | None = None  # where they share every tensor
 
     def on(self, source: str) -> Pretrain:
         """The same for batches of one source alone, whose stream numbers its sources anew."""
         if not isinstance(self.rewriting, Mix):
             return self
-        return Pretrain(self.cross_documents, self.settings, replace(self.rewriting, names=(source,)))
+        alone = Pretrain(self.cross_documents, self.settings, replace(self.rewriting, names=(source,)))
+        alone.columns, alone.tensors = self.columns, self.tensors
+        return alone
 
     def feed(self, batch: Batch, device: torch.device) -> Feed:
         """Copy a batch to the device; pinned and asynchronous for CUDA."""
@@ -99,16 +111,38 @@ class Pretrain:
                     "encoder_tokens_BS": move(made.encoder_tokens),
                     "encoder_documents_BS": move(made.encoder_documents),
                 }
-        return feed
+        return self._part(feed) if self.columns else feed
+
+    def _part(self, feed: Feed) -> Feed:
+        """This process's columns. Attention sees whole rows, and their documents stay whole."""
+        assert self.columns is not None
+        part, sight = self.columns.part(feed.tokens_BT.shape[1], feed.tokens_BT.device), feed.sight
+        sight.exchange = self.columns
+        if sight.counted_BT is not None:
+            sight.counted_BT = sight.counted_BT[:, part]
+        tokens_Bt, targets_Bt, weights_Bt = (x[:, part] for x in (feed.tokens_BT, feed.targets_BT, feed.weights_BT))
+        return replace(feed, tokens_BT=tokens_Bt, targets_BT=targets_Bt, weights_BT=weights_Bt)
 
     def loss(self, model: Decoder, feed: Feed, count: float) -> Terms:
         if feed.seed is not None and model.training:
             torch.manual_seed(feed.seed)
-        hidden_BTW = model(feed.tokens_BT, feed.sight, **feed.more)
+        return self.judge(model, feed, model(feed.tokens_BT, feed.sight, **feed.more), count)
+
+    def judge(self, model: Decoder, feed: Feed, hidden_BTW: Tensor, count: float) -> Terms:
+        """From what the model made of a batch to what is minimised."""
+        head_VW, words = model.head_weight, None
+        bias_V: Tensor | None = model.head_bias
+        if self.tensors is not None:
+            divided = divides_words(model.shape, self.tensors.size())
+            hidden_BTW = whole_hidden(hidden_BTW, self.tensors, divided)
+            head_VW, bias_V = local(head_VW), None if bias_V is None else local(bias_V)
+            if divided:
+                start = self.tensors.get_local_rank() * len(head_VW)
+                words = Words(self.tensors.get_group(), start, model.shape.vocab)
         weights_R = feed.weights_BT.flatten()
         loss, nll_R, correct_R = linear_cross_entropy(
-            hidden_BTW.flatten(0, 1), model.head_weight, feed.targets_BT.flatten(), weights_R, 1.0 / count,
-            loss_options(model.shape, self.settings), model.head_bias,
+            hidden_BTW.flatten(0, 1), head_VW, feed.targets_BT.flatten(), weights_R, 1.0 / count,
+            loss_options(model.shape, self.settings), bias_V, words,
         )  # fmt: skip
         nll = (nll_R * weights_R).sum() * (1.0 / count)
         counted_R = weights_R > 0

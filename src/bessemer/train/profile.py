@@ -25,7 +25,9 @@ DONE = "profiled"  # what ends the loop, in the place of a signal's name
 
 
 def span(job: Job, name: str) -> AbstractContextManager[None]:
-    """A named range around a part of a step, while the job is being profiled."""
+    """A named range around a part of a step, while the job is being profiled; and the phase that it is in."""
+    if (where := getattr(job, "where", None)) is not None:
+        where.enter(name)
     profiler = getattr(job, "profiler", None)
     return nullcontext() if profiler is None else profiler.span(name)
 

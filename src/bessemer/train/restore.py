@@ -16,7 +16,7 @@ from bessemer.errors import UserError
 from bessemer.model.generate import Sampling, generate
 from bessemer.model.transformer import Decoder, network
 from bessemer.run.directory import Run
-from bessemer.spec.schema import ParallelSpec
+from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import pick_device
 

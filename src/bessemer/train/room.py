@@ -2,12 +2,13 @@
 memory is explained and tried again in smaller pieces.
 
 Nothing is updated before a whole step is summed, so a failed one leaves no trace; its rows and their count stay the
-same, and so does its loss. With more than one device all would have to shrink together: the decision is then one more
-number in the step's all-reduce.
+same, and so does its loss. Several processes are probed together and shrink together; one that runs out of memory in a
+step of the run ends, and the launcher starts all of them again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from bessemer.data.own_stream import ForwardStream
 from bessemer.data.stream import Batch
 from bessemer.model.moe import MixtureOfExperts
+from bessemer.parallel.shard import send_gradients
 from bessemer.plan.decision import Plan
 from bessemer.plan.memory import ACTIVATIONS, MOST_TOKENS, ROWS, SHARE, STEPS_UP, Needs, Passes, estimate
 from bessemer.spec.memory import LEAN
@@ -39,31 +41,74 @@ def split(batches: list[Batch], rows: int) -> list[Batch]:
     return batches if len(cuts) == len(batches) else [batch.part(start, start + rows) for batch, start in cuts]
 
 
-def fit(job: Job, plan: Plan, resumed: bool) -> int | None:
+class Gauge:
+    """A GPU's memory, in bytes, as torch counts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def limit(self) -> int:
+        """What a run may take."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(SHARE["cuda"] * (free + torch.cuda.memory_reserved(self.device)))
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Since `start`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def standing(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+
+def fit(job: Job, plan: Plan, resumed: bool, gauge: Gauge | None = None) -> int | None:
     """Run one forward and backward pass as planned and correct what the spec leaves open, before a new run's first
-    step; the peak that its steps will have. Only a GPU is probed: elsewhere memory is shared, and the peak nobody's."""
+    step; the peak that its steps will have. Only a GPU is probed: elsewhere memory is shared, and the peak nobody's.
+
+    Of several processes the one with the least room decides. Where they meet inside of a pass, one that fails would
+    leave the others waiting in it: there a single row is measured, and the line goes on from that.
+    """
     open_rows = job.spec.budget.micro_batch == "auto" and job.spec.memory.update == "after"
-    if job.device.type != "cuda":
+    if gauge is None and job.device.type == "cuda":
+        gauge = Gauge(job.device)
+    if gauge is None:
         return None
-    # Several processes would find several answers.
-    if resumed or job.world.size > 1 or not (open_rows or job.spec.memory.activations == "auto"):
+    world, together = job.world, meets_inside(job)
+    static = world.size > 1 and job.spec.parallel.replicas.static_graph  # DDP learns from the first passes
+    if resumed or static or job.pipeline or not job.optimizer.whole or (together and not open_rows):
         return needs(job).total
-    free, _ = torch.cuda.mem_get_info(job.device)
-    limit = int(SHARE["cuda"] * (free + torch.cuda.memory_reserved(job.device)))
-    while (peak := probe(job)) is None or (peak > limit and job.plan.micro_rows == 1):
+    if not (open_rows or job.spec.memory.activations == "auto"):
+        return needs(job).total
+    if together:
+        resize(job, 1)
+    limit = min(world.gather(gauge.limit()))
+    while (peak := _largest(world.gather(probe(job, gauge)))) is None or (peak > limit and job.plan.micro_rows == 1):
         if (eased := ease(job, plan, "a probing step ran out of memory")) is None:
             return needs(job).total  # the first step will explain it
         job.event("out_of_memory", reason=f"probing: {eased}")
     if not open_rows:
         return peak
-    rows, batch = job.plan.micro_rows, min(rows for _, rows in job.plan.batch_rows)
+    rows, batch = job.plan.micro_rows, -(-min(rows for _, rows in job.plan.batch_rows) // world.layout.dp)
     gradients = sum(p.numel() * max(4, p.element_size()) for p in job.optimizer.parameters)  # that add up
     most = max(1, MOST_TOKENS["cuda"] // job.plan.context)
-    best, each = rows_that_fit(peak, rows, torch.cuda.memory_allocated(job.device), gradients, batch, limit, most)
+    standing = max(world.gather(gauge.standing()))
+    best, each = rows_that_fit(peak, rows, standing, gradients, batch, limit, most)
     resize(job, best)
     took = f"took {human_bytes(peak)} of {human_bytes(limit)}, {human_bytes(each)} a row"
     plan.add(ROWS, best, f"a probing step of {rows} rows {took}", "measured")
     return int(peak + (best - rows) * each)
+
+
+def meets_inside(job: Job) -> bool:
+    """Whether processes exchange anything in a pass: all do but whole replicas, while they add up no gradients."""
+    return job.world.size > job.world.layout.dp_replicate
+
+
+def _largest(peaks: Sequence[int | None]) -> int | None:
+    """Of all processes; None where one has run out of memory."""
+    return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
 
 def rows_that_fit(
@@ -76,24 +121,25 @@ def rows_that_fit(
     return max((n for n in sizes if standing + gradients * (n < batch) + n * each <= limit), default=1), each
 
 
-def probe(job: Job) -> int | None:
+def probe(job: Job, gauge: Gauge) -> int | None:
     """Peak bytes of a step's passes, or None where they do not fit. Two, where a second one meets gradients."""
-    rows = job.plan.micro_rows
+    rows, world = job.plan.micro_rows, job.world
     if isinstance(job.stream, ForwardStream):  # which cannot be read ahead of its turn
         batches = [random_batch(job.model.shape.vocab, rows, job.plan.context)] * 2
     else:  # the real thing: its masks too, and what is compiled for it serves the first step
-        batches = job.stream.micro_batches(0, rows)[:2]
-    torch.cuda.reset_peak_memory_stats(job.device)
+        batches = job.stream.micro_batches(0, rows, world.dp_rank, world.layout.dp)[:2]
+    gauge.start()
     peak = None
     job.optimizer.accumulate(len(batches) > 1)
     try:
-        for batch in batches:
+        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+            send_gradients(job.model, now=left == 0 and meets_inside(job))
             with compute_in(job.plan.precision, job.device):
                 terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), batch.count or 1.0)
             terms.loss.backward()
-        peak = torch.cuda.max_memory_allocated(job.device)
+        peak = gauge.peak()
     except RuntimeError as error:
-        if not out_of_memory(error):
+        if not out_of_memory(error) or meets_inside(job):
             raise
     terms = None  # type: ignore[assignment]
     release(job)

@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +25,7 @@ from bessemer.checkpoint.remote import Remote
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.own_stream import ForwardStream
 from bessemer.plan.save_interval import interruptions, mean_time_to_interruption, save_interval
-from bessemer.train.copies import CONFIRMED_STEPS
+from bessemer.train.copies import CONFIRMED_STEPS, processes_here
 from bessemer.train.job import Job
 
 PACKAGES = ("bessemer", "torch", "numpy", "tokenizers", "pydantic", "pyarrow")
@@ -80,6 +80,7 @@ class CheckpointSaver:
             versions=package_versions(), time=time.time(), validation_loss=validation_loss,
             stream_state=job.stream.state(step) if isinstance(job.stream, ForwardStream) else None,
             guard=copy.deepcopy(job.guard_state()),  # it is written later, and the guard goes on
+            layout={key: degree for key, degree in asdict(job.world.layout).items() if degree > 1},
         )  # fmt: skip
 
     def save(self, job: Job, step: int, validation_loss: float | None) -> str | None:
@@ -92,6 +93,8 @@ class CheckpointSaver:
         save = Save(step, self.shelf.reserve(step), began_s)
         state, manifest = job.state(), self.manifest(job, step, validation_loss)
         staged = self._stage(job, state) if self._goes_behind(job, state) else None
+        if not all(job.world.gather(staged is not None)):  # one that has no room writes at once, and so do all
+            staged = None
         work = self._work(job, save, staged or state, manifest)
         if staged is None:
             done: Future[None] = Future()
@@ -106,15 +109,14 @@ class CheckpointSaver:
         return save.folder.name if staged is not None or self.wait(job) else None
 
     def _goes_behind(self, job: Job, state: State) -> bool:
+        """By this one's own clock and memory; all of them have to agree."""
         asked = job.spec.checkpoint.asynchronous
-        if asked != "auto" and job.world.size == 1:
+        if asked != "auto":
             return asked
-        if job.world.size > 1:  # a copy of what is divided is not made yet
-            return False
         if self._staging.bytes:
             return True
         # The copy must leave room for the data path and the file cache: 70B parameters on 64 GPUs are 13 GB a rank.
-        room = psutil.virtual_memory().available > 2 * state_bytes(state)
+        room = psutil.virtual_memory().available > 2 * state_bytes(state) * processes_here(job.world)
         slow = self._last is not None and self._last.stall_s > WORTH_STAGING_S
         return room and (job.device.type == "cuda" or slow)
 
@@ -154,7 +156,11 @@ class CheckpointSaver:
         return work
 
     def poll(self, job: Job) -> None:
-        """Tell of what ended since the last call. Costs nothing when nothing did: call it at every step."""
+        """Tell of what ended since the last call. Costs nothing when nothing did: call it at every step.
+
+        Of several processes some hear of an end a step before the others. Nothing follows from it that they would have
+        to do together: a save succeeds for all or fails for all, and the first one's word counts for what is confirmed.
+        """
         if self._saving and self._saving[1].done():
             self.wait(job)
         if self._uploading and self._uploading[1].done():
@@ -226,6 +232,7 @@ class CheckpointSaver:
 
     def save_scene(self, job: Job, shelf: Shelf, step: int) -> Path:
         """The judged state of a step on a shelf of its own. Raises OSError if the disk refuses."""
+        self.wait(job)  # one save at a time: processes tell each other of theirs on one channel
         return shelf.save(job.state(), self.manifest(job, step, None))
 
     def abandon(self, job: Job, after_step: int) -> list[str]:

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bessemer.data.repetition import mostly_repeated
+from bessemer.data.repetition import mostly_repeated, repeated_rows_of
 from bessemer.data.stream import Batch
 from bessemer.guard.inside import Look
 from bessemer.model.moe import update_choice_bias
 from bessemer.optim.guarded import clip_divisor
-from bessemer.parallel.shard import send_gradients, square_of
+from bessemer.parallel.experts import add_up_experts
+from bessemer.parallel.parts import square_of
+from bessemer.parallel.shard import send_gradients
 from bessemer.train.device import Sent
 from bessemer.train.job import Job
 from bessemer.train.precision import compute_in
@@ -39,11 +41,14 @@ class Attempt:
     step_s: float = 0.0
     memory_bytes: int = 0
     clocks: tuple[float, float] = (0.0, 0.0)
+    rank_step_s: list[float] | None = None  # each process's own work, where they told each other
+    ranks: dict[str, list[float]] | None = None  # the same, and what else they told of themselves
     lr: float = 0.0
     clip: float = 0.0
     scaled: bool = False  # by fp16's loss scale
     sent: Sent | None = None  # loss, gradient norm, correct, the verdict's numbers if it was judged, the loss scale
     look: Look | None = None
+    repeated: bool | Tensor = False  # much of it is a repeated pattern
 
 
 def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt:
@@ -52,11 +57,22 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
         job.faults.before_step(job, step)
     with span(job, "data"):
         feeds = deque(job.objective.feed(batch, job.device) for batch in batches)
-    count = sum(feed.count for feed in feeds) if job.objective.rewriting else job.stream.step_count(step)
+    count = job.stream.step_count(step)
+    if job.objective.rewriting:  # known only once it is made
+        (count,) = job.world.sums([sum(feed.count for feed in feeds)])
+        count /= job.world.size // job.world.layout.dp  # who shares rows has counted the same
     loss = torch.zeros((), device=job.device)
     correct = torch.zeros((), device=job.device)
     losses, scaling, left = [], job.scaling, len(feeds)
     job.optimizer.accumulate(len(feeds) > 1)
+    if job.pipeline:
+        with span(job, "pipeline"):
+            found = job.pipeline.run(list(feeds), count or 1.0, scaling.scale if scaling else None)
+        for terms in found:
+            loss += terms.nll
+            correct += terms.correct
+            losses.append(terms.nll_BT)
+        feeds.clear()
     while feeds:  # one by one: its masks go with a feed
         left -= 1
         send_gradients(job.model, now=left == 0)
@@ -64,10 +80,11 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
             # A step whose documents are all banned has nothing to learn from, and a loss of zero.
             terms = job.objective.loss(job.model, feeds.popleft(), count or 1.0)
         with span(job, "backward"):
-            (terms.loss if scaling is None else terms.loss * scaling.scale).backward()
+            job.optimizer.backward(terms.loss if scaling is None else terms.loss * scaling.scale, last=left == 0)
         loss += terms.nll
         correct += terms.correct
         losses.append(terms.nll_BT)
+    add_up_experts(job.model, job.world)
     if job.faults:
         job.faults.after_backward(job, step)
     return Attempt(step, int(count), loss, correct, batches, losses, wait_s, scaled=scaling is not None)
@@ -80,7 +97,7 @@ def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> At
             return forward_backward(job, step, split(batches, job.plan.micro_rows), wait_s)
         except RuntimeError as error:
             # One of several processes must not go its own way: it ends, and the launcher starts all of them again.
-            if not out_of_memory(error) or job.world.size > 1:
+            if not out_of_memory(error) or job.world.size > 1 or not job.optimizer.whole:
                 raise
             said = str(error).split("\n")[0]
         # Out of `except`, whose traceback holds all that the failed pass had made.
@@ -93,9 +110,17 @@ def step_totals(job: Job, attempt: Attempt) -> Tensor:
     world = job.world
     if world.size == 1:
         return job.optimizer.grad_norm()
-    square = square_of(job.optimizer.parameters, world.size)
-    numbers = world.add(torch.stack((attempt.loss.double(), attempt.correct.double(), square)))
+    square = job.optimizer.square()
+    if square is None:
+        twice = job.pipeline.twice if job.pipeline else None
+        square = square_of((p for p in job.optimizer.parameters if p is not twice), world)
+    mine = 1.0 if world.speaks else 0.0
+    odd, rows = repeated_rows_of(attempt.batches) if world.speaks and world.cp_rank == 0 else (0, 0)
+    known = [torch.full((), float(number), dtype=torch.float64, device=job.device) for number in (odd, rows)]
+    parts = (attempt.loss.double() * mine, attempt.correct.double() * mine, square, *known)
+    numbers = world.add(torch.stack(parts))
     attempt.loss, attempt.correct = numbers[0].float(), numbers[1].float()
+    attempt.repeated = (numbers[3] >= 2) & (numbers[3] >= job.spec.guard.repeat_share * numbers[4])
     return numbers[2].sqrt().float()
 
 
@@ -111,8 +136,9 @@ def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
     divisor = clip_divisor(norm, attempt.clip)
     numbers = torch.stack((attempt.loss, norm.float(), attempt.correct))
     if job.spec.guard.enabled and attempt.tokens:
-        repeated = mostly_repeated(attempt.batches, job.spec.guard.repeat_share)
-        verdict = job.judge.judge(attempt.loss, norm, repeated)
+        if job.world.size == 1:
+            attempt.repeated = mostly_repeated(attempt.batches, job.spec.guard.repeat_share)
+        verdict = job.judge.judge(attempt.loss, norm, attempt.repeated)
         numbers = torch.cat((numbers, verdict.numbers.to(job.device)))
         # What was updated in the backward pass is past withholding, and averages go along.
         reject = verdict.reject.to(job.device) if job.optimizer.judged_first else torch.zeros((), device=job.device)
@@ -128,7 +154,9 @@ def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
     with span(job, "optimizer"):
         job.optimizer.step(attempt.lr, reject, divisor)
         if (moe := job.model.shape.moe) is not None and moe.choice_bias:
-            update_choice_bias(job.model, moe.bias_rate, reject)
+            update_choice_bias(
+                job.model, moe.bias_rate, reject, lambda counts: job.world.add(counts, job.world.readers)
+            )
         if job.ema:
             job.ema.update(reject)
     if looking:

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from bessemer.data.own_stream import ForwardStream
 from bessemer.data.store import Origin
 from bessemer.data.stream import Batch, BatchStream
+from bessemer.parallel.parts import local
 from bessemer.train.job import Job
 from bessemer.trial.case import Accused
+from bessemer.trial.layers import sum_of_parts
 from bessemer.trial.measure import clear_gradients, run_pass
 
 STANDS_OUT = 5.0  # robust deviations of a document's loss; and twice what one in ten of normal batches has
@@ -116,16 +118,15 @@ def gradient_shares(
     their tokens' share, worst first, within `room` and MOST_PASSES. It needs memory for one more gradient."""
     count = sum(batch.count for batch in batches)
     whole = _gradient(job, batches, count)
-    norm = float(get_total_norm(whole.values()))
-    additive = math.isfinite(norm) and norm > 0
-    direction = {name: gradient.float() / norm for name, gradient in whole.items()}
-    del whole
+    square = _product(job, whole, whole)
+    additive = math.isfinite(square) and square > 0
 
     def share(group: Sequence[Part]) -> float:
         gradient = _gradient(job, weigh(batches, group, only=True), count)
         if not additive:  # then the question is only who makes it non-finite
-            return float(any(not bool(g.isfinite().all()) for g in gradient.values()))
-        return float(sum((g.float() * direction[name]).sum() for name, g in gradient.items())) / norm
+            bad = [float(not bool(g.isfinite().all())) for g in gradient.values()]
+            return float(job.world.sums([sum(bad)])[0] > 0)
+        return _product(job, gradient, whole) / square
 
     order = iter(range(10**9))  # ties of the heap
     heap: list[tuple[float, int, float, list[Part]]] = []
@@ -156,9 +157,15 @@ def _gradient(job: Job, batches: Sequence[Batch], count: float) -> dict[str, Ten
     clear_gradients(job)
     if batches:
         run_pass(job, batches, count)
-    gradient = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
+    gradient = {name: local(p.grad) for name, p in job.model.named_parameters() if p.grad is not None}
     clear_gradients(job)
     return gradient
+
+
+def _product(job: Job, a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The inner product of two gradients, of which each process holds its parts; what several hold counts once."""
+    each = {name: float(torch.sum(a[name].double() * b[name].double())) for name in a if name in b}
+    return sum(sum_of_parts(job, each).values())
 
 
 def repetition(ids: Sequence[int]) -> tuple[int, float]:

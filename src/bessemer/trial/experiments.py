@@ -16,7 +16,7 @@ from bessemer.train.job import Job
 from bessemer.trial import layers
 from bessemer.trial.attribute import Part, gradient_shares, heaviest, parts_of, pattern, stand_out, weigh
 from bessemer.trial.case import Earlier, Experiment, Layer, Scene
-from bessemer.trial.measure import Measured, Yardstick, mean_of, measure, put_back
+from bessemer.trial.measure import Measured, Yardstick, mean_of, measure, put_back, whole_step
 from bessemer.trial.verdict import Evidence
 
 REPEATS = 3
@@ -35,6 +35,7 @@ class Hearing:
     deadline: float
     yard: Yardstick
     evidence: Evidence
+    alike_from: int = 0  # steps from here on were computed as they are here: on as many processes, the same device
     experiments: list[Experiment] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -50,8 +51,8 @@ class Hearing:
     began_at: int | None = None
 
     def room(self, passes: float = 1.0) -> bool:
-        """Whether so many passes over a step still fit into the time budget."""
-        return time.monotonic() + passes * self.pass_s <= self.deadline
+        """Whether so many passes over a step still fit into the time budget, by the clock of the first process."""
+        return self.job.world.agree(time.monotonic() + passes * self.pass_s <= self.deadline)
 
     def note(
         self, name: str, question: str, measured: Measured, detail: str = "", yard: Yardstick | None = None
@@ -100,14 +101,14 @@ def other_batches(h: Hearing) -> None:
     steps = [int(record["step"]) for record in (usual[-4::-5] or usual)[:OTHERS]]
     before, after = [], []
     for step in steps:
-        batches = h.job.stream.micro_batches(step, h.job.plan.micro_rows)
         if h.room():
+            batches = whole_step(h.job, step)
             before.append(measure(h.job, batches))
             h.references.append(batches)
             h.normal_parts += parts_of(h.job.stream, batches, before[-1].nll)
     for step in (h.scene.step + 1, h.scene.step + 2):
         if h.room():
-            after.append(measure(h.job, h.job.stream.micro_batches(step, h.job.plan.micro_rows)))
+            after.append(measure(h.job, whole_step(h.job, step)))
     if before:
         question = "Are the same weights normal on batches of accepted steps before?"
         h.note("other batches", question, mean_of(before), f"{len(before)} steps")

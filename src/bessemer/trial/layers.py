@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bessemer.data.stream import Batch
+from bessemer.optim.parts import place_of
+from bessemer.parallel.parts import local
 from bessemer.train.job import Job
 from bessemer.trial.case import Layer
 from bessemer.trial.measure import clear_gradients, run_pass
@@ -37,7 +39,7 @@ def _watching(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]
         def note(_: nn.Module, __: Any, output: Any) -> None:
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, Tensor) and output.is_floating_point():
-                values = output.detach().float()
+                values = local(output.detach()).float()
                 finite = values.isfinite()
                 clean, count = torch.where(finite, values, 0.0), finite.sum().float()
                 numbers = (clean.square().sum(), count, clean.abs().max(), values.numel() - count)
@@ -61,15 +63,29 @@ def look(job: Job, batches: Sequence[Batch]) -> Look:
         with _watching(job.model, seen):
             run_pass(job, batches)
         named = [(name, p.grad) for name, p in job.model.named_parameters() if p.grad is not None]
-        norms = torch.stack([torch.linalg.vector_norm(gradient.float()) for _, gradient in named]).tolist()
+        norms = {name: torch.linalg.vector_norm(local(gradient).float()).item() for name, gradient in named}
     finally:
         clear_gradients(job)
-    outputs = {}
-    for name, notes in seen.items():
-        table = torch.stack(notes)  # a line for each micro-batch
-        squares, count, _, bad = table.sum(dim=0).tolist()
-        outputs[name] = (math.sqrt(squares / max(1.0, count)), float(table[:, 2].max()), bad)
-    return Look(outputs, {name: norm for (name, _), norm in zip(named, norms, strict=True)})
+    sums: dict[str, list[float]] = {}
+    # Of several processes each saw its own rows: a line for each of their micro-batches.
+    for lines in job.world.gather({name: torch.stack(notes).tolist() for name, notes in seen.items()}):
+        for name, table in lines.items():
+            for squares, count, largest, bad in table:
+                known = sums.setdefault(name, [0.0, 0.0, 0.0, 0.0])
+                sums[name] = [known[0] + squares, known[1] + count, max(known[2], largest), known[3] + bad]
+    outputs = {name: (math.sqrt(s / max(1.0, count)), largest, bad) for name, (s, count, largest, bad) in sums.items()}
+    squares_of = {name: norm**2 for name, norm in norms.items()}
+    return Look(outputs, {name: math.sqrt(square) for name, square in sum_of_parts(job, squares_of).items()})
+
+
+def sum_of_parts(job: Job, numbers: Mapping[str, float]) -> dict[str, float]:
+    """Sums over whole parameters of what each process has summed over its part; what several hold counts once."""
+    places = {name: place_of(parameter).first for name, parameter in job.model.named_parameters()}
+    parts: dict[str, dict[int, float]] = {}
+    for found in job.world.gather({(name, places[name]): number for name, number in numbers.items()}):
+        for (name, first), number in found.items():
+            parts.setdefault(name, {})[first] = number
+    return {name: sum(known.values()) for name, known in parts.items()}
 
 
 def _ratio(value: float, normal: float) -> float:
@@ -108,7 +124,7 @@ def compare(bad: Look, normal: Look) -> list[Layer]:
 
 def damaged_weights(job: Job) -> list[Layer]:
     """Tensors that hold NaN or Inf, with how many."""
-    names = [name for name, _ in job.model.named_parameters()]
-    counts = [(~parameter.detach().isfinite()).sum() for parameter in job.model.parameters()]
-    found = zip(names, torch.stack(counts).tolist(), strict=True)
-    return [Layer(name, "non-finite weights", float(count), 0.0) for name, count in found if count]
+    named = [(name, local(parameter.detach())) for name, parameter in job.model.named_parameters()]
+    counts = torch.stack([(~weight.isfinite()).sum() for _, weight in named]).tolist()
+    found = sum_of_parts(job, {name: float(count) for (name, _), count in zip(named, counts, strict=True)})
+    return [Layer(name, "non-finite weights", count, 0.0) for name, count in found.items() if count]

@@ -20,10 +20,20 @@ from torch import Tensor
 
 from bessemer.data.stream import Batch
 from bessemer.model.widened import widened
+from bessemer.parallel.experts import add_up_experts
+from bessemer.parallel.parts import local
+from bessemer.parallel.shard import send_gradients
+from bessemer.parallel.world import World
 from bessemer.train.job import Job
 from bessemer.train.precision import compute_in, compute_type, use_tf32
 from bessemer.train.scaling import scaled
+from bessemer.train.step import Attempt, step_totals
 from bessemer.trial.case import Normal, Scene
+
+
+class Apart(RuntimeError):
+    """A pass that failed in one of several processes: the others wait in it, so this one has to end, and whoever
+    started them starts all of them again. What fails outside of a pass fails everywhere, and can be gone on from."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +45,88 @@ class Measured:
     nll: list[npt.NDArray[np.float64]]  # (R, T) of each micro-batch
 
 
+def whole_step(job: Job, step: int) -> list[Batch]:
+    """The micro-batches of a step, of all processes in their order: each works out its own, and knows of all."""
+    world = job.world
+    ranks = range(world.layout.dp)
+    return [b for rank in ranks for b in job.stream.micro_batches(step, job.plan.micro_rows, rank, world.layout.dp)]
+
+
+def share_of(world: World, batches: Sequence[Batch]) -> list[Batch]:
+    """Of the micro-batches of a whole step those that this process works out, as many on each: what is missing at the
+    end is padding. Those of `whole_step` fall to the processes that had them."""
+    share = -(-len(batches) // world.layout.dp)
+    mine = list(batches[world.dp_rank * share :][:share])
+    return mine + [_padding(batches[0])] * (share - len(mine))
+
+
+def _padding(like: Batch) -> Batch:
+    """One row of which nothing counts, as the stream has them."""
+    row = {name: np.zeros_like(array[:1]) for name, array in vars(like).items()}
+    return Batch(**row | {name: row[name] - 1 for name in ("positions", "sources", "sequences")})
+
+
 def run_pass(job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None) -> Measured:
     """Forward and backward exactly as the loop does it; the gradients are left in the parameters, added to what is
-    there. `count` is what the loss is divided by: the batches' own weight where it is not given."""
+    there. The batches are a whole step's, of which each process takes its share, and what is measured is the whole's.
+    `count` is what the loss is divided by: the batches' own weight where it is not given."""
+    world = job.world
+    loss, norm, losses = _together(job, share_of(world, batches), count, precision)
+    mine = [np.asarray(nll.cpu(), dtype=np.float64) for nll in losses]
+    everyone = dict(world.gather(((world.dp_rank, world.cp_rank), mine)))
+    columns = job.objective.columns  # of rows that processes share
+    found = [
+        columns.whole(parts) if columns else parts[0]
+        for rank in range(world.layout.dp)
+        for parts in zip(*(everyone[rank, part] for part in range(world.layout.cp)), strict=True)
+    ]
+    return Measured(loss, norm, found[: len(batches)])
+
+
+def run_step(job: Job, step: int) -> Measured:
+    """The same of a step of the stream, of which each process reads its own rows, without the tokens' losses."""
+    world, stream = job.world, job.stream
+    mine = stream.micro_batches(step, job.plan.micro_rows, world.dp_rank, world.layout.dp)
+    loss, norm, _ = _together(job, mine, stream.step_count(step))
+    return Measured(loss, norm, [])
+
+
+def _together(
+    job: Job, batches: Sequence[Batch], count: float | None, precision: str | None = None
+) -> tuple[float, float, list[Tensor]]:
+    try:
+        return _pass(job, batches, count, precision)
+    except Exception as error:
+        if job.world.size == 1:
+            raise
+        raise Apart(f"a pass of a trial failed in process {job.world.rank}: {error}") from error
+
+
+def _pass(
+    job: Job, batches: Sequence[Batch], count: float | None, precision: str | None = None
+) -> tuple[float, float, list[Tensor]]:
+    """Loss and gradient norm of all processes, and the losses of this one's tokens."""
     feeds = deque(job.objective.feed(batch, job.device) for batch in batches)
     if count is None or job.objective.rewriting:
-        count = sum(feed.count for feed in feeds)
+        count = job.world.sums([sum(feed.count for feed in feeds)])[0] / (job.world.size // job.world.layout.dp)
     count = count or 1.0  # all of it is banned: nothing to learn from, and a loss of zero
-    loss = torch.zeros((), device=job.device)
+    loss, correct = torch.zeros((), device=job.device), torch.zeros((), device=job.device)
     losses = []
     precision = precision or job.plan.precision
     scaling = job.scaling if precision == "fp16" else None
     with use_tf32(precision), scaled(scaling, job.optimizer.parameters) as factor:
         while feeds:
+            send_gradients(job.model, now=len(feeds) == 1)
             with compute_in(precision, job.device):
                 terms = job.objective.loss(job.model, feeds.popleft(), count)
             (terms.loss * factor).backward()
             loss += terms.nll
             losses.append(terms.nll_BT)
-    numbers = torch.stack((loss, job.optimizer.grad_norm().float())).tolist()
-    return Measured(numbers[0], numbers[1], [np.asarray(nll.cpu(), dtype=np.float64) for nll in losses])
+        add_up_experts(job.model, job.world)
+    attempt = Attempt(0, 0, loss, correct, [], losses, 0.0)
+    norm = step_totals(job, attempt)  # which makes the loss that of all processes too
+    numbers = torch.stack((attempt.loss, norm.float())).tolist()
+    return numbers[0], numbers[1], losses
 
 
 def measure(job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None) -> Measured:
@@ -121,11 +193,17 @@ def mean_of(results: Sequence[Measured]) -> Measured:
     return Measured(loss, math.exp(sum(norms) / len(norms)), [])
 
 
+def held(job: Job) -> dict[str, Tensor]:
+    """The job's state, live, as far as this process holds it."""
+    with torch.no_grad():
+        return {name: local(tensor) for name, tensor in job.state().items()}
+
+
 @contextmanager
 def kept_aside(job: Job) -> Iterator[dict[str, Tensor]]:
     """Weights, moments, counts, the guard's window and random states are afterwards as they were, also after an error.
     The copy (three times the weights; each rank's own shards) lies on the host where the device has no room."""
-    state = job.state()
+    state = held(job)
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     roomy = job.device.type != "cuda" or torch.cuda.mem_get_info(job.device)[0] > 1.5 * size
     kept = {
@@ -151,6 +229,6 @@ def kept_aside(job: Job) -> Iterator[dict[str, Tensor]]:
 def put_back(job: Job, kept: dict[str, Tensor]) -> None:
     """The kept weights and moments into the job again; gradients are cleared."""
     clear_gradients(job)
-    for name, tensor in job.state().items():
+    for name, tensor in held(job).items():
         if not name.startswith("guard."):
             tensor.copy_(kept[name])

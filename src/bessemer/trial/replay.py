@@ -12,9 +12,12 @@ from torch import Tensor
 
 from bessemer.errors import UserError
 from bessemer.optim.guarded import clip_divisor
+from bessemer.optim.parts import place_of
+from bessemer.parallel.parts import local
+from bessemer.parallel.world import World
 from bessemer.run.journal import number
 from bessemer.train.job import Job
-from bessemer.trial.measure import clear_gradients, run_pass
+from bessemer.trial.measure import clear_gradients, run_step
 
 Record = Mapping[str, Any]
 
@@ -56,14 +59,13 @@ def replay_to(
     for step in range(start, target_step):
         record = known[step]
         rate = lr(record) if lr else float(record["lr"])
-        batches = job.stream.micro_batches(step, job.plan.micro_rows)
-        measured = run_pass(job, batches, job.stream.step_count(step))
+        measured = run_step(job, step)
         vetoed = bool(record.get("veto")) or (veto is not None and veto(step, measured.loss, measured.grad_norm))
         path.append(Replayed(step, rate, measured.loss, measured.grad_norm, vetoed))
         if vetoed:
             clear_gradients(job)
             continue
-        norm = job.optimizer.grad_norm()
+        norm = torch.tensor(measured.grad_norm, device=job.device)
         job.optimizer.step(rate, accept, clip_divisor(norm, number(record.get("clip")) or job.spec.optimizer.clip))
     return path
 
@@ -79,25 +81,60 @@ class Difference:
     size: float  # root mean square of the reference
 
 
+@dataclass(frozen=True)
+class _Gap:
+    """The same for the part of a tensor that one process holds, in sums that parts can be added up by."""
+
+    elements: int
+    of: int  # of the whole tensor
+    largest: float
+    square: float
+    reference: float  # sum of squares
+    count: int
+
+
 @torch.no_grad()
-def differences(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Difference]:
-    """The tensors that differ, weights before moments, the one with the largest change for its size first."""
-    result = {}
-    for name, expected in reference.items():
+def differences(
+    found: Mapping[str, Tensor], reference: Mapping[str, Tensor], world: World | None = None
+) -> dict[str, Difference]:
+    """The tensors that differ, weights before moments, the one with the largest change for its size first. Of several
+    processes each compares what it holds (`found` may be just that), and all know the result."""
+    gaps = {}
+    for name, whole in reference.items():
         if not name.startswith(("model.", "optimizer.")):
             continue
-        a, b = found[name].to(expected.device).float(), expected.float()
+        expected = local(whole)
+        a, b = local(found[name]).to(expected.device).float(), expected.float()
         same = (a == b) | (a.isnan() & b.isnan())
         if bool(same.all()):
             continue
         gap = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-        size = float(b.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
-        result[name] = Difference(int((~same).sum()), a.numel(), float(gap.max()), float(gap.norm()), size)
+        squares = float(b.nan_to_num(0.0, 0.0, 0.0).square().sum())
+        part = _Gap(int((~same).sum()), whole.numel(), float(gap.max()), float(gap.norm()) ** 2, squares, b.numel())
+        gaps[name, place_of(whole).first] = part
+    result = _together((world or World()).gather(gaps))
 
-    def rank(name: str) -> tuple[bool, float]:
-        return not name.startswith("model."), -result[name].largest / max(result[name].size, 1e-12)
+    def rank(name: str) -> tuple[bool, float, str]:
+        return not name.startswith("model."), -result[name].largest / max(result[name].size, 1e-12), name
 
     return {name: result[name] for name in sorted(result, key=rank)}
+
+
+def _together(everyone: Sequence[Mapping[tuple[str, int], _Gap]]) -> dict[str, Difference]:
+    """What several processes hold in common counts once: by the replica of it that is furthest off."""
+    parts: dict[str, dict[int, _Gap]] = {}
+    for gaps in everyone:
+        for (name, first), gap in gaps.items():
+            known = parts.setdefault(name, {})
+            known[first] = max(known.get(first, gap), gap, key=lambda one: one.largest)
+    result = {}
+    for name, known in parts.items():
+        gaps_here = known.values()
+        size = math.sqrt(sum(gap.reference for gap in gaps_here) / sum(gap.count for gap in gaps_here))
+        norm = math.sqrt(sum(gap.square for gap in gaps_here))
+        elements, largest = sum(gap.elements for gap in gaps_here), max(gap.largest for gap in gaps_here)
+        result[name] = Difference(elements, next(iter(gaps_here)).of, largest, norm, size)
+    return result
 
 
 def beyond_spread(found: Mapping[str, Difference], spread: Mapping[str, Difference]) -> dict[str, float]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
 from bessemer.trial.attribute import parts_of
 from bessemer.trial.case import Earlier
 from bessemer.trial.experiments import Hearing, accuse_documents
-from bessemer.trial.measure import measure, put_back
+from bessemer.trial.measure import held, measure, put_back, whole_step
 from bessemer.trial.replay import Difference, Record, Replayed, beyond_spread, differences, first_unlike, replay_to
 from bessemer.trial.verdict import CORRUPT, LR_JUMP
 
@@ -49,7 +50,7 @@ def replays(h: Hearing) -> None:
     try:
         state.load()
         path = replay_to(h.job, h.scene.step, h.scene.history, state.step)
-        found = differences(h.kept, h.job.state())
+        found = differences(h.kept, h.job.state(), h.job.world)
         question = f"Does a replay from step {state.step} lead to the judged weights?"
         detail = _told(found) if found else "bit for bit the judged weights"
         h.evidence.replay = h.note("replay", question, measure(h.job, h.scene.batches), detail)
@@ -82,14 +83,20 @@ def _starting_point(h: Hearing) -> Earlier | None:
 
 
 def _corruption(h: Hearing, state: Earlier, path: Sequence[Replayed], found: dict[str, Difference]) -> float | None:
-    """How far beyond the device's spread the weights differ; the spread is that of a second replay."""
+    """How far beyond the device's spread the weights differ; the spread is that of a second replay. Where the run was
+    rounded otherwise no spread is known: then weights are another's that are damaged where replayed ones are not."""
+    if state.step < h.alike_from:
+        corrupt = h.evidence.damaged and h.evidence.normal(h.evidence.replay)
+        if corrupt:
+            h.began_at = h.scene.step - 1
+        return math.inf if corrupt else 0.0
     if not h.room(COST * len(path)):
         h.left_out.append("second replay")
         return None
-    first = {name: tensor.detach().to("cpu", copy=True) for name, tensor in h.job.state().items()}
+    first = {name: tensor.detach().to("cpu", copy=True) for name, tensor in held(h.job).items()}
     state.load()
     again = replay_to(h.job, h.scene.step, h.scene.history, state.step)
-    ratios = beyond_spread(found, differences(h.job.state(), first))
+    ratios = beyond_spread(found, differences(first, h.job.state(), h.job.world))
     worst = max(ratios.values())
     if worst > CORRUPT:
         guilty = {name: gap for name, gap in found.items() if ratios[name] > CORRUPT}
@@ -145,7 +152,7 @@ def _without_outliers(h: Hearing, state: Earlier) -> None:
             return False
         vetoed.append(step)
         if len(vetoed) == 1 and h.room(8):
-            batches = h.job.stream.micro_batches(step, h.job.plan.micro_rows)
+            batches = whole_step(h.job, step)
             measured = measure(h.job, batches)
             usual = [(other, measure(h.job, other)) for other in h.references[:2]]
             parts = [part for other, one in usual for part in parts_of(h.job.stream, other, one.nll)]

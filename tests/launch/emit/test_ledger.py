@@ -22,7 +22,7 @@ LEFT_OUT = {
     "tokenizer.sample", "data.bad_rows",
     "name", "runs", "objective", "start_from", "model.hf", "model.wrap", "model.preset", "tokenizer.path",
     "data.exclude", "model.mup_width", "tokenizer.pattern", "tokenizer.learn", "data.sources", "data.mix",
-    "parallel.threads",
+    "parallel.threads", "lints.silence",
 }  # fmt: skip
 SHARED = {"spec.yaml", "plan.json", "settings.json", "data.json", "model.json", "tokenizer.json", "NOTES.md"}
 # Values that a tiny run can have, where the example of the reference is too large or the default.

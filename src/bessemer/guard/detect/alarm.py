@@ -45,6 +45,8 @@ ADVICE = {
     "faster storage",
     "straggler": "a throttled device, a shared host or a slow link on those ranks; look at their hosts and replace "
     "them if it lasts",
+    "weights_differ": "a faulty device or memory, or an update that one process made otherwise; the run goes back to "
+    "where all were alike, take the named host or device out if it happens again",
     "memory_growth": "something keeps what it should release: tensors with their graph, caches; save before that step "
     "and restart, look for lists that collect tensors",
     "clock_jump": "the clock was set, or the machine slept; durations are right (steady clock), times of events before "

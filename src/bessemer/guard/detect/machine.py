@@ -9,6 +9,7 @@ from bessemer.guard.detect.block import BLOCK, Block, Record, median, theil_sen
 from bessemer.guard.detect.losses import REARM
 from bessemer.spec.guard import GuardSpec
 
+MATTERS = 0.02  # of a step that a slow rank has to cost the others
 LASTING = 4  # blocks in a row that slowness has to last, besides the seconds in the spec
 POINTS = 16  # of memory's line
 AHEAD = 8  # how many times further than it was seen a line of memory is believed
@@ -18,10 +19,11 @@ AHEAD = 8  # how many times further than it was seen a line of memory is believe
 class Speed:
     """Time per token against the window, the share of it spent waiting for data, and ranks slower than their peers.
 
-    `rank_step_s` holds each rank's own time up to the first collective: after it all ranks show the same.
+    `rank_step_s` holds each rank's own time, without waiting for the others (`guard/pace.py`). Not every step has it.
     """
 
     guard: GuardSpec
+    hosts: list[str] = field(default_factory=list)  # of the ranks
     levels: list[float] = field(default_factory=list)  # seconds per token
     slow: list[float] = field(default_factory=list)  # the same of slow blocks in a row
     slow_s: float = 0.0  # how long they took
@@ -62,17 +64,32 @@ class Speed:
         return alarm("data_wait", block.step, "warning", symptom, 0.95, share=share)
 
     def _stragglers(self, block: Block) -> list[Alarm]:
-        """One step of each block is enough: a slow rank is slow in all of them."""
-        times: list[float] = block.attempts[-1].get("rank_step_s") or [0.0]
-        usual = median(times)
-        slow = [str(rank) for rank, time in enumerate(times) if time > self.guard.detect.straggler * usual]
+        """Ranks whose own work takes longer than the median rank's, by enough to hold up the rest."""
+        told = [record["rank_step_s"] for record in block.attempts if record.get("rank_step_s")]
+        if not told:
+            return []
+        times: list[float] = told[-1]
+        usual = sorted(times)[(len(times) - 1) // 2]  # of two the faster
+        step_s = median([record["step_s"] for record in block.attempts])
+        slow = [
+            str(rank) for rank, time in enumerate(times)
+            if time > self.guard.detect.straggler * usual and time - usual > MATTERS * step_s
+        ]  # fmt: skip
         self.ranks = {rank: self.ranks.get(rank, 0) + 1 for rank in slow}
         lasting = {int(rank): times[int(rank)] for rank, blocks in self.ranks.items() if blocks >= LASTING}
         if not fires(self.active, "straggler", bool(lasting), REARM):
             return []
-        worst = max(lasting, key=lasting.__getitem__)
-        symptom = f"{len(lasting)} slow ranks: {worst} takes {lasting[worst]:.3g} s, the median rank {usual:.3g} s"
-        return alarm("straggler", block.step, "warning", symptom, 0.9, ranks=sorted(lasting), usual_s=usual)
+        said = []
+        for rank in sorted(lasting, key=lambda rank: -lasting[rank])[:4]:
+            waited_s = lasting[rank] - usual
+            host = f" ({self.hosts[rank]})" if rank < len(self.hosts) else ""
+            share = min(1.0, waited_s / max(step_s, 1e-9))
+            of = f"{1000 * waited_s:.3g} ms of {1000 * step_s:.3g} ms a step are waited for it, {100 * share:.0f} %"
+            said.append(f"rank {rank}{host} is slow: {of}")
+        return alarm(
+            "straggler", block.step, "warning", "; ".join(said), 0.9, ranks=sorted(lasting), usual_s=usual,
+            own_s=[lasting[rank] for rank in sorted(lasting)], step_s=step_s,
+        )  # fmt: skip
 
 
 @dataclass

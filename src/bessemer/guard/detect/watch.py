@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from bessemer.guard.detect.alarm import Alarm, Severity, alarm, fires
@@ -21,13 +22,17 @@ KEPT = (
     "step", "loss", "grad_norm", "lr", "veto", "tokens_per_s", "step_s", "data_wait_s", "memory_bytes", "rank_step_s",
 )  # fmt: skip
 SEARCH = 4  # times as many overflows of fp16 in a row: from 65,536 down to 1 a loss scale takes 16 steps
-FIXED = ("guard", "key", "limit_bytes", "total_steps")  # of a detector, from the spec and the machine
+FIXED = ("guard", "key", "limit_bytes", "total_steps", "hosts")  # of a detector, from the spec and the machine
 
 
 class Watch:
-    """`memory_limit_bytes` is what the device (or host, on a CPU) has; None leaves memory unwatched."""
+    """`memory_limit_bytes` is what the device (or host, on a CPU) has; None leaves memory unwatched. `hosts` are those
+    of the ranks, where there are several."""
 
-    def __init__(self, spec: GuardSpec, memory_limit_bytes: int | None, total_steps: int) -> None:
+    def __init__(
+        self, spec: GuardSpec, memory_limit_bytes: int | None, total_steps: int, hosts: Sequence[str] = ()
+    ) -> None:
+        self.hosts = list(hosts)
         self.spec, self.memory_limit_bytes, self.total_steps = spec, memory_limit_bytes, total_steps
         self._begin()
 
@@ -39,7 +44,7 @@ class Watch:
         self.settings, self.overfitting, self.looks = Settings(spec), Overfitting(spec), Looks(spec)
         self.spike, self.grad_spike = Spike(spec, "loss"), Spike(spec, "grad_norm")
         self.divergence, self.gradient, self.oscillation = Divergence(spec), Gradient(spec), Oscillation(spec)
-        self.plateau, self.speed = Plateau(spec, self.total_steps), Speed(spec)
+        self.plateau, self.speed = Plateau(spec, self.total_steps), Speed(spec, self.hosts)
         self.memory = Memory(spec, self.memory_limit_bytes, self.total_steps)
 
     def step(self, record: Record, clocks: tuple[float, float] | None = None) -> list[Alarm]:

@@ -20,7 +20,8 @@ from bessemer.optim.schedule import Schedule
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
 from bessemer.spec.load import dump_spec
-from bessemer.spec.schema import ParallelSpec, RunSpec
+from bessemer.spec.parallel import ParallelSpec
+from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.supervise.dry import decide
 from bessemer.supervise.start import completed

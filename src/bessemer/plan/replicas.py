@@ -1,0 +1,52 @@
+"""What `parallel.replicas` asks for, checked against the layout and told in the plan."""
+
+from __future__ import annotations
+
+from bessemer.errors import UserError
+from bessemer.plan.decide import TrainPlan
+from bessemer.plan.decision import Plan
+from bessemer.plan.layout import Layout
+from bessemer.spec.parallel import ReplicasSpec
+from bessemer.spec.schema import RunSpec
+
+KEY = "parallel.replicas"
+CHANGES = {
+    "bf16": "half of what is sent; gradients are rounded to three digits, which changes the losses a little",
+    "powersgd": "matrices of low rank are sent, and what they leave out a step later: this changes the losses",
+}
+
+
+def note_replicas(spec: RunSpec, layout: Layout, plan: Plan) -> None:
+    """These keys are for whole replicas, whose gradients DDP adds up: another layout sends them otherwise."""
+    asked, usual = spec.parallel.replicas, ReplicasSpec()
+    written = [key for key in ReplicasSpec.model_fields if getattr(asked, key) != getattr(usual, key)]
+    if not written or layout.size == 1:  # one process sends nothing: the same spec runs there too
+        return
+    if layout.size > layout.dp_replicate:
+        degree = next(key for key in ("dp_shard", "tp", "cp", "pp") if getattr(layout, key) > 1)
+        raise UserError(
+            f"{KEY}.{written[0]}: for whole replicas, and parallel.{degree} is {getattr(layout, degree)}: "
+            f"write parallel.{degree}: 1, or leave this out"
+        )
+    if asked.divide_optimizer and spec.memory.update == "in_backward":
+        raise UserError(f"{KEY}.divide_optimizer: memory.update is in_backward: write after, or false here")
+    for key in written:
+        plan.asked(f"{KEY}.{key}", getattr(asked, key))
+    if asked.compress != "none":
+        plan.add(f"{KEY}.compress", asked.compress, CHANGES[asked.compress], "asked")
+    if asked.divide_optimizer:
+        reason = f"each of {layout.dp_replicate} replicas keeps and steps its share of the moments"
+        plan.add(f"{KEY}.divide_optimizer", True, f"{reason}, whole tensors", "asked")
+
+
+def check_static_graph(spec: RunSpec, layout: Layout, training: TrainPlan) -> None:
+    """DDP learns the graph in the first backward pass, and fails unless that one sends its gradients: with several
+    passes in a step only the last does."""
+    if not spec.parallel.replicas.static_graph or layout.size == 1:
+        return
+    rows = -(-max(rows for _, rows in training.batch_rows) // layout.dp)
+    if rows > training.micro_rows:
+        raise UserError(
+            f"{KEY}.static_graph: a process takes {rows} rows of a step in passes of {training.micro_rows}, and it has "
+            f"to take them in one: write budget.micro_batch: {rows}, or false here"
+        )

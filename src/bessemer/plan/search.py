@@ -1,0 +1,192 @@
+"""The layouts that fit a cluster, the fastest of them, and why each of the others lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Literal
+
+from bessemer.plan.hardware import Cluster
+from bessemer.plan.layout import Layout
+from bessemer.plan.memory import Passes
+from bessemer.plan.per_rank import RankNeeds, rank_needs
+from bessemer.plan.steptime import Setup, StepTime, step_time
+from bessemer.plan.work import work_of
+from bessemer.spec.memory import ParameterBytes
+from bessemer.spec.quantity import human_bytes
+from bessemer.spec.shape import ModelShape
+
+USABLE = 0.94  # of a device's memory: the rest is for what nobody foresees
+LONG = 16_384  # tokens of a row from which on sharing its columns is worth a look
+MOST_ROWS = 64  # of a micro-batch
+MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+PARTS = {
+    "compute": "computing", "tp": "exchanges inside layers", "dp": "gathering weights and adding up gradients",
+    "pp": "passing between stages", "bubble": "stages that wait", "optimizer": "updates", "stall": "the host",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be trained on what; the search decides the rest."""
+
+    shape: ModelShape
+    cluster: Cluster
+    context: int
+    rows: int  # of a step
+    each: ParameterBytes
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    layout: Layout
+    micro_rows: int
+    activations: Literal["none", "selective", "full"]
+    virtual: int
+    needs: RankNeeds
+    time: StepTime
+    tokens_per_s: float
+    mfu: float
+
+    def name(self) -> str:
+        """The degrees above one, and how it is run."""
+        degrees = {key: getattr(self.layout, key) for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")}
+        words = [f"{key} {degree}" for key, degree in degrees.items() if degree > 1] or ["one GPU"]
+        words += [f"micro-batch {self.micro_rows}", f"recompute {self.activations}"]
+        return ", ".join(words + ([f"{self.virtual} stages each"] if self.virtual > 1 else []))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best of each layout, fastest first; what did not fit, nearest first; how many were looked at."""
+
+    ranked: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
+    looked_at: int
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+
+def search(wish: Wish) -> Found:
+    """Every layout of the cluster, each with the micro-batch, recomputation and stages that serve it best. Where none
+    fits, `ranked` is empty."""
+    limit = USABLE * wish.cluster.gpu.memory_bytes
+    ranked, too_large, looked_at = [], [], 0
+    for layout in layouts(wish):
+        fitting: Candidate | None = None
+        smallest: Candidate | None = None
+        for candidate in _ways(wish, layout, limit):
+            looked_at += 1
+            if candidate.needs.total > limit:
+                smallest = min(smallest or candidate, candidate, key=lambda one: one.needs.total)
+            elif fitting is None or candidate.tokens_per_s > fitting.tokens_per_s:
+                fitting = candidate
+        if fitting:
+            ranked.append(fitting)
+        elif smallest:
+            too_large.append(smallest)
+    ranked.sort(key=lambda one: -one.tokens_per_s)
+    too_large.sort(key=lambda one: one.needs.total)
+    return Found(tuple(ranked), tuple(too_large), looked_at)
+
+
+def layouts(wish: Wish) -> Iterator[Layout]:
+    """Those that divide the model evenly, with tensors shared inside a node: no exchange inside a layer pays beyond."""
+    shape, cluster = wish.shape, wish.cluster
+    whole = gcd(shape.heads, shape.kv_heads, shape.ffn or shape.heads)
+    special = bool(shape.moe or shape.mamba or shape.mla) or shape.decoder_layers > 0
+    for tp in _divisors(cluster.per_node):
+        if whole % tp or (tp > 1 and special):
+            continue
+        for cp in _divisors(cluster.count // tp):
+            columns = wish.context % (cp * tp) == 0 and (shape.heads // tp) % cp == 0 and not special
+            if cp > 1 and (not columns or wish.context // cp < LONG // 4 or wish.context < LONG):
+                continue
+            for pp in _divisors(cluster.count // (tp * cp)):
+                if pp > shape.layers or (pp > 1 and shape.decoder_layers):
+                    continue
+                yield from _rows_among(wish, tp, cp, pp)
+
+
+def _rows_among(wish: Wish, tp: int, cp: int, pp: int) -> Iterator[Layout]:
+    cluster, moe = wish.cluster, wish.shape.moe
+    dp = cluster.count // (tp * cp * pp)
+    if dp > wish.rows or wish.rows % dp:
+        return
+    inside = max(1, cluster.per_node // (tp * cp))
+    for shard in sorted({1, min(dp, inside), min(dp, inside * 8), dp}):
+        if dp % shard:
+            continue
+        layout = Layout(dp // shard, shard, tp=tp, cp=cp, pp=pp)
+        yield layout
+        if moe and shard > 1 and moe.experts % shard == 0 and cp == 1:
+            yield replace(layout, ep=shard)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _ways(wish: Wish, layout: Layout, limit: float) -> Iterator[Candidate]:
+    """Micro-batches from one row up for each mode of recomputation, until one no longer fits."""
+    share = wish.rows // layout.dp
+    stages = [1] if layout.pp == 1 else [n for n in (1, 2, 4) if layout.pp * n <= wish.shape.layers]
+    for how in MODES:
+        for rows in (n for n in (1, 2, 4, 8, 16, 32, MOST_ROWS) if share % n == 0):
+            batches = share // rows
+            if layout.pp > 1 and batches < layout.pp and rows > 1:
+                break
+            fits = False
+            for virtual in stages if batches % layout.pp == 0 else stages[:1]:
+                candidate = _candidate(wish, layout, rows, how, virtual, batches)
+                fits = fits or candidate.needs.total <= limit
+                yield candidate
+            if not fits:
+                break
+
+
+def _candidate(wish: Wish, layout: Layout, rows: int, how: str, virtual: int, batches: int) -> Candidate:
+    shape, gpu = wish.shape, wish.cluster.gpu
+    dense = layout.tp == 1 and not (shape.moe or shape.mamba)
+    passes = Passes(wish.context, rows, wish.precision, how, dense, "cuda", several=batches > 1)  # type: ignore[arg-type]
+    needs = rank_needs(shape, layout, wish.each, passes, batches, virtual)
+    setup = Setup(
+        work_of(shape), layout, rows, wish.rows, wish.context, wish.precision, how,  # type: ignore[arg-type]
+        virtual=virtual, sequence_parallel=layout.tp > 1,
+    )  # fmt: skip
+    time = step_time(setup, wish.cluster)
+    rate = wish.rows * wish.context / time.total_s
+    half = "bf16" if wish.precision.startswith("fp8") else wish.precision
+    mfu = rate * shape.flops_per_token(wish.context) / (wish.cluster.count * gpu.peak(half))
+    return Candidate(layout, rows, how, virtual, needs, time, rate, mfu)  # type: ignore[arg-type]
+
+
+def why(best: Candidate, other: Candidate, wish: Wish) -> str:
+    """In what `other` loses to `best`."""
+    limit = USABLE * wish.cluster.gpu.memory_bytes
+    if other.needs.total > limit:
+        return f"does not fit: {human_bytes(other.needs.total)} of {human_bytes(int(limit))} ({other.needs.words()})"
+    slower = other.time.total_s / best.time.total_s - 1
+    lost = {key: seconds - best.time.parts[key] for key, seconds in other.time.parts.items()}
+    worst = max(lost, key=lambda key: lost[key])
+    share = lost[worst] / best.time.total_s
+    return f"{slower:.1%} slower: {PARTS[worst]} takes {share:+.1%} of a step more"
+
+
+def nearest(wish: Wish, found: Found) -> str:
+    """What would make an impossible wish possible, in numbers."""
+    gpu = wish.cluster.gpu
+    least = found.too_large[0]
+    need, have = least.needs.total, USABLE * gpu.memory_bytes
+    states = int(wish.each.device * wish.shape.parameters)
+    gpus = max(-(-states // int(0.6 * have)), wish.cluster.count + 1)
+    return (
+        f"nothing fits: the leanest layout ({least.name()}) needs {human_bytes(need)} of {human_bytes(int(have))} on "
+        f"each {gpu.name}. Weights, gradients and moments alone are {human_bytes(states)}: about {gpus} GPUs hold them "
+        "with room to work, or a lighter optimizer (memory.moments: 8bit), or an adapter"
+    )

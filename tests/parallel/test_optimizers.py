@@ -1,0 +1,215 @@
+"""Every optimizer over several processes: divided weights are stepped as whole ones are, or refused by name."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from bessemer.checkpoint.shelf import single_process
+from bessemer.errors import UserError
+from bessemer.optim.choose import make_optimizer
+from bessemer.optim.ema import Ema
+from bessemer.optim.guarded import clip_divisor
+from bessemer.parallel.parts import local
+from bessemer.plan.decision import Plan
+from bessemer.plan.layout import ELEMENTWISE, decide_layout
+from bessemer.plan.machine import Machine
+from bessemer.run.directory import Run
+from bessemer.spec.memory import MemorySpec
+from bessemer.spec.optimizer import SETTINGS, OptimizerSpec
+from bessemer.spec.parallel import ParallelSpec
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.supervise.session import run_folder, train
+
+Ranks = Callable[..., list[Any]]
+STEPS = 5
+VETOED = 2
+MEMORIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16 moments": ("adamw", {"moments": "bf16"}),
+    "8bit moments": ("adamw", {"moments": "8bit"}),
+    "lion with bf16 moments": ("lion", {"moments": "bf16"}),
+    "adam on the host": ("adam", {"offload_optimizer": True, "moments": "bf16"}),
+}
+
+
+class Net(nn.Module):
+    """Matrices and vectors of 8 bits' blocks, one with fewer rows than there may be processes, one of odd size."""
+
+    def __init__(self, even: bool = True) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        shapes = {"large": (512, 256), "vector": (48,), "few": (1, 8), "blocks": (64, 128)}
+        shapes |= {} if even else {"odd": (7, 5)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=draw)))
+
+    def forward(self) -> torch.Tensor:
+        return sum(((p - 1) ** 2).sum() for p in self.parameters())  # type: ignore[return-value]
+
+
+def steps(
+    name: str, shards: int, memory: dict[str, Any], replicas: int = 1, even: bool = True
+) -> dict[str, np.ndarray]:
+    """Weights, moments and averages after some steps, one of them vetoed, as whole tensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = Net(even)
+    if shards > 1:
+        names = ("dp_replicate", "dp_shard")
+        mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
+        fully_shard(net, mesh=mesh if replicas > 1 else mesh["dp_shard"])
+    optimizer = make_optimizer(net.named_parameters(), OptimizerSpec(name=name), memory=MemorySpec(**memory), seed=3)
+    average = Ema(net.named_parameters(), 0.9)
+    for step in range(STEPS):
+        for k, parameter in enumerate(net.parameters()):
+            draw = torch.Generator().manual_seed(100 * step + k)
+            whole = torch.randn(parameter.shape, generator=draw)
+            if step == VETOED:
+                whole[0] = float("nan")
+            parameter.grad = whole if shards == 1 else _like(parameter, whole)
+        reject = torch.tensor(float(step == VETOED))
+        optimizer.step(0.05, reject, clip_divisor(torch.tensor(3.0), 1.0))
+        average.update(reject)
+    found = {f"model.{key}": p.detach() for key, p in net.named_parameters()}
+    found |= {f"optimizer.{key}": tensor for key, tensor in optimizer.state().items()}
+    found |= {f"ema.{key}": tensor for key, tensor in average.state().items()}
+    return {key: _whole(tensor) for key, tensor in found.items()}
+
+
+def _like(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _whole(tensor: Any) -> np.ndarray:
+    """Its bytes; tensors do not outlive the process that made them."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.contiguous().view(-1).view(torch.uint8).numpy().copy()
+
+
+def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, content in wanted.items():
+        if ".odd" in key:  # torch's kernels round the elements that do not fill a vector by another instruction
+            assert np.allclose(found[key].view(np.float32), content.view(np.float32), rtol=1e-6, atol=1e-7), key
+        else:
+            assert np.array_equal(found[key], content), key
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_divided_step_is_the_step_bit_for_bit(ranks: Ranks, name: str) -> None:
+    wanted = steps(name, 1, {}, even=False)
+    for found in ranks(2, steps, name, 2, {}, 1, False):
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_moments_in_few_bits_round_alike_however_they_are_divided(ranks: Ranks, kind: str) -> None:
+    """Elements are rounded by their place in the whole, not by that in a part."""
+    name, memory = MEMORIES[kind]
+    wanted = steps(name, 1, memory)
+    for found in (*ranks(2, steps, name, 2, memory), *ranks(4, steps, name, 2, memory, 2)):
+        same(found, wanted)
+
+
+def test_blocks_that_dividing_would_cut_are_refused_by_name(ranks: Ranks) -> None:
+    def refused() -> str:
+        with pytest.raises(UserError) as error:
+            steps("adamw", 3, {"moments": "8bit"})
+        return str(error.value)
+
+    for words in ranks(3, refused):
+        assert words.startswith("memory.moments: 8bit") and "large" in words and "\n" not in words
+
+
+def test_divided_moments_are_saved_and_loaded_as_parts_of_a_whole(ranks: Ranks, tmp_path: Path) -> None:
+    def save() -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        net = Net()
+        fully_shard(net)
+        optimizer = make_optimizer(net.named_parameters(), OptimizerSpec(), memory=MemorySpec(moments="8bit"))
+        for key, tensor in optimizer.state().items():
+            local(tensor).fill_(len(key) % 200)
+        dcp.save(optimizer.state(), checkpoint_id=tmp_path)
+
+    ranks(2, save)
+    alone = make_optimizer(Net().named_parameters(), OptimizerSpec(), memory=MemorySpec(moments="8bit")).state()
+    single_process()
+    dcp.load(alone, checkpoint_id=tmp_path, no_dist=True)
+    assert all(bool((tensor == len(key) % 200).all()) for key, tensor in alone.items())
+
+
+def test_every_optimizer_is_stepped_by_parts_or_known_to_need_whole_matrices() -> None:
+    assert set(SETTINGS) - set(ELEMENTWISE) == {"adafactor", "muon"}
+
+
+def spec_of(folder: Path, name: str, size: int, optimizer: dict[str, Any], degree: str, **more: Any) -> RunSpec:
+    corpus = folder / "words.jsonl"
+    if not corpus.exists():
+        draw = random.Random(0)
+        words = ["steel", "iron", "blast", "flame", "ore", "coke", "slag", "heat"]
+        lines = (json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(60))
+        corpus.write_text("\n".join(lines) + "\n")
+    return RunSpec.model_validate({
+        "name": name, "runs": str(folder / "runs"), "precision": "fp32", "tokenizer": {"vocab": 300},
+        "model": {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64},
+        "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0.1},
+        "budget": {"steps": 8, "batch": 256, "micro_batch": 2}, "optimizer": {"lr": 0.003, **optimizer},
+        "schedule": {"kind": "constant", "warmup": 2}, "evaluate": {"every": "4 steps"},
+        "parallel": {"device": "cpu", "threads": 1, **({degree: size} if size > 1 else {})},
+    } | more)  # fmt: skip
+
+
+RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
+    "muon": ("dp_replicate", {"name": "muon"}, {}, 1e-3),  # torch's computes in bf16
+    "adafactor": ("dp_replicate", {"name": "adafactor"}, {}, 1e-4),
+    "kahan": ("dp_replicate", {}, {"precision": "bf16", "memory": {"weights": "kahan"}}, 0.02),  # sums in bf16
+    "stochastic": ("dp_replicate", {}, {"precision": "bf16", "memory": {"weights": "stochastic"}}, 0.02),
+    "averages": ("dp_shard", {"ema": 0.9}, {}, 1e-5),
+    "averages of replicas": ("dp_replicate", {"ema": 0.9}, {}, 1e-5),
+    "8bit": ("dp_shard", {}, {"memory": {"moments": "8bit"}}, 1e-3),
+    "lion, divided": ("dp_shard", {"name": "lion", "lr": 3e-4}, {}, 1e-4),
+    "on the host": ("dp_shard", {}, {"memory": {"offload_optimizer": True}}, 1e-5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_whole_run_has_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    degree, optimizer, more, within = RUNS[kind]
+    curves = []
+    for size in (1, 2):
+        spec = spec_of(tmp_path, f"of-{size}", size, optimizer, degree, **more)
+        assert set(ranks(size, lambda spec=spec: train(spec).kind)) == {"finished"}
+        run = Run.existing(run_folder(spec))
+        curves.append([record["loss"] for record in (*run.metrics(), *run.validations())])
+    assert curves[1] == pytest.approx(curves[0], rel=within) and len(curves[0]) >= 10
+
+
+REFUSED = {
+    "muon": {"optimizer": {"name": "muon"}},
+    "adafactor": {"optimizer": {"name": "adafactor"}},
+    "memory.weights": {"precision": "bf16", "memory": {"weights": "kahan"}},
+    "memory.update": {"memory": {"update": "in_backward"}},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_divided_is_refused_in_one_line(name: str) -> None:
+    spec = RunSpec.model_validate({"name": "x", "model": "1M", "data": {"sources": {"a": "x"}}, **REFUSED[name]})
+    spec = spec.model_copy(update={"parallel": ParallelSpec(dp_shard=2)})
+    shape = ModelShape(vocab=64, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64)
+    with pytest.raises(UserError) as error:
+        decide_layout(spec, shape, 32, Machine("cpu", "m", 1 << 30, 1), 2, Plan())
+    assert name in str(error.value) and "\n" not in str(error.value)
