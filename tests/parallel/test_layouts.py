@@ -19,6 +19,7 @@ from bessemer.supervise.session import run_folder, train
 
 Ranks = Callable[..., list[Any]]
 STEPS, SHORT = 50, 12
+GENTLE = {"lr": 0.002}  # over many steps: at 0.01 the last digits of one process grow to the third by step 40
 Asked, Curves = dict[str, Any], dict[str, list[float]]
 LAYOUTS: dict[str, tuple[int, Asked]] = {
     "one": (1, {}),
@@ -112,7 +113,9 @@ def alone(ranks: Ranks, folder: Path) -> Callable[[int, bool], Curves]:
     @cache
     def run(steps: int, experts: bool = False) -> Curves:
         model = {**MODEL, "moe": MOE} if experts else MODEL
-        return run_on(ranks, "one", spec_of(folder, f"one-{steps}-{experts}", "one", steps=steps, model=model))
+        more = {"optimizer": GENTLE} if steps == STEPS else {}
+        spec = spec_of(folder, f"one-{steps}-{experts}", "one", steps=steps, model=model, **more)
+        return run_on(ranks, "one", spec)
 
     return run
 
@@ -138,7 +141,7 @@ def test_the_core_layouts_have_the_curve_of_one_process(ranks: Ranks, folder: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_every_layout_has_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
-    same(run_on(ranks, layout, spec_of(folder, f"{named(layout)}-long", layout)), alone(STEPS, False))
+    same(run_on(ranks, layout, spec_of(folder, f"{named(layout)}-long", layout, optimizer=GENTLE)), alone(STEPS, False))
 
 
 @pytest.mark.slow
@@ -146,7 +149,7 @@ def test_every_layout_has_the_curve_of_one_process(ranks: Ranks, folder: Path, a
 def test_experts_have_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
     """Their balance loss is a mean over a micro-batch, which is the same rows everywhere, and their biases count all.
     Sooner or later a token between two experts goes to the other one."""
-    spec = spec_of(folder, f"{named(layout)}-long", layout, model={**MODEL, "moe": MOE})
+    spec = spec_of(folder, f"{named(layout)}-long", layout, model={**MODEL, "moe": MOE}, optimizer=GENTLE)
     same(run_on(ranks, layout, spec), alone(STEPS, True), loss=2e-4)
 
 
