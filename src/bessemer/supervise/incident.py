@@ -7,9 +7,7 @@ loop to be called again, at the next step or at the one that was rolled back to;
 from __future__ import annotations
 
 import copy
-import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +19,7 @@ from bessemer.guard.judge import NONFINITE, REASONS
 from bessemer.guard.ladder import Facts, Rung
 from bessemer.guard.recovery import Recovering
 from bessemer.observe.words import short_path
-from bessemer.run.journal import number
+from bessemer.supervise.past import best_before, digits_from, recent, usual
 from bessemer.supervise.restore import load_checkpoint
 from bessemer.train.copies import CONFIRMED_STEPS
 from bessemer.train.job import Adjustment, Incident, Job, Outcome
@@ -364,11 +362,6 @@ def equal_at(incident: Incident) -> int | None:
     return int(alarm.finding.evidence["equal_at"]) if alarm and alarm.kind == "weights_differ" else None
 
 
-def digits_from(events: Iterable[Mapping[str, Any]]) -> int:
-    """The step since which a run's sums are rounded as they are now."""
-    return max((int(number(e.get("step")) or 0) for e in events if e.get("kind") == "digits_may_differ"), default=0)
-
-
 def replays(job: Job) -> str | None:
     """Why the steps of a run cannot be run again as they were; None if they can."""
     asked, layout = job.spec.parallel, job.world.layout
@@ -382,12 +375,6 @@ def replays(job: Job) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def recent(job: Job) -> list[dict[str, Any]]:
-    """What a report shows of the last steps."""
-    keys = ("step", "loss", "grad_norm", "lr", "veto")
-    return [{key: record[key] for key in keys} for record in job.history]
-
-
 def replace_trial(case: Case, trial: Trial) -> Case:
     """The case as this trial alone sees it: a case may hold several, and each convicts its own documents."""
     found = copy.copy(case)
@@ -397,26 +384,3 @@ def replace_trial(case: Case, trial: Trial) -> Case:
 
 def _missing(value: float | None) -> bool:
     return value is None or value != value
-
-
-def usual(history: Iterable[dict[str, Any]], loss_sigma: float, grad_sigma: float) -> Normal:
-    """What was usual, from the records: the block of 32 accepted steps with the lowest median loss."""
-    block = lowest_block([record for record in history if record["veto"] is None])
-    losses = [float(record["loss"]) for record in block] or [float("nan")]
-    norms = [float(record["grad_norm"]) for record in block] or [float("nan")]
-    loss, norm = statistics.median(losses), statistics.median(norms)
-    spread = 1.4826 * statistics.median(abs(value - loss) for value in losses)
-    return Normal(loss, max(spread, 0.02 * abs(loss)), norm, 0.25, loss_sigma, grad_sigma)
-
-
-def lowest_block(records: Sequence[dict[str, Any]], size: int = 32) -> list[dict[str, Any]]:
-    """The best stretch of a run: the block of so many records with the lowest median loss."""
-    blocks = [list(records[i : i + size]) for i in range(0, len(records), size)] if records else [[]]
-    whole = [block for block in blocks if len(block) == size] or blocks
-    return min(whole, key=lambda block: statistics.median(r["loss"] for r in block) if block else float("inf"))
-
-
-def best_before(history: Sequence[dict[str, Any]]) -> int:
-    """The step after the run's best stretch: slow trouble began somewhere behind it."""
-    block = lowest_block([record for record in history if record["veto"] is None and number(record["loss"])])
-    return int(block[-1]["step"]) + 1 if block else 0

@@ -24,7 +24,7 @@ from bessemer.run.journal import number
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.supervise.build import Parts, make_job
-from bessemer.supervise.incident import digits_from, usual
+from bessemer.supervise.past import digits_from, usual
 from bessemer.supervise.replay import stream_of
 from bessemer.supervise.restore import bans_of, rounds_otherwise
 from bessemer.supervise.session import existing_run
