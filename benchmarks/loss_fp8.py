@@ -7,7 +7,8 @@ on a GPU is not zero: a difference below that means nothing.
     python benchmarks/loss_fp8.py --model 350M --steps 2000 --context 1024 --rows 32 --text FOLDER
         [--precisions bf16,bf16,fp8] [--micro 32] [--lr 6e-4] [--vocab 32K] [--device cuda] [--write FILE]
 
-What is done so far is in the file after each run.
+What is done so far is in the file after each run. `--at-once` starts all of them together, for their losses alone: their
+rates then say nothing.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ def make_spec(options: argparse.Namespace, precision: str, name: str) -> Any:
             "checkpoint": {"every": options.steps + 1, "keep_best": False},
         }
     )  # fmt: skip
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Tokens first, once for all runs."""
+    from bessemer.plan.decision import Plan
+    from bessemer.supervise.data import prepare_data
+
+    prepare_data(make_spec(options, "bf16", "data"), Plan())
 
 
 def run_one(options: argparse.Namespace, precision: str, name: str) -> dict[str, Any]:
@@ -108,6 +117,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--folder", default="", help="for runs and data; a temporary one if not given")
     parser.add_argument("--write", default=f"benchmarks/results/{time.strftime('%Y-%m-%d')}-fp8-loss.json")
+    parser.add_argument("--at-once", action="store_true", help="all runs together")
     parser.add_argument("--only", nargs=2, metavar=("PRECISION", "NAME"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.folder = options.folder or tempfile.mkdtemp(prefix="loss-fp8-")
@@ -115,10 +125,15 @@ def main() -> None:
         (Path(options.folder) / f"{options.only[1]}.json").write_text(json.dumps(run_one(options, *options.only)))
         return
     result: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "runs": []}
-    for i, precision in enumerate(options.precisions.split(",")):
+    prepare(options)
+    precisions, started = options.precisions.split(","), list[subprocess.Popen[bytes]]()
+    for i, precision in enumerate(precisions):
         name = f"{i}-{precision}"
-        command = [sys.executable, __file__, *sys.argv[1:], "--folder", options.folder, "--only", precision, name]
-        if subprocess.run(command).returncode:
+        for j, other in enumerate(precisions):
+            if j == len(started) and (options.at_once or j == i):
+                only = ["--folder", options.folder, "--only", other, f"{j}-{other}"]
+                started.append(subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *only]))
+        if started[i].wait():
             sys.exit(f"{precision} failed")
         result["runs"].append(json.loads((Path(options.folder) / f"{name}.json").read_text()))
         result["above_first"] = compare(result["runs"])

@@ -65,7 +65,7 @@ def test_state_that_is_read_at_once_is_complete(monkeypatch):
 
 
 def test_slots_are_used_in_turn_and_pieces_come_back():
-    shuttle = Shuttle(torch.device("cpu"), 1024)
+    shuttle = Shuttle(torch.device("cpu"), {"a": 400, "b": 128})
     host = [{"a": torch.full((100,), float(i)), "b": torch.zeros(8, 16, dtype=torch.uint8)} for i in range(7)]
     seen = []
     for tensors in host:

@@ -55,7 +55,7 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         found: dict[int, Any] = {}
         try:
             while len(found) < size:
-                rank, answer, fault = answers.get(timeout=120)
+                rank, answer, fault = answers.get(timeout=900)
                 if fault:
                     raise AssertionError(f"rank {rank} of {size}:\n{fault}")
                 found[rank] = answer

@@ -75,14 +75,16 @@ def spec_of(folder: Path, name: str, layout: str, steps: int = STEPS, **more: An
         )
         lines = (json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(20, 120)))}) for _ in range(120))
         corpus.write_text("\n".join(lines) + "\n")
+    asked, often = (LAYOUTS | EXPERTS)[layout][1], "6 steps" if steps < STEPS else "25 steps"
+    readers = asked.get("dp_replicate", 1) * asked.get("dp_shard", 1)
     data: dict[str, Any] = {
         "name": name, "runs": str(folder / "runs"), "precision": "fp32", "tokenizer": {"vocab": 300},
         "model": MODEL,
         "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0.1},
-        "budget": {"steps": steps, "batch": 256, "micro_batch": 2}, "optimizer": {"lr": 0.01},
-        "schedule": {"kind": "constant", "warmup": 2}, "evaluate": {"every": "6 steps"},
-        "checkpoint": {"every": "6 steps"},
-        "parallel": {"device": "cpu", "threads": 1, **(LAYOUTS | EXPERTS)[layout][1]},
+        "budget": {"steps": steps, "batch": 256, "micro_batch": min(2, 8 // readers)}, "optimizer": {"lr": 0.01},
+        "schedule": {"kind": "constant", "warmup": 2}, "evaluate": {"every": often},
+        "checkpoint": {"every": often},
+        "parallel": {"device": "cpu", "threads": 1, **asked},
     }  # fmt: skip
     return RunSpec.model_validate(data | more)
 
@@ -139,12 +141,14 @@ def test_the_core_layouts_have_the_curve_of_one_process(ranks: Ranks, folder: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_every_layout_has_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
     same(run_on(ranks, layout, spec_of(folder, f"{named(layout)}-long", layout, optimizer=GENTLE)), alone(STEPS, False))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_experts_have_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
     """Their balance loss is a mean over a micro-batch, which is the same rows everywhere, and their biases count all.
@@ -154,12 +158,13 @@ def test_experts_have_the_curve_of_one_process(ranks: Ranks, folder: Path, alone
 
 
 RESHARDED = [(a, b) for a in list(LAYOUTS)[:6] for b in list(LAYOUTS)[:6] if a != b]
+LONG = (pytest.mark.slow, pytest.mark.timeout(900))
 FAST_RESHARDED = (("one", "two shards"), ("tensors", "stages"))
 
 
 @pytest.mark.parametrize(
     "change",
-    [pytest.param(pair, marks=() if pair in FAST_RESHARDED else pytest.mark.slow, id=" to ".join(pair))
+    [pytest.param(pair, marks=() if pair in FAST_RESHARDED else LONG, id=" to ".join(pair))
      for pair in RESHARDED],
 )  # fmt: skip
 def test_a_checkpoint_of_any_layout_is_continued_by_any_other(

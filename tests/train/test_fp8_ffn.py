@@ -22,7 +22,7 @@ gpu = pytest.mark.gpu
 
 
 def made(device: torch.device = CPU, whole: bool = True) -> FeedForward:
-    model = build(SHAPE, device, seed=0)
+    model = build(SHAPE, CPU, seed=0).to(device)  # a GPU draws other first weights
     convert(model, "fp8", device, keep=0, least=16, emulate=device.type == "cpu")
     part: Any = model.blocks[0].ffn
     assert type(part) is Fp8FeedForward
@@ -148,5 +148,6 @@ def test_the_kernels_are_the_formula() -> None:
 def test_on_a_gpu_it_is_what_a_cpu_emulates(compiled: bool) -> None:
     part = made(torch.device("cuda"))
     call = torch.compile(part.forward, fullgraph=True, dynamic=False) if compiled else None
-    for found, wanted in zip(passes(part, call=call), passes(made()), strict=True):
-        assert far(found, wanted) < 2e-2  # some roundings fall the other way
+    for found, wanted, exact in zip(passes(part, call=call), passes(made()), passes(made(), "fp32"), strict=True):
+        assert far(found, exact) < 1.15 * far(wanted, exact)
+        assert compiled or far(found, wanted) < 2e-2  # some roundings fall the other way, compiled ones are left out

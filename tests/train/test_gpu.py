@@ -51,6 +51,7 @@ def make_job(precision: str = "fp32", seed: int = 0, weights: str = "fp32") -> A
         faults=None,
         scaling=None,
         ema=None,
+        pipeline=None,
     )
 
 

@@ -100,7 +100,7 @@ def test_the_adamw_kernel_is_the_reference_s_arithmetic_and_vetoes(split: bool) 
         grad = (grad * float("nan") if step == 3 else grad).to(torch.bfloat16 if split else torch.float32)
         before = [tensor.clone() for tensor in (sides[1][0], *sides[1][1].values())]
         more: Any = (number(float(step)), number(float(step == 3)), number(1.7), number(1e-3), number(0.1))
-        update(rule, sides[0][0], grad, sides[0][1], *more, key)
+        update(rule, sides[0][0], grad, sides[0][1], *more, key, key)
         adamw(rule.betas, rule.eps, sides[1][0], grad, sides[1][1], *more)
         if step == 3:
             assert all(torch.equal(a, b) for a, b in zip(before, (sides[1][0], *sides[1][1].values()), strict=True))

@@ -22,8 +22,10 @@ def mixed(x: Tensor) -> Tensor:
 def noise(like: Tensor, key: Tensor, first: Tensor | int = 0) -> Tensor:
     """16 random bits for each element, a pure function of its place and the key: a run that resumes rounds as it would
     have, on any device, and there is no generator's state to save. `first` is the place of the first element."""
-    places = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape) + first
-    return mixed(mixed(places + key) ^ key) & 0xFFFF
+    # Down to 32 bits only after a number from memory: torch 2.11 compiles an int32 arange into 64 bits where pieces are
+    # of any size, and then products do not wrap around.
+    places = torch.arange(like.numel(), device=like.device).view(like.shape) + first + key.long()
+    return mixed(mixed(places.to(torch.int32)) ^ key) & 0xFFFF
 
 
 def rounded(x: Tensor, key: Tensor, first: Tensor | int = 0) -> Tensor:

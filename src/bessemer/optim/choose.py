@@ -189,7 +189,7 @@ def veto_fault(
                 probe.step(0.3, torch.tensor(reject, device=device), value)  # to numbers that bf16 does not have
             seen.append([tensor.clone() for tensor in (weight.detach(), *probe.state().values())])
     except (RuntimeError, AssertionError) as error:
-        return str(error).split("\n")[0]
+        return " ".join(str(error).split("\n")[:2])  # the compiler's own name, then what it found
     fresh, rejected_first, accepted, rejected = seen
     if not all(bool((a != b).all()) for a, b in zip(fresh, accepted, strict=True)):
         return "an accepted step left weights, moments or counts as they were"

@@ -158,17 +158,17 @@ class Lean(Optimizer):
         self.device = named[0][1].device
         places = places or {}
         self.pieces: dict[nn.Parameter, list[Piece]] = {}
-        offloaded = 0
+        rooms: dict[str, int] = {}  # of what is offloaded, for the largest piece
         for name, parameter in named:
             place = places.get(parameter, Place(0, parameter.numel()))
             self.pieces[parameter] = self._cut(f"{seed}.{name}", place.first, parameter.numel())
             away = memory.offload_optimizer and parameter.numel() >= SMALLEST_OFFLOAD
             self.state[parameter] = self._fresh(name, parameter, memory, away, place)
             if away:
-                held = [tensor for key, tensor in self.state[parameter].items() if key != "step"]
-                width = sum(tensor.numel() * tensor.element_size() for tensor in held) / parameter.numel()
-                offloaded = max(offloaded, int(width * min(parameter.numel(), PIECE)) + 1)
-        self.shuttle = Shuttle(self.device, offloaded) if offloaded else None
+                share = min(1.0, PIECE / parameter.numel())
+                held = {key: tensor for key, tensor in self.state[parameter].items() if key != "step"}
+                rooms |= {key: max(rooms.get(key, 0), math.ceil(share * held[key].nbytes)) for key in held}
+        self.shuttle = Shuttle(self.device, rooms) if rooms else None
 
     def _cut(self, name: str, first: int, size: int) -> list[Piece]:
         """The pieces of a tensor, or of a part that begins at `first` of a whole: cut where the whole is cut, so that

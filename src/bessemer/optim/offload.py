@@ -20,7 +20,6 @@ from torch import Tensor
 from bessemer.errors import UserError
 
 SLOTS = 3  # one on its way in, one being updated, one on its way out
-ALIGN = 256  # bytes
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -45,11 +44,14 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 class Shuttle:
-    """Room on the device for the state of three pieces, and the way there and back. On a CPU: plain copies."""
+    """Room on the device for the state of three pieces, and the way there and back. On a CPU: plain copies. Each tensor
+    of a piece has memory of its own: torch does not compile a step that changes two types in one."""
 
-    def __init__(self, device: torch.device, piece_bytes: int) -> None:
-        room = piece_bytes + 8 * ALIGN
-        self.slots = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+    def __init__(self, device: torch.device, piece_bytes: dict[str, int]) -> None:
+        self.slots = [
+            {name: torch.empty(size, dtype=torch.uint8, device=device) for name, size in piece_bytes.items()}
+            for _ in range(SLOTS)
+        ]
         self.device, self.next = device, 0
         self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
         self.free: list[torch.cuda.Event | None] = [None] * SLOTS
@@ -71,11 +73,8 @@ class Shuttle:
         Python is far ahead of the device: a slot is only filled when the piece before in it has left.
         """
         slot, self.next = self.next, (self.next + 1) % SLOTS
-        live, start = {}, 0
-        for name, tensor in host.items():
-            size = tensor.numel() * tensor.element_size()
-            live[name] = self.slots[slot][start : start + size].view(tensor.dtype).view(tensor.shape)
-            start += -(-size // ALIGN) * ALIGN
+        rooms = self.slots[slot]
+        live = {n: rooms[n][: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for n, tensor in host.items()}
         if self.streams and (left := self.free[slot]):
             self.streams[0].wait_event(left)
         with self._on(0):

@@ -84,39 +84,62 @@ def _store(out, value, row, column, stride):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _byte(value, place: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number of 8 bits at its place in a word of four."""
+    return value.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * place)
+
+
+@triton.jit
+def _store_turned(out, words, quad, column, rows):  # type: ignore[no-untyped-def]
+    """Four rows in a word each, as columns. Triton 3.6 and 3.7 lose numbers where 8 bits change their layout."""
+    words_of = out.to(tl.pointer_type(tl.uint32), bitcast=True)
+    tl.store(words_of + column[None, :] * (rows // 4) + quad[:, None], words)
+
+
+@triton.jit
 def _cast_gate_gradients(  # type: ignore[no-untyped-def]
     dh, gu, largest, h_scale, out, turned, h_turned, scale, rows, F: tl.constexpr, MOST: tl.constexpr,
     TILE: tl.constexpr, PROGRAMS: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """Rows and columns are whole tiles: sizes of fp8 products are."""
     times, h_times = _scale(largest, MOST, PROGRAMS, TINY), 1 / tl.load(h_scale)
-    r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    quad = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
     f = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    stride = rows.to(tl.int64)
-    d = tl.load(dh + r[:, None] * F + f[None, :]).to(tl.float32)
-    g = tl.load(gu + r[:, None] * (2 * F) + f[None, :]).to(tl.float32)
-    u = tl.load(gu + r[:, None] * (2 * F) + F + f[None, :]).to(tl.float32)
-    dg, du = _gate_gradients(d, g, u)
-    dg, du = (dg * times).to(out.dtype.element_ty), (du * times).to(out.dtype.element_ty)
-    h = (_gate(g, u) * h_times).to(h_turned.dtype.element_ty)
-    _store(out, dg, r, f, 2 * F)
-    _store(out, du, r, f + F, 2 * F)
-    _store(turned, tl.trans(dg), f, r, stride)
-    _store(turned, tl.trans(du), f + F, r, stride)
-    _store(h_turned, tl.trans(h), f, r, stride)
+    dg_words = tl.zeros((TILE // 4, TILE), tl.uint32)
+    du_words, h_words = dg_words, dg_words
+    for place in tl.static_range(4):
+        r = 4 * quad + place
+        d = tl.load(dh + r[:, None] * F + f[None, :]).to(tl.float32)
+        g = tl.load(gu + r[:, None] * (2 * F) + f[None, :]).to(tl.float32)
+        u = tl.load(gu + r[:, None] * (2 * F) + F + f[None, :]).to(tl.float32)
+        dg, du = _gate_gradients(d, g, u)
+        dg, du = (dg * times).to(out.dtype.element_ty), (du * times).to(out.dtype.element_ty)
+        _store(out, dg, r, f, 2 * F)
+        _store(out, du, r, f + F, 2 * F)
+        h = (_gate(g, u) * h_times).to(h_turned.dtype.element_ty)
+        dg_words |= _byte(dg, place)
+        du_words |= _byte(du, place)
+        h_words |= _byte(h, place)
+    _store_turned(turned, dg_words, quad, f, rows.to(tl.int64))
+    _store_turned(turned, du_words, quad, f + F, rows.to(tl.int64))
+    _store_turned(h_turned, h_words, quad, f, rows.to(tl.int64))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale, 1 / times)
 
 
 @triton.jit
 def _turn(x, times, out, turned, rows, W: tl.constexpr, BOTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    quad = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
     w = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    value = tl.load(x + r[:, None] * W + w[None, :]).to(tl.float32) * tl.load(times)
-    value = value.to(turned.dtype.element_ty)
-    if BOTH:
-        _store(out, value, r, w, W)
-    _store(turned, tl.trans(value), w, r, rows.to(tl.int64))
+    words, by = tl.zeros((TILE // 4, TILE), tl.uint32), tl.load(times)
+    for place in tl.static_range(4):
+        r = 4 * quad + place
+        value = tl.load(x + r[:, None] * W + w[None, :]).to(tl.float32) * by
+        value = value.to(turned.dtype.element_ty)
+        if BOTH:
+            _store(out, value, r, w, W)
+        words |= _byte(value, place)
+    _store_turned(turned, words, quad, w, rows.to(tl.int64))
 
 
 def gated(gu_RF2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
