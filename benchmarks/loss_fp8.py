@@ -7,7 +7,7 @@ on a GPU is not zero: a difference below that means nothing.
     python benchmarks/loss_fp8.py --model 350M --steps 2000 --context 1024 --rows 32 --text FOLDER
         [--precisions bf16,bf16,fp8] [--micro 32] [--lr 6e-4] [--vocab 32K] [--device cuda] [--write FILE]
 
-What is done so far is in the file after each run. `--at-once` starts all of them together, for their losses alone: their
+What is done so far is in the file after each run. `--at-once` starts all of them together, for losses alone: their
 rates then say nothing.
 """
 

@@ -145,7 +145,9 @@ def main() -> None:
     mean = sum(map(abs, errors)) / len(errors)
     results.head |= {"mean_absolute_error": round(mean, 4), "worst": round(max(errors, key=abs), 4)}
     results.write()
-    print(f"{len(good)} of {len(cases)} measured; the estimate is off by {mean:.1%}, at most {results.head['worst']:+.1%}")
+    print(
+        f"{len(good)} of {len(cases)} measured; the estimate is off by {mean:.1%}, at most {results.head['worst']:+.1%}"
+    )
 
 
 if __name__ == "__main__":

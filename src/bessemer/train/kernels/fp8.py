@@ -17,6 +17,13 @@ from torch import Tensor
 
 PROGRAMS = 1024  # of a pass for maxima
 FLAT, TILE = 2048, 64
+FOUR = """{{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.{kind}x2.f32 low, $2, $1;
+    cvt.rn.satfinite.{kind}x2.f32 high, $4, $3;
+    mov.b32 $0, {{low, high}};
+}}"""
+TO_E4M3, TO_E5M2 = tl.constexpr(FOUR.format(kind="e4m3")), tl.constexpr(FOUR.format(kind="e5m2"))
 TINY = 1e-12  # below which a maximum counts as this: a tensor of zeros stays zeros
 
 
@@ -80,18 +87,20 @@ def _cast_gated(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store(out, value, row, column, stride):  # type: ignore[no-untyped-def]
-    tl.store(out + row[:, None] * stride + column[None, :], value)
+    tl.store(out.to(tl.pointer_type(tl.uint8), bitcast=True) + row[:, None] * stride + column[None, :], value)
 
 
 @triton.jit
-def _byte(value, place: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A number of 8 bits at its place in a word of four."""
-    return value.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * place)
+def _bytes(value, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 in fp8, as uint8. Four at a time into a whole register: Triton's own cast gives halves of registers, and
+    where one is both stored in a row and used otherwise, ptxas 12.8 reads registers that nobody has written."""
+    cast: tl.constexpr = TO_E5M2 if E5M2 else TO_E4M3
+    return tl.inline_asm_elementwise(cast, "=r,r,r,r,r", [value], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
 def _store_turned(out, words, quad, column, rows):  # type: ignore[no-untyped-def]
-    """Four rows in a word each, as columns. Triton 3.6 and 3.7 lose numbers where 8 bits change their layout."""
+    """Four rows in a word each, as columns."""
     words_of = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     tl.store(words_of + column[None, :] * (rows // 4) + quad[:, None], words)
 
@@ -113,13 +122,13 @@ def _cast_gate_gradients(  # type: ignore[no-untyped-def]
         g = tl.load(gu + r[:, None] * (2 * F) + f[None, :]).to(tl.float32)
         u = tl.load(gu + r[:, None] * (2 * F) + F + f[None, :]).to(tl.float32)
         dg, du = _gate_gradients(d, g, u)
-        dg, du = (dg * times).to(out.dtype.element_ty), (du * times).to(out.dtype.element_ty)
+        dg, du = _bytes(dg * times, E5M2=True), _bytes(du * times, E5M2=True)
         _store(out, dg, r, f, 2 * F)
         _store(out, du, r, f + F, 2 * F)
-        h = (_gate(g, u) * h_times).to(h_turned.dtype.element_ty)
-        dg_words |= _byte(dg, place)
-        du_words |= _byte(du, place)
-        h_words |= _byte(h, place)
+        h = _bytes(_gate(g, u) * h_times, E5M2=False)
+        dg_words |= dg.to(tl.uint32) << (8 * place)
+        du_words |= du.to(tl.uint32) << (8 * place)
+        h_words |= h.to(tl.uint32) << (8 * place)
     _store_turned(turned, dg_words, quad, f, rows.to(tl.int64))
     _store_turned(turned, du_words, quad, f + F, rows.to(tl.int64))
     _store_turned(h_turned, h_words, quad, f, rows.to(tl.int64))
@@ -128,17 +137,18 @@ def _cast_gate_gradients(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn(x, times, out, turned, rows, W: tl.constexpr, BOTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _turn(  # type: ignore[no-untyped-def]
+    x, times, out, turned, rows, W: tl.constexpr, E5M2: tl.constexpr, BOTH: tl.constexpr, TILE: tl.constexpr
+):
     quad = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
     w = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     words, by = tl.zeros((TILE // 4, TILE), tl.uint32), tl.load(times)
     for place in tl.static_range(4):
         r = 4 * quad + place
-        value = tl.load(x + r[:, None] * W + w[None, :]).to(tl.float32) * by
-        value = value.to(turned.dtype.element_ty)
+        value = _bytes(tl.load(x + r[:, None] * W + w[None, :]).to(tl.float32) * by, E5M2)
         if BOTH:
             _store(out, value, r, w, W)
-        words |= _byte(value, place)
+        words |= value.to(tl.uint32) << (8 * place)
     _store_turned(turned, words, quad, w, rows.to(tl.int64))
 
 
@@ -178,7 +188,7 @@ def turned(x_RW: Tensor, times: Tensor, dtype: torch.dtype, both: bool) -> tuple
     assert rows % TILE == 0 and W % TILE == 0 and x_RW.is_contiguous()
     out_RW = torch.empty(rows if both else 0, W, dtype=dtype, device=x_RW.device)
     turned_WR = torch.empty(W, rows, dtype=dtype, device=x_RW.device)
-    _turn[(rows // TILE, W // TILE)](x_RW, times, out_RW, turned_WR, rows, W, BOTH=both, TILE=TILE)
+    _turn[(rows // TILE, W // TILE)](x_RW, times, out_RW, turned_WR, rows, W, E5M2=dtype == torch.float8_e5m2, BOTH=both, TILE=TILE)
     return out_RW, turned_WR
 
 
