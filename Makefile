@@ -67,8 +67,9 @@ bench: $(BENCH_STAMP) $(PEERS_STAMP) ## measure Bessemer beside its peers on thi
 	@$(BIN)/python benchmarks/data_memory.py --sizes 100MB,1GB
 	@$(BIN)/python benchmarks/data_memory.py --sizes 300MB,1GB --clean
 
-bench-planner: $(CORE_STAMP) ## the planner's step times against measured runs of others (seconds)
+bench-planner: $(CORE_STAMP) ## the planner's step times and memory against measured runs (seconds)
 	@$(BIN)/python benchmarks/planner_fit.py
+	@$(BIN)/python benchmarks/planner_memory.py
 
 clean: ## remove the environments, caches and build products (runs/ stays)
 	@rm -rf $(VENV) $(PEERS) build dist src/*.egg-info

@@ -9,8 +9,10 @@ which processes beside it do not change. As many run at once as fit by the estim
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,9 @@ from typing import Any
 from child import Results, options_for
 from models import Case
 from ours import corpus
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from planner_memory import estimated_gib
 
 STOCHASTIC, EIGHT = "memory.weights=stochastic", "memory.moments=8bit"
 # model, context, rows, settings
@@ -86,30 +91,10 @@ class Card:
             self.turn.notify_all()
 
 
-def estimated_gib(case: Case) -> float:
-    """What the planner says of the same spec."""
-    from bessemer.plan.memory import Passes, estimate
-    from bessemer.spec.memory import LEAN
-    from bessemer.spec.resolve import model_shape
-    from bessemer.spec.schema import RunSpec
-
-    said = dict(setting.split("=", 1) for setting in case.settings)
-    memory = {key.removeprefix("memory."): value for key, value in said.items() if key.startswith("memory.")}
-    optimizer = said.get("optimizer.name", "adamw")
-    if optimizer == "adamw" and optimizer in LEAN and case.precision in ("bf16", "fp8"):
-        memory.setdefault("weights", "kahan")
-    model = {key: getattr(case.model, key) for key in ("width", "layers", "heads", "kv_heads", "ffn", "tied")}
-    spec = RunSpec.model_validate(
-        {"model": model, "data": {"sources": {"random": "x"}}, "optimizer": {"name": optimizer}, "memory": memory}
-    )
-    how: Any = memory.get("activations", "none")
-    several = "budget.batch" in said
-    shape = model_shape(spec.model, case.model.vocab)
-    passes = Passes(
-        case.model.context, case.model.rows, case.precision, how if how.isalpha() else float(how),
-        said.get("compile") != "off", "cuda", several,
-    )  # fmt: skip
-    return estimate(spec, shape, passes).total / 2**30
+def estimated(case: Case) -> float:
+    """What the planner says of the same configuration."""
+    row = {**asdict(case.model), "precision": case.precision, "settings": " ".join(case.settings)}
+    return estimated_gib(row)
 
 
 def main() -> None:
@@ -126,7 +111,7 @@ def main() -> None:
                  "warmup": 1, "steps": 2, "set": ["guard.copies=off", *filter(None, settings.split(","))]}  # fmt: skip
         case = Case.of(SimpleNamespace(**asked, layers=None, folder=str(options.folder)))
         corpus(case.model, 3, Path(case.folder) / "corpus")  # before two processes write the same
-        cases.append((asked, estimated_gib(case)))
+        cases.append((asked, estimated(case)))
     print(f"{len(cases)} configurations, {options.at_once} at a time", flush=True)
 
     def one(asked: dict[str, Any], estimate: float) -> None:

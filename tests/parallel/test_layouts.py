@@ -3,6 +3,7 @@ checkpoint of any is continued by any other. Gloo on this machine, through the w
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,9 @@ from bessemer.supervise.session import run_folder, train
 
 Ranks = Callable[..., list[Any]]
 STEPS, SHORT = 50, 12
-GENTLE = {"lr": 0.002}  # over many steps: at 0.01 the last digits of one process grow to the third by step 40
+# Over fifty steps: at 0.002 this model of twelve words breaks at step 45 (gradient norm 60 after 0.6), and the guard
+# rolls it back with a trial whose length is the clock's; at 0.01 last digits grow to the third by step 40.
+GENTLE = {"lr": 0.001}
 Asked, Curves = dict[str, Any], dict[str, list[float]]
 LAYOUTS: dict[str, tuple[int, Asked]] = {
     "one": (1, {}),
@@ -29,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, Asked]] = {
     "columns and shards": (4, {"cp": 2, "dp_shard": 2}),
     "two by two": (4, {"dp_replicate": 2, "dp_shard": 2}),
     "two replicas": (2, {"dp_replicate": 2}),
+    "one, divided": (1, {"shard": {"alone": True}}),
     "columns": (2, {"cp": 2}),
     "by itself": (2, {}),
     "four replicas": (4, {"dp_replicate": 4}),
@@ -61,7 +65,7 @@ EXPERTS: dict[str, tuple[int, Asked]] = {
     "replicas of divided experts": (4, {"ep": 2, "dp_replicate": 2}),
     "stages of divided experts": (4, {"ep": 2, "pp": 2}),
 }
-CORE = ("two replicas", "two shards", "tensors", "columns", "stages", "divided experts")
+CORE = ("one, divided", "two replicas", "two shards", "tensors", "columns", "stages", "divided experts")
 MODEL = {"width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 64}
 MOE = {"experts": 4, "top_k": 2, "ffn": 32, "shared": 1, "dense_layers": [0], "balance": 0.05, "choice_bias": True}
 
@@ -76,12 +80,14 @@ def spec_of(folder: Path, name: str, layout: str, steps: int = STEPS, **more: An
         lines = (json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(20, 120)))}) for _ in range(120))
         corpus.write_text("\n".join(lines) + "\n")
     asked, often = (LAYOUTS | EXPERTS)[layout][1], "6 steps" if steps < STEPS else "25 steps"
-    readers = asked.get("dp_replicate", 1) * asked.get("dp_shard", 1)
+    rows = 8 // (asked.get("dp_replicate", 1) * asked.get("dp_shard", 1))
+    # Gradients are summed over micro-batches and stages have one each to work on. Of experts the size counts: see there.
+    micro = 2 if layout in EXPERTS or "moe" in more.get("model", {}) else rows // max(2, asked.get("pp", 1))
     data: dict[str, Any] = {
         "name": name, "runs": str(folder / "runs"), "precision": "fp32", "tokenizer": {"vocab": 300},
         "model": MODEL,
         "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0.1},
-        "budget": {"steps": steps, "batch": 256, "micro_batch": min(2, 8 // readers)}, "optimizer": {"lr": 0.01},
+        "budget": {"steps": steps, "batch": 256, "micro_batch": max(1, micro)}, "optimizer": {"lr": 0.01},
         "schedule": {"kind": "constant", "warmup": 2}, "evaluate": {"every": often},
         "checkpoint": {"every": often},
         "parallel": {"device": "cpu", "threads": 1, **asked},
@@ -117,7 +123,22 @@ def alone(ranks: Ranks, folder: Path) -> Callable[[int, bool], Curves]:
         model = {**MODEL, "moe": MOE} if experts else MODEL
         more = {"optimizer": GENTLE} if steps == STEPS else {}
         spec = spec_of(folder, f"one-{steps}-{experts}", "one", steps=steps, model=model, **more)
-        return run_on(ranks, "one", spec)
+        curves = run_on(ranks, "one", spec)
+        assert not list(Run.existing(run_folder(spec)).events("veto")), "a run in trouble compares nothing"
+        return curves
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def begun(ranks: Ranks, folder: Path) -> Callable[[str], Path]:
+    """The folder of the first half of a short run under a layout, trained once for all that continue it."""
+
+    @cache
+    def run(layout: str) -> Path:
+        spec = spec_of(folder, named(f"{layout} begun"), layout, steps=SHORT // 2)
+        run_on(ranks, layout, spec)
+        return run_folder(spec)
 
     return run
 
@@ -125,6 +146,8 @@ def alone(ranks: Ranks, folder: Path) -> Callable[[int, bool], Curves]:
 def same(found: Curves, wanted: Curves, loss: float = 1e-5) -> None:
     """To what sums in another order cost over these steps."""
     assert len(found["loss"]) == len(wanted["loss"])
+    for key, limit in {"loss": loss, "accuracy": 4e-3, "grad_norm": 100 * loss, "validation": loss}.items():
+        print("MEASURED", key, max(abs(a-b)/(abs(b)if key!="accuracy" else 1) for a,b in zip(found[key],wanted[key])))
     for key, limit in {"loss": loss, "accuracy": 4e-3, "grad_norm": 100 * loss, "validation": loss}.items():
         assert found[key] == pytest.approx(wanted[key], rel=limit, abs=limit), key
 
@@ -168,12 +191,14 @@ FAST_RESHARDED = (("one", "two shards"), ("tensors", "stages"))
      for pair in RESHARDED],
 )  # fmt: skip
 def test_a_checkpoint_of_any_layout_is_continued_by_any_other(
-    ranks: Ranks, folder: Path, alone: Any, change: tuple[str, str]
+    ranks: Ranks, folder: Path, begun: Callable[[str], Path], alone: Any, change: tuple[str, str]
 ) -> None:
     before, after = change
-    name = named(f"{before} then {after}")
-    run_on(ranks, before, spec_of(folder, name, before, steps=SHORT // 2))
-    same(run_on(ranks, after, spec_of(folder, name, after, steps=SHORT)), alone(SHORT, False))
+    spec = spec_of(folder, named(f"{before} then {after}"), after, steps=SHORT)
+    shutil.copytree(begun(before), run_folder(spec))
+    same(run_on(ranks, after, spec), alone(SHORT, False))
+    resumed = next(Run.existing(run_folder(spec)).events("resumed"), None)
+    print("EVENTS", [e["kind"] for e in Run.existing(run_folder(spec)).events()], resumed)
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from bessemer.parallel.experts import divided_experts
 from bessemer.parallel.parts import fill
 from bessemer.parallel.replicas import Told, add_up_gradients
 from bessemer.parallel.world import World
-from bessemer.plan.layout import Layout
 from bessemer.spec.parallel import ParallelSpec, ShardSpec
 
 
@@ -31,10 +30,9 @@ def lay_over(
     added up in fp32. `roots` are the stages of a pipeline in this process, instead of the model. What is returned, if
     anything, has to hear the verdict of each step."""
     asked = asked or ParallelSpec()
-    if world.size == 1:
+    if world.mesh is None:
         return None
-    assert world.mesh is not None
-    if not divides(world.layout):
+    if not world.divided:
         return add_up_gradients(model, world, asked.replicas)
     mesh = world.mesh["dp_replicate", "dp_shard"] if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
@@ -43,12 +41,6 @@ def lay_over(
     for root in roots or (model,):
         shard_weights(root, mesh, policy, how)
     return None
-
-
-def divides(layout: Layout) -> bool:
-    """Whether FSDP2 lays out the weights: also among one, so that whatever is divided otherwise has one way to add up
-    its gradients."""
-    return layout.dp_shard > 1 or layout.inner
 
 
 def shard_weights(root: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, asked: ShardSpec) -> None:

@@ -67,16 +67,25 @@ class World:
         the last stage."""
         return self._at("tp") == 0 and self.pp_rank == self.layout.pp - 1
 
+    @property
+    def divided(self) -> bool:
+        """Whether FSDP2 lays out the weights: also among one, so that whatever is divided otherwise has one way to add
+        up its gradients, and where one process was asked to."""
+        return self.mesh is not None and (self.layout.dp_shard > 1 or self.layout.inner or self.size == 1)
+
     def group(self, dimension: str) -> Any:
         """The process group of a dimension of the mesh; the default one without a mesh."""
         return None if self.mesh is None else self.mesh.get_group(dimension)
 
-    def lay(self, layout: Layout) -> None:
+    def lay(self, layout: Layout, alone: bool = False) -> None:
         """Decide the layout; made by all together. One mesh for all that is divided: FSDP and tensor parallel weights
-        must come from the same one. Columns of a row are shared inside `dp_shard`, whose weights they share too."""
+        must come from the same one. Columns of a row are shared inside `dp_shard`, whose weights they share too. One
+        process has no mesh, unless it is to divide its weights `alone`."""
         self.layout = layout
-        if self.size == 1:
+        if self.size == 1 and not alone:
             return
+        if not dist.is_initialized():
+            dist.init_process_group(_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)
         shards = layout.dp_shard * layout.cp
         sizes = (layout.pp, layout.dp_replicate, shards, layout.tp)
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
@@ -155,11 +164,15 @@ def join(device: torch.device, patience: timedelta = PATIENCE) -> World:
         torch.cuda.set_device(device)
     record_collectives()
     if not dist.is_initialized():
-        backend, store = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", meet(patience)
+        store = meet(patience)
         rank = -1 if store is None else int(os.environ["RANK"])
-        dist.init_process_group(backend, None, patience, -1 if store is None else size, rank, store)
+        dist.init_process_group(_backend(device), None, patience, -1 if store is None else size, rank, store)
     control, saving = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
     return World(dist.get_rank(), size, device, control=control, saving=saving)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def part() -> None:

@@ -1,13 +1,15 @@
 """Peak bytes of training on one device, by what takes them, and from that the micro-batch and what is computed again.
 
-Activations are counted by the tensors that a block keeps for its backward pass; tests compare them with what torch
-really saves. Of the whole, 1B parameters at 8 x 4096 tokens are put at 67 GiB and 3B at 4 x 4096 at 98, where an H200
-measured 67 and 93 to 98. A probing step corrects the rest (train/room.py).
+A step is fullest at one of two moments: at the loss, when every block has left what it keeps and the logits are made,
+or at the end of the backward pass, when all gradients are there. Activations are counted by the tensors that a block
+keeps; tests compare them with what torch really saves, and the whole with peaks measured on an H200
+(docs/planner-accuracy.md). A probing step corrects the rest (train/room.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
@@ -20,7 +22,7 @@ from bessemer.spec.shape import ModelShape
 ROWS, ACTIVATIONS = "budget.micro_batch", "memory.activations"  # keys of the plan
 Activations = str | float  # none, selective, full, or the share that is kept
 STEPS_UP = ("none", "selective", "full")  # what `auto` goes through: each keeps less and costs more
-HEAD_CHUNK = {"cpu": 8 << 20, "cuda": 2 << 30}  # logits at a time, train/loss.py
+HEAD_CHUNK = {"cpu": 4 << 20, "cuda": 2 << 30}  # logits at a time, train/loss.py
 MOST_TOKENS = {"cpu": 16_384, "cuda": 32_768}  # of a micro-batch: beyond, a device is no busier
 SHARE = {"cpu": 1 / 3, "cuda": 0.92}  # of the device's memory: a machine's is not for one process alone
 
@@ -49,8 +51,9 @@ class Passes:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes at the peak of a step."""
+    """Bytes at the peak of a step, and when that is."""
 
+    moment: str
     weights: int
     gradients: int
     moments: int
@@ -61,39 +64,59 @@ class Needs:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(self._sizes().values())
 
     def words(self) -> str:
         """What takes it, the largest first."""
-        found = sorted(asdict(self).items(), key=lambda item: -item[1])
+        found = sorted(self._sizes().items(), key=lambda item: -item[1])
         return ", ".join(f"{name} {human_bytes(size)}" for name, size in found if size)
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: size for name, size in asdict(self).items() if name != "moment"}
 
 
 def estimate(spec: RunSpec, shape: ModelShape, passes: Passes) -> Needs:
-    """Gradients are counted beside all activations: so it is from a step's second micro-batch on."""
+    """Gradients lie beside all activations only from a step's second micro-batch on."""
     each, how = optimizer_bytes(spec.optimizer, spec.memory, passes.precision), passes.activations
-    parameters, embedding, half = shape.parameters, shape.vocab * shape.width, passes.bytes == 2
+    parameters, embedding = shape.parameters, shape.vocab * shape.width
     # Compiled blocks that recompute anything cast their weights again too.
     cast = each.working if how == "none" or not passes.compiled else 0.0
-    chunk = min(HEAD_CHUNK.get(passes.device, 256 << 20), passes.tokens * shape.vocab * passes.bytes)
     layers = shape.layers + shape.decoder_layers
     stay = min(3, layers) / layers if spec.memory.offload_activations else 1.0
-    gradients = 4.0 if passes.several and each.gradients else each.gradients
-    # One block's gradients on their way down, and under a checkpoint what it computes again.
-    beside = layer_numbers(shape, 0, passes) * (0.75 if how == "none" else 1.5)
-    return Needs(
-        weights=int(each.weights * parameters) // passes.shards,
-        gradients=int(gradients * parameters) // passes.shards or 4 * embedding,
-        moments=int(each.moments * parameters) // passes.shards,
-        casts=int(cast * (parameters - embedding * (not shape.tied))),
-        activations=int(activation_bytes(shape, passes) * stay),
-        head=chunk * (1 if half and passes.device == "cuda" else 2)
-        + embedding * (4 + 2 * half)
-        + 4 * passes.tokens * shape.width * passes.bytes,
-        workspace=int(passes.tokens * passes.bytes * beside),
-    )
+    moments = each.moments * parameters
+    if spec.optimizer.name == "muon":  # AdamW's part has two moments
+        moments += each.moments * embedding * (1 if shape.tied else 2)
+    gradients = int((4.0 if passes.several and each.gradients else each.gradients) * parameters) // passes.shards
+    standing = {
+        "weights": int(each.weights * parameters) // passes.shards, "moments": int(moments) // passes.shards,
+        "casts": int(cast * (parameters - embedding * (not shape.tied))),
+    }  # fmt: skip
+    at_loss = Needs(
+        "at the loss", **standing, gradients=gradients if passes.several else 0,
+        activations=int(activation_bytes(shape, passes) * stay), head=head_bytes(shape, passes), workspace=0,
+    )  # fmt: skip
+    at_end = Needs(
+        "at the end of the backward pass", **standing, gradients=gradients or 4 * embedding, activations=0, head=0,
+        workspace=layer_bytes(shape, passes),
+    )  # fmt: skip
+    return max(at_loss, at_end, key=lambda needs: needs.total)
 
 
+def head_bytes(shape: ModelShape, passes: Passes, parts: int = 1) -> int:
+    """Of the loss head, of which each process has one of `parts`: a chunk of logits, its weight's gradient summed in
+    fp32 beside what is cast of it, hidden rows with their gradients. In fp32 a chunk is made before the last goes."""
+    half, embedding = passes.bytes == 2, shape.vocab * shape.width // parts
+    limit = HEAD_CHUNK.get(passes.device, 256 << 20) * (1 if half and passes.device == "cuda" else 2)
+    chunk = min(limit, passes.tokens * shape.vocab * passes.bytes // parts)
+    return chunk + embedding * (4 + 2 * half) + 4 * passes.tokens * shape.width * passes.bytes
+
+
+def layer_bytes(shape: ModelShape, passes: Passes) -> int:
+    """Of the block that is gone back through: what it kept or computes again, and its gradients on their way down."""
+    return int(passes.tokens * passes.bytes * layer_numbers(shape, 0, passes) * 1.3)
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same passes in many layouts
 def activation_bytes(shape: ModelShape, passes: Passes) -> int:
     """Kept from forward to backward by all blocks."""
     layers, how = shape.layers + shape.decoder_layers, passes.activations
@@ -113,6 +136,9 @@ def _kept(shape: ModelShape, layer: int, passes: Passes) -> float:
     if how == "selective":
         return (2 if passes.compiled else 3) * width + mixer + _inner(shape, layer) * (1 + shape.gated)
     every = layer_numbers(shape, layer, passes)
+    if passes.compiled and passes.precision == "fp8" and shape.gated and 0 < layer < shape.layers - 1:
+        # As one function it computes SwiGLU again (train/fp8_ffn.py); inputs of other products stay in 8 bits too.
+        every += 0.75 * width - _inner(shape, layer)
     # torch's partitioner never gives up what lies between the graphs.
     return every if isinstance(how, str) else max(width + mixer, how * every)
 

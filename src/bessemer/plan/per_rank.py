@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 
 from bessemer.plan.layout import Layout
-from bessemer.plan.memory import HEAD_CHUNK, Passes, activation_bytes, layer_numbers
+from bessemer.plan.memory import Passes, activation_bytes, head_bytes, layer_bytes
 from bessemer.spec.count import parts
 from bessemer.spec.memory import ParameterBytes
 from bessemer.spec.quantity import human_bytes
@@ -41,12 +42,15 @@ class RankNeeds:
 
     @property
     def total(self) -> int:
-        return sum(value for key, value in asdict(self).items() if key != "stage")
+        return sum(getattr(self, key) for key in _SIZES)
 
     def words(self) -> str:
         """What takes it, the largest first."""
         found = sorted(((key, size) for key, size in asdict(self).items() if key != "stage"), key=lambda item: -item[1])
         return ", ".join(f"{name} {human_bytes(size)}" for name, size in found if size)
+
+
+_SIZES = tuple(field.name for field in fields(RankNeeds) if field.name != "stage")
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Weights:
     behind: int  # head and last norm
 
     @staticmethod
+    @lru_cache(maxsize=64)  # a search asks thousands of times
     def of(shape: ModelShape) -> Weights:
         found = parts(shape)
         before = sum(found.get(key, 0) for key in ("embedding", "positions", "token types"))
@@ -102,21 +107,22 @@ def _stage(
     else:
         several = layers if pp > 1 else min(layers, GATHERED)  # a pipeline keeps its layers gathered
         gathered = half * (block * several + ends / tp) + 2 * half * block
-    tokens = passes.rows * passes.context // layout.cp
     lean = replace(passes, context=passes.context // layout.cp)
     kept = activation_bytes(shape, lean) / (shape.layers + shape.decoder_layers) * layers / tp
     flights = micro_batches if gpipe else min(micro_batches, pp - stage)
     kept *= max(1, flights) * (1 + (pp - 1) / (pp * interleaved) if interleaved > 1 else 1)
-    chunk = min(HEAD_CHUNK.get(passes.device, 256 << 20), tokens * shape.vocab * passes.bytes // tp)
-    embedding = shape.vocab * shape.width // tp
-    head = chunk + embedding * (4 + half * (half == 2)) + 4 * tokens * shape.width * passes.bytes if last else 0
-    beside = layer_numbers(shape, 0, lean) * (0.75 if passes.activations == "none" else 1.5)
-    gradients = 4.0 if passes.several and each.gradients else each.gradients
-    sums = {
-        "weights": each.weights * own, "gradients": gradients * own, "moments": each.moments * own,
-        "gathered": gathered, "activations": kept, "head": head, "workspace": tokens * passes.bytes * beside / tp,
-        "communication": 2 * BUCKET * (layout.dp_replicate > 1) + 4 * tokens * shape.width * passes.bytes * (pp > 1),
+    gradients = (4.0 if passes.several and each.gradients else each.gradients) * own
+    standing = {
+        "weights": each.weights * own, "moments": each.moments * own, "gathered": gathered,
+        "communication": 2 * BUCKET * (layout.dp_replicate > 1)
+        + 4 * lean.tokens * shape.width * passes.bytes * (pp > 1),
     }  # fmt: skip
+    at_loss = {
+        "gradients": gradients if passes.several else 0.0, "activations": kept,
+        "head": head_bytes(shape, lean, tp) if last else 0, "workspace": 0 if last else layer_bytes(shape, lean) / tp,
+    }  # fmt: skip
+    at_end = {"gradients": gradients, "activations": 0.0, "head": 0, "workspace": layer_bytes(shape, lean) / tp}
+    sums = standing | max(at_loss, at_end, key=lambda moment: sum(moment.values()))
     meetings = sum(degree > 1 for degree in (layout.dp_replicate, divided, tp, pp, layout.ep))
     return RankNeeds(
         **{key: int(value) for key, value in sums.items()},

@@ -29,7 +29,7 @@ from bessemer.parallel.experts import divide_experts
 from bessemer.parallel.pipeline import Pipeline
 from bessemer.parallel.replicas import optimizer_of_replicas
 from bessemer.parallel.ring import Ring
-from bessemer.parallel.shard import divides, first_weights, lay_over
+from bessemer.parallel.shard import first_weights, lay_over
 from bessemer.parallel.tensor import divide_tensors
 from bessemer.parallel.world import World
 from bessemer.plan.decide import HALF, TrainPlan, keeping
@@ -97,7 +97,7 @@ def make_job(spec: RunSpec, parts: Parts, run: RunWriter, view: RunView) -> Job:
     spec = keeping(spec, plan.weights)
     matrices = torch.float32 if plan.weights == "fp32" else torch.bfloat16
     world = parts.world
-    laid_out = divides(world.layout) and world.size > 1
+    laid_out = world.divided
     model = build(parts.shape, "meta" if laid_out else device, spec.seed, spec.model.init, matrices)
     set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
     if plan.precision in FP8:

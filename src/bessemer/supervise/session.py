@@ -141,7 +141,7 @@ class Session:
             machine = world.agree(self._measure_precision(machine, shape, context, device) if world.main else machine)
         layout = decide_layout(self.spec, shape, context, machine, world.size, plan)
         note_replicas(self.spec, layout, plan)
-        world.lay(layout)
+        world.lay(layout, alone=self.spec.parallel.shard.alone)
         set_patience(timedelta(seconds=self.spec.parallel.patience))
         rows = make_rows(self.spec, prepared, context, plan, previous)
         held_out = held_out_rows(prepared, rows, context)

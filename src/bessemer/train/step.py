@@ -108,7 +108,7 @@ def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> At
 def step_totals(job: Job, attempt: Attempt) -> Tensor:
     """The step's gradient norm; over several processes its loss and what it got right too, in one sum on the device."""
     world = job.world
-    if world.size == 1:
+    if world.mesh is None:
         return job.optimizer.grad_norm()
     square = job.optimizer.square()
     if square is None:
@@ -136,7 +136,7 @@ def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
     divisor = clip_divisor(norm, attempt.clip)
     numbers = torch.stack((attempt.loss, norm.float(), attempt.correct))
     if job.spec.guard.enabled and attempt.tokens:
-        if job.world.size == 1:
+        if job.world.mesh is None:
             attempt.repeated = mostly_repeated(attempt.batches, job.spec.guard.repeat_share)
         verdict = job.judge.judge(attempt.loss, norm, attempt.repeated)
         numbers = torch.cat((numbers, verdict.numbers.to(job.device)))

@@ -14,7 +14,6 @@ from typing import Any
 from bessemer.data.own_stream import NOT_REPLAYABLE, ForwardStream
 from bessemer.errors import UserError
 from bessemer.guard.judge import REASONS, REPETITION
-from bessemer.parallel.shard import divides
 from bessemer.plan.decide import HALF
 from bessemer.train.job import Job
 from bessemer.trial.attribute import accuse
@@ -80,7 +79,7 @@ def hold_trial(
 
 def gathered_in_half(job: Job) -> bool:
     """Whether no pass can have weights in fp32, though they are kept so: FSDP rounds them on their way."""
-    divided = job.world.size > 1 and divides(job.world.layout)
+    divided = job.world.divided
     return divided and job.device.type == "cuda" and job.plan.precision in HALF
 
 

@@ -188,7 +188,9 @@ def turned(x_RW: Tensor, times: Tensor, dtype: torch.dtype, both: bool) -> tuple
     assert rows % TILE == 0 and W % TILE == 0 and x_RW.is_contiguous()
     out_RW = torch.empty(rows if both else 0, W, dtype=dtype, device=x_RW.device)
     turned_WR = torch.empty(W, rows, dtype=dtype, device=x_RW.device)
-    _turn[(rows // TILE, W // TILE)](x_RW, times, out_RW, turned_WR, rows, W, E5M2=dtype == torch.float8_e5m2, BOTH=both, TILE=TILE)
+    _turn[(rows // TILE, W // TILE)](
+        x_RW, times, out_RW, turned_WR, rows, W, E5M2=dtype == torch.float8_e5m2, BOTH=both, TILE=TILE
+    )
     return out_RW, turned_WR
 
 
