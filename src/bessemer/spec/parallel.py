@@ -38,7 +38,7 @@ class ShardSpec(Part):
     layers: int = Field(1, ge=1, description="layers that are gathered together", examples=[2])
     prefetch: int = Field(1, ge=1, le=8, description="groups of layers that are gathered ahead", examples=[2])
     alone: bool = Field(
-        False, description="divide the weights of a single process too, which shows what dividing costs", examples=[True]
+        False, description="divide the weights of a single process too: shows what dividing costs", examples=[True]
     )
 
 

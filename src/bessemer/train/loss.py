@@ -228,7 +228,8 @@ def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
     # Products over an odd number of words are slow: the copy gets rows of zeros, whose logits and gradients stay zero.
     w_PW = F.pad(head.weight_VW.to(compute), (0, 0, 0, -vocab % WORDS_MULTIPLE))
     rows, padded = len(h_RW), len(w_PW)
-    chunk = min(rows, max(128, CHUNK_BYTES_GPU // (2 * padded) // 128 * 128))
+    most = max(128, CHUNK_BYTES_GPU // (2 * padded) // 128 * 128)
+    chunk = -(-rows // -(-rows // most) // 128) * 128  # all alike: a short one at the end would leave the device idle
     buffer_CP = h_RW.new_empty(chunk, padded)
     grad_h_RW = torch.empty_like(h_RW) if wants_h else None
     grad_w_PW = torch.empty_like(w_PW, dtype=torch.float32) if wants_w else None
