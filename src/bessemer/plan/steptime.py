@@ -79,6 +79,11 @@ class StepTime:
     def total_s(self) -> float:
         return sum(self.parts.values())
 
+    def corrected(self, cluster: Cluster) -> StepTime:
+        """By what runs on this machine took: every part alike, since nobody knows which was wrong."""
+        parts = {f"{name}_s": seconds * cluster.slower for name, seconds in self.parts.items()}
+        return StepTime(**parts, error=cluster.slower_error, basis=f"corrected by {cluster.slower_source}")
+
     def to_dict(self) -> dict[str, Any]:
         return {"total_s": self.total_s, **{f"{k}_s": v for k, v in self.parts.items()}, "error": self.error}
 
@@ -108,7 +113,15 @@ def step_time(setup: Setup, cluster: Cluster, known: Constants | None = None) ->
         cluster.network_bandwidth * share.network,
     )
     rates = _rates(setup, cluster, known.curves[curve_name(cluster.gpu)])
-    return _Timer(setup, habits, fabric, share.sync_s, rates).step(*expected_error(setup, cluster, known))
+    # One card is no cluster: power limits, stragglers and other clocks take what a single measured GPU does not show.
+    alone = setup.manner != "compiled" or _on_one_h200(cluster)
+    slower = 1.0 if alone else known.errors["unmeasured"].get("slower", 1.0)
+    time = _Timer(setup, habits, fabric, share.sync_s, rates).step(*expected_error(setup, cluster, known), slower)
+    return time.corrected(cluster) if cluster.slower_source else time
+
+
+def _on_one_h200(cluster: Cluster) -> bool:
+    return cluster.gpu.name == "H200" and cluster.count == 1
 
 
 def expected_error(setup: Setup, cluster: Cluster, known: Constants) -> tuple[float, str]:
@@ -116,7 +129,7 @@ def expected_error(setup: Setup, cluster: Cluster, known: Constants) -> tuple[fl
     where = "several nodes" if cluster.nodes > 1 else "one node"
     wide = known.errors["unmeasured"]
     kind = f"{setup.manner}, {where}"
-    if setup.manner == "compiled" and cluster.gpu.name == "H200" and cluster.count == 1:
+    if setup.manner == "compiled" and _on_one_h200(cluster):
         kind = "compiled, one H200"
     found = known.errors.get(kind, wide)
     strange = setup.layout.cp > 1 or any(layer.experts or layer.scan_flops for layer in setup.work.layers)
@@ -311,7 +324,8 @@ class _Timer:
             exchange = 2 * hidden + 3 * short + 5 * self.sync_s * log2(self.tensor.size)
         return products + passes, exchange
 
-    def step(self, error: float, basis: str) -> StepTime:
+    def step(self, error: float, basis: str, slower: float = 1.0) -> StepTime:
+        """The whole; `slower` is how many times as long computing takes as its parts alone."""
         setup, layout, work = self.setup, self.layout, self.work
         batches, pp = setup.micro_batches, layout.pp
         compute = inner = stall = data = 0.0
@@ -323,6 +337,7 @@ class _Timer:
             stall += number * one[2]
             data += number * one[3]
         head, exchange = self.head()
+        compute, head = compute * slower, head * slower
         stage = compute + inner + stall + data
         if setup.manner != "megatron" and pp == 1 and self.shards.size > 1:
             data += self.fsdp_traffic(work.ends / layout.tp) * self.habits.exposed
