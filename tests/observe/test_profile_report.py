@@ -48,9 +48,8 @@ def test_rates_are_work_over_time() -> None:
     rows = {row.part: row for row in rows_of(time, FACTS)}
     tokens = 8 * 4096
     layers = 16 * (2048 * (2048 + 512 + 512) + 2048 * 2048 + 3 * 2048 * 8192)
-    small = 16 * 2 * 2048 + 2048  # norms, which are counted along
     assert rows[MATMUL].ms == pytest.approx(285) and rows[MATMUL].share == pytest.approx(0.57)
-    assert rows[MATMUL].rate == pytest.approx(6 * (layers + small) * tokens / 0.285)
+    assert rows[MATMUL].rate == pytest.approx(6 * layers * tokens / 0.285)
     assert rows[MATMUL].of_ceiling == pytest.approx(rows[MATMUL].rate / 809e12)
     assert rows[HEAD].rate == pytest.approx(6 * 128256 * 2048 * tokens / 0.080)
     assert rows[ATTENTION].rate == pytest.approx(16 * 7 * 2 * 2048 * 2048.5 * tokens / 0.070)

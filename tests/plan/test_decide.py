@@ -34,7 +34,7 @@ from bessemer.spec.shape import PRESETS, ModelShape
 
 SHAPE = ModelShape(vocab=1000, width=64, layers=2, heads=2, kv_heads=2, head_dim=32, ffn=256)
 PARAMETERS = 1000 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64  # 195,392
-FLOPS_AT_128 = 6 * PARAMETERS + 12 * 2 * 64 * 128
+FLOPS_AT_128 = 6 * (PARAMETERS - 5 * 64) + 12 * 2 * 64 * 128  # five norms are no products
 
 
 def corpus_of(tokens: int) -> dict[str, SourceSize]:
@@ -61,7 +61,7 @@ def spec_with(**changes: Any) -> RunSpec:
 
 def test_the_shape_of_these_tests() -> None:
     assert SHAPE.parameters == PARAMETERS == 195_392
-    assert SHAPE.flops_per_token(128) == FLOPS_AT_128 == 1_368_960
+    assert SHAPE.flops_per_token(128) == FLOPS_AT_128 == 1_367_040
 
 
 @pytest.mark.parametrize(
@@ -376,6 +376,20 @@ def test_any_budget_gives_a_plan_that_can_be_trained(tokens: int, corpus: int, h
     assert training.total_steps >= 1 and training.total_steps * rows * 128 >= tokens
     assert 1e-5 <= training.peak_lr <= 3e-3
     assert TrainPlan.from_json(training.to_json()) == training
+
+
+def test_a_rule_of_thumb_says_what_it_rests_on() -> None:
+    """What was asked, counted, estimated or measured needs no basis."""
+    _, plan = decided(budget__epochs=1)
+    _, asked = decided(budget__tokens="1M", budget__batch=1280, optimizer__lr=1e-3)
+    facts = {"asked", "counted", "estimate", "measured"}
+    for decision in (*plan.decisions.values(), *asked.decisions.values()):
+        thumb = decision.source not in facts and not decision.key.startswith("data.mixture")  # which is arithmetic
+        assert bool(decision.basis) == thumb, decision
+    rows = {row[0]: row for row in plan.rows()}
+    assert rows["schedule.warmup"][3] == "rule, established"
+    assert rows["optimizer.lr"][3].endswith("open question")  # 1.4e12 FLOPs: far below the runs of the law
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_plan_of_everything_survives_json() -> None:

@@ -15,8 +15,9 @@ from bessemer.plan.hardware import parse_cluster
 from bessemer.plan.layout import Layout
 from bessemer.plan.memory import HEAD_CHUNK, Passes
 from bessemer.plan.per_rank import rank_needs
-from bessemer.plan.proposal import lines, propose
-from bessemer.plan.search import USABLE, Wish, layouts, search, why
+from bessemer.plan.proposal import propose
+from bessemer.plan.search import USABLE, Kept, Wish, layouts, search, why
+from bessemer.plan.show import lines
 from bessemer.spec.memory import MemorySpec, optimizer_bytes
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import PRESETS, ModelShape
@@ -61,6 +62,28 @@ def test_a_large_search_is_quick() -> None:
     assert time.process_time() - began < 0.3
 
 
+def test_what_is_settled_is_kept() -> None:
+    asked = wish(replace(PRESETS["8B"], vocab=128_256), "16xH100")
+    for kept in (Kept(tp=2), Kept(pp=4, stages=2), Kept(dp_shard=4), Kept(dp_replicate=1, tp=1, pp=1), Kept(cp=2)):
+        found = search(replace(asked, kept=kept))
+        assert found.ranked
+        for one in found.ranked:
+            degrees = {key: value for key, value in vars(kept).items() if value is not None and key != "stages"}
+            assert {key: getattr(one.layout, key) for key in degrees} == degrees
+            assert kept.stages in (None, one.virtual)
+    found = search(replace(asked, kept=Kept(micro_rows=2, activations="full")))
+    assert {(one.micro_rows, one.activations) for one in found.ranked} == {(2, "full")}
+
+
+@pytest.mark.parametrize("gpus", ["8xA100-80GB", "16xA100-40GB", "64xH200"])
+def test_what_is_not_tried_could_not_have_won(gpus: str) -> None:
+    """The search leaves out recomputation where everything fits without; looking at every mode finds nothing faster."""
+    asked = wish(replace(PRESETS["3B"], vocab=32_000), gpus)
+    every = [one for how in ("none", "selective", "full")
+             for one in search(replace(asked, kept=Kept(activations=how))).ranked]  # fmt: skip
+    assert search(asked).best.tokens_per_s == max(one.tokens_per_s for one in every)
+
+
 def needs(layout: Layout, rows: int = 1, how: str = "none", batches: int = 8) -> int:
     passes = Passes(4096, rows, "bf16", how, True, "cuda")  # type: ignore[arg-type]
     return rank_needs(replace(PRESETS["8B"], vocab=128_256), layout, EACH, passes, batches).total
@@ -89,7 +112,15 @@ def test_memory_beside_published_peaks() -> None:
 def test_a_plan_of_a_line() -> None:
     found = propose("7b", "8xA100-80GB", 100_000_000_000)
     text = "\n".join(lines(found))
-    for word in ("6.74B parameters on 100B tokens", "dp_shard 8", "optimizer.lr", "memory  [", "days", "cost", "next "):
+    for word in (
+        "6.74B parameters on 100B tokens",
+        "parallel.dp_shard",
+        "optimizer.lr",
+        "memory  [",
+        "days",
+        "cost",
+        "next ",
+    ):
         assert word in text
     flops = 100e9 * found.shape.flops_per_token(4096)
     assert flops / (8 * 312e12 * found.best.mfu) == pytest.approx(found.seconds)

@@ -2,8 +2,11 @@
 
 import pytest
 
+from bessemer.errors import UserError
 from bessemer.plan.cost import CHECKPOINT_BYTES, impossible, work_seconds
 from bessemer.plan.hardware import find_gpu
+from bessemer.plan.levers import speed_up
+from bessemer.plan.proposal import propose
 from bessemer.plan.recipe.tokens import optimal_tokens
 from bessemer.spec.memory import MemorySpec, optimizer_bytes
 from bessemer.spec.optimizer import OptimizerSpec
@@ -63,3 +66,45 @@ def test_accumulation_of_4m_tokens() -> None:
     assert pytest.approx(61, abs=0.1) == 4_000_000 / (8 * 8192)
     stages, micro_batches = 4, 2
     assert (stages - 1) / (micro_batches + stages - 1) == pytest.approx(0.6)  # and 2 would leave a 60 % bubble
+
+
+def test_the_planner_says_weeks_and_not_days() -> None:
+    """The same runs as the planner sees them: its days are its own tokens, FLOPs, peak and utilisation."""
+    for model, gpus, tokens, least, most in (
+        ("7b", "8xA100-80GB", 10**11, 25, 50),
+        ("70b", "256xA100-80GB", 10**12, 80, 180),
+    ):
+        found = propose(model, gpus, tokens)
+        flops = tokens * found.shape.flops_per_token(found.wish.context)
+        seconds = work_seconds(flops, found.wish.cluster.count, A100.peak("bf16"), found.best.mfu)
+        assert seconds == pytest.approx(found.seconds) and least < found.wall_s / DAY < most
+
+
+def test_7b_on_1t_tokens_has_its_price() -> None:
+    found = propose("7b", "256xA100-80GB", 10**12)
+    hours = found.seconds / 3600 * 256
+    assert 55_000 < hours < 110_000  # 93,500 at 40 %
+    firm = next(cost for cost in found.costs if cost.price.term == "on_demand")
+    assert firm.parts["gpus"] == pytest.approx(256 * firm.wall_s / 3600 * firm.price.usd_hour)
+
+
+def test_70b_wants_more_than_a_node() -> None:
+    """1.27 TB of weights, gradients and moments against 640 GB; 32 GPUs hold them, 16 only with something given up."""
+    with pytest.raises(UserError, match=r"nothing fits.*1\.27 TB: about \d+ GPUs"):
+        propose("70b", "8xA100-80GB", 10**12)
+    found = propose("70b", "64xA100-80GB", 10**12)
+    assert 18 * found.shape.parameters / 1e12 == pytest.approx(1.27, abs=0.01)
+    held = found.best.needs.weights + found.best.needs.gradients + found.best.needs.moments
+    assert held * 64 == pytest.approx(16 * found.shape.parameters, rel=0.05)  # the bf16 copy is made layer by layer
+
+
+def test_8_a100_only_3_times_faster_than_one() -> None:
+    """Inside one node eight are nearly eight times one. Three times is what eight machines with 10 Gb/s between them
+    reach, and the time goes to gradients and activations on their way; 100 Gb/s brings most of it back."""
+    node = propose("350m", "8xA100-80GB", 10**10)
+    slow = propose("350m", "8 nodes of 1 A100-80GB", 10**10, network="10 Gb/s")
+    fast = propose("350m", "8 nodes of 1 A100-80GB", 10**10, network="100 Gb/s")
+    times = [speed_up(one) for one in (node, slow, fast)]
+    assert times == [pytest.approx(7.9, abs=0.2), pytest.approx(3.0, abs=0.5), pytest.approx(7.0, abs=0.7)]
+    parts = slow.best.time.parts
+    assert parts["dp"] + parts["pp"] > parts["compute"] and node.best.time.parts["dp"] < 0.05 * node.best.time.total_s

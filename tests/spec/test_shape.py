@@ -34,7 +34,7 @@ def test_a_small_shape_by_hand() -> None:
     layer = attention + 3 * 8 * 12 + 2 * 8
     assert layer == 496
     assert shape.parameters == 80 + 2 * 496 + 8 == 1080
-    assert shape.flops_per_token(5) == 6 * 1080 + 12 * 2 * 8 * 5
+    assert shape.flops_per_token(5) == 6 * (1080 - 5 * 8) + 12 * 2 * 8 * 5  # five norms are no products
     assert cache_bytes(shape, 100) == 2 * 2 * 4 * 100 * 2  # keys and values, layers, 1 head of 4, tokens, bf16
     assert cache_bytes(shape, 100, bytes_per_value=4) == 2 * cache_bytes(shape, 100)
 

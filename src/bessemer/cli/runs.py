@@ -15,8 +15,8 @@ def runs(
     folder: Path = typer.Argument(Path("runs"), help="The folder that holds the runs."),
     as_json: bool = typer.Option(False, "--json", help="As JSON, a list with an object for each run."),
 ) -> None:
-    """List runs with state, step, loss and age, the newest first; of one run of several processes also what each holds
-    and how it keeps up.
+    """List runs with state, step, loss and age, the newest first; of one run also how it keeps to its plan, and of
+    several processes what each holds and how it keeps up.
 
     Example: bessemer runs --json
     """
@@ -25,6 +25,7 @@ def runs(
 
     from bessemer.errors import UserError
     from bessemer.observe.ranks import processes
+    from bessemer.plan.actual import compare_run, comparison_json, comparison_lines
     from bessemer.run.directory import LAYOUT, Run, list_runs, summarize
     from bessemer.run.journal import json_ready, last_record
 
@@ -34,12 +35,18 @@ def runs(
     alone = (folder / "events.jsonl").is_file()  # the folder of one run
     run = Run(folder)
     found = [summarize(run)] if alone else list_runs(folder)
+    beside = compare_run(run) if alone else None
     if as_json:
-        print(json.dumps([json_ready(asdict(run)) for run in found], indent=1))
+        shown = [json_ready(asdict(run)) for run in found]
+        if beside:
+            shown[0]["against_plan"] = json_ready(comparison_json(*beside))
+        print(json.dumps(shown, indent=1))
     elif not found:
         print(f"no runs in {folder}; start one with `bessemer train SPEC` or `bessemer demo`")
     else:
         _print_table(found)
+        if beside:
+            print("\n" + "\n".join(comparison_lines(*beside)))
         if alone and (folder / LAYOUT).exists():
             print("\n" + "\n".join(processes(json.loads((folder / LAYOUT).read_text()), last_record(run.ranks_path))))
 

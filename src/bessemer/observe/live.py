@@ -90,6 +90,7 @@ class LiveView(RunView):
             ("clipped", f"{self.clipped / max(1, self.steps_seen):.0%}"),
             ("tokens/s", f"{smooth['rate']:,.0f}"),
             ("of peak", f"{smooth['mfu']:.0%}"),
+            ("of plan", f"{smooth['of_plan']:.0%}" if smooth["of_plan"] else "-"),
             ("memory", human_bytes(last["memory_bytes"])),
             ("data wait", f"{smooth['wait']:.1%}"),
             ("vetoes", f"{self.vetoes:,}"),

@@ -28,6 +28,7 @@ class RunView:
         self.recent: deque[dict[str, Any]] = deque(maxlen=32)
         self.losses: list[float] = []
         self.last_validation: dict[str, Any] | None = None
+        self.expected_rate: float | None = None  # tokens/s of the plan
         self.vetoes = self.clipped = self.steps_seen = 0
         self._log: TextIO | None = None
         self._line_due = 0.0
@@ -99,6 +100,7 @@ class RunView:
         return {
             "loss": sum(record["loss"] for record in kept) / len(kept),
             "rate": tokens / seconds,
+            "of_plan": tokens / seconds / self.expected_rate if self.expected_rate else 0.0,
             "mfu": sum(record["mfu"] * record["step_s"] for record in recent) / seconds,
             "wait": sum(record["data_wait_s"] for record in recent) / seconds,
             "left_s": max(0, self.total - recent[-1]["step"] - 1) * seconds / len(recent),

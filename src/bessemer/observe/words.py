@@ -116,7 +116,7 @@ def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], vali
     parts += [
         f"lr {record['lr']:.2e}",
         f"grad {record['grad_norm']:.2f}",
-        f"{smooth['rate']:,.0f} tok/s",
+        f"{smooth['rate']:,.0f} tok/s" + (f" ({smooth['of_plan']:.0%} of plan)" if smooth.get("of_plan") else ""),
         f"{smooth['mfu']:.0%} of peak",
         human_bytes(record["memory_bytes"]),
         f"eta {human_time(smooth['left_s'])}",

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from bessemer.errors import UserError
-from bessemer.plan.decision import Plan
+from bessemer.plan.decision import EMPIRICAL, Plan
 from bessemer.plan.layout import ALONE, Layout
 from bessemer.plan.machine import Machine
 from bessemer.plan.memory import Passes, decide_room
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
+from bessemer.plan.recipe.answer import Basis
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.quantity import human_count, human_time, span_steps
 from bessemer.spec.resolve import model_shape
@@ -33,6 +34,7 @@ DEEPSEEK = "DeepSeek LLM 2024, scaling of hyperparameters"
 REWARM = "Ibrahim et al. 2024: a lower peak forgets less"
 HALF = ("bf16", "fp8", "fp8_rowwise")
 CHINCHILLA = "Chinchilla 2022, approach 1"
+FITTED = 1e17, 2e19  # FLOPs of the runs behind DeepSeek's laws
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def decide_vocab(spec: RunSpec, corpus_bytes: int, plan: Plan) -> int:
     reason = f"{human_count(corpus_bytes)} bytes of text: about 16,000 bytes for each token to learn from"
     if width < 256 and vocab > 4096:
         vocab, reason = 4096, f"a width of {width} would spend most of its parameters on a larger embedding"
-    return int(plan.choose("tokenizer.vocab", spec.tokenizer.vocab, (vocab, reason, "rule")))
+    return int(plan.choose("tokenizer.vocab", spec.tokenizer.vocab, (vocab, reason, "rule"), EMPIRICAL))
 
 
 def decide_context(spec: RunSpec, shape: ModelShape, plan: Plan) -> int:
@@ -97,7 +99,7 @@ def decide_context(spec: RunSpec, shape: ModelShape, plan: Plan) -> int:
     decided = (context, f"usual for a model of {human_count(parameters)} parameters", "rule")
     if shape.max_positions and context > shape.max_positions:
         decided = (shape.max_positions, "all that the model has positions for", "model")
-    return int(plan.choose("data.context", spec.data.context, decided))
+    return int(plan.choose("data.context", spec.data.context, decided, EMPIRICAL if decided[2] == "rule" else ""))
 
 
 def faster_precision(rates: dict[str, float]) -> str:
@@ -142,7 +144,7 @@ def decide_weights(
     if machine.device != "cuda" or precision not in HALF or not own or not dense:
         return "fp32"
     reason = "fp32 as bf16 and the 16 bits that it lacks: as exact, no casts, 14 bytes a parameter instead of 18"
-    return str(plan.add(key, "kahan", reason, "rule"))
+    return str(plan.add(key, "kahan", reason, "rule", "established"))
 
 
 def keeping(spec: RunSpec, weights: str) -> RunSpec:
@@ -157,7 +159,8 @@ def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Pla
     gathered = spec.parallel.engine == "deepspeed" and spec.parallel.deepspeed.zero == 3  # layer by layer, by hooks
     if machine.device != "cuda" or shape.wrapped or gathered:
         return False
-    plan.add("compile", "block", "memory-bound work in fewer kernels; the whole model at once came out slower", "rule")
+    reason = "memory-bound work in fewer kernels; the whole model at once came out slower"
+    plan.add("compile", "block", reason, "rule", EMPIRICAL)
     return True
 
 
@@ -171,6 +174,11 @@ def _rows(key: str, batch: int, context: int) -> int:
     return round(batch / context)
 
 
+def _fitted(compute: float) -> Basis:
+    """Of DeepSeek's laws: a decade beyond the runs they were fitted to nobody knows."""
+    return EMPIRICAL if FITTED[0] / 10 <= compute <= FITTED[1] * 10 else "open question"
+
+
 def decide_batch(
     spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None
 ) -> int:
@@ -182,7 +190,7 @@ def decide_batch(
         law = 0.2920 * compute**0.3271
         rows = max(4, min(round(law / context), max(4, tokens // context // 100)))
         reason = f"{compute:.2g} FLOPs in all ask for about {human_count(law)} tokens"
-        batch = plan.choose(key, spec.budget.batch, (rows * context, reason, DEEPSEEK))
+        batch = plan.choose(key, spec.budget.batch, (rows * context, reason, DEEPSEEK), _fitted(compute))
     rows = _rows(key, int(batch), context)
     if rows * context != batch:
         plan.add(key, rows * context, f"{batch:,} rounded to {rows} whole sequences of {context}", "asked")
@@ -200,7 +208,7 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
         return int(plan.add("budget.tokens", max(1, int(budget.epochs * corpus_tokens)), reason, "asked"))
     reason = f"20 tokens for each of {human_count(shape.parameters)} parameters"
     decided = (20 * shape.parameters, reason, CHINCHILLA)
-    return int(plan.choose("budget.tokens", budget.tokens, decided))
+    return int(plan.choose("budget.tokens", budget.tokens, decided, "established"))
 
 
 def decide_lr(
@@ -219,7 +227,7 @@ def decide_lr(
     third = "a third of what suits pre-training, " if continued else ""
     source = f"{DEEPSEEK}; {REWARM}" if continued else DEEPSEEK
     decided = (float(f"{lr / 3 if continued else lr:.2g}"), f"{third}for {compute:.2g} FLOPs{limited}", source)
-    return float(plan.choose("optimizer.lr", spec.optimizer.lr, decided))
+    return float(plan.choose("optimizer.lr", spec.optimizer.lr, decided, _fitted(compute)))
 
 
 def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan) -> int:
@@ -233,7 +241,7 @@ def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan)
             )
         return steps
     steps = min(max(1, round(0.02 * total_steps)), 2000)
-    return int(plan.add("schedule.warmup", steps, "2 % of the run, at most 2,000 steps", "rule"))
+    return int(plan.add("schedule.warmup", steps, "2 % of the run, at most 2,000 steps", "rule", "established"))
 
 
 def decide_interval(
@@ -248,7 +256,7 @@ def decide_interval(
         return Interval(None, float(written.split()[0]))
     steps = max(1, -(-total_steps // per_run))
     limit = f" or {human_time(seconds)}, whichever is sooner" if seconds else ""
-    plan.add(key, f"{steps} steps{limit}", f"{per_run} times in the run", "rule")
+    plan.add(key, f"{steps} steps{limit}", f"{per_run} times in the run", "rule", "open question")
     return Interval(steps, seconds)
 
 
@@ -258,10 +266,11 @@ def decide_guard(spec: RunSpec, plan: Plan) -> tuple[Interval, Interval]:
     if look == "auto":
         # 26 ms at 18M and 35 ms at 1B parameters on an H200: both limits keep it near 0.2 % of the time.
         reason = "a look costs about a forward pass of two rows"
-        plan.add("guard.look_every", f"{LOOK_EVERY_STEPS} steps, at most every {LOOK_EVERY_S:.0f} s", reason, "rule")
+        every = f"{LOOK_EVERY_STEPS} steps, at most every {LOOK_EVERY_S:.0f} s"
+        plan.add("guard.look_every", every, reason, "rule", EMPIRICAL)
     if copy == "auto":
         reason = "the older of two copies is confirmed by later steps"
-        plan.add("guard.copy_every", f"{COPY_EVERY_STEPS} steps", reason, "rule")
+        plan.add("guard.copy_every", f"{COPY_EVERY_STEPS} steps", reason, "rule", EMPIRICAL)
     elif isinstance(copy, int) and copy < COPY_LEAST_STEPS:
         raise UserError(
             f"guard.copy_every: {copy} steps leave no copy that later steps confirm: write {COPY_LEAST_STEPS} or more"
@@ -357,7 +366,7 @@ def decide_evaluation(
     reason = "evaluations take about 5 % of the time"
     if wanted > held_out_tokens:
         wanted, reason = held_out_tokens, f"all of the held-out part: {reason} or less"
-    return int(plan.choose("evaluate.tokens", spec.evaluate.tokens, (wanted, reason, "rule")))
+    return int(plan.choose("evaluate.tokens", spec.evaluate.tokens, (wanted, reason, "rule"), "open question"))
 
 
 def tokens_after(phases: tuple[tuple[int, int], ...], steps: int) -> int:

@@ -58,6 +58,9 @@ class Cluster:
     measured: dict[str, float] = field(default_factory=dict, hash=False, compare=False)
     source: str = "data sheets"
     constants: str = ""  # whose network constants of data/steptime.json are taken; "": the defaults
+    slower: float = 1.0  # by which runs here took longer than predicted
+    slower_error: float = 0.0  # how far apart they lay
+    slower_source: str = ""
 
     @property
     def nodes(self) -> int:
@@ -217,7 +220,7 @@ def parse_network(text: str) -> tuple[float, str]:
 
 def with_ceilings(cluster: Cluster, ceilings: Ceilings | None) -> Cluster:
     """The same cluster with measured rates, if they were measured on this kind of GPU."""
-    if ceilings is None or ceilings.device != "cuda" or not _same(cluster.gpu, ceilings.name):
+    if ceilings is None or ceilings.device != "cuda" or not same_gpu(cluster.gpu, ceilings.name):
         return cluster
     return replace(cluster, measured=ceilings.best(), source=ceilings.source)
 
@@ -225,11 +228,14 @@ def with_ceilings(cluster: Cluster, ceilings: Ceilings | None) -> Cluster:
 def kept_ceilings(gpu: Gpu) -> Ceilings | None:
     """The newest measurement of this kind of GPU that this user keeps."""
     folder = ceilings_path("any", 1, "any").parent
-    found = [kept for path in sorted(folder.glob("*.json")) if (kept := load_ceilings(path)) and _same(gpu, kept.name)]
+    found = [
+        kept for path in sorted(folder.glob("*.json")) if (kept := load_ceilings(path)) and same_gpu(gpu, kept.name)
+    ]
     return max(found, key=lambda kept: kept.date, default=None)
 
 
-def _same(gpu: Gpu, name: str) -> bool:
+def same_gpu(gpu: Gpu, name: str) -> bool:
+    """Whether a device that calls itself so is of that kind."""
     known, names, _ = _catalogue()
     plain = _plain(name)
     return plain in names and known[names[plain]].name == gpu.name

@@ -93,13 +93,18 @@ def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machi
         for key, degree in degrees.items():
             plan.add(key, degree, reason, "estimate")
     layout = Layout(degrees[REPLICATE], degrees[SHARD], **inner, ep=asked.ep)
+    check_layout(spec, shape, layout, context)
+    return layout
+
+
+def check_layout(spec: RunSpec, shape: ModelShape, layout: Layout, context: int) -> None:
+    """Refuse, with the fix, what a model cannot be divided by or what would not be the same run."""
     if layout.size > 1:
         _refuse(spec, shape, layout)
     _check_tensor(shape, layout)
     _check_context(spec, shape, layout, context)
     _check_pipeline(spec, shape, layout)
     _check_experts(shape, layout)
-    return layout
 
 
 def _refuse(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:

@@ -107,7 +107,7 @@ def _stage(
     else:
         several = layers if pp > 1 else min(layers, GATHERED)  # a pipeline keeps its layers gathered
         gathered = half * (block * several + ends / tp) + 2 * half * block
-    lean = replace(passes, context=passes.context // layout.cp)
+    lean = replace(passes, context=passes.context // layout.cp) if layout.cp > 1 else passes
     kept = activation_bytes(shape, lean) / (shape.layers + shape.decoder_layers) * layers / tp
     flights = micro_batches if gpipe else min(micro_batches, pp - stage)
     kept *= max(1, flights) * (1 + (pp - 1) / (pp * interleaved) if interleaved > 1 else 1)

@@ -5,35 +5,38 @@ Nothing here reads data or devices: what a run measures on its own machine comes
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bessemer.errors import UserError
+from bessemer.plan.asked import DEGREES, Asked, ask, kept_by, tokens_of, warmup_of
 from bessemer.plan.cost import Cost, Work, impossible, preparation_of, rank, storage_of
-from bessemer.plan.decision import Plan
-from bessemer.plan.goodput import goodput
-from bessemer.plan.hardware import kept_ceilings, parse_cluster, with_ceilings
+from bessemer.plan.decide import decide_context, decide_lr, decide_weights, keeping
+from bessemer.plan.decision import EMPIRICAL, Plan
+from bessemer.plan.goodput import SAVE_STALL_S, goodput
+from bessemer.plan.hardware import Cluster, Gpu, kept_ceilings, parse_cluster, with_ceilings
+from bessemer.plan.history import with_history
+from bessemer.plan.layout import Layout, check_layout
+from bessemer.plan.machine import Machine
 from bessemer.plan.prices import load_prices
+from bessemer.plan.recipe.answer import Answer
 from bessemer.plan.recipe.rates import batch_tokens, learning_rate, warmup_steps
-from bessemer.plan.recipe.shape import design
 from bessemer.plan.recipe.tokens import tokens_for_model
-from bessemer.plan.search import Candidate, Found, Wish, nearest, search, why
-from bessemer.spec.memory import MemorySpec, optimizer_bytes
-from bessemer.spec.optimizer import OptimizerSpec
-from bessemer.spec.quantity import human_bytes, human_count, human_time
-from bessemer.spec.shape import PRESETS, ModelShape
+from bessemer.plan.search import Candidate, Found, Wish, nearest, search
+from bessemer.spec.memory import optimizer_bytes
+from bessemer.spec.quantity import human_count, human_time
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
 
-LLAMA_WORDS = 32_000
-SIZE = re.compile(r"(?:[a-z0-9.]+[-_ ])*?(\d+(?:\.\d+)?)\s*([kmbt])", re.I)
-SCALES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+RAREST_SAVE_S = 3600.0  # Young's optimum on one node is five hours: nobody wants to lose half of that
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """`found` has the best layout first. Money is cheapest first; empty where nobody rents such GPUs."""
+    """`found` has the best layout first. Money is cheapest first; empty where nobody rents such GPUs. `notes` are what
+    a reader should know before believing it."""
 
-    shape: ModelShape
+    asked: Asked
     tokens: int
     wish: Wish
     found: Found
@@ -41,6 +44,11 @@ class Proposal:
     seconds: float  # of training, if nothing fails
     wall_s: float  # with failures
     costs: tuple[Cost, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.asked.shape
 
     @property
     def best(self) -> Candidate:
@@ -51,178 +59,223 @@ class Proposal:
         return self.best.time.error
 
 
-def read_model(text: str, context: int) -> tuple[ModelShape, str]:
-    """A preset, or the shape that a size asks for; and why that shape."""
-    match = SIZE.fullmatch(text.strip())
-    if not match:
-        raise UserError(
-            f"--model {text!r}: no size found: write one such as 7B or llama-7b, or a preset of {', '.join(PRESETS)}"
-        )
-    name = f"{match[1]}{match[2].upper()}"
-    if name in PRESETS:
-        return replace(PRESETS[name], vocab=PRESETS[name].vocab or LLAMA_WORDS), f"the preset {name}"
-    size = float(match[1]) * SCALES[match[2].lower()]
-    found = design(size, context)
-    return found.shape, f"{human_count(found.shape.parameters)} parameters for a wish of {name}"
-
-
 def propose(
-    model: str, gpus: str, tokens: int | None = None, context: int = 4096, batch: int | None = None,
-    precision: str = "bf16", network: str | None = None,
+    model: str, gpus: str, tokens: int | None = None, context: int | None = None, batch: int | None = None,
+    precision: str = "auto", network: str | None = None,
 ) -> Proposal:  # fmt: skip
-    """The plan. Impossible wishes are refused with the arithmetic and the nearest possible one."""
-    if context < 1:
-        raise UserError(f"--context {context}: write a number above 0")
+    """The plan for a line of wishes."""
     cluster = parse_cluster(gpus, network)
+    return propose_for(ask(model, tokens, context, batch, precision), cluster)
+
+
+def propose_for(asked: Asked, cluster: Cluster) -> Proposal:
+    """The plan. What is settled is kept; impossible wishes are refused with the arithmetic and the nearest possible
+    one."""
     cluster = with_ceilings(cluster, kept_ceilings(cluster.gpu))
-    plan = Plan()
-    shape, reason = read_model(model, context)
-    plan.add("model", f"{human_count(shape.parameters)} parameters", reason, "asked")
-    if tokens is None:
-        answer = tokens_for_model(shape.parameters)
-        tokens = int(plan.add("budget.tokens", int(answer.value), answer.reason, f"{answer.source} ({answer.basis})"))
-    elif tokens < context:
-        raise UserError(f"--tokens {tokens}: fewer than a row of {context}: write more, such as 1B")
-    rows = _rows(plan, shape, tokens, context, batch)
-    wish = Wish(shape, cluster, context, rows, optimizer_bytes(OptimizerSpec(), MemorySpec(), precision), precision)
+    spec, shape, plan = asked.spec, asked.shape, Plan()
+    plan.add("model", f"{human_count(shape.parameters)} parameters", asked.reason, asked.source, asked.basis)
+    for key, answer in asked.answers.items():
+        _answer(plan, key, answer)
+    precision = _precision(plan, spec, cluster.gpu)
+    context = decide_context(spec, shape, plan)
+    tokens = _tokens(plan, asked, context)
+    rows = _rows(plan, spec, shape, tokens, context)
+    spec = _weights(plan, spec, shape, cluster, precision)
+    each = optimizer_bytes(spec.optimizer, spec.memory, precision)
+    cluster = with_history(cluster, precision, shape.parameters)
+    wish = Wish(shape, cluster, context, rows, each, precision, kept_by(spec))
+    _check_degrees(wish, spec)
     found = search(wish)
     if not found.ranked:
         raise UserError(nearest(wish, found) if found.too_large else _no_layout(wish))
-    _explain(plan, wish, found, tokens)
-    best = found.best
-    seconds = tokens / best.tokens_per_s
+    found, notes = _runnable(spec, wish, found)
+    _explain(plan, wish, found, spec)
+    steps = -(-tokens // (rows * context))
+    plan.add("steps", steps, f"{human_count(tokens)} tokens in batches of {rows * context:,}", "counted")
+    _rates(plan, spec, wish, tokens, steps)
+    seconds = tokens / found.best.tokens_per_s
     kept = goodput(cluster.nodes)
-    plan.add(
-        "checkpoint.every", human_time(kept.save_every_s),
-        f"failures come about every {human_time(kept.mtti_s)} on {cluster.nodes} nodes", "Young 1974",
-    )  # fmt: skip
+    if spec.checkpoint.every != "auto":
+        plan.asked("checkpoint.every", spec.checkpoint.every)
+    else:
+        plan.add(
+            "checkpoint.every", human_time(min(kept.save_every_s, RAREST_SAVE_S)),
+            f"failures come about every {human_time(kept.mtti_s)} on {_nodes(cluster)}, a save stalls for "
+            f"{SAVE_STALL_S:.0f} s; an hour at most", "Young 1974", "established",
+        )  # fmt: skip
     work = Work(cluster.gpu.name, cluster.count, seconds, shape.parameters, tokens, cluster.per_node)
     costs = rank(
         {cluster.gpu.name: work}, load_prices(), storage=storage_of(shape.parameters, tokens),
         preparation=preparation_of(tokens),
     )  # fmt: skip
-    return Proposal(shape, tokens, wish, found, plan, seconds, kept.wall_s(seconds), tuple(costs))
+    if asked.from_words:
+        plan = _said(plan)
+    asked = replace(asked, spec=spec)
+    return Proposal(asked, tokens, wish, found, plan, seconds, kept.wall_s(seconds), tuple(costs), notes)
 
 
 def check_rate(proposal: Proposal, wanted: float) -> None:
-    """Refuse a wished-for throughput that no machine of this kind can give, with the arithmetic."""
-    gpu, count = proposal.wish.cluster.gpu, proposal.wish.cluster.count
+    """Refuse a wished-for throughput that these machines cannot give, with the arithmetic and what would."""
+    gpu, count, given = proposal.wish.cluster.gpu, proposal.wish.cluster.count, proposal.best.tokens_per_s
     if fault := impossible(proposal.shape.parameters, wanted, count, gpu, proposal.wish.precision):
-        raise UserError(fault)
+        raise UserError(f"{fault}; nearest: --tokens-per-second {given:.0f}, which this plan gives")
+    if wanted > given * (1 + proposal.error):
+        more = -(-wanted * count // given)
+        raise UserError(
+            f"{human_count(wanted)} tokens/s: {proposal.wish.cluster} give {human_count(given)} "
+            f"({proposal.best.mfu:.0%} MFU, {proposal.error:.0%} off on average); nearest: --tokens-per-second "
+            f"{given:.0f}, or about {more:.0f} such GPUs"
+        )
 
 
-def _rows(plan: Plan, shape: ModelShape, tokens: int, context: int, batch: int | None) -> int:
+def _said(plan: Plan) -> Plan:
+    """The same, where there is no spec that anything could be written in."""
+    words = {d.key: replace(d, reason="as asked") if d.source == "asked" and d.key != "model" else d
+             for d in plan.decisions.values()}  # fmt: skip
+    return Plan(words)
+
+
+def _nodes(cluster: Cluster) -> str:
+    return "one node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
+
+
+def _answer(plan: Plan, key: str, answer: Answer[Any]) -> Any:
+    return plan.add(key, answer.value, answer.reason, answer.source, answer.basis)
+
+
+def _precision(plan: Plan, spec: RunSpec, gpu: Gpu) -> str:
+    if spec.precision != "auto":
+        gpu.peak(spec.precision)  # refused where the device has no such units
+        return str(plan.asked("precision", spec.precision))
+    value = next(word for word in ("bf16", "fp16", "fp32") if word in gpu.peaks)
+    reason = f"the fastest of {gpu.name} that needs no scales"
+    if value == "fp16":
+        reason = f"{gpu.name} has no bf16 units: fp16, with the loss scaled"
+    return str(plan.add("precision", value, reason, "data sheet", "established"))
+
+
+def _tokens(plan: Plan, asked: Asked, context: int) -> int:
+    budget, shape = asked.spec.budget, asked.shape
+    tokens = tokens_of(asked.spec, context)
+    if tokens is None:
+        return int(_answer(plan, "budget.tokens", _rounded(tokens_for_model(shape.parameters))))
+    if tokens < context:
+        raise UserError(f"--tokens {tokens}: fewer than a row of {context}: write more, such as 1B")
+    if budget.steps is not None:
+        plan.asked("budget.steps", budget.steps)
+    elif "budget.tokens" not in asked.answers:
+        plan.asked("budget.tokens", tokens)
+    return tokens
+
+
+def _rounded(answer: Answer[float]) -> Answer[int]:
+    """The same with a whole number of three digits: more would be a pretence."""
+    return Answer(int(float(f"{answer.value:.3g}")), answer.reason, answer.source, answer.basis)
+
+
+def _rows(plan: Plan, spec: RunSpec, shape: ModelShape, tokens: int, context: int) -> int:
     """Rows of a step, a multiple of a power of two that shares out well."""
-    if batch is not None:
+    batch = spec.budget.batch
+    if batch != "auto":
         if batch < context:
             raise UserError(f"--batch {batch}: fewer tokens than a row of {context}: write {context} or more")
-        rows = batch // context
+        rows = round(batch / context)
         plan.asked("budget.batch", rows * context)
         return rows
     answer = batch_tokens(shape.parameters, tokens)
     rows = max(1, round(answer.value / context))
     power = 1 << max(0, rows.bit_length() - 3)
     rows = max(1, round(rows / power) * power)
-    plan.add("budget.batch", rows * context, answer.reason, f"{answer.source} ({answer.basis})")
+    plan.add("budget.batch", rows * context, answer.reason, answer.source, answer.basis)
     return rows
 
 
+def _weights(plan: Plan, spec: RunSpec, shape: ModelShape, cluster: Cluster, precision: str) -> RunSpec:
+    """As training would keep them: where weights are divided, in fp32."""
+    if cluster.count > 1 or spec.memory.weights != "auto":
+        return spec
+    machine = Machine("cuda", cluster.gpu.name, cluster.gpu.memory_bytes, 1)
+    return keeping(spec, decide_weights(spec, shape, machine, precision, plan))
+
+
+def _check_degrees(wish: Wish, spec: RunSpec) -> None:
+    """Degrees that are settled must divide the model and the cluster; told before the search looks in vain."""
+    degrees = {key: int(getattr(wish.kept, key) or 1) for key in DEGREES}
+    held = Layout(**degrees)
+    if wish.kept.ep and wish.kept.dp_shard is None:
+        held = replace(held, dp_shard=held.ep)
+    check_layout(spec, wish.shape, held, wish.context)
+    if wish.cluster.count % held.size:
+        words = " x ".join(f"{key} {degree}" for key, degree in degrees.items() if degree > 1)
+        fits = ", ".join(str(n) for n in range(2, 65) if wish.cluster.count % n == 0) or "1"
+        raise UserError(
+            f"parallel: {words} does not divide {wish.cluster.count} GPUs: write degrees whose product is one of {fits}"
+        )
+
+
+def _runnable(spec: RunSpec, wish: Wish, found: Found) -> tuple[Found, tuple[str, ...]]:
+    """Those layouts that `bessemer train` takes; all of them, with a note, where it takes none."""
+    fits, refused = [], ""
+    for one in found.ranked:
+        try:
+            check_layout(spec.model_copy(update={"precision": wish.precision}), wish.shape, one.layout, wish.context)
+            fits.append(one)
+        except UserError as fault:
+            refused = refused or str(fault)
+    if fits:
+        return replace(found, ranked=tuple(fits)), ()
+    return found, (f"bessemer train does not take this layout yet: {refused}",)
+
+
 def _no_layout(wish: Wish) -> str:
-    count, rows = wish.cluster.count, wish.rows
+    count, rows, kept = wish.cluster.count, wish.rows, wish.kept
+    if kept.micro_rows and rows % kept.micro_rows:
+        return f"budget.micro_batch: {kept.micro_rows} does not divide the {rows} rows of a step: write 1, 2 or 4"
     return (
         f"no layout shares {rows} rows of a step among {count} GPUs: write --batch {count * wish.context} or a multiple"
     )
 
 
-def _explain(plan: Plan, wish: Wish, found: Found, tokens: int) -> None:
-    best, shape = found.best, wish.shape
-    steps = -(-tokens // (wish.rows * wish.context))
+def _explain(plan: Plan, wish: Wish, found: Found, spec: RunSpec) -> None:
+    best, kept = found.best, wish.kept
+    source = f"search, step times {best.time.error:.0%} off on average"
     ways = f"the fastest of {len(found.ranked)} layouts that fit, {len(found.too_large)} do not"
-    degrees = {key: value for key, value in asdict(best.layout).items() if value > 1} or {"dp_replicate": 1}
-    plan.add("parallel", ", ".join(f"{key} {value}" for key, value in degrees.items()), ways, "search")
+    for key, value in asdict(best.layout).items():
+        if getattr(kept, key) is not None:
+            plan.asked(f"parallel.{key}", value)
+        elif value > 1 or key == "dp_shard":
+            plan.add(f"parallel.{key}", value, ways, source, EMPIRICAL)
+    if best.layout.pp > 1 and kept.stages is None:
+        kind = {"schedule": "interleaved", "stages": best.virtual} if best.virtual > 1 else {"schedule": "1f1b"}
+        plan.add("parallel.pipeline", kind, "the smallest bubble that fits", source, EMPIRICAL)
     batches = wish.rows // (best.layout.dp * best.micro_rows)
-    plan.add("budget.micro_batch", best.micro_rows, f"{batches} passes of each process make a step", "search")
-    plan.add("memory.activations", best.activations, "the least that is computed again for the rest to fit", "search")
-    if best.layout.pp > 1:
-        kind = "interleaved" if best.virtual > 1 else "1f1b"
-        plan.add("parallel.pipeline", f"{kind}, {best.virtual} stages each", "the smallest bubble that fits", "search")
-    plan.add("precision", wish.precision, f"{wish.cluster.gpu.name} computes in it", "asked")
-    plan.add("steps", steps, f"{human_count(tokens)} tokens in batches of {wish.rows * wish.context:,}", "counted")
-    rate, warm = learning_rate(shape.parameters, tokens), warmup_steps(steps)
-    plan.add("optimizer.lr", float(f"{rate.value:.3g}"), rate.reason, f"{rate.source} ({rate.basis})")
-    plan.add("schedule.warmup", warm.value, warm.reason, f"{warm.source} ({warm.basis})")
+    if kept.micro_rows:
+        plan.asked("budget.micro_batch", kept.micro_rows)
+    else:
+        reason = f"{batches} passes of each process make a step"
+        plan.add("budget.micro_batch", best.micro_rows, reason, source, EMPIRICAL)
+    if kept.activations:
+        plan.asked("memory.activations", kept.activations)
+    else:
+        reason = "the least that is computed again for the rest to fit"
+        plan.add("memory.activations", best.activations, reason, source, EMPIRICAL)
 
 
-def lines(proposal: Proposal, width: int = 150) -> list[str]:
-    """The plan as a person reads it."""
-    best, wish, error = proposal.best, proposal.wish, proposal.error
-    shown = [
-        f"{human_count(proposal.shape.parameters)} parameters on {human_count(proposal.tokens)} tokens, {wish.cluster}",
-        "",
-    ]
-    rows = [(key, value, f"{reason} [{source}]") for key, value, reason, source in proposal.plan.rows()]
-    first, second = max(len(row[0]) for row in rows), min(44, max(len(row[1]) for row in rows))
-    shown += [f"  {key:<{first}}  {value:<{second}}  {reason}"[:width] for key, value, reason in rows]
-    shown += ["", *memory_bar(proposal), ""]
-    shown.append(
-        f"  speed   {best.tokens_per_s:,.0f} tokens/s, {best.mfu:.1%} MFU, a step in {best.time.total_s:.2f} s "
-        f"(mean error {error:.0%}: {best.time.basis})"
-    )
-    parts = sorted(best.time.parts.items(), key=lambda item: -item[1])
-    shown.append("  a step  " + ", ".join(f"{name} {s / best.time.total_s:.0%}" for name, s in parts if s))
-    days = proposal.wall_s / 86_400
-    hours = proposal.wall_s / 3600 * wish.cluster.count
-    shown.append(
-        f"  time    {days:,.1f} days ({days * (1 - error):,.1f} to {days * (1 + error):,.1f}), {hours:,.0f} GPU-hours, "
-        f"failures with it ({proposal.seconds / proposal.wall_s:.1%} of the time is kept)"
-    )
-    for cost in proposal.costs[:5]:
-        price, notes = cost.price, f" ({'; '.join(cost.notes)})" if cost.notes else ""
-        shown.append(
-            f"  cost    ${cost.usd:>12,.0f}  {price.provider} {price.region}, {price.term.replace('_', ' ')} at "
-            f"${price.usd_hour:.2f} (prices of {price.date}){notes}"
-        )
-    if not proposal.costs:
-        shown.append(f"  cost    nobody in the price list rents {wish.cluster.count} x {wish.cluster.gpu.name}")
-    for other in proposal.found.ranked[1:3]:
-        shown.append(f"  next    {other.name()}: {why(best, other, wish)}")
-    for other in proposal.found.too_large[:1]:
-        shown.append(f"  not     {other.name()}: {why(best, other, wish)}"[:width])
-    return shown
+def _rates(plan: Plan, spec: RunSpec, wish: Wish, tokens: int, steps: int) -> None:
+    shape = wish.shape
+    if spec.optimizer.lr != "auto" or spec.start_from or spec.model.hf:  # trained weights want less
+        decide_lr(spec, shape, wish.context, tokens, plan)
+    elif spec.optimizer.name in ("adamw", "adam", "nadam", "radam", "muon"):
+        _answer(plan, "optimizer.lr", learning_rate(shape.parameters, tokens))
+    written = warmup_of(spec, steps, wish.rows * wish.context)
+    if written is not None:
+        plan.add("schedule.warmup", written, f"{spec.schedule.warmup} in steps", "asked")
+    else:
+        _answer(plan, "schedule.warmup", warmup_steps(steps))
 
 
-def memory_bar(proposal: Proposal, cells: int = 60) -> list[str]:
-    """Memory of the fullest GPU, to scale."""
-    needs, whole = proposal.best.needs, proposal.wish.cluster.gpu.memory_bytes
-    kinds = {
-        "W weights": needs.weights, "G gradients": needs.gradients, "M moments": needs.moments,
-        "A activations": needs.activations,
-        "+ rest": needs.total - needs.weights - needs.gradients - needs.moments - needs.activations,
-    }  # fmt: skip
-    bar = "".join(name[0] * round(cells * size / whole) for name, size in kinds.items())[:cells]
-    words = ", ".join(f"{name} {human_bytes(size)}" for name, size in kinds.items() if size > whole / 1000)
-    return [f"  memory  [{bar:<{cells}}] {human_bytes(needs.total)} of {human_bytes(whole)}", f"          {words}"]
-
-
-def to_json(proposal: Proposal) -> dict[str, Any]:
-    def way(candidate: Candidate) -> dict[str, Any]:
-        return {
-            "layout": asdict(candidate.layout), "micro_batch": candidate.micro_rows,
-            "activations": candidate.activations, "stages_each": candidate.virtual,
-            "memory_bytes": asdict(candidate.needs) | {"total": candidate.needs.total},
-            "step": candidate.time.to_dict(), "tokens_per_s": candidate.tokens_per_s, "mfu": candidate.mfu,
-        }  # fmt: skip
-
-    return {
-        "model": proposal.shape.to_dict(), "parameters": proposal.shape.parameters, "tokens": proposal.tokens,
-        "gpus": str(proposal.wish.cluster), "context": proposal.wish.context, "batch_rows": proposal.wish.rows,
-        "decisions": [asdict(decision) for decision in proposal.plan.decisions.values()],
-        "best": way(proposal.best), "next": [way(other) for other in proposal.found.ranked[1:3]],
-        "error": proposal.error, "training_s": proposal.seconds, "wall_s": proposal.wall_s,
-        "gpu_hours": proposal.wall_s / 3600 * proposal.wish.cluster.count,
-        "costs": [
-            {"provider": c.price.provider, "region": c.price.region, "term": c.price.term, "usd": c.usd,
-             "usd_hour": c.price.usd_hour, "date": c.price.date, "energy_kwh": c.energy_kwh, "carbon_kg": c.carbon_kg}
-            for c in proposal.costs
-        ],
-    }  # fmt: skip
+def affordable(proposal: Proposal, budget_usd: float | None, deadline_s: float | None) -> list[Cost]:
+    """The offers within both limits, cheapest first."""
+    found = proposal.costs
+    within = [cost for cost in found if deadline_s is None or cost.wall_s <= deadline_s]
+    return [cost for cost in within if budget_usd is None or cost.usd <= budget_usd]

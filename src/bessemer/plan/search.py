@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 from typing import Literal
 
@@ -28,6 +29,21 @@ PARTS = {
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What somebody has settled already, and the search leaves as it is. None: open."""
+
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    micro_rows: int | None = None
+    activations: Literal["none", "selective", "full"] | None = None
+    stages: int | None = None  # of a pipeline, in each process
+
+
+@dataclass(frozen=True)
 class Wish:
     """What is to be trained on what; the search decides the rest."""
 
@@ -37,6 +53,7 @@ class Wish:
     rows: int  # of a step
     each: ParameterBytes
     precision: str = "bf16"
+    kept: Kept = Kept()
 
 
 @dataclass(frozen=True)
@@ -96,35 +113,41 @@ def search(wish: Wish) -> Found:
 
 def layouts(wish: Wish) -> Iterator[Layout]:
     """Those that divide the model evenly, with tensors shared inside a node: no exchange inside a layer pays beyond."""
-    shape, cluster = wish.shape, wish.cluster
+    shape, cluster, kept = wish.shape, wish.cluster, wish.kept
     whole = gcd(shape.heads, shape.kv_heads, shape.ffn or shape.heads)
     special = bool(shape.moe or shape.mamba or shape.mla) or shape.decoder_layers > 0
-    for tp in _divisors(cluster.per_node):
-        if whole % tp or (tp > 1 and special):
+    for tp in _open(kept.tp, _divisors(cluster.per_node)):
+        if whole % tp or (tp > 1 and special) or cluster.count % tp:
             continue
-        for cp in _divisors(cluster.count // tp):
+        for cp in _open(kept.cp, _divisors(cluster.count // tp)):
             columns = wish.context % (cp * tp) == 0 and (shape.heads // tp) % cp == 0 and not special
-            if cp > 1 and (not columns or wish.context // cp < LONG // 4 or wish.context < LONG):
+            short = kept.cp is None and (wish.context // cp < LONG // 4 or wish.context < LONG)
+            if (cp > 1 and (not columns or short)) or cluster.count % (tp * cp):
                 continue
-            for pp in _divisors(cluster.count // (tp * cp)):
-                if pp > shape.layers or (pp > 1 and shape.decoder_layers):
+            for pp in _open(kept.pp, _divisors(cluster.count // (tp * cp))):
+                if pp > shape.layers or (pp > 1 and shape.decoder_layers) or cluster.count % (tp * cp * pp):
                     continue
                 yield from _rows_among(wish, tp, cp, pp)
 
 
 def _rows_among(wish: Wish, tp: int, cp: int, pp: int) -> Iterator[Layout]:
-    cluster, moe = wish.cluster, wish.shape.moe
+    cluster, moe, kept = wish.cluster, wish.shape.moe, wish.kept
     dp = cluster.count // (tp * cp * pp)
     if dp > wish.rows or wish.rows % dp:
         return
     inside = max(1, cluster.per_node // (tp * cp))
-    for shard in sorted({1, min(dp, inside), min(dp, inside * 8), dp}):
-        if dp % shard:
+    for shard in _open(kept.dp_shard, sorted({1, min(dp, inside), min(dp, inside * 8), dp})):
+        if dp % shard or kept.dp_replicate not in (None, dp // shard):
             continue
         layout = Layout(dp // shard, shard, tp=tp, cp=cp, pp=pp)
-        yield layout
-        if moe and shard > 1 and moe.experts % shard == 0 and cp == 1:
+        if kept.ep in (None, 1):
+            yield layout
+        if moe and shard > 1 and moe.experts % shard == 0 and cp == 1 and kept.ep in (None, shard):
             yield replace(layout, ep=shard)
+
+
+def _open(kept: int | None, usual: Iterable[int]) -> Iterable[int]:
+    return usual if kept is None else (kept,)
 
 
 def _divisors(number: int) -> list[int]:
@@ -133,21 +156,26 @@ def _divisors(number: int) -> list[int]:
 
 
 def _ways(wish: Wish, layout: Layout, limit: float) -> Iterator[Candidate]:
-    """Micro-batches from one row up for each mode of recomputation, until one no longer fits."""
-    share = wish.rows // layout.dp
-    stages = [1] if layout.pp == 1 else [n for n in (1, 2, 4) if layout.pp * n <= wish.shape.layers]
-    for how in MODES:
-        for rows in (n for n in (1, 2, 4, 8, 16, 32, MOST_ROWS) if share % n == 0):
+    """Micro-batches from one row up for each mode of recomputation, until one no longer fits. What fits as it is is not
+    tried with more computed again, which only costs."""
+    share, kept = wish.rows // layout.dp, wish.kept
+    deep = [n for n in _open(kept.stages, (1, 2, 4)) if layout.pp * n <= wish.shape.layers]
+    stages = [1] if layout.pp == 1 else deep
+    easy = 0  # rows that fit with less computed again
+    for how in MODES if kept.activations is None else (kept.activations,):
+        for rows in (n for n in _open(kept.micro_rows, (1, 2, 4, 8, 16, 32, MOST_ROWS)) if share % n == 0):
             batches = share // rows
             if layout.pp > 1 and batches < layout.pp and rows > 1:
                 break
-            fits = False
-            for virtual in stages if batches % layout.pp == 0 else stages[:1]:
-                candidate = _candidate(wish, layout, rows, how, virtual, batches)
-                fits = fits or candidate.needs.total <= limit
-                yield candidate
-            if not fits:
+            if rows <= easy:
+                continue
+            several = stages if batches % layout.pp == 0 else stages[:1]
+            found = [_candidate(wish, layout, rows, how, virtual, batches) for virtual in several]
+            yield from found
+            fitting = [candidate.needs.total <= limit for candidate in found]
+            if not any(fitting):
                 break
+            easy = rows if all(fitting) else easy
 
 
 def _candidate(wish: Wish, layout: Layout, rows: int, how: str, virtual: int, batches: int) -> Candidate:
@@ -162,8 +190,13 @@ def _candidate(wish: Wish, layout: Layout, rows: int, how: str, virtual: int, ba
     time = step_time(setup, wish.cluster)
     rate = wish.rows * wish.context / time.total_s
     half = "bf16" if wish.precision.startswith("fp8") else wish.precision
-    mfu = rate * shape.flops_per_token(wish.context) / (wish.cluster.count * gpu.peak(half))
+    mfu = rate * _flops_per_token(shape, wish.context) / (wish.cluster.count * gpu.peak(half))
     return Candidate(layout, rows, how, virtual, needs, time, rate, mfu)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def _flops_per_token(shape: ModelShape, context: int) -> int:
+    return shape.flops_per_token(context)
 
 
 def why(best: Candidate, other: Candidate, wish: Wish) -> str:

@@ -7,6 +7,7 @@ engines reach. Requests come at random and are batched continuously; prefills ta
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,6 +89,16 @@ class Serving:
             "enable_prefix_caching": True,
             "enable_chunked_prefill": True,
         }
+
+
+def parse_wait(name: str, text: str | None) -> float | None:
+    """`500ms` or `0.5s` -> seconds."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s)\s*", text, re.I)
+    if not match or not float(match[1]):
+        raise UserError(f"{name} {text}: write a time above 0 with its unit, such as 500ms or 0.5s")
+    return float(match[1]) / (1000 if match[2].lower() == "ms" else 1)
 
 
 def cache_per_token(shape: ModelShape, bytes_per_value: int = 2) -> int:
@@ -212,7 +223,9 @@ def serve(shape: ModelShape, demand: Demand, gpu: Gpu, precisions: tuple[Precisi
                 )
             )
     if not found:
-        raise UserError(_why_not(shape, demand, gpu, precisions[-1]))
+        raise UserError(
+            _why_not(shape, demand, gpu, "fp8" if "fp8" in precisions and "fp8" in gpu.peaks else precisions[0])
+        )
     return sorted(found, key=lambda way: (way.gpus, way.tensor_parallel))
 
 

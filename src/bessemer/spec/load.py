@@ -239,10 +239,15 @@ def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ())
         raise SpecError([*error.problems, *problems]) from None
     if problems:
         raise SpecError(problems)
-    if spec.name == "auto":
-        name = re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")[:100]
-        spec = spec.model_copy(update={"name": name or "run"})
-    return Loaded(spec, document)
+    return Loaded(named(spec, path), document)
+
+
+def named(spec: RunSpec, path: Path) -> RunSpec:
+    """With the file's name, where it has none of its own."""
+    if spec.name != "auto":
+        return spec
+    name = re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")[:100]
+    return spec.model_copy(update={"name": name or "run"})
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:

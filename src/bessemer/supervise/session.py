@@ -39,6 +39,7 @@ from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.supervise.again import open_again
+from bessemer.supervise.against_plan import AgainstPlan
 from bessemer.supervise.build import Parts, make_job, open_remote, spec_fingerprint
 from bessemer.supervise.data import Data, open_data
 from bessemer.supervise.exclude import leave_out, offer
@@ -218,11 +219,15 @@ class Session:
         self._copies(job, peak)
         if self.faults:
             self.faults.attach(job, prepared.tokenizer)
+        against = AgainstPlan(job, shape, machine, plan)
+        self.view.expected_rate = against.expected.tokens_per_s
         self.view.planned(plan.rows(), summary(shape, training))
         if job.start_step >= training.total_steps:
             return Outcome("finished", "the budget was spent already; raise budget.tokens to train on", job.start_step)
         with use_tf32(training.precision):
-            return self._loop(job)
+            outcome = self._loop(job)
+        against.end(keep=self.faults is None)
+        return outcome
 
     def _copies(self, job: Job, peak: int | None) -> None:
         """Recent states in memory, where there is room."""

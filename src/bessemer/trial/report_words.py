@@ -78,9 +78,9 @@ def convicted(case: Case) -> list[Accused]:
 
 
 def no_trial(case: Case) -> str:
-    """Why there was none: the reason of an action of the kind `no trial`."""
+    """Why there was none: the reasons of actions of the kind `no trial`, each once."""
     reasons = [action.reason for action in case.actions if action.kind == "no trial"]
-    return "; ".join(reasons) or "no reason was recorded"
+    return "; ".join(dict.fromkeys(reasons)) or "no reason was recorded"
 
 
 def recovery(case: Case, numbers: bool = True) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from bessemer.guard.detect.alarm import Alarm, Severity, alarm, fires
 from bessemer.guard.detect.block import BLOCK, Block, Record
 from bessemer.guard.detect.curve import Oscillation, Overfitting, Plateau
+from bessemer.guard.detect.gap import PlanGap
 from bessemer.guard.detect.layers import Looks
 from bessemer.guard.detect.losses import Divergence, Gradient, Spike
 from bessemer.guard.detect.machine import Memory, Settings, Speed
@@ -33,6 +34,7 @@ class Watch:
         self, spec: GuardSpec, memory_limit_bytes: int | None, total_steps: int, hosts: Sequence[str] = ()
     ) -> None:
         self.hosts = list(hosts)
+        self.gap: PlanGap | None = None  # where there is something to compare with
         self.spec, self.memory_limit_bytes, self.total_steps = spec, memory_limit_bytes, total_steps
         self._begin()
 
@@ -54,6 +56,7 @@ class Watch:
             return found + self._not_finite(record)
         self._nonfinite = 0
         found += self.spike.step(record) + self.grad_spike.step(record)
+        found += self.gap.step(record) if self.gap else []
         self._attempts.append(record)
         if len(self._attempts) == BLOCK:
             found += self._evaluate()

@@ -1,0 +1,215 @@
+"""What a run will do, said before it does: memory, tokens a second, utilisation and time, with an error bar.
+
+The hardware catalogue gives a step's time, and what earlier runs on this machine did corrects it. A device that is in
+no catalogue has a prediction only once such a run, or `bessemer bench`, has measured it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bessemer.errors import UserError
+from bessemer.plan.decide import TrainPlan, keeping, tokens_after
+from bessemer.plan.decision import Plan
+from bessemer.plan.efficiency import constants
+from bessemer.plan.hardware import Cluster, find_gpu, kept_ceilings, with_ceilings
+from bessemer.plan.history import Correction, RunRecord, correction
+from bessemer.plan.layout import Layout
+from bessemer.plan.machine import Machine
+from bessemer.plan.memory import Passes, estimate
+from bessemer.plan.per_rank import rank_needs
+from bessemer.plan.steptime import Setup, step_time
+from bessemer.plan.work import work_of
+from bessemer.spec.memory import optimizer_bytes
+from bessemer.spec.quantity import human_bytes, human_time
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+
+MEMORY_ERROR = 0.05  # of a GPU's peak; the bar is twice that, the worst of all peaks in docs/planner-accuracy.md
+PROCESS_ERROR = 0.15  # of a process on a CPU, whose libraries take more than a small model
+BAR = 2.0  # times the mean error: nine of ten measured rows lay within 1.4 to 2.8 times it (data/steptime.json)
+LATER = "predictions begin once a run has ended here, or after `bessemer bench`"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """None is what nobody knows. `error` is the mean error of the step's time, as a fraction; without one the time is
+    only a bound: no run can be faster. `base_s` and `estimated_bytes` are before any correction."""
+
+    step_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    time_s: float | None
+    memory_bytes: int | None
+    error: float | None
+    memory_error: float
+    basis: str
+    base_s: float | None
+    estimated_bytes: int
+    flops: float  # of a step
+    total_steps: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Expected:
+        return Expected(**json.loads(text))
+
+    @property
+    def bar(self) -> float | None:
+        """How far a run may be from the plan before somebody should ask why."""
+        return None if self.error is None else BAR * self.error
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """What is to run and on what; `beside_bytes` lie in memory besides a step (copies of the state, averages)."""
+
+    spec: RunSpec
+    shape: ModelShape
+    training: TrainPlan
+    machine: Machine
+    layout: Layout
+    per_node: int
+    peak_flops: float  # of all processes
+    beside_bytes: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of the batch that most steps have."""
+        phases, total = self.training.batch_rows, self.training.total_steps
+        ends = [start for start, _ in phases[1:]] + [max(total, phases[-1][0] + 1)]
+        return max(zip(phases, ends, strict=True), key=lambda pair: pair[1] - pair[0][0])[0][1]
+
+    @property
+    def compiled(self) -> bool:
+        return self.training.compiled
+
+    @property
+    def flops(self) -> float:
+        context = self.training.context
+        return float(self.shape.flops_per_token(context) * self.rows * context)
+
+
+def expect(occasion: Occasion, records: list[RunRecord]) -> Expected:
+    """The prediction; `records` are of earlier runs on this machine."""
+    shape, training, machine = occasion.shape, occasion.training, occasion.machine
+    processes = occasion.layout.size
+    found = correction(records, training.precision, processes, shape.parameters, occasion.compiled)
+    step_s, error, basis, base_s = _step(occasion, found)
+    estimated = _memory(occasion)
+    memory, memory_error = _corrected_memory(machine, estimated, found)
+    tokens = occasion.rows * training.context
+    rate = tokens / step_s if step_s else None
+    all_tokens = tokens_after(training.batch_rows, training.total_steps) * training.context
+    return Expected(
+        step_s=step_s,
+        tokens_per_s=rate,
+        mfu=occasion.flops / step_s / occasion.peak_flops if step_s else None,
+        time_s=all_tokens / rate if rate else None,
+        memory_bytes=memory,
+        error=error,
+        memory_error=memory_error,
+        basis=basis,
+        base_s=base_s,
+        estimated_bytes=estimated,
+        flops=occasion.flops,
+        total_steps=training.total_steps,
+    )
+
+
+def _step(occasion: Occasion, found: Correction | None) -> tuple[float | None, float | None, str, float | None]:
+    """Seconds, their error, what both rest on, and the seconds before any correction."""
+    known = _catalogued(occasion)
+    if not isinstance(known, str):
+        base_s, error, basis = known
+        if found and found.step:
+            return base_s * found.step, found.error, f"the catalogue, corrected by {found.source}", base_s
+        return base_s, error, basis, base_s
+    if found:
+        return occasion.flops / found.flops_per_s, found.error, found.source, None
+    machine = occasion.machine
+    if "bessemer bench" in machine.source:
+        counted = "bf16" if occasion.training.precision.startswith("fp8") else occasion.training.precision
+        rate = machine.matmul.get(counted) or machine.matmul["fp32"]
+        bound = occasion.flops / (rate * occasion.layout.size)
+        return bound, None, f"at best: products alone, as {machine.source}; runs here will correct it", None
+    return None, None, f"{known}: {LATER}", None
+
+
+def _catalogued(occasion: Occasion) -> tuple[float, float, str] | str:
+    """Where the step's time follows from the catalogue: (seconds, error, basis); else why it does not."""
+    training, shape, layout = occasion.training, occasion.shape, occasion.layout
+    if occasion.machine.device != "cuda":
+        return f"{occasion.machine.name} is in no catalogue"
+    if occasion.spec.parallel.engine != "torch" or shape.wrapped:
+        return "steps of DeepSpeed and of other libraries' models are not modelled"
+    how = training.activations if isinstance(training.activations, str) else "selective"
+    try:
+        gpu = find_gpu(occasion.machine.name)
+        cluster = Cluster(gpu, layout.size, occasion.per_node, gpu.network_bandwidth, gpu.network_name)
+        setup = Setup(
+            work_of(shape), layout, training.micro_rows, occasion.rows, training.context, training.precision,
+            how,  # type: ignore[arg-type]
+            sequence_parallel=layout.tp > 1,
+        )  # fmt: skip
+        time = step_time(setup, with_ceilings(cluster, kept_ceilings(gpu)))
+    except UserError as fault:  # no such GPU in the catalogue, or no such precision on it
+        return str(fault).partition(":")[0]
+    if not occasion.compiled:
+        wide = constants().errors["unmeasured"]
+        return time.total_s, wide["mean_absolute_error"], f"{wide['of']}; of compiled layers, which these are not"
+    return time.total_s, time.error, time.basis
+
+
+def _memory(occasion: Occasion) -> int:
+    """Of the fullest process, as torch would count it."""
+    training, shape, layout = occasion.training, occasion.shape, occasion.layout
+    spec = keeping(occasion.spec, training.weights)
+    dense = occasion.compiled and not (shape.moe or shape.mamba)
+    several = training.micro_rows * layout.dp < occasion.rows
+    passes = Passes(
+        training.context, training.micro_rows, training.precision, training.activations, dense,
+        occasion.machine.device, several,
+    )  # fmt: skip
+    if layout.size == 1:
+        return estimate(spec, shape, passes).total + occasion.beside_bytes
+    each = optimizer_bytes(spec.optimizer, spec.memory, training.precision)
+    batches = max(1, occasion.rows // (training.micro_rows * layout.dp))
+    return rank_needs(shape, layout, each, passes, batches).allocated + occasion.beside_bytes
+
+
+def _corrected_memory(machine: Machine, estimated: int, found: Correction | None) -> tuple[int | None, float]:
+    """A process on a CPU is more than its tensors: by how much, only an earlier one can tell."""
+    if machine.device == "cuda":
+        return int(estimated * found.memory) if found else estimated, MEMORY_ERROR
+    return max(0, estimated + found.beside_bytes) if found else None, PROCESS_ERROR
+
+
+def note_expected(expected: Expected, plan: Plan) -> None:
+    """Into the plan, with the error bar."""
+    source = "prediction"
+    if expected.step_s is None:
+        plan.add("expected.tokens_per_s", "unknown", expected.basis, source)
+    else:
+        bar = "" if expected.bar is None else f"within {expected.bar:.0%}: "
+        assert expected.tokens_per_s is not None and expected.mfu is not None and expected.time_s is not None
+        plan.add("expected.tokens_per_s", round(expected.tokens_per_s), f"{bar}{expected.basis}", source)
+        plan.add("expected.mfu", f"{expected.mfu:.1%}", "of the peak that utilisation is counted against", source)
+        plan.add("expected.time", human_time(expected.time_s), "all steps, without evaluations and saves", source)
+    if expected.memory_bytes is not None:
+        bar = f"within {BAR * expected.memory_error:.0%}"
+        plan.add("expected.memory", human_bytes(expected.memory_bytes), f"at a step's peak, {bar}", source)
+
+
+def record_of(occasion: Occasion, expected: Expected, measured: dict[str, Any]) -> RunRecord:
+    """For the history: `measured` has date, run, step_s, peak_bytes and cause."""
+    training = occasion.training
+    return RunRecord(
+        machine=occasion.machine.name, precision=training.precision, processes=occasion.layout.size,
+        parameters=occasion.shape.parameters, context=training.context, compiled=occasion.compiled,
+        flops=occasion.flops, base_s=expected.base_s, estimated_bytes=expected.estimated_bytes, **measured,
+    )  # fmt: skip

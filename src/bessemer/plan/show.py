@@ -1,0 +1,105 @@
+"""A plan as a person reads it, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from bessemer.plan.cost import Cost
+from bessemer.plan.proposal import Proposal
+from bessemer.plan.search import Candidate, why
+from bessemer.spec.quantity import human_bytes, human_count
+
+WIDTH = 150  # of a line; the whole text is in the JSON and in a spec that is written
+
+
+def title(proposal: Proposal) -> str:
+    size, tokens = human_count(proposal.shape.parameters), human_count(proposal.tokens)
+    return f"{size} parameters on {tokens} tokens, {proposal.wish.cluster}"
+
+
+def lines(proposal: Proposal, width: int = WIDTH) -> list[str]:
+    """The plan as a person reads it."""
+    shown = [title(proposal), "", *decisions(proposal, width), "", *memory_bar(proposal), "", *speed(proposal)]
+    for cost in proposal.costs[:5]:
+        shown.append(f"  cost    ${cost.usd:>12,.0f}  {offer(cost)}")
+    if not proposal.costs:
+        cluster = proposal.wish.cluster
+        shown.append(f"  cost    nobody in the price list rents {cluster.count} x {cluster.gpu.name}")
+    best, wish = proposal.best, proposal.wish
+    for other in proposal.found.ranked[1:3]:
+        shown.append(f"  next    {other.name()}: {why(best, other, wish)}"[:width])
+    for other in proposal.found.too_large[:1]:
+        shown.append(f"  not     {other.name()}: {why(best, other, wish)}"[:width])
+    return shown + [f"  note    {note}" for note in proposal.notes]
+
+
+def decisions(proposal: Proposal, width: int = WIDTH) -> list[str]:
+    rows = [(key, value, f"{reason} [{source}]") for key, value, reason, source in proposal.plan.rows()]
+    first, second = max(len(row[0]) for row in rows), min(44, max(len(row[1]) for row in rows))
+    return [f"  {key:<{first}}  {value:<{second}}  {reason}"[:width] for key, value, reason in rows]
+
+
+def speed(proposal: Proposal) -> list[str]:
+    """Tokens a second, where a step's time goes, and days, each with its error."""
+    best, wish, error = proposal.best, proposal.wish, proposal.error
+    parts = sorted(best.time.parts.items(), key=lambda item: -item[1])
+    days = proposal.wall_s / 86_400
+    hours = proposal.wall_s / 3600 * wish.cluster.count
+    return [
+        f"  speed   {best.tokens_per_s:,.0f} tokens/s, {best.mfu:.1%} MFU, a step in {best.time.total_s:.2f} s "
+        f"(mean error {error:.0%}: {best.time.basis})",
+        "  a step  " + ", ".join(f"{name} {s / best.time.total_s:.0%}" for name, s in parts if s),
+        f"  time    {days:,.1f} days ({days / (1 + error):,.1f} to {days / (1 - error):,.1f}), {hours:,.0f} GPU-hours, "
+        f"failures with it ({proposal.seconds / proposal.wall_s:.1%} of the time is kept)",
+    ]
+
+
+def offer(cost: Cost) -> str:
+    """Where, on what terms, and at what price an hour."""
+    price, notes = cost.price, f" ({'; '.join(cost.notes)})" if cost.notes else ""
+    term = price.term.replace("_", " ")
+    return f"{price.provider} {price.region}, {term} at ${price.usd_hour:.2f} (prices of {price.date}){notes}"
+
+
+def memory_bar(proposal: Proposal, cells: int = 60) -> list[str]:
+    """Memory of the fullest GPU, to scale."""
+    needs, whole = proposal.best.needs, proposal.wish.cluster.gpu.memory_bytes
+    kinds = {
+        "W weights": needs.weights, "G gradients": needs.gradients, "M moments": needs.moments,
+        "A activations": needs.activations,
+        "+ rest": needs.total - needs.weights - needs.gradients - needs.moments - needs.activations,
+    }  # fmt: skip
+    bar = "".join(name[0] * round(cells * size / whole) for name, size in kinds.items())[:cells]
+    words = ", ".join(f"{name} {human_bytes(size)}" for name, size in kinds.items() if size > whole / 1000)
+    return [f"  memory  [{bar:<{cells}}] {human_bytes(needs.total)} of {human_bytes(whole)}", f"          {words}"]
+
+
+def to_json(proposal: Proposal) -> dict[str, Any]:
+    return {
+        "model": proposal.shape.to_dict(), "parameters": proposal.shape.parameters, "tokens": proposal.tokens,
+        "gpus": str(proposal.wish.cluster), "context": proposal.wish.context, "batch_rows": proposal.wish.rows,
+        "decisions": [asdict(decision) for decision in proposal.plan.decisions.values()],
+        "best": _way(proposal.best), "next": [_way(other) for other in proposal.found.ranked[1:3]],
+        "error": proposal.error, "training_s": proposal.seconds, "wall_s": proposal.wall_s,
+        "gpu_hours": proposal.wall_s / 3600 * proposal.wish.cluster.count,
+        "costs": [cost_json(cost) for cost in proposal.costs], "notes": list(proposal.notes),
+    }  # fmt: skip
+
+
+def _way(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "layout": asdict(candidate.layout), "micro_batch": candidate.micro_rows,
+        "activations": candidate.activations, "stages_each": candidate.virtual,
+        "memory_bytes": asdict(candidate.needs) | {"total": candidate.needs.total},
+        "step": candidate.time.to_dict(), "tokens_per_s": candidate.tokens_per_s, "mfu": candidate.mfu,
+    }  # fmt: skip
+
+
+def cost_json(cost: Cost) -> dict[str, Any]:
+    price = cost.price
+    return {
+        "provider": price.provider, "region": price.region, "term": price.term, "usd": cost.usd, "days": cost.days,
+        "usd_hour": price.usd_hour, "date": price.date, "estimate": price.estimate, "energy_kwh": cost.energy_kwh,
+        "carbon_kg": cost.carbon_kg, "parts_usd": dict(cost.parts),
+    }  # fmt: skip

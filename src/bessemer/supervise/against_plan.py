@@ -1,0 +1,70 @@
+"""What a run was expected to do and what it does: said at its start, compared while it goes, kept at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from bessemer.guard.detect.gap import PlanGap
+from bessemer.parallel.parts import local
+from bessemer.plan.actual import EXPECTED, actual, comparison_json, side_by_side
+from bessemer.plan.decision import Plan
+from bessemer.plan.expect import Expected, Occasion, expect, note_expected, record_of
+from bessemer.plan.history import history_path, keep_record, load_records
+from bessemer.plan.machine import Machine
+from bessemer.spec.shape import ModelShape
+from bessemer.train.device import bench_count
+from bessemer.train.job import Job
+from bessemer.train.surroundings import Around
+
+WORTH_KEEPING_S = 10.0  # of compared steps: shorter runs say more of the moment than of the machine
+
+
+class AgainstPlan:
+    """For one start of a run. Only the first process compares: its numbers are everybody's."""
+
+    def __init__(self, job: Job, shape: ModelShape, machine: Machine, plan: Plan) -> None:
+        hosts = Counter(job.watch.hosts)
+        self.job, self.path = job, _history(machine, job.device)
+        self.occasion = Occasion(
+            job.spec, shape, job.plan, machine, job.world.layout, max(hosts.values(), default=1), job.peak_flops,
+            _beside(job),
+        )  # fmt: skip
+        self.expected: Expected = expect(self.occasion, load_records(self.path))
+        note_expected(self.expected, plan)
+        job.run.write_file(EXPECTED, self.expected.to_json())
+        job.run.write_file("plan.json", plan.to_json())
+        self.around = Around(job.device)
+        if job.world.main:
+            job.watch.gap = PlanGap(self.expected, self.around)
+
+    def end(self, keep: bool) -> None:
+        """Tell plan and run side by side; `keep` what the run says of the machine."""
+        job, found = self.job, actual(self.job.history)
+        if found is None or not job.world.main:
+            return
+        rows = side_by_side(self.expected, found)
+        words = ", ".join(f"{row.name} {row.words[1]} (plan {row.words[0]})" for row in rows)
+        job.event("against_plan", reason=words, numbers=comparison_json(self.expected, found))
+        if not keep or found.steps * found.step_s < WORTH_KEEPING_S:
+            return
+        measured = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"), "run": job.run.name, "step_s": found.own_s,
+            "peak_bytes": found.memory_bytes, "cause": self.around().held_up,
+        }  # fmt: skip
+        if fault := keep_record(self.path, record_of(self.occasion, self.expected, measured)):
+            job.event("not_kept", reason=fault)
+
+
+def _history(machine: Machine, device: torch.device) -> Path:
+    return history_path(machine.name, bench_count(device), torch.__version__)
+
+
+def _beside(job: Job) -> int:
+    """Bytes of copies and averages that lie beside a step."""
+    state = sum(local(tensor).numel() * tensor.element_size() for tensor in job.state().values()) if job.copies else 0
+    average = sum(tensor.numel() * tensor.element_size() for tensor in job.ema.state().values()) if job.ema else 0
+    return 2 * state + average
