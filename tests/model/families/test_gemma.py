@@ -131,7 +131,8 @@ def test_text_part_of_a_multimodal_model(tmp_path):
     with pytest.raises(UserError) as refusal:
         GEMMA3.shape(saved)
     command = re.search(r"Gemma3ForCausalLM\..*\)", str(refusal.value)).group()
-    eval(command, vars(transformers) | {"FOLDER": tmp_path / "whole", "NEW": tmp_path / "text"})
+    known = {"Gemma3ForCausalLM": transformers.Gemma3ForCausalLM}
+    eval(command, known | {"FOLDER": tmp_path / "whole", "NEW": tmp_path / "text"})
     folder = Folder(tmp_path / "text")
     model = Decoder(GEMMA3.shape(folder.config))
     load_weights(model, folder, GEMMA3)
