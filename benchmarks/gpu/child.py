@@ -28,6 +28,13 @@ def options_for(name: str, about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_length(parser: argparse.ArgumentParser) -> None:
+    """The options of scripts that measure speed: how a run computes, and how many of its steps are taken."""
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+
+
 class Results:
     """Measurements on their way into a dated file: what is known is written at once."""
 
@@ -39,7 +46,7 @@ class Results:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         git = ["git", "rev-parse", "--short", "HEAD"] if shutil.which("git") else ["true"]
         asked = subprocess.run(git, capture_output=True, text=True, check=False)
-        self.head = {
+        self.head: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d"), "commit": options.commit or asked.stdout.strip() or "unknown",
             "command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "cuda": torch.version.cuda,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "cores": os.cpu_count(),
@@ -61,6 +68,13 @@ class Results:
     def write(self) -> None:
         self.options.out.parent.mkdir(parents=True, exist_ok=True)
         self.options.out.write_text(json.dumps(self.head | {"results": self.found}, indent=1) + "\n")
+
+    def conclude(self, titles: list[str], rows: list[list[str]]) -> None:
+        """Write everything with a table in Markdown, and print that."""
+        lines = [titles, ["---"] * len(titles), *(row + [""] * (len(titles) - len(row)) for row in rows)]
+        self.head["table"] = [f"| {' | '.join(line)} |" for line in lines]
+        self.write()
+        print("\n".join(self.head["table"]))
 
     def _speed(self, case: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
         told = {"system": case["system"], "model": case["model"], "settings": case["set"]}

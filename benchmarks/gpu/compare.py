@@ -13,14 +13,17 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from child import Results, options_for
+from child import Results, add_length, options_for
 
 PEERS = ("torchtitan", "liger", "native", "hf")  # the first that was measured is what ratios are to
 
 
-def table(results: list[dict[str, Any]]) -> list[str]:
-    """In Markdown: a row for each model and system, medians over the rounds."""
-    rows = ["| model | system | precision | tokens/s | MFU | peak GiB | first step s | ratio |", "|---" * 8 + "|"]
+TITLES = ["model", "system", "precision", "tokens/s", "MFU", "peak GiB", "first step s", "ratio"]
+
+
+def table(results: list[dict[str, Any]]) -> list[list[str]]:
+    """A row for each model and system, medians over the rounds."""
+    rows = []
     for model in dict.fromkeys(found["model"] for found in results):
         groups: dict[str, list[dict[str, Any]]] = {}
         for found in results:
@@ -31,12 +34,12 @@ def table(results: list[dict[str, Any]]) -> list[str]:
         beside = next((rates[peer] for peer in PEERS if peer in rates), None)
         for key, group in good.items():
             if not group:
-                rows.append(f"| {model} | {key} | | {groups[key][0]['error']} | | | | |")
+                rows.append([model, key, "", groups[key][0]["error"]])
                 continue
             mfu, peak_gib = statistics.median(f["mfu"] for f in group), max(f["peak_gib"] for f in group)
-            numbers = f"{rates[key]:,.0f} | {mfu:.1%} | {peak_gib:.1f} | {group[0]['first_step_s']:.0f}"
+            speed = [f"{rates[key]:,.0f}", f"{mfu:.1%}", f"{peak_gib:.1f}", f"{group[0]['first_step_s']:.0f}"]
             ratio = f"{rates[key] / beside:.3f}" if beside else ""
-            rows.append(f"| {model} | {key} | {group[0]['precision']} | {numbers} | {ratio} |")
+            rows.append([model, key, group[0]["precision"], *speed, ratio])
     return rows
 
 
@@ -44,10 +47,8 @@ def main() -> None:
     parser = options_for("speed", __doc__)
     parser.add_argument("--models", nargs="+", default=["1b", "3b"])
     parser.add_argument("--systems", nargs="+", default=["bessemer", "torchtitan", "liger"])
-    parser.add_argument("--precision", default="bf16")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
+    add_length(parser)
     options = parser.parse_args()
     results = Results(options)
     cases = [(model, system) for model in options.models for system in options.systems]
@@ -62,9 +63,7 @@ def main() -> None:
                 {"asked": system, "round": number}, system=name, model=model, precision=options.precision,
                 warmup=options.warmup, steps=options.steps, set=settings.split(",") if settings else [],
             )  # fmt: skip
-    results.head["table"] = table(results.found)
-    results.write()
-    print("\n".join(results.head["table"]))
+    results.conclude(TITLES, table(results.found))
 
 
 if __name__ == "__main__":

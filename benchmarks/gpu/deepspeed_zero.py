@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from child import Results, options_for
+from child import Results, add_length, options_for
 
 KINDS = ("0", "1", "2", "3", "2:cpu", "3:cpu")
+TITLES = ["what", "tokens/s", "ratio", "peak GiB", "host GiB", "last loss"]
 NATIVE = {"native, as planned": [], "native, fp32 weights": ["memory.weights=fp32"]}
 
 
@@ -25,18 +26,18 @@ def settings(kind: str) -> list[str]:
     return asked + ([f"parallel.deepspeed.offload={offload}"] if offload else [])
 
 
-def table(results: list[dict[str, Any]]) -> list[str]:
-    """In Markdown; ratios are to the native run with weights in fp32."""
+def table(results: list[dict[str, Any]]) -> list[list[str]]:
+    """Ratios are to the native run with weights in fp32."""
     rates = {found["asked"]: found["tokens_per_s"] for found in results if "error" not in found}
     beside = rates.get("native, fp32 weights")
-    rows = ["| what | tokens/s | ratio | peak GiB | host GiB | last loss |", "|---" * 6 + "|"]
+    rows = []
     for found in results:
         if "error" in found:
-            rows.append(f"| {found['asked']} | {found['error']} | | | | |")
+            rows.append([found["asked"], found["error"]])
             continue
         ratio = f"{found['tokens_per_s'] / beside:.3f}" if beside else ""
-        numbers = f"{found['peak_gib']:.1f} | {found['host_gib']:.1f} | {found['losses'][-1]:.4f}"
-        rows.append(f"| {found['asked']} | {found['tokens_per_s']:,} | {ratio} | {numbers} |")
+        memory = [f"{found[key]:.1f}" for key in ("peak_gib", "host_gib")]
+        rows.append([found["asked"], f"{found['tokens_per_s']:,}", ratio, *memory, f"{found['losses'][-1]:.4f}"])
     return rows
 
 
@@ -44,10 +45,8 @@ def main() -> None:
     parser = options_for("deepspeed-zero", __doc__)
     parser.add_argument("--model", default="1b")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="ZERO[:cpu]")
-    parser.add_argument("--precision", default="bf16")
     parser.add_argument("--rows", type=int, help="instead of the model's")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
+    add_length(parser)
     options = parser.parse_args()
     results = Results(options)
     asked = NATIVE | {f"ZeRO {kind.replace(':', ', offload to ')}": settings(kind) for kind in options.kinds}
@@ -58,9 +57,7 @@ def main() -> None:
             {"asked": words}, system="bessemer", model=options.model, precision=options.precision, **sizes,
             warmup=options.warmup, steps=options.steps, set=["guard.copies=off", *own],
         )  # fmt: skip
-    results.head["table"] = table(results.found)
-    results.write()
-    print("\n".join(results.head["table"]))
+    results.conclude(TITLES, table(results.found))
 
 
 if __name__ == "__main__":

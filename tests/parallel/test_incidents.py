@@ -45,7 +45,8 @@ JUMP = 36  # the step that learns too fast
 
 def layouts(*fast: str) -> list[Any]:
     names = [name for name in LAYOUTS if name != "one"]
-    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow], id=name) for name in names]
+    long = [pytest.mark.slow, pytest.mark.timeout(600)]  # a trial of tensors takes over a minute on a busy machine
+    return [pytest.param(name, marks=[] if name in fast else long, id=name) for name in names]
 
 
 def write_shards(folder: Path, poisoned: set[int] = frozenset()) -> None:  # type: ignore[assignment]

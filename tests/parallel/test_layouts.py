@@ -4,6 +4,7 @@ checkpoint of any is continued by any other. Gloo on this machine, through the w
 import json
 import random
 import shutil
+import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,12 @@ MODEL = {"width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 64}
 MOE = {"experts": 4, "top_k": 2, "ffn": 32, "shared": 1, "dense_layers": [0], "balance": 0.05, "choice_bias": True}
 
 
+def model_of(layout: str) -> Asked:
+    if layout in EXPERTS:
+        return {**MODEL, "moe": MOE}
+    return MODEL | {"kv_heads": max(2, LAYOUTS[layout][1].get("tp", 1))}  # every process has one
+
+
 def spec_of(folder: Path, name: str, layout: str, steps: int = STEPS, **more: Any) -> RunSpec:
     corpus = folder / "words.jsonl"
     if not corpus.exists():
@@ -81,11 +88,12 @@ def spec_of(folder: Path, name: str, layout: str, steps: int = STEPS, **more: An
         corpus.write_text("\n".join(lines) + "\n")
     asked, often = (LAYOUTS | EXPERTS)[layout][1], "6 steps" if steps < STEPS else "25 steps"
     rows = 8 // (asked.get("dp_replicate", 1) * asked.get("dp_shard", 1))
-    # Gradients are summed over micro-batches and stages have one each to work on. Of experts the size counts: see there.
-    micro = 2 if layout in EXPERTS or "moe" in more.get("model", {}) else rows // max(2, asked.get("pp", 1))
+    # Two micro-batches, whose gradients are summed, or one for each stage. With experts their size counts: see there.
+    model = more.pop("model", model_of(layout))
+    micro = 2 if "moe" in model else rows // max(2, asked.get("pp", 1))
     data: dict[str, Any] = {
         "name": name, "runs": str(folder / "runs"), "precision": "fp32", "tokenizer": {"vocab": 300},
-        "model": MODEL,
+        "model": model,
         "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0.1},
         "budget": {"steps": steps, "batch": 256, "micro_batch": max(1, micro)}, "optimizer": {"lr": 0.01},
         "schedule": {"kind": "constant", "warmup": 2}, "evaluate": {"every": often},
@@ -115,19 +123,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Ranks, folder: Path) -> Callable[[int, bool], Curves]:
-    """The curves of one process, of so many steps, with or without experts."""
+def alone(ranks: Ranks, folder: Path) -> Callable[[int, str], Curves]:
+    """The curves of one process, of so many steps, of the model that a layout has; trained once for each model."""
 
     @cache
-    def run(steps: int, experts: bool = False) -> Curves:
-        model = {**MODEL, "moe": MOE} if experts else MODEL
+    def run(steps: int, model: str) -> Curves:
         more = {"optimizer": GENTLE} if steps == STEPS else {}
-        spec = spec_of(folder, f"one-{steps}-{experts}", "one", steps=steps, model=model, **more)
+        name = f"one-{steps}-{zlib.crc32(model.encode())}"
+        spec = spec_of(folder, name, "one", steps=steps, model=json.loads(model), **more)
         curves = run_on(ranks, "one", spec)
         assert not list(Run.existing(run_folder(spec)).events("veto")), "a run in trouble compares nothing"
         return curves
 
-    return run
+    return lambda steps, layout: run(steps, json.dumps(model_of(layout)))
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +151,11 @@ def begun(ranks: Ranks, folder: Path) -> Callable[[str], Path]:
     return run
 
 
-def same(found: Curves, wanted: Curves, loss: float = 1e-5) -> None:
-    """To what sums in another order cost over these steps."""
+def same(found: Curves, wanted: Curves, loss: float = 2e-6) -> None:
+    """To what sums in another order cost over these steps: 2e-7 of a loss and 1e-6 of a norm were measured, and ten
+    times that is allowed for. An accuracy may differ by one of a step's 256 tokens."""
     assert len(found["loss"]) == len(wanted["loss"])
-    for key, limit in {"loss": loss, "accuracy": 4e-3, "grad_norm": 100 * loss, "validation": loss}.items():
-        print("MEASURED", key, max(abs(a-b)/(abs(b)if key!="accuracy" else 1) for a,b in zip(found[key],wanted[key])))
-    for key, limit in {"loss": loss, "accuracy": 4e-3, "grad_norm": 100 * loss, "validation": loss}.items():
+    for key, limit in {"loss": loss, "accuracy": 4e-3, "grad_norm": 5 * loss, "validation": loss}.items():
         assert found[key] == pytest.approx(wanted[key], rel=limit, abs=limit), key
 
 
@@ -158,16 +165,15 @@ def named(layout: str) -> str:
 
 @pytest.mark.parametrize("layout", CORE)
 def test_the_core_layouts_have_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
-    experts = layout in EXPERTS
-    spec = spec_of(folder, named(layout), layout, SHORT, model={**MODEL, "moe": MOE} if experts else MODEL)
-    same(run_on(ranks, layout, spec), alone(SHORT, experts))
+    same(run_on(ranks, layout, spec_of(folder, named(layout), layout, SHORT)), alone(SHORT, layout))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_every_layout_has_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
-    same(run_on(ranks, layout, spec_of(folder, f"{named(layout)}-long", layout, optimizer=GENTLE)), alone(STEPS, False))
+    spec = spec_of(folder, f"{named(layout)}-long", layout, optimizer=GENTLE)
+    same(run_on(ranks, layout, spec), alone(STEPS, layout))
 
 
 @pytest.mark.slow
@@ -175,9 +181,9 @@ def test_every_layout_has_the_curve_of_one_process(ranks: Ranks, folder: Path, a
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_experts_have_the_curve_of_one_process(ranks: Ranks, folder: Path, alone: Any, layout: str) -> None:
     """Their balance loss is a mean over a micro-batch, which is the same rows everywhere, and their biases count all.
-    Sooner or later a token between two experts goes to the other one."""
-    spec = spec_of(folder, f"{named(layout)}-long", layout, model={**MODEL, "moe": MOE}, optimizer=GENTLE)
-    same(run_on(ranks, layout, spec), alone(STEPS, True), loss=2e-4)
+    Sooner or later a token between two experts goes to the other one: one did in a validation, which moved by 8e-6."""
+    spec = spec_of(folder, f"{named(layout)}-long", layout, optimizer=GENTLE)
+    same(run_on(ranks, layout, spec), alone(STEPS, layout), loss=5e-5)
 
 
 RESHARDED = [(a, b) for a in list(LAYOUTS)[:6] for b in list(LAYOUTS)[:6] if a != b]
@@ -196,9 +202,9 @@ def test_a_checkpoint_of_any_layout_is_continued_by_any_other(
     before, after = change
     spec = spec_of(folder, named(f"{before} then {after}"), after, steps=SHORT)
     shutil.copytree(begun(before), run_folder(spec))
-    same(run_on(ranks, after, spec), alone(SHORT, False))
-    resumed = next(Run.existing(run_folder(spec)).events("resumed"), None)
-    print("EVENTS", [e["kind"] for e in Run.existing(run_folder(spec)).events()], resumed)
+    same(run_on(ranks, after, spec), alone(SHORT, after))
+    starts = [start["step"] for start in Run.existing(run_folder(spec)).events("started")]
+    assert starts == [0, SHORT // 2]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Every optimizer over several processes: divided weights are stepped as whole ones are, or refused by name."""
 
-import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,23 +152,6 @@ def test_every_optimizer_is_stepped_by_parts_or_known_to_need_whole_matrices() -
     assert set(SETTINGS) - set(ELEMENTWISE) == {"adafactor", "muon"}
 
 
-def spec_of(folder: Path, name: str, size: int, optimizer: dict[str, Any], degree: str, **more: Any) -> RunSpec:
-    corpus = folder / "words.jsonl"
-    if not corpus.exists():
-        draw = random.Random(0)
-        words = ["steel", "iron", "blast", "flame", "ore", "coke", "slag", "heat"]
-        lines = (json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(60))
-        corpus.write_text("\n".join(lines) + "\n")
-    return RunSpec.model_validate({
-        "name": name, "runs": str(folder / "runs"), "precision": "fp32", "tokenizer": {"vocab": 300},
-        "model": {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64},
-        "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0.1},
-        "budget": {"steps": 8, "batch": 256, "micro_batch": 2}, "optimizer": {"lr": 0.003, **optimizer},
-        "schedule": {"kind": "constant", "warmup": 2}, "evaluate": {"every": "4 steps"},
-        "parallel": {"device": "cpu", "threads": 1, **({degree: size} if size > 1 else {})},
-    } | more)  # fmt: skip
-
-
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "muon": ("dp_replicate", {"name": "muon"}, {}, 1e-3),  # torch's computes in bf16
     "adafactor": ("dp_replicate", {"name": "adafactor"}, {}, 1e-4),
@@ -186,11 +167,13 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_whole_run_has_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_a_whole_run_has_the_losses_of_one_process(ranks: Ranks, tiny_spec: Callable[..., RunSpec], kind: str) -> None:
     degree, optimizer, more, within = RUNS[kind]
+    more = {**more, "optimizer": {"lr": 0.003, **optimizer}, "evaluate": {"every": "4 steps"}}
     curves = []
     for size in (1, 2):
-        spec = spec_of(tmp_path, f"of-{size}", size, optimizer, degree, **more)
+        parallel = {"device": "cpu", "threads": 1, **({degree: size} if size > 1 else {})}
+        spec = tiny_spec(f"of-{size}", budget={"steps": 8, "batch": 256, "micro_batch": 2}, parallel=parallel, **more)
         assert set(ranks(size, lambda spec=spec: train(spec).kind)) == {"finished"}
         run = Run.existing(run_folder(spec))
         curves.append([record["loss"] for record in (*run.metrics(), *run.validations())])

@@ -2,8 +2,6 @@
 and a disk that fails for one of them fails the save for all."""
 
 import errno
-import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from bessemer.run.directory import Run
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.session import run_folder, train
 
-Ranks = Callable[..., list[Any]]
+Ranks, Spec = Callable[..., list[Any]], Callable[..., RunSpec]
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),
     "two shards": (2, {"dp_shard": 2}),
@@ -29,22 +27,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-def spec_of(folder: Path, name: str, layout: str, steps: int = 8, behind: bool = True) -> RunSpec:
-    corpus = folder / "words.jsonl"
-    if not corpus.exists():
-        draw = random.Random(0)
-        words = ["steel", "iron", "blast", "flame", "ore", "coke", "slag", "heat"]
-        lines = (json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(60))
-        corpus.write_text("\n".join(lines) + "\n")
-    return RunSpec.model_validate({
-        "name": name, "runs": str(folder / "runs"), "precision": "fp32", "tokenizer": {"vocab": 300},
-        "model": {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64},
-        "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0},
-        "budget": {"steps": steps, "batch": 256, "micro_batch": 2},
-        "optimizer": {"lr": 0.01, "ema": 0.9}, "schedule": {"kind": "constant", "warmup": 2},
-        "checkpoint": {"every": "4 steps", "asynchronous": behind, "keep_last": 8},
-        "parallel": {"device": "cpu", "threads": 1, **LAYOUTS[layout][1]},
-    })  # fmt: skip
+@pytest.fixture
+def spec_of(tiny_spec: Spec) -> Spec:
+    def make(name: str, layout: str, steps: int = 8, behind: bool = True) -> RunSpec:
+        return tiny_spec(
+            name, budget={"steps": steps, "batch": 256, "micro_batch": 2}, optimizer={"lr": 0.01, "ema": 0.9},
+            checkpoint={"every": "4 steps", "asynchronous": behind, "keep_last": 8},
+            parallel={"device": "cpu", "threads": 1, **LAYOUTS[layout][1]},
+        )  # fmt: skip
+
+    return make
 
 
 def run_on(ranks: Ranks, layout: str, spec: RunSpec, before: Callable[[], None] = lambda: None) -> Run:
@@ -63,9 +55,9 @@ def checkpoint(run: Run, step: int) -> Path:
 @pytest.mark.parametrize(
     "layout", ["two shards", *(pytest.param(name, marks=pytest.mark.slow) for name in ("two replicas", "two by two"))]
 )
-def test_a_save_behind_is_the_save_at_once_and_is_continued(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    at_once = run_on(ranks, layout, spec_of(tmp_path, "at-once", layout, behind=False))
-    behind = run_on(ranks, layout, spec_of(tmp_path, "behind", layout))
+def test_a_save_behind_is_the_save_at_once_and_is_continued(ranks: Ranks, spec_of: Spec, layout: str) -> None:
+    at_once = run_on(ranks, layout, spec_of("at-once", layout, behind=False))
+    behind = run_on(ranks, layout, spec_of("behind", layout))
     for step in (4, 8):
         files = [verify(checkpoint(run, step)).files for run in (behind, at_once)]
         for found_there in files:
@@ -75,13 +67,13 @@ def test_a_save_behind_is_the_save_at_once_and_is_continued(ranks: Ranks, tmp_pa
         assert set(found) == set(wanted) and len(wanted) > 20
         assert all(torch.equal(found[name].nan_to_num(), wanted[name].nan_to_num()) for name in wanted)
     assert [event["step"] for event in behind.events("saved")] == [4, 8]
-    more = [run_on(ranks, layout, spec_of(tmp_path, run.name, layout, 12)) for run in (at_once, behind)]
+    more = [run_on(ranks, layout, spec_of(run.name, layout, 12)) for run in (at_once, behind)]
     first, second = ([record["loss"] for record in run.metrics()] for run in more)
     assert first == second and len(first) == 12
 
 
 def test_a_disk_that_fails_for_one_process_fails_the_save_for_all_and_the_run_goes_on(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, spec_of: Spec
 ) -> None:
     def full() -> None:
         import torch.distributed as dist
@@ -95,15 +87,15 @@ def test_a_disk_that_fails_for_one_process_fails_the_save_for_all_and_the_run_go
 
         checked_writer._HashedFiles.create_stream = create_stream  # type: ignore[method-assign]
 
-    run = run_on(ranks, "two shards", spec_of(tmp_path, "full", "two shards"), full)
+    run = run_on(ranks, "two shards", spec_of("full", "two shards"), full)
     (failed,) = run.events("save_failed")
     assert failed["step"] == 4 and "No space left" in failed["reason"]
     assert not checkpoint(run, 4).exists() and verify(checkpoint(run, 8)).step == 8
-    whole = run_on(ranks, "two shards", spec_of(tmp_path, "whole", "two shards"))
+    whole = run_on(ranks, "two shards", spec_of("whole", "two shards"))
     assert [r["loss"] for r in run.metrics()] == [r["loss"] for r in whole.metrics()]
 
 
-def test_one_process_without_room_for_a_copy_makes_all_save_at_once(ranks: Ranks, tmp_path: Path) -> None:
+def test_one_process_without_room_for_a_copy_makes_all_save_at_once(ranks: Ranks, spec_of: Spec) -> None:
     def no_room() -> None:
         import torch.distributed as dist
 
@@ -114,7 +106,7 @@ def test_one_process_without_room_for_a_copy_makes_all_save_at_once(ranks: Ranks
 
             Staging.copy = copy  # type: ignore[method-assign]
 
-    run = run_on(ranks, "two shards", spec_of(tmp_path, "tight", "two shards"), no_room)
+    run = run_on(ranks, "two shards", spec_of("tight", "two shards"), no_room)
     saved = list(run.events("saved"))
     assert [event["step"] for event in saved] == [4, 8]
     assert all(event["stall_s"] >= event["seconds"] - 1e-3 for event in saved)  # it stood in the loop's way

@@ -59,6 +59,19 @@ def test_deepspeed_reads_every_number(resolved: Resolve, shard: int, monkeypatch
         )
 
 
+@pytest.mark.parametrize(("zero", "offload"), [(2, "none"), (2, "cpu"), (3, "cpu"), (3, "nvme")])
+def test_what_is_asked_of_the_engine_is_written(resolved: Resolve, zero: int, offload: str) -> None:
+    folder = {"folder": "/fast"} if offload == "nvme" else {}
+    asked = {"engine": "deepspeed", "deepspeed": {"zero": zero, "offload": offload, **folder}}
+    made = render("deepspeed", resolved(parallel=asked, processes=2))
+    found = json.loads(made.files["ds_config.json"])["zero_optimization"]
+    assert found["stage"] == zero
+    place = {"device": offload, "pin_memory": False} | ({"nvme_path": "/fast"} if offload == "nvme" else {})
+    assert found.get("offload_optimizer") == (place if offload != "none" else None)
+    assert found.get("offload_param") == (place if zero == 3 and offload != "none" else None)
+    assert not any(note.startswith(("parallel.engine", "parallel.deepspeed")) for note in made.notes)
+
+
 def test_fp16_carries_the_loss_scale(resolved: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = parsed(config_of(resolved(precision="fp16", loss_scale=1024.0)), 1, monkeypatch)
     assert (fixed.float16_config.enabled, fixed.float16_config.loss_scale) == (True, 1024.0)

@@ -39,6 +39,7 @@ VALUES: dict[str, Any] = {
     "optimizer.weight_decay": 0.2, "optimizer.clip": 0.5, "schedule.kind": "linear", "schedule.floor": 0.2,
     "schedule.warmup": 6, "seed": 7, "precision": "bf16", "compile": "block", "parallel.dp_replicate": 2,
     "parallel.dp_shard": 2, "parallel.tp": 2, "parallel.cp": 2, "parallel.pp": 2, "parallel.ep": 2,
+    "parallel.deepspeed.zero": 3,
     "tasks": ["prefix"], "checkpoint.every": 7, "checkpoint.asynchronous": True, "checkpoint.keep_last": 5,
     "data.validation": 0.2, "data.packing": "pad", "guard.forget": {"sources": ["words"]}, "parallel.device": "auto",
     "data.clean": ["whitespace"], "data.curriculum.by": "length", "memory.activations": "full",

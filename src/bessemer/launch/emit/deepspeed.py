@@ -111,15 +111,19 @@ def _scheduler(run: Resolved, ledger: Ledger) -> dict[str, Any]:
 
 
 def _zero(run: Resolved, ledger: Ledger) -> dict[str, Any]:
-    """The stage and its buckets. Sharded replicas are stage 3; plain ones share out the optimizer's state, stage 1."""
+    """The stage and its buckets: what is asked of the engine. Where it is torch's, divided replicas are stage 3; plain
+    ones share out the optimizer's state, stage 1."""
     parallel, width = run.spec.parallel, run.shape.width
-    asked = getattr(parallel, "zero", None)
-    stage = asked if isinstance(asked, int) else 3 if run.degree("dp_shard") > 1 else 1 if run.ranks > 1 else 0
-    where = getattr(parallel, "offload", "none")
-    where = where if where in ("cpu", "nvme") else "cpu" if run.spec.memory.offload_optimizer else "none"
+    asked = parallel.deepspeed if parallel.engine == "deepspeed" else None
+    if asked:
+        ledger.covers("parallel.deepspeed")
+        stage, where = int(asked.zero), str(asked.offload)
+    else:
+        stage = 3 if run.degree("dp_shard") > 1 else 1 if run.ranks > 1 else 0
+        where = "cpu" if run.spec.memory.offload_optimizer else "none"
     if where != "none":
         stage = max(1, stage)  # offloading is ZeRO's
-    ledger.covers("parallel.engine", "parallel.zero", "parallel.offload", "memory.offload_optimizer")
+    ledger.covers("parallel.engine", "memory.offload_optimizer")
     if run.replicas > 1 and run.degree("dp_shard") > 1:
         ledger.differs("parallel.dp_replicate", "ZeRO 3 shards over all ranks; zero_hpz_partition_size keeps it local")
     bucket = width * width
@@ -145,9 +149,9 @@ def _zero(run: Resolved, ledger: Ledger) -> dict[str, Any]:
             zero["zero_hpz_partition_size"] = run.degree("dp_shard")
     if where != "none":
         place: dict[str, Any] = {"device": where, "pin_memory": run.device == "cuda"}
-        if where == "nvme":
-            place["nvme_path"] = getattr(parallel, "nvme", None) or "/local_nvme"
+        if asked and where == "nvme":
+            place["nvme_path"] = asked.folder
         zero["offload_optimizer"] = place
-        if stage == 3 and isinstance(asked, int):
+        if stage == 3 and asked:
             zero["offload_param"] = dict(place)
     return zero
