@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/memory_peaks.py
     python benchmarks/gpu/memory_peaks.py --only 124m --card 100
+    python benchmarks/gpu/memory_peaks.py --missing     # from the table that planner_memory.py --collect keeps
 
 Each configuration is `bessemer train` for three steps in a process of its own; what counts is the allocator's peak,
 which processes beside it do not change. As many run at once as fit by the estimate. Rates say nothing here.
@@ -22,7 +23,7 @@ from models import Case
 from ours import corpus
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from planner_memory import estimated_gib
+from planner_memory import estimated_gib, read_peaks
 
 STOCHASTIC, EIGHT = "memory.weights=stochastic", "memory.moments=8bit"
 # model, context, rows, settings
@@ -100,11 +101,15 @@ def estimated(case: Case) -> float:
 def main() -> None:
     parser = options_for("memory-peaks", __doc__)
     parser.add_argument("--only", default="", help="configurations whose words contain this")
+    parser.add_argument("--missing", action="store_true", help="those that were never measured")
     parser.add_argument("--card", type=float, default=120.0, help="GiB that may be filled")
     parser.add_argument("--at-once", type=int, default=6)
     options = parser.parse_args()
     results, card = Results(options), Card(options.card)
     sweep = [one for one in SWEEP if options.only in " ".join(map(str, one))]
+    known = {(row["model"], int(row["context"]), int(row["rows"]), row["settings"]) for row in read_peaks()}
+    if options.missing:
+        sweep = [one for one in sweep if (*one[:3], one[3].replace(",", " ")) not in known]
     cases = []
     for name, context, rows, settings in sweep:
         asked = {"system": "bessemer", "model": name, "context": context, "rows": rows, "precision": "bf16",
