@@ -47,7 +47,10 @@ speed() { # 5
 }
 fp8() { compare speed-fp8 --models 1b 3b --systems bessemer:guard.copies=off --precision fp8; }                            # 2
 small() { compare speed-124m --models 124m --systems bessemer:guard.copies=off native --steps 100 --warmup 10; }           # 1
-divided() { compare divided --models 1b --systems bessemer:guard.copies=off bessemer:guard.copies=off,parallel.shard.alone=true; } # 1.5
+divided() { # 2
+    compare divided --models 1b --systems bessemer:guard.copies=off,memory.weights=fp32 \
+        bessemer:guard.copies=off,parallel.shard.alone=true bessemer:guard.copies=off
+}
 long() { # 4
     python3 "$here/long_context.py" --commit "$commit" --out "$out/long-context.json" --set guard.copies=off
     python3 "$here/long_context.py" --commit "$commit" --out "$out/long-context-8b.json" --contexts --search

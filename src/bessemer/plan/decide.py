@@ -299,7 +299,7 @@ def decide_training(
     """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run."""
     precision = decide_precision(spec, machine, plan, previous)
     weights = "fp32"  # where the spec leaves it open, since bf16 and fp32 are not divided together
-    if layout.size == 1 or spec.memory.weights != "auto":
+    if (layout.size == 1 and not spec.parallel.shard.alone) or spec.memory.weights != "auto":
         weights = decide_weights(spec, shape, machine, precision, plan, previous)
     compiled = decide_compile(spec, shape, machine, plan)
     train_tokens = sum(sources[name].tokens for name in sources_used(spec))

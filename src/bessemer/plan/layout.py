@@ -99,7 +99,7 @@ def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machi
 
 def check_layout(spec: RunSpec, shape: ModelShape, layout: Layout, context: int) -> None:
     """Refuse, with the fix, what a model cannot be divided by or what would not be the same run."""
-    if layout.size > 1:
+    if layout.size > 1 or spec.parallel.shard.alone:
         _refuse(spec, shape, layout)
     _check_tensor(shape, layout)
     _check_context(spec, shape, layout, context)
@@ -110,7 +110,7 @@ def check_layout(spec: RunSpec, shape: ModelShape, layout: Layout, context: int)
 def _refuse(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
     """What would not be the same run over several processes."""
     name = spec.optimizer.name
-    parts = layout.held > 1
+    parts = layout.held > 1 or spec.parallel.shard.alone
     faults = {
         "model: another library's modules are not divided": bool(shape.wrapped),
         "memory.update: in_backward": spec.memory.update == "in_backward",
