@@ -61,6 +61,8 @@ def collect(paths: list[Path]) -> None:
             settings = result["settings"]
             if "error" in result or result["system"] != "bessemer" or "guard.copies=off" not in settings:
                 continue
+            if any(setting.startswith("parallel.") for setting in settings):
+                continue  # another process's share, which `plan/per_rank.py` estimates
             row = {"model": result["model"], **result["shape"], "precision": result["precision"],
                    "settings": " ".join(setting for setting in settings if setting != "guard.copies=off"),
                    "peak_gib": result["peak_gib"], "source": path.name}  # fmt: skip

@@ -1,5 +1,5 @@
 """Bessemer's side: a run as `bessemer train` makes it, guard and metrics on, that is left with Ctrl-C's own exception
-at the report of its last step, before the final save. There is no evaluation and no other save; looks into the model
+at the report of its last step but one, before the final save. There is no evaluation and no other save; looks into the model
 and copies of the state in memory come as often as the defaults say (every 50 and every 32 steps, the first at step 0).
 """
 
@@ -44,7 +44,8 @@ def corpus(model: Model, steps: int, folder: Path) -> tuple[Path, Path]:
 def write_spec(case: Case) -> Path:
     """The run's file. `--set` goes over it as it does on the command line."""
     model, folder = case.model, Path(case.folder)
-    text, words = corpus(model, case.warmup + case.steps, folder / "corpus")
+    steps = case.warmup + case.steps + bool(case.warmup)  # the last one is not timed, see `measure`
+    text, words = corpus(model, steps, folder / "corpus")
     spec = {
         "name": f"{case.name}-{int(time.time())}-{os.getpid()}", "runs": str(folder),
         "model": {key: getattr(model, key) for key in ("width", "layers", "heads", "kv_heads", "ffn", "tied")},
@@ -53,7 +54,7 @@ def write_spec(case: Case) -> Path:
             "sources": {"random": str(text)}, "context": model.context, "validation": 0.0,
             "cross_documents": True,  # attention over whole rows, as the peers have it
         },
-        "budget": {"steps": case.warmup + case.steps, "batch": model.context * model.rows, "micro_batch": model.rows},
+        "budget": {"steps": steps, "batch": model.context * model.rows, "micro_batch": model.rows},
         "optimizer": {"lr": 3e-4}, "precision": case.precision,
         "checkpoint": {"every": 1_000_000}, "evaluate": {"every": 1_000_000},
     }  # fmt: skip
@@ -63,8 +64,10 @@ def write_spec(case: Case) -> Path:
 
 
 def measure(case: Case, started_s: float) -> dict[str, Any]:
-    """The rate is over the wall clock between two steps' reports: a step is reported once the device has done it.
-    Without a warm-up it is that of the first step, compilation included."""
+    """The rate is over the wall clock between two steps' reports. A step is reported while the next one runs, when the
+    host has given that to the device: later, if the device's queue is full or the host has to wait. So one more step
+    follows, and both reports are late by the same. Without a warm-up it is the rate of the first step, compilation
+    included."""
     from bessemer.observe.view import RunView
     from bessemer.plan.decision import Plan
     from bessemer.spec.load import load_spec

@@ -70,10 +70,10 @@ def test_activations_are_what_torch_saves_within_a_tenth(name: str, precision: s
 
 
 def test_peaks_measured_on_an_h200() -> None:
-    """124M to 8B, 512 to 32K tokens, every way to compute again, five optimizers, fp32, bf16 and fp8."""
+    """124M to 8B, 512 to 32K tokens, every way to compute again, five optimizers, four precisions, moments of 8 to 32 bits."""
     rows = planner_memory.read_peaks()
     errors = {tuple(row.values()): planner_memory.estimated_gib(row) / row["peak_gib"] - 1 for row in rows}
-    assert len(errors) >= 29
+    assert len(errors) >= 49
     assert sum(map(abs, errors.values())) / len(errors) < 0.015
     assert max(map(abs, errors.values())) < 0.06, max(errors.items(), key=lambda item: abs(item[1]))
 

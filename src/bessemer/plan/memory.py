@@ -104,10 +104,12 @@ def estimate(spec: RunSpec, shape: ModelShape, passes: Passes) -> Needs:
 
 def head_bytes(shape: ModelShape, passes: Passes, parts: int = 1) -> int:
     """Of the loss head, of which each process has one of `parts`: a chunk of logits, its weight's gradient summed in
-    fp32 beside what is cast of it, hidden rows with their gradients. In fp32 a chunk is made before the last goes."""
+    fp32 beside what is cast of it, hidden rows with their gradients. In fp32 a chunk is made before the last goes; the
+    GPU's kernel has chunks of one size."""
     half, embedding = passes.bytes == 2, shape.vocab * shape.width // parts
-    limit = HEAD_CHUNK.get(passes.device, 256 << 20) * (1 if half and passes.device == "cuda" else 2)
-    chunk = min(limit, passes.tokens * shape.vocab * passes.bytes // parts)
+    limit, logits = HEAD_CHUNK.get(passes.device, 256 << 20), passes.tokens * shape.vocab * passes.bytes // parts
+    even = half and passes.device == "cuda"
+    chunk = logits // max(1, -(-logits // limit)) if even else min(2 * limit, logits)
     return chunk + embedding * (4 + 2 * half) + 4 * passes.tokens * shape.width * passes.bytes
 
 
