@@ -1,6 +1,7 @@
 """Bessemer's side: a run as `bessemer train` makes it, guard and metrics on, that is left with Ctrl-C's own exception
-at the report of its last step but one, before the final save. There is no evaluation and no other save; looks into the model
-and copies of the state in memory come as often as the defaults say (every 50 and every 32 steps, the first at step 0).
+at the report of its last step but one, before the final save. There is no evaluation and no other save; looks into the
+model and copies of the state in memory come as often as the defaults say (every 50 and every 32 steps, the first at
+step 0).
 """
 
 from __future__ import annotations

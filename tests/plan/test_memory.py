@@ -70,7 +70,7 @@ def test_activations_are_what_torch_saves_within_a_tenth(name: str, precision: s
 
 
 def test_peaks_measured_on_an_h200() -> None:
-    """124M to 8B, 512 to 32K tokens, every way to compute again, five optimizers, four precisions, moments of 8 to 32 bits."""
+    """124M to 8B, 512 to 32K tokens, every way to compute again, five optimizers, four precisions, 8-bit moments."""
     rows = planner_memory.read_peaks()
     errors = {tuple(row.values()): planner_memory.estimated_gib(row) / row["peak_gib"] - 1 for row in rows}
     assert len(errors) >= 49
