@@ -129,12 +129,13 @@ def test_length_in_tokens() -> None:
     assert decide_tokens(spec_with(budget__steps=7), SHAPE, 10**6, Plan()) is None
 
 
-def test_batch_by_the_law() -> None:
-    """1e9 tokens at 1.369e6 FLOPs each are C = 1.369e15; 0.292 C^0.3271 is 26,091 tokens: 203.8 sequences of 128."""
+def test_batch_by_the_laws() -> None:
+    """1e9 tokens of 195,392 parameters: DeepSeek's law 0.292 C^0.3271 gives 24.8K, the Step Law 0.58 D^0.571 79.9K, and
+    published runs had 0.5M: the middle is 624 sequences of 128."""
     plan = Plan()
-    assert decide_batch(spec_with(), SHAPE, 128, 10**9, plan) == 204
-    assert plan.value("budget.batch") == 204 * 128
-    assert "1.4e+15 FLOPs in all ask for about 26.1K tokens" in plan.decisions["budget.batch"].reason
+    assert decide_batch(spec_with(), SHAPE, 128, 10**9, plan) == 624
+    assert plan.value("budget.batch") == 624 * 128
+    assert "the middle of DeepSeek LLM 2024 24.8K" in plan.decisions["budget.batch"].reason
     assert plan.decisions["budget.batch"].source.startswith("DeepSeek")
 
 
@@ -160,41 +161,65 @@ def test_a_batch_smaller_than_a_context_that_was_left_to_the_planner_is_refused(
         decide_training(changed, SHAPE, 128, CPU, corpus_of(10**6), 10**4, Plan())
 
 
+LARGE = 10**9  # tokens of a batch that no law asks for
+
+
 @pytest.mark.parametrize(
     ("tokens", "lr"),
     [
-        (10**15, 7.1e-4),  # C = 1.369e21, C^0.125 = 438.6
-        (10**12, 1.7e-3),  # C = 1.369e18, C^0.125 = 184.9
-        (10**9, 3e-3),  # C = 1.369e15 asks for 4.0e-3, over the limit
-        (1, 3e-3),
+        (10**15, 7.2e-4),  # DeepSeek's law between published runs and the Step Law: C = 1.172e21, C^0.125 = 430.2
+        (10**12, 1.7e-3),  # C = 1.172e18, C^0.125 = 181.4
+        (10**9, 3e-3),  # C = 1.172e15 asks for 4.1e-3, over the limit
     ],
 )
 def test_learning_rate(tokens: int, lr: float) -> None:
     plan = Plan()
-    assert decide_lr(spec_with(), SHAPE, 128, tokens, plan) == lr
-    assert ("kept below 3e-3" in plan.decisions["optimizer.lr"].reason) == (lr == 3e-3)
+    assert decide_lr(spec_with(), SHAPE, tokens, LARGE, plan) == lr
+    assert ("kept between" in plan.decisions["optimizer.lr"].reason) == (lr == 3e-3)
+
+
+def test_the_rate_falls_with_the_root_of_the_batch_and_never_rises_with_it() -> None:
+    """At 1e12 tokens the laws ask for batches of 500K and 1.7e-3."""
+    plan = Plan()
+    rates = [decide_lr(spec_with(), SHAPE, 10**12, batch, plan) for batch in (5000, 125_000, 500_000, 50_000_000)]
+    assert rates == [1.7e-4, 8.5e-4, 1.7e-3, 1.7e-3]
+    decide_lr(spec_with(), SHAPE, 10**12, 125_000, small := Plan())
+    decision = small.decisions["optimizer.lr"]
+    assert "at 500K tokens, times the root of 0.25" in decision.reason and "Malladi" in decision.source
+
+
+def test_lion_gets_a_fifth() -> None:
+    adam, lion = (decide_lr(spec_with(optimizer__name=name), SHAPE, 10**12, LARGE, Plan()) for name in ("adam", "lion"))
+    assert lion == pytest.approx(adam / 5, rel=0.02)
 
 
 def test_trained_weights_get_a_third_of_what_suits_their_size() -> None:
     plan, few, enough = Plan(), 10**6, 20 * SHAPE.parameters
-    fresh = decide_lr(spec_with(), SHAPE, 128, 10**15, Plan())
+    fresh = decide_lr(spec_with(), SHAPE, 10**15, LARGE, Plan())
     for parts in ({"start_from": "x"}, {"model": {"hf": "x"}}):
         spec = spec_with(**parts)
-        assert decide_lr(spec, SHAPE, 128, 10**15, plan) == pytest.approx(fresh / 3, rel=0.02)
-        assert decide_lr(spec, SHAPE, 128, few, plan) == decide_lr(spec, SHAPE, 128, enough, plan)
-    assert "a third of what suits pre-training" in plan.decisions["optimizer.lr"].reason
-    assert decide_lr(spec_with(start_from="x", optimizer__lr=0.5), SHAPE, 128, 10**9, Plan()) == 0.5
+        assert decide_lr(spec, SHAPE, 10**15, LARGE, plan) == pytest.approx(fresh / 3, rel=0.02)
+        assert decide_lr(spec, SHAPE, few, LARGE, plan) == decide_lr(spec, SHAPE, enough, LARGE, plan)
+    assert "a third of that for trained weights" in plan.decisions["optimizer.lr"].reason
+    assert decide_lr(spec_with(start_from="x", optimizer__lr=0.5), SHAPE, 10**9, LARGE, Plan()) == 0.5
+
+
+def test_a_large_model_that_is_tuned_in_small_batches_gets_what_people_use() -> None:
+    shape = PRESETS["7B"]
+    found = decide_lr(spec_with(start_from="x"), shape, 10**7, 128 * 512, Plan())
+    assert 1e-5 < found < 4e-5  # 2e-5 in the recipes of Alpaca and Tulu 2
 
 
 def test_learning_rate_has_a_floor_and_can_be_asked_for() -> None:
-    assert decide_lr(spec_with(), SHAPE, 128, 10**36, Plan()) == 1e-5
-    assert decide_lr(spec_with(optimizer__lr=0.5), SHAPE, 128, 10**9, Plan()) == 0.5
+    assert decide_lr(spec_with(), SHAPE, 10**12, 1, Plan()) >= 1e-6
+    assert decide_lr(spec_with(optimizer__lr=0.5), SHAPE, 10**9, LARGE, Plan()) == 0.5
 
 
 @pytest.mark.parametrize(
     ("warmup", "total", "steps"),
     [
-        ("auto", 1000, 20),
+        ("auto", 1000, 40),  # as the second moment needs
+        ("auto", 4000, 80),
         ("auto", 10, 1),
         ("auto", 10**6, 2000),
         ("5%", 1000, 50),
@@ -310,7 +335,7 @@ def test_a_whole_plan() -> None:
     assert training.total_steps == 782  # 7,812.5 sequences in tens
     assert training.batch_rows == ((0, 10),)
     assert training.micro_rows == 10
-    assert (training.context, training.precision, training.warmup_steps) == (128, "fp32", 16)
+    assert (training.context, training.precision, training.warmup_steps) == (128, "fp32", 40)
     assert training.evaluate == Interval(40, None)
     assert training.save == Interval(40, 600.0)
     assert training.evaluate_tokens == 7500
@@ -387,8 +412,8 @@ def test_a_rule_of_thumb_says_what_it_rests_on() -> None:
         thumb = decision.source not in facts and not decision.key.startswith("data.mixture")  # which is arithmetic
         assert bool(decision.basis) == thumb, decision
     rows = {row[0]: row for row in plan.rows()}
-    assert rows["schedule.warmup"][3] == "rule, established"
-    assert rows["optimizer.lr"][3].endswith("open question")  # 1.4e12 FLOPs: far below the runs of the law
+    assert rows["schedule.warmup"][3].endswith("2,000 steps, established")
+    assert rows["optimizer.lr"][3].endswith("open question")  # a model far below those of the laws
     assert Plan.from_json(plan.to_json()) == plan
 
 

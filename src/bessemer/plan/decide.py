@@ -1,9 +1,6 @@
 """The rules behind `auto`. Each function decides one group of settings and writes its reasons into the plan.
 
-Learning rate and batch follow the compute laws of DeepSeek LLM (2024): lr = 0.3118 C^-0.125, batch = 0.2920 C^0.3271
-tokens, C the run's FLOPs. They were fitted between 1e17 and 2e19; below that they are extrapolated, and the learning
-rate is kept to [1e-5, 3e-3]: at 8e12 FLOPs (0.9M parameters) the law asks for 8e-3, while 3e-3 reached a validation
-loss of 2.58, 6e-3 2.67, and 1e-2 with twice the batch 3.65.
+Learning rate, batch and warm-up are the recipe's (`recipe/rates.py`), the same that `bessemer plan` proposes.
 """
 
 from __future__ import annotations
@@ -18,7 +15,8 @@ from bessemer.plan.layout import ALONE, Layout
 from bessemer.plan.machine import Machine
 from bessemer.plan.memory import Passes, decide_room
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
-from bessemer.plan.recipe.answer import Basis
+from bessemer.plan.recipe.answer import BASES
+from bessemer.plan.recipe.rates import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.quantity import human_count, human_time, span_steps
 from bessemer.spec.resolve import model_shape
@@ -30,11 +28,10 @@ SAVES_PER_RUN = 20
 SAVE_EVERY_S = 600.0
 LOOK_EVERY_STEPS, LOOK_EVERY_S = 50, 15.0
 COPY_EVERY_STEPS, COPY_LEAST_STEPS = 32, 16
-DEEPSEEK = "DeepSeek LLM 2024, scaling of hyperparameters"
 REWARM = "Ibrahim et al. 2024: a lower peak forgets less"
+LION, LION_SHARE = "Chen et al. 2023: a third to a tenth of AdamW's", 0.2
 HALF = ("bf16", "fp8", "fp8_rowwise")
 CHINCHILLA = "Chinchilla 2022, approach 1"
-FITTED = 1e17, 2e19  # FLOPs of the runs behind DeepSeek's laws
 
 
 @dataclass(frozen=True)
@@ -174,11 +171,6 @@ def _rows(key: str, batch: int, context: int) -> int:
     return round(batch / context)
 
 
-def _fitted(compute: float) -> Basis:
-    """Of DeepSeek's laws: a decade beyond the runs they were fitted to nobody knows."""
-    return EMPIRICAL if FITTED[0] / 10 <= compute <= FITTED[1] * 10 else "open question"
-
-
 def decide_batch(
     spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None
 ) -> int:
@@ -186,11 +178,9 @@ def decide_batch(
     key = "budget.batch"
     batch = plan.keep(key, spec.budget.batch, previous)
     if batch is None:
-        compute = shape.flops_per_token(context) * tokens
-        law = 0.2920 * compute**0.3271
-        rows = max(4, min(round(law / context), max(4, tokens // context // 100)))
-        reason = f"{compute:.2g} FLOPs in all ask for about {human_count(law)} tokens"
-        batch = plan.choose(key, spec.budget.batch, (rows * context, reason, DEEPSEEK), _fitted(compute))
+        answer = batch_tokens(shape.parameters, tokens)
+        decided = (max(4, round(answer.value / context)) * context, answer.reason, answer.source)
+        batch = plan.choose(key, spec.budget.batch, decided, answer.basis)
     rows = _rows(key, int(batch), context)
     if rows * context != batch:
         plan.add(key, rows * context, f"{batch:,} rounded to {rows} whole sequences of {context}", "asked")
@@ -212,22 +202,34 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
 
 
 def decide_lr(
-    spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None
+    spec: RunSpec, shape: ModelShape, tokens: int, batch: int, plan: Plan, previous: Plan | None = None
 ) -> float:
-    """The peak learning rate. Trained weights get a third of what suits fresh ones: a higher one adapts faster and
-    forgets more."""
-    kept = plan.keep("optimizer.lr", spec.optimizer.lr, previous)
+    """The peak learning rate for a batch of so many tokens. Trained weights get a third of what suits fresh ones: a
+    higher one adapts faster and forgets more."""
+    key, name = "optimizer.lr", spec.optimizer.name
+    kept = plan.keep(key, spec.optimizer.lr, previous)
     if kept is not None:
         return float(kept)
     continued = spec.start_from is not None or spec.model.hf is not None
     # The few tokens of a continued run would ask for a rate that suits no model of its size.
-    compute = shape.flops_per_token(context) * (max(tokens, 20 * shape.parameters) if continued else tokens)
-    lr = min(3e-3, max(1e-5, 0.3118 * compute**-0.125))
-    limited = ", kept below 3e-3" if lr == 3e-3 else ""
-    third = "a third of what suits pre-training, " if continued else ""
-    source = f"{DEEPSEEK}; {REWARM}" if continued else DEEPSEEK
-    decided = (float(f"{lr / 3 if continued else lr:.2g}"), f"{third}for {compute:.2g} FLOPs{limited}", source)
-    return float(plan.choose("optimizer.lr", spec.optimizer.lr, decided, _fitted(compute)))
+    tokens = max(tokens, 20 * shape.parameters) if continued else tokens
+    answer, usual = learning_rate(shape.parameters, tokens), batch_tokens(shape.parameters, tokens).value
+    value, reasons, sources, basis = answer.value, [answer.reason], [answer.source], answer.basis
+    if batch < 0.9 * usual:
+        smaller = rate_for_batch(value, usual, batch)
+        value, basis = smaller.value, max(basis, smaller.basis, key=BASES.index)
+        reasons.append(smaller.reason)
+        sources.append(smaller.source)
+    for applies, share, reason, source in (
+        (name == "lion", LION_SHARE, "a fifth of that, since each of Lion's steps is whole", LION),
+        (continued, 1 / 3, "a third of that for trained weights", REWARM),
+    ):
+        if applies:
+            value *= share
+            reasons.append(reason)
+            sources.append(source)
+    decided = (float(f"{max(LIMITS_LR[0], value):.2g}"), "; ".join(reasons), "; ".join(sources))
+    return float(plan.choose(key, spec.optimizer.lr, decided, basis))
 
 
 def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan) -> int:
@@ -240,8 +242,8 @@ def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan)
                 f"schedule.warmup: {steps:,} steps of warm-up leave nothing of a run of {total_steps:,}: write 2%"
             )
         return steps
-    steps = min(max(1, round(0.02 * total_steps)), 2000)
-    return int(plan.add("schedule.warmup", steps, "2 % of the run, at most 2,000 steps", "rule", "established"))
+    answer = warmup_steps(total_steps)
+    return int(plan.add("schedule.warmup", answer.value, answer.reason, answer.source, answer.basis))
 
 
 def decide_interval(
@@ -324,7 +326,7 @@ def decide_training(
     dense = compiled and not (shape.moe or shape.mamba)
     passes = Passes(context // layout.cp, 1, precision, "none", dense, machine.device, shards=layout.held)
     passes = decide_room(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
-    peak_lr = decide_lr(spec, shape, context, tokens, plan, previous)
+    peak_lr = decide_lr(spec, shape, tokens, rows * context, plan, previous)
     warmup = decide_warmup(spec, total_steps, rows * context, plan)
     every = spec.evaluate.every
     evaluate = decide_interval("evaluate.every", every, total_steps, EVALUATIONS_PER_RUN, None, plan)

@@ -20,7 +20,7 @@ from bessemer.plan.layout import Layout, check_layout
 from bessemer.plan.machine import Machine
 from bessemer.plan.prices import load_prices
 from bessemer.plan.recipe.answer import Answer
-from bessemer.plan.recipe.rates import batch_tokens, learning_rate, warmup_steps
+from bessemer.plan.recipe.rates import batch_tokens, warmup_steps
 from bessemer.plan.recipe.tokens import tokens_for_model
 from bessemer.plan.search import Candidate, Found, Wish, nearest, search
 from bessemer.spec.memory import optimizer_bytes
@@ -263,10 +263,7 @@ def _explain(plan: Plan, wish: Wish, found: Found, spec: RunSpec) -> None:
 
 def _rates(plan: Plan, spec: RunSpec, wish: Wish, tokens: int, steps: int) -> None:
     shape = wish.shape
-    if spec.optimizer.lr != "auto" or spec.start_from or spec.model.hf:  # trained weights want less
-        decide_lr(spec, shape, wish.context, tokens, plan)
-    elif spec.optimizer.name in ("adamw", "adam", "nadam", "radam", "muon"):
-        _answer(plan, "optimizer.lr", learning_rate(shape.parameters, tokens))
+    decide_lr(spec, shape, tokens, wish.rows * wish.context, plan)
     written = warmup_of(spec, steps, wish.rows * wish.context)
     if written is not None:
         plan.add("schedule.warmup", written, f"{spec.schedule.warmup} in steps", "asked")

@@ -38,7 +38,7 @@ def test_published_settings_of_known_models() -> None:
 @given(st.floats(1e6, 1e13), st.floats(1e6, 1e14))
 def test_answers_stay_in_bounds(parameters: float, tokens: float) -> None:
     rate, batch = rates.learning_rate(parameters, tokens), rates.batch_tokens(parameters, tokens)
-    assert rates.LOWEST_LR <= rate.value <= rates.HIGHEST_LR
+    assert rates.LIMITS_LR[0] <= rate.value <= rates.LIMITS_LR[1]
     assert 1 <= batch.value <= max(1, tokens / 100 + 1)
 
 

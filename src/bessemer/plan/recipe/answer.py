@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 Basis = Literal["established", "empirical at this scale", "open question"]
+BASES: tuple[Basis, ...] = get_args(Basis)  # from firm to weak
 Value = TypeVar("Value")
 
 

@@ -18,8 +18,7 @@ DEEPSEEK = "DeepSeek LLM 2024"
 STEP_LAW = "Li et al. 2025, Step Law"
 PUBLISHED = "published runs"
 LAWS = f"{DEEPSEEK}; {STEP_LAW}; {SOURCE}"
-HIGHEST_LR = 3e-3  # 0.9M parameters: 3e-3 reached a loss of 2.58, 6e-3 2.67 (see plan/decide.py)
-LOWEST_LR = 1e-5
+LIMITS_LR = 1e-6, 3e-3  # at 0.9M parameters 3e-3 reached a loss of 2.58, 6e-3 2.67, 1e-2 with twice the batch 3.65
 NOISE = "McCandlish et al. 2018, gradient noise scale"
 WARMUP_STEPS, WARMUP_SHARE = 2000, 0.02
 
@@ -56,8 +55,9 @@ def learning_rate(parameters: float, tokens: float) -> Answer[float]:
     _check(parameters, tokens)
     laws = rate_laws(parameters, tokens)
     middle = _middle(laws)
-    value = min(HIGHEST_LR, max(LOWEST_LR, middle.value))
-    limited = "" if value == middle.value else f", kept between {LOWEST_LR:g} and {HIGHEST_LR:g}"
+    lowest, highest = LIMITS_LR
+    value = min(highest, max(lowest, middle.value))
+    limited = "" if value == middle.value else f", kept between {lowest:g} and {highest:g}"
     reason = f"the middle of {_listed(laws)}{limited}"
     return Answer(float(f"{value:.2g}"), reason, LAWS, _basis(laws, parameters))
 
