@@ -8,7 +8,7 @@ on a GPU is not zero: a difference below that means nothing.
         [--precisions bf16,bf16,fp8] [--micro 32] [--lr 6e-4] [--vocab 32K] [--device cuda] [--write FILE]
 
 What is done so far is in the file after each run. `--at-once` starts all of them together, for losses alone: their
-rates then say nothing.
+rates then say nothing, and the disk has to hold the last states of all.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def run_one(options: argparse.Namespace, precision: str, name: str) -> dict[str,
     spec = make_spec(options, precision, name)
     outcome = Session(spec).train()
     run = Run.existing(run_folder(spec))
+    shutil.rmtree(run.checkpoints)  # the last state, which nobody reads: 14 GB at 1B
     records, validations = list(run.metrics()), list(run.validations())
     losses = [float(record["loss"]) for record in records]
     last = losses[-max(1, round(LAST * len(losses))) :]

@@ -22,7 +22,7 @@ tests() { # 2
     cat "$logs"/*.log >"$out/gpu-tests.txt"
     grep -hE "^== |^FAILED|passed|failed" "$out/gpu-tests.txt"
 }
-loss() { # 3
+loss() { # 6
     local text
     text=$(mktemp -d)
     python3 - "$text" <<'PYTHON'
@@ -35,11 +35,11 @@ for name in ("torch", "transformers", "sympy", "scipy", "numpy"):
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, to)
 PYTHON
-    local of=(--text "$text" --format source --vocab 16K --device cuda --at-once)
-    python3 "$here/../loss_fp8.py" --model 125M --steps 2000 --context 1024 --rows 16 --micro 16 --precisions bf16,bf16,fp8 \
-        --folder "$text.runs" --write "$out/fp8-loss-125m.json" "${of[@]}" 2>&1 | grep '^{'
+    local of=(--text "$text" --format source --vocab 16K --device cuda)
+    python3 "$here/../loss_fp8.py" --model 125M --steps 2000 --context 1024 --rows 16 --micro 16 --precisions bf16,bf16,fp8 --at-once \
+        --folder "$text.runs" --write "$out/fp8-loss-125m.json" "${of[@]}" 2>&1 | grep -E '^{|rror|failed'
     python3 "$here/../loss_fp8.py" --model 1B --steps 300 --context 2048 --rows 4 --micro 4 --precisions bf16,fp8 \
-        --folder "$text.runs" --write "$out/fp8-loss-1b.json" "${of[@]}" 2>&1 | grep '^{'
+        --folder "$text.runs" --write "$out/fp8-loss-1b.json" "${of[@]}" 2>&1 | grep -E '^{|rror|failed'
 }
 speed() { # 5
     compare speed-1b --models 1b --systems bessemer:guard.copies=off bessemer torchtitan liger bessemer:memory.activations=0.7,guard.copies=off
