@@ -17,13 +17,16 @@ from bessemer.spec.shape import ModelShape
 Cache = LayerCache | MambaCache
 
 
+Entered = tuple[Tensor | None, Tensor, Tensor, Tensor]
+
+
 class Compiled(Protocol):
     """`Block.enter` and `Block.leave` as faster functions, for the inputs that they serve. Attention's own kernel runs
     between them, so that no mask and no border of a document is part of what was compiled."""
 
     def serves(self, block: Block, x_BTW: Tensor) -> bool: ...
-    def enter(self, block: Block, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-    def leave(self, block: Block, x_BTW: Tensor, h_BTW: Tensor, out_BTNE: Tensor) -> Tensor: ...
+    def enter(self, block: Block, x_BTW: Tensor, rotary: Rotary | None) -> Entered: ...
+    def leave(self, block: Block, x_BTW: Tensor, h_BTW: Tensor | None, out_BTNE: Tensor) -> Tensor: ...
 
 
 class Block(nn.Module):
@@ -80,11 +83,12 @@ class Block(nn.Module):
         """What the mixer reads."""
         return x_BTW if self.shape.norm_place in ("post", "branch") else self.attention_norm(x_BTW)
 
-    def join(self, x_BTW: Tensor, h_BTW: Tensor, mixed_BTW: Tensor, counted_BT: Tensor | None) -> Tensor:
+    def join(self, x_BTW: Tensor, h_BTW: Tensor | None, mixed_BTW: Tensor, counted_BT: Tensor | None) -> Tensor:
         """All that follows the mixer, which read `h_BTW`."""
         where = self.shape.norm_place
         if self.shape.parallel != "none":
             g_BTW = h_BTW if self.shape.parallel == "one_norm" else self.ffn_norm(x_BTW)
+            assert g_BTW is not None
             return x_BTW + mixed_BTW + self.feed(g_BTW, counted_BT)
         if where == "post":
             x_BTW = self.attention_norm(x_BTW + mixed_BTW)
@@ -96,12 +100,13 @@ class Block(nn.Module):
         fed_BTW = self.feed(x_BTW if where == "branch" else self.ffn_norm(x_BTW), counted_BT)
         return x_BTW + (self.ffn_out_norm(fed_BTW) if after else fed_BTW)
 
-    def enter(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """From a block's input to what attention reads: h, q, k, v."""
+    def enter(self, x_BTW: Tensor, rotary: Rotary | None) -> Entered:
+        """From a block's input to what attention reads: h for those that read it twice, q, k, v. What nobody reads is
+        not given: its gradient would be a tensor of zeros."""
         h_BTW = self.inlet(x_BTW)
-        return h_BTW, *self.attention.project(h_BTW, rotary)
+        return h_BTW if self.shape.parallel == "one_norm" else None, *self.attention.project(h_BTW, rotary)
 
-    def leave(self, x_BTW: Tensor, h_BTW: Tensor, out_BTNE: Tensor) -> Tensor:
+    def leave(self, x_BTW: Tensor, h_BTW: Tensor | None, out_BTNE: Tensor) -> Tensor:
         """From what attention gave to the block's output."""
         return self.join(x_BTW, h_BTW, self._drop(self.attention.out(out_BTNE.flatten(2))), None)
 

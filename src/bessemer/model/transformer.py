@@ -7,6 +7,8 @@ Legend: B batch, T time, W width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,12 +36,20 @@ class HeadTransform(nn.Module):
         return self.norm(self.activate(self.linear(x_BTW)))
 
 
+class Chain(Protocol):
+    """All blocks and the norm behind them as one faster function, for the inputs that it serves."""
+
+    def serves_all(self, model: Decoder, x_BTW: Tensor) -> bool: ...
+    def through(self, model: Decoder, x_BTW: Tensor, place: Place) -> Tensor: ...
+
+
 class Decoder(nn.Module):
     """A language model. Build it under `torch.device("meta")` to count or lay out without memory."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape, self.dropout = shape, 0.0
+        self.chain: Chain | None = None
         self._table: Tensor | None = None
         self.embedding = nn.Embedding(shape.vocab, shape.width)
         if shape.positions == "learned":
@@ -140,10 +150,13 @@ class Decoder(nn.Module):
         start = caches[0].length if caches else 0
         x_BTW = self.embed(tokens_BT, sight, start, types_BT)
         place = self.place(x_BTW, sight, start)
-        for i, block in enumerate(self.blocks):
-            x_BTW = block(x_BTW, place, caches[i] if caches else None)
-        if self.shape.norm_place != "post":
-            x_BTW = self.norm(x_BTW)
+        if self.chain is not None and not caches and self.chain.serves_all(self, x_BTW):
+            x_BTW = self.chain.through(self, x_BTW, place)
+        else:
+            for i, block in enumerate(self.blocks):
+                x_BTW = block(x_BTW, place, caches[i] if caches else None)
+            if self.shape.norm_place != "post":
+                x_BTW = self.norm(x_BTW)
         return self.transform(x_BTW) if self.shape.head_transform else x_BTW
 
     def logits(self, hidden_BTW: Tensor) -> Tensor:
