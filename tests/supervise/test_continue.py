@@ -161,7 +161,9 @@ class StopAfter(RunView):
 
 def test_a_resumed_run_is_judged_as_an_unbroken_one(go_on: Continue) -> None:
     """Interrupted after the first evaluation beyond the limit, and before the second."""
-    how: dict[str, Any] = {"then": 22, "budget": {"steps": 60}, "guard": {"forget": {"limit": "12%"}}}
+    how: dict[str, Any] = {
+        "then": 22, "budget": {"steps": 60}, "guard": {"forget": {"limit": "30%"}}, "schedule": {"warmup": "2%"}
+    }  # fmt: skip
     broken, whole = go_on("broken", **how), go_on("whole", **how)
     view = StopAfter(44)
     view.session = Session(broken, view)

@@ -66,7 +66,7 @@ def test_a_run_finishes_and_its_records_are_whole(make_spec: Make) -> None:
     assert [record["step"] for record in validations] == [0, 10, 20, 30, 40]
     plan = {d["key"]: d for d in json.loads((run.folder / "plan.json").read_text())["decisions"]}
     assert plan["optimizer.lr"]["source"] == "asked"
-    assert plan["schedule.warmup"]["value"] == 1
+    assert plan["schedule.warmup"]["value"] == 4  # a tenth of 40 steps
     assert (run.folder / "logs" / "rank-0.log").read_text().count("\n") > 5
 
 
