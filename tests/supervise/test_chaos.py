@@ -247,7 +247,7 @@ def test_a_fault_that_nobody_noticed_is_told_as_such(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_small_campaign_adds_up(make_spec: Any, tmp_path: Path) -> None:
-    spec = make_spec(budget={"steps": 40, "batch": 512})
+    spec = make_spec(budget={"steps": 40, "batch": 512}, optimizer={"lr": 0.003})  # calm without faults
     found = run_campaign(
         spec, ["nan", "flip-weight", "sigkill"], 3, tmp_path / "chaos", per_run=3, learn=50, seeds=2, jobs=2
     )
