@@ -11,7 +11,7 @@ from torch import Tensor
 from bessemer.model.transformer import Decoder, build
 from bessemer.spec.shape import Mla, ModelShape
 from bessemer.train import recompute
-from bessemer.train.compiled import CompiledBlocks, compilable
+from bessemer.train.compiled import CompiledBlocks, compilable, compile_blocks
 from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
 
@@ -130,3 +130,14 @@ def test_other_sizes_evaluation_precisions_and_hooks_run_as_they_are() -> None:
     assert seen == ["hook"] and len(calls) == 2 * SMALL.layers - 1
     handle.remove()
     assert served.serves(block, x)
+
+
+def test_blocks_are_chained_where_that_was_asked_for_and_can_be() -> None:
+    for shape, chained, made in (
+        (SMALL, False, False),
+        (SMALL, True, True),
+        (SHAPES["one norm beside each other"], True, False),
+    ):
+        model = build(shape, "cpu", seed=0)
+        assert compile_blocks(model, ROWS, CONTEXT, torch.float32, chained) == SMALL.layers
+        assert (model.chain is not None) == made

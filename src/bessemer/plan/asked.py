@@ -15,7 +15,7 @@ from bessemer.plan.recipe.shape import design
 from bessemer.plan.search import Kept
 from bessemer.spec.document import Document
 from bessemer.spec.load import SpecError, validate
-from bessemer.spec.quantity import human_count, parse_count, span_steps
+from bessemer.spec.quantity import human_count, parse_count
 from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
@@ -143,9 +143,3 @@ def tokens_of(spec: RunSpec, context: int) -> int | None:
     if budget.batch == "auto":
         raise UserError("budget.steps: a plan needs the length in tokens: write budget.batch too, or --tokens")
     return budget.steps * max(1, round(budget.batch / context)) * context
-
-
-def warmup_of(spec: RunSpec, steps: int, step_tokens: int) -> int | None:
-    """The spec's own, in steps; None where it is left open."""
-    written = spec.schedule.warmup
-    return None if written == "auto" else span_steps(written, steps, step_tokens)

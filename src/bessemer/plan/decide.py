@@ -1,6 +1,6 @@
 """The rules behind `auto`. Each function decides one group of settings and writes its reasons into the plan.
 
-Learning rate, batch and warm-up are the recipe's (`recipe/rates.py`), the same that `bessemer plan` proposes.
+Learning rate, batch and warm-up follow the recipe (`recipe/rates.py`), as what `bessemer plan` proposes does.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def keeping(spec: RunSpec, weights: str) -> RunSpec:
 def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Plan) -> bool:
     """Whether blocks are compiled."""
     if spec.compile != "auto":
-        return bool(plan.asked("compile", spec.compile) == "block")
+        return bool(plan.asked("compile", spec.compile) != "off")
     gathered = spec.parallel.engine == "deepspeed" and spec.parallel.deepspeed.zero == 3  # layer by layer, by hooks
     if machine.device != "cuda" or shape.wrapped or gathered:
         return False

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.plan.asked import DEGREES, Asked, ask, kept_by, tokens_of, warmup_of
+from bessemer.plan.asked import DEGREES, Asked, ask, kept_by, tokens_of
 from bessemer.plan.cost import Cost, Work, impossible, preparation_of, rank, storage_of
-from bessemer.plan.decide import decide_context, decide_lr, decide_weights, keeping
+from bessemer.plan.decide import decide_context, decide_lr, decide_warmup, decide_weights, keeping
 from bessemer.plan.decision import EMPIRICAL, Plan
 from bessemer.plan.goodput import SAVE_STALL_S, goodput
 from bessemer.plan.hardware import Cluster, Gpu, kept_ceilings, parse_cluster, with_ceilings
@@ -20,7 +20,7 @@ from bessemer.plan.layout import Layout, check_layout
 from bessemer.plan.machine import Machine
 from bessemer.plan.prices import load_prices
 from bessemer.plan.recipe.answer import Answer
-from bessemer.plan.recipe.rates import batch_tokens, warmup_steps
+from bessemer.plan.recipe.rates import batch_tokens
 from bessemer.plan.recipe.tokens import tokens_for_model
 from bessemer.plan.search import Candidate, Found, Wish, nearest, search
 from bessemer.spec.memory import optimizer_bytes
@@ -262,13 +262,9 @@ def _explain(plan: Plan, wish: Wish, found: Found, spec: RunSpec) -> None:
 
 
 def _rates(plan: Plan, spec: RunSpec, wish: Wish, tokens: int, steps: int) -> None:
-    shape = wish.shape
-    decide_lr(spec, shape, tokens, wish.rows * wish.context, plan)
-    written = warmup_of(spec, steps, wish.rows * wish.context)
-    if written is not None:
-        plan.add("schedule.warmup", written, f"{spec.schedule.warmup} in steps", "asked")
-    else:
-        _answer(plan, "schedule.warmup", warmup_steps(steps))
+    batch = wish.rows * wish.context
+    decide_lr(spec, wish.shape, tokens, batch, plan)
+    decide_warmup(spec, steps, batch, plan)
 
 
 def affordable(proposal: Proposal, budget_usd: float | None, deadline_s: float | None) -> list[Cost]:

@@ -94,5 +94,5 @@ def _of_stage(spec: RunSpec) -> Iterator[tuple[str, str]]:
         )
     if zero == 3 and spec.optimizer.ema:
         yield "optimizer.ema", f"weights lie in parts under {KEY}.zero: 3: write zero: 2, or leave the average out"
-    if zero == 3 and spec.compile == "block":
+    if zero == 3 and spec.compile in ("block", "chain"):
         yield "compile", f"layers are gathered as they are called under {KEY}.zero: 3: write off, or zero: 2"

@@ -124,9 +124,10 @@ class RunSpec(Part):
     loss_scale: Literal["dynamic"] | float = Field(
         "dynamic", description="of fp16: dynamic, or a fixed factor such as 1024", examples=["dynamic"]
     )
-    compile: Literal["auto", "off", "block"] = Field(
+    compile: Literal["auto", "off", "block", "chain"] = Field(
         "auto",
-        description="torch.compile of each block's parts; auto is block on a GPU, off elsewhere",
+        description="torch.compile of each block's parts, or of what lies between two layers' attention (chain); auto "
+        "is block on a GPU, off elsewhere",
         examples=["block"],
     )
     memory: MemorySpec = Field(default_factory=MemorySpec, description="room on the device, and what is paid for it")

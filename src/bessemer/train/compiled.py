@@ -1,10 +1,11 @@
-"""torch.compile for training: what lies between one layer's attention and the next one's, compiled once for all.
+"""torch.compile for training: the two parts of a block around its attention, compiled once and used by every layer.
 
-Whole models compile for minutes and came out slower (docs/decisions.md); layers share one graph. It reaches over the
-border of two blocks, since their residual stream is then written and read once, and its gradients meet inside a kernel.
-Where something stands at that border (hooks, weights that are gathered block by block, checkpoints), the two parts of a
-block are compiled instead. Only training steps of the planned size and precision are served: evaluation, looks inside,
-trials and generation have other sizes, hooks or precisions, each of which would compile again, and run as they are.
+Whole models compile for minutes and came out slower (docs/decisions.md); blocks share one graph. Chained, a graph
+reaches from one attention to the next: the residual stream is written and read once, and its gradients meet inside a
+kernel. Where something stands at the border of two blocks (hooks, weights that are gathered block by block,
+checkpoints), the parts of a block serve instead. Only training steps of the planned size and precision are served:
+evaluation, looks inside, trials and generation have other sizes, hooks or precisions, each of which would compile
+again, and run as they are.
 """
 
 from __future__ import annotations
@@ -101,13 +102,13 @@ def compilable(block: nn.Module) -> bool:
     )
 
 
-def compile_blocks(model: Decoder, rows: int, context: int, dtype: torch.dtype) -> int:
+def compile_blocks(model: Decoder, rows: int, context: int, dtype: torch.dtype, chained: bool = False) -> int:
     """How many blocks will run compiled. `fullgraph`: what cannot be compiled says so instead of running slowly."""
     found = [block for block in model.blocks if compilable(block)]
     wrap = torch.compile(dynamic=False, fullgraph=True)
     served = CompiledBlocks(rows, context, dtype, wrap)
     for block in found:
         block.compiled = served  # type: ignore[assignment]
-    if found and len(found) == len(model.blocks) and model.shape.parallel != "one_norm":
+    if chained and found and len(found) == len(model.blocks) and model.shape.parallel != "one_norm":
         model.chain = served
     return len(found)
