@@ -29,7 +29,11 @@ def estimated_gib(row: dict[str, Any]) -> float:
     from bessemer.spec.schema import RunSpec
 
     said = dict(setting.split("=", 1) for setting in row["settings"].split())
-    memory = {key.removeprefix("memory."): value for key, value in said.items() if key.startswith("memory.")}
+    memory: dict[str, Any] = {
+        key.removeprefix("memory."): value == "true" if value in ("true", "false") else value
+        for key, value in said.items()
+        if key.startswith("memory.")
+    }
     optimizer, precision = said.get("optimizer.name", "adamw"), said.get("precision", row["precision"])
     if optimizer == "adamw" and precision in ("bf16", "fp8", "fp8_rowwise"):
         memory.setdefault("weights", "kahan")  # what a run decides by itself

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from child import Results, options_for
-from fit import LEAN, largest
+from fit import LEAN, add_search, largest
 
 CARD = [*LEAN, "memory.update=in_backward"]
 WAYS = {"card": CARD, "offload": [*CARD, "memory.offload_optimizer=true"]}
@@ -24,8 +24,7 @@ def main() -> None:
     parser.add_argument("--model", default="70b", help="whose layers are added")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all of them")
-    parser.add_argument("--probes", nargs=2, type=int, default=[6, 12], help="layers of the two small ones")
-    parser.add_argument("--card", type=float, help="GiB that may be filled (default: the GPU's)")
+    add_search(parser, [6, 12], "layers")
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
     results = Results(options)
@@ -38,7 +37,7 @@ def main() -> None:
 
     for way in options.ways:
         print(f"{way}: {options.model} with {options.probes} layers, then as many as should fit", flush=True)
-        most = largest(partial(measure, way), options.probes, 1, options.card)
+        most = largest(partial(measure, way), 1, options)
         best = next((found for found in results.found if (found["way"], found["layers"]) == (way, most)), {})
         results.head[way] = {
             "layers": most,

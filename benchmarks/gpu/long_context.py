@@ -10,7 +10,7 @@ computed again in the backward pass. Its rate is that of one step, compilation i
 from __future__ import annotations
 
 from child import Results, options_for
-from fit import LEAN, largest
+from fit import LEAN, add_search, largest
 
 
 def main() -> None:
@@ -20,9 +20,8 @@ def main() -> None:
     parser.add_argument("--activations", nargs="+", default=["full"], help="memory.activations to try: full auto ...")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all of them")
     parser.add_argument("--search", nargs="?", const="8b", metavar="MODEL", help="the longest row of a model (8b)")
-    parser.add_argument("--probes", nargs=2, type=int, default=[16_384, 32_768])
+    add_search(parser, [16_384, 32_768], "tokens")
     parser.add_argument("--unit", type=int, default=8192)
-    parser.add_argument("--card", type=float, help="GiB that may be filled (default: the GPU's)")
     options = parser.parse_args()
     results = Results(options)
     print(
@@ -42,7 +41,7 @@ def main() -> None:
                 {"context": context}, system="bessemer", model=options.search, context=context, rows=1, warmup=0,
                 steps=1, set=settings,
             ),
-            options.probes, options.unit, options.card,
+            options.unit, options,
         )  # fmt: skip
         results.head["longest"] = {"model": options.search, "context": longest, "settings": settings}
         results.write()

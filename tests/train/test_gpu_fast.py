@@ -112,8 +112,9 @@ def test_the_adamw_kernel_is_the_reference_s_arithmetic_and_vetoes(split: bool) 
 SHAPE = ModelShape(vocab=1024, width=256, layers=3, heads=4, kv_heads=2, head_dim=64, ffn=512)
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("half_weights", [False, True])
-def test_a_compiled_step_in_bf16_follows_fp32(half_weights: bool) -> None:
+def test_a_compiled_step_in_bf16_follows_fp32(half_weights: bool, chained: bool) -> None:
     """Loss and every gradient against the plain model in fp32, on the same weights."""
     rows, context = 4, 256
     batch, objective = random_batch(SHAPE.vocab, rows, context), Pretrain(cross_documents=True)
@@ -125,7 +126,7 @@ def test_a_compiled_step_in_bf16_follows_fp32(half_weights: bool) -> None:
         from bessemer.optim.lean import to_low_precision
 
         to_low_precision(fast)
-    assert compile_blocks(fast, rows, context, torch.bfloat16) == SHAPE.layers
+    assert compile_blocks(fast, rows, context, torch.bfloat16, chained) == SHAPE.layers
     for model, precision in ((plain, "fp32"), (fast, "bf16")):
         with compute_in(precision, CUDA):
             terms = objective.loss(model, objective.feed(batch, CUDA), batch.count)
