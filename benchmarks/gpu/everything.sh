@@ -40,7 +40,7 @@ PYTHON
         --folder "$text.125m" --write "$out/fp8-loss-125m.json" "${of[@]}" 2>&1 | grep -E '^{|rror|failed' &
     python3 "$here/../loss_fp8.py" --model 1B --steps 300 --context 2048 --rows 4 --micro 4 \
         --folder "$text.1b" --write "$out/fp8-loss-1b.json" "${of[@]}" 2>&1 | grep -E '^{|rror|failed' &
-    wait %1 %2
+    wait
 }
 speed() { # 5
     compare speed-1b --models 1b --systems bessemer:guard.copies=off bessemer torchtitan liger bessemer:memory.activations=0.7,guard.copies=off

@@ -43,8 +43,8 @@ def occasion(machine: Machine = GPU, shape: ModelShape = SHAPE, precision: str =
     every = Interval(10, None)
     training = TrainPlan(
         context=1024, batch_rows=((0, rows),), micro_rows=16, activations="none", total_steps=100, peak_lr=1e-3,
-        warmup_steps=2, precision=precision, weights="fp32", compiled=machine.device == "cuda", evaluate=every,
-        evaluate_tokens=1, save=every, look=every, copy=every, mixtures=(),
+        warmup_steps=2, precision=precision, weights="fp32",
+        compile="block" if machine.device == "cuda" else "off", evaluate=every, evaluate_tokens=1, save=every, look=every, copy=every, mixtures=(),
     )  # fmt: skip
     spec = RunSpec.model_validate({"model": "125M", "data": {"sources": {"web": "data/"}}})
     return Occasion(spec, shape, training, machine, ALONE, 1, peak_flops=989e12 if machine is GPU else 1e11)
@@ -99,7 +99,7 @@ def test_what_the_catalogue_cannot_say_is_said() -> None:
     assert strange.step_s is None and "Q9" in strange.basis and strange.memory_bytes
     deepspeed = of.spec.model_copy(update={"parallel": of.spec.parallel.model_copy(update={"engine": "deepspeed"})})
     assert "DeepSpeed" in expect(replace(of, spec=deepspeed), []).basis
-    plain = expect(replace(of, training=replace(of.training, compiled=False)), [])
+    plain = expect(replace(of, training=replace(of.training, compile="off")), [])
     assert plain.step_s == expect(of, []).step_s and (plain.error or 0) > (expect(of, []).error or 0)
 
 

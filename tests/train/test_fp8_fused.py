@@ -1,6 +1,7 @@
 """Parts in fp8 as one function, beside their layers one by one and beside fp32."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,24 @@ def test_projections_compile_into_one_graph() -> None:
     call = {"fullgraph": True, "dynamic": False, "backend": "aot_eager"}
     for found, wanted in zip(reads(attention(), call=call), reads(attention()), strict=True):
         assert far(found, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("widths", [(128,), (256, 64, 64)])
+def test_factors_lie_as_the_hardware_wants_them_also_after_torch_compile_s_rewriting(widths: tuple[int, ...]) -> None:
+    """It has its own way to join one tensor, which once left a factor in the wrong order; `_product` looks."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def both(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        context: Any = SimpleNamespace()
+        context.save_for_backward = lambda *saved: setattr(context, "saved_tensors", saved)
+        made = fp8_fused._Projected.forward(context, x, *weights)
+        return fp8_fused._Projected.backward(context, *map(torch.ones_like, made))
+
+    x, weights = torch.randn(64, 256).bfloat16(), [torch.randn(width, 256) for width in widths]
+    graph = make_fx(both, decomposition_table=select_decomp_table())(x, *weights)
+    for found, wanted in zip(graph(x, *weights), both(x, *weights), strict=True):
+        assert far(found.float(), wanted.float()) < 1e-2
 
 
 def test_what_is_not_swiglu_stays_as_it_is() -> None:

@@ -55,13 +55,17 @@ class TrainPlan:
     warmup_steps: int
     precision: str
     weights: str
-    compiled: bool
+    compile: str  # off, block or chain
     evaluate: Interval
     evaluate_tokens: int
     save: Interval
     look: Interval
     copy: Interval
     mixtures: tuple[tuple[int, Mixture], ...]  # (start position in sequences, mixture)
+
+    @property
+    def compiled(self) -> bool:
+        return self.compile != "off"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -149,16 +153,17 @@ def keeping(spec: RunSpec, weights: str) -> RunSpec:
     return spec.model_copy(update={"memory": spec.memory.model_copy(update={"weights": weights})})
 
 
-def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Plan) -> bool:
-    """Whether blocks are compiled."""
+def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Plan, layout: Layout = ALONE) -> str:
+    """Whether blocks are compiled, and how."""
     if spec.compile != "auto":
-        return bool(plan.asked("compile", spec.compile) != "off")
+        return str(plan.asked("compile", spec.compile))
     gathered = spec.parallel.engine == "deepspeed" and spec.parallel.deepspeed.zero == 3  # layer by layer, by hooks
     if machine.device != "cuda" or shape.wrapped or gathered:
-        return False
+        return "off"
+    how = "chain" if layout.size == 1 and spec.parallel.engine != "deepspeed" else "block"
     reason = "memory-bound work in fewer kernels; the whole model at once came out slower"
-    plan.add("compile", "block", reason, "rule", EMPIRICAL)
-    return True
+    plan.add("compile", how, reason, "rule", EMPIRICAL)
+    return how
 
 
 def _rows(key: str, batch: int, context: int) -> int:
@@ -303,7 +308,7 @@ def decide_training(
     weights = "fp32"  # where the spec leaves it open, since bf16 and fp32 are not divided together
     if (layout.size == 1 and not spec.parallel.shard.alone) or spec.memory.weights != "auto":
         weights = decide_weights(spec, shape, machine, precision, plan, previous)
-    compiled = decide_compile(spec, shape, machine, plan)
+    compile = decide_compile(spec, shape, machine, plan, layout)
     train_tokens = sum(sources[name].tokens for name in sources_used(spec))
     asked = decide_tokens(spec, shape, train_tokens, plan)
     estimate = asked if asked is not None else 20 * shape.parameters
@@ -323,7 +328,7 @@ def decide_training(
     mixtures = decide_mixtures(spec, context, sources, tokens, plan, previous)
     smallest = -(-min(size for start, size in phases if start < total_steps) // layout.dp)
     smallest = max(1, smallest // layout.pp)  # a pipeline wants a micro-batch for each stage
-    dense = compiled and not (shape.moe or shape.mamba)
+    dense = compile != "off" and not (shape.moe or shape.mamba)
     passes = Passes(context // layout.cp, 1, precision, "none", dense, machine.device, shards=layout.held)
     passes = decide_room(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
     peak_lr = decide_lr(spec, shape, tokens, rows * context, plan, previous)
@@ -346,7 +351,7 @@ def decide_training(
         warmup_steps=warmup,
         precision=precision,
         weights=weights,
-        compiled=compiled,
+        compile=compile,
         evaluate=evaluate,
         evaluate_tokens=evaluate_tokens,
         save=save,

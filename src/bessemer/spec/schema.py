@@ -127,7 +127,7 @@ class RunSpec(Part):
     compile: Literal["auto", "off", "block", "chain"] = Field(
         "auto",
         description="torch.compile of each block's parts, or of what lies between two layers' attention (chain); auto "
-        "is block on a GPU, off elsewhere",
+        "is chain on one GPU, block on several, off elsewhere",
         examples=["block"],
     )
     memory: MemorySpec = Field(default_factory=MemorySpec, description="room on the device, and what is paid for it")

@@ -104,9 +104,8 @@ def make_job(spec: RunSpec, parts: Parts, run: RunWriter, view: RunView) -> Job:
         convert(model, plan.precision, device)
     pipeline = divide(model, world, spec, parts.cuts)
     if plan.compiled:
-        compile_blocks(
-            model, plan.micro_rows, plan.context, compute_type(plan.precision), chained=spec.compile == "chain"
-        )
+        kind = compute_type(plan.precision)
+        compile_blocks(model, plan.micro_rows, plan.context, kind, chained=plan.compile == "chain")
     recompute.apply(model, plan.activations, spec.memory.offload_activations)
     if spec.parallel.engine == "deepspeed":
         optimizer = engage(model, spec, world, plan.micro_rows)

@@ -42,11 +42,12 @@ def _cast(x: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _joined(parts: tuple[Tensor, ...], times: Tensor, dim: int) -> Tensor:
     """Side by side in e4m3. Cast first, so that no copy in bf16 is made; as bytes, since a CPU joins no fp8."""
-    return torch.cat([_cast(part, times, E4M3).view(torch.uint8) for part in parts], dim).view(E4M3)
+    return torch.cat([_cast(part, times, E4M3).view(torch.uint8) for part in parts], dim).contiguous().view(E4M3)
 
 
 def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool = False) -> Tensor:
     """a @ b of fp8 in bf16: a in rows, b in columns. `fast` sums in 14 bits, too few for sums over tokens."""
+    assert a.is_contiguous() and b.t().is_contiguous()  # the hardware's condition, held to on every device
     if a.is_cuda:
         return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
     with torch.autocast(a.device.type, enabled=False):
