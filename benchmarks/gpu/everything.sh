@@ -35,10 +35,10 @@ for name in ("torch", "transformers", "sympy", "scipy", "numpy"):
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, to)
 PYTHON
-    local of=(--text "$text" --format source --vocab 16K --device cuda --precisions bf16,bf16,fp8 --at-once)
-    python3 "$here/../loss_fp8.py" --model 125M --steps 2000 --context 1024 --rows 16 --micro 16 \
+    local of=(--text "$text" --format source --vocab 16K --device cuda --at-once)
+    python3 "$here/../loss_fp8.py" --model 125M --steps 2000 --context 1024 --rows 8 --micro 8 --precisions bf16,bf16,fp8 \
         --folder "$text.125m" --write "$out/fp8-loss-125m.json" "${of[@]}" 2>&1 | grep -E '^{|rror|failed' &
-    python3 "$here/../loss_fp8.py" --model 1B --steps 300 --context 2048 --rows 4 --micro 4 \
+    python3 "$here/../loss_fp8.py" --model 1B --steps 300 --context 2048 --rows 4 --micro 4 --precisions bf16,fp8 \
         --folder "$text.1b" --write "$out/fp8-loss-1b.json" "${of[@]}" 2>&1 | grep -E '^{|rror|failed' &
     wait
 }

@@ -44,7 +44,8 @@ def occasion(machine: Machine = GPU, shape: ModelShape = SHAPE, precision: str =
     training = TrainPlan(
         context=1024, batch_rows=((0, rows),), micro_rows=16, activations="none", total_steps=100, peak_lr=1e-3,
         warmup_steps=2, precision=precision, weights="fp32",
-        compile="block" if machine.device == "cuda" else "off", evaluate=every, evaluate_tokens=1, save=every, look=every, copy=every, mixtures=(),
+        compile="block" if machine.device == "cuda" else "off", evaluate=every, evaluate_tokens=1, save=every,
+        look=every, copy=every, mixtures=(),
     )  # fmt: skip
     spec = RunSpec.model_validate({"model": "125M", "data": {"sources": {"web": "data/"}}})
     return Occasion(spec, shape, training, machine, ALONE, 1, peak_flops=989e12 if machine is GPU else 1e11)

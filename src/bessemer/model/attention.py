@@ -113,11 +113,8 @@ class Attention(SelfAttention):
             self.query_norm = make_norm(shape, shape.attention_width if whole else shape.head_dim)
             self.key_norm = make_norm(shape, kv_width if whole else shape.head_dim)
 
-    def read(self, x_BTW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query(x_BTW), self.key(x_BTW), self.value(x_BTW)
-
     def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.read(x_BTW)
+        q, k, v = self.query(x_BTW), self.key(x_BTW), self.value(x_BTW)
         if self.shape.qk_norm == "full":
             q, k = self.query_norm(q), self.key_norm(k)
         q_BTND, k_BTKD, v_BTKD = (x.unflatten(-1, (-1, self.shape.head_dim)) for x in (q, k, v))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bessemer.errors import UserError
-from bessemer.train.fp8_fused import fuse, projected, whole_tiles
+from bessemer.train.fp8_ffn import convert_ffn
 
 RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
 MULTIPLE = 16  # of every size of a product, which the hardware asks for
@@ -56,7 +56,7 @@ def convert(
         if isinstance(module, theirs):
             module.__class__ = ours
     if precision == "fp8":
-        fuse(model, ours)
+        convert_ffn(model, ours)
     if not (names := converted(model)):
         raise UserError(
             f"precision: {precision} fits no layer: {len(blocks)} blocks less {keep} at each end, whose linear layers "
@@ -101,14 +101,9 @@ def _config(precision: str, emulate: bool) -> Any:
 def _layer_types() -> tuple[type[nn.Module], type[nn.Module]]:
     """torchao's layer; and ours, which is in fp8 where autocast is on and the sizes allow, and a plain linear layer
     elsewhere: a step that is run again in fp32 is fp32 throughout, and a row of any length can be evaluated."""
-    from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     class Fp8Linear(Float8Linear):  # type: ignore[misc]
-        @property
-        def tensorwise(self) -> bool:
-            return bool(self.config.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE)
-
         def forward(self, x: Tensor) -> Tensor:
             kind, rows = x.device.type, x.shape[:-1]
             if not torch.is_autocast_enabled(kind) or rows.numel() % MULTIPLE:
@@ -116,11 +111,9 @@ def _layer_types() -> tuple[type[nn.Module], type[nn.Module]]:
             # torchao asks for CUDA's autocast alone. Flat, as its backward pass has it: torch.compile then sees one
             # cast for both passes and for all layers that read the same tensor (q, k, v; gate, up), where it saw two.
             x_RK = x.to(torch.get_autocast_dtype(kind)).reshape(-1, x.shape[-1])
-            y_RN: Tensor
-            if self.tensorwise and whole_tiles(x_RK) and whole_tiles(self.weight):
-                (y_RN,) = projected(x_RK, (self.weight,))
-            else:
-                y_RN = matmul_with_hp_or_float8_args.apply(x_RK, self.weight.t(), self.linear_mm_config, self.config)
+            y_RN: Tensor = matmul_with_hp_or_float8_args.apply(
+                x_RK, self.weight.t(), self.linear_mm_config, self.config
+            )
             return (y_RN if self.bias is None else y_RN + self.bias.to(y_RN.dtype)).view(*rows, -1)
 
     return Float8Linear, Fp8Linear

@@ -138,9 +138,8 @@ def _cast_gate_gradients(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _turn(  # type: ignore[no-untyped-def]
-    x, times, out, turned, rows, W: tl.constexpr, OUT: tl.constexpr, E5M2: tl.constexpr, BOTH: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
+    x, times, out, turned, rows, W: tl.constexpr, E5M2: tl.constexpr, BOTH: tl.constexpr, TILE: tl.constexpr
+):
     quad = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
     w = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     words, by = tl.zeros((TILE // 4, TILE), tl.uint32), tl.load(times)
@@ -148,7 +147,7 @@ def _turn(  # type: ignore[no-untyped-def]
         r = 4 * quad + place
         value = _bytes(tl.load(x + r[:, None] * W + w[None, :]).to(tl.float32) * by, E5M2)
         if BOTH:
-            _store(out, value, r, w, OUT)
+            _store(out, value, r, w, W)
         words |= value.to(tl.uint32) << (8 * place)
     _store_turned(turned, words, quad, w, rows.to(tl.int64))
 
@@ -183,21 +182,16 @@ def gate_gradients(
     return out_RF2, turned_F2R, scale, h_FR
 
 
-def turned(parts: list[Tensor], times: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor]:
-    """Tensors side by side times a number in fp8: in rows, if both are wanted, and in columns."""
-    rows, width = len(parts[0]), sum(part.shape[1] for part in parts)
-    out_RG = torch.empty(rows if both else 0, width, dtype=dtype, device=times.device)
-    turned_GR = torch.empty(width, rows, dtype=dtype, device=times.device)
-    start = 0
-    for part_RW in parts:
-        W = part_RW.shape[1]
-        assert rows % TILE == 0 and W % TILE == 0 and part_RW.is_contiguous()
-        _turn[(rows // TILE, W // TILE)](
-            part_RW, times, out_RG[:, start:], turned_GR[start:], rows, W, width, E5M2=dtype == torch.float8_e5m2,
-            BOTH=both, TILE=TILE,
-        )  # fmt: skip
-        start += W
-    return out_RG, turned_GR
+def turned(x_RW: Tensor, times: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor]:
+    """x times a number in fp8: in rows, if both are wanted, and in columns."""
+    rows, W = x_RW.shape
+    assert rows % TILE == 0 and W % TILE == 0 and x_RW.is_contiguous()
+    out_RW = torch.empty(rows if both else 0, W, dtype=dtype, device=x_RW.device)
+    turned_WR = torch.empty(W, rows, dtype=dtype, device=x_RW.device)
+    _turn[(rows // TILE, W // TILE)](
+        x_RW, times, out_RW, turned_WR, rows, W, E5M2=dtype == torch.float8_e5m2, BOTH=both, TILE=TILE
+    )
+    return out_RW, turned_WR
 
 
 def _floats(like: Tensor, count: int) -> Tensor:

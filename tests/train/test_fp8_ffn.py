@@ -1,7 +1,5 @@
-"""Parts in fp8 as one function, beside their layers one by one and beside fp32."""
+"""The feed-forward part in fp8 as one function, beside its layers one by one and beside fp32."""
 
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bessemer.model.attention import Attention
 from bessemer.model.ffn import FeedForward
 from bessemer.model.transformer import build
 from bessemer.spec.shape import ModelShape
-from bessemer.train import fp8_fused
+from bessemer.train import fp8_ffn
 from bessemer.train.fp8 import convert
-from bessemer.train.fp8_fused import E4M3, E5M2, Fp8Attention, Fp8FeedForward, gate_gradients, gated, turned
+from bessemer.train.fp8_ffn import E4M3, E5M2, Fp8FeedForward, gate_gradients, gated, turned
 from bessemer.train.precision import compute_in
 
 pytest.importorskip("torchao")
@@ -69,109 +66,6 @@ def test_rows_that_are_no_tile_and_those_who_listen_get_the_layers() -> None:
     hook.remove()
     passes(part)
     assert len(heard) == 1
-
-
-def attention(device: torch.device = CPU, shape: ModelShape = SHAPE) -> Any:
-    model = build(shape, CPU, seed=0).to(device)
-    convert(model, "fp8", device, keep=0, least=16, emulate=device.type == "cpu")
-    return model.blocks[0].attention
-
-
-def reads(part: Any, precision: str = "fp8", rows: int = 192, call: Any = None) -> list[Tensor]:
-    """Query, key, value and what the output layer makes of it; the gradients of all weights and of the input."""
-    device, draw = part.query.weight.device, torch.Generator().manual_seed(0)
-    x = (torch.randn(2, rows // 2, 128, generator=draw) * torch.logspace(-1, 1, 128)).to(device).requires_grad_()
-
-    def whole(x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = part.read(x)
-        return q, k, v, part.out(torch.cat((k, v), -1))
-
-    part.zero_grad()
-    with compute_in(precision, device):
-        made = (torch.compile(whole, **call) if call else whole)(x)
-    sizes = (1.0, 0.1, 3.0, 1.0)  # of gradients that share a scale
-    torch.autograd.backward(
-        made, [torch.randn(y.shape, generator=draw).to(y) * by for y, by in zip(made, sizes, strict=True)]
-    )
-    grads = (x.grad, *(getattr(part, name).weight.grad for name in ("query", "key", "value", "out")))
-    return [found.detach().float().cpu() for found in (*made, *grads)]
-
-
-@pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchao's layers, one by one."""
-    monkeypatch.setattr("bessemer.train.fp8.whole_tiles", lambda _: False)
-    monkeypatch.setattr(Fp8Attention, "read", Attention.read)
-
-
-def test_projections_are_as_close_to_fp32_as_layers_one_by_one(request: pytest.FixtureRequest) -> None:
-    exact, whole = reads(attention(), "fp32"), reads(attention())
-    request.getfixturevalue("apart")
-    layered = reads(attention())
-    assert len(whole) == 9
-    for wanted, ours, theirs in zip(exact, whole, layered, strict=True):
-        assert 1e-3 < far(ours, wanted) < 1.15 * far(theirs, wanted)
-        assert far(ours, theirs) < 1.5 * far(theirs, wanted)
-
-
-def test_one_layer_alone_is_torchao_s(request: pytest.FixtureRequest) -> None:
-    """The same scales, the same roundings: only the output layer's path, whose input is the same."""
-
-    def passes() -> list[Tensor]:
-        out, draw = attention().out, torch.Generator().manual_seed(3)
-        x = torch.randn(128, 128, generator=draw).requires_grad_()
-        with compute_in("fp8", CPU):
-            y = out(x)
-        y.backward(torch.randn(y.shape, generator=draw).to(y))
-        return [y.detach().float(), x.grad, out.weight.grad]  # type: ignore[list-item]
-
-    ours = passes()
-    request.getfixturevalue("apart")
-    for found, wanted in zip(ours, passes(), strict=True):
-        assert far(found, wanted) < 4e-3  # bf16's rounding of sums in another order
-
-
-def test_biases_listeners_and_odd_rows_of_projections() -> None:
-    biased = attention(shape=replace(SHAPE, qkv_bias=True))
-    x = torch.randn(1, 64, 128)
-    with compute_in("fp8", CPU), torch.no_grad():
-        plain = biased.read(x)
-        for name, by in zip(("query", "key", "value"), (1.0, 2.0, -1.0), strict=True):
-            getattr(biased, name).bias.fill_(by)
-        for found, before, by in zip(biased.read(x), plain, (1.0, 2.0, -1.0), strict=True):
-            torch.testing.assert_close(found, before + by, rtol=0, atol=0.02)
-    part, heard = attention(), []
-    hook = part.key.register_forward_hook(lambda *args: heard.append(args[-1]))
-    reads(part)
-    hook.remove()
-    for found, wanted in zip(reads(part, rows=96), reads(attention(), rows=96), strict=True):
-        assert torch.equal(found, wanted)
-    assert len(heard) == 1
-
-
-def test_projections_compile_into_one_graph() -> None:
-    torch.compiler.reset()
-    call = {"fullgraph": True, "dynamic": False, "backend": "aot_eager"}
-    for found, wanted in zip(reads(attention(), call=call), reads(attention()), strict=True):
-        assert far(found, wanted) < 1e-2
-
-
-@pytest.mark.parametrize("widths", [(128,), (256, 64, 64)])
-def test_factors_lie_as_the_hardware_wants_them_also_after_torch_compile_s_rewriting(widths: tuple[int, ...]) -> None:
-    """It has its own way to join one tensor, which once left a factor in the wrong order; `_product` looks."""
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def both(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        context: Any = SimpleNamespace()
-        context.save_for_backward = lambda *saved: setattr(context, "saved_tensors", saved)
-        made = fp8_fused._Projected.forward(context, x, *weights)
-        return fp8_fused._Projected.backward(context, *map(torch.ones_like, made))
-
-    x, weights = torch.randn(64, 256).bfloat16(), [torch.randn(width, 256) for width in widths]
-    graph = make_fx(both, decomposition_table=select_decomp_table())(x, *weights)
-    for found, wanted in zip(graph(x, *weights), both(x, *weights), strict=True):
-        assert far(found.float(), wanted.float()) < 1e-2
 
 
 def test_what_is_not_swiglu_stays_as_it_is() -> None:
@@ -230,8 +124,8 @@ def check_casts(device: str) -> None:
     assert float(moved) < 1e-3 and h_columns.is_contiguous()
     times = torch.full((1,), 30.0, device=device)
     for gradient, dtype in ((True, E5M2), (False, E4M3)):
-        rows, columns = turned([gu[:, :128].contiguous(), gu[:, 128:].contiguous()], times, gradient)
-        assert torch.equal(columns.t().float(), fp8_fused._cast(gu, times, dtype).float())
+        rows, columns = turned(gu, times, gradient)
+        assert torch.equal(columns.t().float(), fp8_ffn._cast(gu, times, dtype).float())
         assert not gradient or torch.equal(rows.float(), columns.t().float())
 
 
@@ -257,16 +151,3 @@ def test_on_a_gpu_it_is_what_a_cpu_emulates(compiled: bool) -> None:
     for found, wanted, exact in zip(passes(part, call=call), passes(made()), passes(made(), "fp32"), strict=True):
         assert far(found, exact) < 1.15 * far(wanted, exact)
         assert compiled or far(found, wanted) < 2e-2  # some roundings fall the other way, compiled ones are left out
-
-
-@gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_projections_are_what_a_cpu_emulates(compiled: bool) -> None:
-    call = {"fullgraph": True, "dynamic": False} if compiled else None
-    part = attention(torch.device("cuda"))
-    for found, wanted, exact in zip(
-        reads(part, call=call), reads(attention()), reads(attention(), "fp32"), strict=True
-    ):
-        assert far(found, exact) < 1.15 * far(wanted, exact)
-        assert compiled or far(found, wanted) < 2e-2

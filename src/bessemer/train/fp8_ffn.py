@@ -1,24 +1,20 @@
-"""Layers in fp8 as one function where they read the same tensor: query, key and value; a gated feed-forward part. The
-arithmetic is that of torchao's layers, one by one.
+"""A gated feed-forward part in fp8 as one function, with the same arithmetic as torchao's layers, one by one.
 
 Nearly all that fp8 costs beside its products is here: of a step of 1B parameters on an H200 45 ms went into casts, most
-of them around SwiGLU (docs/decisions.md). Layers side by side are one product with one scale, which also spares the sum
-of their gradients, SwiGLU is cast as it is computed, and what the backward pass needs in columns is turned by a kernel
-that is made for it.
+of them around SwiGLU (docs/decisions.md). As one function gate and up are one product with one scale, SwiGLU is cast as
+it is computed, and what the backward pass needs in columns is turned by a kernel that is made for it.
 
-Legend: R rows (tokens), W width, F inner width, G layers side by side, such as gate and up.
+Legend: R rows (tokens), W width, F inner width, G twice that: gate and up side by side.
 """
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bessemer.model.attention import Attention
 from bessemer.model.ffn import FeedForward
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of values; of gradients, which range wider
@@ -31,10 +27,6 @@ def _times(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.finfo(dtype).max / x.abs().amax().float().clamp(min=TINY)).reshape(1)
 
 
-def _times_of_all(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    return reduce(torch.minimum, (_times(part, dtype) for part in parts))
-
-
 def _cast(x: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
     return (x.float() * times).clamp(-most, most).to(dtype)
@@ -42,12 +34,11 @@ def _cast(x: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _joined(parts: tuple[Tensor, ...], times: Tensor, dim: int) -> Tensor:
     """Side by side in e4m3. Cast first, so that no copy in bf16 is made; as bytes, since a CPU joins no fp8."""
-    return torch.cat([_cast(part, times, E4M3).view(torch.uint8) for part in parts], dim).contiguous().view(E4M3)
+    return torch.cat([_cast(part, times, E4M3).view(torch.uint8) for part in parts], dim).view(E4M3)
 
 
 def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool = False) -> Tensor:
     """a @ b of fp8 in bf16: a in rows, b in columns. `fast` sums in 14 bits, too few for sums over tokens."""
-    assert a.is_contiguous() and b.t().is_contiguous()  # the hardware's condition, held to on every device
     if a.is_cuda:
         return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
     with torch.autocast(a.device.type, enabled=False):
@@ -98,56 +89,28 @@ def _(dh_RF: Tensor, gu_RG: Tensor, h_scale: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 @torch.library.custom_op("bessemer::fp8_turned", mutates_args=())
-def turned(parts: list[Tensor], times: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-    """Tensors side by side, times a number: of gradients in rows, of values nothing; and in columns."""
+def turned(x_RW: Tensor, times: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+    """x times a number: of a gradient in rows, of a value nothing; and in columns."""
     dtype = E5M2 if gradient else E4M3
-    if times.is_cuda:
+    if x_RW.is_cuda:
         from bessemer.train.kernels import fp8
 
-        return fp8.turned(parts, times, dtype, gradient)
-    out_RG = _cast(torch.cat(parts, 1), times, dtype)
-    return (out_RG if gradient else out_RG.new_empty(0, out_RG.shape[1])), out_RG.t().contiguous()
+        return fp8.turned(x_RW, times, dtype, gradient)
+    out_RW = _cast(x_RW, times, dtype)
+    return (out_RW if gradient else out_RW.new_empty(0, x_RW.shape[1])), out_RW.t().contiguous()
 
 
 @turned.register_fake
-def _(parts: list[Tensor], times: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-    rows, width, dtype = len(parts[0]), sum(part.shape[1] for part in parts), E5M2 if gradient else E4M3
-    return times.new_empty(rows if gradient else 0, width, dtype=dtype), times.new_empty(width, rows, dtype=dtype)
-
-
-class _Projected(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_RW: Tensor, *weights_FW: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        x_times, w_times = _times(x_RW, E4M3), _times_of_all(weights_FW, E4M3)
-        w_GW = _joined(weights_FW, w_times, 0)
-        y_RG = _product(_cast(x_RW, x_times, E4M3), w_GW.t(), 1 / x_times, 1 / w_times, fast=True)
-        ctx.save_for_backward(x_RW, x_times, w_times, *weights_FW)
-        # Contiguous, or what is kept of one would keep all of them.
-        return tuple(part_RF.contiguous() for part_RF in y_RG.split([len(w) for w in weights_FW], dim=1))
-
-    @staticmethod
-    def backward(ctx: Any, *dy_RF: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        x_RW, x_times, w_times, *weights_FW = ctx.saved_tensors
-        d_times = _times_of_all(dy_RF, E5M2)
-        d_RG, d_GR = turned([d.contiguous() for d in dy_RF], d_times, True)
-        w_WG = _joined(tuple(w.t() for w in weights_FW), w_times, 1)
-        dx_RW = _product(d_RG, w_WG.t(), 1 / d_times, 1 / w_times)
-        _, x_WR = turned([x_RW], x_times, False)
-        dw_GW = _product(d_GR, x_WR.t(), 1 / d_times, 1 / x_times).to(weights_FW[0].dtype)
-        return dx_RW, *dw_GW.split([len(w) for w in weights_FW])
-
-
-def projected(x_RW: Tensor, weights_FW: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """x times each weight, in bf16, if sizes are whole tiles (`MULTIPLE`)."""
-    found: tuple[Tensor, ...] = _Projected.apply(x_RW, *weights_FW)
-    return found
+def _(x_RW: Tensor, times: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+    (rows, width), dtype = x_RW.shape, E5M2 if gradient else E4M3
+    return x_RW.new_empty(rows if gradient else 0, width, dtype=dtype), x_RW.new_empty(width, rows, dtype=dtype)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RW: Tensor, gate_FW: Tensor, up_FW: Tensor, down_WF: Tensor) -> Tensor:  # type: ignore[override]
         x_times, down_times = _times(x_RW, E4M3), _times(down_WF, E4M3)
-        both_times = _times_of_all((gate_FW, up_FW), E4M3)
+        both_times = torch.minimum(_times(gate_FW, E4M3), _times(up_FW, E4M3))
         both_GW = _joined((gate_FW, up_FW), both_times, 0)
         gu_RG = _product(_cast(x_RW, x_times, E4M3), both_GW.t(), 1 / x_times, 1 / both_times, fast=True)
         h_RF, h_scale = gated(gu_RG)
@@ -159,23 +122,16 @@ class _Gated(torch.autograd.Function):
         x_RW, gate_FW, up_FW, down_WF, gu_RG, h_scale, x_times, both_times, down_times = ctx.saved_tensors
         dy_RW, inner = dy_RW.contiguous(), gate_FW.shape[0]
         dy_times = _times(dy_RW, E5M2)
-        dy8_RW, dy8_WR = turned([dy_RW], dy_times, True)
+        dy8_RW, dy8_WR = turned(dy_RW, dy_times, True)
         down_FW = _cast(down_WF.t(), down_times, E4M3).contiguous()
         dh_RF = _product(dy8_RW, down_FW.t(), 1 / dy_times, 1 / down_times)
         d_RG, d_GR, d_scale, h_FR = gate_gradients(dh_RF, gu_RG, h_scale)
         both_WG = _joined((gate_FW.t(), up_FW.t()), both_times, 1)
         dx_RW = _product(d_RG, both_WG.t(), d_scale, 1 / both_times)
-        _, x_WR = turned([x_RW], x_times, False)
+        _, x_WR = turned(x_RW, x_times, False)
         d_both_GW = _product(d_GR, x_WR.t(), d_scale, 1 / x_times).to(gate_FW.dtype)
         d_down_WF = _product(dy8_WR, h_FR.t(), 1 / dy_times, h_scale).to(down_WF.dtype)
         return dx_RW, d_both_GW[:inner], d_both_GW[inner:], d_down_WF
-
-
-def _heard(module: nn.Module) -> bool:
-    """Whether anybody listens to its layers; to compiled blocks nobody does."""
-    if torch.compiler.is_compiling():
-        return False
-    return any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.children())
 
 
 class Fp8FeedForward(FeedForward):
@@ -183,45 +139,25 @@ class Fp8FeedForward(FeedForward):
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         kind, rows = x_BTW.device.type, x_BTW.shape[:-1]
-        if not torch.is_autocast_enabled(kind) or rows.numel() % MULTIPLE or _heard(self):
+        if not torch.is_autocast_enabled(kind) or rows.numel() % MULTIPLE or self._heard():
             return super().forward(x_BTW)
         assert self.gate is not None
         x_RW = x_BTW.to(torch.get_autocast_dtype(kind)).reshape(-1, x_BTW.shape[-1])
         y_RW: Tensor = _Gated.apply(x_RW, self.gate.weight, self.up.weight, self.down.weight)
         return y_RW.view(*rows, -1)
 
-
-class Fp8Attention(Attention):
-    """Query, key and value as one product, on the same conditions."""
-
-    def read(self, x_BTW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kind, rows = x_BTW.device.type, x_BTW.shape[:-1]
-        if not torch.is_autocast_enabled(kind) or rows.numel() % MULTIPLE or _heard(self):
-            return super().read(x_BTW)
-        x_RW = x_BTW.to(torch.get_autocast_dtype(kind)).reshape(-1, x_BTW.shape[-1])
-        layers = (self.query, self.key, self.value)
-        made = projected(x_RW, tuple(layer.weight for layer in layers))
-        q, k, v = (
-            (y_RF if layer.bias is None else y_RF + layer.bias.to(y_RF.dtype)).view(*rows, -1)
-            for y_RF, layer in zip(made, layers, strict=True)
-        )
-        return q, k, v
+    def _heard(self) -> bool:
+        if torch.compiler.is_compiling():  # compiled blocks serve nobody who listens
+            return False
+        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.children())
 
 
-def fuse(model: nn.Module, layer: type[nn.Module]) -> None:
-    """Have parts whose layers are all of the given type and whole tiles run as one function."""
-
-    def fits(layers: list[nn.Linear]) -> bool:
-        return all(isinstance(one, layer) and whole_tiles(one.weight) for one in layers)
-
-    for part in model.modules():
-        if type(part) is Attention and fits([part.query, part.key, part.value]):
-            part.__class__ = Fp8Attention
-        if type(part) is FeedForward and part.activate is F.silu and part.gate is not None:
-            layers = [part.gate, part.up, part.down]
-            if fits(layers) and all(one.bias is None for one in layers):
-                part.__class__ = Fp8FeedForward
-
-
-def whole_tiles(weight: Tensor) -> bool:
-    return all(size % MULTIPLE == 0 for size in weight.shape)
+def convert_ffn(module: nn.Module, layer: type[nn.Module]) -> None:
+    """Have feed-forward parts whose layers are all of the given type run as one function, if they are SwiGLU."""
+    for part in module.modules():
+        if type(part) is not FeedForward or part.activate is not F.silu:
+            continue
+        layers = list(part.children())
+        fits = all(isinstance(one, layer) and one.bias is None for one in layers) and len(layers) == 3
+        if fits and all(size % MULTIPLE == 0 for size in part.up.weight.shape):
+            part.__class__ = Fp8FeedForward
