@@ -44,6 +44,7 @@ def make_spec(options: argparse.Namespace, precision: str, name: str) -> Any:
             "parallel": {"device": options.device},
             "evaluate": {"every": max(1, options.steps // 10)},
             "checkpoint": {"every": options.steps + 1, "keep_best": False},
+            "guard": {"copies": "off"},  # runs that share a card would take the room from each other
         }
     )  # fmt: skip
 
