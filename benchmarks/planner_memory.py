@@ -47,8 +47,9 @@ def estimated_gib(row: dict[str, Any]) -> float:
     how, rows, context = memory.get("activations", "none"), int(row["rows"]), int(row["context"])
     several = int(said.get("budget.batch", 0)) > rows * context
     passes = Passes(
-        context, rows, precision, how if how.isalpha() else float(how), said.get("compile") != "off", "cuda", several
-    )
+        context, rows, precision, how if how.isalpha() else float(how), said.get("compile") != "off", "cuda", several,
+        chained=said.get("compile", "chain") == "chain",
+    )  # fmt: skip
     return estimate(spec, model_shape(spec.model, int(row["vocab"])), passes).total / 2**30
 
 

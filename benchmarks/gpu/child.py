@@ -42,6 +42,7 @@ class Results:
         import torch
 
         self.options, self.found = options, list[dict[str, Any]]()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         self.log = options.folder / f"{options.out.stem}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         git = ["git", "rev-parse", "--short", "HEAD"] if shutil.which("git") else ["true"]
@@ -92,7 +93,9 @@ class Results:
             try:
                 child.wait(self.options.timeout)
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)  # its compile workers too
-                child.wait()
                 return told | {"error": f"not done after {self.options.timeout:.0f} s"}
+            finally:  # also where this process is told to end: what is left would hold the card
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)  # its compile workers too
+                    child.wait()
             return json.loads(answer.read_text()) if answer.exists() else told | {"error": f"died, see {self.log}"}

@@ -17,7 +17,7 @@ tests() { # 2
     for file in $files; do
         echo "$file"
     done | xargs -P 6 -I{} bash -c \
-        'log=$0/$(echo {} | tr / _).log; timeout 300 python3 -m pytest -q -rs -m gpu {} --no-header -p no:cacheprovider --show-capture=no >"$log" 2>&1; code=$?
+        'log=$0/$(echo {} | tr / _).log; timeout 300 python3 -m pytest -rs -m gpu {} --no-header -p no:cacheprovider --show-capture=no >"$log" 2>&1; code=$?
          [ $code = 5 ] && rm "$log" || sed -i "1i == {} exit $code" "$log"' "$logs"
     cat "$logs"/*.log >"$out/gpu-tests.txt"
     grep -hE "^== |^FAILED|passed|failed" "$out/gpu-tests.txt"

@@ -70,19 +70,22 @@ def test_activations_are_what_torch_saves_within_a_tenth(name: str, precision: s
 
 
 def test_peaks_measured_on_an_h200() -> None:
-    """124M to 8B, 512 to 32K tokens, every way to compute again, five optimizers, four precisions, 8-bit moments."""
+    """124M to 32B, 512 to 128K tokens, every way to compute again, five optimizers, four precisions, 8-bit moments."""
     rows = planner_memory.read_peaks()
     errors = {tuple(row.values()): planner_memory.estimated_gib(row) / row["peak_gib"] - 1 for row in rows}
-    assert len(errors) >= 49
+    assert len(errors) >= 52
     assert sum(map(abs, errors.values())) / len(errors) < 0.015
     assert max(map(abs, errors.values())) < 0.06, max(errors.items(), key=lambda item: abs(item[1]))
 
 
-def test_a_peak_is_at_the_loss_or_where_all_gradients_are() -> None:
+def test_a_peak_is_at_the_loss_or_behind_it_or_where_all_gradients_are() -> None:
     wide = replace(PRESETS["1B"], vocab=128_256)
     long = estimate(spec_with(), wide, Passes(4096, 8, "bf16", "none", compiled=True, several=False))
     short = estimate(spec_with(), wide, Passes(512, 1, "bf16", "full", compiled=True, several=False))
     assert (long.moment, short.moment) == ("at the loss", "at the end of the backward pass")
+    whole = estimate(spec_with(), wide, Passes(131_072, 1, "bf16", "full", compiled=True, several=False))
+    assert whole.moment == "in the last layer's backward pass"
+    assert whole.workspace > whole.activations > 7 * GIB  # one layer with all it computes again, and inputs of all
     again = estimate(spec_with(), wide, Passes(4096, 8, "bf16", "none", compiled=True, several=True))
     assert again.total - long.total == again.gradients == 4 * wide.parameters
 

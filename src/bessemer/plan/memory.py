@@ -39,6 +39,7 @@ class Passes:
     device: str = "cuda"
     several: bool = True  # micro-batches in a step: their gradients add up in fp32
     shards: int = 1  # processes among which weights, gradients and moments are divided
+    chained: bool = False  # compiled from one attention to the next
 
     @property
     def bytes(self) -> int:
@@ -95,11 +96,17 @@ def estimate(spec: RunSpec, shape: ModelShape, passes: Passes) -> Needs:
         "at the loss", **standing, gradients=gradients if passes.several else 0,
         activations=int(activation_bytes(shape, passes) * stay), head=head_bytes(shape, passes), workspace=0,
     )  # fmt: skip
+    kept = int(_kept(shape, layers - 1, passes) * passes.tokens * passes.bytes)
+    at_last = Needs(
+        "in the last layer's backward pass", **standing,
+        gradients=gradients if passes.several else int(each.gradients * embedding) // passes.shards,
+        activations=at_loss.activations, head=0, workspace=max(0, layer_bytes(shape, passes) - kept),
+    )  # fmt: skip
     at_end = Needs(
         "at the end of the backward pass", **standing, gradients=gradients or 4 * embedding, activations=0, head=0,
         workspace=layer_bytes(shape, passes),
     )  # fmt: skip
-    return max(at_loss, at_end, key=lambda needs: needs.total)
+    return max(at_loss, at_last, at_end, key=lambda needs: needs.total)
 
 
 def head_bytes(shape: ModelShape, passes: Passes, parts: int = 1) -> int:
@@ -139,8 +146,9 @@ def _kept(shape: ModelShape, layer: int, passes: Passes) -> float:
         return (2 if passes.compiled else 3) * width + mixer + _inner(shape, layer) * (1 + shape.gated)
     every = layer_numbers(shape, layer, passes)
     if passes.compiled and passes.precision == "fp8" and shape.gated and 0 < layer < shape.layers - 1:
-        # As one function it computes SwiGLU again (train/fp8_ffn.py); inputs of other products stay in 8 bits too.
-        every += 0.75 * width - _inner(shape, layer)
+        # As one function it computes SwiGLU again (train/fp8_ffn.py); inputs of other products stay in 8 bits too, but
+        # for those that a chain's graph has from the residual stream.
+        every += (-0.75 if passes.chained else 0.75) * width - _inner(shape, layer)
     # torch's partitioner never gives up what lies between the graphs.
     return every if isinstance(how, str) else max(width + mixer, how * every)
 

@@ -121,8 +121,10 @@ def _stage(
         "gradients": gradients if passes.several else 0.0, "activations": kept,
         "head": head_bytes(shape, lean, tp) if last else 0, "workspace": 0 if last else layer_bytes(shape, lean) / tp,
     }  # fmt: skip
+    again = layer_bytes(shape, lean) - activation_bytes(shape, lean) / (shape.layers + shape.decoder_layers)
+    at_last = at_loss | {"head": 0, "workspace": max(0.0, again) / tp}
     at_end = {"gradients": gradients, "activations": 0.0, "head": 0, "workspace": layer_bytes(shape, lean) / tp}
-    sums = standing | max(at_loss, at_end, key=lambda moment: sum(moment.values()))
+    sums = standing | max(at_loss, at_last, at_end, key=lambda moment: sum(moment.values()))
     meetings = sum(degree > 1 for degree in (layout.dp_replicate, divided, tp, pp, layout.ep))
     return RankNeeds(
         **{key: int(value) for key, value in sums.items()},
