@@ -1,12 +1,15 @@
-"""The largest size that fits, in few measurements: two small ones tell what a unit takes, the line through them where
-the card ends. What is predicted is tried, and less if need be.
-"""
+"""The largest size that fits, in few measurements: the planner says which one should, the card has the last word."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
+
+from models import MODELS
 
 TRIES, MARGIN_GIB = 4, 2.0
 HOST_GIB = 118.0  # of the machine's 128
@@ -14,41 +17,49 @@ HOST_GIB = 118.0  # of the machine's 128
 LEAN = ["memory.weights=stochastic", "memory.moments=8bit", "memory.activations=full", "guard.copies=off"]
 
 
-def add_search(parser: argparse.ArgumentParser, probes: list[int], of: str) -> None:
-    parser.add_argument("--probes", nargs=2, type=int, default=probes, help=f"{of} of the two small ones")
-    parser.add_argument("--only-probes", action="store_true", help="say what should fit; this may share the card")
-    parser.add_argument("--start", type=int, help=f"{of} to try first, where the probes were made before")
+def add_search(parser: argparse.ArgumentParser, of: str) -> None:
+    parser.add_argument("--start", type=int, help=f"{of} to try first (default: what the planner says)")
     parser.add_argument("--card", type=float, help="GiB that may be filled (default: the GPU's)")
 
 
-def largest(measure: Callable[[int], dict[str, Any]], unit: int, options: argparse.Namespace) -> int | None:
-    """The largest size, a multiple of `unit`, that was really trained on; `measure` gives a result or an error."""
-    if options.start:
-        return _downwards(measure, options.start, unit, 0)
-    import torch
+def estimated_gib(name: str, settings: list[str], **size: int) -> float:
+    """The planner's estimate of a model with other layers, context or rows."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import planner_memory
 
-    probes = options.probes
-    card_gib = options.card or torch.cuda.get_device_properties(0).total_memory / 2**30
-    small, large = (measure(size) for size in probes)
-    if "error" in small or "error" in large:
-        return None if "error" in small else probes[0]
-    ends = []
-    for key, room in (("peak_gib", card_gib - MARGIN_GIB), ("host_gib", HOST_GIB)):
-        slope = (large[key] - small[key]) / (probes[1] - probes[0])
-        if slope > 0:
-            ends.append(probes[0] + (room - small[key]) / slope)
-    size = int(min(ends) // unit * unit) if ends else probes[1]
-    print(f"{probes} took {small['peak_gib']} and {large['peak_gib']} GiB: {size:,} should fit", flush=True)
-    if options.only_probes:
-        return None
-    return _downwards(measure, size, unit, probes[1]) or probes[1]
+    said = " ".join(setting for setting in settings if not setting.startswith("guard."))
+    row = asdict(replace(MODELS[name], **size)) | {"settings": said, "precision": "bf16"}  # type: ignore[arg-type]
+    return planner_memory.estimated_gib(row)
 
 
-def _downwards(measure: Callable[[int], dict[str, Any]], size: int, unit: int, above: int) -> int | None:
-    for tried in range(size, max(above, size - TRIES * unit), -unit):
+def largest(
+    measure: Callable[[int], dict[str, Any]],
+    estimate: Callable[[int], float],
+    unit: int,
+    options: argparse.Namespace,
+    most: int = sys.maxsize,
+) -> int | None:
+    """The largest size, a multiple of `unit` and at most `most`, that was really trained on. `measure` gives a result
+    or an error."""
+    start = options.start or _predicted(estimate, unit, options.card or _card_gib(), most)
+    print(f"{start:,} should fit, in {estimate(start):.1f} GiB", flush=True)
+    for tried in range(start, max(0, start - TRIES * unit), -unit):
         error = measure(tried).get("error", "")
         if not error:
             return tried
         if error.startswith("not done"):  # a smaller one would take as long
             break
     return None
+
+
+def _predicted(estimate: Callable[[int], float], unit: int, card_gib: float, most: int) -> int:
+    size = unit
+    while size + unit <= most and estimate(size + unit) <= card_gib - MARGIN_GIB:
+        size += unit
+    return size
+
+
+def _card_gib() -> float:
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory / 2**30)

@@ -9,14 +9,27 @@ updated as soon as its gradient is known (which gives up the guard's veto). Rate
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from child import Results, options_for
-from fit import LEAN, add_search, largest
+from fit import HOST_GIB, LEAN, add_search, estimated_gib, largest
+from models import MODELS
 
 CARD = [*LEAN, "memory.update=in_backward"]
+RUN_GIB = 8.0  # of the host's memory, for the process and its data
 WAYS = {"card": CARD, "offload": [*CARD, "memory.offload_optimizer=true"]}
+
+
+def _held_by_host(name: str, way: str) -> int:
+    """Layers whose moments the host has room for, beside the run itself: a byte each, and a scale for 256 of them."""
+    if way != "offload":
+        return sys.maxsize
+    one, two = (replace(MODELS[name], layers=layers).parameters for layers in (1, 2))
+    held = (HOST_GIB - RUN_GIB) * 2**30 / (2 + 8 / 256)
+    return int((held - one) // (two - one)) + 1
 
 
 def main() -> None:
@@ -24,7 +37,7 @@ def main() -> None:
     parser.add_argument("--model", default="70b", help="whose layers are added")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all of them")
-    add_search(parser, [6, 12], "layers")
+    add_search(parser, "layers")
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
     results = Results(options)
@@ -36,8 +49,13 @@ def main() -> None:
         )  # fmt: skip
 
     for way in options.ways:
-        print(f"{way}: {options.model} with {options.probes} layers, then as many as should fit", flush=True)
-        most = largest(partial(measure, way), 1, options)
+        print(f"{way}: {options.model} with as many layers as should fit", flush=True)
+        settings = [*WAYS[way], *options.set]
+
+        def estimate(layers: int, settings: list[str] = settings) -> float:
+            return estimated_gib(options.model, settings, layers=layers)
+
+        most = largest(partial(measure, way), estimate, 1, options, _held_by_host(options.model, way))
         best = next((found for found in results.found if (found["way"], found["layers"]) == (way, most)), {})
         results.head[way] = {
             "layers": most,

@@ -10,7 +10,7 @@ computed again in the backward pass. Its rate is that of one step, compilation i
 from __future__ import annotations
 
 from child import Results, options_for
-from fit import LEAN, add_search, largest
+from fit import LEAN, add_search, estimated_gib, largest
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--activations", nargs="+", default=["full"], help="memory.activations to try: full auto ...")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all of them")
     parser.add_argument("--search", nargs="?", const="8b", metavar="MODEL", help="the longest row of a model (8b)")
-    add_search(parser, [16_384, 32_768], "tokens")
+    add_search(parser, "tokens")
     parser.add_argument("--unit", type=int, default=8192)
     options = parser.parse_args()
     results = Results(options)
@@ -41,7 +41,7 @@ def main() -> None:
                 {"context": context}, system="bessemer", model=options.search, context=context, rows=1, warmup=0,
                 steps=1, set=settings,
             ),
-            options.unit, options,
+            lambda context: estimated_gib(options.search, settings, context=context, rows=1), options.unit, options,
         )  # fmt: skip
         results.head["longest"] = {"model": options.search, "context": longest, "settings": settings}
         results.write()
