@@ -75,6 +75,7 @@ def measure(case: Case, started_s: float) -> dict[str, Any]:
     from bessemer.supervise.data import prepare_data
     from bessemer.supervise.session import Session, run_folder
 
+    timeline = [(round(time.time() - started_s, 1), "imported")]  # seconds from the command to what a user sees
     began = time.perf_counter()
     spec = load_spec(write_spec(case), case.settings)
     prepare_data(spec, Plan())  # what the peers do not have to do, and a second run finds done
@@ -86,6 +87,8 @@ def measure(case: Case, started_s: float) -> dict[str, Any]:
     class Watch(RunView):
         def show(self, text: str) -> None:
             print(text, flush=True)
+            if not times:
+                timeline.append((round(time.time() - started_s, 1), text[:100]))
 
         def step(self, record: dict[str, Any]) -> None:
             super().step(record)
@@ -111,5 +114,5 @@ def measure(case: Case, started_s: float) -> dict[str, Any]:
         data_wait_share=round(sum(record["data_wait_s"] for record in timed) / seconds, 5),
         host_gib=round(max(host) / 2**30, 1), prepare_s=round(prepare_s, 1), run=str(folder), plan=plan,
         losses=[round(records[i]["loss"], 4) for i in (0, -1)], vetoes=sum(bool(record["veto"]) for record in records),
-        micro_rows=json.loads((folder / "settings.json").read_text())["micro_rows"],
+        timeline=timeline, micro_rows=json.loads((folder / "settings.json").read_text())["micro_rows"],
     )  # fmt: skip
