@@ -16,8 +16,8 @@ from bessemer.model.moe import MixtureOfExperts
 from bessemer.model.sight import Sight
 from bessemer.parallel.context import Columns
 from bessemer.parallel.experts import Sending
-from bessemer.parallel.pipeline import cut_layers
 from bessemer.spec.shape import Moe
+from bessemer.supervise.stages import cut_layers
 from bessemer.train.loss import LossOptions, Words, linear_cross_entropy
 
 Ranks = Callable[..., list[Any]]

@@ -22,9 +22,9 @@ def start(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def write_spec(make_spec: Callable[..., RunSpec], folder: Path, name: str) -> Path:
+def write_spec(make_spec: Callable[..., RunSpec], folder: Path, name: str, steps: int = STEPS) -> Path:
     path = folder / f"{name}.yaml"
-    path.write_text(dump_spec(make_spec(name, budget={"steps": STEPS, "batch": 256}, checkpoint={"every": 20})))
+    path.write_text(dump_spec(make_spec(name, budget={"steps": steps, "batch": 256}, checkpoint={"every": 20})))
     return path
 
 
@@ -38,9 +38,10 @@ def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
     make_spec: Callable[..., RunSpec], tmp_path: Path, kills: int
 ) -> None:
     whole, broken = Run(tmp_path / "runs" / "whole"), Run(tmp_path / "runs" / "broken")
-    process = start(write_spec(make_spec, tmp_path, "whole"))
+    length = 60 * kills  # a kill comes within 40 steps of the last
+    process = start(write_spec(make_spec, tmp_path, "whole", length))
     assert process.wait() == 0, process.stdout.read()
-    path = write_spec(make_spec, tmp_path, "broken")
+    path = write_spec(make_spec, tmp_path, "broken", length)
     draw, killed_at = random.Random(kills), []
     for _ in range(kills):
         process = start(path)
@@ -54,7 +55,7 @@ def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
                 and time.monotonic() - began > 2.5
             ):
                 break
-            time.sleep(0.01)
+            time.sleep(0.05)
         time.sleep(draw.random() * 0.3)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before the kill"
@@ -63,7 +64,7 @@ def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
     output, _ = process.communicate()
     assert process.returncode == 0, output
     print("killed after steps", killed_at)
-    assert [step for step, _ in losses(broken)] == list(range(STEPS))
+    assert [step for step, _ in losses(broken)] == list(range(length))
     assert losses(broken) == losses(whole)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 from bessemer.errors import UserError
 from bessemer.model.attend import BACKENDS, Call, attend, reference, unfit
@@ -127,6 +126,8 @@ class Trial:
 
     def seconds(self, name: str, budget_s: float) -> float:
         """The median of a few runs."""
+        from torch.utils.benchmark import Timer  # a third of a second to import
+
         timer = Timer("run(name)", globals={"run": self.run, "name": name})
         return timer.blocked_autorange(min_run_time=budget_s).median
 

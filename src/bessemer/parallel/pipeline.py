@@ -40,31 +40,6 @@ class Elsewhere(nn.Module):
     """A layer that another process holds."""
 
 
-def cut_layers(costs: Sequence[float], stages: int, before: float = 0.0, behind: float = 0.0) -> list[range]:
-    """Which layers each stage holds such that the dearest stage is as cheap as can be; every stage has one at least.
-    `before` and `behind` are what the first and the last stage pay besides (embedding, head)."""
-    layers = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-
-    def price(first: int, last: int, stage: int) -> float:
-        return sums[last] - sums[first] + before * (stage == 0) + behind * (stage == stages - 1)
-
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(stages):
-        left = stages - stage - 1
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for first, (worst, ends) in best.items():
-            for last in range(first + 1, layers - left + 1):
-                dearest = max(worst, price(first, last, stage))
-                if last not in found or dearest < found[last][0]:
-                    found[last] = (dearest, (*ends, last))
-        best = found
-    ends = best[layers][1]
-    return [range(first, last) for first, last in zip((0, *ends), ends, strict=False)]
-
-
 class _Besides(torch.autograd.Function):
     """The hidden states unchanged; in the backward pass `extra`, a loss of a layer's own, is minimised too."""
 

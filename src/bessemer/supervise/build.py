@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -26,7 +27,6 @@ from bessemer.optim.schedule import Schedule
 from bessemer.parallel.context import Columns
 from bessemer.parallel.deepspeed import engage
 from bessemer.parallel.experts import divide_experts
-from bessemer.parallel.pipeline import Pipeline
 from bessemer.parallel.replicas import optimizer_of_replicas
 from bessemer.parallel.ring import Ring
 from bessemer.parallel.shard import first_weights, lay_over
@@ -49,6 +49,9 @@ from bessemer.train.passage import Passage
 from bessemer.train.precision import FP8, compute_type
 from bessemer.train.saver import CheckpointSaver
 from bessemer.train.scaling import LossScale
+
+if TYPE_CHECKING:
+    from bessemer.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ def divide(model: Decoder, world: World, spec: RunSpec, cuts: tuple[range, ...])
     layout, mesh = world.layout, world.mesh
     pipeline = None
     if layout.pp > 1:
+        from bessemer.parallel.pipeline import Pipeline  # torch's schedules take a second to import
+
         pipeline = Pipeline(model, world, spec.parallel.pipeline, cuts)
     if layout.tp > 1:
         assert mesh is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from bessemer.model.sight import Sight
 from bessemer.model.transformer import build
-from bessemer.parallel.pipeline import cut_layers
 from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
@@ -23,6 +23,31 @@ from bessemer.train.precision import compute_in
 
 REPEATS = 3
 TOKENS = 8192  # of a measurement: enough to fill a device
+
+
+def cut_layers(costs: Sequence[float], stages: int, before: float = 0.0, behind: float = 0.0) -> list[range]:
+    """Which layers each stage holds such that the dearest stage is as cheap as can be; every stage has one at least.
+    `before` and `behind` are what the first and the last stage pay besides (embedding, head)."""
+    layers = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def price(first: int, last: int, stage: int) -> float:
+        return sums[last] - sums[first] + before * (stage == 0) + behind * (stage == stages - 1)
+
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(stages):
+        left = stages - stage - 1
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for first, (worst, ends) in best.items():
+            for last in range(first + 1, layers - left + 1):
+                dearest = max(worst, price(first, last, stage))
+                if last not in found or dearest < found[last][0]:
+                    found[last] = (dearest, (*ends, last))
+        best = found
+    ends = best[layers][1]
+    return [range(first, last) for first, last in zip((0, *ends), ends, strict=False)]
 
 
 def decide_stages(spec: RunSpec, shape: ModelShape, training: TrainPlan, world: World, plan: Plan) -> tuple[range, ...]:

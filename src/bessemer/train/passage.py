@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bessemer.model.transformer import Decoder
-from bessemer.parallel.pipeline import Pipeline
 from bessemer.parallel.tensor import sequential
 from bessemer.train.objective import Feed, Pretrain, Terms
 from bessemer.train.precision import compute_in
+
+if TYPE_CHECKING:
+    from bessemer.parallel.pipeline import Pipeline
 
 
 class Passage:
