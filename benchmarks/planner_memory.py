@@ -48,7 +48,6 @@ def estimated_gib(row: dict[str, Any]) -> float:
     several = int(said.get("budget.batch", 0)) > rows * context
     passes = Passes(
         context, rows, precision, how if how.isalpha() else float(how), said.get("compile") != "off", "cuda", several,
-        chained=said.get("compile", "chain") == "chain",
     )  # fmt: skip
     return estimate(spec, model_shape(spec.model, int(row["vocab"])), passes).total / 2**30
 

@@ -73,7 +73,7 @@ def test_peaks_measured_on_an_h200() -> None:
     """124M to 32B, 512 to 128K tokens, every way to compute again, five optimizers, four precisions, 8-bit moments."""
     rows = planner_memory.read_peaks()
     errors = {tuple(row.values()): planner_memory.estimated_gib(row) / row["peak_gib"] - 1 for row in rows}
-    assert len(errors) >= 52
+    assert len(errors) >= 48
     assert sum(map(abs, errors.values())) / len(errors) < 0.015
     assert max(map(abs, errors.values())) < 0.06, max(errors.items(), key=lambda item: abs(item[1]))
 

@@ -329,10 +329,7 @@ def decide_training(
     smallest = -(-min(size for start, size in phases if start < total_steps) // layout.dp)
     smallest = max(1, smallest // layout.pp)  # a pipeline wants a micro-batch for each stage
     dense = compile != "off" and not (shape.moe or shape.mamba)
-    passes = Passes(
-        context // layout.cp, 1, precision, "none", dense, machine.device, shards=layout.held,
-        chained=compile == "chain",
-    )  # fmt: skip
+    passes = Passes(context // layout.cp, 1, precision, "none", dense, machine.device, shards=layout.held)
     passes = decide_room(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
     peak_lr = decide_lr(spec, shape, tokens, rows * context, plan, previous)
     warmup = decide_warmup(spec, total_steps, rows * context, plan)

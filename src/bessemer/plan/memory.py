@@ -39,7 +39,6 @@ class Passes:
     device: str = "cuda"
     several: bool = True  # micro-batches in a step: their gradients add up in fp32
     shards: int = 1  # processes among which weights, gradients and moments are divided
-    chained: bool = False  # compiled from one attention to the next
 
     @property
     def bytes(self) -> int:
@@ -146,9 +145,8 @@ def _kept(shape: ModelShape, layer: int, passes: Passes) -> float:
         return (2 if passes.compiled else 3) * width + mixer + _inner(shape, layer) * (1 + shape.gated)
     every = layer_numbers(shape, layer, passes)
     if passes.compiled and passes.precision == "fp8" and shape.gated and 0 < layer < shape.layers - 1:
-        # As one function it computes SwiGLU again (train/fp8_ffn.py); inputs of other products stay in 8 bits too, but
-        # for those that a chain's graph has from the residual stream.
-        every += (-0.75 if passes.chained else 0.75) * width - _inner(shape, layer)
+        # As one function it computes SwiGLU again (train/fp8_ffn.py); inputs of other products stay in 8 bits too.
+        every -= 0.75 * width + _inner(shape, layer)
     # torch's partitioner never gives up what lies between the graphs.
     return every if isinstance(how, str) else max(width + mixer, how * every)
 
