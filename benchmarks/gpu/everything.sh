@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Every measurement of README.md on one GPU, by phases, into a folder: benchmarks/gpu/everything.sh OUT COMMIT [PHASE...]
 # Bessemer and its peers must be importable. A phase that fails does not stop the next; each line says when it was done.
-# tests and loss may share the card, since neither is timed; everything after has it alone. Minutes on an H200 behind each.
+# tests, losses and peaks may share the card, since they are not timed; everything else has it alone. Minutes on an H200
+# behind each.
 set -u
 out=$1 commit=$2 began=$(date +%s)
 shift 2
-phases=${*:-tests loss speed fp8 small divided long largest first peaks}
+phases=${*:-tests loss125m loss1b speed fp8 small divided long largest first peaks}
 here=$(dirname "$0")
 say() { echo "[$(($(date +%s) - began)) s] $*"; }
 compare() { python3 "$here/compare.py" --commit "$commit" --timeout 100 --out "$out/$1.json" "${@:2}"; }
@@ -22,10 +23,9 @@ tests() { # 2
     cat "$logs"/*.log >"$out/gpu-tests.txt"
     grep -hE "^== |^FAILED|passed|failed" "$out/gpu-tests.txt"
 }
-loss() { # 8
-    local text
-    text=$(mktemp -d)
-    python3 - "$text" <<'PYTHON'
+text() { # a folder of real text: Python's own, as far as it is installed here
+    local text=${TMPDIR:-/tmp}/bench-text
+    [ -d "$text" ] || python3 - "$text" <<'PYTHON'
 import pathlib, shutil, sys, torch
 packages = pathlib.Path(torch.__file__).parent.parent
 for name in ("torch", "transformers", "sympy", "scipy", "numpy"):
@@ -35,13 +35,16 @@ for name in ("torch", "transformers", "sympy", "scipy", "numpy"):
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, to)
 PYTHON
-    local of=(--text "$text" --format source --vocab 16K --device cuda --at-once)
-    python3 "$here/../loss_fp8.py" --model 125M --steps 2000 --context 1024 --rows 32 --micro 32 --precisions bf16,bf16,fp8 \
-        --folder "$text.125m" --write "$out/fp8-loss-125m.json" "${of[@]}" 2>&1 | grep -E '^{|rror|failed' &
-    python3 "$here/../loss_fp8.py" --model 1B --steps 300 --context 2048 --rows 4 --micro 4 --precisions bf16,fp8 \
-        --folder "$text.1b" --write "$out/fp8-loss-1b.json" "${of[@]}" 2>&1 | grep -E '^{|rror|failed' &
-    wait
+    echo "$text"
 }
+loss() { # MODEL and more for loss_fp8.py
+    local text
+    text=$(text)
+    python3 "$here/../loss_fp8.py" --model "$1" --text "$text" --format source --vocab 16K --device cuda --at-once \
+        --folder "$text.$1" --write "$out/fp8-loss-${1,,}.json" "${@:2}" 2>&1 | grep -E '^{|rror|failed'
+}
+loss125m() { loss 125M --steps 2000 --context 1024 --rows 32 --micro 32 --precisions bf16,bf16,fp8; } # 7
+loss1b() { loss 1B --steps 300 --context 2048 --rows 16 --micro 16 --precisions bf16,fp8; }          # 5
 speed() { # 5
     compare speed-1b --models 1b --systems bessemer:guard.copies=off bessemer torchtitan liger bessemer:memory.activations=0.7,guard.copies=off
     compare speed-3b --models 3b --systems bessemer:guard.copies=off torchtitan --steps 12

@@ -1,10 +1,11 @@
 """The largest model that one GPU trains: layers of a 70B model are added until the card is full.
 
-    python benchmarks/gpu/largest.py              # without and with the optimizer's state in the host's memory
-    python benchmarks/gpu/largest.py --ways card
+    python benchmarks/gpu/largest.py                     # AdamW and Lion, on the card alone and with the host's help
+    python benchmarks/gpu/largest.py --ways card offload-lion
 
-One row of 4,096 tokens, bf16 weights rounded stochastically, 8-bit moments, whole layers computed again, each weight
-updated as soon as its gradient is known (which gives up the guard's veto). Rates are of the steps after the first.
+One row of 4,096 tokens, bf16 weights rounded stochastically, 8-bit moments (two of AdamW, one of Lion), whole layers
+computed again, each weight updated as soon as its gradient is known (which gives up the guard's veto). With offload
+moments and the inputs of layers lie in the host's memory. Rates are of the steps after the first.
 """
 
 from __future__ import annotations
@@ -19,17 +20,24 @@ from fit import HOST_GIB, LEAN, add_search, estimated_gib, largest
 from models import MODELS
 
 CARD = [*LEAN, "memory.update=in_backward"]
+HOST = ["memory.offload_optimizer=true", "memory.offload_activations=true"]
+LION = "optimizer.name=lion"
 RUN_GIB = 8.0  # of the host's memory, for the process and its data
-WAYS = {"card": CARD, "offload": [*CARD, "memory.offload_optimizer=true"]}
+WAYS = {"card": CARD, "card-lion": [LION, *CARD], "offload": [*CARD, *HOST], "offload-lion": [LION, *CARD, *HOST]}
 
 
-def _held_by_host(name: str, way: str) -> int:
-    """Layers whose moments the host has room for, beside the run itself: a byte each, and a scale for 256 of them."""
-    if way != "offload":
+def _held_by_host(name: str, settings: list[str]) -> int:
+    """Layers for which the host has room beside the run itself: their input, and of each weight one or two moments of a
+    byte, with a scale for 256 of them."""
+    if HOST[0] not in settings:
         return sys.maxsize
-    one, two = (replace(MODELS[name], layers=layers).parameters for layers in (1, 2))
-    held = (HOST_GIB - RUN_GIB) * 2**30 / (2 + 8 / 256)
-    return int((held - one) // (two - one)) + 1
+    model, moments = MODELS[name], 1 if LION in settings else 2
+    one, two = (
+        replace(model, layers=layers).parameters * moments * (1 + 4 / 256)
+        + 2 * layers * model.context * model.rows * model.width
+        for layers in (1, 2)
+    )
+    return int(((HOST_GIB - RUN_GIB) * 2**30 - one) // (two - one)) + 1
 
 
 def main() -> None:
@@ -55,7 +63,7 @@ def main() -> None:
         def estimate(layers: int, settings: list[str] = settings) -> float:
             return estimated_gib(options.model, settings, layers=layers)
 
-        most = largest(partial(measure, way), estimate, 1, options, _held_by_host(options.model, way))
+        most = largest(partial(measure, way), estimate, 1, options, _held_by_host(options.model, settings))
         best = next((found for found in results.found if (found["way"], found["layers"]) == (way, most)), {})
         results.head[way] = {
             "layers": most,

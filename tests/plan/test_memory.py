@@ -13,7 +13,7 @@ from bessemer.model.sight import Sight
 from bessemer.model.transformer import build
 from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
-from bessemer.plan.memory import ACTIVATIONS, ROWS, Passes, activation_bytes, decide_room, estimate
+from bessemer.plan.memory import ACTIVATIONS, ROWS, Passes, activation_bytes, decide_room, estimate, head_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape, Moe
 
@@ -88,6 +88,15 @@ def test_a_peak_is_at_the_loss_or_behind_it_or_where_all_gradients_are() -> None
     assert whole.workspace > whole.activations > 7 * GIB  # one layer with all it computes again, and inputs of all
     again = estimate(spec_with(), wide, Passes(4096, 8, "bf16", "none", compiled=True, several=True))
     assert again.total - long.total == again.gradients == 4 * wide.parameters
+
+
+def test_a_head_in_bf16_is_not_copied_and_one_chunk_of_it_not_summed() -> None:
+    wide = replace(PRESETS["1B"], vocab=128_256)
+    embedding, rows = wide.vocab * wide.width, 8192  # as many as one chunk of 2 GiB holds
+    for tokens, kept, each in ((rows, 2, 2), (2 * rows, 2, 4), (rows, 4, 6), (2 * rows, 4, 6)):
+        passes = Passes(tokens, 1, "bf16", "none", compiled=True)
+        beside = 4 * tokens * wide.width * 2 + rows * wide.vocab * 2
+        assert head_bytes(wide, passes, kept) == beside + each * embedding
 
 
 def test_each_way_to_save_memory_saves_some() -> None:

@@ -32,14 +32,17 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("rows", "vocab"), [(700, 1003), (513, 128_256)])
-def test_the_head_s_kernel_equals_fp64_of_its_rounded_inputs(name: str, rows: int, vocab: int) -> None:
+def test_the_head_s_kernel_equals_fp64_of_its_rounded_inputs(
+    name: str, rows: int, vocab: int, kept: torch.dtype
+) -> None:
     """Within what bf16 logits and gradients allow; losses alone are much closer. The vocabulary need not be even."""
     options, width = OPTIONS[name], 128
     random = torch.Generator("cuda").manual_seed(1)
     hidden = torch.randn(rows, width, device=CUDA, generator=random).bfloat16().requires_grad_()
-    head = (torch.randn(vocab, width, device=CUDA, generator=random) * 0.1).requires_grad_()
+    head = (torch.randn(vocab, width, device=CUDA, generator=random) * 0.1).to(kept).requires_grad_()
     targets = torch.randint(0, vocab, (rows,), device=CUDA, generator=random)
     weights = (torch.rand(rows, device=CUDA, generator=random) > 0.2).float()
     with compute_in("bf16", CUDA):
@@ -55,7 +58,7 @@ def test_the_head_s_kernel_equals_fp64_of_its_rounded_inputs(name: str, rows: in
     assert abs(float(loss) - float(reference)) < 2e-3 * float(reference)
     assert float((nll - exact_nll).abs().max()) < 0.02  # logits near 5 in bf16
     assert float((correct == (logits.argmax(-1) == targets)).float().mean()) > 0.98
-    assert head.grad is not None and head.grad.dtype == torch.float32
+    assert head.grad is not None and head.grad.dtype == kept
     assert off(hidden.grad, h.grad) < 1e-2 and off(head.grad, w.grad) < 1e-2
 
 
@@ -74,6 +77,33 @@ def test_weights_gradients_are_summed_over_chunks_in_fp32(monkeypatch: pytest.Mo
             value, *_ = linear_cross_entropy(hidden, head, targets, torch.ones(12_800, device=CUDA), 1 / 12_800)
         found.append(torch.autograd.grad(value, head)[0])
     assert off(found[1], found[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("kept", "chunks"), [(torch.float32, 3), (torch.bfloat16, 3), (torch.bfloat16, 1)])
+def test_the_head_takes_the_room_that_the_planner_counts(
+    kept: torch.dtype, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in bf16 are not copied, and one chunk has no sum in fp32 beside its gradient."""
+    import bessemer.plan.memory as planned
+    import bessemer.train.loss as loss
+
+    rows, vocab, width = 3072, 32_768, 4096
+    limit = 2 * vocab * rows // chunks
+    monkeypatch.setattr(loss, "CHUNK_BYTES_GPU", limit)
+    monkeypatch.setitem(planned.HEAD_CHUNK, "cuda", limit)
+    hidden = torch.randn(rows, width, device=CUDA).bfloat16().requires_grad_()
+    head = (torch.randn(vocab, width, device=CUDA) * 0.02).to(kept).requires_grad_()
+    targets, weights = torch.randint(0, vocab, (rows,), device=CUDA), torch.ones(rows, device=CUDA)
+    with compute_in("bf16", CUDA):
+        linear_cross_entropy(hidden, head, targets, weights, 1 / rows)[0].backward()  # workspaces of the products
+        hidden.grad = head.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(hidden, head, targets, weights, 1 / rows)
+    shape = ModelShape(vocab=vocab, width=width, layers=1, heads=4, kv_heads=4, head_dim=64, ffn=512)
+    passes = planned.Passes(rows, 1, "bf16", "none", compiled=True)
+    counted = planned.head_bytes(shape, passes, kept.itemsize) - 3 * rows * width * 2  # hidden rows and copies of them
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize("split", [False, True])

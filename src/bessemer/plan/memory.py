@@ -93,7 +93,8 @@ def estimate(spec: RunSpec, shape: ModelShape, passes: Passes) -> Needs:
     }  # fmt: skip
     at_loss = Needs(
         "at the loss", **standing, gradients=gradients if passes.several else 0,
-        activations=int(activation_bytes(shape, passes) * stay), head=head_bytes(shape, passes), workspace=0,
+        activations=int(activation_bytes(shape, passes) * stay), head=head_bytes(shape, passes, each.weights),
+        workspace=0,
     )  # fmt: skip
     kept = int(_kept(shape, layers - 1, passes) * passes.tokens * passes.bytes)
     at_last = Needs(
@@ -102,21 +103,24 @@ def estimate(spec: RunSpec, shape: ModelShape, passes: Passes) -> Needs:
         activations=at_loss.activations, head=0, workspace=max(0, layer_bytes(shape, passes) - kept),
     )  # fmt: skip
     at_end = Needs(
-        "at the end of the backward pass", **standing, gradients=gradients or 4 * embedding, activations=0, head=0,
-        workspace=layer_bytes(shape, passes),
+        "at the end of the backward pass", **standing, gradients=gradients or int(each.weights * embedding),
+        activations=0, head=0, workspace=layer_bytes(shape, passes),
     )  # fmt: skip
     return max(at_loss, at_last, at_end, key=lambda needs: needs.total)
 
 
-def head_bytes(shape: ModelShape, passes: Passes, parts: int = 1) -> int:
+def head_bytes(shape: ModelShape, passes: Passes, weight_bytes: float, parts: int = 1) -> int:
     """Of the loss head, of which each process has one of `parts`: a chunk of logits, its weight's gradient summed in
-    fp32 beside what is cast of it, hidden rows with their gradients. In fp32 a chunk is made before the last goes; the
-    GPU's kernel has chunks of one size."""
+    fp32 beside what is cast of the weight, hidden rows with their gradients. In fp32 a chunk is made before the last
+    goes. The GPU's kernel has chunks of one size; weights in bf16 need no cast, and one chunk alone no sum."""
     half, embedding = passes.bytes == 2, shape.vocab * shape.width // parts
     limit, logits = HEAD_CHUNK.get(passes.device, 256 << 20), passes.tokens * shape.vocab * passes.bytes // parts
     even = half and passes.device == "cuda"
     chunk = logits // max(1, -(-logits // limit)) if even else min(2 * limit, logits)
-    return chunk + embedding * (4 + 2 * half) + 4 * passes.tokens * shape.width * passes.bytes
+    each = 4 + 2 * half
+    if even and parts == 1 and weight_bytes == 2:
+        each = 2 if logits <= limit else 4
+    return chunk + embedding * each + 4 * passes.tokens * shape.width * passes.bytes
 
 
 def layer_bytes(shape: ModelShape, passes: Passes) -> int:

@@ -119,7 +119,8 @@ def _stage(
     }  # fmt: skip
     at_loss = {
         "gradients": gradients if passes.several else 0.0, "activations": kept,
-        "head": head_bytes(shape, lean, tp) if last else 0, "workspace": 0 if last else layer_bytes(shape, lean) / tp,
+        "head": head_bytes(shape, lean, each.weights, tp) if last else 0,
+        "workspace": 0 if last else layer_bytes(shape, lean) / tp,
     }  # fmt: skip
     again = layer_bytes(shape, lean) - activation_bytes(shape, lean) / (shape.layers + shape.decoder_layers)
     at_last = at_loss | {"head": 0, "workspace": max(0.0, again) / tp}

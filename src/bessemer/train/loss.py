@@ -220,19 +220,22 @@ def _best_of_all(top_C: Tensor, index_C: Tensor, words: Words) -> tuple[Tensor, 
 
 def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
     """On a GPU in half precision: logits as the product gives them, one kernel for loss and gradient, and the weight's
-    gradient summed over chunks in float32 inside the products."""
+    gradient summed over chunks in float32 inside the products. Weights in bf16 get theirs in bf16 in the end: where one
+    chunk is all, the product gives it so, without 4 bytes a weight between."""
     from bessemer.train.kernels.cross_entropy import cross_entropy_rows_
 
     options, (wants_h, wants_w, _) = head.options, head.wants
     h_RW, vocab = head.hidden_RW.to(compute), len(head.weight_VW)
-    # Products over an odd number of words are slow: the copy gets rows of zeros, whose logits and gradients stay zero.
-    w_PW = F.pad(head.weight_VW.to(compute), (0, 0, 0, -vocab % WORDS_MULTIPLE))
+    # Products over an odd number of words are slow: a copy gets rows of zeros, whose logits and gradients stay zero.
+    w_PW, missing = head.weight_VW.to(compute), -vocab % WORDS_MULTIPLE
+    w_PW = F.pad(w_PW, (0, 0, 0, missing)) if missing else w_PW  # torch would copy also to add nothing
     rows, padded = len(h_RW), len(w_PW)
     most = max(128, CHUNK_BYTES_GPU // (2 * padded) // 128 * 128)
     chunk = -(-rows // -(-rows // most) // 128) * 128  # all alike: a short one at the end would leave the device idle
     buffer_CP = h_RW.new_empty(chunk, padded)
     grad_h_RW = torch.empty_like(h_RW) if wants_h else None
-    grad_w_PW = torch.empty_like(w_PW, dtype=torch.float32) if wants_w else None
+    alone = rows <= chunk and head.weight_VW.dtype == compute == torch.bfloat16
+    grad_w_PW = torch.empty_like(w_PW, dtype=compute if alone else torch.float32) if wants_w else None
     found = []
     for start in range(0, rows, chunk):
         h_CW = h_RW[start : start + chunk]
@@ -247,7 +250,9 @@ def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
         )  # fmt: skip
         if grad_h_RW is not None:
             torch.mm(logits_CP, w_PW, out=grad_h_RW[part])
-        if grad_w_PW is not None and start == 0:
+        if grad_w_PW is not None and alone:
+            torch.mm(logits_CP.t(), h_CW, out=grad_w_PW)
+        elif grad_w_PW is not None and start == 0:
             torch.mm(logits_CP.t(), h_CW, out_dtype=torch.float32, out=grad_w_PW)
         elif grad_w_PW is not None:
             torch.addmm(grad_w_PW, logits_CP.t(), h_CW, out_dtype=torch.float32, out=grad_w_PW)
