@@ -11,7 +11,7 @@ from typing import Any
 
 from models import MODELS
 
-TRIES, MARGIN_GIB = 4, 2.0
+TRIES, MARGIN_GIB = 4, 2.5  # what no allocator sees: 1.9 GiB beside 134.8
 HOST_GIB = 118.0  # of the machine's 128
 # bf16 weights, a byte for each moment, whole layers computed again, and no second state of the run on the card
 LEAN = ["memory.weights=stochastic", "memory.moments=8bit", "memory.activations=full", "guard.copies=off"]

@@ -1,5 +1,6 @@
 """The choice of an attention backend: who may enter, who is dropped and why; on a GPU, every backend for real."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,17 @@ from torch import Tensor
 from bessemer.errors import UserError
 from bessemer.model import backends
 from bessemer.model.attend import attend
-from bessemer.model.backends import TOLERANCE, Trial, candidates, choose, contest, largest_error, set_backend
+from bessemer.model.backends import (
+    TOLERANCE,
+    Choice,
+    Trial,
+    candidates,
+    choose,
+    contest,
+    largest_error,
+    proven,
+    set_backend,
+)
 from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import Mla, ModelShape
@@ -124,6 +135,44 @@ def test_a_wrong_or_failing_backend_is_dropped_with_the_reason(
     assert alone.name == "math"
 
 
+@pytest.mark.parametrize("fields", [{}, {"attention_cap": 5.0}, {"mla": Mla(8, 4, 4, 6)}, {"positions": "alibi"}])
+@pytest.mark.parametrize("window", [0, 7])
+def test_the_end_of_a_row_is_checked_without_the_rest(
+    shape_of: Shapes, fields: dict[str, Any], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "CHUNK", 5)
+    monkeypatch.setattr(backends, "LONG", 24)  # so that 48 tokens are long, and chunks of queries smaller
+    for prefix in (False, True):
+        assert trial_of(shape_of(**fields), window, prefix=prefix).error("sdpa", end=12) < 1e-12
+    with_faults(monkeypatch, lambda out, _: torch.cat((out[:, :40], out[:, 40:] * 1.01), dim=1))
+    assert trial_of(shape_of(**fields), window).error("broken", end=12) > 5e-3
+    with_faults(monkeypatch, lambda out, _: torch.cat((out[:, :20] * 1.01, out[:, 20:]), dim=1))
+    assert trial_of(shape_of(**fields), window).error("broken", end=12) < 1e-12  # what is not looked at
+
+
+def test_the_fastest_on_short_rows_has_to_be_right_on_long_ones(
+    shape_of: Shapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fastest() -> Choice:
+        return Choice("broken", "", {"broken": 1.0, "sdpa": 2.0}, {}, {"flash": "no kernel"})
+
+    long = [lambda: trial_of(shape_of())]
+    with_faults(monkeypatch, poison)
+    assert proven(fastest(), long, end=12).name == "broken"  # the poison is at the beginning
+    choice = proven(fastest(), long, end=48)
+    assert choice.name == "sdpa" and "broken dropped: off by nan at the end of 48 tokens" in choice.reason
+    assert "flash dropped: no kernel" in choice.reason
+    with_faults(monkeypatch, fail)
+    assert proven(fastest(), long, end=12).dropped["broken"] == "no kernel for this head"
+
+    def full(out: Tensor, call: dict[str, Any]) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with_faults(monkeypatch, full)
+    choice = proven(fastest(), long, end=12)
+    assert choice.name == "broken" and choice.reason.endswith("no room to check it at full length")
+
+
 def test_the_fastest_over_all_layers_wins(shape_of: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
     # One window is quick with one backend, the other with the other; three of four layers have the second.
     costs = {("sdpa", 0): 1.0, ("sdpa", 7): 4.0, ("math", 0): 6.0, ("math", 7): 2.0}
@@ -210,6 +259,19 @@ def test_a_gpu_measures_and_says_so(shape_of: Shapes) -> None:
     second.sight = Sight((torch.arange(2048, dtype=torch.int32, device="cuda") // 200).unflatten(0, (2, -1)))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert first.error("flex") < TOLERANCE[BF16] and second.error("flex") < TOLERANCE[BF16]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_long_row_is_chosen_for_in_seconds_and_checked_at_its_end(shape_of: Shapes, packed: bool) -> None:
+    shape = shape_of(heads=8, kv_heads=2, head_dim=128)
+    began = time.perf_counter()
+    choice = choose(shape, 131_072, 1, BF16, CUDA, packed=packed)
+    assert choice.name in choice.times and "full length" not in choice.reason, choice.reason
+    assert not any("at the end" in why for why in choice.dropped.values()), choice.dropped
+    assert time.perf_counter() - began < 60  # flex compiles; one layer of all backends at this length took minutes
+    assert Trial(shape, 0, 131_072, 1, BF16, CUDA, packed).error(choice.name, 1024) < TOLERANCE[BF16]
 
 
 @pytest.mark.gpu

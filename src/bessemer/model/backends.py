@@ -1,4 +1,5 @@
-"""Which attention backend a model trains with: measured on the device at its true size, each checked first.
+"""Which attention backend a model trains with: measured on the device at its true size, each checked first. Rows of
+more than 32K tokens, where one layer takes seconds, are left to the winner at 32K, if it is right at their end too.
 
 One rank chooses for all, and the plan records it: backends round differently, so a resumed run keeps its own.
 """
@@ -6,7 +7,9 @@ One rank chooses for all, and the plan records it: backends round differently, s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,10 @@ from bessemer.spec.shape import ModelShape
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 CHUNK = 1024  # queries of the reference at a time: logits of all would be 4 GB a head at 32K tokens
 DOCUMENTS = 8  # of a packed row in the measurement, on average
+LONG = 32_768  # tokens of a row: beyond, time goes by their square with every backend
+END = 1024  # positions at the end of a long row, which see all of it and have the largest addresses
+LOOSER = 3  # there: sums of more terms round more (a CPU's bfloat16 0.006 at 4K, 0.015 at 32K), and addresses that
+# overflow give garbage, not digits
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,14 @@ def choose(
     layers = windows(shape)
     if device.type != "cuda" or names == ["math"] or not layers:
         return Choice(names[0], f"not measured: {names[0]} is the only one for this model on a {device.type} device")
-    trials = {window: Trial(shape, window, context, rows, dtype, device, packed, prefix) for window in layers}
-    choice = contest(names[:-1], trials, layers, budget_s)
+
+    def trial(window: int, length: int) -> Trial:
+        return Trial(shape, window, length, rows, dtype, device, packed, prefix)
+
+    choice = contest(names[:-1], {window: trial(window, min(context, LONG)) for window in layers}, layers, budget_s)
+    if context > LONG:
+        end = END if shape.causal and not shape.blocks[0] else context
+        choice = proven(choice, [partial(trial, window, context) for window in layers], end)
     torch.cuda.empty_cache()
     return choice
 
@@ -87,12 +100,40 @@ def contest(names: list[str], trials: dict[int, Trial], layers: Counter[int], bu
             spent = sum(count * trials[window].seconds(name, share_s) for window, count in layers.items())
             choice.times[name] = spent / layers.total()
         except Exception as fault:  # of a kernel, a compiler or memory; the reason is kept, and told
-            choice.dropped[name] = (str(fault).strip() or type(fault).__name__).splitlines()[0]
+            choice.dropped[name] = _first_line(fault)
+    return _concluded(choice)
+
+
+def proven(choice: Choice, trials: Sequence[Callable[[], Trial]], end: int) -> Choice:
+    """The fastest that is right at the `end` of rows of full length as well. Where those have no room, nothing is
+    known, and training would not have it either."""
+    while choice.times:
+        try:
+            for make in trials:
+                trial = make()
+                worst, limit = trial.error(choice.name, end), LOOSER * TOLERANCE[trial.upstream.dtype]
+                if not worst <= limit:  # nor NaN
+                    raise ArithmeticError(f"off by {worst:.1e} at the end of {trial.upstream.shape[1]:,} tokens")
+            return choice
+        except torch.OutOfMemoryError:
+            return replace(choice, reason=f"{choice.reason}; no room to check it at full length")
+        except Exception as fault:  # as in a contest
+            choice.times.pop(choice.name)
+            choice.dropped[choice.name] = _first_line(fault)
+            choice = _concluded(choice)
+    return choice
+
+
+def _concluded(choice: Choice) -> Choice:
     # Within 5 % flex wins: alone among the fast ones it gives the same bits each time.
     ranked = sorted(choice.times, key=lambda name: choice.times[name] * (0.95 if name == "flex" else 1))
     told = [f"{name} {choice.times[name] * 1e3:.2f} ms" for name in ranked]
     told += [f"{name} dropped: {why}" for name, why in choice.dropped.items()]
     return replace(choice, name=(ranked or ["math"])[0], reason="a layer forward and backward: " + ", ".join(told))
+
+
+def _first_line(fault: Exception) -> str:
+    return (str(fault).strip() or type(fault).__name__).splitlines()[0]
 
 
 class Trial:
@@ -131,8 +172,9 @@ class Trial:
         timer = Timer("run(name)", globals={"run": self.run, "name": name})
         return timer.blocked_autorange(min_run_time=budget_s).median
 
-    def error(self, name: str) -> float:
-        """Against the reference, at the last key-value head of the last row: heads and rows do not meet."""
+    def error(self, name: str, end: int = 0) -> float:
+        """Against the reference, at the last key-value head of the last row: heads and rows do not meet. Of all
+        positions, or of the last `end`, whose keys no other queries see if attention is causal."""
         q, k, v = self.inputs
         groups = q.shape[2] // k.shape[2]
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -143,14 +185,15 @@ class Trial:
         found = [cut(x, n) for x, n in zip(self.run(name), (groups, groups, 1, 1), strict=True)]
         leaves = [cut(x, n).requires_grad_() for x, n in ((q, groups), (k, 1), (v, 1))]
         upstream, places_T = cut(self.upstream, groups), torch.arange(q.shape[1], device=q.device)
-        outs = []
-        for chunk in places_T.split(CHUNK):
+        outs, compared = [], slice(-end if end else None, None)
+        for chunk in places_T[compared].split(max(1, min(CHUNK, CHUNK * LONG // len(places_T)))):
             mask_QT = self.sight.sees(self.window)(len(q) - 1, 0, chunk[:, None], places_T)
             bias = None if self.bias is None else self.bias.detach()[:, -groups:, chunk]
             out = reference(leaves[0][:, :, chunk], leaves[1], leaves[2], mask_QT, self.scale, self.cap, bias)
             out.backward(upstream[:, :, chunk])
             outs.append(out.detach())
-        true = [torch.cat(outs, dim=2), *(x.grad for x in leaves if x.grad is not None)]
+        true = [torch.cat(outs, dim=2), *(x.grad[:, :, compared] for x in leaves if x.grad is not None)]
+        found = [x[:, :, compared] for x in found]
         return torch.stack([largest_error(x, y) for x, y in zip(found, true, strict=True)]).max().item()
 
 
