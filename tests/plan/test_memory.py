@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import bessemer.plan.memory as planned
 from bessemer.errors import UserError
 from bessemer.model.sight import Sight
 from bessemer.model.transformer import build
@@ -16,6 +17,7 @@ from bessemer.plan.machine import Machine
 from bessemer.plan.memory import ACTIVATIONS, ROWS, Passes, activation_bytes, decide_room, estimate, head_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape, Moe
+from bessemer.train import tiles
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import planner_memory
@@ -70,7 +72,7 @@ def test_activations_are_what_torch_saves_within_a_tenth(name: str, precision: s
 
 
 def test_peaks_measured_on_an_h200() -> None:
-    """124M to 32B, 512 to 128K tokens, every way to compute again, five optimizers, four precisions, 8-bit moments."""
+    """124M to 70B, 512 to 32K tokens, every way to compute again, five optimizers, four precisions, 8-bit moments."""
     rows = planner_memory.read_peaks()
     errors = {tuple(row.values()): planner_memory.estimated_gib(row) / row["peak_gib"] - 1 for row in rows}
     assert len(errors) >= 48
@@ -83,9 +85,13 @@ def test_a_peak_is_at_the_loss_or_behind_it_or_where_all_gradients_are() -> None
     long = estimate(spec_with(), wide, Passes(4096, 8, "bf16", "none", compiled=True, several=False))
     short = estimate(spec_with(), wide, Passes(512, 1, "bf16", "full", compiled=True, several=False))
     assert (long.moment, short.moment) == ("at the loss", "at the end of the backward pass")
-    whole = estimate(spec_with(), wide, Passes(131_072, 1, "bf16", "full", compiled=True, several=False))
+    row = Passes(131_072, 1, "bf16", "full", compiled=True, several=False)
+    whole = estimate(spec_with(), replace(wide, positions="alibi"), row)
     assert whole.moment == "in the last layer's backward pass"
     assert whole.workspace > whole.activations > 7 * GIB  # one layer with all it computes again, and inputs of all
+    tiled = estimate(spec_with(), wide, row)  # which a bias on attention's logits does not allow
+    assert tiled.activations == whole.activations and tiled.workspace < 0.7 * whole.workspace
+    assert (planned.LONG, planned.TILE) == (tiles.LONG, tiles.MOST)
     again = estimate(spec_with(), wide, Passes(4096, 8, "bf16", "none", compiled=True, several=True))
     assert again.total - long.total == again.gradients == 4 * wide.parameters
 

@@ -23,6 +23,7 @@ ROWS, ACTIVATIONS = "budget.micro_batch", "memory.activations"  # keys of the pl
 Activations = str | float  # none, selective, full, or the share that is kept
 STEPS_UP = ("none", "selective", "full")  # what `auto` goes through: each keeps less and costs more
 HEAD_CHUNK = {"cpu": 4 << 20, "cuda": 2 << 30}  # logits at a time, train/loss.py
+LONG, TILE = 32_768, 16_384  # tokens of a micro-batch, beyond which whole layers are run again in tiles, train/tiles.py
 MOST_TOKENS = {"cpu": 16_384, "cuda": 32_768}  # of a micro-batch: beyond, a device is no busier
 SHARE = {"cpu": 1 / 3, "cuda": 0.92}  # of the device's memory: a machine's is not for one process alone
 
@@ -125,7 +126,20 @@ def head_bytes(shape: ModelShape, passes: Passes, weight_bytes: float, parts: in
 
 def layer_bytes(shape: ModelShape, passes: Passes) -> int:
     """Of the block that is gone back through: what it kept or computes again, and its gradients on their way down."""
-    return int(passes.tokens * passes.bytes * layer_numbers(shape, 0, passes) * 1.3)
+    whole = layer_numbers(shape, 0, passes) * 1.3
+    if not _in_tiles(shape, passes):
+        return int(passes.tokens * passes.bytes * whole)
+    # In attention's backward pass: what the layer reads and its first norm gives, what attention reads and gives, the
+    # gradients of that, of the layer's output and its input, and of queries in float32 once more.
+    attending = 4 * shape.width + 2 * _mixer(shape, 0) + 2 * shape.heads * shape.key_dim
+    return int(passes.bytes * (passes.tokens * attending + TILE * whole))
+
+
+def _in_tiles(shape: ModelShape, passes: Passes) -> bool:
+    """Whether a layer of which only the input is kept goes through what follows attention tile by tile."""
+    plain = shape.mixer(0) == "attention" and not shape.has_experts(0) and shape.parallel != "one_norm"
+    long = passes.activations == "full" and passes.compiled and passes.tokens > LONG
+    return long and plain and shape.positions not in ("alibi", "relative")
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same passes in many layouts

@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.config as partitioner
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bessemer.errors import UserError
+from bessemer.model.attention import Place
+from bessemer.model.block import Block
 from bessemer.model.transformer import Decoder
 from bessemer.train.offload import Offload
+from bessemer.train.tiles import fits, tiled
 
 How = str | float  # none, selective, full, or the share that is kept
 FREE = 0.99  # a budget that is met without a matrix product: a third less than none for Llama's blocks
@@ -58,6 +61,8 @@ def apply(model: Decoder, how: How, offload: bool = False) -> None:
             more: dict[str, Any] = {"context_fn": _keep_products} if how == "selective" else {}
             # Saving the generator's state costs launches, for nothing where nothing is drawn.
             run = partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=random, **more)
+            if how == "full" and compiled[i] and not random:
+                run = _by_length(cast("Block", block), run)
         block.forward = plain if run is plain and store is None else _trained(block, plain, run, store, i == 0)
 
 
@@ -82,6 +87,17 @@ def _trained(
 
     forward.plain = plain  # type: ignore[attr-defined]
     return forward
+
+
+def _by_length(block: Block, whole: Callable[..., Any]) -> Callable[..., Any]:
+    """`whole`, or long rows in tiles."""
+
+    def run(x_BTW: Tensor, place: Place, cache: Any = None) -> Any:
+        if cache is None and fits(block, x_BTW, place):
+            return tiled(block, x_BTW, place)
+        return whole(x_BTW, place, cache)
+
+    return run
 
 
 def _keep_products() -> Any:
