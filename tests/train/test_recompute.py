@@ -59,15 +59,15 @@ def saved_bytes(model: Decoder) -> int:
         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    def python() -> list[torch.Tensor]:
-        gc.collect()
-        return [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
-
-    known |= {tensor.untyped_storage().data_ptr() for tensor in python()}
+    gc.collect()
+    gc.freeze()  # what is there already is not looked at again
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         out = model(TOKENS)
-    for tensor in python():
-        note(tensor)
+    gc.collect()
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor:
+            note(thing)
+    gc.unfreeze()
     del out
     return sum(size for address, size in found.items() if address not in known)
 
