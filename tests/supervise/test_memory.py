@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
+from bessemer.optim.guarded import Guarded
 from bessemer.run.directory import Run
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.session import run_folder, train
@@ -73,6 +74,56 @@ def test_a_written_micro_batch_that_does_not_fit_is_a_fault_in_one_line(
     monkeypatch.setattr("bessemer.train.loop.validate", lambda *_: None)
     outcome = train(spec)
     assert outcome.kind == "failed" and "Write budget.micro_batch: 2, or memory.activations" in outcome.reason
+
+
+def test_a_model_that_cannot_even_be_built_is_a_fault_in_one_line(
+    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+
+    spec = make_spec("large", **SMALL)
+    monkeypatch.setattr("bessemer.supervise.build.optimizer_for", full)
+    with pytest.raises(UserError) as told:
+        train(spec)
+    message = str(told.value)
+    assert message.startswith("out of memory while the model was built: by estimate a step takes ")
+    assert "moments" in message and "The machine has" in message and "memory.moments: 8bit" in message
+    assert "\n" not in message
+    (refused,) = Run.existing(run_folder(spec)).events("refused")
+    assert refused["reason"] == message
+    monkeypatch.undo()
+    assert train(spec).kind == "finished"
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("bessemer.supervise.build.optimizer_for", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        train(make_spec("broken", **SMALL))
+
+
+def test_a_shortage_in_an_update_ends_the_run_with_a_reason_and_its_last_checkpoint_goes_on(
+    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trained(make_spec("plain", **SMALL))
+    whole, steps = Guarded.step, []
+
+    def step(self: Guarded, *arguments: Any) -> None:
+        steps.append(0)
+        if len(steps) == 7:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.\nGPU 0 has ...")
+        whole(self, *arguments)
+
+    monkeypatch.setattr(Guarded, "step", step)
+    spec = make_spec("late", checkpoint={"every": 4}, **SMALL)
+    outcome = train(spec)
+    assert outcome.kind == "failed" and outcome.reason.startswith("out of memory outside of a step's passes")
+    assert "Write budget.micro_batch: 2, or memory.activations" in outcome.reason
+    assert outcome.reason.endswith("the last checkpoint stands")
+    (told,) = Run.existing(run_folder(spec)).events("out_of_memory")
+    assert told["said"] == "CUDA out of memory. Tried to allocate 20 MiB."
+    assert trained(spec) == plain
 
 
 def test_what_is_updated_in_backward_is_told_of_and_never_called_a_veto(

@@ -28,7 +28,7 @@ from bessemer.observe.view import RunView
 from bessemer.optim.groups import note_groups
 from bessemer.parallel.health import set_patience
 from bessemer.parallel.world import World, join
-from bessemer.plan.decide import TrainPlan, decide_training
+from bessemer.plan.decide import TrainPlan, decide_training, keeping
 from bessemer.plan.decision import Plan
 from bessemer.plan.layout import decide_layout
 from bessemer.plan.machine import Machine
@@ -56,7 +56,7 @@ from bessemer.train.job import Interrupt, Job, Outcome
 from bessemer.train.loop import train_loop
 from bessemer.train.precision import FP8, use_tf32
 from bessemer.train.ranks import tell_holdings
-from bessemer.train.room import fit
+from bessemer.train.room import building, fit, out_of_memory, outside
 from bessemer.train.saver import package_versions
 from bessemer.train.speed import training_rate
 
@@ -164,8 +164,10 @@ class Session:
             world,
             decide_stages(self.spec, shape, training, world, plan),
         )
-        job = make_job(self.spec, parts, run, self.view)
-        choose_attention(job, plan, previous)
+        kept = keeping(self.spec, training.weights)
+        with building(kept, shape, training, device, world.layout.dp_shard):
+            job = make_job(self.spec, parts, run, self.view)
+            choose_attention(job, plan, previous)
         if training.precision in FP8:
             reason = "the linear layers of inner blocks; the first and last block and the head stay in bf16"
             plan.add("precision.layers", len(converted(job.model)), reason, "rule")
@@ -281,9 +283,12 @@ class Session:
             while True:
                 try:
                     outcome = train_loop(job)
-                except Exception:
+                except Exception as error:
                     job.saver.wait(job)  # what is being written is worth having
-                    raise
+                    if not isinstance(error, RuntimeError) or not out_of_memory(error) or job.world.size > 1:
+                        raise
+                    self.view.log(traceback.format_exc())
+                    return Outcome("failed", outside(job, error), job.history[-1]["step"] + 1 if job.history else 0)
                 if outcome.incident is None:
                     return outcome
                 job.last_trouble = outcome.incident.step

@@ -8,26 +8,32 @@ step of the run ends, and the launcher starts all of them again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from bessemer.data.own_stream import ForwardStream
 from bessemer.data.stream import Batch
+from bessemer.errors import UserError
 from bessemer.model.moe import MixtureOfExperts
 from bessemer.parallel.shard import send_gradients
+from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
 from bessemer.plan.memory import ACTIVATIONS, MOST_TOKENS, ROWS, SHARE, STEPS_UP, Needs, Passes, estimate
 from bessemer.spec.memory import LEAN
 from bessemer.spec.quantity import human_bytes
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
 from bessemer.train import recompute
-from bessemer.train.device import synchronize
+from bessemer.train.device import memory_limit, synchronize
 from bessemer.train.job import Job
 from bessemer.train.precision import compute_in
 from bessemer.train.speed import random_batch
 
 # cuBLAS, cuDNN, the CPU's allocator and the driver say it in their own words.
+OWN = 2 << 30  # bytes beside torch's: the context and libraries of this process
 WORDS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
@@ -170,19 +176,48 @@ def is_compiled(job: Job) -> bool:
 
 def needs(job: Job) -> Needs:
     """The planner's estimate for the job as it stands."""
-    plan = job.plan
-    several = plan.micro_rows < max(rows for _, rows in plan.batch_rows)
-    passes = Passes(
-        plan.context,
-        plan.micro_rows,
-        plan.precision,
-        plan.activations,
-        is_compiled(job),
-        job.device.type,
-        several,
-        job.world.layout.dp_shard,
-    )
+    passes = _passes(job.plan, is_compiled(job), job.device, job.world.layout.dp_shard)
     return estimate(job.spec, job.model.shape, passes)
+
+
+def _passes(plan: TrainPlan, compiled: bool, device: torch.device, shards: int) -> Passes:
+    several = plan.micro_rows < max(rows for _, rows in plan.batch_rows)
+    how = (plan.context, plan.micro_rows, plan.precision, plan.activations, compiled)
+    return Passes(*how, device.type, several, shards)
+
+
+@contextmanager
+def building(spec: RunSpec, shape: ModelShape, plan: TrainPlan, device: torch.device, shards: int) -> Iterator[None]:
+    """A model that is too large to begin with is a fault of the spec, and told in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        need = estimate(spec, shape, _passes(plan, plan.compiled, device, shards))
+        took = f"by estimate a step takes {human_bytes(need.total)}: {need.words()}"
+        raise UserError(
+            f"out of memory while the model was built: {took}. {_whole(device)}. {advice(spec, plan)}"
+        ) from error
+
+
+def _whole(device: torch.device) -> str:
+    """What the device has, and what others have of it."""
+    if device.type != "cuda":
+        return f"The machine has {human_bytes(memory_limit(device))}"
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    told = f"The device has {human_bytes(total)}"
+    return told if others < OWN else f"{told}, and other processes hold {human_bytes(others)} of it"
+
+
+def outside(job: Job, error: RuntimeError) -> str:
+    """Why a run ends that ran out of memory in an update or an evaluation, where nothing can be tried again."""
+    said = str(error).split("\n")[0]
+    reason = f"out of memory outside of a step's passes: by estimate these take {needs(job).words()}"
+    reason = f"{reason}. {_whole(job.device)}. {advice(job.spec, job.plan)}; the last checkpoint stands"
+    job.event("out_of_memory", reason=reason, said=said)
+    return reason
 
 
 def ease(job: Job, plan: Plan, why: str) -> str | None:
@@ -215,7 +250,7 @@ def make_room(job: Job, step: int, said: str) -> str | None:
         decisions = Plan.from_json(path.read_text())
         eased = ease(job, decisions, f"step {step} ran out of memory")
     if eased is None:
-        reason = f"out of memory at step {step}: by estimate {took}. {advice(job)}"
+        reason = f"out of memory at step {step}: by estimate {took}. {advice(job.spec, job.plan)}"
         job.event("out_of_memory", step=step, reason=reason, said=said)
         return reason
     job.run.write_file(path.name, decisions.to_json())  # a resume keeps it
@@ -224,10 +259,10 @@ def make_room(job: Job, step: int, said: str) -> str | None:
     return None
 
 
-def advice(job: Job) -> str:
+def advice(spec: RunSpec, plan: TrainPlan) -> str:
     """What the spec can still give up, the cheapest first."""
-    memory, plan = job.spec.memory, job.plan
-    own = job.spec.optimizer.name in LEAN
+    memory = spec.memory
+    own = spec.optimizer.name in LEAN
     half = own and plan.precision in ("bf16", "fp8", "fp8_rowwise")
     ways = {
         f"budget.micro_batch: {plan.micro_rows // 2}": plan.micro_rows > 1 and memory.update == "after",
