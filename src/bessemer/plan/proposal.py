@@ -17,12 +17,13 @@ from bessemer.plan.goodput import SAVE_STALL_S, goodput
 from bessemer.plan.hardware import Cluster, Gpu, kept_ceilings, parse_cluster, with_ceilings
 from bessemer.plan.history import with_history
 from bessemer.plan.layout import Layout, check_layout
+from bessemer.plan.lighter import lighter
 from bessemer.plan.machine import Machine
 from bessemer.plan.prices import load_prices
 from bessemer.plan.recipe.answer import Answer
 from bessemer.plan.recipe.rates import batch_tokens
 from bessemer.plan.recipe.tokens import tokens_for_model
-from bessemer.plan.search import Candidate, Found, Wish, nearest, search
+from bessemer.plan.search import USABLE, Candidate, Found, Wish, nearest, search
 from bessemer.spec.memory import optimizer_bytes
 from bessemer.spec.quantity import human_count, human_time
 from bessemer.spec.schema import RunSpec
@@ -87,7 +88,7 @@ def propose_for(asked: Asked, cluster: Cluster) -> Proposal:
     _check_degrees(wish, spec)
     found = search(wish)
     if not found.ranked:
-        raise UserError(nearest(wish, found) if found.too_large else _no_layout(wish))
+        raise UserError(_nothing_fits(wish, found, spec) if found.too_large else _no_layout(wish))
     found, notes = _runnable(spec, wish, found)
     _explain(plan, wish, found, spec)
     steps = -(-tokens // (rows * context))
@@ -225,6 +226,15 @@ def _runnable(spec: RunSpec, wish: Wish, found: Found) -> tuple[Found, tuple[str
     if fits:
         return replace(found, ranked=tuple(fits)), ()
     return found, (f"bessemer train does not take this layout yet: {refused}",)
+
+
+def _nothing_fits(wish: Wish, found: Found, spec: RunSpec) -> str:
+    told, gpu = nearest(wish, found), wish.cluster.gpu
+    if wish.cluster.count > 1:
+        return told
+    usable, whole = USABLE * gpu.memory_bytes, int(gpu.memory_bytes)
+    way = lighter(spec, wish.shape, wish.context, wish.precision, usable, whole)
+    return f"{told}. {way}" if way else told
 
 
 def _no_layout(wish: Wish) -> str:
