@@ -103,6 +103,21 @@ def test_a_model_that_cannot_even_be_built_is_a_fault_in_one_line(
         train(make_spec("broken", **SMALL))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_that_cannot_hold_a_model_says_with_which_settings_it_would(make_spec: Callable[..., RunSpec]) -> None:
+    """Some 10B parameters on what an H200 has, or fewer where there is less: 12 bytes each do not fit, 4 do."""
+    whole = torch.cuda.get_device_properties(0).total_memory
+    layers = round(whole / 8 / (4 * 4096**2 + 3 * 4096 * 16_384))
+    model = {"width": 4096, "layers": layers, "heads": 32, "ffn": 16_384}
+    spec = make_spec(
+        "large", model=model, precision="bf16", parallel={"device": "cuda"}, budget={"steps": 2, "batch": 128}
+    )
+    with pytest.raises(UserError, match=r"while the model was built.*The device has.*This one GPU holds it with mem"):
+        train(spec)
+    torch.cuda.empty_cache()
+
+
 def test_a_shortage_in_an_update_ends_the_run_with_a_reason_and_its_last_checkpoint_goes_on(
     make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from bessemer.model.moe import MixtureOfExperts
 from bessemer.parallel.shard import send_gradients
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
+from bessemer.plan.lighter import lighter
 from bessemer.plan.memory import ACTIVATIONS, MOST_TOKENS, ROWS, SHARE, STEPS_UP, Needs, Passes, estimate
 from bessemer.spec.memory import LEAN
 from bessemer.spec.quantity import human_bytes
@@ -195,9 +196,12 @@ def building(spec: RunSpec, shape: ModelShape, plan: TrainPlan, device: torch.de
         if not out_of_memory(error):
             raise
         need = estimate(spec, shape, _passes(plan, plan.compiled, device, shards))
-        took = f"by estimate a step takes {human_bytes(need.total)}: {need.words()}"
+        took, way = f"by estimate a step takes {human_bytes(need.total)}: {need.words()}", ""
+        if device.type == "cuda" and shards == 1:
+            usable = Gauge(device).limit()
+            way = lighter(spec, shape, plan.context, plan.precision, usable, int(usable / SHARE["cuda"]))
         raise UserError(
-            f"out of memory while the model was built: {took}. {_whole(device)}. {advice(spec, plan)}"
+            f"out of memory while the model was built: {took}. {_whole(device)}. {way or advice(spec, plan)}"
         ) from error
 
 
