@@ -106,7 +106,7 @@ def test_a_model_that_cannot_even_be_built_is_a_fault_in_one_line(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_that_cannot_hold_a_model_says_with_which_settings_it_would(make_spec: Callable[..., RunSpec]) -> None:
-    """Some 10B parameters on what an H200 has, or fewer where there is less: 12 bytes each do not fit, 4 do."""
+    """A parameter for every 8 bytes of the device: with 12 each it does not fit, with 6 it would."""
     whole = torch.cuda.get_device_properties(0).total_memory
     layers = round(whole / 8 / (4 * 4096**2 + 3 * 4096 * 16_384))
     model = {"width": 4096, "layers": layers, "heads": 32, "ffn": 16_384}
