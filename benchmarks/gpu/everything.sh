@@ -59,7 +59,7 @@ long() { # 2, and 6 or more for 8B: one step takes 250 to 320 s
     python3 "$here/long_context.py" --commit "$commit" --out "$out/long-context.json" --set guard.copies=off
     python3 "$here/long_context.py" --commit "$commit" --out "$out/long-context-8b.json" --contexts --search --timeout 500
 }
-largest() { python3 "$here/largest.py" --commit "$commit" --out "$out/largest.json"; }                                       # 5
+largest() { python3 "$here/largest.py" --commit "$commit" --out "$out/largest.json"; } # 8
 first() { python3 "$here/first_step.py" --commit "$commit" --out "$out/first-step.json"; }                                   # 2
 peaks() { python3 "$here/memory_peaks.py" --commit "$commit" --out "$out/memory-peaks.json"; }                               # 6
 deepspeed() { python3 "$here/deepspeed_zero.py" --commit "$commit" --out "$out/deepspeed-zero.json"; }                       # 5

@@ -11,8 +11,7 @@ from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
-# In the order of what each costs (docs/gpu.md), every one with all before it. The last change of optimizer saves a
-# moment; what it shares with the host makes room for the largest model that a card has trained.
+# In the order of what each costs (docs/gpu.md), every one with all before it. The last is how 70B trained on an H200.
 RUNGS: tuple[dict[str, Any], ...] = (
     {"memory.weights": "kahan", "memory.activations": "full"},
     {"memory.moments": "8bit"},
@@ -25,9 +24,10 @@ EDGE = 0.97  # of the memory: 70.6B parameters trained at 0.956 of an H200
 
 
 def lighter(spec: RunSpec, shape: ModelShape, context: int, precision: str, usable: float, whole: int) -> str:
-    """The first rung that fits, as keys of a spec; nothing where none does or weights cannot be kept in bf16. `usable`
-    is what a plan fills of the `whole`; the last rung may go further, and says so."""
-    if precision not in ("bf16", "fp8") or spec.optimizer.name not in LEAN or shape.wrapped:
+    """The first rung that fits, as keys of a spec; nothing where none does, weights cannot be kept in bf16, or there
+    are experts, which nobody has trained this way. `usable` is what a plan fills of the `whole`; the last rung may go
+    further, and says so."""
+    if precision not in ("bf16", "fp8") or spec.optimizer.name not in LEAN or shape.wrapped or shape.moe:
         return ""
     keys: dict[str, Any] = {}
     for rung in RUNGS:

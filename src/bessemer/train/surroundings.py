@@ -51,7 +51,7 @@ def _host_clock() -> float | None:
     """Of the highest; many virtual machines do not say."""
     try:
         found = psutil.cpu_freq()
-    except (OSError, RuntimeError, NotImplementedError):
+    except (OSError, RuntimeError):
         return None
     return found.current / found.max if found and found.max else None
 
