@@ -129,10 +129,17 @@ def layer_bytes(shape: ModelShape, passes: Passes) -> int:
     whole = layer_numbers(shape, 0, passes) * 1.3
     if not _in_tiles(shape, passes):
         return int(passes.tokens * passes.bytes * whole)
-    # In attention's backward pass: what the layer reads and its first norm gives, what attention reads and gives, the
-    # gradients of that, of the layer's output and its input, and of queries in float32 once more.
-    attending = 4 * shape.width + 2 * _mixer(shape, 0) + 2 * shape.heads * shape.key_dim
-    return int(passes.bytes * (passes.tokens * attending + TILE * whole))
+    # Through both: what the layer reads and its first norm gives, what attention reads and gives, the gradients of the
+    # layer's output and input, and of weights, summed in float32. A tile is on its way beside attention's gradient.
+    # Attention's backward pass has gradients of all it read as well; in float32 those of queries once more, and keys
+    # and values, if shared, have theirs for each of the queries' heads.
+    queries = shape.heads * shape.key_dim
+    lasting, embeddings = 4 * shape.width + _mixer(shape, 0), shape.vocab * shape.width * (2 - shape.tied)
+    sums = 4 * (shape.parameters - embeddings) // (shape.layers + shape.decoder_layers)
+    shared = 2 * queries * (shape.kv_heads < shape.heads)
+    tile = passes.tokens * queries + TILE * whole
+    attending = passes.tokens * (_mixer(shape, 0) + 2 * queries + shared)
+    return int(passes.bytes * (passes.tokens * lasting + max(tile, attending))) + sums
 
 
 def _in_tiles(shape: ModelShape, passes: Passes) -> bool:

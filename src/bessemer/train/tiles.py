@@ -66,31 +66,32 @@ class _Tiled(torch.autograd.Function):
         block, learned = ctx.block, [parameter for parameter in ctx.parameters if parameter.requires_grad]
         sums: dict[Tensor, Tensor] = {}
 
-        def add(found: tuple[Tensor | None, ...]) -> None:
-            for parameter, gradient in zip(learned, found, strict=True):
+        def back(made: Tensor, grad: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+            """The gradients of leaves; those of weights are added to the sums."""
+            found = torch.autograd.grad(made, [*leaves, *learned], grad, allow_unused=True)
+            for parameter, gradient in zip(learned, found[len(leaves) :], strict=True):
                 if gradient is not None and parameter in sums:
                     sums[parameter].add_(gradient)
                 elif gradient is not None:
                     sums[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            return [gradient for gradient in found[: len(leaves)] if gradient is not None]
+
+        def tile(x_1PW: Tensor, out_1PNE: Tensor, grad_1PW: Tensor, grad_x_1PW: Tensor, grad_out_1PNE: Tensor) -> None:
+            """A function, so that nothing of the last tile is left when attention goes back."""
+            leaves = [x_1PW.requires_grad_(), out_1PNE.requires_grad_()]
+            of_x_1PW, of_out_1PNE = back(_left(block, *leaves), grad_1PW, leaves)
+            grad_x_1PW.copy_(of_x_1PW)
+            grad_out_1PNE.copy_(of_out_1PNE)
 
         with torch.enable_grad(), torch.autocast(*ctx.cast):
             start_BTW = x_BTW.detach().requires_grad_()
             attended_BTNE = _attended(block, ctx.place, start_BTW)
             grad_x_BTW, grad_out_BTNE = torch.empty_like(x_BTW), torch.empty_like(attended_BTNE)
-            parts = _tiles(x_BTW, attended_BTNE.detach(), grad_BTW.contiguous(), grad_x_BTW, grad_out_BTNE)
-            for x_1PW, out_1PNE, grad_1PW, grad_x_1PW, grad_out_1PNE in parts:
-                leaves = [x_1PW.requires_grad_(), out_1PNE.requires_grad_()]
-                left_1PW = _left(block, *leaves)
-                found = torch.autograd.grad(left_1PW, [*leaves, *learned], grad_1PW, allow_unused=True)
-                assert found[0] is not None and found[1] is not None
-                grad_x_1PW.copy_(found[0])
-                grad_out_1PNE.copy_(found[1])
-                add(found[2:])
-            found = torch.autograd.grad(attended_BTNE, [start_BTW, *learned], grad_out_BTNE, allow_unused=True)
-            add(found[1:])
-        assert found[0] is not None
+            for part in _tiles(x_BTW, attended_BTNE.detach(), grad_BTW.contiguous(), grad_x_BTW, grad_out_BTNE):
+                tile(*part)
+            (grad_start_BTW,) = back(attended_BTNE, grad_out_BTNE, [start_BTW])
         gradients = (sums[p].to(p.dtype) if p in sums else None for p in ctx.parameters)
-        return None, None, grad_x_BTW.add_(found[0]), *gradients
+        return None, None, grad_x_BTW.add_(grad_start_BTW), *gradients
 
 
 def _attended(block: Block, place: Place, x_BTW: Tensor) -> Tensor:
