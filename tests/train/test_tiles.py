@@ -17,7 +17,7 @@ from bessemer.optim.in_backward import InBackward
 from bessemer.spec.memory import MemorySpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import Mla, ModelShape
-from bessemer.train import recompute, tiles
+from bessemer.train import offload, recompute, tiles
 from bessemer.train.compiled import CompiledBlocks
 from bessemer.train.precision import compute_in
 
@@ -84,6 +84,23 @@ def test_gradients_are_those_of_whole_layers(name: str, rows: int, monkeypatch: 
     assert seen == [torch.Size((1, 64, 64))] * 8 * 3 * 2  # tiles, layers, passes
     assert found.keys() == expected.keys()
     assert max(float((found[key] - expected[key]).abs().max()) for key in found) < 1e-13
+
+
+def test_with_offload_only_inputs_of_layers_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the graphs save while a layer runs forward is seen by no hook around it."""
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 10)
+    stores: list[offload.Offload] = []
+    monkeypatch.setattr(recompute, "Offload", lambda model: stores.append(offload.Offload(model)) or stores[-1])
+    expected = gradients(model_of(SHAPE))
+    model = model_of(SHAPE)
+    recompute.apply(model, "full", offload=True)
+    seen = count_tiles(monkeypatch)
+    for _ in range(2):
+        found = gradients(model)
+        assert max(float((found[key] - expected[key]).abs().max()) for key in found) < 1e-13
+        buffers = {size: len(buffers) for size, buffers in stores[0].free.items()}
+        assert buffers == {TOKENS.numel() * 64 * 8: SHAPE.layers}
+    assert seen
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def tiled(block: Block, x_BTW: Tensor, place: Place) -> Tensor:
 
 
 class _Tiled(torch.autograd.Function):
-    """Both passes record what autograd needs, and the forward pass drops it: one set of graphs serves both."""
+    """Both passes run the graphs made for training, so that one set serves both. What these save in the forward pass is
+    dropped at once, and no hook around the block sees it: offload would carry all of it to the host."""
 
     @staticmethod
     def forward(ctx: Any, block: Block, place: Place, x_BTW: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
@@ -52,7 +53,7 @@ class _Tiled(torch.autograd.Function):
         ctx.cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.save_for_backward(x_BTW)
         made_BTW = torch.empty_like(x_BTW)
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _gone):
             attended_BTNE = _attended(block, place, x_BTW.detach().requires_grad_()).detach()
             for x_1PW, out_1PNE, made_1PW in _tiles(x_BTW, attended_BTNE, made_BTW):
                 left_1PW = _left(block, x_1PW.requires_grad_(), out_1PNE.requires_grad_())
@@ -92,6 +93,14 @@ class _Tiled(torch.autograd.Function):
             (grad_start_BTW,) = back(attended_BTNE, grad_out_BTNE, [start_BTW])
         gradients = (sums[p].to(p.dtype) if p in sums else None for p in ctx.parameters)
         return None, None, grad_x_BTW.add_(grad_start_BTW), *gradients
+
+
+def _drop(_: Tensor) -> None:
+    return None
+
+
+def _gone(_: None) -> Tensor:
+    raise AssertionError("a forward pass in tiles is not gone back through")
 
 
 def _attended(block: Block, place: Place, x_BTW: Tensor) -> Tensor:
