@@ -55,7 +55,7 @@ divided() { # 2
     compare divided --models 1b --systems bessemer:guard.copies=off,memory.weights=fp32 \
         bessemer:guard.copies=off,parallel.shard.alone=true bessemer:guard.copies=off
 }
-long() { # 2, and 6 or more for 8B: one step takes 250 to 320 s
+long() { # 2, and 6 or more for 8B: one step takes 262 s
     python3 "$here/long_context.py" --commit "$commit" --out "$out/long-context.json" --set guard.copies=off
     python3 "$here/long_context.py" --commit "$commit" --out "$out/long-context-8b.json" --contexts --search --timeout 500
 }

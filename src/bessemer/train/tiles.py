@@ -1,7 +1,7 @@
 """Long rows through a layer of which only the input is kept: all that follows attention goes tile by tile.
 
 Behind attention every position is on its own, and there a layer is at its widest. In tiles of some thousand positions
-that room no longer grows with the row: by estimate the last layer's backward pass of an 8B model needs 23 GiB instead
+that room no longer grows with the row: by estimate the last layer's backward pass of an 8B model needs 25 GiB instead
 of 42 for 262,144 tokens. Nothing is computed more often than by a checkpoint around the layer. The weights' gradients
 are summed over tiles in fp32, and rounded once.
 """
