@@ -33,8 +33,8 @@ from bessemer.train.job import Job
 from bessemer.train.precision import compute_in
 from bessemer.train.speed import random_batch
 
-# cuBLAS, cuDNN, the CPU's allocator and the driver say it in their own words.
 OWN = 2 << 30  # bytes beside torch's: the context and libraries of this process
+# cuBLAS, cuDNN, the CPU's allocator and the driver say it in their own words.
 WORDS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
