@@ -64,3 +64,21 @@ def test_short_runs_and_those_with_faults_are_not_kept(
     monkeypatch.setattr(against_plan, "WORTH_KEEPING_S", 0.0)
     Session(make_spec("faulty"), faults=Faults()).train()
     assert not list((tmp_path / "cache").rglob("*.runs.jsonl"))
+
+
+def test_a_step_is_measured_before_the_first_one_and_changes_nothing(
+    make_spec: Callable[..., RunSpec], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plain = make_spec("plain", dropout={"residual": 0.1})
+    measured = make_spec("measured", dropout={"residual": 0.1})
+    Session(plain).train()
+    monkeypatch.setattr(against_plan, "WORTH_MEASURING_S", 0.0)
+    estimates = []
+    kept = against_plan.estimate_duration
+    monkeypatch.setattr(against_plan, "estimate_duration", lambda *a: estimates.append(kept(*a)) or estimates[-1])
+    Session(measured).train()
+    (estimate,) = estimates
+    assert estimate is not None and estimate.seconds > 0 and "measured before the first step" in estimate.basis
+    losses = [[step["loss"] for step in Run(run_folder(spec)).metrics()] for spec in (plain, measured)]
+    assert losses[0] == losses[1]

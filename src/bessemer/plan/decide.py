@@ -82,6 +82,11 @@ class TrainPlan:
         return TrainPlan(**data)
 
 
+def vocab_limit(width: int) -> int:
+    """The largest vocabulary that `auto` chooses for a model of that width."""
+    return 4096 if width < 256 else 65_536
+
+
 def decide_vocab(spec: RunSpec, corpus_bytes: int, plan: Plan) -> int:
     """Vocabulary of a tokenizer that is to be trained."""
     width = model_shape(spec.model, vocab=0).width
@@ -89,8 +94,8 @@ def decide_vocab(spec: RunSpec, corpus_bytes: int, plan: Plan) -> int:
     while vocab < 65_536 and corpus_bytes > vocab * 16_000:
         vocab *= 2
     reason = f"{human_count(corpus_bytes)} bytes of text: about 16,000 bytes for each token to learn from"
-    if width < 256 and vocab > 4096:
-        vocab, reason = 4096, f"a width of {width} would spend most of its parameters on a larger embedding"
+    if vocab > (limit := vocab_limit(width)):
+        vocab, reason = limit, f"a width of {width} would spend most of its parameters on a larger embedding"
     return int(plan.choose("tokenizer.vocab", spec.tokenizer.vocab, (vocab, reason, "rule"), EMPIRICAL))
 
 

@@ -1,7 +1,7 @@
 """What a run will do, said before it does: memory, tokens a second, utilisation and time, with an error bar.
 
-The hardware catalogue gives a step's time, and what earlier runs on this machine did corrects it. A device that is in
-no catalogue has a prediction only once such a run, or `bessemer bench`, has measured it.
+The hardware catalogue gives a step's time, and what earlier runs on this machine did corrects it. On a device that is
+in no catalogue it follows from a short measurement before the first step, from earlier runs, or from `bessemer bench`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from bessemer.spec.shape import ModelShape
 
 MEMORY_ERROR = 0.05  # of a GPU's peak; the bar is twice that, the worst of all peaks in docs/planner-accuracy.md
 PROCESS_ERROR = 0.15  # of a process on a CPU, whose libraries take more than a small model
+MEASURED_ERROR = 0.125  # of a step's time that follows from one measured row; the bar is twice that
 BAR = 2.0  # times the mean error: nine of ten measured rows lay within 1.4 to 2.8 times it (data/steptime.json)
 LATER = "predictions begin once a run has ended here, or after `bessemer bench`"
 
@@ -94,12 +95,13 @@ class Occasion:
         return float(self.shape.flops_per_token(context) * self.rows * context)
 
 
-def expect(occasion: Occasion, records: list[RunRecord]) -> Expected:
-    """The prediction; `records` are of earlier runs on this machine."""
+def expect(occasion: Occasion, records: list[RunRecord], measured_s: float | None = None) -> Expected:
+    """The prediction; `records` are of earlier runs on this machine, `measured_s` the time of a step as measured just
+    now (`train/speed.py`), which is used where the catalogue says nothing."""
     shape, training, machine = occasion.shape, occasion.training, occasion.machine
     processes = occasion.layout.size
     found = correction(records, training.precision, processes, shape.parameters, occasion.compiled)
-    step_s, error, basis, base_s = _step(occasion, found)
+    step_s, error, basis, base_s = _step(occasion, found, measured_s)
     estimated = _memory(occasion)
     memory, memory_error = _corrected_memory(machine, estimated, found)
     tokens = occasion.rows * training.context
@@ -121,7 +123,9 @@ def expect(occasion: Occasion, records: list[RunRecord]) -> Expected:
     )
 
 
-def _step(occasion: Occasion, found: Correction | None) -> tuple[float | None, float | None, str, float | None]:
+def _step(
+    occasion: Occasion, found: Correction | None, measured_s: float | None
+) -> tuple[float | None, float | None, str, float | None]:
     """Seconds, their error, what both rest on, and the seconds before any correction."""
     known = _catalogued(occasion)
     if not isinstance(known, str):
@@ -129,6 +133,8 @@ def _step(occasion: Occasion, found: Correction | None) -> tuple[float | None, f
         if found and found.step:
             return base_s * found.step, found.error, f"the catalogue, corrected by {found.source}", base_s
         return base_s, error, basis, base_s
+    if measured_s is not None:
+        return measured_s, MEASURED_ERROR, "passes over a few rows, measured before the first step", None
     if found:
         return occasion.flops / found.flops_per_s, found.error, found.source, None
     machine = occasion.machine

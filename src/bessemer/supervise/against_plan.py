@@ -12,14 +12,18 @@ from bessemer.guard.detect.gap import PlanGap
 from bessemer.parallel.parts import local
 from bessemer.plan.actual import EXPECTED, actual, comparison_json, side_by_side
 from bessemer.plan.decision import Plan
+from bessemer.plan.duration import estimate_duration
 from bessemer.plan.expect import Expected, Occasion, expect, note_expected, record_of
 from bessemer.plan.history import history_path, keep_record, load_records
 from bessemer.plan.machine import Machine
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import bench_count
 from bessemer.train.job import Job
+from bessemer.train.speed import training_rate
+from bessemer.train.step_probe import step_seconds
 from bessemer.train.surroundings import Around
 
+WORTH_MEASURING_S = 10.0  # of all steps, by their products alone: a shorter run has ended before it matters
 WORTH_KEEPING_S = 10.0  # of compared steps: shorter runs say more of the moment than of the machine
 
 
@@ -33,13 +37,26 @@ class AgainstPlan:
             job.spec, shape, job.plan, machine, job.world.layout, max(hosts.values(), default=1), job.peak_flops,
             _beside(job),
         )  # fmt: skip
-        self.expected: Expected = expect(self.occasion, load_records(self.path))
+        self.expected: Expected = expect(self.occasion, load_records(self.path), self._measured_step())
+        self.duration = estimate_duration(self.occasion, self.expected, job.start_step, self._rate_of)
         note_expected(self.expected, plan)
         job.run.write_file(EXPECTED, self.expected.to_json())
         job.run.write_file("plan.json", plan.to_json())
         self.around = Around(job.device)
         if job.world.main:
             job.watch.gap = PlanGap(self.expected, self.around)
+
+    def _measured_step(self) -> float | None:
+        """Seconds, where no catalogue has the device and the run is long enough to ask."""
+        job, occasion = self.job, self.occasion
+        if job.device.type == "cuda" or occasion.flops * job.plan.total_steps < WORTH_MEASURING_S * job.peak_flops:
+            return None
+        return step_seconds(job, occasion.rows, job.peak_flops)
+
+    def _rate_of(self, shape: ModelShape) -> float:
+        """Tokens/s of another shape here, with this run's context and precision."""
+        training = self.occasion.training
+        return training_rate(shape, training.context, 1, training.precision, self.job.device, budget_s=0.3)
 
     def end(self, keep: bool) -> None:
         """Tell plan and run side by side; `keep` what the run says of the machine."""

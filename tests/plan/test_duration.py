@@ -1,0 +1,89 @@
+"""How long a run takes here, and the smaller run that takes 20 minutes."""
+
+from dataclasses import replace
+
+import pytest
+
+from bessemer.plan.decide import Interval, TrainPlan
+from bessemer.plan.duration import estimate_duration, rough_time
+from bessemer.plan.expect import Expected, Occasion, expect
+from bessemer.plan.layout import ALONE
+from bessemer.plan.machine import Machine
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import PRESETS, ModelShape, with_vocab
+
+CPU = Machine("cpu", "Some CPU", 16 << 30, 2, {"fp32": 1e11, "bf16": 1e10})
+STEPS, ROWS, CONTEXT = 1500, 64, 512
+
+
+def first_run(machine: Machine = CPU, preset: str = "10M", **spec: object) -> Occasion:
+    training = TrainPlan(
+        context=CONTEXT, batch_rows=((0, ROWS),), micro_rows=32, activations="none", total_steps=STEPS, peak_lr=1e-3,
+        warmup_steps=30, precision="fp32", weights="fp32", compile="off", evaluate=Interval(100, None),
+        evaluate_tokens=ROWS * CONTEXT * 3, save=Interval(100, None), look=Interval(50, None), copy=Interval(32, None),
+        mixtures=(),
+    )  # fmt: skip
+    written = RunSpec.model_validate({"model": preset, "data": {"sources": {"notes": "data/"}}, **spec})
+    return Occasion(written, with_vocab(PRESETS[preset], 8192), training, machine, ALONE, 1, peak_flops=1e11)
+
+
+def at(rate: float, occasion: Occasion) -> Expected:
+    return expect(occasion, [], measured_s=ROWS * CONTEXT / rate)
+
+
+def test_the_duration_is_that_of_the_steps_left_and_their_evaluations() -> None:
+    occasion = first_run()
+    tokens = STEPS * ROWS * CONTEXT
+    evaluations = 15 * ROWS * CONTEXT * 3 / 3  # a forward pass is a third of a step
+    found = estimate_duration(occasion, at(1000.0, occasion))
+    assert found is not None and found.smaller is None  # nobody to measure smaller models
+    assert found.seconds == pytest.approx((tokens + evaluations) / 1000.0)
+    half = estimate_duration(occasion, at(1000.0, occasion), start_step=STEPS // 2)
+    assert half is not None and half.seconds == pytest.approx(found.seconds / 2)
+    assert str(found) == "about 14 h here (1,000 tokens/s)"
+    unknown = replace(at(1000.0, occasion), step_s=None, tokens_per_s=None)
+    assert estimate_duration(occasion, unknown) is None
+
+
+def test_a_long_run_names_the_largest_preset_of_twenty_minutes() -> None:
+    measured: list[int] = []
+    occasion = first_run(preset="30M")
+    rate = 6000.0
+
+    def rate_of(shape: ModelShape) -> float:
+        measured.append(shape.width)
+        return rate * occasion.shape.flops_per_token(CONTEXT) / shape.flops_per_token(CONTEXT)
+
+    found = estimate_duration(occasion, at(rate, occasion), rate_of=rate_of)
+    assert found is not None and found.smaller is not None and found.seconds > 3600
+    assert (found.smaller.preset, found.smaller.tokens) == ("3M", None) and 600 < found.smaller.seconds <= 1200
+    assert str(found) == "about 2.3 h here (6,000 tokens/s); `model: 3M` takes 19 min"
+    assert measured == [192]  # larger presets take too long even at this model's FLOP/s, and are not tried
+
+
+def test_where_no_preset_is_fast_enough_the_smallest_reads_fewer_tokens() -> None:
+    occasion = first_run()
+    found = estimate_duration(occasion, at(100.0, occasion), rate_of=lambda shape: 500.0)
+    assert found is not None and found.smaller is not None
+    assert (found.smaller.preset, found.smaller.seconds) == ("1M", 1200)
+    assert str(found).endswith("`model: 1M` with `budget.tokens: 590K` takes 20 min")
+    continued = first_run(start_from="runs/other")
+    kept = estimate_duration(continued, at(100.0, continued), rate_of=lambda shape: 1e9)
+    assert kept is not None and kept.smaller is not None and kept.smaller.preset is None
+    assert "; `budget.tokens: 110K` takes 20 min" in str(kept)
+
+
+def test_short_runs_and_gpus_have_no_suggestion() -> None:
+    occasion = first_run()
+    quick = estimate_duration(occasion, at(1e5, occasion), rate_of=lambda shape: 1e9)
+    assert quick is not None and quick.smaller is None
+    gpu = first_run(replace(CPU, device="mps"))
+    slow = estimate_duration(gpu, at(100.0, gpu), rate_of=lambda shape: 1e9)
+    assert slow is not None and slow.smaller is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(40, "40 s"), (1200, "20 min"), (12_600, "3.5 h"), (198_000, "55 h"), (1_036_800, "12 days")]
+)
+def test_rough_times(seconds: float, words: str) -> None:
+    assert rough_time(seconds) == words
