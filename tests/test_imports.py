@@ -56,3 +56,32 @@ def test_help_is_light() -> None:
     assert "Usage" in printed
     assert "bessemer.cli.main" in modules
     assert modules & HEAVY == set()
+
+
+FIRST_STEP = """
+import sys
+from pathlib import Path
+from bessemer.observe.view import RunView
+from bessemer.spec.load import load_spec
+from bessemer.supervise.session import train
+
+class View(RunView):
+    def step(self, record):
+        print(*(name for name in {unused!r} if name in sys.modules))
+
+train(load_spec(Path({spec!r})), View())
+"""
+
+
+def test_the_first_step_of_one_process_loads_no_distributed_tensors_and_no_compiler(tmp_path: Path) -> None:
+    """Together they take as long to import as torch itself. (Saves do: torch's checkpoint writer needs DTensor.)"""
+    unused = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy"]
+    rows, spec = tmp_path / "rows.jsonl", tmp_path / "tiny.yaml"
+    rows.write_text("".join(json.dumps({"text": f"row {i} of few"}) + "\n" for i in range(40)))
+    spec.write_text(
+        f"{{name: tiny, runs: {tmp_path}, model: {{width: 16, layers: 1, heads: 2}}, tokenizer: {{vocab: 300}},"
+        f" data: {{sources: {{a: {{path: {rows}}}}}, context: 16}}, budget: {{steps: 1, batch: 32}}}}"
+    )
+    modules, printed = modules_after(FIRST_STEP.format(spec=str(spec), unused=unused))
+    assert "torch" in modules
+    assert printed == "\n"

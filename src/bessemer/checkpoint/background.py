@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from bessemer.dtensor import is_dtensor
 
 Result = TypeVar("Result")
 State = dict[str, Tensor]
@@ -38,7 +38,7 @@ def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
 
 def _here(tensor: Tensor) -> Tensor:
     """What this process holds of it; the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def state_bytes(state: State) -> int:
@@ -77,8 +77,11 @@ def _alike(held: Tensor, tensor: Tensor) -> bool:
 
 def _host_memory(tensor: Tensor) -> Tensor:
     memory = _locked(_here(tensor))
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return memory
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     # Built by hand: torch's own way would move it to the mesh's device.
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)

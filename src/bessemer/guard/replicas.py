@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from bessemer.dtensor import is_dtensor
 from bessemer.guard.detect.alarm import Alarm, alarm
 from bessemer.parallel.parts import local
 from bessemer.parallel.world import World
@@ -67,7 +67,7 @@ def odd_ones_out(digests: Sequence[int]) -> list[int]:
 
 def part_of(parameter: Tensor) -> str:
     """Which part of a divided tensor this process holds: others that say the same hold the same. Empty for a whole."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return ""
     mesh = parameter.device_mesh
     at = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), parameter.placements, strict=True)

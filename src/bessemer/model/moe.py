@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from bessemer.dtensor import is_dtensor
 from bessemer.model.ffn import ACTIVATIONS, FeedForward
 from bessemer.model.router import Routing, account, check, choose
 from bessemer.spec.shape import Activation, Moe
@@ -207,7 +207,7 @@ def _stack(experts: int, out: int, width: int) -> nn.Parameter:
 
 def _held(parameter: Tensor) -> Tensor:
     """This process's experts."""
-    held: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    held: Tensor = parameter.to_local() if is_dtensor(parameter) else parameter
     return held
 
 

@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.size, self.eps, self.offset = (size,), eps, offset
-        self.weight = nn.Parameter(torch.ones(size) - offset)
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.offset:

@@ -24,6 +24,14 @@ from bessemer.model.sight import Sight
 from bessemer.spec.shape import ModelShape
 
 
+class Embedding(nn.Embedding):
+    """torch's, but values for a table without memory are not drawn: on the meta device that imports torch._dynamo."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class HeadTransform(nn.Module):
     """BERT's layer before the output embedding."""
 
@@ -51,15 +59,15 @@ class Decoder(nn.Module):
         self.shape, self.dropout = shape, 0.0
         self.chain: Chain | None = None
         self._table: Tensor | None = None
-        self.embedding = nn.Embedding(shape.vocab, shape.width)
+        self.embedding = Embedding(shape.vocab, shape.width)
         if shape.positions == "learned":
-            self.position = nn.Embedding(shape.max_positions, shape.width)
+            self.position = Embedding(shape.max_positions, shape.width)
         if shape.positions == "relative":
             self.relative = RelativeBias(
                 shape.relative_buckets, shape.relative_distance, shape.heads, bidirectional=not shape.causal
             )
         if shape.token_types:
-            self.types = nn.Embedding(shape.token_types, shape.width)
+            self.types = Embedding(shape.token_types, shape.width)
         if shape.embedding_norm:
             self.embedding_norm = make_norm(shape)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
@@ -200,7 +208,8 @@ def build(
             parameter.data = parameter.data.to(matrices)
     if str(device) == "meta":
         return model
-    model.to_empty(device=device)
+    # As `to_empty`, whose `empty_like` of meta tensors imports sympy.
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     if not shape.wrapped:  # which has first weights of its own
         init_weights(model, seed, init)
     return model

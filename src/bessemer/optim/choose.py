@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bessemer.optim.eager import eager
 from bessemer.optim.groups import freeze, lr_scales
 from bessemer.optim.guarded import FUSED, HOST, SELECT, Guarded, Named
 from bessemer.optim.in_backward import InBackward
@@ -40,25 +41,25 @@ class Kind:
 
 
 KINDS = {
-    "adamw": Kind(torch.optim.AdamW, ("step", "exp_avg", "exp_avg_sq"), capturable=True),
-    "adam": Kind(torch.optim.Adam, ("step", "exp_avg", "exp_avg_sq"), capturable=True),
-    "sgd": Kind(torch.optim.SGD, ("momentum_buffer",)),
-    "adagrad": Kind(torch.optim.Adagrad, ("step", "sum")),
-    "rmsprop": Kind(torch.optim.RMSprop, ("step", "square_avg", "momentum_buffer"), capturable=True),
+    "adamw": Kind(eager(torch.optim.AdamW), ("step", "exp_avg", "exp_avg_sq"), capturable=True),
+    "adam": Kind(eager(torch.optim.Adam), ("step", "exp_avg", "exp_avg_sq"), capturable=True),
+    "sgd": Kind(eager(torch.optim.SGD), ("momentum_buffer",)),
+    "adagrad": Kind(eager(torch.optim.Adagrad), ("step", "sum")),
+    "rmsprop": Kind(eager(torch.optim.RMSprop), ("step", "square_avg", "momentum_buffer"), capturable=True),
     "nadam": Kind(
-        torch.optim.NAdam,
+        eager(torch.optim.NAdam),
         ("step", "mu_product", "exp_avg", "exp_avg_sq"),
         {"decoupled_weight_decay": True},
         capturable=True,
     ),
     "radam": Kind(
-        torch.optim.RAdam, ("step", "exp_avg", "exp_avg_sq"), {"decoupled_weight_decay": True}, capturable=True
+        eager(torch.optim.RAdam), ("step", "exp_avg", "exp_avg_sq"), {"decoupled_weight_decay": True}, capturable=True
     ),
-    "adamax": Kind(torch.optim.Adamax, ("step", "exp_avg", "exp_inf"), capturable=True),
-    "lion": Kind(Lion, ("exp_avg",)),
-    "adafactor": Kind(torch.optim.Adafactor, ("step", "row_var", "col_var", "variance")),
+    "adamax": Kind(eager(torch.optim.Adamax), ("step", "exp_avg", "exp_inf"), capturable=True),
+    "lion": Kind(eager(Lion), ("exp_avg",)),
+    "adafactor": Kind(eager(torch.optim.Adafactor), ("step", "row_var", "col_var", "variance")),
     # Moonshot's scaling gives updates the size of AdamW's, so that one learning rate serves both parts.
-    "muon": Kind(torch.optim.Muon, ("momentum_buffer",), {"adjust_lr_fn": "match_rms_adamw"}),
+    "muon": Kind(eager(torch.optim.Muon), ("momentum_buffer",), {"adjust_lr_fn": "match_rms_adamw"}),
 }
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from bessemer.dtensor import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,20 @@ class Place:
 @torch.no_grad()
 def held(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor; the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def part_of(parameter: nn.Parameter) -> nn.Parameter:
     """What an optimizer is given instead of a divided parameter; a whole one stays as it is."""
-    return nn.Parameter(held(parameter)) if isinstance(parameter, DTensor) else parameter
+    return nn.Parameter(held(parameter)) if is_dtensor(parameter) else parameter
 
 
 def place_of(parameter: Tensor) -> Place:
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return Place(0, parameter.numel())
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     mesh, placements = parameter.device_mesh, parameter.placements
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     first = sum(at * step for at, step in zip(offset, parameter.stride(), strict=True))
@@ -51,8 +53,11 @@ def place_of(parameter: Tensor) -> Place:
 def of_whole(tensor: Tensor, parameter: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """A part of state beside a part of a parameter, as a part of the whole's state; the same memory. `shape` is that of
     the whole state, where it is not the parameter's. Built by hand: `from_local` would move what lies on the host."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return tensor
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     size = torch.Size(parameter.shape if shape is None else shape)
     strides = torch.empty(size, device="meta").stride()
     meta = TensorMeta(size, strides, tensor.dtype)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from bessemer.model.moe import MixtureOfExperts
 from bessemer.parallel.parts import local
@@ -65,6 +64,8 @@ class Sending:
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give each process of the mesh its experts, in place."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
             layer.dispatch = Sending(mesh.get_group(), mesh.size())

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from bessemer.dtensor import is_dtensor
 from bessemer.parallel.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """What this process holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def shards(tensor: Tensor) -> int:
     """Into how many parts it is divided."""
     count = 1
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         for dimension, placement in enumerate(tensor.placements):
             count *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)
     return count
@@ -47,6 +50,8 @@ def square_of(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
 
 def place_of(tensor: DTensor) -> tuple[slice, ...]:
     """Where in the whole this process's part lies."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
 
@@ -54,4 +59,4 @@ def place_of(tensor: DTensor) -> tuple[slice, ...]:
 @torch.no_grad()
 def fill(tensor: Tensor, whole: Tensor) -> None:
     """Take this process's part of a whole that every process has."""
-    local(tensor).copy_(whole[place_of(tensor)] if isinstance(tensor, DTensor) else whole)
+    local(tensor).copy_(whole[place_of(tensor)] if is_dtensor(tensor) else whole)

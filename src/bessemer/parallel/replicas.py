@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
 
 from bessemer.errors import UserError
 from bessemer.optim.choose import make_optimizer
@@ -41,6 +40,8 @@ def add_up_gradients(model: Any, world: World, asked: ReplicasSpec) -> Told | No
             )
         WideSums(model, mesh.get_group())
         return None
+    from torch.distributed._composable.replicate import replicate
+
     replicate(model, device_mesh=mesh, bucket_cap_mb=asked.bucket_mb, static_graph=asked.static_graph)
     if asked.compress == "powersgd":
         low_rank = LowRank(mesh.get_group(), asked.rank)

@@ -6,12 +6,11 @@ Gradients are sums, never means: a loss is divided by the tokens of the whole st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bessemer.model.init import init_weights
 from bessemer.model.transformer import network
@@ -20,6 +19,9 @@ from bessemer.parallel.parts import fill
 from bessemer.parallel.replicas import Told, add_up_gradients
 from bessemer.parallel.world import World
 from bessemer.spec.parallel import ParallelSpec, ShardSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def lay_over(
@@ -34,6 +36,8 @@ def lay_over(
         return None
     if not world.divided:
         return add_up_gradients(model, world, asked.replicas)
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     mesh = world.mesh["dp_replicate", "dp_shard"] if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     # A pipeline passes through its layers once for each micro-batch: they stay gathered until the step is over.
@@ -45,6 +49,8 @@ def lay_over(
 
 def shard_weights(root: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, asked: ShardSpec) -> None:
     """FSDP2 over groups of layers, and over the rest. Experts that are divided among processes already stay out."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
     reshard = {"auto": None, "always": True, "never": False}[asked.reshard]
     blocks = [block for block in root.blocks if any(True for _ in block.parameters())]
     groups = [blocks[i : i + asked.layers] for i in range(0, len(blocks), asked.layers)]

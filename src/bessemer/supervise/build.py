@@ -30,7 +30,6 @@ from bessemer.parallel.experts import divide_experts
 from bessemer.parallel.replicas import optimizer_of_replicas
 from bessemer.parallel.ring import Ring
 from bessemer.parallel.shard import first_weights, lay_over
-from bessemer.parallel.tensor import divide_tensors
 from bessemer.parallel.world import World
 from bessemer.plan.decide import HALF, TrainPlan, keeping
 from bessemer.run.directory import RunWriter
@@ -89,6 +88,8 @@ def divide(model: Decoder, world: World, spec: RunSpec, cuts: tuple[range, ...])
         pipeline = Pipeline(model, world, spec.parallel.pipeline, cuts)
     if layout.tp > 1:
         assert mesh is not None
+        from bessemer.parallel.tensor import divide_tensors
+
         divide_tensors(model, mesh["tp"], spec.parallel.sequence)
     if layout.ep > 1:
         assert mesh is not None

@@ -22,7 +22,6 @@ from bessemer.model.sight import Sight, document_borders
 from bessemer.model.transformer import Decoder
 from bessemer.parallel.context import Columns
 from bessemer.parallel.parts import local
-from bessemer.parallel.tensor import divides_words, whole_hidden
 from bessemer.spec.objectives import LossSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -133,6 +132,8 @@ class Pretrain:
         head_VW, words = model.head_weight, None
         bias_V: Tensor | None = model.head_bias
         if self.tensors is not None:
+            from bessemer.parallel.tensor import divides_words, whole_hidden
+
             divided = divides_words(model.shape, self.tensors.size())
             hidden_BTW = whole_hidden(hidden_BTW, self.tensors, divided)
             head_VW, bias_V = local(head_VW), None if bias_V is None else local(bias_V)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bessemer.model.transformer import Decoder
-from bessemer.parallel.tensor import sequential
 from bessemer.train.objective import Feed, Pretrain, Terms
 from bessemer.train.precision import compute_in
 
@@ -23,6 +22,8 @@ class Passage:
     """What the loop asks of a pipeline."""
 
     def __init__(self, pipeline: Pipeline, model: Decoder, objective: Pretrain, precision: str, sequence: bool) -> None:
+        from bessemer.parallel.tensor import sequential
+
         self.pipeline, self.model, self.objective = pipeline, model, objective
         device, world = pipeline.world.device, pipeline.world
 

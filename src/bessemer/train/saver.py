@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed.checkpoint  # two seconds that would be taken for the cost of the first save
 
 from bessemer.checkpoint.background import Staging, State, in_background, state_bytes
 from bessemer.checkpoint.manifest import Damaged, Manifest
@@ -88,6 +87,8 @@ class CheckpointSaver:
 
         A refused write is an event, not the end: the older checkpoints are still there.
         """
+        import torch.distributed.checkpoint  # over a second, which is no cost of the first save
+
         began_s = time.perf_counter()
         self.wait(job)
         save = Save(step, self.shelf.reserve(step), began_s)
