@@ -309,10 +309,11 @@ class _Job:
             tokenizer = self.loaded
             if tokenizer is None:
                 most = f"at most {self.spec.sample / 1e6:.0f} MB of text"
-                self.meter.say(f"training a tokenizer of {self.vocab:,} tokens on {most}")
-                tokenizer = Tokenizer.train(
-                    self._sample(sources), self.vocab, eos, kind=self.spec.kind, special=self.special
-                )
+                what = f"training a tokenizer of {self.vocab:,} tokens"
+                self.meter.say(f"{what} on {most}")
+                size = min(self.spec.sample, sum(source.text_bytes for source in sources.values()))
+                texts = self.meter.counting(self._sample(sources), f"{what}: reading", size, f"{what}: choosing them")
+                tokenizer = Tokenizer.train(texts, self.vocab, eos, kind=self.spec.kind, special=self.special)
             temporary = path.with_suffix(".tmp")
             tokenizer.save(temporary)
             sync(temporary)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bessemer.observe.view import RunView
+from bessemer.observe.activity import QUIET_S
+from bessemer.observe.view import LONG_STEP_S, RunView
 from bessemer.observe.words import perplexity, sparkline
 from bessemer.spec.quantity import human_bytes, human_time
 
@@ -33,7 +35,6 @@ class LiveView(RunView):
         super().__init__(spec_path)
         self.console = console or Console()
         self._live: Live | None = None
-        self._status = ""
 
     def open(self) -> None:
         self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=True)
@@ -45,35 +46,51 @@ class LiveView(RunView):
             self._live = None
 
     def show(self, text: str) -> None:
-        self._status = ""
         style = next((colour for word, colour in _COLOURS.items() if text.startswith(word)), "")
         self.console.print(Text(text, style=style))
 
     def progress(self, text: str) -> None:
         self.log(f"data  {text}")
-        self._status = text
+        self.activity(text)
 
-    def render(self) -> Group | Text:
-        """The panel as it stands now."""
-        if not self.recent:
-            return Text(self._status or "starting", style="dim")
-        smooth, last = self.smooth(), self.recent[-1]
+    def render(self) -> RenderableType:
+        """The panel as it stands now, and below it what is done outside of steps, once that takes long."""
+        now, doing = time.monotonic(), self.doing
+        if not (self.recent or self.within):
+            return doing.render(now) if doing.what else Text("starting", style="dim")
+        waits = doing.what and now - doing.began_s > QUIET_S
+        return Group(self._panel(now), doing.render(now)) if waits else self._panel(now)
+
+    def _panel(self, now: float) -> Panel:
+        """Numbers of the last steps; of a step that takes long, its micro-batches."""
+        smooth, within = self.smooth() if self.recent else None, self.within
+        done: float = self.recent[-1]["step"] + 1 if self.recent else 0
+        left_s = smooth["left_s"] if smooth else None
+        step = f"step {max(1, int(done)):,}/{self.total:,}"
+        if within and (not self.recent or now - within.began_s > LONG_STEP_S):
+            done, step = within.step + within.share, f"step {within.step + 1:,}/{self.total:,}"
+            step += f"  micro-batch {within.done}/{within.total}" if within.total > 1 else ""
+            left_s = within.left_s(self.total) if left_s is None else max(0.0, left_s - (now - within.began_s))
         bar = Table.grid(expand=True, padding=(0, 1))
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, justify="right")
         bar.add_row(
-            f"step {last['step'] + 1:,}/{self.total:,}",
-            ProgressBar(total=max(1, self.total), completed=last["step"] + 1),
-            f"{human_time(smooth['left_s'])} left",
+            step,
+            ProgressBar(total=max(1, self.total), completed=done),
+            f"{human_time(left_s)} left" if left_s is not None else "",
         )
-        cells = self._cells(last, smooth)
+        if smooth:
+            cells = self._cells(self.recent[-1], smooth)
+        else:
+            rate = within.tokens_per_s if within else None
+            cells = [("tokens/s", f"{rate:,.0f}" if rate else "-")]
         columns = max(1, min(4, (self.console.width - 2) // (_CELL + 2)))
         table = Table.grid(padding=(0, 2))
         for start in range(0, len(cells), columns):
             row = cells[start : start + columns]
             table.add_row(*(Text.assemble((f"{name} " if name else "", "dim"), value) for name, value in row))
-        return Group(Panel(Group(bar, table), title="training", title_align="left", border_style="dim"))
+        return Panel(Group(bar, table), title="training", title_align="left", border_style="dim")
 
     def _cells(self, last: dict[str, Any], smooth: dict[str, float]) -> list[tuple[str, str]]:
         """(name, value) of each number; none is wider than _CELL, so that a narrow terminal only gets more rows."""

@@ -13,8 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from bessemer.observe.activity import EVERY_S, Activity, PlainLines
+from bessemer.observe.step_progress import StepProgress
 from bessemer.observe.words import event_line, resume_hint, step_line, validation_line
 from bessemer.run.directory import Run
+
+LONG_STEP_S = 2.0  # from here on a step shows its micro-batches
 
 
 class RunView:
@@ -30,8 +34,10 @@ class RunView:
         self.last_validation: dict[str, Any] | None = None
         self.expected_rate: float | None = None  # tokens/s of the plan
         self.vetoes = self.clipped = self.steps_seen = 0
+        self.within: StepProgress | None = None  # the step that is being computed
+        self.doing = Activity()  # outside of steps
         self._log: TextIO | None = None
-        self._line_due = 0.0
+        self._line_due = self._micro_line_due = self._progress_due = 0.0
         self._stride = 1
 
     @contextmanager
@@ -64,15 +70,35 @@ class RunView:
         self.log(text)
         self.show(text)
 
+    def activity(self, what: str, done: int = 0, total: int = 0) -> None:
+        """What is being done outside of steps, and how much of it; nothing to end it."""
+        self.doing = self.doing.next(what, done, total)
+
     def progress(self, text: str) -> None:
-        """A line about preparing, before the first step."""
-        self.say(f"data  {text}")
+        """About preparing, before the first step. A new kind of work is a line at once; how far it is, now and then."""
+        former, now = self.doing, time.monotonic()
+        self.activity(text)
+        if self.doing.began_s != former.began_s or now >= self._progress_due:
+            self._progress_due = now + EVERY_S
+            self.say(f"data  {text}")
 
     def planned(self, rows: list[tuple[str, str, str, str]], summary: str) -> None:
         """The decisions (key, value, reason, source) and one line that sums them up."""
         for key, value, reason, source in rows:
             self.log(f"plan  {key} = {value}  ({reason}; {source})")
         self.say(f"plan  {summary}")
+
+    def micro_batch(self, step: int, done: int, total: int, tokens: int) -> None:
+        """How far the step is that is being computed. A long one gets lines of its own, fewer once steps are known."""
+        now = time.monotonic()
+        if self.within is None or done == 0:
+            self.within = StepProgress(step, total, tokens, now)
+            self.activity("")
+            return
+        self.within.advance(done, now)
+        if now >= max(self._micro_line_due, self.within.began_s + LONG_STEP_S) and total > 1:
+            self._micro_line_due = now + self.line_every_s * (6 if self.recent else 1)
+            self.step_shown(self.within.line(self.total))
 
     def step(self, record: dict[str, Any]) -> None:
         self.recent.append(record)
@@ -135,6 +161,19 @@ class LineView(RunView):
         super().__init__(spec_path)
         self.line_every_s = line_every_s
         self.out: TextIO | None = out or sys.stdout
+        self._waiting: PlainLines | None = None
+
+    def open(self) -> None:
+        self._waiting = PlainLines(self.say)
+
+    def close(self) -> None:
+        if self._waiting:
+            self._waiting.close()
+
+    def activity(self, what: str, done: int = 0, total: int = 0) -> None:
+        super().activity(what, done, total)
+        if self._waiting:
+            self._waiting.current = self.doing
 
     def show(self, text: str) -> None:
         if self.out is None:

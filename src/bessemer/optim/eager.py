@@ -1,5 +1,5 @@
-"""torch's optimizers without their torch.compile wrappers. The first call of a wrapped method imports torch._dynamo, which
-takes 1.7 s on a laptop core; no optimizer is compiled here. The wrapped functions run as they are, so no number changes.
+"""torch's optimizers without their torch.compile wrappers. The first call of a wrapped method imports torch._dynamo,
+which takes 1.7 s on one core; no optimizer is compiled here. The wrapped functions run as they are: no number changes.
 """
 
 from __future__ import annotations

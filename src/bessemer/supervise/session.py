@@ -277,7 +277,7 @@ class Session:
         hung = Hung(job, self.view.log)
         hang = job.spec.guard.detect.hang
         with (
-            self._signals(),
+            self._signals(job),
             Watchdog(hang, hung.tell, on_end=hung.end if job.world.size > 1 else None) as job.watchdog,
         ):
             while True:
@@ -299,8 +299,9 @@ class Session:
                     return ended
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's warning) finish the step; a second Ctrl-C leaves at once."""
+    def _signals(self, job: Job) -> Iterator[None]:
+        """Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's warning) end the step at its next micro-batch, or finish it where
+        that cannot be; a second Ctrl-C leaves at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -309,7 +310,12 @@ class Session:
             if self.interrupt.signal and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.interrupt.signal = signal.Signals(number).name
-            self.view.say("finishing the step and saving; press Ctrl-C again to leave at once")
+            what = (
+                "leaving this step, which is computed again after a resume,"
+                if job.can_abandon
+                else "finishing the step"
+            )
+            self.view.say(f"{what} and saving; press Ctrl-C again to leave at once")
 
         former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,15 +83,31 @@ class Evaluator:
         return bool(self.parts)
 
     @torch.no_grad()
-    def evaluate(self, model: Decoder, objective: Pretrain, pipeline: Passage | None = None) -> Validation:
-        """Costs one forward pass over the chosen tokens; changes nothing."""
+    def evaluate(
+        self, model: Decoder, objective: Pretrain, pipeline: Passage | None = None,
+        on_batch: Callable[[int, int], None] | None = None,
+    ) -> Validation:  # fmt: skip
+        """Costs one forward pass over the chosen tokens; changes nothing. `on_batch` is given the passes done and their
+        number, before each; what it raises ends the evaluation."""
+        model.eval()
+        try:
+            return self._evaluate(model, objective, pipeline, on_batch or (lambda done, total: None))
+        finally:
+            model.train()
+
+    def _evaluate(
+        self, model: Decoder, objective: Pretrain, pipeline: Passage | None, on_batch: Callable[[int, int], None]
+    ) -> Validation:
         world, together = self.world, self.world.layout.pp
         sums: dict[str, tuple[float, float, int]] = {}
-        model.eval()
+        stride, done = world.layout.dp * together, 0
+        passes = sum(-(-steps // stride) for _, steps in self.parts.values())
         for name, (stream, steps) in self.parts.items():
             loss, correct, count = 0.0, 0.0, 0
             mine = objective.on(name)
-            for start in range(0, steps, world.layout.dp * together):
+            for start in range(0, steps, stride):
+                on_batch(done, passes)
+                done += 1
                 # Passes are counted alike everywhere, since layers may be gathered: some are for nothing.
                 first = start + world.dp_rank * together
                 feeds = [
@@ -111,7 +127,6 @@ class Evaluator:
                     count += int(feed.count) if world.cp_rank == 0 else 0
             loss, correct, tokens = world.sums((loss, correct, count))
             sums[name] = (loss, correct, int(tokens))
-        model.train()
         total = sum(count for _, _, count in sums.values())
         bits = sum(loss / self.held_out[name].bytes_per_token for name, (loss, _, _) in sums.items())
         return Validation(

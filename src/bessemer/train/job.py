@@ -48,6 +48,15 @@ class View(Protocol):
     def validation(self, record: dict[str, Any]) -> None: ...
     def event(self, record: dict[str, Any]) -> None: ...
 
+    def micro_batch(self, step: int, done: int, total: int, tokens: int) -> None:
+        """So many of a step's micro-batches are given to the device; 0 when the step begins. `tokens` are the whole
+        step's. Called for every one of them: it must cost nothing."""
+        ...
+
+    def activity(self, what: str, done: int = 0, total: int = 0) -> None:
+        """What is done outside of steps, such as saving."""
+        ...
+
 
 class Saver(Protocol):
     """Makes checkpoints of the job."""
@@ -141,9 +150,14 @@ class Progress:
 
 @dataclass
 class Interrupt:
-    """Set by a signal; the loop finishes the step, saves and leaves."""
+    """Set by a signal; the loop abandons the step between two micro-batches where it can, and else finishes it; then it
+    saves and leaves."""
 
     signal: str | None = None
+
+
+class Abandoned(Exception):
+    """A step or an evaluation was left between two micro-batches, because of a signal."""
 
 
 @dataclass
@@ -271,6 +285,17 @@ class Job:
 
     def clip(self, step: int) -> float:
         return self.spec.optimizer.clip * self._scale(step, "clip_scale")
+
+    @property
+    def can_abandon(self) -> bool:
+        """Whether a step may end between two micro-batches without a trace: one process decides alone, and nothing is
+        updated before the backward passes are over."""
+        return self.world.size == 1 and self.optimizer.judged_first and self.optimizer.whole
+
+    def check_interrupt(self) -> None:
+        """Between two micro-batches: raises Abandoned where a signal asks to leave and that is possible here."""
+        if self.interrupt.signal and self.can_abandon:
+            raise Abandoned
 
     def event(self, kind: str, **details: Any) -> None:
         """Into the run's events, and in front of whoever watches."""

@@ -20,9 +20,10 @@ from bessemer.guard.judge import ACCEPT, REASONS, Verdict
 from bessemer.train.blame import Found, by_document, ranked
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import end_of, judge_forgetting, rises, watched
-from bessemer.train.job import Clock, Incident, Job, Outcome
+from bessemer.train.job import Abandoned, Clock, Incident, Job, Outcome
 from bessemer.train.profile import span
 from bessemer.train.ranks import balance, by_rank, in_own_place, rank_record
+from bessemer.train.room import release
 from bessemer.train.scaling import OVERFLOW
 from bessemer.train.step import Attempt, attempt_step, judge_and_update
 
@@ -37,6 +38,22 @@ def out_of_room(job: Job, step: int, pending: Attempt | None, validation: dict[s
     if not kept and job.optimizer.judged_first:
         kept = job.saver.save(job, step, None) is not None and job.saver.wait(job, uploads=True)
     return Outcome("failed", fault if kept else f"{fault}; the last checkpoint stands", step, validation)
+
+
+def abandon(job: Job, step: int, pending: Attempt | None, validation: dict[str, Any] | None) -> Outcome:
+    """The end of a run that was told to leave in the middle of a step: its state is saved as it was before the step,
+    which the next start computes from its beginning."""
+    release(job)
+    if pending and (incident := report_step(job, pending)):
+        return Outcome("incident", incident.symptom, step, validation, incident)
+    return leave(job, step, validation, None, save(job, step, None))
+
+
+def save(job: Job, done: int, validation_loss: float | None) -> bool:
+    """A checkpoint after `done` steps; False if the disk refused."""
+    job.where.enter("save")
+    job.view.activity(f"saving after step {done:,}")
+    return job.saver.save(job, done, validation_loss) is not None
 
 
 def report_step(job: Job, attempt: Attempt) -> Incident | None:
@@ -134,12 +151,20 @@ def tell(job: Job, alarm: Alarm) -> None:
     )  # fmt: skip
 
 
-def validate(job: Job, done: int) -> dict[str, Any]:
-    """Evaluate after `done` steps, note a new best."""
+def validate(job: Job, done: int) -> dict[str, Any] | None:
+    """Evaluate after `done` steps, note a new best; None where a signal came in between."""
+
+    def on_batch(passes: int, total: int) -> None:
+        job.view.activity(f"evaluating after step {done:,}", passes, total)
+        job.check_interrupt()
+
     start = time.perf_counter()
     job.where.enter("evaluate")
-    with job.ema.swap() if job.ema else nullcontext():
-        result = job.evaluator.evaluate(job.model, job.objective, job.pipeline)
+    try:
+        with job.ema.swap() if job.ema else nullcontext():
+            result = job.evaluator.evaluate(job.model, job.objective, job.pipeline, on_batch)
+    except Abandoned:
+        return None
     record = {
         "step": done,
         **asdict(result),
@@ -266,7 +291,9 @@ def train_loop(job: Job) -> Outcome:
     looks, copying = job.clock("look", job.plan.look), job.clock("copy", job.plan.copy)
     changes = changes_at(job)
     watched(job)  # refused now rather than at the first evaluation
-    validation = validate(job, 0) if job.start_step == 0 and job.evaluator.available else None
+    validation = None
+    if job.start_step == 0 and job.evaluator.available and not job.progress.first_validation:
+        validation = validate(job, 0)
     pending: Attempt | None = None
     job.judge.expect(job.stream.steps.rows(job.start_step))
     if job.alike:
@@ -288,8 +315,11 @@ def train_loop(job: Job) -> Outcome:
             if not late and (incident := settle(job, step, pending, changes, due.copy)):
                 return Outcome("incident", incident.symptom, step, validation, incident)
             job.optimizer.arm(job.lr(step))  # nothing, unless updates are part of the backward pass
-            with job.pace.measuring(step) if job.pace else nullcontext():
-                attempt = attempt_step(job, step, batches, feed.wait_s)
+            try:
+                with job.pace.measuring(step) if job.pace else nullcontext():
+                    attempt = attempt_step(job, step, batches, feed.wait_s)
+            except Abandoned:
+                return abandon(job, step, pending, validation)
             if isinstance(attempt, str):
                 return out_of_room(job, step, pending if late else None, validation, attempt)
             if late and (incident := settle(job, step, pending, changes, due.copy)):
@@ -334,23 +364,22 @@ def train_loop(job: Job) -> Outcome:
                 return Outcome("incident", incident.symptom, done, validation, incident)
             if evaluating:
                 validation = validate(job, done)
+                evaluating = validation is not None
                 evaluations.reset()
-                if ended := forgotten(job, validation, changes):
+                if validation and (ended := forgotten(job, validation, changes)):
                     return ended
             reason = stop_reason(job, validation if evaluating else None)
             new_best = evaluating and job.spec.checkpoint.keep_best and job.progress.evaluations_since_best == 0
             if leaving or new_best or reason or saving or job.interrupt.signal:
-                job.where.enter("save")
-                saved = job.saver.save(job, done, validation["loss"] if evaluating and validation else None)
+                saved = save(job, done, validation["loss"] if evaluating and validation else None)
                 saves.reset()
                 if leaving or reason or job.interrupt.signal:
-                    return leave(job, done, validation, reason, saved is not None)
+                    return leave(job, done, validation, reason, saved)
     # The last step was an incident, and was dealt with: what is left is to evaluate, save and leave.
     validation = validate(job, total) if job.evaluator.available and not job.interrupt.signal else None
     if validation and (ended := forgotten(job, validation, changes)):
         return ended
-    saved = job.saver.save(job, total, validation["loss"] if validation else None)
-    return leave(job, total, validation, None, saved is not None)
+    return leave(job, total, validation, None, save(job, total, validation["loss"] if validation else None))
 
 
 def leave(job: Job, done: int, validation: dict[str, Any] | None, reason: str | None, saved: bool) -> Outcome:

@@ -5,6 +5,7 @@ the disk or the storage refuses. Events are written by the loop's thread alone, 
 from __future__ import annotations
 
 import copy
+import importlib
 import platform
 import time
 from collections.abc import Callable
@@ -87,7 +88,7 @@ class CheckpointSaver:
 
         A refused write is an event, not the end: the older checkpoints are still there.
         """
-        import torch.distributed.checkpoint  # over a second, which is no cost of the first save
+        importlib.import_module("torch.distributed.checkpoint")  # over a second, which is no cost of the first save
 
         began_s = time.perf_counter()
         self.wait(job)

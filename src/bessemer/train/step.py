@@ -63,7 +63,9 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
         count /= job.world.size // job.world.layout.dp  # who shares rows has counted the same
     loss = torch.zeros((), device=job.device)
     correct = torch.zeros((), device=job.device)
-    losses, scaling, left = [], job.scaling, len(feeds)
+    losses, scaling = [], job.scaling
+    total = left = len(feeds)
+    job.view.micro_batch(step, 0, total, int(count))
     job.optimizer.accumulate(len(feeds) > 1)
     if job.pipeline:
         with span(job, "pipeline"):
@@ -74,6 +76,7 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
             losses.append(terms.nll_BT)
         feeds.clear()
     while feeds:  # one by one: its masks go with a feed
+        job.check_interrupt()
         left -= 1
         send_gradients(job.model, now=left == 0)
         with span(job, "forward"), compute_in(job.plan.precision, job.device):
@@ -84,6 +87,7 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
         loss += terms.nll
         correct += terms.correct
         losses.append(terms.nll_BT)
+        job.view.micro_batch(step, total - left, total, int(count))
     add_up_experts(job.model, job.world)
     if job.faults:
         job.faults.after_backward(job, step)
@@ -91,7 +95,8 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
 
 
 def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt | str:
-    """Losses and gradients, in smaller micro-batches where memory runs out; in words why not even so."""
+    """Losses and gradients, in smaller micro-batches where memory runs out; in words why not even so. Abandoned where a
+    signal comes in between."""
     while True:
         try:
             return forward_backward(job, step, split(batches, job.plan.micro_rows), wait_s)
