@@ -92,6 +92,60 @@ def test_a_resumed_run_equals_an_unbroken_one_digit_for_digit(make_spec: Make, s
     ]
 
 
+class StopWithin(RunView):
+    """Asks a session to stop after a micro-batch of a step, or after a pass of the first evaluation."""
+
+    def __init__(self, step: int | None, done: int) -> None:
+        super().__init__()
+        self.at, self.session, self.seen = (step, done), None, 0
+
+    def micro_batch(self, step: int, done: int, total: int, tokens: int) -> None:
+        super().micro_batch(step, done, total, tokens)
+        self.seen += done == 1
+        if (step, done) == self.at:
+            self.session.interrupt.signal = "SIGINT"
+
+    def activity(self, what: str, done: int = 0, total: int = 0) -> None:
+        super().activity(what, done, total)
+        if self.at == (None, done) and what.startswith("evaluating"):
+            self.session.interrupt.signal = "SIGINT"
+
+
+@pytest.mark.parametrize(
+    ("at", "parts"),
+    [
+        ((0, 2), {}),
+        ((7, 1), {"dropout": {"residual": 0.1}, "optimizer": {"lr": 0.01, "ema": 0.9}}),
+        ((10, 3), {"model": {"moe": {"experts": 4, "top_k": 2, "ffn": 16, "choice_bias": True}}}),
+        ((None, 1), {}),
+    ],
+)
+def test_a_signal_in_the_middle_of_a_step_leaves_no_trace_of_it(
+    make_spec: Make, at: tuple[int | None, int], parts: dict[str, Any]
+) -> None:
+    budget = {"steps": 12, "batch": 128, "micro_batch": 1}
+    whole, broken = (make_spec(name, budget=budget, **parts) for name in ("whole", "broken"))
+    train(whole)
+    view = StopWithin(*at)
+    view.session = Session(broken, view)
+    step = at[0] or 0
+    outcome = view.session.train()
+    assert (outcome.kind, outcome.reason, outcome.step) == ("interrupted", "SIGINT", step)
+    assert view.seen == step + (at[0] is not None)  # no step was begun after it, and that one was not ended
+    assert losses(broken) == losses(whole)[:step]
+    assert train(broken).kind == "finished"
+    assert losses(broken) == losses(whole)
+    validations = [[(r["step"], r["loss"]) for r in Run(run_folder(spec)).validations()] for spec in (broken, whole)]
+    assert validations[0] == validations[1]
+
+
+def test_what_is_updated_in_the_backward_pass_is_not_left_half_way(make_spec: Make) -> None:
+    spec = make_spec(budget={"steps": 12, "batch": 128, "micro_batch": 4}, memory={"update": "in_backward"})
+    view = StopWithin(3, 0)
+    view.session = Session(spec, view)
+    assert view.session.train().step == 4
+
+
 def test_metrics_past_the_checkpoint_are_cut_and_the_cut_is_an_event(
     make_spec: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,11 +28,10 @@ def prepare(
 
     Example: bessemer data prepare my-run.yaml --workers 8
     """
-    import sys
-
     from bessemer.data.curate.engine import make_engine
     from bessemer.data.curate.report import PAGE, read_report
     from bessemer.errors import UserError
+    from bessemer.observe.activity import working
     from bessemer.plan.decision import Plan
     from bessemer.spec.load import load_spec
     from bessemer.supervise.data import prepare_data
@@ -42,7 +41,8 @@ def prepare(
     run_spec = load_spec(spec, settings)
     chosen = make_engine(engine, workers, address)
     try:
-        prepared = prepare_data(run_spec, Plan(), lambda line: print(line, file=sys.stderr, flush=True), chosen)
+        with working("listing the sources") as report:
+            prepared = prepare_data(run_spec, Plan(), report, chosen)
     finally:
         chosen.close()
     _show(read_report(prepared.folder), prepared.folder / PAGE, as_json)

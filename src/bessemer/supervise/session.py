@@ -166,6 +166,7 @@ class Session:
         )
         kept = keeping(self.spec, training.weights)
         with building(kept, shape, training, device, world.layout.dp_shard):
+            self.view.activity("building the model")
             job = make_job(self.spec, parts, run, self.view)
             choose_attention(job, plan, previous)
         if training.precision in FP8:
@@ -181,6 +182,7 @@ class Session:
             job.pace = Pace(job.model.blocks, device)
             job.alike = Alike(job.model, world, guard.detect.weights if guard.enabled else None)
         note_groups(job.model, job.spec, plan)
+        self.view.activity("loading weights")
         with world.first_alone():  # which sweeps, and fetches what lies afar
             remote = open_remote(self.spec, run.folder) if world.main else None
             restored = restore_newest(job, Shelf(run.checkpoints, world), former, remote)
@@ -221,9 +223,12 @@ class Session:
         self._copies(job, peak)
         if self.faults:
             self.faults.attach(job, prepared.tokenizer)
+        self.view.activity("measuring a step")
         against = AgainstPlan(job, shape, machine, plan)
         self.view.expected_rate = against.expected.tokens_per_s
         self.view.planned(plan.rows(), summary(shape, training))
+        if against.duration is not None:
+            self.view.say(f"time  {against.duration}")
         if job.start_step >= training.total_steps:
             return Outcome("finished", "the budget was spent already; raise budget.tokens to train on", job.start_step)
         with use_tf32(training.precision):
@@ -310,11 +315,7 @@ class Session:
             if self.interrupt.signal and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.interrupt.signal = signal.Signals(number).name
-            what = (
-                "leaving this step, which is computed again after a resume,"
-                if job.can_abandon
-                else "finishing the step"
-            )
+            what = "stopping at the next micro-batch" if job.can_abandon else "finishing the step"
             self.view.say(f"{what} and saving; press Ctrl-C again to leave at once")
 
         former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
