@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from bessemer.errors import UserError
+from bessemer.spec import hints
 from bessemer.spec.checks import check
 from bessemer.spec.clean.steps import STEPS
 from bessemer.spec.data import SourceSpec
@@ -40,14 +43,17 @@ _EXPECTED = {
 }
 _NUMBERS = ("int_type", "float_type")
 _MOST_PASSES = 20
+MOST_SHOWN = 20  # problems in one message: what fits a screen
 
 
 class SpecError(UserError):
-    """All the mistakes of a spec; one line each."""
+    """All the mistakes of a spec; one line each, the first of many."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
-        super().__init__("\n".join(problems))
+        more = len(problems) - MOST_SHOWN
+        rest = [f"and {more:,} more problems; mend these first"] if more > 0 else []
+        super().__init__("\n".join([*problems[:MOST_SHOWN], *rest]))
 
 
 @dataclass
@@ -56,6 +62,11 @@ class Loaded:
 
     spec: RunSpec
     document: Document
+
+    def located(self, problems: Iterable[tuple[KeyPath, str]]) -> list[str]:
+        """The problems as lines with their places, in the order of the file."""
+        ordered = sorted(problems, key=lambda problem: self.document.rank(problem[0]))
+        return [_problem_line(self.document.place(path), path, message) for path, message in ordered]
 
 
 def _fields_at(path: KeyPath) -> dict[str, FieldInfo] | None:
@@ -71,7 +82,16 @@ def _fields_at(path: KeyPath) -> dict[str, FieldInfo] | None:
         else:
             arguments = typing.get_args(model)
             model = arguments[-1] if arguments else None
+        model = _section(model)
     return dict(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else None
+
+
+def _section(annotation: Any) -> Any:
+    """`RopeSpec | None` is the section RopeSpec; whatever else stays as it is."""
+    if isinstance(annotation, types.UnionType):
+        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+        return parts[0] if len(parts) == 1 else annotation
+    return annotation
 
 
 def _field(path: KeyPath) -> FieldInfo | None:
@@ -101,6 +121,9 @@ def _meant(path: KeyPath) -> str | None:
 
 def _unknown(path: KeyPath) -> str:
     key = str(path[-1])
+    if ours := hints.ours(key):
+        note = f" ({hints.FOREIGN[ours][1]})" if hints.FOREIGN[ours][1] else ""
+        return f"unknown key; here it is {ours}{note}{_example(tuple(ours.split('.')))}"
     holders = [section for section in RunSpec.model_fields if key in (_fields_at((section,)) or {})]
     if holders and (section := path[:-1]) != (holders[0],):
         there = f"{holders[0]}:" + (f" (or {', '.join(holders[1:])})" if holders[1:] else "")
@@ -167,15 +190,19 @@ def _is(error: ErrorDetails, kind: str) -> bool:
     return error["type"] == kind
 
 
+def _problem_line(place: str, path: KeyPath, message: str) -> str:
+    """One problem is one line."""
+    parts = [place, ".".join(str(step) for step in path), message]
+    return ": ".join(" ".join(part.split()) for part in parts if part)
+
+
 def validate(document: Document) -> RunSpec:
     """The spec in a document; all problems together in one SpecError."""
     found: list[tuple[tuple[int, int], str]] = []
 
     def note(path: KeyPath, message: str, line: int | None = None) -> None:
         place = document.place(path) if line is None else f"{document.name}:{line}"
-        parts = [place, ".".join(str(step) for step in path), message]
-        text = ": ".join(" ".join(part.split()) for part in parts if part)  # one problem is one line
-        found.append((document.rank(path) if line is None else (0, line), text))
+        found.append((document.rank(path) if line is None else (0, line), _problem_line(place, path, message)))
 
     for path, line, message in document.problems:
         note(path, message, line)
@@ -189,7 +216,9 @@ def validate(document: Document) -> RunSpec:
         except ValidationError as error:
             details = {tuple(detail["loc"]): detail for detail in reversed(error.errors(include_url=False))}
         # A required key that was only misspelt is one mistake, not two.
-        meant = {(*path[:-1], _meant(path)) for path, detail in details.items() if _is(detail, "extra_forbidden")}
+        unknown = [path for path, detail in details.items() if _is(detail, "extra_forbidden")]
+        meant = {(*path[:-1], _meant(path)) for path in unknown}
+        meant |= {(ours.split(".")[0],) for path in unknown if (ours := hints.ours(str(path[-1])))}
         broken |= {path for path, detail in details.items() if _is(detail, "missing") and path in meant}
         told = frozenset(broken)
         for path, detail in sorted(details.items(), key=lambda item: str(item[0])):

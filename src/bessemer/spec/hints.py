@@ -1,0 +1,147 @@
+"""Names of other tools and what they are called here, for the message about an unknown key.
+
+From Hugging Face's TrainingArguments and config.json, TRL, Axolotl, LLaMA-Factory, torchtitan, Megatron and nanoGPT.
+Every key on the left exists in the schema (a test compares the two).
+"""
+
+from __future__ import annotations
+
+# our key -> (the names of others, what else there is to know)
+FOREIGN: dict[str, tuple[str, str]] = {
+    "runs": (
+        "output_dir out_dir dump_folder save_dir logging_dir report_to use_wandb wandb_project wandb_entity "
+        "wandb_run_id wandb_name enable_wandb enable_tensorboard",
+        "a run is the folder RUNS/NAME, with its metrics and checkpoints",
+    ),
+    "name": ("run_name wandb_run_name experiment_name overwrite_output_dir job", ""),
+    "seed": ("random_seed data_seed manual_seed", ""),
+    "objective": ("stage finetuning_type rl rl_algorithm training_type", ""),
+    "model.hf": (
+        "model_name_or_path base_model base_model_config model_name pretrained_model_name_or_path checkpoint_dir "
+        "hf_assets_path model_id model_type",
+        "the folder of a model; `hf download ORG/NAME --local-dir FOLDER` fetches one",
+    ),
+    "model.preset": ("flavor model_size", ""),
+    "model.width": ("n_embd hidden_size d_model dim embed_dim", ""),
+    "model.layers": ("n_layer n_layers num_layers num_hidden_layers", ""),
+    "model.heads": ("n_head n_heads num_heads num_attention_heads", ""),
+    "model.kv_heads": ("num_key_value_heads n_kv_heads n_kv_head num_query_groups", ""),
+    "model.ffn": ("intermediate_size ffn_hidden_size ffn_dim n_inner", ""),
+    "model.tied": ("tie_word_embeddings enable_weight_tying untie_embeddings_and_output_weights", ""),
+    "model.norm_eps": ("rms_norm_eps layer_norm_eps layer_norm_epsilon", ""),
+    "model.windows": ("sliding_window", ""),
+    "model.rope.theta": ("rope_theta rotary_base", ""),
+    "model.rope.scaling": ("rope_scaling rope_type overrides_of_model_config", ""),
+    "model.moe.experts": ("num_experts num_local_experts n_routed_experts", ""),
+    "model.moe.top_k": ("num_experts_per_tok moe_router_topk", ""),
+    "start_from": (
+        "resume_from_checkpoint auto_resume_from_checkpoints init_from initial_load_path adapter_name_or_path",
+        "the same command again continues a run by itself",
+    ),
+    "tokenizer.path": ("tokenizer_path tokenizer_name tokenizer_name_or_path tokenizer_model tokenizer_config", ""),
+    "tokenizer.vocab": ("vocab_size", ""),
+    "tokenizer.special": ("special_tokens additional_special_tokens new_special_tokens", ""),
+    "tokenizer.chat": ("chat_template template conversation_template", ""),
+    "tokenizer.learn": ("train_on_inputs roles_to_train assistant_only_loss completion_only_loss mask_history", ""),
+    "data.sources": (
+        "datasets dataset dataset_name dataset_path dataset_dir train_file train_data data_path dataset_mixer "
+        "test_datasets pretraining_dataset",
+        "",
+    ),
+    "data.context": (
+        "sequence_len max_seq_length max_seq_len max_length cutoff_len block_size seq_len seq_length n_ctx "
+        "context_length model_max_length max_position_embeddings n_positions",
+        "",
+    ),
+    "data.packing": ("sample_packing pad_to_sequence_len eval_packing neat_packing packing_strategy", ""),
+    "data.validation": ("val_set_size val_size validation_split eval_dataset validation_file", ""),
+    "budget.tokens": ("train_tokens max_tokens num_tokens total_tokens", ""),
+    "budget.steps": ("max_steps max_iters train_iters total_steps num_train_steps lr_decay_iters lr_decay_steps", ""),
+    "budget.epochs": ("num_train_epochs num_epochs max_epochs n_epochs", ""),
+    "budget.batch": (
+        "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps global_batch_size "
+        "train_batch_size total_batch_size",
+        "the tokens of a step; it is divided into micro-batches by itself",
+    ),
+    "budget.micro_batch": (
+        "micro_batch_size per_device_train_batch_size per_device_batch_size local_batch_size batch_size "
+        "device_batch_size auto_find_batch_size",
+        "in sequences; budget.batch is what one step takes, in tokens",
+    ),
+    "budget.stop.patience": ("early_stopping_patience", ""),
+    "optimizer.name": ("optim optimizer_name optimizer_type", ""),
+    "optimizer.lr": ("learning_rate lr_rate max_lr peak_lr", ""),
+    "optimizer.betas": ("adam_beta1 adam_beta2 beta1 beta2", ""),
+    "optimizer.eps": ("adam_epsilon adam_eps", ""),
+    "optimizer.clip": ("max_grad_norm grad_clip clip_grad max_norm gradient_clip_val gradient_clipping", ""),
+    "optimizer.ema": ("ema_decay", ""),
+    "optimizer.freeze": (
+        "lora peft qlora adapter lora_r lora_alpha lora_dropout lora_rank lora_target lora_target_modules "
+        "lora_target_linear lora_modules_to_save lora_model_dir peft_config use_peft unfrozen_parameters "
+        "freeze_trainable_layers freeze_trainable_modules",
+        "there are no adapters: every weight is trained but those named here",
+    ),
+    "schedule.kind": ("lr_scheduler_type lr_scheduler lr_scheduler_kwargs scheduler decay_lr decay_type", ""),
+    "schedule.warmup": ("warmup_ratio warmup_steps warmup_iters lr_warmup_iters lr_warmup_fraction", ""),
+    "schedule.floor": (
+        "min_lr min_lr_ratio min_lr_factor cosine_min_lr_ratio cosine_constant_lr_ratio",
+        "a share of the peak",
+    ),
+    "loss.smoothing": ("label_smoothing_factor label_smoothing", ""),
+    "loss.z": ("z_loss z_loss_weight", ""),
+    "dropout.attention": ("attention_dropout attn_pdrop attn_dropout", ""),
+    "dropout.residual": ("hidden_dropout resid_pdrop residual_dropout", ""),
+    "dropout.embedding": ("embd_pdrop embedding_dropout", ""),
+    "precision": (
+        "bf16 fp16 tf32 fp8 float16 bfloat16 dtype torch_dtype pure_bf16 mixed_precision mixed_precision_param "
+        "bf16_full_eval flash_attention flash_attn attn_implementation",
+        "attention takes the fastest kernel that the device has",
+    ),
+    "compile": ("torch_compile torch_compile_backend enable_compile", ""),
+    "memory.activations": (
+        "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpoint activation_checkpointing "
+        "recompute_granularity",
+        "",
+    ),
+    "memory.offload_activations": ("activation_offloading", ""),
+    "memory.offload_optimizer": ("enable_cpu_offload cpu_offload offload_optimizer_states", ""),
+    "memory.moments": (
+        "load_in_8bit load_in_4bit quantization_bit quantization_config bnb_4bit_quant_type",
+        "weights are not quantized; moments and memory.weights may be",
+    ),
+    "parallel.threads": ("num_threads omp_num_threads", ""),
+    "parallel.engine": (
+        "deepspeed deepspeed_config",
+        "write deepspeed; parallel.deepspeed has its settings, no JSON file",
+    ),
+    "parallel.deepspeed.zero": ("zero_stage zero_optimization", ""),
+    "parallel.dp_shard": (
+        "fsdp fsdp_config fsdp_version data_parallel_shard_degree fsdp_transformer_layer_cls_to_wrap", "",
+    ),
+    "parallel.dp_replicate": ("data_parallel_replicate_degree data_parallel_size dp_size", ""),
+    "parallel.tp": ("tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size", ""),
+    "parallel.cp": (
+        "context_parallel_degree context_parallel_size sequence_parallel_degree sequence_parallel_size", "",
+    ),
+    "parallel.pp": ("pipeline_parallel_degree pipeline_parallel_size pipeline_model_parallel_size", ""),
+    "parallel.ep": ("expert_parallel_degree expert_parallel_size expert_model_parallel_size", ""),
+    "parallel.patience": ("ddp_timeout", ""),
+    "checkpoint.every": ("save_steps save_interval checkpoint_interval save_strategy saves_per_epoch", ""),
+    "checkpoint.keep_last": ("save_total_limit keep_latest_k max_checkpoints", ""),
+    "checkpoint.keep_best": ("load_best_model_at_end metric_for_best_model", ""),
+    "checkpoint.asynchronous": ("async_mode async_save", ""),
+    "evaluate.every": (
+        "eval_steps eval_interval eval_strategy evaluation_strategy evals_per_epoch do_eval eval_every", "",
+    ),
+    "evaluate.tokens": ("eval_iters eval_max_new_tokens eval_batches", ""),
+    "observe.line_every": ("logging_steps log_interval log_freq logging_first_step logging_strategy", ""),
+    "budget": ("training training_args trainer train", "with data, optimizer and schedule beside it"),
+    "parallel": ("parallelism", ""),
+    "observe": ("metrics logging tracker", ""),
+}  # fmt: skip
+_OURS = {name: key for key, (names, _) in FOREIGN.items() for name in names.split()}
+
+
+def ours(name: str) -> str | None:
+    """Our key, dotted, for what another tool calls `name`."""
+    return _OURS.get(name.lower().replace("-", "_"))
