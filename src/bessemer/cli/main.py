@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -28,6 +29,9 @@ from bessemer.cli import (
     train,
 )
 from bessemer.errors import UserError
+
+# What only the user's paths can be the cause of, wherever it comes up.
+PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
 app = typer.Typer(
     name="bessemer",
@@ -75,6 +79,11 @@ def run() -> None:
         app(prog_name="bessemer")
     except UserError as error:
         print(error, file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in PATH_ERRORS or error.filename is None:
+            raise
+        print(f"{error.filename}: {error.strerror}; correct the path or its permissions", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

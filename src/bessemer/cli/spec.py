@@ -12,23 +12,35 @@ _SETTINGS = typer.Option([], "--set", help="Override a key, such as --set optimi
 
 
 @app.command()
-def check(spec: Path = _SPEC, settings: list[str] = _SETTINGS) -> None:
+def check(
+    spec: Path = _SPEC,
+    settings: list[str] = _SETTINGS,
+    skip_paths: bool = typer.Option(
+        False, "--skip-paths", help="Do not look for the files and folders it names: they are on another machine."
+    ),
+) -> None:
     """Say every mistake in a spec, with its line and its fix, and warn of what would run and should not.
 
-    Exit code 2 if there is a mistake. A warning changes nothing; `lints: {silence: [RULE]}` in the spec silences it.
+    The files and folders that it names have to be there; URLs are not asked for. Exit code 2 if there is a mistake. A
+    warning changes nothing; `lints: {silence: [RULE]}` in the spec silences it.
 
     Example: bessemer spec check my-run.yaml
     """
+    from bessemer.model.families.registry import read_shape
     from bessemer.spec.lints import lint
-    from bessemer.spec.load import load_document
+    from bessemer.spec.load import SpecError, load_document
+    from bessemer.spec.paths import path_problems
 
     loaded = load_document(spec, settings)
-    found = sorted(lint(loaded.spec), key=lambda warning: loaded.document.rank(warning.path))
-    for warning in found:
+    if not skip_paths and (problems := loaded.located(path_problems(loaded.spec, read_shape))):
+        raise SpecError([*problems, f"{spec}: add --skip-paths if its files are on another machine"])
+    warnings = lint(loaded.spec, None if skip_paths else Path())
+    for warning in sorted(warnings, key=lambda warning: loaded.document.rank(warning.path)):
         key = ".".join(str(step) for step in warning.path)
         print(f"{loaded.document.place(warning.path)}: warning: {key}: {warning.message} [{warning.rule}]")
-    told = f"{len(found)} warning{'s' * (len(found) != 1)}" if found else "fine"
-    print(f"{spec}: {told} (run {loaded.spec.name})")
+    result = f"{len(warnings)} warning{'s' * (len(warnings) != 1)}" if warnings else "fine"
+    unchecked = "; its paths were not looked at" if skip_paths else ""
+    print(f"{spec}: {result} (run {loaded.spec.name}){unchecked}")
 
 
 @app.command()

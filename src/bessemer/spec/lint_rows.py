@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -22,11 +25,12 @@ def repeated_share(folder: Path, source: SourceSpec) -> tuple[float, int]:
     where there are none to look at."""
     seen: set[bytes] = set()
     rows = repeated = 0
-    for text in islice(_texts(folder, source), ROWS):
-        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        repeated += key in seen
-        seen.add(key)
-        rows += 1
+    with suppress(OSError, ValueError, EOFError, zlib.error):  # a file that cannot be read is reported by other checks
+        for text in islice(_texts(folder, source), ROWS):
+            key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            repeated += key in seen
+            seen.add(key)
+            rows += 1
     return (repeated / rows, rows) if rows >= _FEWEST else (0.0, 0)
 
 
@@ -36,7 +40,7 @@ def _texts(folder: Path, source: SourceSpec) -> Iterator[str]:
     for path in source.path:
         if "://" in path or any(mark in path for mark in "*?["):
             continue
-        place = Path(path) if Path(path).is_absolute() else folder / path
+        place = folder / os.path.expanduser(path)  # an absolute path replaces the folder
         files = sorted(islice(place.glob("*.jsonl*"), 20)) if place.is_dir() else [place]
         for file in files:
             if file.is_file() and file.name.endswith((".jsonl", ".jsonl.gz")):
@@ -44,7 +48,7 @@ def _texts(folder: Path, source: SourceSpec) -> Iterator[str]:
 
 
 def _rows(file: Path, field: str) -> Iterator[str]:
-    """Texts of a file; what cannot be read is for the data's own checks to tell."""
+    """Texts of a file."""
     opened: Callable[..., IO[str]] = gzip.open if file.suffix == ".gz" else open
     with opened(file, "rt", encoding="utf-8", errors="replace") as lines:
         while line := lines.readline(LONGEST_ROW):

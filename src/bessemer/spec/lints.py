@@ -49,7 +49,7 @@ class Facts:
     """What a spec settles, for the rules to read."""
 
     spec: RunSpec
-    folder: Path  # that relative data paths start from
+    folder: Path | None  # that relative data paths start from; None: the files are not on this machine
     gpu: str = ""  # its name, where it is known
 
     @cached_property
@@ -194,7 +194,7 @@ def no_dedup(facts: Facts) -> Found:
     if facts.steps_named("dedup"):
         return
     for name, source in facts.spec.data.sources.items():
-        share, rows = repeated_share(facts.folder, source)
+        share, rows = repeated_share(facts.folder, source) if facts.folder is not None else (0.0, 0)
         if share > 0.05:
             why = (
                 f"{share:.0%} of its first {rows:,} rows repeat one before them, and nothing removes duplicates: add "
@@ -377,9 +377,10 @@ RULES: dict[str, Callable[[Facts], Found]] = {
 }  # fmt: skip
 
 
-def lint(spec: RunSpec, folder: Path | None = None, gpu: str = "") -> list[Lint]:
-    """Warnings about a valid spec, those silenced left out. `folder` is where relative paths of its data start."""
-    facts = Facts(spec, folder or Path(), gpu)
+def lint(spec: RunSpec, folder: Path | None = Path(), gpu: str = "") -> list[Lint]:
+    """Warnings about a valid spec, those silenced left out. `folder` is where relative paths of its data start; None
+    where its files are not on this machine."""
+    facts = Facts(spec, folder, gpu)
     found = []
     for name in spec.lints.silence:
         if name not in RULES:

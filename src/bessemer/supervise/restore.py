@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def restore_newest(job: Job, shelf: Shelf, former: RunSpec | None, remote: Remot
 
 def start_from(job: Job, folder: Path) -> None:
     """Begin with the weights of another run's checkpoint or of an import; moments, window and data start anew."""
-    if not (folder / "manifest.json").exists():
+    folder = Path(os.path.expanduser(folder))
+    if not os.path.exists(folder / "manifest.json"):
         raise UserError(
             f"start_from: {folder} is not a checkpoint; give a folder such as runs/x/checkpoints/step-00001000.a1"
         )

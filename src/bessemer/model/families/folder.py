@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ class Folder:
     """`config` is read at once, the headers with `tensors`, one tensor with `read`. UserError says what is wrong."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.expanduser(path))
         with told(self.path):
             is_model = (self.path / "config.json").is_file()
         if not is_model:
