@@ -100,7 +100,7 @@ def test_counts(written: Any, count: int) -> None:
         (math.nan, "got nan"),
         (math.inf, "got inf"),
         (LARGEST + 1, "expected"),
-        ("1e19", "too large"),
+        ("1e19", "at most 1,000,000,000,000,000,000"),
         ([1], r"got \[1\]"),
     ],
 )

@@ -40,6 +40,7 @@ tricky = st.sampled_from(
 text = tricky | st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
 name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,10}", fullmatch=True) | st.sampled_from(["no", "1e5", "08", "true"])
 positive = st.floats(1e-12, 1e12)
+small = st.floats(1e-12, 1)
 share = st.floats(0, 0.5)
 count = st.integers(1, 10**12)
 span = st.one_of(
@@ -85,7 +86,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "seed": draw(st.integers(0, 2**63 - 1)),
         "model": draw(
             st.sampled_from([*PRESETS, *ALIASES])
-            | some(layers=st.integers(1, 99), tied=st.booleans(), norm_eps=positive).map(
+            | some(layers=st.integers(1, 99), tied=st.booleans(), norm_eps=st.floats(1e-12, 0.1)).map(
                 lambda m: {"preset": "1B", **m}
             )
         ),
@@ -97,14 +98,12 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         },
         "budget": {
             "batch": draw(auto(count)),
-            "micro_batch": draw(auto(count)),
+            "micro_batch": draw(auto(st.integers(1, 10**6))),
             "batch_changes": [{"from_step": step, "batch": draw(count)} for step in changes],
             "stop": draw(some(patience=st.integers(1, 99), time=positive.filter(lambda s: s < 1e9).map("{} s".format))),
             **draw(st.sampled_from([{}, {"tokens": "20M"}, {"steps": "10K"}, {"epochs": 1.5}])),
         },
-        "optimizer": draw(
-            some(lr=auto(positive), eps=positive, betas=st.lists(st.floats(0, 0.999), min_size=2, max_size=2))
-        ),
+        "optimizer": draw(some(lr=auto(small), eps=small, betas=st.lists(st.floats(0, 0.999), min_size=2, max_size=2))),
         "schedule": draw(some(warmup=span, floor=share, kind=st.sampled_from(["cosine", "linear", "constant"]))),
         "checkpoint": draw(some(every=interval, keep_last=st.integers(1, 9), keep_best=st.booleans())),
         "evaluate": draw(some(every=interval, tokens=auto(count))),

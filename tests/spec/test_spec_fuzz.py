@@ -2,15 +2,22 @@
 
 import copy
 import tempfile
+import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import annotated_types
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, BeforeValidator
 
 from bessemer.errors import UserError
-from bessemer.spec.load import SpecError, dump_spec, load_spec
+from bessemer.spec.document import Document
+from bessemer.spec.lints import lint
+from bessemer.spec.load import SpecError, dump_spec, load_spec, validate
 from bessemer.spec.schema import RunSpec
 
 FULL: dict[str, Any] = {
@@ -122,3 +129,83 @@ def test_a_setting_of_any_key(path: tuple[Any, ...], value: str) -> None:
 
 def test_the_spec_that_is_mutated_is_good() -> None:
     assert isinstance(outcome(yaml.safe_dump(FULL)), RunSpec)
+
+
+def leaves(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The plain types inside an annotation, each with the constraints that hold for it."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        yield from leaves(inner[0], (*metadata, *inner[1:]))
+    elif origin in (list, tuple, dict):
+        for part in inner:
+            yield from leaves(part)
+    elif origin is not Literal and inner:
+        for part in inner:
+            yield from leaves(part, metadata)
+    elif origin is not Literal:
+        yield annotation, metadata
+
+
+def keys(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, tuple[Any, ...]]]:
+    """(path, type, constraints) of every value in a section and below it; of lists, those of an entry."""
+    for name, field in model.model_fields.items():
+        for kind, metadata in leaves(field.annotation, tuple(field.metadata)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from keys(kind, (*path, name))
+            else:
+                yield (*path, name), kind, metadata
+
+
+KEYS = list(keys(RunSpec))
+
+
+def _bounds(metadata: tuple[Any, ...]) -> set[str]:
+    inner = [part for item in metadata for part in (item, *getattr(item, "metadata", ()))]
+    lower = any(isinstance(part, (annotated_types.Ge, annotated_types.Gt)) for part in inner)
+    upper = any(isinstance(part, (annotated_types.Le, annotated_types.Lt)) for part in inner)
+    parsed = any(isinstance(part, BeforeValidator) for part in inner)  # a quantity, which has its own bounds
+    return {"lower", "upper"} if parsed else {name for name, there in (("lower", lower), ("upper", upper)) if there}
+
+
+def test_every_number_of_the_spec_has_bounds() -> None:
+    numbers = [(path, metadata) for path, kind, metadata in KEYS if kind in (int, float)]
+    assert len(numbers) > 150
+    assert not [".".join(path) for path, metadata in numbers if _bounds(metadata) != {"lower", "upper"}]
+
+
+NASTY = [None, True, -1, 1e26, 1e-300, float("nan"), 10**30, "", "x" * 500, "a\0b", "500%", "1e30 steps", "*", [], {},
+         [0, 0], {"a": 1}]  # fmt: skip
+
+
+@pytest.mark.parametrize("section", RunSpec.model_fields)
+def test_nasty_values_of_every_key(section: str) -> None:
+    """Accepted, or refused in lines that name the key; whatever is accepted can also be linted."""
+    for path in {path for path, _, _ in KEYS if path[0] == section and "clean" not in path}:
+        for value in NASTY:
+            data: dict[str, Any] = {"model": {"preset": "1M"}, "data": {"sources": {"web": "x.jsonl"}}}
+            place = data
+            for step in path[:-1]:
+                inner = {"web": {"path": "x.jsonl"}} if step == "sources" else {}
+                place = place[step] if isinstance(place.get(step), dict) else place.setdefault(step, inner)
+                place = place["web"] if step == "sources" and isinstance(place["web"], dict) else place
+            place[path[-1]] = copy.deepcopy(value)
+            lines = ""
+            try:
+                lint(validate(Document(data, "f.yaml")))
+            except UserError as error:
+                lines = str(error)
+            assert len(lines.splitlines()) <= 21 and len(lines) < 5000
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("windows", [-1]), ("windows", []), ("blocks", [0, 0]), ("qk_norm", []), ("norm_eps", 1e26),
+        ("moe", {"experts": 8, "top_k": 2, "dense_layers": [99]}), ("moe", {"experts": 8, "top_k": 2, "groups": 3}),
+        ("moe", {"experts": 8, "top_k": 2, "groups": 2, "top_groups": 3}),
+        ("moe", {"experts": 8, "top_k": 2, "dense_layers": [-1]}), ("rope", {"theta": 1e-30}),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_model_can_have(key: str, value: Any) -> None:
+    with pytest.raises(SpecError):
+        validate(Document({"model": {"preset": "1M", key: value}, "data": {"sources": {"a": "b"}}}, "f.yaml"))

@@ -23,7 +23,7 @@ class CheckpointSpec(Part):
         description="train on while a copy of the state is written; auto does so where it shortens the stall",
         examples=[True],
     )
-    keep_last: int = Field(2, ge=1, description="newest checkpoints kept", examples=[2])
+    keep_last: int = Field(2, ge=1, le=1_000_000, description="newest checkpoints kept", examples=[2])
     keep_best: bool = Field(True, description="also keep the one with the best validation loss", examples=[True])
     keep_every: StepCount | None = Field(
         None, description="also keep the first one of every so many steps", examples=[10000]
@@ -44,7 +44,7 @@ class CheckpointSpec(Part):
         examples=["s3://bucket/checkpoints"],
     )
     remote_keep_last: int | None = Field(
-        None, ge=1, description="newest checkpoints kept there (default: keep_last)", examples=[5]
+        None, ge=1, le=1_000_000, description="newest checkpoints kept there (default: keep_last)", examples=[5]
     )
 
     @field_validator("remote")

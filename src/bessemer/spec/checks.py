@@ -12,9 +12,12 @@ from collections.abc import Callable, Collection, Iterator
 from bessemer.spec.clean.step import StepSpec
 from bessemer.spec.document import Path
 from bessemer.spec.memory import memory_faults
+from bessemer.spec.model import ModelSpec
 from bessemer.spec.optimizer import FUSED, SETTINGS
+from bessemer.spec.quantity import listed
 from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import preset
 
 Problem = tuple[Path, str]
 SMALLEST_VOCABS = {"bpe": 257, "char": 257, "wordpiece": 258, "unigram": 279}
@@ -70,7 +73,7 @@ def tasks_fit(spec: RunSpec) -> Iterator[Problem]:
     for i, task in enumerate(spec.tasks):
         for name in task.sources:
             if name not in spec.data.sources:
-                known = ", ".join(spec.data.sources)
+                known = listed(spec.data.sources)
                 yield ("tasks", i, "sources"), f"there is no source {name!r}; there are {known}"
 
 
@@ -89,8 +92,22 @@ def shape_holds_together(spec: RunSpec) -> Iterator[Problem]:
         yield ("model", "moe"), "experts and top_k are both needed: write for example {experts: 8, top_k: 2}"
     if model.mla and model.mla.rope_dim % 2:
         yield (("model", "mla", "rope_dim"), f"{model.mla.rope_dim} is odd: rotary positions need pairs")
-    if model.moe and model.moe.experts and model.moe.top_k and model.moe.top_k > model.moe.experts:
-        yield ("model", "moe", "top_k"), f"{model.moe.top_k} is more than the {model.moe.experts} experts"
+    yield from experts_hold_together(model)
+
+
+def experts_hold_together(model: ModelSpec) -> Iterator[Problem]:
+    moe = model.moe
+    if moe is None:
+        return
+    if moe.experts and moe.top_k and moe.top_k > moe.experts:
+        yield ("model", "moe", "top_k"), f"{moe.top_k} is more than the {moe.experts} experts"
+    if moe.experts and moe.groups and moe.experts % moe.groups:
+        yield ("model", "moe", "groups"), f"{moe.groups} groups do not divide the {moe.experts} experts evenly"
+    if moe.groups and moe.top_groups and moe.top_groups > moe.groups:
+        yield ("model", "moe", "top_groups"), f"{moe.top_groups} is more than the {moe.groups} groups"
+    layers = model.layers or (shape.layers if model.preset and (shape := preset(model.preset)) else None)
+    if layers and (beyond := [layer for layer in moe.dense_layers or () if layer >= layers]):
+        yield ("model", "moe", "dense_layers"), f"there is no layer {beyond[0]}: write numbers from 0 to {layers - 1}"
 
 
 def tokenizer_once(spec: RunSpec) -> Iterator[Problem]:
@@ -118,7 +135,7 @@ def conversations_stay_whole(spec: RunSpec) -> Iterator[Problem]:
         for i, step in enumerate(steps):
             cuts = step.step in ("dedup_paragraphs", "dedup_substrings") or getattr(step, "action", "") == "cut"
             if cuts:
-                fix = f"name it in the clean of the other sources (conversations: {', '.join(chats)})"
+                fix = f"name it in the clean of the other sources (conversations: {listed(chats)})"
                 yield (*path, i), f"{step.step} cuts text, which a conversation cannot lose: {fix}"
 
 
@@ -184,13 +201,10 @@ def phases_name_sources(spec: RunSpec) -> Iterator[Problem]:
     for i, phase in enumerate(spec.data.phases):
         path: Path = ("data", "phases", i, "weights")
         wrong = False
-        for name, weight in phase.weights.items():
+        for name in phase.weights:
             if name not in spec.data.sources:
                 wrong = True
-                yield (*path, name), f"no source {name!r}: there are {', '.join(spec.data.sources)}"
-            elif weight < 0:
-                wrong = True
-                yield (*path, name), f"weight {weight:g} is negative: write 0 or more"
+                yield (*path, name), f"no source {name!r}: there are {listed(spec.data.sources)}"
         if not wrong and not any(weight > 0 for weight in phase.weights.values()):
             yield path, "at least one source needs a weight above 0"
 
@@ -228,7 +242,7 @@ def forgetting_can_be_judged(spec: RunSpec) -> Iterator[Problem]:
         yield path, "needs held-out documents: write data.validation: 1%, or remove this"
     for name in forget.sources:
         if name not in spec.data.sources:
-            yield (*path, "sources"), f"no source {name!r}: there are {', '.join(spec.data.sources)}"
+            yield (*path, "sources"), f"no source {name!r}: there are {listed(spec.data.sources)}"
 
 
 def mup_is_from_the_start(spec: RunSpec) -> Iterator[Problem]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from bessemer.spec.clean.steps import CleanStep
 from bessemer.spec.part import Part, Paths, ShortPart
-from bessemer.spec.quantity import AutoCount, Bytes, Count, Share
+from bessemer.spec.quantity import AutoContext, AutoVocab, Bytes, Count, Share
 from bessemer.spec.rows import CurriculumSpec, NoiseSpec, PaddingSpec
 
 Format = Literal[
     "text", "source", "jsonl", "csv", "parquet", "arrow", "hf", "webdataset", "mds", "tfrecord", "warc", "html"
 ]
 Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
+Weight = Annotated[float, Field(ge=0, le=1e9)]
 
 
 class TokenizerSpec(Part):
@@ -29,7 +30,7 @@ class TokenizerSpec(Part):
     kind: Literal["bpe", "unigram", "wordpiece", "char"] = Field(
         "bpe", description="what to train: bpe, unigram, wordpiece or char", examples=["bpe"]
     )
-    vocab: AutoCount = Field("auto", description="tokens to train", examples=["8K"])
+    vocab: AutoVocab = Field("auto", description="tokens to train", examples=["8K"])
     eos: str | None = Field(None, min_length=1, description="the end-of-document token", examples=["</s>"])
     special: list[str] = Field(
         [], description="tokens with an id of their own, never split", examples=[["<|user|>", "<|assistant|>"]]
@@ -69,12 +70,16 @@ class SourceSpec(ShortPart):
     clean: list[CleanStep] = Field(
         [], description="steps for this source alone, before those of data.clean", examples=[["whitespace"]]
     )
-    weight: float = Field(1.0, ge=0, description="share in the mixture, relative to the others", examples=[1.0])
+    weight: Weight = Field(1.0, description="share in the mixture, relative to the others", examples=[1.0])
     domain: Domain | None = Field(
         None, description="what it holds, for mix: auto; found from its name if not given", examples=["code"]
     )
     max_epochs: float | None = Field(
-        None, gt=0, description="passes over this source at most; its share then goes to the others", examples=[4.0]
+        None,
+        gt=0,
+        le=1_000_000,
+        description="passes over this source at most; its share then goes to the others",
+        examples=[4.0],
     )
 
     @model_validator(mode="before")
@@ -87,7 +92,9 @@ class MixPhase(Part):
     """From a position of the stream on, another mixture."""
 
     start: Count = Field(description="tokens of the stream before this phase", examples=["10M tokens"])
-    weights: dict[str, float] = Field(description="weight of each source; others are left out", examples=[{"web": 0.7}])
+    weights: dict[str, Weight] = Field(
+        description="weight of each source; others are left out", examples=[{"web": 0.7}]
+    )
 
 
 class DataSpec(Part):
@@ -109,7 +116,7 @@ class DataSpec(Part):
     phases: list[MixPhase] = Field(
         [], description="mixtures that begin later in the run", examples=[[{"start": "10M", "weights": {"code": 1}}]]
     )
-    context: AutoCount = Field("auto", description="tokens in a training sequence", examples=[2048])
+    context: AutoContext = Field("auto", description="tokens in a training sequence", examples=[2048])
     packing: Literal["concat", "best_fit", "pad"] = Field(
         "concat", description="concat, best_fit (whole documents where they fit) or pad", examples=["best_fit"]
     )

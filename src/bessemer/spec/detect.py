@@ -10,7 +10,7 @@ from bessemer.spec.quantity import Seconds, Share, StepCount
 
 def _factor(default: float, description: str) -> float:
     """A threshold above 1: how many times larger or smaller than usual."""
-    found: float = Field(default, gt=1, description=description, examples=[default])
+    found: float = Field(default, gt=1, le=1e12, description=description, examples=[default])
     return found
 
 
@@ -44,8 +44,10 @@ class DetectSpec(Part):
     window: int = Field(
         512, ge=128, le=65536, description="accepted steps that slow changes are compared with", examples=[512]
     )
-    warmup: int = Field(128, ge=64, description="accepted steps before slow changes are looked for", examples=[128])
-    spike_rise: float = Field(0.5, ge=0, description="rise of the loss that makes a spike", examples=[0.5])
+    warmup: int = Field(
+        128, ge=64, le=1_000_000, description="accepted steps before slow changes are looked for", examples=[128]
+    )
+    spike_rise: float = Field(0.5, ge=0, le=1e9, description="rise of the loss that makes a spike", examples=[0.5])
     spike_tail: float = _factor(
         4.0, "a spike lies so many times beyond the largest deviation of the last thousands of steps"
     )
@@ -54,6 +56,7 @@ class DetectSpec(Part):
     divergence_sum: float = Field(
         10.0,
         gt=0,
+        le=1e9,
         description="robust deviations, summed over blocks of 16 steps (CUSUM), that make a rise significant",
         examples=[10.0],
     )
@@ -68,15 +71,15 @@ class DetectSpec(Part):
         30.0, "the same of one layer's gradient, activation or update against its own past and its peers"
     )
     update_high: float = Field(
-        0.3, gt=0, description="largest change of a layer in one step, against its weights", examples=[0.3]
+        0.3, gt=0, le=1e9, description="largest change of a layer in one step, against its weights", examples=[0.3]
     )
     update_low: float = Field(
-        1e-8, ge=0, description="smallest such change while the learning rate is high", examples=[1e-8]
+        1e-8, ge=0, le=1, description="smallest such change while the learning rate is high", examples=[1e-8]
     )
     dead_units: Share = _share(0.25, "share of a layer's units that never open")
     saturated_units: Share = _share(0.25, "share of a layer's units whose gate is always fully open")
     attention_logit: float = Field(
-        100.0, gt=0, description="attention logit beyond which its growth is reported", examples=[100.0]
+        100.0, gt=0, le=1e9, description="attention logit beyond which its growth is reported", examples=[100.0]
     )
     attention_entropy: Share = _share(
         0.03, "mean attention entropy, of the largest possible, below which a layer has collapsed"
@@ -84,7 +87,7 @@ class DetectSpec(Part):
     router_balance: Share = _share(0.25, "share of the experts that are in effect used (exp of the entropy)")
     overfit_rise: Share = _share(0.01, "rise of the validation loss above its best while training still falls")
     loss_scale_least: float = Field(
-        1.0, gt=0, description="fp16 loss scale below which gradients are lost", examples=[1.0]
+        1.0, gt=0, le=2.0**32, description="fp16 loss scale below which gradients are lost", examples=[1.0]
     )
     lr_jump: float = _factor(3.0, "learning rate against the planned one that asks for a rollback")
     slowdown: float = _factor(2.0, "time of a token against the usual one")

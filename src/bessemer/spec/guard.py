@@ -15,7 +15,7 @@ class LadderSpec(Part):
     """What is done when a veto is not enough: roll back and skip, roll back further with a gentler step, stop."""
 
     rollbacks: int = Field(
-        3, ge=0, description="rollbacks in one stretch of trouble before the run stops", examples=[3]
+        3, ge=0, le=1_000_000, description="rollbacks in one stretch of trouble before the run stops", examples=[3]
     )
     relapse: StepCount = Field(
         500, description="steps after a rollback in which new trouble climbs to the next rung", examples=[500]
@@ -48,7 +48,9 @@ class ForgetSpec(Part):
         min_length=1, description="data sources whose held-out loss is watched", examples=[["general"]]
     )
     limit: Share = Field(0.05, description="rise of such a loss that is too much", examples=["5%"])
-    patience: int = Field(2, ge=1, description="evaluations in a row beyond the limit before it acts", examples=[2])
+    patience: int = Field(
+        2, ge=1, le=1_000_000, description="evaluations in a row beyond the limit before it acts", examples=[2]
+    )
     action: Literal["stop", "rollback", "note"] = Field(
         "stop",
         description="stop the run; go back to the last checkpoint within the limit and stop there; or only say so",
@@ -61,12 +63,16 @@ class GuardSpec(Part):
 
     enabled: bool = Field(True, description="judge steps", examples=[True])
     window: int = Field(128, ge=16, le=4096, description="accepted steps that a step is compared with", examples=[128])
-    warmup: int = Field(32, ge=8, description="accepted steps before outliers are judged", examples=[32])
+    warmup: int = Field(32, ge=8, le=1_000_000, description="accepted steps before outliers are judged", examples=[32])
     loss_sigma: float = Field(
-        10.0, gt=0, description="robust deviations of the loss that make an outlier", examples=[10.0]
+        10.0, gt=0, le=1e9, description="robust deviations of the loss that make an outlier", examples=[10.0]
     )
-    grad_sigma: float = Field(13.0, gt=0, description="the same for the log of the gradient norm", examples=[13.0])
-    max_vetoes: int = Field(5, ge=1, description="vetoes in a row before the ladder takes over", examples=[5])
+    grad_sigma: float = Field(
+        13.0, gt=0, le=1e9, description="the same for the log of the gradient norm", examples=[13.0]
+    )
+    max_vetoes: int = Field(
+        5, ge=1, le=1_000_000, description="vetoes in a row before the ladder takes over", examples=[5]
+    )
     veto_share: Share = Field(
         0.05,
         description="share of the window's steps that may be vetoed as outliers; beyond it they are the data",

@@ -10,12 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from bessemer.spec.part import Part, ShortPart
+from bessemer.spec.quantity import MOST_CONTEXT
 from bessemer.spec.shape import ALIASES, PRESETS, Activation, Positions, Scaling, preset
 
 LARGEST_SIDE = 1_000_000  # of a matrix: a slip of the finger is refused here rather than counted for ever
+LARGEST_FACTOR = 1e6
 Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
+Window = Annotated[int, Field(ge=0, le=MOST_CONTEXT)]
+Factor = Annotated[float, Field(gt=0, le=LARGEST_FACTOR)]
 QkNorm = Annotated[
-    Literal["none", "head", "full"], BeforeValidator(lambda value: {True: "head", False: "none"}.get(value, value))
+    Literal["none", "head", "full"],
+    BeforeValidator(lambda value: ("none", "head")[value] if isinstance(value, bool) else value),
 ]
 Init = Literal["gpt", "depth", "small", "xavier", "kaiming", "mup"]
 
@@ -23,23 +28,25 @@ Init = Literal["gpt", "depth", "small", "xavier", "kaiming", "mup"]
 class RopeSpec(Part):
     """Rotary positions, and how they are stretched to a longer context than the model was trained with."""
 
-    theta: float | None = Field(None, gt=0, description="base", examples=[500_000.0])
+    theta: float | None = Field(None, gt=1, le=1e12, description="base", examples=[500_000.0])
     share: float | None = Field(None, gt=0, le=1, description="part of a head that is rotated", examples=[0.25])
     interleaved: bool | None = Field(None, description="pair neighbours instead of halves", examples=[False])
     scaling: Scaling | None = Field(
         None, description="none, linear, ntk, dynamic, yarn, longrope or llama3", examples=["yarn"]
     )
-    factor: float | None = Field(None, ge=1, description="how much longer the context becomes", examples=[8.0])
+    factor: float | None = Field(
+        None, ge=1, le=LARGEST_FACTOR, description="how much longer the context becomes", examples=[8.0]
+    )
     original: Side | None = Field(None, description="the context before scaling, in tokens", examples=[4096])
-    low_freq: float | None = Field(None, gt=0, description="llama3: where stretching is full", examples=[1.0])
-    high_freq: float | None = Field(None, gt=0, description="llama3: where it begins", examples=[4.0])
-    beta_fast: float | None = Field(None, gt=0, description="yarn: rotations beyond which none", examples=[32.0])
-    beta_slow: float | None = Field(None, gt=0, description="yarn: rotations below which full", examples=[1.0])
-    attention_factor: float | None = Field(None, gt=0, description="factor of cos and sin", examples=[1.0])
-    short: list[float] | None = Field(
+    low_freq: Factor | None = Field(None, description="llama3: where stretching is full", examples=[1.0])
+    high_freq: Factor | None = Field(None, description="llama3: where it begins", examples=[4.0])
+    beta_fast: Factor | None = Field(None, description="yarn: rotations beyond which none", examples=[32.0])
+    beta_slow: Factor | None = Field(None, description="yarn: rotations below which full", examples=[1.0])
+    attention_factor: Factor | None = Field(None, description="factor of cos and sin", examples=[1.0])
+    short: list[Factor] | None = Field(
         None, description="longrope: divisors up to the original context", examples=[[1.0]]
     )
-    long: list[float] | None = Field(None, description="longrope: divisors beyond it", examples=[[1.2]])
+    long: list[Factor] | None = Field(None, description="longrope: divisors beyond it", examples=[[1.2]])
 
 
 class MoeSpec(Part):
@@ -48,20 +55,22 @@ class MoeSpec(Part):
     experts: Side | None = Field(None, description="experts of a layer", examples=[8])
     top_k: Side | None = Field(None, description="experts that a token is sent to", examples=[2])
     ffn: Side | None = Field(None, description="inner size of an expert (default: the model's ffn)", examples=[1408])
-    shared: int | None = Field(None, ge=0, description="experts that every token passes", examples=[1])
-    dense_layers: list[int] | None = Field(None, description="layers without experts, from 0", examples=[[0]])
+    shared: int | None = Field(None, ge=0, le=LARGEST_SIDE, description="experts that every token passes", examples=[1])
+    dense_layers: list[Annotated[int, Field(ge=0, le=LARGEST_SIDE)]] | None = Field(
+        None, description="layers without experts, from 0", examples=[[0]]
+    )
     score: Literal["softmax", "sigmoid"] | None = Field(None, description="of the router", examples=["softmax"])
     normalise: bool | None = Field(None, description="chosen weights sum to one", examples=[True])
-    scale: float | None = Field(None, gt=0, description="of the chosen weights", examples=[1.0])
+    scale: Factor | None = Field(None, description="of the chosen weights", examples=[1.0])
     groups: Side | None = Field(None, description="groups of experts", examples=[1])
     top_groups: Side | None = Field(None, description="groups that a token may choose from", examples=[1])
     choice_bias: bool | None = Field(None, description="balance by a bias of the choice (DeepSeek-V3)", examples=[True])
-    bias_rate: float | None = Field(None, gt=0, description="how fast that bias moves", examples=[0.001])
-    capacity: float | None = Field(
-        None, gt=0, description="tokens of an expert over its even share; left out: none is dropped", examples=[1.25]
+    bias_rate: float | None = Field(None, gt=0, le=1, description="how fast that bias moves", examples=[0.001])
+    capacity: Factor | None = Field(
+        None, description="tokens of an expert over its even share; left out: none is dropped", examples=[1.25]
     )
-    balance: float | None = Field(None, ge=0, description="weight of the balance loss", examples=[0.01])
-    router_z: float | None = Field(None, ge=0, description="weight of the router's z-loss", examples=[0.001])
+    balance: float | None = Field(None, ge=0, le=1e3, description="weight of the balance loss", examples=[0.01])
+    router_z: float | None = Field(None, ge=0, le=1e3, description="weight of the router's z-loss", examples=[0.001])
 
 
 class MlaSpec(Part):
@@ -110,16 +119,19 @@ class ModelSpec(ShortPart):
         None, ge=0, le=LARGEST_SIDE, description="inner size of the feed-forward part; 0: none", examples=[864]
     )
     tied: bool | None = Field(None, description="share input and output embeddings", examples=[True])
-    norm_eps: float | None = Field(None, gt=0, description="epsilon of the norms", examples=[1e-5])
+    norm_eps: float | None = Field(None, gt=0, le=0.1, description="epsilon of the norms", examples=[1e-5])
     qk_norm: QkNorm | None = Field(
         None, description="norm of queries and keys: none, head (or true) or full", examples=["head"]
     )
-    attention_scale: float | None = Field(None, gt=0, description="of attention logits", examples=[0.125])
-    attention_cap: float | None = Field(None, gt=0, description="soft cap of attention logits", examples=[50.0])
-    windows: list[int] | None = Field(
-        None, description="keys that a position sees in each layer, repeated; 0: all", examples=[[1024, 0]]
+    attention_scale: Factor | None = Field(None, description="of attention logits", examples=[0.125])
+    attention_cap: Factor | None = Field(None, description="soft cap of attention logits", examples=[50.0])
+    windows: list[Window] | None = Field(
+        None,
+        min_length=1,
+        description="keys that a position sees in each layer, repeated; 0: all",
+        examples=[[1024, 0]],
     )
-    blocks: tuple[int, int] | None = Field(
+    blocks: tuple[Annotated[int, Field(ge=1, le=MOST_CONTEXT)], Window] | None = Field(
         None,
         strict=False,
         description="block-sparse attention: size of a block, and how many before its own it sees",
@@ -131,7 +143,9 @@ class ModelSpec(ShortPart):
     )
     max_positions: Side | None = Field(None, description="learned positions", examples=[2048])
     rope: RopeSpec | None = Field(None, description="rotary positions")
-    local_theta: float | None = Field(None, gt=0, description="rotary base of windowed layers", examples=[10_000.0])
+    local_theta: float | None = Field(
+        None, gt=1, le=1e12, description="rotary base of windowed layers", examples=[10_000.0]
+    )
     mla: MlaSpec | None = Field(
         None,
         description="latent attention",
@@ -151,10 +165,13 @@ class ModelSpec(ShortPart):
     ffn_bias: bool | None = Field(None, description="biases of the feed-forward part", examples=[False])
     moe: MoeSpec | None = Field(None, description="a mixture of experts", examples=[{"experts": 8, "top_k": 2}])
     mixers: list[Literal["attention", "mamba"]] | None = Field(
-        None, description="what mixes positions in each layer, repeated", examples=[["mamba", "mamba", "attention"]]
+        None,
+        min_length=1,
+        description="what mixes positions in each layer, repeated",
+        examples=[["mamba", "mamba", "attention"]],
     )
     mamba: MambaSpec | None = Field(None, description="the state-space mixer", examples=[{"heads": 24}])
-    logit_cap: float | None = Field(None, gt=0, description="soft cap of the output logits", examples=[30.0])
+    logit_cap: Factor | None = Field(None, description="soft cap of the output logits", examples=[30.0])
     init: Init = Field("gpt", description="first weights: gpt, depth, small, xavier, kaiming or mup", examples=["gpt"])
     mup_width: Side = Field(
         256, description="with init: mup, the width that hyperparameters were tuned at", examples=[256]

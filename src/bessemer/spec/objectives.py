@@ -31,7 +31,9 @@ class ObjectiveSpec(ShortPart):
         "or infill (fill-in-the-middle)",
         examples=["causal"],
     )
-    share: float = Field(1.0, gt=0, description="share of the rows, relative to other objectives", examples=[0.5])
+    share: float = Field(
+        1.0, gt=0, le=1e9, description="share of the rows, relative to other objectives", examples=[0.5]
+    )
     sources: list[str] = Field(
         [],
         description="only rows of these sources; a named source has no objectives but those that name it",
@@ -50,7 +52,7 @@ class ObjectiveSpec(ShortPart):
     random: float | None = Field(
         None, ge=0, le=1, description="masked: share of these replaced at random (0.1); the rest stay", examples=[0.1]
     )
-    span: float | None = Field(None, ge=1, description="denoise: mean tokens in a span (3)", examples=[3.0])
+    span: float | None = Field(None, ge=1, le=1e6, description="denoise: mean tokens in a span (3)", examples=[3.0])
     suffix_first: float | None = Field(
         None, ge=0, le=1, description="infill: share of the rearranged with the suffix first (0.5)", examples=[0.5]
     )
@@ -108,8 +110,8 @@ class LossSpec(Part):
     """What is added to the cross-entropy that is minimised; the loss that is shown and judged stays plain."""
 
     smoothing: Probability = Field(0.0, description="label smoothing", examples=[0.1])
-    focal: float = Field(0.0, ge=0, description="focal loss: times (1 - p) to this power", examples=[2.0])
-    z: float = Field(0.0, ge=0, description="z-loss: this times the squared log of the sum", examples=[1e-4])
+    focal: float = Field(0.0, ge=0, le=100, description="focal loss: times (1 - p) to this power", examples=[2.0])
+    z: float = Field(0.0, ge=0, le=1e3, description="z-loss: this times the squared log of the sum", examples=[1e-4])
 
 
 class DropoutSpec(Part):

@@ -46,7 +46,7 @@ class OptimizerSpec(Part):
         None, min_length=2, max_length=2, description="decay of the two moments", examples=[[0.9, 0.95]]
     )
     eps: float | None = Field(
-        None, gt=0, description="epsilon; 1e-8, for adagrad 1e-10; lion and adafactor have none", examples=[1e-8]
+        None, gt=0, le=1, description="epsilon; 1e-8, for adagrad 1e-10; lion and adafactor have none", examples=[1e-8]
     )
     momentum: Beta | None = Field(
         None, description="momentum of sgd (0.9), rmsprop (0) and muon (0.95)", examples=[0.9]
@@ -58,11 +58,12 @@ class OptimizerSpec(Part):
     weight_decay: float | None = Field(
         None,
         ge=0,
+        le=100,
         description="decay of matrices: decoupled in adamw, nadam, radam, muon (0.1), lion (0.5) and adafactor (0), "
         "added to the gradient in the others (0)",
         examples=[0.1],
     )
-    clip: float = Field(1.0, gt=0, description="largest gradient norm", examples=[1.0])
+    clip: float = Field(1.0, gt=0, le=1e12, description="largest gradient norm", examples=[1.0])
     freeze: list[str] = Field(
         [],
         description="parameters that stay as they are: names, layers (ranges too) or globs of their names",

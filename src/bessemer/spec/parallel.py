@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from bessemer.spec.part import Part
 from bessemer.spec.quantity import AutoDegree, AutoThreads, Seconds
+
+Degree = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class ReplicasSpec(Part):
@@ -35,7 +37,7 @@ class ShardSpec(Part):
         description="whether a layer is divided again after its forward pass; never keeps it whole until backward",
         examples=["never"],
     )
-    layers: int = Field(1, ge=1, description="layers that are gathered together", examples=[2])
+    layers: Degree = Field(1, description="layers that are gathered together", examples=[2])
     prefetch: int = Field(1, ge=1, le=8, description="groups of layers that are gathered ahead", examples=[2])
     alone: bool = Field(
         False, description="divide the weights of a single process too: shows what dividing costs", examples=[True]
@@ -79,15 +81,15 @@ class ParallelSpec(Part):
     dp_shard: AutoDegree = Field(
         "auto", description="processes among which a replica's weights, gradients and moments are divided", examples=[8]
     )
-    tp: int = Field(1, ge=1, description="processes that share every matrix of a layer (tensor parallel)", examples=[2])
-    cp: int = Field(1, ge=1, description="processes that share the tokens of a row (context parallel)", examples=[2])
+    tp: Degree = Field(1, description="processes that share every matrix of a layer (tensor parallel)", examples=[2])
+    cp: Degree = Field(1, description="processes that share the tokens of a row (context parallel)", examples=[2])
     context: Literal["ulysses", "ring"] = Field(
         "ulysses",
         description="with cp: ulysses exchanges columns for heads, ring sends keys and values round the processes",
         examples=["ring"],
     )
-    pp: int = Field(1, ge=1, description="stages that hold the layers in turn (pipeline parallel)", examples=[2])
-    ep: int = Field(1, ge=1, description="processes that share the experts of a layer (expert parallel)", examples=[2])
+    pp: Degree = Field(1, description="stages that hold the layers in turn (pipeline parallel)", examples=[2])
+    ep: Degree = Field(1, description="processes that share the experts of a layer (expert parallel)", examples=[2])
     patience: Seconds = Field(
         1800.0,
         gt=0,

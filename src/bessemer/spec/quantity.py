@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -20,6 +20,8 @@ from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 LARGEST = 10**18  # more than any run trains on, and inside 64 bits
 LONGEST_S = 10**10  # three centuries
+MOST_CONTEXT, MOST_BATCH, MOST_VOCAB = 10**8, 10**12, 10**7  # tokens; ten times and more of what anybody trained with
+HIGHEST_RATE = 100.0  # a learning rate; SGD on normed weights has been trained at 10
 # A comma only separates thousands: `1,5` is refused, since it could mean 1.5 as well as 15.
 _NUMBER = r"((?=[.0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)?(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)"
 _SCALE = {
@@ -62,6 +64,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
 
 
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names for a message: the first of them, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
 def _refuse(forms: str, value: Any, why: str = "") -> ValueError:
     return ValueError(f"expected {forms}, got {shown(value)}" + (f": {why}" if why else ""))
 
@@ -80,7 +88,7 @@ def _number(text: str) -> Fraction:
     return Fraction(text.replace(",", "").replace("_", ""))
 
 
-def parse_count(value: Any, unit: str = "tokens", least: int = 0) -> int:
+def parse_count(value: Any, unit: str = "tokens", least: int = 0, most: int = LARGEST) -> int:
     """`20M`, `256K tokens`, `1e9`, `4096`, `64Ki` -> int. Another unit than the one asked for is refused."""
     forms = f"a number of {unit} such as {_COUNTED[unit][1]}"
     match = _match(_COUNT, value)
@@ -94,8 +102,8 @@ def parse_count(value: Any, unit: str = "tokens", least: int = 0) -> int:
         raise _refuse(forms, value, "it is not a whole number")
     if number < least:
         raise _refuse(forms, value, f"it must be at least {least}")
-    if number > LARGEST:
-        raise _refuse(forms, value, "it is too large")
+    if number > most:
+        raise _refuse(forms, value, f"it must be at most {most:,}")
     return int(number)
 
 
@@ -143,15 +151,15 @@ def parse_duration(value: Any) -> float:
     return float(total)
 
 
-def parse_number(value: Any) -> float:
+def parse_number(value: Any, most: float = LARGEST) -> float:
     """A plain number above 0, such as 3e-4."""
     forms = "a number such as 3e-4"
     if isinstance(value, str) and _match(_SHARE, value) and not value.strip().endswith("%"):
         raise _refuse(forms, value, "remove the quotes")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _refuse(forms, value)
-    if not 0 < value <= LARGEST:  # also refuses NaN
-        raise _refuse(forms, value, "it must be above 0 and finite")
+    if not 0 < value <= most:  # also refuses NaN
+        raise _refuse(forms, value, f"it must be above 0 and at most {most:g}")
     return float(value)
 
 
@@ -243,7 +251,8 @@ def _or_auto(parse: Callable[[Any], Any], example: str) -> list[Any]:
 
 
 Count = Annotated[int, *_quantity(partial(parse_count, least=1), "20M")]
-StepCount = Annotated[int, *_quantity(partial(parse_count, unit="steps", least=1), "1000")]
+BatchTokens = Annotated[int, *_quantity(partial(parse_count, least=1, most=MOST_BATCH), "256K")]
+StepCount = Annotated[int, *_quantity(partial(parse_count, unit="steps", least=1, most=10**12), "1000")]
 Bytes = Annotated[int, *_quantity(parse_bytes, "64MB")]
 Share = Annotated[float, *_quantity(parse_share, "2%")]
 Seconds = Annotated[
@@ -251,9 +260,12 @@ Seconds = Annotated[
 ]
 Auto = Literal["auto"]
 AutoCount = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1), "20M")]
-AutoSequences = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="sequences", least=1), "8")]
-AutoDegree = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="processes", least=1), "2")]
-AutoThreads = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="threads", least=1), "8")]
+AutoContext = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1, most=MOST_CONTEXT), "2048")]
+AutoBatch = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1, most=MOST_BATCH), "256K")]
+AutoVocab = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1, most=MOST_VOCAB), "8K")]
+AutoSequences = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="sequences", least=1, most=1_000_000), "8")]
+AutoDegree = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="processes", least=1, most=1_000_000), "2")]
+AutoThreads = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="threads", least=1, most=65_536), "8")]
 AutoSpan = Annotated[int | float | str, *_or_auto(parse_span, "2%")]
 AutoInterval = Annotated[int | str, *_or_auto(parse_interval, "500 steps")]
-AutoNumber = Annotated[float | Auto, *_or_auto(parse_number, "3e-4")]
+AutoNumber = Annotated[float | Auto, *_or_auto(partial(parse_number, most=HIGHEST_RATE), "3e-4")]

@@ -15,14 +15,14 @@ class PaddingSpec(Part):
     to: Literal["longest", "context"] = Field(
         "longest", description="pad to the longest row of the micro-batch, or to the context", examples=["longest"]
     )
-    multiple_of: int = Field(8, ge=1, description="round the padded length up to a multiple", examples=[8])
+    multiple_of: int = Field(8, ge=1, le=65536, description="round the padded length up to a multiple", examples=[8])
     side: Literal["right", "left"] = Field("right", description="where the padding goes", examples=["right"])
     long: Literal["split", "truncate"] = Field(
         "split",
         description="a document longer than the context: split into several rows, or truncate to one",
         examples=["truncate"],
     )
-    buckets: int = Field(1, ge=1, description="group documents by length into so many buckets", examples=[8])
+    buckets: int = Field(1, ge=1, le=65536, description="group documents by length into so many buckets", examples=[8])
 
 
 class CurriculumSpec(Part):
@@ -32,7 +32,7 @@ class CurriculumSpec(Part):
     label: str | None = Field(None, description="the label that a step gave, such as quality", examples=["quality"])
     descending: bool = Field(False, description="largest first", examples=[False])
     groups: int = Field(
-        8, ge=1, description="documents are shuffled inside so many groups of rising measure", examples=[8]
+        8, ge=1, le=65536, description="documents are shuffled inside so many groups of rising measure", examples=[8]
     )
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ class NoiseSpec(Part):
     """
 
     mask_spans: float = Field(0.0, ge=0, lt=1, description="share of tokens in masked spans", examples=[0.15])
-    span_length: float = Field(3.0, ge=1, description="mean length of a masked span", examples=[3.0])
+    span_length: float = Field(3.0, ge=1, le=1e6, description="mean length of a masked span", examples=[3.0])
     mask: list[str] = Field(
         [],
         description="special token that stands for a masked span; several are used in turn, as sentinels",

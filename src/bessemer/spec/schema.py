@@ -6,7 +6,7 @@ for users. Combinations that cannot work are refused by the named checks in `che
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,22 +19,32 @@ from bessemer.spec.objectives import DropoutSpec, LossSpec, ObjectiveSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.part import Part
-from bessemer.spec.quantity import AutoCount, AutoInterval, AutoSequences, AutoSpan, Count, Seconds, Share, StepCount
+from bessemer.spec.quantity import (
+    AutoBatch,
+    AutoCount,
+    AutoInterval,
+    AutoSequences,
+    AutoSpan,
+    BatchTokens,
+    Seconds,
+    Share,
+    StepCount,
+)
 
 
 class BatchChange(Part):
     """From a step on, another batch size."""
 
     from_step: StepCount = Field(description="first step of the new size", examples=[1000])
-    batch: Count = Field(description="tokens in a batch from there on", examples=["512K"])
+    batch: BatchTokens = Field(description="tokens in a batch from there on", examples=["512K"])
 
 
 class StopSpec(Part):
     """Rules that end a run as finished, before its budget is spent."""
 
-    validation_loss: float | None = Field(None, gt=0, description="stop when reached", examples=[2.5])
+    validation_loss: float | None = Field(None, gt=0, le=1e6, description="stop when reached", examples=[2.5])
     patience: int | None = Field(
-        None, ge=1, description="stop after so many evaluations without a new best", examples=[5]
+        None, ge=1, le=1_000_000, description="stop after so many evaluations without a new best", examples=[5]
     )
     time: Seconds | None = Field(None, gt=0, description="stop after so much training time", examples=["2h"])
 
@@ -47,7 +57,7 @@ class BudgetSpec(Part):
     epochs: float | None = Field(
         None, gt=0, le=1_000_000, description="passes over the data instead of tokens", examples=[1.0]
     )
-    batch: AutoCount = Field("auto", description="tokens in a batch (one optimizer step)", examples=["256K"])
+    batch: AutoBatch = Field("auto", description="tokens in a batch (one optimizer step)", examples=["256K"])
     batch_changes: list[BatchChange] = Field(
         [], description="other batch sizes later in the run", examples=[[{"from_step": 1000, "batch": "512K"}]]
     )
@@ -121,7 +131,7 @@ class RunSpec(Part):
         "scale a tensor or one a row (torchao); auto is the faster of fp32 and bf16",
         examples=["bf16"],
     )
-    loss_scale: Literal["dynamic"] | float = Field(
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0, le=2.0**32)] = Field(
         "dynamic", description="of fp16: dynamic, or a fixed factor such as 1024", examples=["dynamic"]
     )
     compile: Literal["auto", "off", "block", "chain"] = Field(

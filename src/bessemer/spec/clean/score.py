@@ -18,8 +18,8 @@ _BEST = "best "
 class Bounds(Part):
     """A score's lowest and highest value that is kept."""
 
-    min: float | None = setting(None, "lowest score that is kept", 0.5)
-    max: float | None = setting(None, "highest score that is kept", 2.5)
+    min: float | None = setting(None, "lowest score that is kept", 0.5, ge=-1e12, le=1e12)
+    max: float | None = setting(None, "highest score that is kept", 2.5, ge=-1e12, le=1e12)
 
     @model_validator(mode="after")
     def _some(self) -> Bounds:

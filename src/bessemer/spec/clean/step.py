@@ -12,10 +12,13 @@ from bessemer.spec.part import Part
 
 Named = Annotated[str, Field(min_length=1)]  # a file, a word, a variable: never empty
 Share = Annotated[float, Field(ge=0, le=1)]
+LARGEST_COUNT = 10**12  # of characters, words, documents: no corpus has a document of a terabyte
 
 
 def setting(default: Any, about: str, *examples: Any, **limits: Any) -> Any:
     """A field of a step. A default of `...` means that there is none; limits are pydantic's (ge, le, pattern)."""
+    if limits.keys() & {"ge", "gt"} and not limits.keys() & {"le", "lt"}:
+        limits["le"] = LARGEST_COUNT
     return Field(default, description=about, examples=list(examples), **limits)
 
 

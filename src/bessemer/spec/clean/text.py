@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from bessemer.spec.clean.step import Named, Share, StepSpec, setting
+from bessemer.spec.clean.step import LARGEST_COUNT, Named, Share, StepSpec, setting
 from bessemer.spec.quantity import shown
 
 OFF = "; 0 or null switches it off"
@@ -30,8 +30,8 @@ def _number_keys(value: Any) -> Any:
 
 
 Pattern = Annotated[str, AfterValidator(_compiles)]
-Count = Annotated[int, Field(ge=0)]
-Number = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Number = Annotated[float, Field(ge=0, le=LARGEST_COUNT)]
 RunLength = Annotated[int, Field(ge=1, le=1000)]
 RunShares = Annotated[dict[RunLength, Share], BeforeValidator(_number_keys)]
 
