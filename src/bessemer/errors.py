@@ -8,3 +8,7 @@ from __future__ import annotations
 
 class UserError(Exception):
     """A mistake in the input. The message names the value, the place and what to write instead."""
+
+
+class RankError(UserError):
+    """A mistake that this process of several met and rank 0 did not, so that it has to be printed here."""

@@ -270,3 +270,11 @@ def test_a_real_process_refuses_a_bad_spec(tmp_path: Path) -> None:
         [b"bad.yaml:1", b"model.preset"],
         [b"bad.yaml:2", b"data"],
     ]
+
+
+def test_a_refused_layout_starts_no_process(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bessemer.cli.train.start_locally", lambda count: pytest.fail("started"))
+    Path("run.yaml").write_text(GOOD + "parallel: {device: cpu, pp: 64}\n")
+    said = call("train", "run.yaml")
+    assert said.code == 2 and said.err.count("\n") == 1 and said.err.startswith("parallel.pp: 64 stages need as many")
+    assert not Path("runs").exists()

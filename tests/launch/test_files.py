@@ -67,7 +67,7 @@ def test_every_target_trains_the_spec_by_torchrun(ask: Ask, tmp_path: Path, on: 
     if on == "kubernetes":
         files = next(yaml.safe_load_all(files["pytorchjob.yaml"]))["data"]
     last = files["node.sh"].splitlines()[-1]
-    assert last.startswith("exec ") and "-m torch.distributed.run" in last
+    assert last.startswith("exec ") and "-m bessemer.parallel.agent" in last
     assert f"--nproc-per-node={request.processes} " in last and "--max-restarts=3" in last
     assert '-m bessemer train "$here/spec.yaml"' in last
     assert ("--standalone" in last) == (request.nodes == 1)

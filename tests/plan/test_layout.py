@@ -9,6 +9,7 @@ from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.layout import REPLICATE, SHARD, Layout, decide_layout
 from bessemer.plan.machine import Machine
+from bessemer.plan.replicas import check_processes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, Moe
 
@@ -111,3 +112,24 @@ def test_what_tensors_columns_and_stages_leave_is_for_rows() -> None:
 def test_what_cannot_be_divided_so_is_refused_with_what_can(more: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         of(**{"size": 2, **more})
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "words"),
+    [
+        (4, {"tp": 4}, "parallel.tp: 4 does not divide 6 heads"),
+        (8, {"pp": 8}, "parallel.pp: 8 stages need as many layers, and the model has 5"),
+        (4, {"cp": 4}, "parallel.cp: 4 does not divide 6 heads"),
+        (2, {"ep": 2, "dp_shard": 2}, "parallel.ep: the model has no experts"),
+        (8, {"dp_shard": 3}, "dp_shard 3 needs 3 processes, and there are 8"),
+        (2, {"dp_shard": 2, "replicas": {"compress": "bf16"}}, "parallel.replicas.compress: for whole replicas"),
+    ],
+)
+def test_layouts_are_refused_before_data_is_read(size: int, parallel: dict[str, Any], words: str) -> None:
+    model = {"width": 96, "heads": 6, "kv_heads": 6, "layers": 5, "ffn": 240}
+    data = {"sources": {"a": "not/there"}}
+    spec = RunSpec.model_validate({"name": "x", "model": model, "data": data, "parallel": parallel})
+    with pytest.raises(UserError, match=words):
+        check_processes(spec, None, size)
+    spec = spec.model_copy(update={"parallel": type(spec.parallel)()})
+    check_processes(spec, None, size)

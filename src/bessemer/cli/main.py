@@ -28,7 +28,8 @@ from bessemer.cli import (
     spec,
     train,
 )
-from bessemer.errors import UserError
+from bessemer.errors import RankError, UserError
+from bessemer.parent import end_with_parent
 
 # What only the user's paths can be the cause of, wherever it comes up.
 PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -69,6 +70,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def run() -> None:
     """Exit codes: 0 done, 2 a mistake in the input (one line for each), 1 a fault, 130, 138, 143 a signal."""
+    end_with_parent()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is shown with escapes
             stream.reconfigure(errors="backslashreplace")
@@ -78,7 +80,9 @@ def run() -> None:
     try:
         app(prog_name="bessemer")
     except UserError as error:
-        print(error, file=sys.stderr)
+        # Processes of one run read the same input: one of each host says what is wrong with it.
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0" or isinstance(error, RankError):
+            print(error, file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if error.errno not in PATH_ERRORS or error.filename is None:

@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from bessemer.spec.parallel import ParallelSpec
+    from bessemer.spec.schema import RunSpec
 
 RESTARTS = 3  # as many as `bessemer launch` gives
 
@@ -18,24 +19,40 @@ RESTARTS = 3  # as many as `bessemer launch` gives
 def local_processes(parallel: ParallelSpec) -> int:
     """How many processes to start here: as many as the degrees ask for, else one for each GPU. Just this one where a
     launcher has started them."""
-    import torch
-
     if "WORLD_SIZE" in os.environ:
         return 1
     product = parallel.tp * parallel.cp * parallel.pp
     product *= 1 if parallel.dp_replicate == "auto" else parallel.dp_replicate
     product *= parallel.ep if parallel.dp_shard == "auto" else parallel.dp_shard
-    gpus = torch.cuda.device_count() if parallel.device in ("auto", "cuda") else 0
-    return max(product, gpus)
+    if parallel.device not in ("auto", "cuda"):
+        return product
+    import torch
+
+    return max(product, torch.cuda.device_count())
+
+
+def refuse_layout(spec: RunSpec, count: int) -> None:
+    """Check the layout here, so that a mistake is one line and costs no start of processes."""
+    from bessemer.plan.replicas import check_processes
+
+    given = None
+    if spec.model.hf is not None:
+        from bessemer.supervise.start import open_source
+
+        source = open_source(spec)
+        given = source.shape if source else None
+    check_processes(spec, given, count)
 
 
 def start_locally(count: int) -> NoReturn:
     """The same command in so many processes, in place of this one. After a fault all are started again, a few times,
     from the last checkpoint; torchrun's own variables change that."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    from bessemer.parent import keep_tie
+
+    launcher = ["-m", "bessemer.parallel.agent", "--standalone", f"--nproc-per-node={count}"]
     os.environ.setdefault("PET_MAX_RESTARTS", str(RESTARTS))
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # those it hands on
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    keep_tie()
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "bessemer", *sys.argv[1:]])
 
 
@@ -64,6 +81,7 @@ def train(
     if profile or nsight:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its stages otherwise
     elif (count := local_processes(run_spec.parallel)) > 1:
+        refuse_layout(run_spec, count)
         start_locally(count)
     from bessemer.observe.live import LiveView
     from bessemer.observe.view import LineView, RunView

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from bessemer.launch.job import Job, State, call
 from bessemer.launch.node import node_script
-from bessemer.launch.request import SAVE_S, Request
+from bessemer.launch.request import Request
 from bessemer.launch.secrets import KEYS
+from bessemer.parallel.agent import SAVE_S
 from bessemer.spec.load import dump_spec
 
 CLIENT = "kubectl"

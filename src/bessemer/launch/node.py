@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shlex
 
-from bessemer.launch.request import SAVE_S, Request
+from bessemer.launch.request import Request
+from bessemer.parallel.agent import SAVE_S, SIGNALS
 
 HEAD = """#!/bin/bash
 # What each node of {name} runs: one torchrun with {processes} worker(s). Edit it and submit again as you like.
@@ -24,7 +25,7 @@ if [ -f .env ]; then
 fi
 
 # Signals that torchrun hands on to the workers. SIGUSR1 is a scheduler's warning: they finish the step, save and leave.
-export PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+export PET_SIGNALS_TO_HANDLE="{signals}"
 # Seconds they get for it before they are killed. Raise it when a save of your model takes longer.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-{save_s}}}"
 """
@@ -65,13 +66,13 @@ if command -v numactl > /dev/null; then numa="--numa-binding=node"; fi
 def node_script(request: Request, chdir: bool = True) -> str:
     """The script. `chdir` False: the target has already gone to the working folder."""
     go = f"cd {shlex.quote(request.workdir)}\n" if chdir else ""
-    parts = [HEAD.format(name=request.name, processes=request.processes, chdir=go, save_s=SAVE_S)]
+    parts = [HEAD.format(name=request.name, processes=request.processes, chdir=go, signals=SIGNALS, save_s=SAVE_S)]
     if request.gpus:
         parts.append(GPU.format(threads=max(1, request.cpus_wanted // request.gpus)))
         if request.nodes > 1:
             parts.append(NETWORK)
         parts.append(BINDING)
-    words = [shlex.quote(request.interpreter), "-m torch.distributed.run"]
+    words = [shlex.quote(request.interpreter), "-m bessemer.parallel.agent"]  # torchrun, with exit codes of its own
     if request.nodes == 1:
         words.append("--standalone")  # a rendezvous of its own, on a free port
     words += [f"--nproc-per-node={request.processes}", f"--max-restarts={request.max_restarts}"]

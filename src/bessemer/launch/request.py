@@ -22,7 +22,6 @@ TAKES = {
     "local": {"python"},
 }
 CPUS_PER_GPU = 8
-SAVE_S = 100  # how long the workers get for the last save once a signal has come; Slurm's warning comes 120 s ahead
 
 
 @dataclass(frozen=True)

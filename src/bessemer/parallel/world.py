@@ -7,21 +7,26 @@ Alone, every word is one's own and nothing is sent.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from bessemer.errors import UserError
 from bessemer.parallel.health import meet, record_collectives
+from bessemer.parent import end_with_parent
 from bessemer.plan.layout import Layout
 
 Word = TypeVar("Word")
+ERROR, ERROR_READ, ERROR_S = "bessemer/error", "bessemer/error-read", 5.0
+LEAVE_S = 1.0
 PATIENCE = timedelta(minutes=30)  # of a rank for the others: a checkpoint may be read meanwhile, or data prepared
 
 
@@ -139,18 +144,39 @@ class World:
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """The first one does it, then the others find it done. If it fails there, the others fail too."""
-        if not self.main and (fault := self.agree("")):
-            raise SystemExit(fault)
+        """The first one does it, then the others find it done. If it fails there, the others leave with the same exit
+        code and without a word: the first one says why."""
+        if not self.main and (code := self.agree(0)):
+            leave_to_rank_0(code)
         try:
             yield
         except BaseException as error:
             if self.main:
-                self.agree(f"rank 0 failed: {error}")
+                self.agree(2 if isinstance(error, UserError) else 1)
             raise
         if self.main:
-            self.agree("")
+            self.agree(0)
         self.wait()
+
+    def says_it_too(self, error: str) -> bool:
+        """Whether rank 0 ends with the same error and so prints it for all. Called by every rank that ends with one;
+        a rank that is alone with its error waits for a few seconds and gets False."""
+        if self.size == 1:
+            return False
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            if self.main:
+                store.set(ERROR, error)
+                give_up = time.monotonic() + ERROR_S  # the store may live in this process: the others read first
+                while store.add(ERROR_READ, 0) < self.size - 1 and time.monotonic() < give_up:
+                    time.sleep(0.02)
+                return False
+            store.wait([ERROR], timedelta(seconds=ERROR_S))
+            same: bool = store.get(ERROR).decode() == error
+            store.add(ERROR_READ, 1)
+        except RuntimeError:  # torch: rank 0 goes on, or is gone
+            return False
+        return same
 
 
 def join(device: torch.device, patience: timedelta = PATIENCE) -> World:
@@ -162,6 +188,7 @@ def join(device: torch.device, patience: timedelta = PATIENCE) -> World:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    end_with_parent()
     record_collectives()
     if not dist.is_initialized():
         store = meet(patience)
@@ -173,6 +200,12 @@ def join(device: torch.device, patience: timedelta = PATIENCE) -> World:
 
 def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def leave_to_rank_0(code: int) -> NoReturn:
+    """End this process, whose error rank 0 prints: a moment later, since launchers end all others when one has left."""
+    time.sleep(LEAVE_S)
+    raise SystemExit(code)
 
 
 def part() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from bessemer.errors import UserError
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
-from bessemer.plan.layout import Layout
+from bessemer.plan.layout import Layout, decide_layout
+from bessemer.plan.machine import Machine
 from bessemer.spec.parallel import ReplicasSpec
+from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
 
 KEY = "parallel.replicas"
 CHANGES = {
@@ -37,6 +40,16 @@ def note_replicas(spec: RunSpec, layout: Layout, plan: Plan) -> None:
     if asked.divide_optimizer:
         reason = f"each of {layout.dp_replicate} replicas keeps and steps its share of the moments"
         plan.add(f"{KEY}.divide_optimizer", True, f"{reason}, whole tensors", "asked")
+
+
+def check_processes(spec: RunSpec, given: ModelShape | None, size: int) -> None:
+    """Refuse a layout before a process is started or data is read. `given` is the shape that a folder of weights has.
+    What depends on the data (a context that is left open) or on this machine's memory is checked later."""
+    vocab = spec.tokenizer.vocab
+    shape = model_shape(spec.model, given.vocab if given else vocab if isinstance(vocab, int) else 0, given)
+    context = spec.data.context if isinstance(spec.data.context, int) else 0  # which every degree divides
+    roomy = Machine("cpu", "any", 1 << 60, 1)
+    note_replicas(spec, decide_layout(spec, shape, context, roomy, size, Plan()), Plan())
 
 
 def check_static_graph(spec: RunSpec, layout: Layout, training: TrainPlan) -> None:

@@ -27,6 +27,7 @@ from bessemer.data.read import list_files
 from bessemer.errors import UserError
 from bessemer.model.generate import Sampling
 from bessemer.observe.words import veto_line
+from bessemer.parent import child_environment
 from bessemer.plan.decide import faster_precision
 from bessemer.plan.machine import Machine
 from bessemer.run.directory import Run
@@ -175,7 +176,7 @@ def learning_rate(shape: ModelShape) -> float:
 
 def _start(path: Path, live: bool) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "bessemer", "train", str(path), *([] if live else ["--plain"])]
-    return subprocess.Popen(command)
+    return subprocess.Popen(command, env=child_environment())
 
 
 def kill_after(process: subprocess.Popen[bytes], run: Run, step: int) -> None:

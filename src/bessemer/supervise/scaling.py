@@ -22,6 +22,7 @@ import torch
 from bessemer.errors import UserError
 from bessemer.export.describe import find_shape
 from bessemer.observe.ranks import columns
+from bessemer.parent import child_environment
 from bessemer.run.directory import write_whole
 from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.quantity import human_bytes, human_count
@@ -161,14 +162,14 @@ def run_workers(folder: Path, ranks: int, threads: int | None) -> str:
     """Start the processes of one measurement and wait for them; what was wrong, if anything."""
     command = [sys.executable, "-m"]
     if ranks > 1:
-        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        command += ["bessemer.parallel.agent", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    environment = child_environment(**({"OMP_NUM_THREADS": str(threads)} if threads else {}))
     command += ["bessemer.supervise.scaling_worker", str(folder)]
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             code = process.wait()
-        except BaseException:  # Ctrl-C: torchrun ends its processes when it is asked to, and leaves them when killed
+        except BaseException:  # Ctrl-C: torchrun ends its processes when it is asked to
             process.terminate()
             process.wait()
             raise

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from bessemer.errors import UserError
 from bessemer.parallel.world import World, join, part
+from bessemer.parent import end_with_parent
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import RunReader, RunWriter
 from bessemer.spec.load import load_spec
@@ -163,8 +164,11 @@ def measure(request: dict[str, Any], folder: Path) -> None:
 
 def main(folder: Path) -> None:
     """A refused layout is a finding; anything else ends the process."""
+    end_with_parent()
     try:
         measure(json.loads((folder / "request.json").read_text()), folder)
+    except SystemExit:  # rank 0 writes why
+        return
     except BaseException as error:
         words = str(error).strip().splitlines() or [type(error).__name__]
         (folder / f"{FAULT}-{os.environ.get('RANK', '0')}.txt").write_text(words[0])

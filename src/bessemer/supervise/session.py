@@ -20,19 +20,19 @@ from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.own_stream import NOT_REPLAYABLE, ForwardStream
 from bessemer.data.steps import Segment
 from bessemer.data.tokenizer import Tokenizer
-from bessemer.errors import UserError
+from bessemer.errors import RankError, UserError
 from bessemer.guard.hang import Watchdog
 from bessemer.guard.pace import Pace
 from bessemer.guard.replicas import Alike
 from bessemer.observe.view import RunView
 from bessemer.optim.groups import note_groups
 from bessemer.parallel.health import set_patience
-from bessemer.parallel.world import World, join
+from bessemer.parallel.world import World, join, leave_to_rank_0
 from bessemer.plan.decide import TrainPlan, decide_training, keeping
 from bessemer.plan.decision import Plan
 from bessemer.plan.layout import decide_layout
 from bessemer.plan.machine import Machine
-from bessemer.plan.replicas import check_static_graph, note_replicas
+from bessemer.plan.replicas import check_processes, check_static_graph, note_replicas
 from bessemer.run.directory import Run, RunReader, RunWriter
 from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.quantity import human_bytes, human_count
@@ -103,13 +103,17 @@ class Session:
         device = pick_device(self.spec.parallel)
         self.world = join(device, timedelta(seconds=self.spec.parallel.patience))
         with self.world.first_alone():
+            if self.world.main:
+                check_processes(self.spec, self.source.shape if self.source else None, self.world.size)
             run = open_again(run_folder(self.spec)) if self.world.main else RunReader(run_folder(self.spec))
         with run, self.view.following(run):
             try:
                 outcome = self._train(run)
             except UserError as error:
                 run.event("refused", reason=str(error).splitlines()[0])  # the run stands as it stood
-                raise
+                if self.world.says_it_too(str(error)):
+                    leave_to_rank_0(2)
+                raise error if self.world.main else RankError(f"rank {self.world.rank}: {error}") from None
             except KeyboardInterrupt:
                 run.event("interrupted", reason="Ctrl-C, at once; the last checkpoint stands")
                 raise

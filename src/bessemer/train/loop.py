@@ -11,7 +11,7 @@ import bisect
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bessemer.data.prefetch import Prefetch
@@ -27,6 +27,7 @@ from bessemer.train.room import release
 from bessemer.train.scaling import OVERFLOW
 from bessemer.train.step import Attempt, attempt_step, judge_and_update
 
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # that end a run; of several the first one here is its reason
 CAREFUL = 4  # times as many saves after an incident
 
 
@@ -46,7 +47,7 @@ def abandon(job: Job, step: int, pending: Attempt | None, validation: dict[str, 
     release(job)
     if pending and (incident := report_step(job, pending)):
         return Outcome("incident", incident.symptom, step, validation, incident)
-    return leave(job, step, validation, None, save(job, step, None))
+    return leave(job, step, validation, None, save(job, step, None), job.interrupt.signal)
 
 
 def save(job: Job, done: int, validation_loss: float | None) -> bool:
@@ -239,6 +240,7 @@ class Due:
     leave: bool = False
     evaluate: bool = False
     save: bool = False
+    signal: str | None = None  # that ends the run; read here once a step, since it may come at any moment
 
 
 def agree(job: Job, attempt: Attempt, due: Due) -> Due:
@@ -246,10 +248,12 @@ def agree(job: Job, attempt: Attempt, due: Due) -> Due:
     them. One message of the hosts, while the devices compute."""
     world, clocks = job.world, (time.time(), time.monotonic())
     attempt.memory_bytes, attempt.clocks = memory_in_use(job.device), clocks
+    signal = job.interrupt.signal
     if world.size == 1:
-        return due
+        return replace(due, signal=signal)
     job.where.enter("agree")
-    flags = [*asdict(due).values(), job.interrupt.signal is not None]
+    flags = [due.look, due.copy, due.leave, due.evaluate, due.save, signal is not None]
+    flags += [signal == name for name in SIGNALS]
     numbers = [attempt.step_s, attempt.wait_s, attempt.memory_bytes, *clocks]
     own: list[float] = []
     if job.pace and job.pace.due(attempt.step):  # now and then how each keeps up
@@ -259,12 +263,14 @@ def agree(job: Job, attempt: Attempt, due: Due) -> Due:
     if own:
         attempt.ranks, found = by_rank(found[: len(own)]), found[len(own) :]
         attempt.rank_step_s = attempt.ranks["own_s"]
-    *said, signalled = (number > 0 for number in found[: len(flags)])
-    if signalled and job.interrupt.signal is None:
-        job.interrupt.signal = "a signal to another process"
+    look, copy, leaving, evaluating, saving, signalled, *sent = (number > 0 for number in found[: len(flags)])
+    if signalled:  # the same for all, so that all leave with the same exit code
+        signal = next((name for name, any_got in zip(SIGNALS, sent, strict=True) if any_got), signal)
+    else:  # it came while the message was under way: the next step's
+        signal = None
     attempt.step_s, attempt.wait_s, memory, *clocks_there = found[len(flags) :]
     attempt.memory_bytes, attempt.clocks = int(memory), (clocks_there[0], clocks_there[1])
-    return Due(*said)
+    return Due(look, copy, leaving, evaluating, saving, signal)
 
 
 def settle(job: Job, step: int, pending: Attempt | None, changes: dict[int, str], copying: bool) -> Incident | None:
@@ -348,8 +354,8 @@ def train_loop(job: Job) -> Outcome:
             )  # fmt: skip
             due = agree(job, attempt, due)
             leaving, saving = due.leave, due.save
-            evaluating = job.evaluator.available and (leaving or due.evaluate) and not job.interrupt.signal
-            boundary = leaving or evaluating or saving or bool(job.interrupt.signal)
+            evaluating = job.evaluator.available and (leaving or due.evaluate) and not due.signal
+            boundary = leaving or evaluating or saving or bool(due.signal)
             if job.watchdog:
                 job.watchdog.beat(step, long=boundary)
             if not boundary:
@@ -370,19 +376,22 @@ def train_loop(job: Job) -> Outcome:
                     return ended
             reason = stop_reason(job, validation if evaluating else None)
             new_best = evaluating and job.spec.checkpoint.keep_best and job.progress.evaluations_since_best == 0
-            if leaving or new_best or reason or saving or job.interrupt.signal:
+            if leaving or new_best or reason or saving or due.signal:
                 saved = save(job, done, validation["loss"] if evaluating and validation else None)
                 saves.reset()
-                if leaving or reason or job.interrupt.signal:
-                    return leave(job, done, validation, reason, saved)
+                if leaving or reason or due.signal:
+                    return leave(job, done, validation, reason, saved, due.signal)
     # The last step was an incident, and was dealt with: what is left is to evaluate, save and leave.
-    validation = validate(job, total) if job.evaluator.available and not job.interrupt.signal else None
+    interrupted = any(world.gather(job.interrupt.signal is not None))
+    validation = validate(job, total) if job.evaluator.available and not interrupted else None
     if validation and (ended := forgotten(job, validation, changes)):
         return ended
     return leave(job, total, validation, None, save(job, total, validation["loss"] if validation else None))
 
 
-def leave(job: Job, done: int, validation: dict[str, Any] | None, reason: str | None, saved: bool) -> Outcome:
+def leave(
+    job: Job, done: int, validation: dict[str, Any] | None, reason: str | None, saved: bool, signal: str | None = None
+) -> Outcome:
     """How the run ends after its last save."""
     if not (saved and job.saver.wait(job, uploads=True)):
         fault = "the last state could not be saved; make room and start again from the checkpoint before"
@@ -391,4 +400,4 @@ def leave(job: Job, done: int, validation: dict[str, Any] | None, reason: str | 
         return Outcome("finished", "the budget is spent", done, validation)
     if reason:
         return Outcome("finished", reason, done, validation)
-    return Outcome("interrupted", job.interrupt.signal or "", done, validation)
+    return Outcome("interrupted", signal or "", done, validation)

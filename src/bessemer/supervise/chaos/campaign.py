@@ -20,6 +20,7 @@ from typing import Any
 
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.errors import UserError
+from bessemer.parent import child_environment
 from bessemer.run.directory import Run
 from bessemer.run.journal import last_record
 from bessemer.spec.load import dump_spec
@@ -171,7 +172,7 @@ def start_until_done(spec: RunSpec, faults: Sequence[Fault], folder: Path) -> No
     (folder / "chaos-spec.yaml").write_text(dump_spec(spec))
     command = [sys.executable, "-m", "bessemer.supervise.chaos.child", str(folder / "chaos-spec.yaml"), str(plan)]
     for _ in range(STARTS):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
         state = Run(folder).state
         if state in ("finished", "failed"):
             return
