@@ -243,3 +243,57 @@ def test_drawing_while_steps_arrive(run: Run) -> None:
     done.set()
     thread.join()
     assert errors == []
+
+
+def test_a_long_step_shows_its_micro_batches_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("bessemer.observe.view.time.monotonic", lambda: now)
+    out = io.StringIO()
+    plain, live = LineView(line_every_s=5.0, out=out), LiveView(console=terminal(80))
+    for view in (plain, live):
+        view.event({"kind": "started", "step": 0, "total_steps": 1000, "resumed_from": None})
+    for done, seconds in enumerate([0, 3, 1, 1, 1, 1, 1]):  # the first one compiles
+        now += seconds
+        for view in (plain, live):
+            view.micro_batch(0, done, 16, 16_384)
+    assert out.getvalue().splitlines() == [
+        "step 1/1,000  micro-batch 2/16  1,024 tok/s  eta 4h 26m",
+    ]
+    text = drawn(live)
+    assert "step 1/1,000  micro-batch 6/16" in text and "4h 26m left" in text and "tokens/s 1,024" in text
+    live.step(record(0, step_s=20.0))
+    live.micro_batch(1, 0, 16, 16_384)
+    assert "step 1/1,000" in drawn(live)  # short ones are not worth it
+    now += 5
+    live.micro_batch(1, 4, 16, 16_384)
+    text = drawn(live)
+    assert "step 2/1,000  micro-batch 4/16" in text and "loss 3.0000" in text and "5h 32m left" in text
+
+
+def test_short_steps_get_no_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("bessemer.observe.view.time.monotonic", lambda: now)
+    out = io.StringIO()
+    view = LineView(line_every_s=5.0, out=out)
+    for step in range(20):
+        for done in range(4):
+            view.micro_batch(step, done, 3, 300)
+            now += 0.1
+    assert out.getvalue() == ""
+
+
+def test_how_far_preparing_is_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("bessemer.observe.view.time.monotonic", lambda: now)
+    out = io.StringIO()
+    view = LineView(out=out)
+    for second in range(21):
+        view.progress(f"tokenizing {second} % 1.5 MB/s")
+        now += 1
+    view.progress("merging")
+    assert [line.split(" ", 3)[2] for line in out.getvalue().splitlines()] == [
+        "tokenizing",
+        "tokenizing",
+        "tokenizing",
+        "merging",
+    ]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import typer
 
-app = typer.Typer()
+from bessemer.cli.help import CommandGroup
+
+app = typer.Typer(cls=CommandGroup)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperGroup
+
+from bessemer.cli.help import CommandGroup
 
 if TYPE_CHECKING:
     from bessemer.run.directory import Run
 
 
-class _ListByDefault(TyperGroup):
+class _ListByDefault(CommandGroup):
     """`checkpoints RUN` is `checkpoints list RUN`: what is no command's name is a run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

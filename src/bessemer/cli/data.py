@@ -6,7 +6,9 @@ from pathlib import Path
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Prepare a corpus, see what became of it, check files.")
+from bessemer.cli.help import CommandGroup
+
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Prepare a corpus, see what became of it, check files.")
 
 _SETTINGS = typer.Option([], "--set", help="Override a key, such as --set data.validation=2%. Repeatable.")
 _JSON = typer.Option(False, "--json", help="As JSON.")

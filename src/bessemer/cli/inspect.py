@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bessemer.cli.help import CommandGroup
+
 if TYPE_CHECKING:
     from bessemer.diagnose.report import Report
 
-app = typer.Typer(help="Look inside a model: learning rate, gradients, landscape, NaN.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandGroup, help="Look inside a model: learning rate, gradients, landscape, NaN.", no_args_is_help=True
+)
 RunFolder = Annotated[Path, typer.Argument(help="The run's folder, such as runs/demo.")]
 Batches = Annotated[int, typer.Option(min=1, help="How many of the run's steps to look at.")]
 Checkpoint = Annotated[str, typer.Option(help="last, best or a checkpoint's name.")]

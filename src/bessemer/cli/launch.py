@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperGroup
+
+from bessemer.cli.help import CommandGroup
 
 if TYPE_CHECKING:
     from bessemer.launch.job import Job
     from bessemer.spec.schema import RunSpec
 
 
-class _SubmitByDefault(TyperGroup):
+class _SubmitByDefault(CommandGroup):
     """`launch SPEC` is `launch submit SPEC`: what is no command's name is a spec."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

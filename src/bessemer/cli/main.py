@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
+import warnings
 
 import typer
 
@@ -28,6 +30,7 @@ from bessemer.cli import (
     spec,
     train,
 )
+from bessemer.cli.help import CommandGroup
 from bessemer.errors import RankError, UserError
 from bessemer.parent import end_with_parent
 
@@ -36,9 +39,9 @@ PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, err
 
 app = typer.Typer(
     name="bessemer",
+    cls=CommandGroup,
     help="An LLM training engineer that you install: it prepares data, plans, trains, guards every step and explains.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -61,11 +64,27 @@ app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 
 
+QUIET = {"TORCH_LOGS": "-all", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+
+
 @app.callback(invoke_without_command=True)
 def _root(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
     if version:
         print(f"bessemer {__version__}")
         raise typer.Exit
+
+
+def silence_libraries() -> None:
+    """Warnings of other packages are for their developers; those of this one are one line each. Before torch is
+    imported; PYTHONWARNINGS, TORCH_LOGS and the like bring them back."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"bessemer\.")
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    if logging.lastResort:  # which prints what nobody handles
+        logging.lastResort.setLevel(logging.ERROR)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
 
 
 def run() -> None:
@@ -74,6 +93,7 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is shown with escapes
             stream.reconfigure(errors="backslashreplace")
+    silence_libraries()
     # Before torch is imported: segments that grow leave no gaps between sizes that change (accumulation, evaluation).
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Look at a model: parameters, FLOPs, memory, a diagram.")
+from bessemer.cli.help import CommandGroup
+
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Look at a model: parameters, FLOPs, memory, a diagram.")
 
 
 @app.callback()

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperGroup
+
+from bessemer.cli.help import CommandGroup
 
 if TYPE_CHECKING:
     from bessemer.plan.asked import Asked
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from bessemer.plan.questions import Wishes
 
 
-class _SpecOrCommand(TyperGroup):
+class _SpecOrCommand(CommandGroup):
     """`plan SPEC` is `plan --spec SPEC`: the first word that is neither an option's nor a command's is a spec."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

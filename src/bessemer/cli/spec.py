@@ -6,7 +6,11 @@ from pathlib import Path
 
 import typer
 
-app = typer.Typer(help="Check a spec, show it in full, or print its JSON Schema.", no_args_is_help=True)
+from bessemer.cli.help import CommandGroup
+
+app = typer.Typer(
+    cls=CommandGroup, help="Check a spec, show it in full, or print its JSON Schema.", no_args_is_help=True
+)
 _SPEC = typer.Argument(help="The run's YAML file.")
 _SETTINGS = typer.Option([], "--set", help="Override a key, such as --set optimizer.lr=3e-4. Repeatable.")
 

@@ -29,10 +29,8 @@ class StepProgress:
 
     @property
     def micro_batch_s(self) -> float | None:
-        """Seconds of a micro-batch, the first one left out as soon as there are others; None before the first."""
-        if self.done > 1:
-            return max(1e-9, self.last_s - self.first_s) / (self.done - 1)
-        return max(1e-9, self.last_s - self.began_s) if self.done else None
+        """Seconds of a micro-batch, the first one left out; None before the second."""
+        return max(1e-9, self.last_s - self.first_s) / (self.done - 1) if self.done > 1 else None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -96,7 +96,8 @@ class RunView:
             self.activity("")
             return
         self.within.advance(done, now)
-        if now >= max(self._micro_line_due, self.within.began_s + LONG_STEP_S) and total > 1:
+        wait_s = LONG_STEP_S if done > 1 else self.line_every_s  # the first one says nothing of the rate
+        if now >= max(self._micro_line_due, self.within.began_s + wait_s) and total > 1:
             self._micro_line_due = now + self.line_every_s * (6 if self.recent else 1)
             self.step_shown(self.within.line(self.total))
 
