@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -278,3 +279,60 @@ def test_a_refused_layout_starts_no_process(call: Call, monkeypatch: pytest.Monk
     said = call("train", "run.yaml")
     assert said.code == 2 and said.err.count("\n") == 1 and said.err.startswith("parallel.pp: 64 stages need as many")
     assert not Path("runs").exists()
+
+
+def test_help_cuts_no_sentence(call: Call) -> None:
+    for group in ("", "data", "checkpoints", "inspect", "launch", "plan", "spec", "bench", "model"):
+        text = call(*group.split(), "--help").out
+        commands = text[text.index("\nCommands:") :]
+        assert re.search(r"[\w,]\.\.\.", commands) is None, commands
+    assert "the newest first; of one run" in " ".join(call("--help").out.split())
+
+
+COMPLETE = {"_BESSEMER_COMPLETE": "complete_bash", "COMP_WORDS": "bessemer checkpoints p", "COMP_CWORD": "2"}
+
+
+def test_a_shell_completes_verbs_without_loading_torch() -> None:
+    code = (
+        "import atexit, sys; atexit.register(lambda: sys.stderr.write(str({'torch', 'numpy'} & set(sys.modules))))\n"
+        "from bessemer.cli.main import run; run()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **COMPLETE})
+    assert done.stdout.split() == ["prune", "pack"]
+    assert done.stderr == "set()"
+
+
+def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
+    env = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "bessemer", "--install-completion", "bash"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "bessemer" in (tmp_path / ".bashrc").read_text()
+
+
+def test_warnings_of_other_packages_are_not_shown_and_ours_are_one_line() -> None:
+    code = """
+import logging, os, sys, warnings
+from bessemer.cli.main import silence_libraries
+silence_libraries()
+warnings.warn("theirs")
+logging.getLogger("theirs").warning("theirs too")
+warnings.warn_explicit("the file is damaged", UserWarning, "ceilings.py", 1, module="bessemer.plan.ceilings")
+assert os.environ["TORCH_LOGS"] == "-all"
+"""
+    quiet = {key: value for key, value in os.environ.items() if key not in ("TORCH_LOGS", "PYTHONWARNINGS")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=quiet)
+    assert (done.returncode, done.stderr) == (0, "warning: the file is damaged\n")
+    loud = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, env=quiet)
+    assert "UserWarning: theirs" in loud.stderr
+
+
+def test_tables_in_a_pipe_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+
+    from bessemer.cli.output import table_console
+
+    table = Table("reason", box=None)
+    table.add_row("word " * 200)
+    table_console().print(table)
+    assert len(capsys.readouterr().out.splitlines()) == 2

@@ -27,11 +27,13 @@ def import_(
     from bessemer.checkpoint.imports import fit, import_weights, refuse_other_names
     from bessemer.checkpoint.tensors import save_model
     from bessemer.model.transformer import network
+    from bessemer.observe.activity import working
     from bessemer.run.directory import Run
     from bessemer.spec.shape import ModelShape
 
     is_run = (folder / "events.jsonl").exists()
-    weights = import_weights(path, trusted=trust)
+    with working("reading the weights"):
+        weights = import_weights(path, trusted=trust)
     if like is None and not is_run:
         refuse_other_names(weights, str(path))
     else:
@@ -40,7 +42,8 @@ def import_(
             model = network(ModelShape.from_dict(about["shape"]))
         weights = fit(weights, {name: tuple(p.shape) for name, p in model.named_parameters()}, str(path))
     made_from = {"imported_from": str(path.absolute()), "trusted": trust}
-    made = save_model(folder / "checkpoints" if is_run else folder, weights, made_from)
+    with working("writing the checkpoint"):
+        made = save_model(folder / "checkpoints" if is_run else folder, weights, made_from)
     numbers = sum(tensor.numel() for tensor in weights.values())
     print(f"{len(weights)} tensors, {numbers:,} parameters\nwritten  {made}")
 
@@ -66,11 +69,12 @@ def pack(
     from bessemer.checkpoint.archive import pack as run_pack
     from bessemer.checkpoint.archive_bytes import Codec
     from bessemer.errors import UserError
+    from bessemer.observe.activity import working
     from bessemer.spec.quantity import human_bytes
 
     if compress not in ("zstd", "zlib", "none") or dtype not in ("same", "bf16"):
         raise UserError(f"--compress {compress} --dtype {dtype}: write zstd, zlib or none; same or bf16")
-    with damage_told():
+    with damage_told(), working("packing"):
         folder = checkpoint_at(checkpoint)
         called, codec = name or _packed_name(folder), cast(Codec, compress)
         done = run_pack(folder, to, called, delta_from or None, codec, bf16=dtype == "bf16")
@@ -103,8 +107,9 @@ def unpack(
     Example: bessemer checkpoints unpack packed demo.step-00001000.a1 runs/again/checkpoints
     """
     from bessemer.checkpoint.archive import unpack as run_unpack
+    from bessemer.observe.activity import working
 
-    with damage_told():
+    with damage_told(), working("unpacking"):
         print(f"written  {run_unpack(store, name, folder)}")
 
 
@@ -126,6 +131,7 @@ def average(
     from bessemer.checkpoint.shelf import MODEL, Shelf
     from bessemer.checkpoint.tensors import SavedTensors, save_model
     from bessemer.errors import UserError
+    from bessemer.observe.activity import working
     from bessemer.run.directory import Run
 
     if greedy and decay is not None:
@@ -135,7 +141,7 @@ def average(
     folders = [checkpoint_of(found, name) for name in names] or newest
     if not folders:
         raise UserError(f"{run}: no checkpoint yet; train it first")
-    with damage_told():
+    with damage_told(), working("averaging"):
         manifests = {folder.name: verify(folder) for folder in folders}
         sources = {folder.name: SavedTensors(folder, MODEL) for folder in folders}
         loss = None

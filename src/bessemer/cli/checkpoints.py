@@ -119,18 +119,21 @@ def verify(place: str = typer.Argument(help="A run: all of it. RUN:NAME or a che
     """
     from bessemer.checkpoint import manifest
     from bessemer.checkpoint.shelf import Shelf
+    from bessemer.observe.activity import working
 
     folders = [checkpoint_at(place)] if not (Path(place) / "events.jsonl").exists() else []
     if not folders:
         shelf = Shelf(Path(place) / "checkpoints")
         folders = [*reversed(list(shelf.newest_first())), *(path for path, _ in shelf.committed("model"))]
     damaged = 0
-    for folder in folders:
-        try:
-            print(f"sound    {folder.name}  {len(manifest.verify(folder).files)} files")
-        except manifest.Damaged as error:
-            damaged += 1
-            print(f"DAMAGED  {folder.name}  {error}")
+    with working("hashing") as report:
+        for number, folder in enumerate(folders):
+            report("hashing checkpoints", number, len(folders))
+            try:
+                print(f"sound    {folder.name}  {len(manifest.verify(folder).files)} files")
+            except manifest.Damaged as error:
+                damaged += 1
+                print(f"DAMAGED  {folder.name}  {error}")
     print(f"{len(folders)} checkpoints, {damaged} damaged")
     raise typer.Exit(1 if damaged else 0)
 
@@ -147,10 +150,11 @@ def diff(a: str = PLACE, b: str = PLACE, as_json: bool = AS_JSON) -> None:
     from bessemer.checkpoint.difference import compare
     from bessemer.checkpoint.manifest import verify as check
     from bessemer.checkpoint.tensors import SavedTensors
+    from bessemer.observe.activity import working
     from bessemer.run.journal import json_ready
     from bessemer.supervise.restore import differences
 
-    with damage_told():
+    with damage_told(), working("comparing"):
         folders = checkpoint_at(a), checkpoint_at(b)
         before, after = (asdict(check(folder)) for folder in folders)
         changes = list(compare(*(SavedTensors(folder) for folder in folders)))

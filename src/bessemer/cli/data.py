@@ -75,12 +75,12 @@ def _show(found: dict, page: Path, as_json: bool) -> None:  # type: ignore[type-
     if as_json:
         print(json.dumps({**found, "page": str(page)}, indent=1))
         return
-    from rich.console import Console
     from rich.table import Table
 
+    from bessemer.cli.output import table_console
     from bessemer.data.curate.report import source_table, table
 
-    console = Console()
+    console = table_console()
     for rows in (table(found), source_table(found)):
         grid = Table(box=None, pad_edge=False, header_style="bold")
         for i, name in enumerate(rows[0]):

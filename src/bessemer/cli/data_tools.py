@@ -33,11 +33,13 @@ def check(
 
     from bessemer.data.check import check_files
     from bessemer.data.tokenizer import Tokenizer
+    from bessemer.observe.activity import working
     from bessemer.spec.load import source_spec
 
     settings = {"path": paths, "format": format, "text_field": text_field, "messages_field": messages_field}
     loaded = Tokenizer.load(tokenizer) if tokenizer else None
-    found = check_files(source_spec(settings), loaded, context, chat)
+    with working("listing the files") as report:
+        found = check_files(source_spec(settings), loaded, context, chat, report)
     if as_json:
         print(json.dumps(found.to_json(), indent=1, ensure_ascii=False))
     else:
@@ -68,6 +70,7 @@ def classifier(
     """
     from bessemer.data.clean.train import train_classifier
     from bessemer.errors import UserError
+    from bessemer.observe.activity import working
 
     classes: dict[str, list[Path]] = {}
     for setting in folders:
@@ -76,7 +79,9 @@ def classifier(
             raise UserError(f"--class {setting}: write NAME=PATH, such as good=books/")
         classes.setdefault(name, []).append(Path(path))
     _check_out(out)
-    _tell(train_classifier(classes, out, seed, text_field=text_field), out, as_json)
+    with working("training the classifier"):
+        report = train_classifier(classes, out, seed, text_field=text_field)
+    _tell(report, out, as_json)
 
 
 @app.command()
@@ -93,9 +98,12 @@ def perplexity(
     Example: bessemer data perplexity good.safetensors books/
     """
     from bessemer.data.clean.train import train_perplexity
+    from bessemer.observe.activity import working
 
     _check_out(out)
-    _tell(train_perplexity(paths, out, seed, text_field=text_field, order=order), out, as_json)
+    with working("training the language model"):
+        report = train_perplexity(paths, out, seed, text_field=text_field, order=order)
+    _tell(report, out, as_json)
 
 
 def _check_out(out: Path) -> None:
@@ -131,6 +139,7 @@ def audit(
     from bessemer.data.tokenizer import Tokenizer
     from bessemer.data.vocabulary.audit import audit as run_audit
     from bessemer.errors import UserError
+    from bessemer.observe.activity import working
 
     pairs = []
     for setting in groups:
@@ -139,17 +148,19 @@ def audit(
             raise UserError(f"{setting}: write NAME=PATH, such as code=src/")
         pairs.append((name, Path(path)))
     texts = ((name, text) for name, path in pairs for text in read_texts([path], text_field))
-    found = run_audit(Tokenizer.load(tokenizer), texts)
+    with working("encoding the texts"):
+        found = run_audit(Tokenizer.load(tokenizer), texts)
     if as_json:
         print(found.to_json())
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from bessemer.cli.output import table_console
 
     grid = Table(*found.HEADER, box=None, pad_edge=False, header_style="bold")
     for row in found.rows():
         grid.add_row(*row)
-    Console().print(grid)
+    table_console().print(grid)
     print(f"{found.vocab:,} tokens: {found.unused:,} unused here, {found.unreachable:,} that no text gives")
     for title, tokens in (("unused", found.unused_tokens), ("unreachable", found.unreachable_tokens)):
         if tokens:
@@ -171,9 +182,11 @@ def extend(
     from bessemer.data.clean.train import read_texts
     from bessemer.data.tokenizer import Tokenizer
     from bessemer.data.vocabulary.extend import extend as run_extend
+    from bessemer.observe.activity import working
 
     _check_out(out)
-    made = run_extend(Tokenizer.load(tokenizer), read_texts(paths, text_field), tokens)
+    with working("choosing tokens"):
+        made = run_extend(Tokenizer.load(tokenizer), read_texts(paths, text_field), tokens)
     out.parent.mkdir(parents=True, exist_ok=True)
     made.tokenizer.save(out)
     before, after = made.before.bytes_per_token, made.after.bytes_per_token

@@ -29,13 +29,15 @@ def evaluate(
     from bessemer.errors import UserError
     from bessemer.evaluate.needle import Kind, held_out_text
     from bessemer.evaluate.needle import needle as hide
+    from bessemer.observe.activity import working
     from bessemer.run.directory import Run
     from bessemer.spec.quantity import Count
     from bessemer.train.restore import load_trained
 
     if not needle:
         raise UserError("evaluate: say what to measure: --needle")
-    model, tokenizer = load_trained(run, checkpoint, device)
+    with working("loading the model"):
+        model, tokenizer = load_trained(run, checkpoint, device)
     try:
         if lengths == "auto":
             context = json.loads((Run.existing(run).folder / "settings.json").read_text())["context"]
@@ -45,7 +47,9 @@ def evaluate(
         asked = None if kind == "auto" else TypeAdapter(Kind).validate_python(kind)
     except ValidationError:
         raise UserError(f"--lengths {lengths} --kind {kind}: write 512,4Ki; auto, key or copy") from None
-    grid = hide(model, tokenizer, tokens, trials=trials, seed=seed, kind=asked, filler=held_out_text(run, max(tokens)))
+    with working("measuring"):
+        filler = held_out_text(run, max(tokens))
+        grid = hide(model, tokenizer, tokens, trials=trials, seed=seed, kind=asked, filler=filler)
     if as_json:
         print(json.dumps(grid.to_dict(), indent=1))
     else:

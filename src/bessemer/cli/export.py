@@ -29,6 +29,7 @@ def export(
     from bessemer.export.gate import Mismatch
     from bessemer.export.hf import DTYPES, to_hf, to_native
     from bessemer.export.source import open_native
+    from bessemer.observe.activity import working
     from bessemer.spec.quantity import human_count
 
     if to not in ("hf", "bessemer") or check not in ("auto", "whole", "layers"):
@@ -41,10 +42,12 @@ def export(
     try:
         if to == "hf":
             native = open_native(source, checkpoint)
-            done = to_hf(native, out or source / "export" / "hf", dtype, family, mode, overwrite)
+            with working("opening the checkpoint") as report:
+                done = to_hf(native, out or source / "export" / "hf", dtype, family, mode, overwrite, report)
         else:
             assert out is not None
-            done = to_native(source, out, mode, overwrite)
+            with working("opening the folder") as report:
+                done = to_native(source, out, mode, overwrite, report)
     except (Mismatch, Damaged, OSError) as error:  # neither the user's mistake nor anything to keep
         print(f"{error}\nnothing was written", file=sys.stderr)
         raise typer.Exit(1) from None

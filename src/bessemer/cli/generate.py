@@ -23,9 +23,11 @@ def generate(
     Example: bessemer generate runs/demo --prompt "def parse(self, line):" --temperature 0.7
     """
     from bessemer.model.generate import Sampling
+    from bessemer.observe.activity import working
     from bessemer.train.restore import load_trained, stream_text
 
-    model, tokenizer = load_trained(run, checkpoint, device)
+    with working("loading the model"):
+        model, tokenizer = load_trained(run, checkpoint, device)
     sampling = Sampling(temperature, top_k, top_p, seed)
     print(prompt, end="", flush=True)
     for piece in stream_text(model, tokenizer, prompt, max_tokens, sampling):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,11 @@ Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Html = Annotated[Path | None, typer.Option(help="Also write a page with all figures to this file.")]
 
 
-def _show(report: Report, as_json: bool, html: Path | None) -> None:
+def _show(look: Callable[[], Report], as_json: bool, html: Path | None) -> None:
+    from bessemer.observe.activity import working
+
+    with working("looking inside the model"):
+        report = look()
     if html is not None:
         html.write_text(report.html(), encoding="utf-8")
     print(report.to_json() if as_json else report.text())
@@ -44,7 +49,7 @@ def lr(
     """
     from bessemer.supervise.inspect import inspect_lr
 
-    _show(inspect_lr(spec, settings or [], checkpoint, device, first, last, steps), as_json, html)
+    _show(lambda: inspect_lr(spec, settings or [], checkpoint, device, first, last, steps), as_json, html)
 
 
 @app.command()
@@ -58,7 +63,7 @@ def gradients(
     """
     from bessemer.supervise.inspect import from_run, inspect_gradients
 
-    _show(inspect_gradients(from_run(run, checkpoint, device), batches), as_json, html)
+    _show(lambda: inspect_gradients(from_run(run, checkpoint, device), batches), as_json, html)
 
 
 @app.command()
@@ -78,8 +83,10 @@ def landscape(
     """
     from bessemer.supervise.inspect import from_run, inspect_landscape
 
-    bench = from_run(run, checkpoint, device)
-    _show(inspect_landscape(bench, batches, reach, points, grid, seed), as_json, html)
+    def look() -> Report:
+        return inspect_landscape(from_run(run, checkpoint, device), batches, reach, points, grid, seed)
+
+    _show(look, as_json, html)
 
 
 @app.command()
@@ -92,7 +99,7 @@ def histograms(
     """
     from bessemer.supervise.inspect import from_run, inspect_histograms
 
-    _show(inspect_histograms(from_run(run, checkpoint, device)), as_json, html)
+    _show(lambda: inspect_histograms(from_run(run, checkpoint, device)), as_json, html)
 
 
 @app.command()
@@ -106,7 +113,7 @@ def noise(
     """
     from bessemer.supervise.inspect import from_run, inspect_noise
 
-    _show(inspect_noise(from_run(run, checkpoint, device), batches), as_json, html)
+    _show(lambda: inspect_noise(from_run(run, checkpoint, device), batches), as_json, html)
 
 
 @app.command()
@@ -124,4 +131,4 @@ def nan(
     """
     from bessemer.supervise.inspect import inspect_nan
 
-    _show(inspect_nan(run, step, checkpoint, device), as_json, html)
+    _show(lambda: inspect_nan(run, step, checkpoint, device), as_json, html)

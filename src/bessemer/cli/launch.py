@@ -211,16 +211,14 @@ def queue(as_json: bool = AS_JSON) -> None:
 
 
 def _print(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from bessemer.cli.output import table_console
 
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=column != "detail")
     for row in rows:
         table.add_row(*map(Text, row))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 240  # in a pipe or a file nothing needs to fit
-    console.print(table)
+    table_console().print(table)

@@ -30,11 +30,13 @@ def replay(
         return
     import json
 
+    from bessemer.observe.activity import working
     from bessemer.supervise.retry import try_step
     from bessemer.trial.report import report_sections
     from bessemer.trial.report_page import markdown
 
-    case = try_step(run, step, budget, device)
+    with working("replaying the step"):
+        case = try_step(run, step, budget, device)
     if as_json:
         print(json.dumps(case.to_json(), indent=1, default=str))
     else:

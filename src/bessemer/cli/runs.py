@@ -52,10 +52,10 @@ def runs(
 
 
 def _print_table(found: list[RunSummary]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from bessemer.cli.output import table_console
     from bessemer.spec.quantity import human_time
 
     table = Table(box=None, pad_edge=False)
@@ -71,7 +71,4 @@ def _print_table(found: list[RunSummary]) -> None:
         # Text, not markup: a reason may well hold square brackets. One run is one line: a long last word is cut.
         reason = Text(run.reason, no_wrap=True, overflow="ellipsis")
         table.add_row(Text(run.name), state, step, *numbers, human_time(run.age_s), reason)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 240  # in a pipe or a file nothing needs to fit
-    console.print(table)
+    table_console().print(table)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -72,12 +74,15 @@ def train(
 
     Example: bessemer train my-run.yaml --set budget.tokens=50M
     """
+    from bessemer.observe.activity import working
     from bessemer.spec.load import load_spec
     from bessemer.supervise.again import ended_before
 
     run_spec = load_spec(spec, settings)
     if code := ended_before(Path(run_spec.runs) / run_spec.name):
         raise typer.Exit(code)
+    with nullcontext() if "RANK" in os.environ else working("loading torch"):
+        importlib.import_module("torch")
     if profile or nsight:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its stages otherwise
     elif (count := local_processes(run_spec.parallel)) > 1:

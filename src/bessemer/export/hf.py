@@ -32,10 +32,12 @@ from bessemer.model.families.folder import Folder, told
 from bessemer.model.families.registry import FAMILIES, families_for, nearest_difference, read_shape
 from bessemer.model.families.writer import _check_target, _write, write_folder
 from bessemer.model.wrapped import Wrapped, wrap
+from bessemer.observe.activity import Report, silent
 from bessemer.run.directory import write_whole
 from bessemer.spec.shape import ModelShape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WRITING, OPENING, COMPARING = "writing tensors", "opening it with transformers", "comparing tensor by tensor"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -59,6 +61,7 @@ def to_hf(
     family: str | None = None,
     mode: str = "auto",
     overwrite: bool = False,
+    report: Report = silent,
 ) -> Converted:
     """Write a folder that transformers opens. `mode`: how to check (auto, whole, layers or skip)."""
     if native.shape.wrapped:
@@ -85,8 +88,10 @@ def to_hf(
         files.setdefault("generation_config.json", dict(ids))
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
     with appearing(out, overwrite) as folder:
-        write_folder(folder, plan, theirs(rounded, shape, chosen), files)
-        found = check(folder, chosen.architectures[0], shape, rounded, tokens_BT, folder.parent, mode)
+        write_folder(folder, plan, theirs(counted(rounded, WRITING, len(saved), report), shape, chosen), files)
+        report(OPENING)
+        read = counted(rounded, COMPARING, len(saved), report)
+        found = check(folder, chosen.architectures[0], shape, read, tokens_BT, folder.parent, mode)
     return Converted(out, chosen.name, len(plan), shape.parameters, said["dtype"], origin, found)
 
 
@@ -139,7 +144,22 @@ def _other_files(native: Native) -> tuple[dict[str, Any], dict[str, Any]]:
     return made, dict(ids)
 
 
-def to_native(source: Path, out: Path, mode: str = "auto", overwrite: bool = False) -> Converted:
+def counted(read: Callable[[str], Tensor], what: str, total: int, report: Report) -> Callable[[str], Tensor]:
+    """The same reader of tensors, which reports how many it has read."""
+    done = 0
+
+    def reading(name: str) -> Tensor:
+        nonlocal done
+        report(what, min(done, total), total)
+        done += 1
+        return read(name)
+
+    return reading
+
+
+def to_native(
+    source: Path, out: Path, mode: str = "auto", overwrite: bool = False, report: Report = silent
+) -> Converted:
     """Write a checkpoint that `start_from` reads, beside what else the folder has: config, tokenizer, model.json."""
     folder = Folder(source)
     family, shape = read_shape(folder.config)
@@ -153,7 +173,8 @@ def to_native(source: Path, out: Path, mode: str = "auto", overwrite: bool = Fal
     with appearing(out, overwrite) as place:
         with told(out, "written"):
             place.mkdir(parents=True)
-            made = stream_model(place, blank, read, {"imported_from": str(source.absolute()), "family": family.name})
+            made_from = {"imported_from": str(source.absolute()), "family": family.name}
+            made = stream_model(place, blank, counted(read, WRITING, len(blank), report), made_from)
             for name, path in folder.tokenizer_files.items():
                 (place / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, place / name)
@@ -161,7 +182,8 @@ def to_native(source: Path, out: Path, mode: str = "auto", overwrite: bool = Fal
             for name, content in others.items():
                 if content is not None:
                     write_whole(place / f"{name}.json", json.dumps(content, indent=2))
-        ours = SavedTensors(made, MODEL).__getitem__
+        report(OPENING)
+        ours = counted(SavedTensors(made, MODEL).__getitem__, COMPARING, len(blank), report)
         found = check(source, family.architectures[0], shape, ours, tokens_BT, place.parent, mode)
     dtype = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in blank.values()}))
     return Converted(out / made.name, family.name, len(blank), shape.parameters, dtype, origin, found)

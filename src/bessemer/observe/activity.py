@@ -31,6 +31,10 @@ class Report(Protocol):
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
 
 
+def silent(what: str, done: int = 0, total: int = 0) -> None:
+    """Shows nothing."""
+
+
 @dataclass
 class Activity:
     """What is being done, since when (on the steady clock), and how much of it is done where that is known."""
@@ -117,9 +121,6 @@ def working(what: str, out: TextIO | None = None) -> Iterator[Report]:
     with the function that it gets."""
     out = out or sys.stderr
     if out is None:  # closed by the caller
-
-        def silent(what: str, done: int = 0, total: int = 0) -> None: ...
-
         yield silent
     elif out.isatty():
         with _bar(what, out) as report:
