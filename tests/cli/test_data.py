@@ -50,7 +50,7 @@ def test_prepare_and_report(call: Call) -> None:
     write_spec()
     assert "not prepared yet; run `bessemer data prepare`" in refused(call, "report", "spec.yaml")
     said = call("data", "prepare", "spec.yaml", "--workers", "1")
-    assert said.code == 0 and "training a tokenizer of 300 tokens" in said.err
+    assert said.code == 0
     lines = said.out.splitlines()
     assert lines[0].split()[:2] == ["step", "documents"] and lines[1].split()[:2] == ["read", "45"]
     assert any(line.split()[:1] == ["dedup_exact"] for line in lines)

@@ -340,6 +340,9 @@ def test_progress_lines_are_short_and_rare(tmp_path: Path, monkeypatch: pytest.M
         rates = [line for line in said if line.startswith(f"{what} ")]
         assert parts // 10 - 1 <= len(rates) <= parts // 10 + 1  # the clock ticks 0.1 s per part
         assert all(" % " in line and " MB/s eta " in line and len(line) < 60 for line in rates)
+    training = [line.removeprefix("training a tokenizer of 300 tokens") for line in said if "tokenizer" in line]
+    assert training[0] == " on at most 64 MB of text" and training[-1] == ": choosing them"
+    assert len(training) > 2 and all(line.startswith(": reading ") and " % " in line for line in training[1:-1])
 
 
 def test_progress_over_empty_files_has_no_rate_to_divide_by() -> None:
