@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bessemer.data import curriculum
 from bessemer.data.curriculum import by_score, document_lengths, epoch_note, rank_rows, ranking_name
+from bessemer.data.order import Ranking
 from bessemer.data.rows import PADDING, Ints, Spans
 from bessemer.errors import UserError
 
@@ -72,7 +73,7 @@ def test_a_ranking_is_the_stable_sort_of_the_measures(
         ranking = rank_rows(rows, "quality", measure, folder, 8, descending)
     by_hand = sorted(range(rows.count), key=lambda k: -expected[k] if descending else expected[k])
     assert ranking.sequences.tolist() == by_hand
-    assert len(list(folder.iterdir())) == 1
+    assert sorted(path.suffix for path in folder.iterdir()) == [".bin", ".json"]
 
 
 def test_the_measure_is_the_mean_by_tokens() -> None:
@@ -95,10 +96,26 @@ def test_a_ranking_is_computed_once_and_told_apart(tmp_path: Path) -> None:
     assert rank_rows(rows, "length", score, tmp_path, 2, descending=True).fingerprint != first.fingerprint
     rank_rows(rows, "quality", score, tmp_path, 2)
     rank_rows(Windows(list(range(8)) * 4, 2), "length", score, tmp_path, 2)
-    assert len(calls) == 4 and len(list(tmp_path.iterdir())) == 4
-    (tmp_path / ranking_name(rows, "length", False)).write_bytes(b"123")
+    assert len(calls) == 4 and len(list(tmp_path.glob("*.bin"))) == 4
+
+
+def test_a_damaged_ranking_is_computed_again(tmp_path: Path) -> None:
+    rows = Windows(list(range(8)) * 4, 4)
+
+    def rank(descending: bool = False) -> Ranking:
+        return rank_rows(rows, "length", lambda sequences: -sequences.astype(np.float64), tmp_path, 2, descending)
+
+    first, other = rank(), rank(descending=True)
+    path = tmp_path / ranking_name(rows, "length", False)
+    swapped = (tmp_path / ranking_name(rows, "length", True)).read_bytes()
+    for content in (b"123", swapped, path.read_bytes()[:-1] + b"\1"):
+        path.write_bytes(content)
+        assert rank().fingerprint == first.fingerprint != other.fingerprint
+    path.with_suffix(".json").unlink()  # as earlier versions left it
+    assert rank().fingerprint == first.fingerprint
+    path.write_bytes(b"123")
     with pytest.raises(UserError, match="3 bytes instead of"):
-        rank_rows(rows, "length", score, tmp_path, 2)
+        rank()
 
 
 def test_both_zeros_are_one_measure(tmp_path: Path) -> None:

@@ -219,13 +219,37 @@ def test_an_index_is_kept_while_it_is_of_this_store(tmp_path: Path) -> None:
     assert again(store).fingerprint == first.fingerprint  # and back: the same bytes
     other = write_store(tmp_path / "o", lengths[::-1])
     assert again(other).fingerprint != first.fingerprint
-    for damage in ("pieces", "rows", "json"):
+    for damage in ("pieces", "rows", "json", "chunks"):
         again(store)
         os.truncate(tmp_path / f"pack.{damage}", 5)
         assert again(store).fingerprint == first.fingerprint
-    assert sorted(path.name for path in tmp_path.glob("pack*")) == ["pack.json", "pack.pieces", "pack.rows"]
+    assert sorted(path.name for path in tmp_path.glob("pack*")) == [
+        "pack.chunks",
+        "pack.json",
+        "pack.pieces",
+        "pack.rows",
+    ]
     about = json.loads((tmp_path / "pack.json").read_text())
     assert about["store"] == store.fingerprint and about["rows"] == first.count
+
+
+@pytest.mark.parametrize("suffix", ["pieces", "rows", "json"])
+def test_a_changed_index_is_never_read(tmp_path: Path, suffix: str) -> None:
+    """Refused by name when the damaged place is read, or computed again."""
+    store = write_store(tmp_path / "s", np.random.default_rng(0).integers(1, 40, 90).tolist())
+    expected = best_fit_rows(store, T, tmp_path / "pack")
+    rows = np.arange(expected.count)
+    tokens = expected.assemble(rows).tokens.tolist()
+    path = tmp_path / f"pack.{suffix}"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 37):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        refusal = None
+        try:
+            assert best_fit_rows(store, T, tmp_path / "pack").assemble(rows).tokens.tolist() == tokens
+        except UserError as error:
+            refusal = str(error)
+        assert refusal is None or (f"{path}: bytes 0 to" in refusal and "computed again" in refusal)
 
 
 def test_processes_that_pack_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:

@@ -58,6 +58,12 @@ def state(prepared: Prepared) -> dict[str, str]:
     return {name: store.fingerprint for name, store in stores.items()}
 
 
+def flip_bit(path: Path, at: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 4
+    path.write_bytes(data)
+
+
 def test_every_document_comes_back_with_its_row(tmp_path: Path) -> None:
     texts = [*rows_of(100), "", "spells <|endoftext|> itself", "żółw \0 🐢"]
     path = write_rows(tmp_path / "a.jsonl", texts)
@@ -240,12 +246,14 @@ def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
     with (first.folder / "web.train.00000.bin").open("r+b") as file:
         file.truncate(10)
     damaged = run(tmp_path / "cache", web=path).train["web"]  # shards are opened when they are first read
-    with pytest.raises(UserError, match=f"web.train.00000.bin.*delete the folder {first.folder} and run again"):
+    with pytest.raises(
+        UserError, match=f"web.train.00000.bin.*delete the folder {first.folder} and prepare the data again"
+    ):
         damaged.slice(0, 5)
     for name in ("web.train.00000.json", "prepared.json", "tokenizer.json"):
         whole = (first.folder / name).read_bytes()
         (first.folder / name).write_text("{}" if name == "prepared.json" else "{")
-        with pytest.raises(UserError, match=rf"{name}.* delete the folder {first.folder} and run again"):
+        with pytest.raises(UserError, match=rf"{name}.* delete the folder {first.folder} and prepare the data again"):
             run(tmp_path / "cache", web=path)
         (first.folder / name).write_bytes(whole)
     shutil.rmtree(first.folder)
@@ -306,7 +314,10 @@ def test_a_kill_while_refused_work_is_deleted_leaves_nothing_to_go_on_with(
     assert state(run(tmp_path / "cache", web=path)) == state(run(tmp_path / "fresh", web=path))
 
 
-def test_a_part_whose_store_is_gone_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["000003.train.json", "000003.train.bin", "000003.done", "../tokenizer.json"])
+def test_what_was_damaged_while_the_job_was_down_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     path = write_rows(tmp_path / "a.jsonl", rows_of(100))
     data = DataSpec(sources={"web": SourceSpec(path=[str(path)])}, validation=0.1, part=300)
 
@@ -318,12 +329,10 @@ def test_a_part_whose_store_is_gone_is_missed(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(KeyboardInterrupt):
             prepare(data, TokenizerSpec(), tmp_path / "cache", 300, 0)
     [parts] = (tmp_path / "cache").glob("*.partial/parts")
-    (parts / "000003.train.json").unlink()
-    with pytest.raises(UserError, match=rf"000003\.train\.json .*delete the folder {parts} and run again"):
-        prepare(data, TokenizerSpec(), tmp_path / "cache", 300, 0)
-    shutil.rmtree(parts)
-    again, fresh = (prepare(data, TokenizerSpec(), tmp_path / name, 300, 0) for name in ("cache", "fresh"))
-    assert state(again) == state(fresh)
+    flip_bit(parts / name)
+    again, fresh = (prepare(data, TokenizerSpec(), tmp_path / which, 300, 0) for which in ("cache", "fresh"))
+    for file in again.folder.iterdir():
+        assert file.read_bytes() == (fresh.folder / file.name).read_bytes()
 
 
 def test_progress_lines_are_short_and_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,7 +251,7 @@ def test_documents_in_windows_are_what_a_scan_finds(
     starts = np.array([s for s, _ in windows], np.int64)
     sizes = np.array([min(n, store.tokens - s) for s, n in windows], np.int64)
     first, more, inner = store.documents_in(starts, sizes)
-    edges = store.starts[:-1].tolist()
+    edges = store.edges(0, store.documents)[:-1].tolist()
     expected = [[e for e in edges if s < e < s + n] for s, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
     assert first.tolist() == store.document_of(starts).tolist()
     assert more.tolist() == [len(found) for found in expected]
@@ -315,6 +315,7 @@ def test_a_finished_store_has_no_temporary_files(tmp_path: Path) -> None:
     write_store(tmp_path / "s", [[1]])
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [
         ".bin",
+        ".chunks",
         ".files",
         ".idx",
         ".json",
@@ -323,7 +324,9 @@ def test_a_finished_store_has_no_temporary_files(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("suffix", ["bin", "files", "idx", "json", "mask", "ids", "origins", "scores", "starts"])
+@pytest.mark.parametrize(
+    "suffix", ["bin", "chunks", "files", "idx", "json", "mask", "ids", "origins", "scores", "starts"]
+)
 @pytest.mark.parametrize("damage", ["truncated", "deleted"])
 def test_a_damaged_store_is_refused_by_name(tmp_path: Path, suffix: str, damage: str) -> None:
     decorated_store(tmp_path / "s")
@@ -335,7 +338,97 @@ def test_a_damaged_store_is_refused_by_name(tmp_path: Path, suffix: str, damage:
     with pytest.raises(UserError) as caught:
         TokenStore(tmp_path / "s")
     assert str(path) in str(caught.value)
-    assert f"delete the folder {tmp_path} and run again" in str(caught.value)
+    assert f"delete the folder {tmp_path} and prepare the data again" in str(caught.value)
+
+
+def read_all(store: TokenStore) -> list[object]:
+    """Everything that a run or a person reads of a store, in small pieces."""
+    starts, lengths = np.arange(0, store.tokens - 8, 5), 8
+    whole = np.full(starts.shape, lengths)
+    rows = [store.gather(starts, lengths).tolist(), store.runs(starts, whole).tolist()]
+    weights = store.weights(starts, lengths)
+    copied = np.zeros(whole.sum(), np.float32)
+    store.copy_weights(starts, whole, copied, np.cumsum(whole) - whole)
+    documents = np.arange(store.documents)
+    found = [array.tolist() for array in store.documents_in(starts, whole)]
+    edges = [array.tolist() for array in store.extents(documents)]
+    kept = store.kept_before(np.arange(store.tokens + 1)).tolist()
+    origins = [store.origin_of_document(i) for i in range(store.documents)]
+    return [
+        *rows, None if weights is None else weights.tolist(), copied.tolist(), *found, *edges, kept, origins,
+        store.document_of(starts).tolist(), store.edges(0, store.documents).tolist(), store.slice(3, 90).tolist(),
+        np.nan_to_num(store.scores(documents)).tolist(), [store.begins_in(i, i + 9) [0] for i in starts.tolist()],
+        store.text_bytes, store.kept, store.fingerprint, store.vocab,
+    ]  # fmt: skip
+
+
+SUFFIXES = ("bin", "chunks", "files", "idx", "json", "mask", "ids", "origins", "scores", "starts")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_no_flipped_bit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """Refused by name, or without any effect (the part of the `.idx` that only Megatron reads)."""
+    monkeypatch.setattr("bessemer.data.chunk_digests.CHUNK_BYTES", 64)  # so that most of a file stays unread
+    store = decorated_store(tmp_path / "s")
+    store.verify()
+    expected = read_all(store)
+    assert read_all(TokenStore(tmp_path / "s")) == expected  # the searches work on files that are not verified yet
+    path = tmp_path / f"s.{suffix}"
+    whole = path.read_bytes()
+    noticed = 0
+    for at in range(0, len(whole), max(1, len(whole) // 24)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        refusal = None
+        try:
+            assert read_all(TokenStore(tmp_path / "s")) == expected
+        except UserError as error:
+            refusal = str(error)
+            noticed += 1
+        assert refusal is None or (str(path) in refusal and "prepare the data again" in refusal)
+        if suffix != "json":
+            with pytest.raises(UserError, match=rf"s\.{suffix}"):
+                TokenStore(tmp_path / "s").verify()
+    assert noticed > 20 or suffix == "idx" or (suffix == "json" and noticed)
+
+
+def test_a_damaged_place_is_named(tmp_path: Path) -> None:
+    write_store(tmp_path / "s", [[i % 1000] * 1000 for i in range(400)])
+    with open(tmp_path / "s.bin", "r+b") as file:
+        file.seek(500_000)
+        file.write(b"\xff\xff")
+    store = TokenStore(tmp_path / "s")
+    store.slice(0, 100)
+    store.slice(350_000, 350_100)
+    with pytest.raises(UserError, match=r"s\.bin: bytes 393,216 to 524,288 are not those that were written"):
+        store.gather(np.array([10, 250_100]), 8)
+
+
+def test_a_store_without_digests_is_read(tmp_path: Path) -> None:
+    """As earlier versions wrote them."""
+    store = decorated_store(tmp_path / "s")
+    expected = read_all(store)
+    about = json.loads((tmp_path / "s.json").read_text())
+    about["sizes"].pop("chunks")
+    del about["digest"]
+    (tmp_path / "s.json").write_text(json.dumps(about | {"sums": {}}))
+    (tmp_path / "s.chunks").unlink()
+    old = TokenStore(tmp_path / "s")
+    assert not old.verifiable and store.verifiable
+    assert read_all(old) == expected
+
+
+def test_two_writers_of_one_store_do_not_mix(tmp_path: Path) -> None:
+    """One of them was orphaned by a kill: it writes on after the other has begun, and may end after it."""
+    first, second = (StoreWriter(tmp_path / "s", SMALL, "") for _ in range(2))
+    for writer in (first, second, first, second):
+        writer.add([1, 2, 3], "/a", 1, 0, 3)
+    for writer in (second, first):
+        with writer:
+            pass
+        store = TokenStore(tmp_path / "s")
+        store.verify()
+        assert store.slice(0, 6).tolist() == [1, 2, 3, 1, 2, 3]
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_an_index_of_another_store_is_refused(tmp_path: Path) -> None:
@@ -343,7 +436,7 @@ def test_an_index_of_another_store_is_refused(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "s.idx").read_bytes())
     data[17] = 4
     (tmp_path / "s.idx").write_bytes(data)
-    with pytest.raises(UserError, match=r"s\.idx has another header"):
+    with pytest.raises(UserError, match=r"s\.idx: has another header"):
         TokenStore(tmp_path / "s")
 
 

@@ -69,6 +69,62 @@ def report(
     _show(read_report(folder), folder / PAGE, as_json)
 
 
+@app.command()
+def verify(
+    place: Path = typer.Argument(help="A run's YAML file, a run, a folder of prepared data, or a store's prefix."),
+    settings: list[str] = _SETTINGS,
+    add_digests: bool = typer.Option(False, "--add-digests", help="Write digests for stores that have none."),
+    as_json: bool = _JSON,
+) -> None:
+    """Compare every byte of prepared data with the digests that were written with it.
+
+    A run compares what it reads when it reads it; this compares everything. Exit code 1 where something is damaged,
+    with the file, the place in it and what to do.
+
+    Example: bessemer data verify my-run.yaml
+    """
+    import json
+    import sys
+
+    from bessemer.data.curate.progress import Meter
+    from bessemer.data.verify import data_bytes
+    from bessemer.data.verify import verify as run_verify
+    from bessemer.spec.quantity import human_bytes
+
+    place = _prepared_place(place, settings)
+    meter = Meter(lambda line: print(line, file=sys.stderr, flush=True))
+    meter.start("verifying", data_bytes(place))
+    results = []
+    for result in run_verify(place, meter.advance, add_digests):
+        results.append(result)
+        if not as_json:
+            note = f"  ({result.note})" if result.note else ""
+            print(f"{'DAMAGED' if result.damage else 'sound  '}  {result.path}  {human_bytes(result.bytes)}{note}")
+            for line in result.damage:
+                print(f"         {line}")
+    damaged = sum(bool(result.damage) for result in results)
+    if as_json:
+        print(json.dumps({"damaged": damaged, "files": [result.to_json() for result in results]}, indent=1))
+    else:
+        print(f"{len(results)} verified, {damaged} damaged")
+    raise typer.Exit(1 if damaged else 0)
+
+
+def _prepared_place(place: Path, settings: list[str]) -> Path:
+    """Where the data of a spec or a run is; other places are taken as they are."""
+    import json
+
+    from bessemer.plan.decision import Plan
+    from bessemer.spec.load import load_spec
+    from bessemer.supervise.data import prepared_folder_of
+
+    if (place / "data.json").exists():
+        return Path(json.loads((place / "data.json").read_text())["folder"])
+    if place.is_file() and place.suffix in (".yaml", ".yml"):
+        return prepared_folder_of(load_spec(place, settings), Plan())
+    return place
+
+
 def _show(found: dict, page: Path, as_json: bool) -> None:  # type: ignore[type-arg]
     import json
 

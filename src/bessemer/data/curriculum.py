@@ -7,6 +7,7 @@ Computed once, by a radix sort on disk, and kept in a file: memory does not grow
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bessemer.data.curate.ledger import read_cached, write_json
 from bessemer.data.order import Ranking
 from bessemer.data.rows import PADDING, Ints, Rows
 from bessemer.data.store import Tokens
-from bessemer.data.store_format import sync
+from bessemer.data.store_format import file_sum, sync
 from bessemer.errors import UserError
 
 # Of documents, by their index in the source; NaN where there is none.
@@ -39,14 +41,14 @@ def rank_rows(
 ) -> Ranking:
     """Ranks a source's rows by a measure that `by` names (length, or a label); kept in a file of `folder`.
 
-    Rows of equal measure keep their order; those without one come first. A ranking found in the folder is taken as it
-    is. Costs one pass over the documents' boundaries and 4 bytes of disk per row, 14 while it works; memory stays below
-    about 300 MB.
+    Rows of equal measure keep their order; those without one come first. A ranking found in the folder is used if it
+    has the digest that was written with it, else it is computed again. Costs one pass over the documents' boundaries
+    and 4 bytes of disk per row, 14 while it works; memory stays below about 300 MB.
     """
     path = folder / ranking_name(rows, by, descending)
-    if not path.exists():
+    if ranking_damage(path):
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = folder / f"{path.name}.partial-{os.getpid()}"
+        scratch = folder / f"{path.name}.partial-{uuid.uuid4().hex[:12]}"
         try:
             keys = _write_keys(rows, measure, Path(f"{scratch}.keys"))
             if int(keys.max()) == _NO_SCORE:
@@ -55,7 +57,9 @@ def rank_rows(
                 )
             _sort(keys, scratch, descending)
             sync(scratch)
+            digest_path(path).unlink(missing_ok=True)
             os.replace(scratch, path)
+            write_json(digest_path(path), {"sum": file_sum(str(path))})
         finally:
             for leftover in folder.glob(f"{scratch.name}*"):
                 leftover.unlink()
@@ -66,6 +70,21 @@ def ranking_name(rows: Rows, by: str, descending: bool) -> str:
     """The file that holds the ranking of these rows. Scores lie in the store: its folder is the place for it."""
     what = "\0".join([str(_VERSION), rows.fingerprint, rows.packing, str(rows.length), by, str(descending)])
     return f"ranking-{xxhash.xxh3_128_hexdigest(what.encode())}.bin"
+
+
+def digest_path(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def ranking_damage(path: Path) -> str | None:
+    """Why a ranking cannot be used, or None. Those of earlier versions have no digest."""
+    if not path.exists():
+        return f"{path}: missing"
+    if not digest_path(path).exists():
+        return None
+    if read_cached(digest_path(path)) != {"sum": file_sum(str(path))}:
+        return f"{path}: damaged (its content is not what was written)"
+    return None
 
 
 def open_ranking(path: Path, rows: int, groups: int, run: int = 0) -> Ranking:

@@ -6,7 +6,8 @@ decreasing. The result is an index, computed once and kept beside the store, ove
     .pieces   for each piece, row after row: int64 place of its first token; uint64 document * 2^24 + length, and 2^23
               more where it goes on with a document. The space left at the end of a row is of document 2^40 - 1
     .rows     int64 number of each row's first piece, and the end
-    .json     counts and fingerprints. Written last: it is the commit
+    .chunks   digests of the two, compared when they are read (see chunk_digests.py)
+    .json     counts, fingerprints and digests. Written last: it is the commit
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bessemer.data.chunk_digests import SUFFIX as CHUNKS
+from bessemer.data.chunk_digests import CheckedFile, DigestWriter, GroupDigests, content_digest
 from bessemer.data.rows import PADDING
 from bessemer.data.store import Tokens, map_file, run_indices
 from bessemer.data.store_format import sync, sync_file
@@ -52,6 +56,11 @@ class About:
     pieces: int
     padding: int  # columns that hold no token
     fingerprint: str  # of the two files
+    chunks: str = ""  # digest of the .chunks; empty in an index of an earlier version
+
+    @property
+    def digest(self) -> str:
+        return content_digest(json.dumps(asdict(self)).encode())
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,11 @@ class PackIndex:
         self.about, self.rows, self.length = about, about.rows, about.length
         self._pieces = map_file(f"{prefix}.pieces", about.pieces * _PIECE.itemsize, _PIECE)
         self._starts: Ints = map_file(f"{prefix}.rows", (about.rows + 1) * 8, np.dtype("<i8"))
+        self._checked: list[CheckedFile] = []
+        if about.chunks:
+            digests = GroupDigests(Path(f"{prefix}.{CHUNKS}").read_bytes(), _sizes(about))
+            files = (("rows", self._starts), ("pieces", self._pieces))
+            self._checked = [digests.checked(suffix, data, partial(_damaged, prefix)) for suffix, data in files]
 
     @property
     def padding_share(self) -> float:
@@ -80,8 +94,12 @@ class PackIndex:
 
     def pieces(self, rows: Ints) -> Pieces:
         """What the rows are made of, row after row."""
+        if self._checked:
+            self._checked[0].check_runs(rows, 2)
         first = self._starts[rows]
         counts = self._starts[rows + 1] - first
+        if self._checked:
+            self._checked[1].check_runs(first, counts)
         found = self._pieces[run_indices(first, counts)]
         owner = np.ascontiguousarray(found["owner"]).view(np.int64)
         return Pieces(
@@ -92,6 +110,11 @@ class PackIndex:
             goes_on=(owner & _GOES_ON) > 0,
         )
 
+    def verify(self) -> Iterator[int]:
+        """Compares everything with its digests; yields the bytes compared, some at a time."""
+        for checked in self._checked:
+            yield from checked.progress()
+
 
 def pack(store: Tokens, length: int, prefix: str | Path) -> PackIndex:
     """The packing of a store into rows of `length`, from the files with this prefix where they are of this store.
@@ -101,7 +124,7 @@ def pack(store: Tokens, length: int, prefix: str | Path) -> PackIndex:
     prefix = str(prefix)
     if not 0 < length < _GOES_ON:
         raise UserError(f"data.context {length:,}: best_fit packs rows of up to {_GOES_ON - 1:,} tokens")
-    about = _committed(prefix)
+    about = read_index(prefix)
     if about is None or (about.version, about.store, about.length) != (_VERSION, store.fingerprint, length):
         about = _write(store, length, prefix)
     return PackIndex(prefix, about)
@@ -210,7 +233,8 @@ def _write(store: Tokens, length: int, prefix: str) -> About:
     rows = pieces = 0
     content = xxhash.xxh3_128()
     try:
-        with open(f"{own}.pieces", "wb") as pieces_file, open(f"{own}.rows", "wb") as rows_file:
+        digests = DigestWriter()
+        with digests.open("pieces", f"{own}.pieces") as pieces_file, digests.open("rows", f"{own}.rows") as rows_file:
             for first, edges in _blocks(store, length):
                 packed, counts = _pack_block(first, edges, length)
                 starts = pieces + np.cumsum(counts) - counts
@@ -222,17 +246,23 @@ def _write(store: Tokens, length: int, prefix: str) -> About:
             for written in (pieces_file, rows_file):
                 sync_file(written)
         padding = rows * length - store.tokens
-        about = About(_VERSION, store.fingerprint, length, rows, pieces, padding, content.hexdigest())
+        chunks = digests.content()
+        with open(f"{own}.{CHUNKS}", "wb") as chunks_file:
+            chunks_file.write(chunks)
+            sync_file(chunks_file)
+        about = About(
+            _VERSION, store.fingerprint, length, rows, pieces, padding, content.hexdigest(), content_digest(chunks)
+        )
         Path(f"{prefix}.json").unlink(missing_ok=True)
-        os.replace(f"{own}.pieces", f"{prefix}.pieces")
-        os.replace(f"{own}.rows", f"{prefix}.rows")
+        for suffix in ("pieces", "rows", CHUNKS):
+            os.replace(f"{own}.{suffix}", f"{prefix}.{suffix}")
         with open(f"{own}.json", "w", encoding="utf-8") as json_file:
-            json.dump(asdict(about), json_file, indent=1)
+            json.dump(asdict(about) | {"digest": about.digest}, json_file, indent=1)
             sync_file(json_file)
         os.replace(f"{own}.json", f"{prefix}.json")
         sync(os.path.dirname(prefix) or ".")
     finally:
-        for suffix in ("pieces", "rows", "json"):
+        for suffix in ("pieces", "rows", CHUNKS, "json"):
             Path(f"{own}.{suffix}").unlink(missing_ok=True)
     return about
 
@@ -245,12 +275,26 @@ def _sweep(prefix: str) -> None:
                 path.unlink()
 
 
-def _committed(prefix: str) -> About | None:
-    """The index that the files hold, if they hold one that is whole."""
+def read_index(prefix: str) -> About | None:
+    """The index that the files hold, if they hold one that is whole. Its two large files are verified when read."""
     try:
         with open(f"{prefix}.json", encoding="utf-8") as file:
-            about = About(**json.load(file))
-        sizes = os.path.getsize(f"{prefix}.pieces"), os.path.getsize(f"{prefix}.rows")
-    except (OSError, ValueError, TypeError):
+            found = json.load(file)
+        digest = found.pop("digest", None)
+        about = About(**found)
+        if digest is not None and digest != about.digest:
+            return None
+        if about.chunks and content_digest(Path(f"{prefix}.{CHUNKS}").read_bytes()) != about.chunks:
+            return None
+        sizes = {suffix: os.path.getsize(f"{prefix}.{suffix}") for suffix in ("pieces", "rows")}
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
-    return about if sizes == (about.pieces * _PIECE.itemsize, (about.rows + 1) * 8) else None
+    return about if sizes == _sizes(about) else None
+
+
+def _sizes(about: About) -> dict[str, int]:
+    return {"pieces": about.pieces * _PIECE.itemsize, "rows": (about.rows + 1) * 8}
+
+
+def _damaged(prefix: str, suffix: str, what: str) -> UserError:
+    return UserError(f"{prefix}.{suffix}: {what}; delete {prefix}.json and run again: the packing is computed again")

@@ -26,22 +26,25 @@ from bessemer.data.cache import locked
 from bessemer.data.chat import special_tokens
 from bessemer.data.curate.corpus import RULES_VERSION, Corpus, PartState, sweep
 from bessemer.data.curate.engine import Engine, Here, Pool, cores
-from bessemer.data.curate.files import byte_length, space_for, text_hash
-from bessemer.data.curate.ledger import read_json, write_json
+from bessemer.data.curate.files import byte_length, replacing, space_for, text_hash
+from bessemer.data.curate.ledger import read_cached, read_json, write_json
 from bessemer.data.curate.passes import Census, Split
 from bessemer.data.curate.progress import Meter, Say
-from bessemer.data.curate.report import write_report
+from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, write_report
 from bessemer.data.read import FileEntry, list_files
 from bessemer.data.shards import ShardedStore, merge, open_stores, shard_prefixes
 from bessemer.data.step import identity, make_step
 from bessemer.data.store import FORMAT_VERSION, sync
-from bessemer.data.tokenize import TokenizeTask, part_mark, part_prefix, tokenize_part
+from bessemer.data.store_format import damaged, file_sum, prepare_again
+from bessemer.data.tokenize import TokenizeTask, part_intact, part_mark, part_prefix, tokenize_part
 from bessemer.data.tokenizer import DEFAULT_EOS, Tokenizer, cut
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
     from bessemer.spec.data import DataSpec, TokenizerSpec
 
+PREPARED = "prepared.json"
+TOKENIZER = "tokenizer.json"
 _SAMPLE_PIECE_CHARS = 1 << 14  # the tokenizer's sample takes such pieces of long documents
 _SAMPLE_SPREAD = 16  # of each part, at most so many times its share of the sample is read
 _POOL_BYTES = 32 << 20  # starting processes takes longer than reading less than this
@@ -55,6 +58,7 @@ class Prepared:
     train: dict[str, ShardedStore]
     validation: dict[str, ShardedStore]
     folder: Path
+    verifiable: bool = True  # False: prepared by an earlier version, without digests
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,19 @@ def prepare(
                 work = folder.with_name(f"{folder.name}.partial" + ("" if alone else f"-{uuid.uuid4().hex[:8]}"))
                 try:
                     with space_for(cache):
-                        if not (work / "prepared.json").exists():
+                        if not (work / PREPARED).exists():
                             _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work).build()
                         _give_name(work, folder)
                 finally:
                     if engine is None:
                         chosen.close()
-    return open_prepared(folder)
+    prepared = open_prepared(folder)
+    if not prepared.verifiable:
+        Meter(progress).say(
+            f"{folder} was prepared by an earlier version, without digests: damage to it would not be noticed. "
+            f"`bessemer data verify {folder} --add-digests` checks it and adds them"
+        )
+    return prepared
 
 
 def prepared_folder(data: DataSpec, tokenizer: TokenizerSpec, cache: Path, vocab: int, seed: int) -> Path:
@@ -113,26 +123,51 @@ def prepared_folder(data: DataSpec, tokenizer: TokenizerSpec, cache: Path, vocab
 
 def open_prepared(folder: Path) -> Prepared:
     """What an earlier call prepared. The tokenizer is the one saved there, also where it was loaded from elsewhere."""
-    again = f"delete the folder {folder} and run again"
+    path, again = folder / PREPARED, prepare_again(folder)
     try:
-        about = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
+        about = read_json(path, again)
         eos, special, train, validation = (about[key] for key in ("eos", "special", "train", "validation"))
     except FileNotFoundError:
         raise UserError(
             f"{folder}: the prepared data is gone; `bessemer train` on the same spec makes it again"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/prepared.json: damaged ({error}); {again}") from error
+    except (OSError, KeyError) as error:
+        raise UserError(f"{path}: damaged ({error}); {again}") from error
+    expected = about.get("digests", {}).get(TOKENIZER)
     try:
-        tokenizer = Tokenizer.load(folder / "tokenizer.json", eos, special)
+        tokenizer = Tokenizer.load(folder / TOKENIZER, eos, special)
     except UserError as error:
         raise UserError(f"{error}; {again}") from error
-    return Prepared(
-        tokenizer=tokenizer,
-        train=open_stores(folder, train, "train"),
-        validation=open_stores(folder, validation, "validation"),
-        folder=folder,
-    )
+    if expected is not None and file_sum(str(folder / TOKENIZER)) != expected:
+        raise UserError(f"{folder / TOKENIZER}: is not what was written; {again}")
+    stores = {
+        side: open_stores(folder, shards, side) for side, shards in (("train", train), ("validation", validation))
+    }
+    if "stores" in about:
+        _check_stores(stores, about["stores"], path)
+    return Prepared(tokenizer, stores["train"], stores["validation"], folder, verifiable="stores" in about)
+
+
+def _check_stores(stores: dict[str, dict[str, ShardedStore]], expected: dict[str, Any], path: Path) -> None:
+    """Every shard is the one that was prepared, in its place."""
+    for side, sources in stores.items():
+        for name, store in sources.items():
+            for prefix, about, digest in zip(store.prefixes, store.abouts, expected[side][name], strict=True):
+                if about.digest != digest:
+                    raise damaged(prefix, "json", f"is not the one that {path} names")
+
+
+def digests_of(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What `prepared.json` says of the other files, so that they can be verified."""
+    names = [TOKENIZER, REPORT, PAGE, QUARANTINE]
+    stores = {side: open_stores(folder, about[side], side) for side in ("train", "validation")}
+    return {
+        "digests": {name: file_sum(str(folder / name)) for name in names if (folder / name).exists()},
+        "stores": {
+            side: {name: [one.digest for one in store.abouts] for name, store in sources.items()}
+            for side, sources in stores.items()
+        },
+    }
 
 
 def chat_template(tokenizer: TokenizerSpec) -> str:
@@ -269,7 +304,7 @@ class _Job:
             "validation": {name: self._merge(name, "validation") for name in sources if sources[name].held_out},
         }
         write_report(self.work, self.corpus, self._tokens(about))
-        write_json(self.work / "prepared.json", about)
+        write_json(self.work / PREPARED, about | digests_of(self.work, about))
         sync(self.work)
 
     def _tokens(self, about: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -303,9 +338,10 @@ class _Job:
         return _Source(text_bytes, documents, held_out, min(int(self.data.validation * 2**64), highest))
 
     def _tokenizer(self, sources: dict[str, _Source]) -> Tokenizer:
-        path = self.work / "tokenizer.json"
+        path = self.work / TOKENIZER
         eos = self.loaded.eos if self.loaded else self.spec.eos or DEFAULT_EOS
-        if not path.exists():
+        mark = self.work / "parts" / f"{TOKENIZER}.done"
+        if not path.exists() or read_cached(mark) != {"sum": file_sum(str(path))}:
             tokenizer = self.loaded
             if tokenizer is None:
                 most = f"at most {self.spec.sample / 1e6:.0f} MB of text"
@@ -314,10 +350,10 @@ class _Job:
                 size = min(self.spec.sample, sum(source.text_bytes for source in sources.values()))
                 texts = self.meter.counting(self._sample(sources), f"{what}: reading", size, f"{what}: choosing them")
                 tokenizer = Tokenizer.train(texts, self.vocab, eos, kind=self.spec.kind, special=self.special)
-            temporary = path.with_suffix(".tmp")
-            tokenizer.save(temporary)
-            sync(temporary)
-            os.replace(temporary, path)
+            with replacing(path) as temporary:
+                tokenizer.save(temporary)
+                sync(temporary)
+            write_json(mark, {"sum": file_sum(str(path))})
         return Tokenizer.load(path, eos, self.loaded.special if self.loaded else self.special)
 
     def _sample(self, sources: dict[str, _Source]) -> Iterator[str]:
@@ -355,8 +391,16 @@ class _Job:
                 tuple(tokenizer.special), self.seed, limit, i, self.engine.workers == 1, template, self.spec.learn,
                 label, self.corpus.copies,
             )  # fmt: skip
-            if not task.finished():
-                tasks.append(task)
+            tasks.append(task)
+        marked = [task for task in tasks if task.mark.exists()]
+        if marked:
+            self.meter.start("verifying finished parts", sum(task.part.size_bytes for task in marked))
+        intact = set()
+        for i, good in self.engine.run(part_intact, marked):
+            self.meter.advance(marked[i].part.size_bytes)
+            if good:
+                intact.add(marked[i].number)
+        tasks = [task for task in tasks if task.number not in intact]
         self.meter.start("tokenizing", sum(task.part.size_bytes for task in tasks))
         for i, _ in self.engine.run(tokenize_part, tasks):
             self.meter.advance(tasks[i].part.size_bytes)

@@ -9,8 +9,8 @@ from bessemer.data.read.secrets import shown
 from bessemer.data.shard_cache import ShardCache
 from bessemer.data.shards import ShardedStore
 from bessemer.data.store import TokenStore
-from bessemer.data.store_format import About
-from bessemer.data.transfer import Transfer, file_sum
+from bessemer.data.store_format import About, file_sum
+from bessemer.data.transfer import Transfer
 from bessemer.errors import UserError
 
 

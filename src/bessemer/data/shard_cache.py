@@ -23,8 +23,8 @@ from typing import IO
 import xxhash
 
 from bessemer.data.read.secrets import shown
-from bessemer.data.store_format import About, commit
-from bessemer.data.transfer import Transfer, file_sum
+from bessemer.data.store_format import About, commit, file_sum
+from bessemer.data.transfer import Transfer
 from bessemer.errors import UserError
 
 _IDLE_S = 10.0  # a shard that was not read for so long is not in use

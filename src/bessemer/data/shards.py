@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from bessemer.data.chunk_digests import SUFFIX as CHUNKS
 from bessemer.data.store import Origin, TokenStore, are_long, copy_by_index, run_indices
 from bessemer.data.store_format import About, Content, read_about, token_dtype
 from bessemer.data.store_merge import merge
@@ -103,6 +104,11 @@ class ShardedStore:
         return list(dict.fromkeys(path for k in range(len(self.prefixes)) for path in self.shard(k).files))
 
     @property
+    def verifiable(self) -> bool:
+        """What is read is compared with digests. False where a shard was written by an earlier version."""
+        return all(CHUNKS in about.sizes for about in self.abouts)
+
+    @property
     def far(self) -> bool:
         """Shards are fetched from afar when they are read."""
         return self.cache is not None
@@ -165,19 +171,23 @@ class ShardedStore:
                 out[to : to + length] = self.shard(k).slice(start, start + length)
         else:
             for k, here in _groups(shards):
-                read, alone = self.shard(k).tokens_at, isinstance(here, slice)
-                copy_by_index(read, local[here], lengths[here], out, at[here], spill and alone)
+                store, alone = self.shard(k), isinstance(here, slice)
+                store.check_tokens(local[here], lengths[here])
+                copy_by_index(store.tokens_at, local[here], lengths[here], out, at[here], spill and alone)
 
     def copy_weights(self, starts: Ints, lengths: Ints, out: Floats, at: Ints, spill: bool = False) -> None:
         """The same for what the tokens weigh as targets, 0 or 1."""
         shards, local, lengths, at = self._cut_runs(starts, lengths, at)
         if are_long(lengths):
             for k, start, length, to in _each(shards, local, lengths, at):
-                out[to : to + length] = self.shard(k).run_weights(start, length)
+                store = self.shard(k)
+                store.check_mask(np.array([start]), length)
+                out[to : to + length] = store.run_weights(start, length)
         else:
             for k, here in _groups(shards):
-                read, alone = self.shard(k).weights_at, isinstance(here, slice)
-                copy_by_index(read, local[here], lengths[here], out, at[here], spill and alone)
+                store, alone = self.shard(k), isinstance(here, slice)
+                store.check_mask(local[here], lengths[here])
+                copy_by_index(store.weights_at, local[here], lengths[here], out, at[here], spill and alone)
 
     def kept_before(self, positions: Ints) -> Ints:
         """The sum of the weights of all tokens before each position: a lookup, not a scan."""
@@ -221,13 +231,12 @@ class ShardedStore:
         # One window at a time: when most lie in shards of their own, arrays of them would be hardly longer.
         leads = np.diff(window, prepend=-1) > 0
         found, begun = np.empty_like(local), [np.empty(0, np.int64)]
-        segments = zip(shards.tolist(), local.tolist(), (local + cut - 1).tolist(), leads.tolist(), strict=True)
-        for i, (k, begin, last, leading) in enumerate(segments):
-            edges = self.shard(k).starts
-            document = int(edges.searchsorted(begin, "right")) - 1
+        segments = zip(shards.tolist(), local.tolist(), (local + cut).tolist(), leads.tolist(), strict=True)
+        for i, (k, begin, end, leading) in enumerate(segments):
+            document, inner = self.shard(k).begins_in(begin, end)
             found[i] = document + self._document_starts[k]
-            # Where a window goes on into another shard, the document that this begins with begins inside it.
-            inner = edges[document + leading : int(edges.searchsorted(last, "right"))]
+            if not leading:  # the window goes on into this shard, whose first document begins inside it
+                inner = np.concatenate([[begin], inner])
             begun.append(inner + self._token_starts[k])
         counts = np.array([inner.size for inner in begun[1:]], np.int64)
         more = np.bincount(window, weights=counts, minlength=starts.size).astype(np.int64)

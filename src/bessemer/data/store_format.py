@@ -12,7 +12,8 @@ document, so Megatron and NeMo can train from them too; the others are ours:
     .mask     only where targets are masked: which tokens count as targets (see token_mask.py)
     .ids      only where documents have ids of their own: a table of strings
     .scores   only where documents were scored: float32, NaN for those that were not
-    .json     counts, sizes and fingerprints. Written last: it is the commit
+    .chunks   digests of the files above, compared when they are read (see chunk_digests.py); older stores have none
+    .json     counts, sizes, fingerprints, and a digest of itself. Written last: it is the commit
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -30,9 +32,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bessemer.data.chunk_digests import SUFFIX as CHUNKS
+from bessemer.data.chunk_digests import content_digest
 from bessemer.errors import UserError
 
 FORMAT_VERSION = 2
+SUFFIXES = ("bin", "idx", "starts", "origins", "files", "mask", "ids", "scores", CHUNKS)
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
@@ -40,6 +45,7 @@ DTYPE_CODES = {"uint16": 8, "int32": 4}
 ORIGIN = np.dtype([("file", "<u4"), ("row", "<u8"), ("hash", "<u8")])
 OFFSET = np.dtype("<i8")
 SCORE = np.dtype("<f4")
+_HASH_BYTES = 1 << 20
 COPY_ITEMS = 1 << 18  # numbers held at once while files are put together
 
 Ints = npt.NDArray[np.int64]
@@ -63,7 +69,7 @@ class About:
     fingerprint: str
     tokenizer_fingerprint: str
     sizes: dict[str, int]  # bytes of each file, by its suffix
-    sums: dict[str, str]  # xxh3_128 of each file, once published; else empty
+    sums: dict[str, str]  # xxh3_128 of the .chunks, and once published of every file
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -76,10 +82,12 @@ class About:
     @cached_property
     def digest(self) -> str:
         """Of everything that the `.json` says."""
-        digest: str = xxhash.xxh3_128_hexdigest(json.dumps(self.to_json()).encode())
-        return digest
+        return content_digest(json.dumps(self._content()).encode())
 
     def to_json(self) -> dict[str, Any]:
+        return self._content() | {"digest": self.digest}
+
+    def _content(self) -> dict[str, Any]:
         about: dict[str, Any] = {"format_version": FORMAT_VERSION, "dtype": self.dtype.name, **asdict(self)}
         return about | {"sizes": dict(sorted(self.sizes.items())), "sums": dict(sorted(self.sums.items()))}
 
@@ -88,7 +96,10 @@ class About:
         """Raises ValueError, KeyError or TypeError when it is not one of ours."""
         if about["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format {about['format_version']} instead of {FORMAT_VERSION}")
-        return cls(**{field.name: about[field.name] for field in fields(cls)})
+        made = cls(**{field.name: about[field.name] for field in fields(cls)})
+        if about.get("digest", made.digest) != made.digest:
+            raise ValueError("its content does not have the digest that it was written with")
+        return made
 
 
 def read_about(prefix: str) -> About:
@@ -102,16 +113,26 @@ def read_about(prefix: str) -> About:
 
 def commit(prefix: str, about: About) -> None:
     """Makes the files a store. They have been synced; from here on a crash no longer loses it."""
-    with open(f"{prefix}.json.tmp", "w", encoding="utf-8") as file:
+    temporary = temporary_path(f"{prefix}.json")
+    with open(temporary, "w", encoding="utf-8") as file:
         json.dump(about.to_json(), file, indent=1)
         sync_file(file)
-    os.replace(f"{prefix}.json.tmp", f"{prefix}.json")
+    os.replace(temporary, f"{prefix}.json")
     sync(os.path.dirname(prefix) or ".")
+
+
+def temporary_path(path: str) -> str:
+    """A name that no other writer uses, on this machine or another: a process that was given up may still write."""
+    return f"{path}.{uuid.uuid4().hex[:12]}.tmp"
 
 
 def damaged(prefix: str, suffix: str, what: str) -> UserError:
     folder = os.path.dirname(prefix) or "."
-    return UserError(f"{prefix}.{suffix} {what}; delete the folder {folder} and run again")
+    return UserError(f"{prefix}.{suffix}: {what}; {prepare_again(folder)}")
+
+
+def prepare_again(folder: str | Path) -> str:
+    return f"delete the folder {folder} and prepare the data again: bessemer data prepare SPEC"
 
 
 class Content:
@@ -149,9 +170,9 @@ class Content:
         return f"{self._value:032x}"
 
 
-def write_index(prefix: str, documents: int, dtype: np.dtype[Any]) -> None:
+def write_index(index: IO[bytes], starts_path: str, documents: int, dtype: np.dtype[Any]) -> None:
     """Megatron's `.idx`, from the `.starts`, in blocks."""
-    with open(f"{prefix}.idx", "wb") as index, open(f"{prefix}.starts", "rb") as starts:
+    with open(starts_path, "rb") as starts:
         index.write(HEADER.pack(MAGIC, 1, DTYPE_CODES[dtype.name], documents, documents + 1))
         blocks = [(first, min(first + COPY_ITEMS, documents)) for first in range(0, documents, COPY_ITEMS)]
         for first, stop in blocks:
@@ -164,7 +185,6 @@ def write_index(prefix: str, documents: int, dtype: np.dtype[Any]) -> None:
             index.write((block * dtype.itemsize).tobytes())
         for first in range(0, documents + 1, COPY_ITEMS):
             index.write(np.arange(first, min(first + COPY_ITEMS, documents + 1), dtype="<i8").tobytes())
-        sync_file(index)
 
 
 def index_bytes(documents: int) -> int:
@@ -172,9 +192,8 @@ def index_bytes(documents: int) -> int:
 
 
 def remove_store(prefix: str) -> None:
-    """Deletes a store or what a killed process left of one; the `.json` goes first, so it never claims too much."""
-    suffixes = ["json", "json.tmp", "bin", "idx", "starts", "origins", "files", "mask", "ids", "scores"]
-    for suffix in suffixes:
+    """Deletes a store; the `.json` goes first, so it never claims too much."""
+    for suffix in ("json", *SUFFIXES):
         Path(f"{prefix}.{suffix}").unlink(missing_ok=True)
 
 
@@ -190,3 +209,13 @@ def sync(path: str | Path) -> None:
 def sync_file(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def file_sum(path: str) -> str:
+    """xxh3_128 of a file's content."""
+    state = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(_HASH_BYTES):
+            state.update(block)
+    digest: str = state.hexdigest()
+    return digest

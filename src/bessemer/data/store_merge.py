@@ -8,25 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
 from bessemer.data.store import TokenStore
-from bessemer.data.store_format import (
-    COPY_ITEMS,
-    OFFSET,
-    SCORE,
-    About,
-    Content,
-    commit,
-    read_about,
-    remove_store,
-    sync_file,
-    write_index,
-)
+from bessemer.data.store_format import COPY_ITEMS, OFFSET, SCORE, About, Content, read_about, remove_store
+from bessemer.data.store_writer import StoreFiles
 from bessemer.data.string_table import StringsWriter
 from bessemer.data.token_mask import MaskWriter
 from bessemer.errors import UserError
@@ -72,40 +61,31 @@ def _join(prefixes: Sequence[str], abouts: Sequence[About], out: str) -> None:
     if _finished(out, abouts, content):
         return
     remove_store(out)
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     stores = [TokenStore(prefix, about) for prefix, about in zip(prefixes, abouts, strict=True)]
-    written = ["bin", "starts", "origins", "files"]
-    with open(f"{out}.bin", "wb") as file:
+    for store in stores:
+        store.verify()
+    files = StoreFiles(out)
+    try:
+        bin_file = files.open("bin")
         for store in stores:
-            _append(file, f"{store.prefix}.bin")
-        sync_file(file)
-    with open(f"{out}.starts", "wb") as file:
-        _join_starts(stores, file)
-        sync_file(file)
-    with open(f"{out}.origins", "wb") as origins, open(f"{out}.files", "wb") as files:
-        file_count = _join_origins(stores, origins, files)
-        sync_file(origins)
-        sync_file(files)
-    for suffix, join in (("mask", _join_masks), ("ids", _join_ids), ("scores", _join_scores)):
-        if any(suffix in about.sizes for about in abouts):
-            with open(f"{out}.{suffix}", "wb") as file:
-                join(stores, file)
-                sync_file(file)
-            written.append(suffix)
-    write_index(out, content.documents, abouts[0].dtype)
-    about = About(
-        vocab=abouts[0].vocab,
-        documents=content.documents,
-        tokens=sum(about.tokens for about in abouts),
-        kept=sum(about.kept for about in abouts),
-        text_bytes=sum(about.text_bytes for about in abouts),
-        files=file_count,
-        fingerprint=content.hexdigest(),
-        tokenizer_fingerprint=abouts[0].tokenizer_fingerprint,
-        sizes={suffix: os.path.getsize(f"{out}.{suffix}") for suffix in [*written, "idx"]},
-        sums={},
-    )
-    commit(out, about)
+            with open(f"{store.prefix}.bin", "rb", buffering=0) as part:
+                shutil.copyfileobj(part, bin_file, _COPY_BYTES)
+        _join_starts(stores, files.open("starts"))
+        file_count = _join_origins(stores, files.open("origins"), files.open("files"))
+        for suffix, join in (("mask", _join_masks), ("ids", _join_ids), ("scores", _join_scores)):
+            if any(suffix in about.sizes for about in abouts):
+                join(stores, files.open(suffix))
+        files.commit(
+            vocab=abouts[0].vocab,
+            kept=sum(about.kept for about in abouts),
+            text_bytes=sum(about.text_bytes for about in abouts),
+            files=file_count,
+            content=content,
+            tokenizer_fingerprint=abouts[0].tokenizer_fingerprint,
+        )
+    except BaseException:
+        files.discard()
+        raise
 
 
 def _check_kinship(prefixes: Sequence[str], abouts: Sequence[About]) -> None:
@@ -122,9 +102,11 @@ def _finished(out: str, abouts: Sequence[About], content: Content) -> bool:
     if not os.path.exists(f"{out}.json"):
         return False
     try:
-        found = TokenStore(out).about
+        store = TokenStore(out)
+        store.verify()
     except UserError:
         return False
+    found = store.about
     return (
         found.fingerprint == content.hexdigest()
         and found.documents == content.documents
@@ -133,22 +115,11 @@ def _finished(out: str, abouts: Sequence[About], content: Content) -> bool:
     )
 
 
-def _append(out: IO[bytes], path: str) -> None:
-    """The file's bytes at the end of `out`; inside the kernel where it can (no copy at all on some file systems)."""
-    out.flush()
-    with open(path, "rb", buffering=0) as file:
-        # Between two file systems, and on some, the kernel cannot: then the rest is copied by hand.
-        with suppress(OSError, AttributeError):
-            while os.copy_file_range(file.fileno(), out.fileno(), 1 << 30):
-                pass
-        shutil.copyfileobj(file, out, _COPY_BYTES)
-
-
 def _join_starts(stores: Sequence[TokenStore], out: IO[bytes]) -> None:
     tokens = 0
     for store in stores:
         for first in range(0, store.documents, COPY_ITEMS):
-            out.write((store.starts[first : min(first + COPY_ITEMS, store.documents)] + tokens).data)
+            out.write((store.edges(first, min(first + COPY_ITEMS, store.documents))[:-1] + tokens).data)
         tokens += store.tokens
     out.write(np.array([tokens], OFFSET).data)
 

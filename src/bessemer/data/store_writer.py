@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -11,19 +12,79 @@ from typing import IO, Self
 import numpy as np
 import numpy.typing as npt
 
+from bessemer.data.chunk_digests import SUFFIX as CHUNKS
+from bessemer.data.chunk_digests import DigestWriter, content_digest
 from bessemer.data.store_format import (
     COPY_ITEMS,
     SCORE,
+    SUFFIXES,
     About,
     Content,
     commit,
     remove_store,
     sync_file,
+    temporary_path,
     token_dtype,
     write_index,
 )
 from bessemer.data.string_table import StringsWriter
 from bessemer.data.token_mask import MaskWriter
+
+
+class StoreFiles:
+    """The files of a store while they are written, hashed on the way, under names of their own until `commit`.
+
+    Two writers of one prefix (one of them orphaned by a kill, or on a file system without locks) write the same bytes:
+    whichever commits last, each file is whole.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+        self._files: dict[str, IO[bytes]] = {}
+        self._paths: dict[str, str] = {}
+        self._digests = DigestWriter()
+
+    def open(self, suffix: str) -> IO[bytes]:
+        self._paths[suffix] = temporary_path(f"{self.prefix}.{suffix}")
+        self._files[suffix] = self._digests.open(suffix, self._paths[suffix])
+        return self._files[suffix]
+
+    def commit(
+        self, vocab: int, kept: int, text_bytes: int, files: int, content: Content, tokenizer_fingerprint: str
+    ) -> None:
+        """Writes the `.idx`, the digests and the `.json`. The `.starts` are complete."""
+        dtype = token_dtype(vocab)
+        self._files["starts"].flush()
+        write_index(self.open("idx"), self._paths["starts"], content.documents, dtype)
+        for file in self._files.values():
+            sync_file(file)
+            file.close()
+        digests = self._digests.content()
+        self._paths[CHUNKS] = temporary_path(f"{self.prefix}.{CHUNKS}")
+        with open(self._paths[CHUNKS], "wb") as file:
+            file.write(digests)
+            sync_file(file)
+        sizes = {suffix: os.path.getsize(path) for suffix, path in self._paths.items()}
+        Path(f"{self.prefix}.json").unlink(missing_ok=True)
+        for suffix in SUFFIXES:
+            if suffix in self._paths:
+                os.replace(self._paths[suffix], f"{self.prefix}.{suffix}")
+            else:
+                Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
+        about = About(
+            vocab=vocab, documents=content.documents, tokens=sizes["bin"] // dtype.itemsize, kept=kept,
+            text_bytes=text_bytes, files=files, fingerprint=content.hexdigest(),
+            tokenizer_fingerprint=tokenizer_fingerprint, sizes=sizes, sums={CHUNKS: content_digest(digests)},
+        )  # fmt: skip
+        commit(self.prefix, about)
+
+    def discard(self) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # on a full disk the rest cannot be written
+                file.close()
+        for path in self._paths.values():
+            Path(path).unlink(missing_ok=True)
 
 
 class StoreWriter:
@@ -42,11 +103,10 @@ class StoreWriter:
         self.text_bytes = 0
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._content = Content()
-        os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
         remove_store(self.prefix)
-        self._parts: dict[str, IO[bytes]] = {}
-        self._bin, self._starts, self._origins = (self._open("bin"), self._open("starts"), self._open("origins"))
-        self._files = StringsWriter(self._open("files"))
+        self._out = StoreFiles(self.prefix)
+        self._bin, self._starts, self._origins = (self._out.open(suffix) for suffix in ("bin", "starts", "origins"))
+        self._files = StringsWriter(self._out.open("files"))
         self._numbers: dict[str, int] = {}
         self._mask: MaskWriter | None = None
         self._ids: StringsWriter | None = None
@@ -98,9 +158,7 @@ class StoreWriter:
         if kind is None:
             self._finish()
         else:
-            for file in self._parts.values():
-                file.close()
-            remove_store(self.prefix)
+            self._out.discard()
 
     def _add_mask(self, mask: npt.ArrayLike | None, tokens: int) -> memoryview | None:
         """The mask as the fingerprint sees it: None where every token counts."""
@@ -111,48 +169,35 @@ class StoreWriter:
         bits = np.array(mask, dtype=np.uint8)  # a copy: it waits in a buffer
         assert bits.shape == (tokens,) and bits.max() <= 1, "a mask has a 0 or a 1 for every token"
         if self._mask is None:  # the first of the store: until here every token counted
-            self._mask = MaskWriter(self._open("mask"))
+            self._mask = MaskWriter(self._out.open("mask"))
             self._mask.append_ones(self.tokens)
         self._mask.append(bits)
         return None if bits.all() else bits.data
 
     def _add_id(self, id: str) -> None:
         if self._ids is None:
-            self._ids = StringsWriter(self._open("ids"))
+            self._ids = StringsWriter(self._out.open("ids"))
             self._ids.append_empty(self.documents)
         self._ids.append(id)
 
     def _add_score(self, score: float | None) -> None:
         if self._scores is None:
-            self._scores = self._open("scores")
+            self._scores = self._out.open("scores")
             for first in range(0, self.documents, COPY_ITEMS):
                 unknown = np.full(min(COPY_ITEMS, self.documents - first), np.nan, SCORE)
                 self._scores.write(unknown.tobytes())
         self._scores.write(struct.pack("<f", np.nan if score is None else score))
-
-    def _open(self, suffix: str) -> IO[bytes]:
-        self._parts[suffix] = open(f"{self.prefix}.{suffix}", "wb")  # noqa: SIM115 (closed in __exit__)
-        return self._parts[suffix]
 
     def _finish(self) -> None:
         self._starts.write(struct.pack("<q", self.tokens))
         for column in (self._files, self._mask, self._ids):
             if column is not None:
                 column.close()
-        for file in self._parts.values():
-            sync_file(file)
-            file.close()
-        write_index(self.prefix, self.documents, self.dtype)
-        about = About(
+        self._out.commit(
             vocab=self.vocab,
-            documents=self.documents,
-            tokens=self.tokens,
             kept=self._mask.kept if self._mask else self.tokens,
             text_bytes=self.text_bytes,
             files=len(self._numbers),
-            fingerprint=self._content.hexdigest(),
+            content=self._content,
             tokenizer_fingerprint=self._tokenizer_fingerprint,
-            sizes={suffix: os.path.getsize(f"{self.prefix}.{suffix}") for suffix in [*self._parts, "idx"]},
-            sums={},
         )
-        commit(self.prefix, about)

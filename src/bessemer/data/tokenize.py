@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 from bessemer.data.curate.files import byte_length, naming, text_hash
-from bessemer.data.curate.ledger import write_json
+from bessemer.data.curate.ledger import read_cached, write_json
 from bessemer.data.curate.passes import curated_documents
 from bessemer.data.document import Document
 from bessemer.data.encode import encode_documents
 from bessemer.data.read import Part
-from bessemer.data.store import StoreWriter
+from bessemer.data.store import StoreWriter, TokenStore
+from bessemer.data.store_format import read_about
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
@@ -49,17 +49,30 @@ class TokenizeTask:
     def mark(self) -> Path:
         return part_mark(self.folder, self.number)
 
-    def finished(self) -> bool:
-        return self.mark.exists()
-
 
 def part_prefix(folder: Path, number: int, side: str) -> str:
     return str(folder / "parts" / f"{number:06d}.{side}")
 
 
 def part_mark(folder: Path, number: int) -> Path:
-    """Written when the part's stores are complete: the tokens of each side that has one."""
+    """Written when the part's stores are complete: the digest of each side's store, where it has one."""
     return folder / "parts" / f"{number:06d}.done"
+
+
+def part_intact(task: TokenizeTask) -> bool:
+    """Whether an earlier call finished the part, and its stores are still what it wrote: reads them whole."""
+    stores = read_cached(task.mark)
+    if stores is None:
+        return False
+    try:
+        for side, digest in stores.items():
+            store = TokenStore(part_prefix(task.folder, task.number, side))
+            store.verify()
+            if store.about.digest != digest:
+                return False
+    except UserError:
+        return False
+    return True
 
 
 def tokenize_part(task: TokenizeTask) -> int:
@@ -74,16 +87,13 @@ def tokenize_part(task: TokenizeTask) -> int:
             side = "validation" if text_hash(document.text, task.seed) < task.limit else "train"
             if side not in writers:
                 prefix = part_prefix(task.folder, task.number, side)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{prefix}.json")
                 writers[side] = stack.enter_context(StoreWriter(prefix, tokenizer.vocab_size, tokenizer.fingerprint))
             writers[side].add(
                 tokens, document.file, document.row, text_hash(document.text, 0), byte_length(document.text),
                 mask=mask, id=document.id, score=_score(document, task.label),
             )  # fmt: skip
-    counts = {side: writer.tokens for side, writer in writers.items()}
-    write_json(task.mark, counts)
-    return sum(counts.values())
+    write_json(task.mark, {side: read_about(writer.prefix).digest for side, writer in writers.items()})
+    return sum(writer.tokens for writer in writers.values())
 
 
 def _score(document: Document, label: str | None) -> float | None:

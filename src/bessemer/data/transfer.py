@@ -9,14 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import xxhash
-
 from bessemer.data.read.remote import file_system, told
 from bessemer.data.read.secrets import shown
 from bessemer.errors import UserError
 
 _BLOCK_BYTES = 16 << 20
-_HASH_BYTES = 1 << 20
 
 Result = TypeVar("Result")
 
@@ -103,13 +100,3 @@ class Transfer:
                     ) from error
             time.sleep(self.pause_s * 2 ** (attempt - 1))
         raise AssertionError("a transfer is attempted at least once")
-
-
-def file_sum(path: str) -> str:
-    """xxh3_128 of a file's content."""
-    state = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(_HASH_BYTES):
-            state.update(block)
-    digest: str = state.hexdigest()
-    return digest

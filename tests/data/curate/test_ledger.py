@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from bessemer.data.curate.ledger import LedgerWriter, Tally, Touch, read_json, read_touches
+from bessemer.data.curate.ledger import LedgerWriter, Tally, Touch, read_json, read_tally, read_touches, write_json
 from bessemer.data.document import Document
 from bessemer.data.step import Drop
 from bessemer.errors import UserError
@@ -27,13 +28,14 @@ def test_touches_come_back_in_order_over_many_batches(tmp_path: Path) -> None:
 
 def test_the_same_touches_are_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        writer = LedgerWriter(tmp_path / name)
+        (tmp_path / name).mkdir()
+        writer = LedgerWriter(tmp_path / name / "k")
         writer.tally.dropped(Document("text", "f", 3), Drop("too short", 4.0), 4)
         for number in range(100):
             writer.add(Touch(number, False, f"text {number}", None, None))
         writer.commit()
     for suffix in (".arrow", ".json"):
-        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+        assert (tmp_path / f"a/k{suffix}").read_bytes() == (tmp_path / f"b/k{suffix}").read_bytes()
 
 
 def test_a_step_that_touched_nothing_has_only_its_counts(tmp_path: Path) -> None:
@@ -42,7 +44,7 @@ def test_a_step_that_touched_nothing_has_only_its_counts(tmp_path: Path) -> None
     writer.commit()
     assert [path.name for path in tmp_path.iterdir()] == ["k.json"]
     assert list(read_touches(tmp_path / "k")) == []
-    assert Tally(**read_json(tmp_path / "k.json")).documents_in == 7
+    assert read_tally(tmp_path / "k").documents_in == 7
 
 
 def test_discarding_leaves_nothing(tmp_path: Path) -> None:
@@ -53,13 +55,46 @@ def test_discarding_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_ledger_is_named(tmp_path: Path) -> None:
-    writer = LedgerWriter(tmp_path / "k")
-    writer.add(Touch(1, True, None, None, None))
-    writer.commit()
-    (tmp_path / "k.arrow").write_bytes((tmp_path / "k.arrow").read_bytes()[:-20])
-    with pytest.raises(UserError, match=r"k\.arrow: damaged .* delete it"):
+@pytest.mark.parametrize("damage", ["cut", "flipped", "deleted", "another's"])
+def test_a_damaged_ledger_is_named(tmp_path: Path, damage: str) -> None:
+    for name in ("k", "other"):
+        writer = LedgerWriter(tmp_path / name)
+        writer.tally.documents_in = 1
+        writer.add(Touch(len(name), True, None, None, None))
+        writer.commit()
+    path = tmp_path / "k.arrow"
+    whole = path.read_bytes()
+    path.write_bytes(
+        {"cut": whole[:-20], "flipped": whole[:-1] + bytes([whole[-1] ^ 1]), "deleted": b""}.get(
+            damage, (tmp_path / "other.arrow").read_bytes()
+        )
+    )
+    if damage == "deleted":
+        path.unlink()
+    with pytest.raises(UserError, match=r"k\.arrow: (damaged|missing).*run again"):
         list(read_touches(tmp_path / "k"))
+
+
+def test_a_ledger_of_an_earlier_version_is_read_and_missed(tmp_path: Path) -> None:
+    """Its counts have no digest, but say whether there was anything to write."""
+    writer = LedgerWriter(tmp_path / "k")
+    writer.tally.documents_in = 1
+    writer.add(Touch(0, True, None, None, None))
+    writer.commit()
+    counts = read_json(tmp_path / "k.json")
+    (tmp_path / "k.json").write_text(json.dumps({key: counts[key] for key in Tally.__dataclass_fields__}))
+    assert len(list(read_touches(tmp_path / "k"))) == 1
+    (tmp_path / "k.arrow").unlink()
+    with pytest.raises(UserError, match=r"k\.arrow: missing"):
+        list(read_touches(tmp_path / "k"))
+
+
+def test_counts_under_another_name_are_damaged(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"documents": 1})
+    assert read_json(tmp_path / "a.json") == {"documents": 1}
+    (tmp_path / "b.json").write_bytes((tmp_path / "a.json").read_bytes())
+    with pytest.raises(UserError, match=r"b\.json: damaged \(its content is not what was written\)"):
+        read_json(tmp_path / "b.json")
 
 
 def test_tallies_of_parts_add_up() -> None:

@@ -10,6 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,15 @@ from typing import Any
 import xxhash
 
 from bessemer.data.curate.engine import Engine, each
-from bessemer.data.curate.files import collected_path, counts_path, quarantine_path, ruling_path, save_arrays
-from bessemer.data.curate.ledger import Tally, read_json, write_json
+from bessemer.data.curate.files import (
+    collected_path,
+    counts_path,
+    ledger_path,
+    quarantine_path,
+    ruling_path,
+    save_arrays,
+)
+from bessemer.data.curate.ledger import Tally, ledger_damage, read_cached, read_json, read_tally, write_json
 from bessemer.data.curate.passes import Census, Op, PassTask, Reading, Split, curated_documents, run_pass
 from bessemer.data.curate.progress import Meter
 from bessemer.data.document import Document
@@ -31,6 +39,7 @@ from bessemer.spec.data import DataSpec, SourceSpec
 
 RULES_VERSION = 1  # raise it when the same files and steps would give other documents
 _MARKUP = {"html", "warc"}
+_HASHING_THREADS = 8
 
 
 @dataclass
@@ -111,11 +120,14 @@ class Corpus:
             key = ["collect", spec.step, reads, *identity(made)]
             gathered = [Op(spec, digest([state.key, *key])) for state in states]
             together = digest(["ruling", [state.key for state in states], *what])
-            if not (self.cache / "rulings" / together / "summary.json").exists():
+            paths = [ruling_path(self.cache, together, i) for i in range(len(states))]
+            summary = read_cached(self.cache / "rulings" / together / "summary.json")
+            if summary is None or not all(path.exists() for path in paths):
                 self._run(f"reading for {spec.step}", states, gathered, None)
                 self._resolve(spec, together, states, gathered)
-            self.stages[stage].summary = read_json(self.cache / "rulings" / together / "summary.json")
-            rulings = [str(ruling_path(self.cache, together, i)) for i in range(len(states))]
+                summary = read_json(self.cache / "rulings" / together / "summary.json")
+            self.stages[stage].summary = summary
+            rulings = [str(path) for path in paths]
             what = [*what, together]
         for state, ruling in zip(states, rulings, strict=True):
             state.key = digest([state.key, *what, ruling and Path(ruling).name])
@@ -149,9 +161,10 @@ class Corpus:
         """Brings every part through the steps that are due, and collects or takes the census at the end."""
         tasks: list[PassTask] = []
         waiting: list[PartState] = []
+        intact = self._intact_ledgers(states)
         for i, state in enumerate(states):
             census = (digest(["census", state.key, split.seed, split.share]), split) if split else None
-            task = self._task(state, collect[i] if collect else None, census)
+            task = self._task(state, collect[i] if collect else None, census, intact)
             if task is not None:
                 tasks.append(task)
                 waiting.append(state)
@@ -165,26 +178,37 @@ class Corpus:
         for state in states:  # in order, so that sums of numbers come out the same for any number of workers
             for op, stage in zip(state.due, state.stages[len(state.done) :], strict=True):
                 tallies = self.stages[stage].tallies
-                tally = Tally(**read_json(counts_path(self.cache, op.key)))
+                tally = read_tally(ledger_path(self.cache, op.key))
                 tallies.setdefault(state.part.source, Tally()).add(tally)
             state.done += [op.key for op in state.due]
             state.due = []
 
-    def _task(self, state: PartState, collect: Op | None, census: tuple[str, Split] | None) -> PassTask | None:
+    def _intact_ledgers(self, states: Sequence[PartState]) -> set[str]:
+        """The keys of the due steps that an earlier call finished. Hashing their ledgers reads what is read next."""
+        keys = list(dict.fromkeys(op.key for state in states for op in state.due))
+        keys = [key for key in keys if counts_path(self.cache, key).exists()]
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            damages = list(pool.map(lambda key: ledger_damage(ledger_path(self.cache, key)), keys))
+        for damage in filter(None, damages):
+            self.meter.say(f"{damage}: the step is run again on this part")
+        return {key for key, damage in zip(keys, damages, strict=True) if damage is None}
+
+    def _task(
+        self, state: PartState, collect: Op | None, census: tuple[str, Split] | None, intact: set[str]
+    ) -> PassTask | None:
         """What is missing of a part, or None."""
-        paths = [counts_path(self.cache, op.key) for op in state.due]
-        found = next((i for i, path in enumerate(paths) if not path.exists()), len(paths))
-        read_path = counts_path(self.cache, state.read_key)
-        complete = found == len(paths) and read_path.exists()
+        found = next((i for i, op in enumerate(state.due) if op.key not in intact), len(state.due))
+        reading = read_cached(counts_path(self.cache, state.read_key))
+        complete = found == len(state.due) and reading is not None
         if collect is not None:
             complete = complete and collected_path(self.cache, collect.key).exists()
         if census is not None:
-            path = counts_path(self.cache, census[0])
-            complete = complete and path.exists()
-            if complete:
-                state.census = Census(**read_json(path))
-        if complete:
-            state.reading = Reading(**read_json(read_path))
+            counted = read_cached(counts_path(self.cache, census[0]))
+            complete = complete and counted is not None
+            if complete and counted is not None:
+                state.census = Census(**counted)
+        if complete and reading is not None:
+            state.reading = Reading(**reading)
             return None
         done = (*state.done, *(op.key for op in state.due[:found]))
         return PassTask(

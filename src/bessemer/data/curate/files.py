@@ -105,14 +105,32 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
 
 def load_arrays(path: Path) -> dict[str, Any]:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open_arrays(path) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         fix = f"delete the folder {path.parent} and run again"
         raise UserError(f"{path}: damaged ({error}); {fix}") from error
 
 
+@contextlib.contextmanager
+def open_arrays(path: Path) -> Iterator[Any]:
+    """What `save_arrays` wrote, for reading some of it. An archive has a checksum of every array in it; its comment is
+    the name that it was written under, so one that was put in another's place is noticed (older ones have none)."""
+    with np.load(path, allow_pickle=False) as arrays:
+        if arrays.zip.comment not in (b"", _identity(path)):
+            raise ValueError(f"it was written as {arrays.zip.comment.decode(errors='replace')}")
+        yield arrays
+
+
 def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
     assert not {"file", "allow_pickle"} & set(arrays), "numpy takes these names for its own arguments"
-    with writing(path) as file:
+    with replacing(path) as temporary, open(temporary, "w+b") as file:
         np.savez(file, **arrays)
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.comment = _identity(path)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _identity(path: Path) -> bytes:
+    return f"{path.parent.name}/{path.name}".encode()

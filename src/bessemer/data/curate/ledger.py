@@ -5,8 +5,9 @@ gave another text or labelled; the state after any number of steps is the files 
 applied one after the other. So a filter costs nothing to keep, and changing its threshold reads the files and the
 earlier ledgers.
 
-Two files: `KEY.arrow` (rows by ordinal; absent when nothing was touched) and `KEY.json` (counts; written last, it
-is the commit). Both are the same bytes whoever writes them.
+Two files: `KEY.arrow` (rows by ordinal; absent when nothing was touched) and `KEY.json` (counts, and the digest of
+`KEY.arrow`; written last, it is the commit). Both are the same bytes whoever writes them. A ledger whose files do not
+agree counts as not written: the step is run again on that part.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from bessemer.data.chunk_digests import content_digest
 from bessemer.data.curate.files import writing
 from bessemer.data.document import Document
 from bessemer.data.step import Drop
-from bessemer.data.store_format import sync
+from bessemer.data.store_format import file_sum, sync
 from bessemer.errors import UserError
 
 _FLUSH_BYTES = 4 << 20
@@ -106,12 +108,14 @@ class LedgerWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tally = Tally()
+        self._touches = 0
         self._rows: dict[str, list[Any]] = {name: [] for name in Touch.__slots__}
         self._held_bytes = 0
         self._writer: Any = None
         self._temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
     def add(self, touch: Touch) -> None:
+        self._touches += 1
         for name, values in self._rows.items():
             values.append(getattr(touch, name))
         self._held_bytes += 64 + len(touch.text or "") + len(touch.messages or "") + len(touch.labels or "")
@@ -120,11 +124,14 @@ class LedgerWriter:
 
     def commit(self) -> None:
         self._flush()
+        digest = None
         if self._writer is not None:
             self._writer.close()
             sync(self._temporary)  # on the disk before the tally that vouches for it
+            digest = file_sum(str(self._temporary))
             os.replace(self._temporary, self.path.with_suffix(".arrow"))
-        write_json(self.path.with_suffix(".json"), self.tally.to_json())
+        counts = {**self.tally.to_json(), "touches": self._touches, "arrow": digest}
+        write_json(self.path.with_suffix(".json"), counts)
 
     def discard(self) -> None:
         if self._writer is not None:
@@ -149,12 +156,34 @@ class LedgerWriter:
         self._held_bytes = 0
 
 
+def ledger_damage(path: Path) -> str | None:
+    """What is wrong with a ledger, or None: hashes its `.arrow`."""
+    counts, file = read_cached(path.with_suffix(".json")), path.with_suffix(".arrow")
+    if counts is None:
+        return f"{path.with_suffix('.json')}: missing or damaged"
+    touched = counts["documents_in"] != counts["documents_out"] or counts["changed"] or counts["labels"]
+    if not counts.get("touches", touched):
+        return None
+    if not file.exists():
+        return f"{file}: missing"
+    if "arrow" in counts and file_sum(str(file)) != counts["arrow"]:  # ledgers of earlier versions have no digest
+        return f"{file}: damaged (its content is not what was written)"
+    return None
+
+
+def read_tally(path: Path) -> Tally:
+    counts = read_json(path.with_suffix(".json"))
+    return Tally(**{name: counts[name] for name in Tally.__dataclass_fields__})
+
+
 def read_touches(path: Path) -> Iterator[Touch]:
-    """The touches of a committed ledger, in order."""
+    """The touches of a committed ledger, in order; verified first."""
     import pyarrow as pa
 
     file = path.with_suffix(".arrow")
-    if not file.exists():
+    if damage := ledger_damage(path):
+        raise UserError(f"{damage}; run again, and the step is run again on this part")
+    if not read_json(path.with_suffix(".json")).get("touches", file.exists()):
         return
     try:
         with pa.OSFile(str(file)) as source, pa.ipc.open_file(source) as reader:
@@ -166,16 +195,35 @@ def read_touches(path: Path) -> Iterator[Touch]:
         raise UserError(f"{file}: damaged ({error}); delete it and its .json, and run again") from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Atomically: a reader sees all of it or nothing."""
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Atomically: a reader sees all of it or nothing. With a digest of the content and the file's name."""
     with writing(path) as file:
-        file.write(json.dumps(value, indent=1, ensure_ascii=False).encode())
+        sealed = {**value, "digest": _digest(path, value)}
+        file.write(json.dumps(sealed, indent=1, ensure_ascii=False).encode())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote."""
+def read_json(path: Path, fix: str = "delete it and run again") -> dict[str, Any]:
+    """What `write_json` wrote. Files of earlier versions have no digest."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("not a mapping")
+        digest = found.pop("digest", None)
+        if digest is not None and digest != _digest(path, found):
+            raise ValueError("its content is not what was written")
     except ValueError as error:
-        raise UserError(f"{path}: damaged ({error}); delete it and run again") from error
+        raise UserError(f"{path}: damaged ({error}); {fix}") from error
     return found
+
+
+def read_cached(path: Path) -> dict[str, Any] | None:
+    """The same for what can be computed again: None where it is missing or damaged."""
+    try:
+        return read_json(path)
+    except (FileNotFoundError, UserError):
+        return None
+
+
+def _digest(path: Path, value: Mapping[str, Any]) -> str:
+    canonical = json.dumps(json.loads(json.dumps(value)), sort_keys=True)
+    return content_digest(f"{path.name} {canonical}".encode())

@@ -4,7 +4,6 @@ disagree."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from bessemer.data.curate.corpus import Corpus, Stage
 from bessemer.data.curate.files import quarantine_path, writing
-from bessemer.data.curate.ledger import Tally, write_json
+from bessemer.data.curate.ledger import Tally, read_json, write_json
 from bessemer.errors import UserError
 
 REPORT = "report.json"
@@ -37,12 +36,11 @@ def write_report(folder: Path, corpus: Corpus, tokens: Mapping[str, Mapping[str,
 
 
 def read_report(folder: Path) -> dict[str, Any]:
+    fix = f"delete the folder {folder} and prepare again"
     try:
-        report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        fix = f"delete the folder {folder} and prepare again"
+        return read_json(folder / REPORT, fix)
+    except OSError as error:
         raise UserError(f"{folder / REPORT}: {error}; {fix}") from error
-    return report
 
 
 def build_report(corpus: Corpus, tokens: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:

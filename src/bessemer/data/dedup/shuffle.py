@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.curate.files import replacing
+from bessemer.data.curate.files import open_arrays, replacing
 from bessemer.data.step import Arrays, Collected, Ints
 from bessemer.errors import UserError
 
@@ -74,7 +74,7 @@ def begins(*columns: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 def load(part: Collected, names: Sequence[str]) -> Arrays:
     """Some arrays of what was collected of a part; empty where no document of it was left to collect from."""
     try:
-        with np.load(part.path, allow_pickle=False) as arrays:
+        with open_arrays(part.path) as arrays:
             found = {name: arrays[name] for name in names} if arrays.files else {}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise _damaged(part, f"cannot be read ({error})") from error

@@ -1,0 +1,177 @@
+"""Digests of data files in chunks of 128 KiB: written with the file, compared when a chunk is first read.
+
+A reader hashes only the chunks that it uses, each once: a rank that reads a thousandth of a corpus verifies about a
+thousandth, and nothing is trained on before it was compared. One row costs at most two chunks more than it holds, which
+is what the kernel's read-ahead fetches for a random read anyway.
+
+A `.chunks` file belongs to a group of files with one prefix: uint64 size of a chunk, then the xxh3_64 of every chunk of
+every file, the files in the order of their suffixes. Its own digest stands in the group's `.json`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+CHUNK_BYTES = 1 << 17
+SUFFIX = "chunks"
+
+_BUFFER_BYTES = 1 << 18
+_DIGEST = np.dtype("<u8")
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+class _HashingFile(io.FileIO):
+    """A file open for writing that hashes each chunk on its way to the disk. It is only appended to."""
+
+    def __init__(self, path: str, out: list[int]) -> None:
+        super().__init__(path, "wb")
+        self._out, self._state, self._filled = out, xxhash.xxh3_64(), 0
+
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
+        view = memoryview(data).cast("B")[:written]
+        while len(view):
+            taken = view[: CHUNK_BYTES - self._filled]
+            self._state.update(taken)
+            self._filled += len(taken)
+            view = view[len(taken) :]
+            if self._filled == CHUNK_BYTES:
+                self._end_chunk()
+        return written
+
+    def close(self) -> None:
+        if not self.closed and self._filled:
+            self._end_chunk()
+        super().close()
+
+    def _end_chunk(self) -> None:
+        self._out.append(self._state.intdigest())
+        self._state.reset()
+        self._filled = 0
+
+
+class DigestWriter:
+    """Opens the files of a group for writing and collects the digests of what is written to them."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, list[int]] = {}
+
+    def open(self, suffix: str, path: str) -> IO[bytes]:
+        """Digests are complete when the file is closed."""
+        digests = self._digests[suffix] = []
+        return io.BufferedWriter(_HashingFile(path, digests), _BUFFER_BYTES)
+
+    def content(self) -> bytes:
+        """Of the `.chunks` file."""
+        return encode_digests(self._digests)
+
+
+def encode_digests(digests: Mapping[str, list[int]]) -> bytes:
+    flat = [digest for suffix in sorted(digests) for digest in digests[suffix]]
+    return np.array([CHUNK_BYTES, *flat], _DIGEST).tobytes()
+
+
+def content_digest(data: bytes | memoryview) -> str:
+    digest: str = xxhash.xxh3_128_hexdigest(data)
+    return digest
+
+
+def hash_file(path: str) -> list[int]:
+    """The digests of a file that is already there."""
+    with open(path, "rb") as file:
+        return [xxhash.xxh3_64_intdigest(block) for block in iter(lambda: file.read(CHUNK_BYTES), b"")]
+
+
+class GroupDigests:
+    """The digests of a group's files, as they were written. Raises ValueError when they do not fit the sizes."""
+
+    def __init__(self, data: bytes, sizes: Mapping[str, int]) -> None:
+        numbers = np.frombuffer(data, _DIGEST)
+        self.chunk_bytes = int(numbers[0]) if numbers.size else 0
+        if self.chunk_bytes <= 0:
+            raise ValueError("names no size of chunks")
+        counts = {suffix: -(-sizes[suffix] // self.chunk_bytes) for suffix in sorted(sizes) if suffix != SUFFIX}
+        if numbers.size != 1 + sum(counts.values()):
+            raise ValueError(f"holds {numbers.size - 1:,} digests instead of {sum(counts.values()):,}")
+        ends = np.cumsum([1, *counts.values()]).tolist()
+        self._of = {suffix: numbers[ends[i] : ends[i + 1]] for i, suffix in enumerate(counts)}
+
+    def checked(self, suffix: str, data: npt.NDArray[Any], damaged: Callable[[str, str], Exception]) -> CheckedFile:
+        return CheckedFile(suffix, data, self._of[suffix], self.chunk_bytes, damaged)
+
+
+class CheckedFile:
+    """A mapped file whose chunks are compared with their digests when they are first used; safe for many threads.
+
+    `damaged(suffix, what)` makes the error for a chunk that differs.
+    """
+
+    def __init__(
+        self,
+        suffix: str,
+        data: npt.NDArray[Any],
+        digests: npt.NDArray[Any],
+        chunk_bytes: int,
+        damaged: Callable[[str, str], Exception],
+    ) -> None:
+        self.complete = not digests.size
+        self._suffix, self._item, self._damaged = suffix, data.itemsize, damaged
+        self._data: Bytes = data.reshape(-1).view(np.uint8)
+        self._digests, self._chunk_bytes = digests, chunk_bytes
+        self._good = np.zeros(digests.size, np.bool_)
+
+    def check(self, start: int, stop: int) -> None:
+        """Items [start, stop) of the mapped array."""
+        if self.complete or start >= stop:
+            return
+        first, last = start * self._item // self._chunk_bytes, (stop * self._item - 1) // self._chunk_bytes
+        if not self._good[first : last + 1].all():
+            self._compare(range(first, last + 1))
+
+    def check_runs(self, starts: Ints, lengths: Ints | int) -> None:
+        """The `lengths[i]` items from `starts[i]` on, for every i."""
+        if self.complete or not starts.size:
+            return
+        first = np.minimum(starts * self._item // self._chunk_bytes, self._good.size - 1)
+        last = np.maximum(((starts + lengths) * self._item - 1) // self._chunk_bytes, first)  # empty runs end before
+        wanted = [first, last] if (last - first).max() <= 1 else [_every(first, last)]
+        chunks = np.concatenate(wanted)
+        pending = chunks[~self._good[chunks]]
+        if pending.size:
+            self._compare(np.unique(pending).tolist())
+
+    def check_all(self) -> None:
+        for _ in self.progress():
+            pass
+
+    def progress(self) -> Iterator[int]:
+        """Compares the whole file; yields the bytes compared, some at a time."""
+        step = max(1, (1 << 26) // self._chunk_bytes)
+        for first in range(0, self._good.size, step):
+            stop = min(first + step, self._good.size)
+            self._compare(range(first, stop))
+            yield min(stop * self._chunk_bytes, self._data.size) - first * self._chunk_bytes
+
+    def _compare(self, chunks: Any) -> None:
+        for chunk in chunks:
+            begin = chunk * self._chunk_bytes
+            end = min(begin + self._chunk_bytes, self._data.size)
+            if not self._good[chunk]:
+                if xxhash.xxh3_64_intdigest(self._data[begin:end].data) != int(self._digests[chunk]):
+                    raise self._damaged(self._suffix, f"bytes {begin:,} to {end:,} are not those that were written")
+                self._good[chunk] = True
+        if self._good.all():
+            self.complete = True
+
+
+def _every(first: Ints, last: Ints) -> Ints:
+    counts = last - first + 1
+    return np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))

@@ -1,0 +1,199 @@
+"""`bessemer data verify`: every byte of prepared data compared with the digests that were written with it.
+
+A run compares only what it reads, when it reads it; this compares everything, before a long run or after a fault of a
+disk. Stores of earlier versions have no digests: their tokens, boundaries and masks are compared with the store's
+fingerprint instead, and `add_digests` writes digests for the next time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bessemer.data.chunk_digests import SUFFIX as CHUNKS
+from bessemer.data.chunk_digests import content_digest, encode_digests, hash_file
+from bessemer.data.curate.ledger import read_json, write_json
+from bessemer.data.curriculum import digest_path, ranking_damage
+from bessemer.data.pack import PackIndex, read_index
+from bessemer.data.prepare import PREPARED, TOKENIZER, digests_of, open_prepared
+from bessemer.data.store import TokenStore
+from bessemer.data.store_format import Content, commit, file_sum, prepare_again, sync_file, temporary_path
+from bessemer.errors import UserError
+
+_DOCUMENTS = 1 << 12  # whose tokens are held at once
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One store, index or file. `damage` is empty where it is sound; `note` says what could not be compared."""
+
+    path: str
+    bytes: int
+    damage: tuple[str, ...] = ()
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def data_bytes(place: Path) -> int:
+    """What `verify` will read, about."""
+    return sum(path.stat().st_size for path in _files(place))
+
+
+def verify(place: Path, advance: Advance, add_digests: bool = False) -> Iterator[Verified]:
+    """A folder of prepared data, a folder of such folders or of stores, or the prefix of one store."""
+    folders = [path.parent for path in sorted([*place.glob(PREPARED), *place.glob(f"*/{PREPARED}")])]
+    for folder in folders:
+        yield from _verify_prepared(folder, advance, add_digests)
+    if folders:
+        return
+    if (place / TOKENIZER).exists():
+        yield Verified(str(place / PREPARED), 0, (f"{place / PREPARED}: missing; {prepare_again(place)}",))
+    prefixes = _prefixes(place)
+    if not prefixes:
+        raise UserError(
+            f"{place}: no prepared data and no token store; name a spec, a run, a folder or a store's prefix"
+        )
+    for prefix in prefixes:
+        yield _verify_store(prefix, advance, add_digests)
+
+
+def _files(place: Path) -> list[Path]:
+    if place.is_dir():
+        return [path for path in place.rglob("*") if path.is_file()]
+    return list(place.parent.glob(f"{place.name}.*"))
+
+
+def _prefixes(place: Path) -> list[str]:
+    if place.is_dir():
+        return [str(path.with_suffix("")) for path in sorted(place.rglob("*.idx"))]
+    for prefix in (place, place.with_suffix("")):
+        if os.path.exists(f"{prefix}.idx") or os.path.exists(f"{prefix}.bin"):
+            return [str(prefix)]
+    return []
+
+
+def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Iterator[Verified]:
+    path, again = folder / PREPARED, prepare_again(folder)
+    try:
+        about = read_json(path, again)
+        shards = {f"{name}.{side}": count for side in ("train", "validation") for name, count in about[side].items()}
+    except (UserError, KeyError, AttributeError) as error:
+        yield Verified(str(path), path.stat().st_size, (str(error),))
+        return
+    clean = True
+    for name, expected in about.get("digests", {}).items():
+        found = _sum(folder / name)
+        damage = () if found == expected else (f"{folder / name}: is not what was written; {again}",)
+        clean = clean and not damage
+        yield Verified(str(folder / name), _size(folder / name), damage)
+    for name, count in shards.items():
+        for number in range(count):
+            store = _verify_store(f"{folder}/{name}.{number:05d}", advance, add_digests)
+            clean = clean and not store.damage
+            yield store
+    if clean and add_digests and "stores" not in about:
+        write_json(path, about | digests_of(folder, about))
+    damage = ()
+    if clean:
+        try:
+            open_prepared(folder)
+        except UserError as error:
+            damage = (str(error),)
+    note = "" if "stores" in about or add_digests else "no digests of its files"
+    yield Verified(str(path), path.stat().st_size, damage, note)
+    for index in sorted(folder.glob("*.best-fit-*.json")):
+        yield _verify_packing(index.with_suffix(""), advance)
+    for ranking in sorted(folder.glob("ranking-*.bin")):
+        wrong = ranking_damage(ranking)
+        advance(_size(ranking))
+        note = "" if digest_path(ranking).exists() else "no digest"
+        yield Verified(
+            str(ranking), _size(ranking), (f"{wrong}; it is computed again when needed",) if wrong else (), note
+        )
+
+
+def _verify_store(prefix: str, advance: Advance, add_digests: bool) -> Verified:
+    damage, note = [], ""
+    try:
+        store = TokenStore(prefix)
+    except UserError as error:
+        return Verified(prefix, sum(_size(path) for path in _files(Path(prefix))), (str(error),))
+    if store.verifiable:
+        for suffix in sorted(store.about.sizes.keys() - {CHUNKS}):
+            try:
+                for size_bytes in store.verify_files([suffix]):
+                    advance(size_bytes)
+            except UserError as error:
+                damage.append(str(error))
+    elif _fingerprint(store, advance) != store.fingerprint:
+        damage.append(
+            f"{prefix}.bin: the tokens, boundaries or mask are not those that were written; " + _again(prefix)
+        )
+    elif add_digests:
+        _add_digests(store)
+        note = "digests added"
+    else:
+        note = "no digests: tokens, boundaries and mask have the store's fingerprint, other files are not compared"
+    return Verified(prefix, store.about.size_bytes, tuple(damage), note)
+
+
+def _fingerprint(store: TokenStore, advance: Advance) -> str:
+    """Of the store as it is, from its tokens, boundaries and mask."""
+    content = Content()
+    for first in range(0, store.documents, _DOCUMENTS):
+        edges = store.edges(first, min(first + _DOCUMENTS, store.documents)).tolist()
+        for start, stop in pairwise(edges):
+            if not 0 <= start < stop <= store.tokens:
+                return ""
+            weights = store.run_weights(start, stop - start)
+            mask = None if isinstance(weights, int) or weights.all() else weights.data
+            content.add(store.slice(start, stop).data, mask)
+        advance((edges[-1] - edges[0]) * store.dtype.itemsize)
+    return content.hexdigest()
+
+
+def _add_digests(store: TokenStore) -> None:
+    data = encode_digests({suffix: hash_file(f"{store.prefix}.{suffix}") for suffix in store.about.sizes})
+    path = f"{store.prefix}.{CHUNKS}"
+    temporary = temporary_path(path)
+    with open(temporary, "wb") as file:
+        file.write(data)
+        sync_file(file)
+    os.replace(temporary, path)
+    sizes = store.about.sizes | {CHUNKS: len(data)}
+    commit(store.prefix, replace(store.about, sizes=sizes, sums={CHUNKS: content_digest(data)}))
+
+
+def _verify_packing(prefix: Path, advance: Advance) -> Verified:
+    size_bytes = sum(_size(path) for path in _files(prefix))
+    about = read_index(str(prefix))
+    if about is None:
+        return Verified(
+            str(prefix), size_bytes, (f"{prefix}.json: the index is damaged; it is computed again when needed",)
+        )
+    try:
+        for compared in PackIndex(str(prefix), about).verify():
+            advance(compared)
+    except UserError as error:
+        return Verified(str(prefix), size_bytes, (str(error),))
+    return Verified(str(prefix), size_bytes, (), "" if about.chunks else "no digests")
+
+
+def _again(prefix: str) -> str:
+    return prepare_again(os.path.dirname(prefix) or ".")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _sum(path: Path) -> str:
+    return file_sum(str(path)) if path.exists() else "missing"
