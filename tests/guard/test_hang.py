@@ -15,7 +15,17 @@ class Hands:
         self.now = 1000.0
         self.hangs = []
         spec = HangSpec(factor=5.0, least="60s", first="30 min")
-        self.dog = Watchdog(spec, self.hangs.append, clock=lambda: self.now, poll_s=1.0)
+        self.pauses, self.signs, self.silent = [], [], False
+        self.dog = Watchdog(
+            spec, self.hangs.append, clock=lambda: self.now, poll_s=1.0,
+            on_pause=lambda step, seconds: self.pauses.append((step, seconds)), peers=self,
+        )  # fmt: skip
+
+    def give_sign(self, beat):
+        self.signs.append(beat)
+
+    def frozen(self, beat):
+        return self.silent
 
     def wait(self, seconds):
         """As the thread does it: a look every second."""
@@ -84,6 +94,7 @@ def test_a_suspended_machine_is_no_hang(hands):
     hands.dog.look()
     hands.wait(50)
     assert hands.hangs == []
+    assert hands.pauses == [(4, 8 * 3600)]
     hands.dog.beat(5)
     assert hands.dog.limit_s < 300
     hands.now -= 7200  # no steady clock does this; nothing breaks if one did
@@ -122,3 +133,39 @@ def test_one_hang_does_not_raise_the_limit_and_two_in_a_row_are_the_new_pace(han
     assert len(hands.hangs) == 3 and hands.dog.limit_s == 450
     hands.steps(3, 90, start=11)
     assert len(hands.hangs) == 3
+
+
+def test_a_process_that_is_frozen_in_a_save_is_found_early(hands):
+    hands.steps(5, 1)
+    hands.dog.beat(5, long=True)
+    hands.silent = True
+    hands.wait(60)
+    assert hands.hangs == [] and hands.signs == []
+    hands.wait(3)
+    assert hands.signs == [6]
+    hands.wait(4)
+    assert [(hang.step, hang.limit_s) for hang in hands.hangs] == [(5, 65.0)]
+    hands.wait(1000)
+    assert len(hands.hangs) == 1 and hands.signs == [6]
+
+
+def test_a_long_save_of_processes_that_live_is_no_hang(hands):
+    hands.steps(5, 100)  # their signs come at each step, and nobody looks for them
+    assert hands.signs == [0, 1, 2, 3, 4]
+    hands.dog.beat(5, long=True)
+    hands.wait(154)
+    hands.silent = True  # only now: they have been looked for at 1.5 times the longest step
+    hands.wait(1000)
+    assert len(hands.hangs) == 1 and hands.hangs[0].waited_s > 150
+
+
+def test_a_stopped_process_says_for_how_long_it_did_not_run(hands):
+    hands.steps(5, 1)
+    hands.now += 40
+    hands.dog.beat(5)  # the loop may be the first to run again
+    hands.dog.look()
+    assert hands.pauses == []
+    hands.now += 90
+    hands.dog.beat(6)
+    hands.dog.look()
+    assert hands.pauses == [(6, 90.0)] and hands.hangs == []

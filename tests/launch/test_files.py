@@ -189,6 +189,7 @@ def test_modal_asks_for_what_was_asked(ask: Ask) -> None:
         ("sky", {"gpu_type": "H100"}, "--on sky needs --install"),
         ("ssh", {}, "--on ssh needs --hosts"),
         ("ssh", {"hosts": ("a;b",)}, "--hosts a;b: write a name"),
+        ("ssh", {"hosts": ("a", "b", "me@A")}, "--hosts: a is named 2 times; name each machine once"),
         ("ssh", {"hosts": ("a",), "partition": "p"}, "--partition: ssh has no such thing; it is for slurm"),
         ("slurm", {"time": "26"}, "--time: expected a time with its unit"),
         ("local", {"nodes": 2}, "--nodes 2: a local queue has one node"),
@@ -206,3 +207,14 @@ def test_every_target_is_known(spec: RunSpec) -> None:
     from bessemer.launch.submit import TARGETS
 
     assert TARGETS.keys() == TAKES.keys()
+
+
+def test_nodes_meet_at_an_address_that_the_first_one_tells(ask: Ask) -> None:
+    """Not at the names that ssh or Slurm have for it, which the others may not know."""
+    hosts = generate(ask("ssh", gpus=1, hosts=("alias1", "me@alias2"), python="/opt/my env/python"))["launch.sh"]
+    assert """python=''"'"'/opt/my env/python'"'"''""" in hosts and "PET_RDZV_ENDPOINT=$head:$PORT" in hosts
+    assert 'head="$(on "${HOSTS[0]}" "$ask" | tail -n 1)"' in hosts
+    files = generate(ask("slurm", nodes=2, gpus=1))
+    assert 'PET_RDZV_ENDPOINT="$head:' in files["job.sbatch"] and "-m bessemer.parallel.address" in files["job.sbatch"]
+    assert 'PET_RDZV_CONF="is_host=$((SLURM_NODEID == 0))"' in files["node.sh"]
+    assert "parallel.address" not in generate(ask("slurm", nodes=1, gpus=1))["job.sbatch"]

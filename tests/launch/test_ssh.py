@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import bessemer
 from bessemer.errors import UserError
 from bessemer.launch import ssh
 from bessemer.launch.job import call
@@ -38,9 +39,11 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/host\nPidFile none\nStrictModes no\n"
         f"AuthorizedKeysFile {tmp_path}/user.pub\nUsePAM no\nPermitRootLogin prohibit-password\n"
+        f"SetEnv PYTHONPATH={Path(bessemer.__file__).parents[1]}\n"
     )
     (tmp_path / "ssh_config").write_text(
-        f"Host box\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n  IdentityFile {tmp_path}/user\n"
+        f"Host box again\n  HostName 127.0.0.1\n  Port {port}\nHost other\n  HostName 127.0.0.1\n  Port {port + 1}\n"
+        f"Host *\n  User {getpass.getuser()}\n  IdentityFile {tmp_path}/user\n"
         f"  StrictHostKeyChecking no\n  UserKnownHostsFile {tmp_path}/known\n  BatchMode yes\n  LogLevel ERROR\n"
     )
     if os.geteuid() == 0:
@@ -86,3 +89,49 @@ def test_a_run_over_ssh_is_started_told_of_and_stopped(host: str, ask: Callable[
         time.sleep(0.2)
     assert [event["reason"] for event in run.events("interrupted")] == ["SIGTERM"]
     assert f"{host}: " in call(ssh.logs(job))
+
+
+@pytest.fixture
+def other(host: str, tmp_path: Path) -> Iterator[str]:
+    """A second machine by its hostname, which the first does not know by the name that ssh has for it."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("needs root and unshare for a second hostname")
+    text = (tmp_path / "sshd_config").read_text()
+    port = int(text.split()[1])
+    (tmp_path / "other_config").write_text(text.replace(f"Port {port}", f"Port {port + 1}"))
+    command = f"hostname aa-other && exec {SSHD} -D -e -f {tmp_path}/other_config"
+    with (tmp_path / "other.log").open("w") as log:
+        daemon = subprocess.Popen(["unshare", "--uts", "sh", "-c", command], stderr=log)
+        try:
+            for _ in range(50):
+                asked = ["ssh", "-F", tmp_path / "ssh_config", "other", "hostname"]
+                if subprocess.run(asked, capture_output=True, text=True).stdout.strip() == "aa-other":
+                    break
+                time.sleep(0.2)
+            else:
+                pytest.skip(f"no second sshd: {(tmp_path / 'other.log').read_text()[-300:]}")
+            yield "other"
+        finally:
+            daemon.terminate()
+            daemon.wait(10)
+
+
+def test_two_machines_that_know_no_name_of_each_other_train_together(
+    host: str, other: str, ask: Callable[..., Request]
+) -> None:
+    """Rank 0 is on the machine whose hostname sorts first, and that is not the one they meet at."""
+    request = ask("ssh", hosts=(host, other), gpus=0)
+    job = submit(request, lambda line: None)
+    assert job is not None
+    run, until = Run(request.folder.parent), time.monotonic() + 150
+    logs = [request.folder / f"{name}.log" for name in (host, other)]
+    while not run.events_path.exists() or run.state != "finished":
+        assert time.monotonic() < until, "\n".join(path.read_text() for path in logs if path.exists())
+        time.sleep(0.2)
+    assert [record["step"] for record in run.metrics()] == list(range(600))
+    assert len(next(run.events("started"))["machine"]) and (run.folder / "layout.json").exists()
+
+
+def test_one_machine_under_two_names_is_refused(host: str, ask: Callable[..., Request]) -> None:
+    with pytest.raises(UserError, match="again: the same machine as box: name each machine once in --hosts"):
+        submit(ask("ssh", hosts=(host, "again"), gpus=0), lambda line: None)

@@ -256,9 +256,7 @@ def test_a_long_step_shows_its_micro_batches_the_rate_and_the_time_left(monkeypa
         now += seconds
         for view in (plain, live):
             view.micro_batch(0, done, 16, 16_384)
-    assert out.getvalue().splitlines() == [
-        "step 1/1,000  micro-batch 2/16  1,024 tok/s  eta 4h 26m",
-    ]
+    assert out.getvalue().splitlines() == ["step 1/1,000  micro-batch 2/16  1,024 tok/s  eta 4h 26m"]
     text = drawn(live)
     assert "step 1/1,000  micro-batch 6/16" in text and "4h 26m left" in text and "tokens/s 1,024" in text
     live.step(record(0, step_s=20.0))

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import socket
 import statistics
 import time
@@ -174,6 +175,50 @@ def test_a_hung_rank_is_named_by_the_others(ranks: Ranks, tiny_spec: Spec) -> No
     stacks = (run.folder / "logs" / "hang-rank-1.txt").read_text()
     assert "before_step" in stacks and json.loads(stacks.splitlines()[0])["pid"] != os.getpid()
     assert json.loads((run.folder / "logs" / "collectives-rank-0.json").read_text())["entries"]
+
+
+class StoppedInSave(Fault):
+    """SIGSTOP to one rank as its first save begins; a process of its own wakes it after a while."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(rank, lambda job, step: None)
+        self.seconds = seconds
+
+    def attach(self, job: Any, tokenizer: Any) -> None:
+        if job.world.rank != self.rank:
+            return
+        save, calls = job.saver.save, []
+
+        def stopped(*arguments: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 1:
+                stopped_pid = os.getpid()
+                if os.fork() == 0:
+                    time.sleep(self.seconds)
+                    os.kill(stopped_pid, signal.SIGCONT)
+                    os._exit(0)
+                os.kill(stopped_pid, signal.SIGSTOP)
+            return save(*arguments)
+
+        job.saver.save = stopped
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_when_a_save_is_due_is_named(
+    ranks: Ranks, tiny_spec: Spec, rank: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parallel = {"device": "cpu", "threads": 1, "dp_replicate": 2}
+    hang = HANG | {"first": "60s"}
+    spec = tiny_spec("stopped", parallel=parallel, guard={"detect": {"hang": hang}}, budget={"steps": 14, "batch": 256})
+    run = run_with(ranks, 2, spec, StoppedInSave(rank, 6.0))
+    words = f"rank {rank} ({HOST}) gives no sign: frozen"
+    if rank == 1:
+        (event,) = run.events("hang")
+        assert words in event["reason"] and f"rank 0 in step {event['step']}, save" in event["reason"]
+    else:  # the one that writes events is the one that was stopped
+        (event,) = run.events("paused")
+        assert "did not run for" in event["reason"] and words in capfd.readouterr().err
+    assert event["step"] == 7
 
 
 def test_processes_that_hang_for_good_end_so_that_a_launcher_can_start_them_again(

@@ -54,6 +54,25 @@ def leave_report(logs: Path, report: Report, stacks: str, collectives: str = "")
     write_whole(report_path(logs, report.rank), f"{json.dumps(asdict(report))}\n\n{stacks}")
 
 
+def give_sign(logs: Path, rank: int, start: float, beat: int) -> None:
+    """A sign of life of a process that waits for the end of what follows its beat of this number."""
+    logs.mkdir(parents=True, exist_ok=True)
+    write_whole(logs / f"alive-rank-{rank}.json", json.dumps([start, beat]))
+
+
+def without_sign(logs: Path, size: int, start: float, beat: int) -> list[int]:
+    """The ranks that have given no sign of life since that beat of this start."""
+    silent = []
+    for rank in range(size):
+        try:
+            seen = json.loads((logs / f"alive-rank-{rank}.json").read_text())
+        except (OSError, ValueError):
+            seen = None
+        if seen != [start, beat]:
+            silent.append(rank)
+    return silent
+
+
 def read_reports(logs: Path, size: int, start: float) -> list[Report]:
     """Those of this start that are there."""
     found = []

@@ -86,5 +86,7 @@ def node_script(request: Request, chdir: bool = True) -> str:
         if request.nodes == 1
         else ': "${PET_NNODES:?}" "${PET_RDZV_BACKEND:?}" "${PET_RDZV_ENDPOINT:?}"  # who meets where\n'
     )
+    if request.on == "slurm" and request.nodes > 1:
+        meeting += 'export PET_RDZV_CONF="is_host=$((SLURM_NODEID == 0))"  # not left to a guess from names\n'
     parts.append(f"\n{meeting}exec {' '.join(words)}\n")
     return "".join(parts)

@@ -136,5 +136,9 @@ def check(request: Request) -> Request:
         for host in request.hosts:
             if not re.fullmatch(r"[\w.@-]+", host) or host.startswith("-"):
                 raise UserError(f"--hosts {host}: write a name or user@name; ports belong into ~/.ssh/config")
+        names = [host.rpartition("@")[2].lower() for host in request.hosts]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"--hosts: {name} is named {names.count(name)} times; name each machine once")
         request = replace(request, nodes=len(request.hosts))
     return request if request.workdir else replace(request, workdir=str(Path.cwd()))

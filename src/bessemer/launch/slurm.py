@@ -60,7 +60,14 @@ exit "$code"
 
 RENDEZVOUS = """
 # Workers meet at the first node, on a port of this job's own, so that two jobs on a node do not meet each other.
-head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+# It tells its own address: Slurm's names of nodes need not be known to the nodes.
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head="$(srun --nodes=1 --ntasks=1 --nodelist="${{nodes[0]}}" {options}\
+  {python} -m bessemer.parallel.address "${{nodes[@]:1:4}}" | tail -n 1)"
+if [ -z "$head" ]; then
+  echo "job $job: ${{nodes[0]}} did not tell its address" >&2
+  exit 1
+fi
 export PET_NNODES="$SLURM_NNODES" PET_RDZV_BACKEND=c10d PET_RDZV_ID="$SLURM_JOB_ID"
 export PET_RDZV_ENDPOINT="$head:$((20000 + SLURM_JOB_ID % 10000))"
 """
@@ -120,10 +127,10 @@ def write(request: Request) -> dict[str, str]:
     if request.image:  # pyxis, the container plugin for Slurm
         mounts = ",".join(dict.fromkeys(f"{path}:{path}" for path in (request.workdir, str(request.folder))))
         options += [f"--container-image={shlex.quote(request.image)}", f"--container-mounts={mounts}"]
+    words = "".join(f"{option} " for option in options)
+    meeting = RENDEZVOUS.format(options=words, python=shlex.quote(request.interpreter))
     body = BODY.format(
-        rendezvous=RENDEZVOUS if request.nodes > 1 else "",
-        options="".join(f"{option} " for option in options),
-        node=shlex.quote(f"{request.folder}/node.sh"),
+        rendezvous=meeting if request.nodes > 1 else "", options=words, node=shlex.quote(f"{request.folder}/node.sh")
     )
     return {SCRIPT: "\n".join(lines) + "\n" + body}
 

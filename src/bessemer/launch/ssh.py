@@ -20,6 +20,7 @@ HOSTS=({hosts})
 PORT={port} # the first host must be reachable here by the others
 SSH="${{SSH:-ssh -o BatchMode=yes}}" # keys, users and ports belong into ~/.ssh/config
 folder={folder}
+python={python} workdir={workdir} # quoted for the shells of the hosts
 
 on() {{ # HOST COMMAND: run it there
   # shellcheck disable=SC2029,SC2086
@@ -31,6 +32,7 @@ fail() {{
   exit 1
 }}
 
+machines=() boot=/proc/sys/kernel/random/boot_id
 for host in "${{HOSTS[@]}}"; do
   pid="$folder/$host.pid" log="$folder/$host.log"
   alive="test -s '$pid' && kill -0 \"\$(cat '$pid')\" 2> /dev/null"
@@ -38,6 +40,13 @@ for host in "${{HOSTS[@]}}"; do
     start) # look at all of them before the first one starts
       on "$host" "test -f '$folder/node.sh'" || fail "$host: not reached, or without $folder: the hosts must share it"
       if on "$host" "$alive"; then fail "$host: already running"; fi
+      machine="$(on "$host" "echo machine \$(hostname) \$(cat $boot 2> /dev/null)" | grep ^machine)"
+      for i in "${{!machines[@]}}"; do
+        if [ "$machine" = "${{machines[$i]}}" ]; then
+          fail "$host: the same machine as ${{HOSTS[$i]}}: name each machine once in --hosts"
+        fi
+      done
+      machines+=("$machine")
       ;;
     status)
       if on "$host" "$alive"; then state=RUNNING; else state=ENDED; fi
@@ -56,9 +65,16 @@ for host in "${{HOSTS[@]}}"; do
 done
 
 if [ "${{1:-start}}" = start ]; then
-  head="${{HOSTS[0]#*@}}"
-  meet="PET_NNODES=${{#HOSTS[@]}} PET_RDZV_BACKEND=c10d PET_RDZV_ID={label} PET_RDZV_ENDPOINT=$head:$PORT"
+  # The first host tells its own address: the names here may be aliases that the others do not know.
+  others=("${{HOSTS[@]:1}}")
+  ask="cd $workdir && $python -m bessemer.parallel.address --seen \"\$SSH_CONNECTION\" ${{others[*]#*@}}"
+  head="$(on "${{HOSTS[0]}}" "$ask" | tail -n 1)"
+  [ -n "$head" ] || fail "${{HOSTS[0]}}: did not tell its address (the command was: $ask)"
+  is_host=1
   for host in "${{HOSTS[@]}}"; do
+    meet="PET_NNODES=${{#HOSTS[@]}} PET_RDZV_BACKEND=c10d PET_RDZV_ID={label} PET_RDZV_ENDPOINT=$head:$PORT"
+    meet="$meet PET_RDZV_CONF=is_host=$is_host"
+    is_host=0
     # Its own session and no open pipe, so that it outlives this connection.
     run="$meet setsid nohup bash '$folder/node.sh' >> '$folder/$host.log' 2>&1 < /dev/null"
     on "$host" "$run & echo \$! > '$folder/$host.pid'"
@@ -73,6 +89,7 @@ def write(request: Request) -> dict[str, str]:
         FILE: TEMPLATE.format(
             name=request.name, file=f"{request.folder}/{FILE}", hosts=" ".join(map(shlex.quote, request.hosts)),
             port=request.port, folder=shlex.quote(str(request.folder)), label=request.label,
+            python=shlex.quote(shlex.quote(request.interpreter)), workdir=shlex.quote(shlex.quote(request.workdir)),
         )
     }  # fmt: skip
 

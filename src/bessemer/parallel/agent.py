@@ -1,8 +1,8 @@
 """torchrun for runs of ours: `python -m bessemer.parallel.agent`, with torchrun's own arguments.
 
 It adds what torchrun lacks: exit codes that tell what happened (130, 138, 143 after a signal, 2 for a mistake in the
-input) in place of a traceback and code 1, workers that end when this process is killed, and an end of this process when
-the one that started it is.
+input) in place of a traceback and code 1, workers that end when this process is killed, an end of this process when
+the one that started it is, and nodes that know each other by address.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 
+from bessemer.parallel.address import interface, own_address
 from bessemer.parent import PARENT, end_with_parent
 
 REFUSED = 2  # a worker's exit code for a mistake in the input, which it has printed
@@ -35,6 +36,11 @@ def main() -> None:
     os.environ[PARENT] = str(os.getpid())  # for the workers
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_S))
+    if endpoint := os.environ.get("PET_RDZV_ENDPOINT"):  # several nodes: torch and gloo go by hostnames otherwise
+        address = own_address([endpoint.rpartition(":")[0].strip("[]")])
+        os.environ.setdefault("PET_LOCAL_ADDR", address)
+        if found := interface(address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

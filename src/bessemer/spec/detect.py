@@ -23,7 +23,12 @@ class HangSpec(Part):
     """When a step that does not end counts as hung."""
 
     factor: float = _factor(5.0, "a step may take so many times the longest of the recent ones")
-    least: Seconds = Field(60.0, gt=0, description="and always at least this long", examples=["60s"])
+    least: Seconds = Field(
+        30.0,
+        gt=0,
+        description="and always at least this long; after it, several processes look whether one of them is frozen",
+        examples=["60s"],
+    )
     first: Seconds = Field(
         1800.0,
         gt=0,

@@ -5,6 +5,7 @@ Called from the watchdog's thread. Nothing here asks another process for anythin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from bessemer.guard.hang import Hang
-from bessemer.guard.waits import Report, leave_report, wait_for_reports, who_waits
+from bessemer.guard.waits import Report, give_sign, leave_report, wait_for_reports, who_waits, without_sign
 from bessemer.parallel.health import last_collective, recorded
 from bessemer.train.job import Job
 
@@ -50,6 +51,19 @@ class Hung:
         )  # fmt: skip
         if job.world.rank == min((report.rank for report in reports), default=0) and not job.world.main:
             print(f"rank {job.world.rank}: {who}", file=sys.stderr, flush=True)  # the first one cannot say it
+
+    def give_sign(self, beat: int) -> None:
+        with contextlib.suppress(OSError):  # on a full disk the others say that it gives no sign
+            give_sign(self.job.run.folder / "logs", self.job.world.rank, self._start, beat)
+
+    def frozen(self, beat: int) -> bool:
+        return bool(without_sign(self.job.run.folder / "logs", self.job.world.size, self._start, beat))
+
+    def paused(self, step: int, seconds: float) -> None:
+        """This process was stopped, or held up as a whole; of several, the others have said that it gave no sign."""
+        reason = f"the process did not run for {seconds:.0f} s after step {step}"
+        cause = "it was stopped (SIGSTOP, a debugger), the machine was suspended, or it was starved of processor time"
+        self.job.event("paused", step=step, reason=reason, cause=cause)
 
     def _report(self, found: Hang, text: str) -> Report:
         world, where = self.job.world, self.job.where

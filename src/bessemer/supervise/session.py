@@ -284,10 +284,16 @@ class Session:
         """The loop, and what is done about each incident, until the run ends."""
         responder = Responder(job, job.saver.shelf)
         hung = Hung(job, self.view.log)
-        hang = job.spec.guard.detect.hang
+        hang, several = job.spec.guard.detect.hang, job.world.size > 1
         with (
             self._signals(job),
-            Watchdog(hang, hung.tell, on_end=hung.end if job.world.size > 1 else None) as job.watchdog,
+            Watchdog(
+                hang,
+                hung.tell,
+                on_end=hung.end if several else None,
+                on_pause=hung.paused,
+                peers=hung if several else None,
+            ) as job.watchdog,
         ):
             while True:
                 try:
