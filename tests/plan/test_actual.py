@@ -14,6 +14,8 @@ from bessemer.plan.actual import (
     Surroundings,
     actual,
     compare_run,
+    comparison_json,
+    comparison_line,
     comparison_lines,
     findings,
     likely_reason,
@@ -113,11 +115,50 @@ def test_a_bench_gives_a_bound_that_is_no_promise() -> None:
 
 def test_a_run_on_this_machine_gives_the_next_its_prediction() -> None:
     of = occasion(CPU, precision="fp32")
-    found = expect(of, [record(4.0, of)])
-    assert found.step_s == pytest.approx(4.0) and found.error == 0.15 and "1 earlier run" in found.basis
+    found = expect(of, [record(800.0, of)])
+    assert found.step_s == pytest.approx(800.0) and found.error == 0.15 and "1 earlier run" in found.basis
     assert found.memory_bytes == 2 * found.estimated_bytes
-    twice = expect(replace(of, training=replace(of.training, batch_rows=((0, 128),))), [record(4.0, of)])
-    assert twice.step_s == pytest.approx(8.0)
+    twice = expect(replace(of, training=replace(of.training, batch_rows=((0, 128),))), [record(800.0, of)])
+    assert twice.step_s == pytest.approx(1600.0)
+
+
+def test_a_prediction_beyond_the_roofline_is_withheld_with_its_reason() -> None:
+    of = occasion(CPU, precision="fp32")
+    impossible = of.flops / 1e11 / 6.164  # a machine that was six times as fast as it is now
+    found, plan = expect(of, [record(impossible, of)]), Plan()
+    assert (found.step_s, found.tokens_per_s, found.mfu, found.time_s) == (None, None, None, None)
+    assert "616% of the 100 GFLOP/s" in found.withheld and found.basis == found.withheld
+    note_expected(found, plan)
+    decision = plan.decisions["expected.tokens_per_s"]
+    assert decision.value == "withheld" and "616%" in decision.reason
+    assert "616%" in comparison_line(found, SLOW) and "tokens/s 67, MFU 27.0%, time" in comparison_line(found, SLOW)
+    assert comparison_json(found, SLOW)["withheld"] == found.withheld
+    assert Expected.from_json(found.to_json()) == found
+    # A step that was measured just now is no guess: then the peak is wrong, and only the share of it is withheld.
+    measured, plan = expect(of, [], measured_s=impossible), Plan()
+    assert measured.step_s == impossible and measured.time_s and measured.mfu is None and measured.withheld
+    note_expected(measured, plan)
+    assert plan.decisions["expected.mfu"].value == "withheld"
+    assert any("withheld" in line for line in comparison_lines(measured, SLOW))
+
+
+def test_runs_that_no_gpu_can_have_done_do_not_correct_a_plan(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wish = ("125M", "1xH200", 10**9, 1024)
+    plain = propose(*wish)
+    one = record((expect(occasion(), []).step_s or 0.0) / 20)
+    assert keep_record(history_path("NVIDIA H200", 1, "2.11.0+cu128"), one) is None
+    found = propose(*wish)
+    assert found.best.mfu == plain.best.mfu < 1 and found.wall_s == plain.wall_s
+    assert any("1 earlier run" in note and "is withheld" in note and "MFU" in note for note in found.notes)
+
+
+def test_the_last_line_leaves_out_what_is_not_known() -> None:
+    nothing = replace(EXPECTED, step_s=None, tokens_per_s=None, mfu=None, time_s=None, memory_bytes=None)
+    assert comparison_line(nothing, SLOW) == "memory 1 GB, tokens/s 67, MFU 27.0%, time 25m 00s"
+    assert comparison_line(EXPECTED, SLOW).startswith(
+        "memory 1 GB (plan 1 GB), tokens/s 67 (plan 100), MFU 27.0% (plan"
+    )
 
 
 def test_the_catalogue_is_corrected_by_earlier_runs() -> None:

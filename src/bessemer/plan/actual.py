@@ -117,13 +117,26 @@ def comparison_lines(expected: Expected, found: Actual) -> list[str]:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append(f"{row.name:<10}{row.words[0]:>12}{row.words[1]:>12}{ratio:>10}".rstrip())
     bar = f"the plan's bar is {expected.bar:.0%}; " if expected.bar is not None else ""
-    return [*lines, f"{bar}{expected.basis}"]
+    lines.append(f"{bar}{expected.basis}")
+    if expected.withheld and expected.withheld != expected.basis:
+        lines.append(f"withheld: {expected.withheld}")
+    return lines
+
+
+def comparison_line(expected: Expected, found: Actual) -> str:
+    """The same in one line: what is known of the plan stands beside each number, what is not is left out."""
+    words = [
+        f"{row.name} {row.words[1]}" + (f" (plan {row.words[0]})" if row.expected is not None else "")
+        for row in side_by_side(expected, found)
+    ]
+    return ", ".join(words) + (f"; withheld of the plan: {expected.withheld}" if expected.withheld else "")
 
 
 def comparison_json(expected: Expected, found: Actual) -> dict[str, Any]:
     rows = side_by_side(expected, found)
     numbers = {row.name: {"plan": row.expected, "run": row.actual, "ratio": row.ratio} for row in rows}
-    return {**numbers, "error_bar": expected.bar, "basis": expected.basis, "steps": found.steps}
+    known = {"error_bar": expected.bar, "basis": expected.basis, "steps": found.steps}
+    return {**numbers, **known, **({"withheld": expected.withheld} if expected.withheld else {})}
 
 
 def compare_run(run: Run) -> tuple[Expected, Actual] | None:

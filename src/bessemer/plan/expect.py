@@ -20,7 +20,7 @@ from bessemer.plan.layout import Layout
 from bessemer.plan.machine import Machine
 from bessemer.plan.memory import Passes, estimate
 from bessemer.plan.per_rank import rank_needs
-from bessemer.plan.steptime import Setup, step_time
+from bessemer.plan.steptime import Setup, padded_rows, step_time
 from bessemer.plan.work import work_of
 from bessemer.spec.memory import optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_time
@@ -51,6 +51,7 @@ class Expected:
     estimated_bytes: int
     flops: float  # of a step
     total_steps: int
+    withheld: str = ""  # why a prediction that there would be is not given
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -102,6 +103,15 @@ def expect(occasion: Occasion, records: list[RunRecord], measured_s: float | Non
     processes = occasion.layout.size
     found = correction(records, training.precision, processes, shape.parameters, occasion.compiled)
     step_s, error, basis, base_s = _step(occasion, found, measured_s)
+    mfu, withheld = None if step_s is None else occasion.flops / step_s / occasion.peak_flops, ""
+    if mfu is not None and mfu > most_mfu(training.precision) + 1e-6:
+        withheld = (
+            f"{basis}: a step in {step_s:.3g} s would be {mfu:.0%} of the {occasion.peak_flops / 1e9:,.0f} GFLOP/s "
+            f"that are the most here ({machine.peak(training.precision)[1]})"
+        )
+        mfu = None
+        if step_s != measured_s:  # what was just measured stands: then it is the peak that is wrong
+            step_s, error, basis = None, None, withheld
     estimated = _memory(occasion)
     memory, memory_error = _corrected_memory(machine, estimated, found)
     tokens = occasion.rows * training.context
@@ -110,7 +120,7 @@ def expect(occasion: Occasion, records: list[RunRecord], measured_s: float | Non
     return Expected(
         step_s=step_s,
         tokens_per_s=rate,
-        mfu=occasion.flops / step_s / occasion.peak_flops if step_s else None,
+        mfu=mfu,
         time_s=all_tokens / rate if rate else None,
         memory_bytes=memory,
         error=error,
@@ -120,7 +130,13 @@ def expect(occasion: Occasion, records: list[RunRecord], measured_s: float | Non
         estimated_bytes=estimated,
         flops=occasion.flops,
         total_steps=training.total_steps,
+        withheld=withheld,
     )
+
+
+def most_mfu(precision: str) -> float:
+    """Utilisation that no device exceeds. That of fp8 is counted against bf16, which fp8 units are twice as fast as."""
+    return 2.0 if precision.startswith("fp8") else 1.0
 
 
 def _step(
@@ -158,7 +174,8 @@ def _catalogued(occasion: Occasion) -> tuple[float, float, str] | str:
         gpu = find_gpu(occasion.machine.name)
         cluster = Cluster(gpu, layout.size, occasion.per_node, gpu.network_bandwidth, gpu.network_name)
         setup = Setup(
-            work_of(shape), layout, training.micro_rows, occasion.rows, training.context, training.precision,
+            work_of(shape), layout, training.micro_rows, padded_rows(occasion.rows, layout, training.micro_rows),
+            training.context, training.precision,
             how,  # type: ignore[arg-type]
             sequence_parallel=layout.tp > 1,
         )  # fmt: skip
@@ -199,12 +216,15 @@ def note_expected(expected: Expected, plan: Plan) -> None:
     """Into the plan, with the error bar."""
     source = "prediction"
     if expected.step_s is None:
-        plan.add("expected.tokens_per_s", "unknown", expected.basis, source)
+        plan.add("expected.tokens_per_s", "withheld" if expected.withheld else "unknown", expected.basis, source)
     else:
         bar = "" if expected.bar is None else f"within {expected.bar:.0%}: "
-        assert expected.tokens_per_s is not None and expected.mfu is not None and expected.time_s is not None
+        assert expected.tokens_per_s is not None and expected.time_s is not None
         plan.add("expected.tokens_per_s", round(expected.tokens_per_s), f"{bar}{expected.basis}", source)
-        plan.add("expected.mfu", f"{expected.mfu:.1%}", "of the peak that utilisation is counted against", source)
+        if expected.mfu is None:
+            plan.add("expected.mfu", "withheld", expected.withheld, source)
+        else:
+            plan.add("expected.mfu", f"{expected.mfu:.1%}", "of the peak that utilisation is counted against", source)
         plan.add("expected.time", human_time(expected.time_s), "all steps, without evaluations and saves", source)
     if expected.memory_bytes is not None:
         bar = f"within {BAR * expected.memory_error:.0%}"

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +193,38 @@ def _cluster(gpu: Gpu, numbers: list[int], text: str, network: str | None) -> Cl
     count = nodes * inside or (numbers[0] if numbers else 1)
     if count > MOST_GPUS:
         raise UserError(f"GPUs {text!r}: {count:,} is more than {MOST_GPUS:,}: {FORMS}")
-    # A number that usual nodes do not divide: the largest equal ones that are no larger.
-    per_node = inside or next(size for size in range(min(gpu.node, count), 0, -1) if count % size == 0)
+    per_node = inside or usual_per_node(gpu, count)
     bandwidth, name = (gpu.network_bandwidth, gpu.network_name) if network is None else parse_network(network)
     return Cluster(gpu, count, per_node, bandwidth, name)
+
+
+def usual_per_node(gpu: Gpu, count: int) -> int:
+    """GPUs of each node where only their number is known: those of a usual node, or where these do not divide it, the
+    largest equal nodes that are no larger."""
+    return next(size for size in range(min(gpu.node, count), 0, -1) if count % size == 0)
+
+
+def resized(cluster: Cluster, count: int) -> Cluster:
+    """The same kind of cluster with another number of GPUs, as if that had been asked for."""
+    if cluster.per_node == usual_per_node(cluster.gpu, cluster.count):
+        return replace(cluster, count=count, per_node=usual_per_node(cluster.gpu, count))
+    return replace(cluster, count=count, per_node=count if count < cluster.per_node else gcd(cluster.per_node, count))
+
+
+def usable_parts(cluster: Cluster, unit: int = 1) -> list[Cluster]:
+    """The cluster, and what a run may use of it while the rest is idle; largest first. Each has a multiple of `unit`
+    GPUs: halves, every number to 32 and four in each doubling beyond, in the nodes that there are.
+
+    The parts of a cluster are among those of one with twice the GPUs, so the best of them is never worse there.
+    """
+    counts = {cluster.count >> k for k in range(cluster.count.bit_length()) if cluster.count % (1 << k) == 0}
+    sizes = {*range(1, 33), *(m << k for m in (4, 5, 6, 7) for k in range(3, cluster.count.bit_length()))}
+    nodes = max(cluster.nodes, -(-cluster.count // cluster.gpu.node))
+    for size in sizes:
+        if (count := size * unit) <= cluster.count and resized(cluster, count).nodes <= nodes:
+            counts.add(count)
+    return [resized(cluster, count) if count < cluster.count else cluster
+            for count in sorted(counts, reverse=True) if count % unit == 0]  # fmt: skip
 
 
 def parse_network(text: str) -> tuple[float, str]:
@@ -223,6 +252,14 @@ def with_ceilings(cluster: Cluster, ceilings: Ceilings | None) -> Cluster:
     if ceilings is None or ceilings.device != "cuda" or not same_gpu(cluster.gpu, ceilings.name):
         return cluster
     return replace(cluster, measured=ceilings.best(), source=ceilings.source)
+
+
+def catalogued(cluster: Cluster) -> Cluster:
+    """The same cluster without anything that was measured of it."""
+    return Cluster(
+        cluster.gpu, cluster.count, cluster.per_node, cluster.network_bandwidth, cluster.network_name,
+        constants=cluster.constants,
+    )  # fmt: skip
 
 
 def kept_ceilings(gpu: Gpu) -> Ceilings | None:

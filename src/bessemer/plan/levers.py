@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bessemer.errors import UserError
 from bessemer.plan.asked import Asked
-from bessemer.plan.hardware import Cluster, Gpu, find_gpu
+from bessemer.plan.hardware import Cluster, Gpu, find_gpu, resized
 from bessemer.plan.proposal import Proposal, propose_for
 from bessemer.plan.search import Kept, search
 from bessemer.spec.quantity import human_time
@@ -19,12 +19,8 @@ NEXT = {"pascal": "V100-32GB", "volta": "A100-80GB", "turing": "A100-80GB", "amp
 def levers(proposal: Proposal) -> list[tuple[str, Proposal]]:
     """Other plans for the same tokens, the fastest first. What does not fit, or would need what is settled to change,
     is left out."""
-    asked, cluster = proposal.asked, proposal.wish.cluster
-    ways: list[tuple[str, Asked, Cluster]] = []
-    twice = replace(cluster, count=2 * cluster.count)
-    if cluster.count < cluster.gpu.node:  # still one node
-        twice = replace(twice, per_node=2 * cluster.per_node)
-    ways.append(("twice the GPUs", asked, twice))
+    asked, cluster = proposal.asked, proposal.given
+    ways: list[tuple[str, Asked, Cluster]] = [("twice the GPUs", asked, resized(cluster, 2 * cluster.count))]
     if newer := NEXT.get(cluster.gpu.generation.lower()):
         ways.append((f"{cluster.count} x {newer}", asked, _newer(cluster, find_gpu(newer))))
     if cluster.count == 1 and "fp8" in cluster.gpu.peaks and proposal.wish.precision == "bf16":
@@ -36,7 +32,8 @@ def levers(proposal: Proposal) -> list[tuple[str, Proposal]]:
             found.append((name, propose_for(other, where)))
         except UserError:  # the settled degrees or rows do not suit it, or it does not fit
             continue
-    return sorted(found, key=lambda item: item[1].wall_s)
+    sooner = [item for item in found if item[1].wall_s < proposal.wall_s or item[1].wish.precision == "fp8"]
+    return sorted(sooner, key=lambda item: item[1].wall_s)
 
 
 def _newer(cluster: Cluster, gpu: Gpu) -> Cluster:

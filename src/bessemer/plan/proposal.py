@@ -5,6 +5,7 @@ Nothing here reads data or devices: what a run measures on its own machine comes
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,8 +14,9 @@ from bessemer.plan.asked import DEGREES, Asked, ask, kept_by, tokens_of
 from bessemer.plan.cost import Cost, Work, impossible, preparation_of, rank, storage_of
 from bessemer.plan.decide import decide_context, decide_lr, decide_warmup, decide_weights, keeping
 from bessemer.plan.decision import EMPIRICAL, Plan
-from bessemer.plan.goodput import SAVE_STALL_S, goodput
-from bessemer.plan.hardware import Cluster, Gpu, kept_ceilings, parse_cluster, with_ceilings
+from bessemer.plan.expect import most_mfu
+from bessemer.plan.goodput import SAVE_STALL_S, Goodput, goodput
+from bessemer.plan.hardware import Cluster, Gpu, catalogued, kept_ceilings, parse_cluster, usable_parts, with_ceilings
 from bessemer.plan.history import with_history
 from bessemer.plan.layout import Layout, check_layout
 from bessemer.plan.lighter import lighter
@@ -23,12 +25,23 @@ from bessemer.plan.prices import load_prices
 from bessemer.plan.recipe.answer import Answer
 from bessemer.plan.recipe.rates import batch_tokens
 from bessemer.plan.recipe.tokens import tokens_for_model
-from bessemer.plan.search import USABLE, Candidate, Found, Wish, nearest, search
+from bessemer.plan.search import (
+    USABLE,
+    Candidate,
+    Found,
+    Kept,
+    Wish,
+    can_beat,
+    least_seconds_per_token,
+    nearest,
+    search,
+)
 from bessemer.spec.memory import optimizer_bytes
 from bessemer.spec.quantity import human_count, human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
+WORTH_A_NOTE = 0.05  # of the computing that padding loses
 RAREST_SAVE_S = 3600.0  # Young's optimum on one node is five hours: nobody wants to lose half of that
 
 
@@ -45,6 +58,7 @@ class Proposal:
     seconds: float  # of training, if nothing fails
     wall_s: float  # with failures
     costs: tuple[Cost, ...]
+    given: Cluster  # of which `wish.cluster` is used
     notes: tuple[str, ...] = ()
 
     @property
@@ -81,30 +95,26 @@ def propose_for(asked: Asked, cluster: Cluster) -> Proposal:
     context = decide_context(spec, shape, plan)
     tokens = _tokens(plan, asked, context)
     rows = _rows(plan, spec, shape, tokens, context)
-    spec = _weights(plan, spec, shape, cluster, precision)
-    each = optimizer_bytes(spec.optimizer, spec.memory, precision)
-    cluster = with_history(cluster, precision, shape.parameters)
-    wish = Wish(shape, cluster, context, rows, each, precision, kept_by(spec))
-    _check_degrees(wish, spec)
-    found = search(wish)
-    if not found.ranked:
-        raise UserError(_nothing_fits(wish, found, spec) if found.too_large else _no_layout(wish))
-    found, notes = _runnable(spec, wish, found)
+    kept = kept_by(spec)
+    _check_degrees(spec, shape, kept, context, cluster.count)
+    wish = Wish(shape, cluster, context, rows, optimizer_bytes(spec.optimizer, spec.memory, precision), precision, kept)
+    option, notes = _earliest(spec, wish, tokens)
+    spec, wish, found, given = option.spec, option.wish, option.found, cluster
+    cluster = wish.cluster
+    _weights(plan, asked.spec, shape, cluster, precision)
     _explain(plan, wish, found, spec)
     steps = -(-tokens // (rows * context))
     plan.add("steps", steps, f"{human_count(tokens)} tokens in batches of {rows * context:,}", "counted")
     _rates(plan, spec, wish, tokens, steps)
-    seconds = tokens / found.best.tokens_per_s
-    kept = goodput(cluster.nodes)
     if spec.checkpoint.every != "auto":
         plan.asked("checkpoint.every", spec.checkpoint.every)
     else:
         plan.add(
-            "checkpoint.every", human_time(min(kept.save_every_s, RAREST_SAVE_S)),
-            f"failures come about every {human_time(kept.mtti_s)} on {_nodes(cluster)}, a save stalls for "
+            "checkpoint.every", human_time(min(option.goodput.save_every_s, RAREST_SAVE_S)),
+            f"failures come about every {human_time(option.goodput.mtti_s)} on {_nodes(cluster)}, a save stalls for "
             f"{SAVE_STALL_S:.0f} s; an hour at most", "Young 1974", "established",
         )  # fmt: skip
-    work = Work(cluster.gpu.name, cluster.count, seconds, shape.parameters, tokens, cluster.per_node)
+    work = Work(cluster.gpu.name, cluster.count, option.seconds, shape.parameters, tokens, cluster.per_node)
     costs = rank(
         {cluster.gpu.name: work}, load_prices(), storage=storage_of(shape.parameters, tokens),
         preparation=preparation_of(tokens),
@@ -112,16 +122,107 @@ def propose_for(asked: Asked, cluster: Cluster) -> Proposal:
     if asked.from_words:
         plan = _said(plan)
     asked = replace(asked, spec=spec)
-    return Proposal(asked, tokens, wish, found, plan, seconds, kept.wall_s(seconds), tuple(costs), notes)
+    return Proposal(asked, tokens, wish, found, plan, option.seconds, option.wall_s, tuple(costs), given, notes)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """The run on some of the GPUs, the rest idle."""
+
+    spec: RunSpec
+    wish: Wish
+    found: Found
+    seconds: float
+    goodput: Goodput
+    notes: tuple[str, ...]
+
+    @property
+    def wall_s(self) -> float:
+        return self.goodput.wall_s(self.seconds)
+
+
+def _earliest(spec: RunSpec, whole: Wish, tokens: int) -> tuple[_Option, tuple[str, ...]]:
+    """The run on as many of the GPUs as finish it first, and why the others are idle. All of them are tried, and every
+    part (`usable_parts`) that could finish earlier."""
+    least_s = tokens * least_seconds_per_token(whole)
+    first = best = None
+    refusal: UserError | None = None
+    for part in usable_parts(whole.cluster, _settled(whole.kept).size):
+        if best and least_s / part.count >= best.wall_s:
+            break
+        part_spec, wish = _on(part, spec, whole)
+        kept = goodput(part.nodes)
+        if best and not can_beat(wish, tokens / (best.wall_s * kept.share)):
+            continue
+        try:
+            wish, found, notes = _found(part_spec, wish)
+        except UserError as fault:
+            refusal = refusal or fault
+            continue
+        option = _Option(part_spec, wish, found, tokens / found.best.tokens_per_s, kept, notes)
+        if part.count == whole.cluster.count:
+            first = option
+        if best is None or option.wall_s < best.wall_s:
+            best = option
+    if best is None:
+        raise refusal or UserError(_no_layout(whole))
+    return best, (*_idle(whole.cluster, best, first, refusal), *_padding(best.wish, best.found.best), *best.notes)
+
+
+def _on(part: Cluster, spec: RunSpec, whole: Wish) -> tuple[RunSpec, Wish]:
+    """The same run on a part of the cluster: how weights are kept depends on it, and what earlier runs on it taught."""
+    spec = _weights(Plan(), spec, whole.shape, part, whole.precision)
+    each = optimizer_bytes(spec.optimizer, spec.memory, whole.precision)
+    return spec, replace(whole, cluster=with_history(part, whole.precision, whole.shape.parameters), each=each)
+
+
+def _found(spec: RunSpec, wish: Wish) -> tuple[Wish, Found, tuple[str, ...]]:
+    """What the search finds. A prediction beyond the roofline, which wrong measurements lead to, is not believed."""
+    found, withheld = search(wish), ""
+    if found.ranked and (mfu := max(one.mfu for one in found.ranked)) > most_mfu(wish.precision):
+        wish = replace(wish, cluster=catalogued(cluster := wish.cluster))
+        source = cluster.slower_source or cluster.source
+        withheld = f"the prediction by {source} is withheld, since {mfu:.0%} MFU is more than {cluster.gpu.name} can do"
+        found = search(wish)
+    if not found.ranked:
+        raise UserError(_nothing_fits(wish, found, spec) if found.too_large else _no_layout(wish))
+    found, notes = _runnable(spec, wish, found)
+    return wish, found, ((f"{withheld}: data sheets are used", *notes) if withheld else notes)
+
+
+def _idle(cluster: Cluster, best: _Option, whole: _Option | None, refusal: UserError | None) -> tuple[str, ...]:
+    """Why some GPUs are not used; nothing where all are."""
+    used = best.wish.cluster.count
+    if used == cluster.count:
+        return ()
+    times = human_time(best.wall_s), human_time(whole.wall_s if whole else math.inf)
+    if whole:
+        later = "no sooner" if times[0] == times[1] else f"after {times[1]} instead of {times[0]}"
+        reason = f"the run would end {later} on all of them"
+    else:
+        reason = str(refusal or "the degrees that are written do not divide all of them")
+    return (f"{used} of {cluster.count} GPUs are used, {cluster.count - used} are idle: {reason}",)
+
+
+def _padding(wish: Wish, best: Candidate) -> tuple[str, ...]:
+    """What is lost because the rows of a step do not divide evenly, where it is worth a word."""
+    lost = 1 - wish.rows / best.padded_rows
+    if lost < WORTH_A_NOTE:
+        return ()
+    even = best.padded_rows * wish.context
+    return (
+        f"{wish.rows} rows of a step are padded to {best.padded_rows} so that {best.layout.dp} processes get equally "
+        f"many micro-batches of {best.micro_rows}: {lost:.0%} of the computing is lost; --batch {even} loses none",
+    )
 
 
 def check_rate(proposal: Proposal, wanted: float) -> None:
     """Refuse a wished-for throughput that these machines cannot give, with the arithmetic and what would."""
-    gpu, count, given = proposal.wish.cluster.gpu, proposal.wish.cluster.count, proposal.best.tokens_per_s
+    gpu, count, given = proposal.given.gpu, proposal.given.count, proposal.best.tokens_per_s
     if fault := impossible(proposal.shape.parameters, wanted, count, gpu, proposal.wish.precision):
         raise UserError(f"{fault}; nearest: --tokens-per-second {given:.0f}, which this plan gives")
     if wanted > given * (1 + proposal.error):
-        more = -(-wanted * count // given)
+        more = -(-wanted * proposal.wish.cluster.count // given)
         raise UserError(
             f"{human_count(wanted)} tokens/s: {proposal.wish.cluster} give {human_count(given)} "
             f"({proposal.best.mfu:.0%} MFU, {proposal.error:.0%} off on average); nearest: --tokens-per-second "
@@ -184,11 +285,18 @@ def _rows(plan: Plan, spec: RunSpec, shape: ModelShape, tokens: int, context: in
         plan.asked("budget.batch", rows * context)
         return rows
     answer = batch_tokens(shape.parameters, tokens)
-    rows = max(1, round(answer.value / context))
-    power = 1 << max(0, rows.bit_length() - 3)
-    rows = max(1, round(rows / power) * power)
+    rows = even_rows(answer.value / context)
     plan.add("budget.batch", rows * context, answer.reason, answer.source, answer.basis)
     return rows
+
+
+def even_rows(rows: float) -> int:
+    """Whole rows that share out well: 4 to 7 times a power of two. Twice the number gives at most twice the rows, so a
+    run of twice the tokens, whose batch is at most twice as large, has no fewer steps."""
+    if rows <= 4:
+        return max(1, math.ceil(rows))
+    power = 2 ** (math.floor(math.log2(rows)) - 2)
+    return round(rows / power) * power
 
 
 def _weights(plan: Plan, spec: RunSpec, shape: ModelShape, cluster: Cluster, precision: str) -> RunSpec:
@@ -199,19 +307,19 @@ def _weights(plan: Plan, spec: RunSpec, shape: ModelShape, cluster: Cluster, pre
     return keeping(spec, decide_weights(spec, shape, machine, precision, plan))
 
 
-def _check_degrees(wish: Wish, spec: RunSpec) -> None:
-    """Degrees that are settled must divide the model and the cluster; told before the search looks in vain."""
-    degrees = {key: int(getattr(wish.kept, key) or 1) for key in DEGREES}
-    held = Layout(**degrees)
-    if wish.kept.ep and wish.kept.dp_shard is None:
-        held = replace(held, dp_shard=held.ep)
-    check_layout(spec, wish.shape, held, wish.context)
-    if wish.cluster.count % held.size:
-        words = " x ".join(f"{key} {degree}" for key, degree in degrees.items() if degree > 1)
-        fits = ", ".join(str(n) for n in range(2, 65) if wish.cluster.count % n == 0) or "1"
-        raise UserError(
-            f"parallel: {words} does not divide {wish.cluster.count} GPUs: write degrees whose product is one of {fits}"
-        )
+def _settled(kept: Kept) -> Layout:
+    """The degrees that are written, 1 for the others."""
+    held = Layout(**{key: int(getattr(kept, key) or 1) for key in DEGREES})
+    return replace(held, dp_shard=held.ep) if kept.ep and kept.dp_shard is None else held
+
+
+def _check_degrees(spec: RunSpec, shape: ModelShape, kept: Kept, context: int, count: int) -> None:
+    """Degrees that are settled must divide the model and fit the cluster; told before the search looks in vain."""
+    held = _settled(kept)
+    check_layout(spec, shape, held, context)
+    if held.size > count:
+        words = " x ".join(f"{key} {getattr(held, key)}" for key in DEGREES if getattr(held, key) > 1)
+        raise UserError(f"parallel: {words} needs {held.size} GPUs, and there are {count}: write lower degrees")
 
 
 def _runnable(spec: RunSpec, wish: Wish, found: Found) -> tuple[Found, tuple[str, ...]]:
@@ -238,12 +346,8 @@ def _nothing_fits(wish: Wish, found: Found, spec: RunSpec) -> str:
 
 
 def _no_layout(wish: Wish) -> str:
-    count, rows, kept = wish.cluster.count, wish.rows, wish.kept
-    if kept.micro_rows and rows % kept.micro_rows:
-        return f"budget.micro_batch: {kept.micro_rows} does not divide the {rows} rows of a step: write 1, 2 or 4"
-    return (
-        f"no layout shares {rows} rows of a step among {count} GPUs: write --batch {count * wish.context} or a multiple"
-    )
+    written = " x ".join(f"{key} {degree}" for key in DEGREES if (degree := getattr(wish.kept, key)) is not None)
+    return f"parallel: no layout of {wish.cluster.count} GPUs has {written or 'such degrees'}: leave one of them open"
 
 
 def _explain(plan: Plan, wish: Wish, found: Found, spec: RunSpec) -> None:
@@ -258,11 +362,10 @@ def _explain(plan: Plan, wish: Wish, found: Found, spec: RunSpec) -> None:
     if best.layout.pp > 1 and kept.stages is None:
         kind = {"schedule": "interleaved", "stages": best.virtual} if best.virtual > 1 else {"schedule": "1f1b"}
         plan.add("parallel.pipeline", kind, "the smallest bubble that fits", source, EMPIRICAL)
-    batches = wish.rows // (best.layout.dp * best.micro_rows)
     if kept.micro_rows:
         plan.asked("budget.micro_batch", kept.micro_rows)
     else:
-        reason = f"{batches} passes of each process make a step"
+        reason = f"{best.micro_batches} passes of each process make a step"
         plan.add("budget.micro_batch", best.micro_rows, reason, source, EMPIRICAL)
     if kept.activations:
         plan.asked("memory.activations", kept.activations)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import gcd
 from typing import Literal
 
@@ -12,7 +13,7 @@ from bessemer.plan.hardware import Cluster
 from bessemer.plan.layout import Layout
 from bessemer.plan.memory import Passes
 from bessemer.plan.per_rank import RankNeeds, rank_needs
-from bessemer.plan.steptime import Setup, StepTime, step_time
+from bessemer.plan.steptime import Setup, StepTime, micro_batches, padded_rows, step_time
 from bessemer.plan.work import work_of
 from bessemer.spec.memory import ParameterBytes
 from bessemer.spec.quantity import human_bytes
@@ -21,7 +22,8 @@ from bessemer.spec.shape import ModelShape
 USABLE = 0.94  # of a device's memory: the rest is for what nobody foresees
 LONG = 16_384  # tokens of a row from which on sharing its columns is worth a look
 MOST_ROWS = 64  # of a micro-batch
-MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+Mode = Literal["none", "selective", "full"]
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
 PARTS = {
     "compute": "computing", "tp": "exchanges inside layers", "dp": "gathering weights and adding up gradients",
     "pp": "passing between stages", "bubble": "stages that wait", "optimizer": "updates", "stall": "the host",
@@ -39,7 +41,7 @@ class Kept:
     pp: int | None = None
     ep: int | None = None
     micro_rows: int | None = None
-    activations: Literal["none", "selective", "full"] | None = None
+    activations: Mode | None = None
     stages: int | None = None  # of a pipeline, in each process
 
 
@@ -60,12 +62,18 @@ class Wish:
 class Candidate:
     layout: Layout
     micro_rows: int
-    activations: Literal["none", "selective", "full"]
+    micro_batches: int  # of each process in a step, padding with them
+    activations: Mode
     virtual: int
     needs: RankNeeds
     time: StepTime
     tokens_per_s: float
     mfu: float
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows that a step computes; more than those of the batch where these do not divide evenly."""
+        return self.micro_batches * self.micro_rows * self.layout.dp
 
     def name(self) -> str:
         """The degrees above one, and how it is run."""
@@ -90,7 +98,11 @@ class Found:
 
 def search(wish: Wish) -> Found:
     """Every layout of the cluster, each with the micro-batch, recomputation and stages that serve it best. Where none
-    fits, `ranked` is empty."""
+    fits, `ranked` is empty.
+
+    Which layouts there are does not depend on the rows of a step, and none gets faster with more rows: a run of more
+    tokens never ends sooner. What follows from more GPUs is proposal.py's concern, which may leave some idle.
+    """
     limit = USABLE * wish.cluster.gpu.memory_bytes
     ranked, too_large, looked_at = [], [], 0
     for layout in layouts(wish):
@@ -109,6 +121,13 @@ def search(wish: Wish) -> Found:
     ranked.sort(key=lambda one: -one.tokens_per_s)
     too_large.sort(key=lambda one: one.needs.total)
     return Found(tuple(ranked), tuple(too_large), looked_at)
+
+
+def least_seconds_per_token(wish: Wish) -> float:
+    """On one GPU, if it did nothing but compute, in the largest micro-batch: n of them never need less than an n-th."""
+    setup = Setup(work_of(wish.shape), Layout(), MOST_ROWS, MOST_ROWS, wish.context, wish.precision)
+    time = step_time(setup, replace(wish.cluster, count=1, per_node=1))
+    return time.compute_s / (MOST_ROWS * wish.context)
 
 
 def layouts(wish: Wish) -> Iterator[Layout]:
@@ -133,13 +152,13 @@ def layouts(wish: Wish) -> Iterator[Layout]:
 def _rows_among(wish: Wish, tp: int, cp: int, pp: int) -> Iterator[Layout]:
     cluster, moe, kept = wish.cluster, wish.shape.moe, wish.kept
     dp = cluster.count // (tp * cp * pp)
-    if dp > wish.rows or wish.rows % dp:
-        return
     inside = max(1, cluster.per_node // (tp * cp))
     for shard in _open(kept.dp_shard, sorted({1, min(dp, inside), min(dp, inside * 8), dp})):
         if dp % shard or kept.dp_replicate not in (None, dp // shard):
             continue
         layout = Layout(dp // shard, shard, tp=tp, cp=cp, pp=pp)
+        if layout.dp_replicate % 2 == 0 and dp // 2 >= wish.rows:
+            continue  # half of the replicas have no row: half of the cluster is as fast
         if kept.ep in (None, 1):
             yield layout
         if moe and shard > 1 and moe.experts % shard == 0 and cp == 1 and kept.ep in (None, shard):
@@ -158,19 +177,12 @@ def _divisors(number: int) -> list[int]:
 def _ways(wish: Wish, layout: Layout, limit: float) -> Iterator[Candidate]:
     """Micro-batches from one row up for each mode of recomputation, until one no longer fits. What fits as it is is not
     tried with more computed again, which only costs."""
-    share, kept = wish.rows // layout.dp, wish.kept
-    deep = [n for n in _open(kept.stages, (1, 2, 4)) if layout.pp * n <= wish.shape.layers]
-    stages = [1] if layout.pp == 1 else deep
-    easy = 0  # rows that fit with less computed again
-    for how in MODES if kept.activations is None else (kept.activations,):
-        for rows in (n for n in _open(kept.micro_rows, (1, 2, 4, 8, 16, 32, MOST_ROWS)) if share % n == 0):
-            batches = share // rows
-            if layout.pp > 1 and batches < layout.pp and rows > 1:
-                break
+    stages, easy = _stages(wish, layout), 0  # easy: rows that fit with less computed again
+    for how in _modes(wish):
+        for rows in _micro_rows(wish, layout):
             if rows <= easy:
                 continue
-            several = stages if batches % layout.pp == 0 else stages[:1]
-            found = [_candidate(wish, layout, rows, how, virtual, batches) for virtual in several]
+            found = [_candidate(wish, layout, rows, how, virtual) for virtual in stages]
             yield from found
             fitting = [candidate.needs.total <= limit for candidate in found]
             if not any(fitting):
@@ -178,20 +190,60 @@ def _ways(wish: Wish, layout: Layout, limit: float) -> Iterator[Candidate]:
             easy = rows if all(fitting) else easy
 
 
-def _candidate(wish: Wish, layout: Layout, rows: int, how: str, virtual: int, batches: int) -> Candidate:
-    shape, gpu = wish.shape, wish.cluster.gpu
+def _stages(wish: Wish, layout: Layout) -> list[int]:
+    """Of a pipeline, in each process."""
+    if layout.pp == 1:
+        return [1]
+    return [n for n in _open(wish.kept.stages, (1, 2, 4)) if layout.pp * n <= wish.shape.layers]
+
+
+def _modes(wish: Wish) -> Iterable[Mode]:
+    """Of recomputation, the fastest first."""
+    return MODES if wish.kept.activations is None else (wish.kept.activations,)
+
+
+def _micro_rows(wish: Wish, layout: Layout) -> list[int]:
+    share = -(-wish.rows // layout.dp)
+    return list(_open(wish.kept.micro_rows, (n for n in (1, 2, 4, 8, 16, 32, MOST_ROWS) if n < 2 * share)))
+
+
+def can_beat(wish: Wish, tokens_per_s: float) -> bool:
+    """Whether a layout that fits is faster than that. Cheaper than a search: memory is counted only for the fast ones,
+    and the first of them will do."""
+    limit = USABLE * wish.cluster.gpu.memory_bytes
+    for layout in layouts(wish):
+        for rows, virtual in product(_micro_rows(wish, layout), _stages(wish, layout)):
+            for how in _modes(wish):
+                if wish.rows * wish.context <= tokens_per_s * _time(wish, layout, rows, how, virtual).total_s:
+                    break  # what computes more again is slower still
+                if _needs(wish, layout, rows, how, virtual).total <= limit:
+                    return True
+    return False
+
+
+def _needs(wish: Wish, layout: Layout, rows: int, how: Mode, virtual: int) -> RankNeeds:
+    shape, batches = wish.shape, micro_batches(wish.rows, layout, rows, virtual)
     dense = layout.tp == 1 and not (shape.moe or shape.mamba)
-    passes = Passes(wish.context, rows, wish.precision, how, dense, "cuda", several=batches > 1)  # type: ignore[arg-type]
-    needs = rank_needs(shape, layout, wish.each, passes, batches, virtual)
+    passes = Passes(wish.context, rows, wish.precision, how, dense, "cuda", several=batches > 1)
+    return rank_needs(shape, layout, wish.each, passes, batches, virtual)
+
+
+def _time(wish: Wish, layout: Layout, rows: int, how: Mode, virtual: int) -> StepTime:
     setup = Setup(
-        work_of(shape), layout, rows, wish.rows, wish.context, wish.precision, how,  # type: ignore[arg-type]
-        virtual=virtual, sequence_parallel=layout.tp > 1,
+        work_of(wish.shape), layout, rows, padded_rows(wish.rows, layout, rows, virtual), wish.context, wish.precision,
+        how, virtual=virtual, sequence_parallel=layout.tp > 1,
     )  # fmt: skip
-    time = step_time(setup, wish.cluster)
+    return step_time(setup, wish.cluster)
+
+
+def _candidate(wish: Wish, layout: Layout, rows: int, how: Mode, virtual: int) -> Candidate:
+    batches = micro_batches(wish.rows, layout, rows, virtual)
+    needs, time = _needs(wish, layout, rows, how, virtual), _time(wish, layout, rows, how, virtual)
     rate = wish.rows * wish.context / time.total_s
     half = "bf16" if wish.precision.startswith("fp8") else wish.precision
-    mfu = rate * _flops_per_token(shape, wish.context) / (wish.cluster.count * gpu.peak(half))
-    return Candidate(layout, rows, how, virtual, needs, time, rate, mfu)  # type: ignore[arg-type]
+    peak = wish.cluster.count * wish.cluster.gpu.peak(half)
+    mfu = rate * _flops_per_token(wish.shape, wish.context) / peak
+    return Candidate(layout, rows, batches, how, virtual, needs, time, rate, mfu)
 
 
 @lru_cache(maxsize=64)

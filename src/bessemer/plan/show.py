@@ -8,14 +8,16 @@ from typing import Any
 from bessemer.plan.cost import Cost
 from bessemer.plan.proposal import Proposal
 from bessemer.plan.search import Candidate, why
-from bessemer.spec.quantity import human_bytes, human_count
+from bessemer.spec.quantity import human_bytes, human_count, human_time
 
 WIDTH = 150  # of a line; the whole text is in the JSON and in a spec that is written
 
 
 def title(proposal: Proposal) -> str:
     size, tokens = human_count(proposal.shape.parameters), human_count(proposal.tokens)
-    return f"{size} parameters on {tokens} tokens, {proposal.wish.cluster}"
+    idle = proposal.given.count - proposal.wish.cluster.count
+    of = f", {idle} of {proposal.given.count} idle" if idle else ""
+    return f"{size} parameters on {tokens} tokens, {proposal.wish.cluster}{of}"
 
 
 def lines(proposal: Proposal, width: int = WIDTH) -> list[str]:
@@ -44,13 +46,15 @@ def speed(proposal: Proposal) -> list[str]:
     """Tokens a second, where a step's time goes, and days, each with its error."""
     best, wish, error = proposal.best, proposal.wish, proposal.error
     parts = sorted(best.time.parts.items(), key=lambda item: -item[1])
-    days = proposal.wall_s / 86_400
+    times = [proposal.wall_s, proposal.wall_s / (1 + error), proposal.wall_s / (1 - error)]
+    unit = " days" if times[-1] >= 86_400 else ""
+    whole, soonest, latest = (f"{s / 86_400:,.1f}" if unit else human_time(s) for s in times)
     hours = proposal.wall_s / 3600 * wish.cluster.count
     return [
         f"  speed   {best.tokens_per_s:,.0f} tokens/s, {best.mfu:.1%} MFU, a step in {best.time.total_s:.2f} s "
         f"(mean error {error:.0%}: {best.time.basis})",
         "  a step  " + ", ".join(f"{name} {s / best.time.total_s:.0%}" for name, s in parts if s),
-        f"  time    {days:,.1f} days ({days / (1 + error):,.1f} to {days / (1 - error):,.1f}), {hours:,.0f} GPU-hours, "
+        f"  time    {whole}{unit} ({soonest} to {latest}), {hours:,.0f} GPU-hours, "
         f"failures with it ({proposal.seconds / proposal.wall_s:.1%} of the time is kept)",
     ]
 
@@ -78,7 +82,8 @@ def memory_bar(proposal: Proposal, cells: int = 60) -> list[str]:
 def to_json(proposal: Proposal) -> dict[str, Any]:
     return {
         "model": proposal.shape.to_dict(), "parameters": proposal.shape.parameters, "tokens": proposal.tokens,
-        "gpus": str(proposal.wish.cluster), "context": proposal.wish.context, "batch_rows": proposal.wish.rows,
+        "gpus": str(proposal.wish.cluster), "idle_gpus": proposal.given.count - proposal.wish.cluster.count,
+        "context": proposal.wish.context, "batch_rows": proposal.wish.rows,
         "decisions": [asdict(decision) for decision in proposal.plan.decisions.values()],
         "best": _way(proposal.best), "next": [_way(other) for other in proposal.found.ranked[1:3]],
         "error": proposal.error, "training_s": proposal.seconds, "wall_s": proposal.wall_s,

@@ -133,8 +133,8 @@ def setup_of(proposal: Proposal) -> Setup:
     """The configuration that the search found best, to be timed again."""
     wish, best = proposal.wish, proposal.best
     return Setup(
-        work_of(wish.shape), best.layout, best.micro_rows, wish.rows, wish.context, wish.precision, best.activations,
-        virtual=best.virtual, sequence_parallel=best.layout.tp > 1,
+        work_of(wish.shape), best.layout, best.micro_rows, best.padded_rows, wish.context, wish.precision,
+        best.activations, virtual=best.virtual, sequence_parallel=best.layout.tp > 1,
     )  # fmt: skip
 
 

@@ -55,6 +55,21 @@ class Setup:
         return self.global_batch // (self.micro_batch * self.layout.dp)
 
 
+def micro_batches(rows: int, layout: Layout, micro_rows: int, virtual: int = 1) -> int:
+    """Of each process in a step. As in training, rows that do not divide evenly are padded, and a pipeline runs at
+    least one micro-batch for each stage, whole rounds of them where a process holds several stages."""
+    share = -(-rows // layout.dp)
+    count = -(-share // micro_rows)
+    if layout.pp == 1:
+        return count
+    return -(-count // layout.pp) * layout.pp if virtual > 1 else max(count, layout.pp)
+
+
+def padded_rows(rows: int, layout: Layout, micro_rows: int, virtual: int = 1) -> int:
+    """Rows that a step computes, with what its processes are padded by."""
+    return micro_batches(rows, layout, micro_rows, virtual) * micro_rows * layout.dp
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by what they go to; they add up to `total_s`. `error` is the mean absolute error measured for

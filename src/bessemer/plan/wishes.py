@@ -207,6 +207,8 @@ def _fewest(
         if costs := affordable(proposal, None, deadline_s):
             return Way(proposal, tuple(costs)), ""
         why = f"{count:,} take {human_time(proposal.wall_s)}"
+        if proposal.wish.cluster.count < count:
+            return None, f"{why}, and more would be idle"
         if proposal.wall_s <= deadline_s:
             why = f"offers of {count:,} lose too much time to preemptions"
         count *= 1 << max(1, math.ceil(math.log2(proposal.wall_s / deadline_s)))

@@ -10,7 +10,7 @@ import torch
 
 from bessemer.guard.detect.gap import PlanGap
 from bessemer.parallel.parts import local
-from bessemer.plan.actual import EXPECTED, actual, comparison_json, side_by_side
+from bessemer.plan.actual import EXPECTED, actual, comparison_json, comparison_line
 from bessemer.plan.decision import Plan
 from bessemer.plan.duration import estimate_duration
 from bessemer.plan.expect import Expected, Occasion, expect, note_expected, record_of
@@ -40,6 +40,8 @@ class AgainstPlan:
         self.expected: Expected = expect(self.occasion, load_records(self.path), self._measured_step())
         self.duration = estimate_duration(self.occasion, self.expected, job.start_step, self._rate_of)
         note_expected(self.expected, plan)
+        if self.expected.withheld and job.world.main:
+            job.event("prediction_withheld", reason=self.expected.withheld)
         job.run.write_file(EXPECTED, self.expected.to_json())
         job.run.write_file("plan.json", plan.to_json())
         self.around = Around(job.device)
@@ -63,9 +65,8 @@ class AgainstPlan:
         job, found = self.job, actual(self.job.history)
         if found is None or not job.world.main:
             return
-        rows = side_by_side(self.expected, found)
-        words = ", ".join(f"{row.name} {row.words[1]} (plan {row.words[0]})" for row in rows)
-        job.event("against_plan", reason=words, numbers=comparison_json(self.expected, found))
+        words, numbers = comparison_line(self.expected, found), comparison_json(self.expected, found)
+        job.event("against_plan", reason=words, numbers=numbers)
         if not keep or found.steps * found.step_s < WORTH_KEEPING_S:
             return
         measured = {
