@@ -13,6 +13,7 @@ from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.export.hf import to_hf
 from bessemer.export.source import open_native
+from bessemer.model.families.registry import read_shape
 from bessemer.model.generate import Sampling, generate
 from bessemer.model.sight import Sight
 from bessemer.model.wrapped import Wrapped, check_wrapped, load_wrapped, read_wrapped, wrap
@@ -113,7 +114,7 @@ def test_greedy_generation_is_transformers_own(folder: Path) -> None:
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, pad_token_id=0,
         eos_token_id=None,
     )[0, 7:]  # fmt: skip
-    assert list(generate(model, prompt[0].tolist(), 20, None, Sampling(0.0))) == expected.tolist()
+    assert list(generate(model, prompt[0].tolist(), 20, (), Sampling(0.0))) == expected.tolist()
 
 
 def test_the_shape_counts_the_module(folder: Path) -> None:
@@ -142,9 +143,42 @@ def test_a_state_space_model_trains_alone_but_not_packed(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"mamba does not keep packed documents apart: write packing: pad"):
         model(tokens(1, 10), Sight(documents_BT))
     prompt = tokens(1, 7)
-    said = list(generate(model, prompt[0].tolist(), 5, None, Sampling(0.0)))  # without a cache
+    said = list(generate(model, prompt[0].tolist(), 5, (), Sampling(0.0)))  # without a cache
     expected = theirs(tmp_path).float().generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=None)
     assert said == expected[0, 7:].tolist()
+
+
+def test_llama_4_trains_alone_but_not_packed(tmp_path: Path) -> None:
+    """Its body has another name than transformers looks for; its chunks begin where the row begins."""
+    settings = {
+        "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+        "attention_chunk_size": 16, "max_position_embeddings": 128, "pad_token_id": None,
+    }  # fmt: skip
+    folder = save(tmp_path, "llama4_text", settings)
+    with pytest.raises(UserError, match=r"Llama4ForCausalLM is none of those we know .*wrap: true"):
+        read_shape(json.loads((folder / "config.json").read_text()))
+    model, reference, tokens_BT = wrap(folder, "cpu").eval(), theirs(folder).float(), tokens(1, 40)
+    torch.testing.assert_close(model.logits(model(tokens_BT)), reference(tokens_BT).logits)
+    expected = reference.generate(tokens_BT, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert list(generate(model, tokens_BT[0].tolist(), 5, (), Sampling(0.0))) == expected[0, 40:].tolist()
+    with pytest.raises(UserError, match=r"llama4_text does not keep packed documents apart: write packing: pad"):
+        model(tokens_BT, Sight(torch.tensor([[0] * 20 + [1] * 20])))
+
+
+@pytest.mark.parametrize(
+    ("config", "fix"),
+    [
+        ({"architectures": ["XyzForCausalLM"]}, "wrap: true"),
+        ({"model_type": "xyz"}, "wrap: true"),
+        ({"architectures": ["RobertaForMaskedLM"]}, "only models that predict the next token"),
+        ({"architectures": ["Llama4ForConditionalGeneration"], "text_config": {}}, "save its text part"),
+    ],
+)
+def test_wrapping_is_recommended_only_where_it_works(config: dict[str, Any], fix: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_shape(config)
+    assert fix in str(refused.value) and ("wrap: true" in str(refused.value)) == (fix == "wrap: true")
 
 
 def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
@@ -214,7 +248,7 @@ def test_a_run_trains_it_goes_on_and_generates(tmp_path: Path) -> None:
     assert "run by transformers: no tensor or pipeline parallel" in decisions["model.wrap"]["reason"]
     model, _ = load_trained(run.folder, device="cpu")
     assert isinstance(model, Wrapped)
-    said = list(generate(model, [1, 2, 3], 5, None, Sampling(0.0)))
+    said = list(generate(model, [1, 2, 3], 5, (), Sampling(0.0)))
     done = to_hf(open_native(run.folder), tmp_path / "out")  # and transformers goes on with what was learnt
     assert done.family == "wrapped" and done.comparison is not None and done.comparison.logits == 0.0
     assert (tmp_path / "out" / "tokenizer.json").exists()

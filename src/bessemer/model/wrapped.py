@@ -69,7 +69,7 @@ class Wrapped(Decoder):
 
     @property
     def body(self) -> nn.Module:
-        return self.inner.base_model
+        return _body(self.inner)
 
     @property
     def blocks(self) -> nn.ModuleList:  # type: ignore[override]
@@ -117,7 +117,10 @@ class Wrapped(Decoder):
         config = self.inner.config.get_text_config()
         # A given mask replaces that of every layer, a window among them.
         windowed = getattr(config, "sliding_window", None) or len(set(getattr(config, "layer_types", None) or ())) > 1
-        for way in ("positions",) if windowed else ("positions", "mask"):
+        ways: tuple[str, ...] = ("positions",) if windowed else ("positions", "mask")
+        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+            ways = ()  # its chunks are counted from the row's beginning, wherever a document begins (Llama 4)
+        for way in ways:
             if self._keeps_apart(way):
                 return way
         raise UserError(
@@ -187,6 +190,13 @@ def _module(config: dict[str, Any]) -> Any:
     return auto.AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)
 
 
+def _body(module: Any) -> Any:
+    """The part before the head; the module itself where there is none. Llama 4 calls its own by another name than
+    `base_model` looks for."""
+    body = module.base_model
+    return getattr(module, "model", module) if body is module else body
+
+
 def read_wrapped(path: str | Path) -> ModelShape:
     """The shape of a folder's model, as near as its config tells; parameters are counted. Reads no weights."""
     folder, auto = Folder(path), _transformers()
@@ -197,7 +207,7 @@ def read_wrapped(path: str | Path) -> ModelShape:
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: transformers cannot build this model: {str(error).splitlines()[0][:200]}") from None
     head, sizes = module.get_output_embeddings(), config.get_text_config()
-    if "quantization_config" in folder.config or not isinstance(head, nn.Linear) or module.base_model is module:
+    if "quantization_config" in folder.config or not isinstance(head, nn.Linear) or _body(module) is module:
         raise UserError(f"{path}: only unquantized models with a linear head are wrapped, not {config.model_type}")
     scale = 1.0
     for key, power in SCALES.items():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # a configuration is translated without torch
     from torch import Tensor
 
 Config = Mapping[str, Any]
+WRAP = "`model: {hf: PATH, wrap: true}` trains it through transformers"
 Translate = Callable[[list["Tensor"]], list["Tensor"]]
 
 
@@ -86,10 +87,8 @@ class Family(Protocol):
 def refuse(config: Config, key: str, *allowed: Any, why: str = "the native model does not do it") -> None:
     """A key that may only have these values (or be absent)."""
     if key in config and config[key] not in (*allowed, None):
-        raise UserError(
-            f"config.json: {key}: {config[key]!r} is not supported ({why}); "
-            "`model: {hf: PATH, wrap: true}` trains it through transformers"
-        )
+        fix = "" if config.get("model_type") in ("bert", "t5") else f"; {WRAP}"  # only causal models are wrapped
+        raise UserError(f"config.json: {key}: {config[key]!r} is not supported ({why}){fix}")
 
 
 def need(config: Config, key: str) -> Any:

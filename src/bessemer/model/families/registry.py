@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.model.families.family import Config, Family
+from bessemer.model.families.family import WRAP, Config, Family
 from bessemer.spec.shape import ModelShape, Rope
 
 # model_type -> its object, imported when it is needed. A native model is exported as the first that can hold it.
@@ -53,8 +53,16 @@ def family_of(config: Config) -> Family:
             return family
     what = f"architectures: {', '.join(map(str, named))}" if named else f"model_type: {kind!r}"
     known = ", ".join(family_named(kind).architectures if kind in FAMILIES else FAMILIES)
-    fix = "`model: {hf: PATH, wrap: true}` trains it through transformers"
-    raise UserError(f"config.json: {what} is none of those we know ({known}); {fix}")
+    raise UserError(f"config.json: {what} is none of those we know ({known}); {_way_out(config, named)}")
+
+
+def _way_out(config: Config, named: list[Any]) -> str:
+    """What can be done with a model of no native family: transformers itself runs causal ones."""
+    if not named or any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in named):
+        return WRAP
+    if "text_config" in config:
+        return "it reads more than text: save its text part as a model of its own, with transformers"
+    return "only models that predict the next token (…ForCausalLM) can be trained through transformers"
 
 
 def read_shape(config: Config) -> tuple[Family, ModelShape]:
