@@ -90,4 +90,4 @@ def test_greedy_text(pair):
     ours, theirs = pair
     prompt = [3, 1, 4, 1, 5]
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, 5:].tolist()
-    assert list(generate(ours, prompt, 40, None, Sampling(temperature=0))) == expected
+    assert list(generate(ours, prompt, 40, (), Sampling(temperature=0))) == expected

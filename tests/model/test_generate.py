@@ -59,7 +59,7 @@ def test_greedy_tokens_equal_those_of_running_everything_again(model):
         top = logits.topk(2).values
         assert top[0] - top[1] > 1e-6, "a tie would prove nothing"
         tokens.append(int(logits.argmax()))
-    assert list(generate(model, prompt, 40, None, GREEDY)) == tokens[5:]
+    assert list(generate(model, prompt, 40, (), GREEDY)) == tokens[5:]
 
 
 def test_sampled_tokens_follow_the_distribution_of_running_everything_again(model):
@@ -72,34 +72,34 @@ def test_sampled_tokens_follow_the_distribution_of_running_everything_again(mode
             logits = model.logits(model(torch.tensor([tokens])))[0, -1]
         shares = torch.softmax(filter_logits(logits, sampling), dim=-1)
         tokens.append(int(torch.multinomial(shares, 1, generator=generator)))
-    assert list(generate(model, prompt, 25, None, sampling)) == tokens[4:]
+    assert list(generate(model, prompt, 25, (), sampling)) == tokens[4:]
 
 
 def test_a_seed_reproduces_and_another_differs(model):
     prompt = [1, 2, 3]
-    one, again, other = (list(generate(model, prompt, 30, None, Sampling(1.0, seed=seed))) for seed in (1, 1, 2))
+    one, again, other = (list(generate(model, prompt, 30, (), Sampling(1.0, seed=seed))) for seed in (1, 1, 2))
     assert one == again != other
 
 
 def test_the_global_generator_plays_no_part(model):
     torch.manual_seed(1)
-    one = list(generate(model, [1], 10, None, Sampling(1.0)))
+    one = list(generate(model, [1], 10, (), Sampling(1.0)))
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    assert list(generate(model, [1], 10, None, Sampling(1.0))) == one
+    assert list(generate(model, [1], 10, (), Sampling(1.0))) == one
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_end_token_ends_and_is_not_given_out(model):
-    free = list(generate(model, [4, 5], 30, None, Sampling(1.0, seed=3)))
+    free = list(generate(model, [4, 5], 30, (), Sampling(1.0, seed=3)))
     eos = free[12]
-    assert list(generate(model, [4, 5], 30, eos, Sampling(1.0, seed=3))) == free[: free.index(eos)]
-    assert list(generate(model, [4, 5], 7, None, Sampling(1.0, seed=3))) == free[:7]
-    assert list(generate(model, [4, 5], 0, None, GREEDY)) == []
+    assert list(generate(model, [4, 5], 30, {eos}, Sampling(1.0, seed=3))) == free[: free.index(eos)]
+    assert list(generate(model, [4, 5], 7, (), Sampling(1.0, seed=3))) == free[:7]
+    assert list(generate(model, [4, 5], 0, (), GREEDY)) == []
 
 
 def test_generation_is_lazy_and_leaves_no_gradients(model):
-    tokens = generate(model, [1], 10**9, None, GREEDY)
+    tokens = generate(model, [1], 10**9, (), GREEDY)
     assert 0 <= next(tokens) < 37
     tokens.close()
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

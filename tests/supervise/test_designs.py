@@ -89,6 +89,6 @@ def test_a_design_trains_resumes_exactly_and_is_looked_into(name: str, tmp_path:
     assert len(whole) == 12
     if name != "masked":
         model, tokenizer = load_trained(tmp_path / "cut" / "run")
-        assert len("".join(stream_text(model, tokenizer, "import ", 4, Sampling(seed=1)))) >= 0
+        assert len("".join(stream_text(model, tokenizer, tokenizer.encode("import "), 4, (), Sampling(seed=1)))) >= 0
     validations = list(Run(tmp_path / "whole" / "run").validations())
     assert validations[-1]["loss"] < validations[0]["loss"]

@@ -112,11 +112,7 @@ def test_a_device_that_does_not_exist(run, shape, monkeypatch):
 def test_text_streams_in_whole_characters(text, monkeypatch):
     """One byte a token: a piece never ends inside a character, and the pieces join to the text."""
     tokens = list(text.encode())
-    byte_level = SimpleNamespace(
-        eos_id=0,
-        encode=lambda prompt: list(prompt.encode()),
-        decode=lambda ids, continues=False: bytes(ids).decode("utf-8", "replace"),
-    )
+    byte_level = SimpleNamespace(decode=lambda ids, continues=False: bytes(ids).decode("utf-8", "replace"))
     asked = []
 
     def generate(model, prompt, max_tokens, eos, sampling):
@@ -124,23 +120,21 @@ def test_text_streams_in_whole_characters(text, monkeypatch):
         yield from tokens
 
     monkeypatch.setattr(restore, "generate", generate)
-    pieces = list(stream_text(None, byte_level, "ab", 99, Sampling()))
+    pieces = list(stream_text(None, byte_level, [0, 97, 98], 99, {0}, Sampling()))
     assert "".join(pieces) == text
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    assert asked == [([0, 97, 98], 99, 0)]
+    assert asked == [([0, 97, 98], 99, {0})]
 
 
 def test_text_that_ends_inside_a_character_is_still_given_out(monkeypatch):
-    byte_level = SimpleNamespace(
-        eos_id=0, encode=list, decode=lambda ids, continues=False: bytes(ids).decode("utf-8", "replace")
-    )
+    byte_level = SimpleNamespace(decode=lambda ids, continues=False: bytes(ids).decode("utf-8", "replace"))
     monkeypatch.setattr(restore, "generate", lambda *_: iter(b"ab\xe6\x97"))
-    assert "".join(stream_text(None, byte_level, "", 9, Sampling())) == "ab\N{REPLACEMENT CHARACTER}"
+    assert "".join(stream_text(None, byte_level, [0], 9, (), Sampling())) == "ab\N{REPLACEMENT CHARACTER}"
 
 
 def test_a_restored_model_writes(run, shape):
     save(run, shape, 4)
     model, tokenizer = load_trained(run, device="cpu")
     sampling = Sampling(temperature=1.0, seed=3)
-    one, again = ("".join(stream_text(model, tokenizer, "steel", 20, sampling)) for _ in range(2))
+    one, again = ("".join(stream_text(model, tokenizer, tokenizer.encode("steel"), 20, (), sampling)) for _ in range(2))
     assert one == again != ""

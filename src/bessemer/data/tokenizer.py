@@ -131,6 +131,10 @@ class Tokenizer:
                 found[i] = self._encode_around_special(text, bool(continues and continues[i]))
         return found
 
+    def encode_with_special(self, text: str) -> list[int]:
+        """As `encode`, but the name of a special token in the text is that token."""
+        return list(self._parsing.encode(text, add_special_tokens=False).ids)
+
     def encode_pieces(self, text: str, size: int) -> list[int]:
         """The ids of the text, encoded in pieces of `size` to `2 * size` characters: memory for one piece."""
         ids: list[int] = []
@@ -167,6 +171,15 @@ class Tokenizer:
         from bessemer.data.vocabulary.fast import fast_encoder
 
         return fast_encoder(self._inner)
+
+    @cached_property
+    def _parsing(self) -> Any:
+        """A copy of the library's tokenizer that finds special tokens in a text."""
+        from tokenizers import Tokenizer as Inner
+
+        copy = Inner.from_str(self._inner.to_str())
+        copy.encode_special_tokens = False
+        return copy
 
     @cached_property
     def _rest(self) -> Any:

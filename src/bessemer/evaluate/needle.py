@@ -167,7 +167,7 @@ def _judge(model: Decoder, tokenizer: Tokenizer, asked: Sequence[Question]) -> C
         probabilities.append(float(found_A1.mean()))
         ranks.append(float(rank_A.float().mean()))
         if question.text:
-            said = generate(model, question.prompt, len(question.answer) + 4, tokenizer.eos_id, Sampling(0.0))
+            said = generate(model, question.prompt, len(question.answer) + 4, {tokenizer.eos_id}, Sampling(0.0))
             right.append(float(question.text in tokenizer.decode(list(said), continues=True)))
         else:
             right.append(float((rank_A == 1).float().mean()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,15 @@ from bessemer.checkpoint.shelf import MODEL
 from bessemer.checkpoint.tensors import SavedTensors, stream_model
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.export.chat import tokenizer_files
+from bessemer.export.chat import tokenizer_files, with_tokens_of_the_run
 from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, network, ready
 from bessemer.export.source import Native, real_tokens
 from bessemer.model.families.bare import complete_names
 from bessemer.model.families.convert import check_folder, theirs
 from bessemer.model.families.family import Family
 from bessemer.model.families.folder import Folder, told
-from bessemer.model.families.registry import FAMILIES, families_for, nearest_difference, read_shape
+from bessemer.model.families.origin import Origin, find_origin
+from bessemer.model.families.registry import FAMILIES, families_for, family_of, nearest_difference, read_shape
 from bessemer.model.families.writer import _check_target, _write, write_folder
 from bessemer.model.wrapped import Wrapped, wrap
 from bessemer.observe.activity import Report, silent
@@ -38,6 +39,8 @@ from bessemer.spec.shape import ModelShape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WRITING, OPENING, COMPARING = "writing tensors", "opening it with transformers", "comparing tensor by tensor"
+# Another type is written under dtype; code and paths of the original stay behind.
+NOT_CARRIED = ("torch_dtype", "auto_map", "_name_or_path", "quantization_config")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -66,7 +69,8 @@ def to_hf(
     """Write a folder that transformers opens. `mode`: how to check (auto, whole, layers or skip)."""
     if native.shape.wrapped:
         return _wrapped_to_hf(native, out, dtype, overwrite)
-    shape, chosen = native.shape, choose_family(native.shape, family)
+    source = find_origin(native.place)
+    shape, chosen = native.shape, choose_family(native.shape, family, source.folder if source else None)
     ready(shape, mode)
     model, saved = network(shape), native.weights.blank()
     parameters = {name for name, _ in model.named_parameters()}
@@ -82,8 +86,9 @@ def to_hf(
 
     held = {str(types[name]).removeprefix("torch.") for name in parameters}
     said = {"dtype": held.pop() if len(held) == 1 else "float32"}
-    files, ids = _other_files(native)
-    files["config.json"] = chosen.config(shape) | said | ids
+    files, ids = _other_files(native, source)
+    config = chosen.config(shape) | said | ids
+    files["config.json"] = (carried_keys(_config_of(source), chosen, config) if source else {}) | config
     if shape.causal:
         files.setdefault("generation_config.json", dict(ids))
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
@@ -103,7 +108,7 @@ def _wrapped_to_hf(native: Native, out: Path, dtype: str, overwrite: bool) -> Co
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
     with appearing(out, overwrite) as folder:
         model.inner.to(kind).save_pretrained(folder)
-        for name, content in _other_files(native)[0].items():
+        for name, content in _other_files(native, find_origin(native.place))[0].items():
             _write(folder / name, content)
         with torch.no_grad():
             ours, theirs_BTV = (m.logits(m(tokens_BT)) for m in (model.float(), wrap(folder, "cpu").eval()))
@@ -117,31 +122,64 @@ def _wrapped_to_hf(native: Native, out: Path, dtype: str, overwrite: bool) -> Co
     return Converted(out, "wrapped", len(model.state_dict()), shape.parameters, held, origin, found)
 
 
-def choose_family(shape: ModelShape, name: str | None) -> Family:
-    """The first that can hold the model, or the one that is asked for."""
+def choose_family(shape: ModelShape, name: str | None, origin: Folder | None = None) -> Family:
+    """The one that is asked for; else that of the folder the model came from; else the first that can hold it."""
     if name is not None and name not in FAMILIES:
         raise UserError(f"--family {name}: there are {', '.join(FAMILIES)}")
     able = families_for(shape)
     if not able:
         raise UserError(f"no family of Hugging Face can hold this model: {nearest_difference(shape)}")
-    for family in able:
+    before = _family_name(origin) if name is None else None
+    for family in sorted(able, key=lambda family: family.name != before):
         if name in (None, family.name):
             return family
     raise UserError(f"--family {name}: cannot hold this model; {', '.join(family.name for family in able)} can")
 
 
-def _other_files(native: Native) -> tuple[dict[str, Any], dict[str, Any]]:
+def _family_name(origin: Folder | None) -> str | None:
+    try:
+        return family_of(origin.config).name if origin else None
+    except UserError:  # a model that transformers ran
+        return None
+
+
+def _config_of(origin: Origin) -> dict[str, Any]:
+    """Its config.json, without ids of a vocabulary that the model no longer has."""
+    own = origin.own_tokenizer
+    return {key: value for key, value in origin.folder.config.items() if own or not key.endswith("_token_id")}
+
+
+def carried_keys(original: Mapping[str, Any], family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of the config.json that the model came with and that `config` lacks, such as initializer_range. Left out
+    is what would make `config` another model: the run may have changed what it speaks of."""
+    if original.get("model_type") != config["model_type"]:
+        return {}
+    extra = {key: value for key, value in original.items() if key not in config and key not in NOT_CARRIED}
+    written = family.shape(config)
+
+    def harmless(keys: dict[str, Any]) -> bool:
+        try:
+            return family.shape(keys | config) == written
+        except (UserError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            return False
+
+    return extra if harmless(extra) else {key: value for key, value in extra.items() if harmless({key: value})}
+
+
+def _other_files(native: Native, origin: Origin | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tokenizer's files and the token ids: those that came with an imported model, or made from the run's."""
-    if (native.place / "config.json").exists():
-        original = Folder(native.place)
-        files: dict[str, Any] = dict(original.tokenizer_files)
-        if original.generation_config is not None:
-            files["generation_config.json"] = original.generation_config
-        return files, {key: original.config[key] for key in TOKEN_IDS if key in original.config}
-    if native.tokenizer is None:
-        return {}, {}
-    made, ids = tokenizer_files(native.tokenizer, native.place, native.shape.max_positions)
-    return made, dict(ids)
+    if origin is None or not origin.own_tokenizer:
+        if native.tokenizer is None:
+            return {}, {}
+        made, ids = tokenizer_files(native.tokenizer, native.place, native.shape.max_positions, native.shape.causal)
+        return made, dict(ids)
+    folder = origin.folder
+    files: dict[str, Any] = dict(folder.tokenizer_files)
+    if not origin.copied and native.tokenizer is not None:
+        files = with_tokens_of_the_run(files, native.tokenizer, native.place)
+    if folder.generation_config is not None:
+        files["generation_config.json"] = folder.generation_config
+    return files, {key: folder.config[key] for key in TOKEN_IDS if key in folder.config}
 
 
 def counted(read: Callable[[str], Tensor], what: str, total: int, report: Report) -> Callable[[str], Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +46,10 @@ def filter_logits(logits_V: Tensor, sampling: Sampling) -> Tensor:
 
 
 @torch.inference_mode()
-def generate(model: Decoder, prompt: list[int], max_tokens: int, eos: int | None, sampling: Sampling) -> Iterator[int]:
-    """New tokens, one by one, until `eos` or `max_tokens`. The prompt must have at least one token."""
+def generate(
+    model: Decoder, prompt: list[int], max_tokens: int, ends: Collection[int], sampling: Sampling
+) -> Iterator[int]:
+    """New tokens, one by one, until one of `ends` or `max_tokens`. The prompt must have at least one token."""
     device = model.head_weight.device
     generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
     if isinstance(model, EncoderDecoder):  # the prompt is read; T5 begins to write with its padding, 0
@@ -66,7 +68,7 @@ def generate(model: Decoder, prompt: list[int], max_tokens: int, eos: int | None
         else:
             shares = torch.softmax(filter_logits(logits_V, sampling), dim=-1).cpu()
             token = int(torch.multinomial(shares, 1, generator=generator))
-        if token == eos:
+        if token in ends:
             return
         seen.append(token)
         yield token

@@ -118,8 +118,10 @@ def missing(named: NamedPath) -> str | None:
             )
         os.stat(path)
         readable = os.access(path, os.R_OK | (os.X_OK if mode == "folder" else 0))
-        if readable and mode == "folder" and named.expected != "file" and not next(os.scandir(path), None):
-            return f"{shown(named.path)} is an empty folder: give another, or fill it"
+        if readable and mode == "folder" and named.expected != "file":
+            with os.scandir(path) as entries:
+                if next(entries, None) is None:
+                    return f"{shown(named.path)} is an empty folder: give another, or fill it"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         return _why(error, named)
     if not readable:

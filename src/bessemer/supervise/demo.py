@@ -40,7 +40,7 @@ from bessemer.spec.quantity import human_bytes, human_count, human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import measure, pick_device
-from bessemer.train.restore import load_trained, stream_text
+from bessemer.train.restore import load_trained, prompt_format, stream_text
 from bessemer.train.speed import training_rate
 
 PROMPTS = (
@@ -284,7 +284,9 @@ def verdicts(run: Run, before: dict[int, float], poison: Path, steps: int) -> It
 def completions(folder: Path) -> Iterator[str]:
     """What the model writes."""
     model, tokenizer = load_trained(folder)
+    written = prompt_format(folder, tokenizer)
     for i, prompt in enumerate(PROMPTS):
-        text = "".join(stream_text(model, tokenizer, prompt, 120, Sampling(temperature=0.6, top_p=0.9, seed=i)))
+        ids, sampling = written.encode(tokenizer, prompt), Sampling(temperature=0.6, top_p=0.9, seed=i)
+        text = "".join(stream_text(model, tokenizer, ids, 120, written.ends, sampling))
         shown = (prompt + text).splitlines()[:14]
         yield "\n".join(f"  {'>>>' if n == 0 else '...'} {line}" for n, line in enumerate(shown))

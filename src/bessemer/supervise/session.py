@@ -24,6 +24,7 @@ from bessemer.errors import RankError, UserError
 from bessemer.guard.hang import Watchdog
 from bessemer.guard.pace import Pace
 from bessemer.guard.replicas import Alike
+from bessemer.model.families.origin import keep_origin
 from bessemer.observe.view import RunView
 from bessemer.optim.groups import note_groups
 from bessemer.parallel.health import set_patience
@@ -210,6 +211,7 @@ class Session:
         run.write_file("model.json", json.dumps({"shape": shape.to_dict(), "eos": prepared.tokenizer.eos}, indent=1))
         if world.main:
             prepared.tokenizer.save(run.folder / "tokenizer.json")
+            keep_origin(run.folder, self.spec)
         if run.lock.taken_from:
             owner = run.lock.taken_from
             job.event("lock_taken", reason=f"process {owner.pid} on {owner.host} died without its last word")

@@ -178,7 +178,7 @@ def check_generation(pair, prompt=(3, 1, 4, 1, 5), length=50):
         found = pair.theirs_exact.generate(asked, max_new_tokens=length, do_sample=False, use_cache=True)
     found = found[0, len(prompt) :].tolist()
     assert len(found) == length
-    assert list(generate(pair.ours_exact, list(prompt), length, None, Sampling(temperature=0))) == found
+    assert list(generate(pair.ours_exact, list(prompt), length, (), Sampling(temperature=0))) == found
 
 
 @torch.no_grad()
