@@ -151,14 +151,31 @@ def test_a_manifest_may_hold_what_json_cannot(tmp_path, manifest_of):
     assert read.progress["3"] == [1, 2] and read.validation_loss != read.validation_loss
 
 
-def test_discard_removes_the_manifest_before_anything_else(saved, monkeypatch):
-    def refuse(path, *_, **__):
-        raise OSError(errno.EIO, "no", str(path))
+@pytest.mark.parametrize("kept", range(4))
+def test_a_deletion_that_is_cut_short_leaves_what_a_sweep_removes(shelf, saved, monkeypatch, kept):
+    real, left = Path.unlink, [kept]
 
-    monkeypatch.setattr("shutil.rmtree", refuse)
-    with pytest.raises(OSError, match="no"):
-        discard(saved)
-    assert not (saved / NAME).exists() and shard(saved).exists()
+    def unlink(path, *_, **__):
+        if not left[0]:
+            raise OSError(errno.EIO, "no", str(path))
+        left[0] -= 1
+        real(path)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    files = len(list(saved.iterdir())) - 1  # the manifest is the last to go
+    if kept < files:
+        with pytest.raises(OSError, match="no"):
+            discard(saved)
+        assert not (saved / NAME).exists()
+    assert shelf.sweep([saved.name]) == ([saved.name] if kept < files else [])
+    assert kept >= files or not saved.exists()
+
+
+def test_a_sweep_leaves_a_checkpoint_that_lost_its_manifest(shelf, saved):
+    (saved / NAME).unlink()
+    assert shelf.sweep([saved.name]) == [] and shard(saved).exists()
+    assert shelf.without_manifest() == [saved]
+    assert shelf.sweep() == [saved.name]  # a save that never finished
 
 
 def snapshot(folder):

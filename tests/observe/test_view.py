@@ -1,5 +1,6 @@
 """Following a run: what stands in the log, what a pipe gets, what a terminal draws, and how little of it is kept."""
 
+import errno
 import io
 import math
 import re
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from bessemer.observe.live import LiveView
 from bessemer.observe.view import LineView, RunView
-from bessemer.run.directory import Run
+from bessemer.run.directory import Run, RunWriter, summarize
 
 
 def record(step: int, loss: float = 3.0, veto: str | None = None, **more: Any) -> dict[str, Any]:
@@ -63,7 +64,8 @@ def test_the_log_gets_every_line_with_its_time(run: Run) -> None:
         "data  reading 3 files",
         "plan  budget.batch = 4096  (the law; DeepSeek)",
         "plan  1M parameters",
-        "step 1/20  loss 3.000  ppl 20.09  acc 20.0%  lr 3.00e-04  grad 1.00  2,000 tok/s  30% of peak  1 GB  eta 10s",
+        "step 1/20  loss 3.000 (mean of 1)  ppl 20.09  acc 20.0%  lr 3.00e-04  grad 1.00  2,000 tok/s  30% of peak  "
+        "1 GB  eta 10s",
         "val   step 10  loss 2.5000  perplexity 12.18  1.200 bits per byte  accuracy 40.0%",
         "saved step-10.a1 in 0.50 s, training stood still for 0.25 s",
         "two",
@@ -99,7 +101,7 @@ def test_a_pipe_gets_plain_lines(run: Run) -> None:
         view.event({"kind": "saved", "checkpoint": "step-10.a1", "seconds": 0.5, "stall_s": 0.25})  # for the log alone
         view.outcome("interrupted", "SIGTERM", 2, run)
     shown = out.getvalue().splitlines()
-    assert [line[:24] for line in shown[:2]] == ["step 1/20  loss 4.000  p", "step 2/20  loss 3.000  p"]
+    assert [line[:32] for line in shown[:2]] == ["step 1/20  loss 4.000 (mean of 1", "step 2/20  loss 3.000 (mean of 2"]
     assert shown[2:] == [f"interrupted  step 2  SIGTERM  run: {run.folder}", "continue with: bessemer train my.yaml"]
     assert len(log_lines(run)) == 5
 
@@ -112,16 +114,51 @@ def test_lines_come_no_more_often_than_asked(run: Run) -> None:
     assert out.getvalue().count("step") == 1
 
 
-def test_a_closed_pipe_does_not_stop_the_run(run: Run) -> None:
-    class Closed(io.StringIO):
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), ""),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot be written: No space left on device. The run goes"),
+    ],
+)
+def test_an_output_that_takes_nothing_does_not_stop_the_run(
+    run: Run, fault: OSError, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refusing(io.StringIO):
         def write(self, _: str) -> int:
-            raise BrokenPipeError
+            raise fault
 
-    view = LineView(line_every_s=0.0, out=Closed())
+    view = LineView(line_every_s=0.0, out=Refusing())
     with view.following(run):
         view.step(record(0))
         view.step(record(1))
     assert len(log_lines(run)) == 2
+    said = capsys.readouterr().err
+    assert (told in said and said.count("rank-0.log") == 1) if told else not said
+
+
+def test_a_full_disk_under_the_log_does_not_stop_the_run(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    view = RunView()
+    with view.following(Run(tmp_path)):
+        view.say("a line")
+
+
+def test_the_mean_loss_is_that_of_the_list_of_runs_also_after_a_resume_and_a_rollback(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as run:
+        for step in range(40):
+            run.step(record(step, loss=float(step)))
+        view = RunView()
+        with view.following(run):
+            view.event(run.event("started", step=40))
+            for _ in range(2):
+                run.step(record(40, loss=100.0))
+                view.step(record(40, loss=100.0))
+                assert view.smooth()["loss"] == summarize(run).mean_loss == (sum(range(9, 40)) + 100.0) / 32
+                assert summarize(run).loss == 100.0
+                run.cut_after(40)
+                view.event(run.event("rollback", step=41, to_step=40, origin="memory", reason="-"))
 
 
 def test_means_are_of_the_accepted_steps_and_rates_of_all(run: Run) -> None:
@@ -188,7 +225,7 @@ def test_the_panel_before_and_after_steps(width: int) -> None:
         assert "step 51/1,000" in text and "7m 54s left" in text
         words = " ".join(text.replace("│", " ").split())
         for part in (
-            "loss 3.3000",
+            "mean loss 3.3000",
             "validation 2.5000",
             "gradient norm inf",
             "clipped 49%",

@@ -99,21 +99,21 @@ RECORD: dict[str, Any] = {
     "lr": 3e-4,
     "memory_bytes": 2_500_000_000,
 }
-SMOOTH = {"loss": 2.0, "rate": 12_345.6, "mfu": 0.314, "left_s": 3725.0}
+SMOOTH = {"loss": 2.0, "loss_steps": 32, "rate": 12_345.6, "mfu": 0.314, "left_s": 3725.0}
 
 
 def test_a_line_of_progress() -> None:
     line = step_line(RECORD, 1000, SMOOTH, None)
     assert line == (
-        "step 42/1,000  loss 2.000  ppl 7.389  acc 21.3%  lr 3.00e-04  grad 1.25  12,346 tok/s  31% of peak  "
-        "2.5 GB  eta 1h 02m"
+        "step 42/1,000  loss 2.000 (mean of 32)  ppl 7.389  acc 21.3%  lr 3.00e-04  grad 1.25  12,346 tok/s  31% of "
+        "peak  2.5 GB  eta 1h 02m"
     )
     assert "  val 2.500  lr" in step_line(RECORD, 1000, SMOOTH, {"loss": 2.5})
 
 
 def test_progress_without_a_number_is_still_a_line() -> None:
     line = step_line(RECORD | {"grad_norm": math.inf}, 1000, SMOOTH | {"loss": math.nan}, {"loss": math.nan})
-    assert "loss nan  ppl nan" in line and "grad inf" in line and "val nan" in line
+    assert "loss nan (mean of 32)  ppl nan" in line and "grad inf" in line and "val nan" in line
 
 
 def test_a_line_of_validation() -> None:

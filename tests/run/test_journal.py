@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.run.journal import Journal, json_ready, last_record, number, read_records
+from bessemer.run.journal import Journal, json_ready, last_record, last_records, number, read_records
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -167,11 +167,38 @@ def test_a_disk_that_takes_half_a_line_leaves_no_half_line(path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full_disk)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=r"No space left.*steps.jsonl"):
             journal.append({"step": 1})
-    assert len(calls) == 2
+        assert len(calls) == 2
+        assert path.read_text() == '{"step": 0}\n'
+        assert journal.fault == f"{path}: No space left on device" and journal.size_bytes == 24
     journal.append({"step": 2})  # room again
-    assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+    assert journal.fault == ""
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_cut_reaches_the_records_that_wait_in_memory(path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(path)
+    for at in range(3):
+        journal.append({"step": at})
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "_write", lambda _: os.read(2**20, 1))
+        for at in (3, 4):
+            with pytest.raises(OSError, match="Bad file"):
+                journal.append({"step": at})
+        assert journal.cut(lambda record: record["step"] < step) == max(0, 5 - step)
+    journal.append({"step": 9})
+    assert [record["step"] for record in read_records(path)] == [*range(min(step, 5)), 9]
+
+
+def test_the_last_records_are_found_from_the_end(path: Path) -> None:
+    journal = Journal(path)
+    for step in range(3000):
+        journal.append({"step": step})
+    for count in (1, 32, 2999, 3000, 4000):
+        assert [record["step"] for record in last_records(path, count)] == list(range(3000))[-count:]
+    assert last_records(path.with_name("none"), 3) == []
 
 
 def test_a_killed_writer_leaves_whole_records(path: Path) -> None:

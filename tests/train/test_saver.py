@@ -31,7 +31,12 @@ def job(store_of, stream_of):
         stream=stream_of(store_of("a", [50]), 8, 2),
         progress=Progress(tokens=512, elapsed_s=1.5, best_validation=2.25),
         device=torch.device("cpu"),
-        run=SimpleNamespace(sync=lambda: synced.append(True), events=lambda: iter(())),
+        run=SimpleNamespace(
+            sync=lambda: synced.append(True),
+            events=lambda: iter(()),
+            unwritten="",
+            snapshot=lambda: SimpleNamespace(pack=lambda: b"a copy"),
+        ),
         tensors=state,
         state=lambda: state,
         adjustments=(adjustments := {"steps": [1]}),
@@ -78,6 +83,7 @@ def test_a_save_is_committed_with_all_that_a_resume_needs(job, saver):
     assert "removed" not in event and event["seconds"] > 0 and event["stall_s"] >= event["seconds"] - 1e-3
     assert event["bytes"] == sum(about["bytes"] for about in manifest.files.values()) > 0
     assert manifest.guard == {"steps": [1]} and manifest.content == "full"
+    assert (saver.shelf.folder / "step-00000012.a1" / "run.zip").read_bytes() == b"a copy"
     assert job.synced == [True], "the metrics are synced before the checkpoint that counts on them"
 
 
@@ -112,6 +118,10 @@ def test_metrics_that_cannot_be_synced_are_a_failed_save(job, saver):
     job.run.sync = refuse
     assert saver.save(job, 1, None) is None
     assert job.events[-1]["kind"] == "save_failed" and os.listdir(saver.shelf.folder) == []
+    assert not job.disk_refuses
+    job.run.unwritten = "steps.jsonl: No space left on device"
+    saver.save(job, 1, None)
+    assert job.disk_refuses
 
 
 def test_an_old_one_that_cannot_be_removed_does_not_undo_the_save(job, saver, monkeypatch):

@@ -82,6 +82,12 @@ class CheckedWriter(FileSystemWriter):
         self._files = _HashedFiles()
         self.fs = self._files
 
+    def add(self, name: str, content: bytes) -> None:
+        """One more file in the folder, which holds no tensor."""
+        with self._files.create_stream(Path(str(self.path)) / name, "wb") as stream:
+            stream.write(content)
+            os.fsync(stream.fileno())
+
     def read_back(self) -> dict[str, dict[str, Any]]:
         """Size and hash of every file, compared with what the disk holds; OSError names one that differs."""
         for name, written in self._files.written.items():

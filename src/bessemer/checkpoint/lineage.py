@@ -116,13 +116,24 @@ def go_back_to(folder: Path, checkpoint: str) -> tuple[Manifest, list[str]]:
     if manifest.content != "full":
         raise UserError(f"{target}: holds the weights alone; a run goes on from a full checkpoint")
     found = [path for path in folder.iterdir() if _key(path) > _key(target)]
-    later = sorted(found, key=_key, reverse=True)  # the newest first: it is what a start would resume from
+    later = _move_aside(folder, found)
+    # As new as can be: at a start, whatever the remote tier has that was saved later would be fetched again.
+    commit(target, replace(manifest, time=time.time()))
+    return manifest, later
+
+
+def abandon_all(folder: Path) -> list[str]:
+    """Move every checkpoint, sound or not, to `abandoned/`; the names."""
+    return _move_aside(folder, [path for path in folder.iterdir() if _key(path) > (-1, -1)])
+
+
+def _move_aside(folder: Path, checkpoints: list[Path]) -> list[str]:
+    """The newest first: it is what a start would resume from. The names, the oldest first."""
+    ordered = sorted(checkpoints, key=_key, reverse=True)
     (folder / ABANDONED).mkdir(exist_ok=True)
-    for path in later:
+    for path in ordered:
         place, count = folder / ABANDONED / path.name, 1
         while place.exists():
             place, count = folder / ABANDONED / f"{path.name}.{count}", count + 1
         os.replace(path, place)
-    # As new as can be: at a start, whatever the remote tier has that was saved later would be fetched again.
-    commit(target, replace(manifest, time=time.time()))
-    return manifest, [path.name for path in reversed(later)]
+    return [path.name for path in reversed(ordered)]

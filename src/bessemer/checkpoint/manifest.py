@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import xxhash
 
 FORMAT = 1
 NAME = "manifest.json"
+DISCARDED = f"{NAME}.discarded"  # what the manifest is called while its checkpoint is being deleted
 CONFIRMED = "confirmed"  # a marker that may come later than the manifest, and is no part of what it vouches for
 _SELF = "manifest_xxh3_128"
 
@@ -100,8 +102,15 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint. The manifest goes first, so a kill on the way leaves a leftover, not a ruin."""
-    (folder / NAME).unlink(missing_ok=True)
+    """Delete a checkpoint. A kill on the way leaves a folder that `sweep` knows for a leftover: the manifest is renamed
+    first and deleted last."""
+    with suppress(FileNotFoundError):
+        os.replace(folder / NAME, folder / DISCARDED)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != DISCARDED:
+            path.unlink()
     shutil.rmtree(folder)
 
 
@@ -132,12 +141,17 @@ def verify(folder: Path) -> Manifest:
     present = {path.name for path in folder.iterdir()} - {NAME, CONFIRMED}
     for name in present - set(manifest.files):
         raise Damaged(f"{folder / name}: not in the manifest")
-    for name, expected in manifest.files.items():
-        path = folder / name
-        if not path.exists():
-            raise Damaged(f"{path}: missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise Damaged(f"{path}: {path.stat().st_size} bytes, the manifest says {expected['bytes']}")
-        if hash_file(path) != expected["xxh3_128"]:
-            raise Damaged(f"{path}: its content differs from what was saved (hash mismatch)")
+    for name in manifest.files:
+        verify_file(folder / name, manifest)
     return manifest
+
+
+def verify_file(path: Path, manifest: Manifest) -> None:
+    """Check one file of a checkpoint: there, right size, right hash."""
+    expected = manifest.files[path.name]
+    if not path.exists():
+        raise Damaged(f"{path}: missing")
+    if path.stat().st_size != expected["bytes"]:
+        raise Damaged(f"{path}: {path.stat().st_size} bytes, the manifest says {expected['bytes']}")
+    if hash_file(path) != expected["xxh3_128"]:
+        raise Damaged(f"{path}: its content differs from what was saved (hash mismatch)")

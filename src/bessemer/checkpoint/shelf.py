@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 from bessemer.checkpoint.halves import other_halves
 from bessemer.checkpoint.manifest import (
     CONFIRMED,
+    DISCARDED,
     NAME,
     Damaged,
     Manifest,
@@ -65,6 +66,11 @@ def _cause(error: BaseException) -> BaseException:
     return link or first
 
 
+def _lost(folder: Path, saved: Collection[str]) -> bool:
+    """Whether a folder without a manifest was a checkpoint, and nobody has begun to delete it."""
+    return folder.name in saved and not (folder / DISCARDED).exists() and any(folder.iterdir())
+
+
 def single_process() -> None:
     """DCP warns that there is no process group; with one process that is as it should be. The filter stands for good:
     `catch_warnings` would restore the filters of all threads, and saves run in one of their own."""
@@ -95,10 +101,13 @@ class Shelf:
                 continue
         return result
 
-    def sweep(self) -> list[str]:
-        """Remove what killed saves and downloads left behind (no manifest: never a checkpoint)."""
+    def sweep(self, saved: Collection[str] = ()) -> list[str]:
+        """Remove what killed saves, deletions and downloads left behind: without a manifest it is not a checkpoint.
+
+        One of the `saved`, which were committed, has lost its manifest since: it stays, for someone to look at.
+        """
         attempts = self._attempts("step") + self._attempts("model")
-        leftovers = [path for path in attempts if not (path / NAME).exists()]
+        leftovers = [path for path in attempts if not (path / NAME).exists() and not _lost(path, saved)]
         leftovers += self.folder.glob(f"{DOWNLOAD}*")
         for path in leftovers:
             shutil.rmtree(path)
@@ -115,8 +124,15 @@ class Shelf:
         self.write(folder, state, manifest)
         return folder
 
-    def write(self, folder: Path, state: State, manifest: Manifest) -> Manifest:
-        """Write the tensors, read them back, commit; the manifest as committed.
+    def without_manifest(self) -> list[Path]:
+        """Folders of checkpoints that have none; after a sweep, those that lost it."""
+        return [path for path in self._attempts() if not (path / NAME).exists()]
+
+    def write(
+        self, folder: Path, state: State, manifest: Manifest, beside: Callable[[], Mapping[str, bytes]] | None = None
+    ) -> Manifest:
+        """Write the tensors and, in the first process, the files of `beside`, read them back, commit; the manifest as
+        committed.
 
         Raises OSError with the folder in it if the disk refuses; what was written is removed, since a full disk is the
         usual cause.
@@ -135,6 +151,8 @@ class Shelf:
         try:
             writer = CheckedWriter(folder, copy_ahead_bytes=0 if on_host else 10_000_000)
             dcp.save(state, storage_writer=writer, no_dist=peers.size == 1, process_group=peers.saving)
+            for name, content in (beside() if beside and peers.main else {}).items():
+                writer.add(name, content)
             files = writer.read_back()
         except (OSError, CheckpointException) as error:  # a BaseException: no `except Exception` sees it
             fault = _cause(error)

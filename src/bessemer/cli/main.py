@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import suppress
 
 import typer
 
@@ -32,10 +33,13 @@ from bessemer.cli import (
 )
 from bessemer.cli.help import CommandGroup
 from bessemer.errors import RankError, UserError
+from bessemer.observe.output import open_missing_streams, output_fault
 from bessemer.parent import end_with_parent
 
 # What only the user's paths can be the cause of, wherever it comes up.
 PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+# What a machine refuses: a full disk or quota, a read-only or failing disk, a limit on the size of files.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
     name="bessemer",
@@ -90,6 +94,7 @@ def silence_libraries() -> None:
 def run() -> None:
     """Exit codes: 0 done, 2 a mistake in the input (one line for each), 1 a fault, 130, 138, 143 a signal."""
     end_with_parent()
+    open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is shown with escapes
             stream.reconfigure(errors="backslashreplace")
@@ -97,19 +102,47 @@ def run() -> None:
     # Before torch is imported: segments that grow leave no gaps between sizes that change (accumulation, evaluation).
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    code = _call()
+    if (fault := output_fault()) and not isinstance(fault, BrokenPipeError):
+        code = code or _refused(f"the output cannot be written: {fault.strerror}")
+    sys.exit(code)
+
+
+def _call() -> int:
+    """The command's exit code. A reader that left (`| head`) is no fault."""
     try:
         app(prog_name="bessemer")
+    except SystemExit as left:
+        return 0 if isinstance(left.__context__, BrokenPipeError) else _code(left)
     except UserError as error:
         # Processes of one run read the same input: one of each host says what is wrong with it.
         if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0" or isinstance(error, RankError):
-            print(error, file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        if error.errno not in PATH_ERRORS or error.filename is None:
-            raise
-        print(f"{error.filename}: {error.strerror}; correct the path or its permissions", file=sys.stderr)
-        sys.exit(2)
+            _refused(str(error))
+        return 2
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
     except BrokenPipeError:
-        sys.exit(0)
+        return 0
+    except OSError as error:
+        if fault := output_fault():
+            return _refused(f"the output cannot be written: {fault.strerror}")
+        if error.errno in PATH_ERRORS and error.filename is not None:
+            _refused(f"{error.filename}: {error.strerror}; correct the path or its permissions")
+            return 2
+        if error.errno not in DISK_ERRORS:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        return _refused(f"{place}{error.strerror}; make room or choose another disk, and run the same command again")
+    return 0
+
+
+def _code(left: SystemExit) -> int:
+    if isinstance(left.code, int) or left.code is None:
+        return left.code or 0
+    return _refused(str(left.code))
+
+
+def _refused(line: str) -> int:
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+    return 1

@@ -56,17 +56,18 @@ def _print_table(found: list[RunSummary]) -> None:
     from rich.text import Text
 
     from bessemer.cli.output import table_console
+    from bessemer.run.directory import MEAN_OF
     from bessemer.spec.quantity import human_time
 
     table = Table(box=None, pad_edge=False)
-    for column in ("run", "state", "step", "loss", "val", "age", "last word"):
-        justify: Literal["left", "right"] = "right" if column in ("step", "loss", "val", "age") else "left"
+    for column in ("run", "state", "step", f"loss (mean of {MEAN_OF})", "val", "age", "last word"):
+        justify: Literal["left", "right"] = "left" if column in ("run", "state", "last word") else "right"
         table.add_column(column, justify=justify, no_wrap=column != "last word")
     colours = {"running": "green", "failed": "red", "unreadable": "red", "interrupted": "yellow", "stopped": "yellow"}
     for run in found:
         total = f"/{run.total_steps:,}" if run.total_steps else ""
         step = "-" if run.step is None else f"{run.step:,}{total}"
-        numbers = ["-" if value is None else f"{value:.3f}" for value in (run.loss, run.validation_loss)]
+        numbers = ["-" if value is None else f"{value:.3f}" for value in (run.mean_loss, run.validation_loss)]
         state = Text(run.state, style=colours.get(run.state, ""))
         # Text, not markup: a reason may well hold square brackets. One run is one line: a long last word is cut.
         reason = Text(run.reason, no_wrap=True, overflow="ellipsis")

@@ -63,6 +63,9 @@ def train(
     settings: list[str] = typer.Option(
         [], "--set", help="Override a key, such as --set optimizer.lr=3e-4. Repeatable."
     ),
+    restart: bool = typer.Option(
+        False, "--restart", help="Begin again from step 0; what the run has saved goes to checkpoints/abandoned/."
+    ),
     plain: bool = typer.Option(False, "--plain", help="Plain lines, also in a terminal."),
     profile: bool = typer.Option(
         False, "--profile", help="Only see where a step's time goes; the run stays untouched."
@@ -108,7 +111,7 @@ def train(
                 f"\n{session.text}\nin {session.folder}: profile.txt, profile.json, trace.json.gz for ui.perfetto.dev"
             )
         return
-    outcome = Session(run_spec, view).train()
+    outcome = Session(run_spec, view, restart=restart).train()
     part()
     if outcome.kind == "interrupted":
         raise typer.Exit({"SIGTERM": 143, "SIGUSR1": 138}.get(outcome.reason, 130))

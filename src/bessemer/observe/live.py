@@ -96,7 +96,7 @@ class LiveView(RunView):
         """(name, value) of each number; none is wider than _CELL, so that a narrow terminal only gets more rows."""
         validation = self.last_validation
         return [
-            ("loss", f"{smooth['loss']:.4f}"),
+            ("mean loss", f"{smooth['loss']:.4f}"),
             ("", sparkline(self.losses, _CELL)),
             ("perplexity", perplexity(smooth["loss"])),
             ("accuracy", f"{last['accuracy']:.1%}"),

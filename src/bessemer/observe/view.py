@@ -6,6 +6,7 @@ RunView shows nothing (for programs), LineView prints plain lines (pipes, CI), L
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections import deque
@@ -14,9 +15,11 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from bessemer.observe.activity import EVERY_S, Activity, PlainLines
+from bessemer.observe.output import silence
 from bessemer.observe.step_progress import StepProgress
 from bessemer.observe.words import event_line, resume_hint, step_line, validation_line
-from bessemer.run.directory import Run
+from bessemer.run.directory import MEAN_OF, Run, mean_loss
+from bessemer.run.journal import last_records
 
 LONG_STEP_S = 2.0  # from here on a step shows its micro-batches
 
@@ -29,14 +32,17 @@ class RunView:
     def __init__(self, spec_path: str | None = None) -> None:
         self.spec_path = spec_path
         self.total = 0
-        self.recent: deque[dict[str, Any]] = deque(maxlen=32)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=MEAN_OF)
+        self._averaged: deque[dict[str, Any]] = deque(maxlen=MEAN_OF)  # these, and before them those of earlier starts
         self.losses: list[float] = []
         self.last_validation: dict[str, Any] | None = None
         self.expected_rate: float | None = None  # tokens/s of the plan
         self.vetoes = self.clipped = self.steps_seen = 0
         self.within: StepProgress | None = None  # the step that is being computed
         self.doing = Activity()  # outside of steps
+        self.heard = True  # what is said can be shown
         self._log: TextIO | None = None
+        self._run: Run | None = None
         self._line_due = self._micro_line_due = self._progress_due = 0.0
         self._stride = 1
 
@@ -45,13 +51,15 @@ class RunView:
         """Open the log, and the display if there is one."""
         path = run.folder / "logs" / f"rank-{rank}.log"
         # A file name in a message may be no text at all: it is shown with escapes rather than not at all.
-        with path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as self._log:
-            self.open()
-            try:
-                yield
-            finally:
-                self.close()
-                self._log = None
+        self._log, self._run = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1), run
+        self.open()
+        try:
+            yield
+        finally:
+            self.close()
+            with contextlib.suppress(OSError):  # lines that a full disk refused before
+                self._log.close()
+            self._log = self._run = None
 
     def open(self) -> None: ...
     def close(self) -> None: ...
@@ -68,7 +76,16 @@ class RunView:
 
     def say(self, text: str) -> None:
         self.log(text)
-        self.show(text)
+        if not self.heard:
+            return
+        try:
+            self.show(text)
+        except OSError as error:  # the run goes on, and so does its log
+            self.heard = False
+            self.unheard(error)
+
+    def unheard(self, error: OSError) -> None:
+        """Nothing more can be shown: the output's disk is full, its reader has left (`| head`) or its terminal."""
 
     def activity(self, what: str, done: int = 0, total: int = 0) -> None:
         """What is being done outside of steps, and how much of it; nothing to end it."""
@@ -103,6 +120,7 @@ class RunView:
 
     def step(self, record: dict[str, Any]) -> None:
         self.recent.append(record)
+        self._averaged.append(record)
         self.steps_seen += 1
         self.vetoes += record["veto"] is not None
         self.clipped += record["clipped"]
@@ -119,13 +137,15 @@ class RunView:
         self.log(line)
 
     def smooth(self) -> dict[str, float]:
-        """Means over the recent steps that were accepted; rates over all of them."""
+        """The mean loss as `bessemer runs` has it; rates over the recent steps of this start."""
         recent = list(self.recent)  # at once: the display draws in a thread of its own while steps arrive
-        kept = [record for record in recent if record["veto"] is None] or recent
+        averaged = list(self._averaged)
+        loss = mean_loss(averaged)
         seconds = sum(record["step_s"] for record in recent) or 1e-9
         tokens = sum(record["tokens_per_s"] * record["step_s"] for record in recent)
         return {
-            "loss": sum(record["loss"] for record in kept) / len(kept),
+            "loss": math.nan if loss is None else loss,
+            "loss_steps": len(averaged),
             "rate": tokens / seconds,
             "of_plan": tokens / seconds / self.expected_rate if self.expected_rate else 0.0,
             "mfu": sum(record["mfu"] * record["step_s"] for record in recent) / seconds,
@@ -139,6 +159,8 @@ class RunView:
 
     def event(self, record: dict[str, Any]) -> None:
         self.total = record.get("total_steps", self.total)
+        if record["kind"] in ("started", "rollback") and self._run:  # what was cut is out of the mean
+            self._averaged = deque(last_records(self._run.steps_path, MEAN_OF), maxlen=MEAN_OF)
         line = event_line(record)
         if line:
             (self.log if record["kind"] in ("saved", "uploaded", "scene_saved") else self.say)(line)
@@ -161,7 +183,7 @@ class LineView(RunView):
     def __init__(self, spec_path: str | None = None, line_every_s: float = 5.0, out: TextIO | None = None) -> None:
         super().__init__(spec_path)
         self.line_every_s = line_every_s
-        self.out: TextIO | None = out or sys.stdout
+        self.out: TextIO = out or sys.stdout
         self._waiting: PlainLines | None = None
 
     def open(self) -> None:
@@ -177,12 +199,14 @@ class LineView(RunView):
             self._waiting.current = self.doing
 
     def show(self, text: str) -> None:
-        if self.out is None:
-            return
-        try:
-            print(text, file=self.out, flush=True)
-        except BrokenPipeError:  # `bessemer train ... | head`: nobody listens any more, the run goes on
-            self.out = None
+        print(text, file=self.out, flush=True)
+
+    def unheard(self, error: OSError) -> None:
+        silence(self.out)
+        if not isinstance(error, BrokenPipeError):
+            where = f"; its log is {self._log.name}" if self._log else ""
+            with contextlib.suppress(OSError):
+                print(f"the output cannot be written: {error.strerror}. The run goes on{where}", file=sys.stderr)
 
     def step_shown(self, line: str) -> None:
         self.say(line)

@@ -107,7 +107,7 @@ def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], vali
     """One line of progress, for logs. `smooth` has the recent means of loss, rate, utilisation, and seconds left."""
     parts = [
         f"step {record['step'] + 1:,}/{total:,}",
-        f"loss {smooth['loss']:.3f}",
+        f"loss {smooth['loss']:.3f} (mean of {smooth['loss_steps']:.0f})",
         f"ppl {perplexity(smooth['loss'])}",
         f"acc {record['accuracy']:.1%}",
     ]

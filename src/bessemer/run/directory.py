@@ -13,18 +13,22 @@ process cannot lie about itself.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.run.journal import Journal, Record, last_record, number, read_records
+from bessemer.run.journal import Journal, Record, last_record, last_records, number, read_records
 from bessemer.run.lock import Lock, is_alive, read_owner
+from bessemer.run.snapshot import Snapshot, put_back, put_back_start
 
+MEAN_OF = 32  # steps over which a shown loss is averaged
 LAYOUT = "layout.json"  # of a run of several processes
 LIFE = {"started": "running"} | {kind: kind for kind in ("finished", "failed", "interrupted", "stopped")}
 
@@ -33,6 +37,11 @@ def _life(event: Record) -> str | None:
     """The state that an event puts its run into, if it is one of those."""
     kind = event.get("kind")
     return LIFE.get(kind) if isinstance(kind, str) else None
+
+
+def _step(record: Record) -> float:
+    step = number(record.get("step"))
+    return math.inf if step is None else step
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -113,11 +122,16 @@ class Run:
 
 
 class RunWriter(Run):
-    """The writing end of a run: holds its lock until close()."""
+    """The writing end of a run: holds its lock until close().
+
+    A record that the disk refuses waits in memory (`unwritten` says why) and is written when there is room; a save
+    fails until then.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
         self.lock = Lock(self.folder)
+        self.created = not self.folder.exists()
         try:
             for name in ("metrics", "checkpoints", "reports", "logs"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -133,47 +147,103 @@ class RunWriter(Run):
                 "set `runs` in the spec to a folder of yours with room on its disk"
             ) from error
 
+    @property
+    def _journals(self) -> dict[str, Journal]:
+        """By their path in the run's folder."""
+        journals = [self._steps, self._validation, self._events, *([self._ranks] if self._ranks else [])]
+        return {self._key(journal.path): journal for journal in journals}
+
+    def _append(self, journal: Journal, record: Record) -> None:
+        with contextlib.suppress(OSError):  # it waits in the journal, and `unwritten` says so
+            journal.append(record)
+
+    @property
+    def unwritten(self) -> str:
+        """Why records wait in memory; empty if none does."""
+        return next((journal.fault for journal in self._journals.values() if journal.fault), "")
+
     def step(self, record: Record) -> None:
-        self._steps.append(record)
+        self._append(self._steps, record)
 
     def validation(self, record: Record) -> None:
-        self._validation.append(record)
+        self._append(self._validation, record)
 
     def rank_numbers(self, record: Record) -> None:
         self._ranks = self._ranks or Journal(self.ranks_path)  # most runs are of one process, and have none
-        self._ranks.append(record)
+        self._append(self._ranks, record)
 
     def event(self, kind: str, **details: Any) -> Record:
         """Write down a decision, with the time."""
         record = {"kind": kind, "time": round(time.time(), 3), **details}
-        self._events.append(record)
+        self._append(self._events, record)
         return record
 
     def cut_after(self, step: int) -> int:
         """Drop metrics of steps the checkpoint at `step` does not hold (it holds steps < `step`); how many."""
-        removed = self._steps.cut(lambda record: record.get("step", step) < step)
-        self._validation.cut(lambda record: record.get("step", step + 1) <= step)
+        removed = self._steps.cut(lambda record: _step(record) < step)
+        self._validation.cut(lambda record: step > 0 and _step(record) <= step)
         if self._ranks:
-            self._ranks.cut(lambda record: record.get("step", step) < step)
+            self._ranks.cut(lambda record: _step(record) < step)
+        self._tell_cut(step, removed)
+        return removed
+
+    def _tell_cut(self, step: int, removed: int) -> None:
         if removed:
             reason = "they are trained again from the checkpoint"
             self.event("metrics_cut", from_step=step, steps=removed, reason=reason)
-        return removed
+
+    def snapshot(self) -> Snapshot:
+        """What a checkpoint that is saved now keeps of this run."""
+        return Snapshot(self.folder, {name: (journal, journal.size_bytes) for name, journal in self._journals.items()})
+
+    def go_back(self, step: int, saved: Mapping[str, bytes]) -> list[Record]:
+        """Make the metrics those of a checkpoint at `step`, which kept the journals `saved`, and the events begin as
+        they did. A journal that had lost or altered records is written again from them; the events that tell of it."""
+        if not saved:
+            self.cut_after(step)
+            return self._tell_missing(step)
+        removed = sum(_step(record) >= step for record in self.metrics())
+        repairs = []
+        if self._ranks is None and self._key(self.ranks_path) in saved:
+            self._ranks = Journal(self.ranks_path)
+        for name, journal in self._journals.items():
+            restore = put_back_start if journal is self._events else put_back
+            if fault := restore(journal, saved.get(name, b"")):
+                repairs.append((name, fault))
+        self._tell_cut(step, removed)
+        return [
+            self.event("records_repaired", file=name, step=step, reason=f"{self.folder / name}: {fault}; put back")
+            for name, fault in repairs
+        ]
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+    def _tell_missing(self, step: int) -> list[Record]:
+        """A checkpoint of an earlier version has no copy of the metrics: what is missing can only be told."""
+        missing = step - len({record.get("step") for record in self.metrics()})
+        if missing <= 0:
+            return []
+        reason = f"{self.steps_path}: {missing:,} of {step:,} steps have no record, and the checkpoint has no copy"
+        return [self.event("records_missing", file=self._key(self.steps_path), step=step, reason=reason)]
 
     def write_file(self, name: str, text: str) -> None:
         write_whole(self.folder / name, text)
 
     def sync(self) -> None:
-        """Make everything written so far survive a power cut."""
-        for journal in (self._steps, self._validation, self._events, self._ranks):
-            if journal:
-                journal.sync()
+        """Make everything written so far survive a power cut. Raises OSError if a record cannot be written."""
+        for journal in self._journals.values():
+            journal.sync()
 
     def close(self) -> None:
-        for journal in (self._steps, self._validation, self._events, self._ranks):
-            if journal:
-                journal.close()
+        for journal in self._journals.values():
+            journal.close()
         self.lock.release()
+
+    def remove(self) -> None:
+        """Delete the folder of a run that was refused before it began, and give the lock back."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> RunWriter:
         return self
@@ -188,6 +258,7 @@ class RunReader(RunWriter):
     def __init__(self, folder: str | Path) -> None:
         Run.__init__(self, folder)
         self.lock = Lock(self.folder)
+        self.created = False
 
     def step(self, record: Record) -> None: ...
     def validation(self, record: Record) -> None: ...
@@ -195,12 +266,23 @@ class RunReader(RunWriter):
     def write_file(self, name: str, text: str) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...
+    def remove(self) -> None: ...
+
+    @property
+    def unwritten(self) -> str:
+        return ""
 
     def event(self, kind: str, **details: Any) -> Record:
         return {"kind": kind, "time": round(time.time(), 3), **details}
 
     def cut_after(self, step: int) -> int:
         return 0
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.folder, {})
+
+    def go_back(self, step: int, saved: Mapping[str, bytes]) -> list[Record]:
+        return []
 
 
 @dataclass(frozen=True)
@@ -212,10 +294,18 @@ class RunSummary:
     state: str
     step: int | None
     total_steps: int | None
-    loss: float | None
+    loss: float | None  # of the last step
+    mean_loss: float | None  # of the last MEAN_OF steps, as the progress of a run shows it
     validation_loss: float | None
     age_s: float
     reason: str
+
+
+def mean_loss(records: Sequence[Record]) -> float | None:
+    """Of the steps that were accepted, or of all if none was; None without a loss."""
+    accepted = [record for record in records if record.get("veto") is None] or records
+    losses = [loss for record in accepted if (loss := number(record.get("loss"))) is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def _whole(value: float | None) -> int | None:
@@ -224,7 +314,8 @@ def _whole(value: float | None) -> int | None:
 
 def summarize(run: Run) -> RunSummary:
     """How a run stands, from whatever of its records can be read."""
-    last, validation = last_record(run.steps_path) or {}, last_record(run.validation_path) or {}
+    recent, validation = last_records(run.steps_path, MEAN_OF), last_record(run.validation_path) or {}
+    last = recent[-1] if recent else {}
     total, reason, newest = None, "", 0.0
     for event in run.events():
         newest = max(newest, number(event.get("time")) or 0.0)
@@ -242,6 +333,7 @@ def summarize(run: Run) -> RunSummary:
         step=None if step is None else step + 1,
         total_steps=total,
         loss=number(last.get("loss")),
+        mean_loss=mean_loss(recent),
         validation_loss=number(validation.get("loss")),
         age_s=max(0.0, time.time() - newest),
         reason=reason,
@@ -253,7 +345,7 @@ def _summary(run: Run) -> RunSummary:
         return summarize(run)
     except OSError as error:  # no permission, a stale mount: the other runs are still worth listing
         reason = error.strerror or str(error)
-        return RunSummary(run.name, str(run.folder), "unreadable", None, None, None, None, math.inf, reason)
+        return RunSummary(run.name, str(run.folder), "unreadable", None, None, None, None, None, math.inf, reason)
 
 
 def list_runs(folder: str | Path) -> list[RunSummary]:

@@ -3,7 +3,7 @@
 One record is one write() of one line, so a killed writer leaves at most one torn last line. Readers ignore it, and the
 next writer cuts it off. Records are not fsynced one by one (a million steps would pay for it): `sync()` is called when
 a checkpoint commits, and a resume cuts everything past its checkpoint anyway. A power cut can leave a line of zeros;
-what is no record is passed over.
+what is no record is passed over. Lines that a full disk refuses wait in memory until it takes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,7 @@ def number(value: Any) -> float | None:
         return None
 
 
-def _record(line: bytes) -> Record | None:
+def parse_record(line: bytes) -> Record | None:
     """The record of a line, or None for what is none."""
     try:
         record = json.loads(line)
@@ -49,13 +53,19 @@ def _record(line: bytes) -> Record | None:
 
 
 class Journal:
-    """The writing end. One process holds it (the run's lock sees to that)."""
+    """The writing end. One process holds it (the run's lock sees to that); its threads may share it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.fault = ""  # why the last write was refused
+        self._unwritten: deque[bytes] = deque()
+        self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._cut_torn_line()
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._open()
+
+    def _open(self) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
     def _cut_torn_line(self) -> None:
         if not self.path.exists():
@@ -74,11 +84,42 @@ class Journal:
             if kept < end:
                 file.truncate(kept)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all records, those that wait in memory included."""
+        with self._lock:
+            return os.fstat(self._fd).st_size + sum(map(len, self._unwritten))
+
+    def read(self, size_bytes: int) -> bytes:
+        """The first bytes, also of a file that was deleted behind the writer's back."""
+        pieces, at = [], 0
+        while at < size_bytes and (piece := os.pread(self._fd, min(size_bytes - at, 1 << 24), at)):
+            pieces.append(piece)
+            at += len(piece)
+        return b"".join(pieces)
+
     def append(self, record: Record) -> None:
-        """One line. If the disk takes only a part of it, that part is taken back and OSError says why."""
+        """One line. If the disk refuses it, it waits in memory, and OSError says why."""
         line = json.dumps(json_ready(record), ensure_ascii=False, default=str) + "\n"
-        # A file name that is no UTF-8 has lone surrogates; their \udcXX is JSON's own escape for them.
-        data = line.encode("utf-8", "backslashreplace")
+        with self._lock:
+            # A file name that is no UTF-8 has lone surrogates; their \udcXX is JSON's own escape for them.
+            self._unwritten.append(line.encode("utf-8", "backslashreplace"))
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits in memory. Raises OSError, with the file's name, where the disk still refuses it."""
+        with self._lock:
+            try:
+                while self._unwritten:
+                    self._write(self._unwritten[0])
+                    self._unwritten.popleft()
+                self.fault = ""
+            except OSError as error:
+                self.fault = f"{self.path}: {error.strerror}"
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def _write(self, data: bytes) -> None:
+        """All of a line or nothing: a part that the disk did take is taken back."""
         written = os.write(self._fd, data)
         try:
             while written < len(data):
@@ -89,24 +130,51 @@ class Journal:
 
     def cut(self, keep: Callable[[Record], bool]) -> int:
         """Truncate before the first record that `keep` refuses; the number of records removed."""
-        offset, removed, cut_at = 0, 0, None
-        with self.path.open("rb") as file:
-            for line in file:
-                record = _record(line)
-                if cut_at is None and record is not None and not keep(record):
-                    cut_at = offset
-                removed += cut_at is not None and record is not None
-                offset += len(line)
-        if cut_at is not None:
-            os.ftruncate(self._fd, cut_at)
-            os.fsync(self._fd)
-        return removed
+        with self._lock:
+            offset, removed, cut_at = 0, 0, None
+            with self.path.open("rb") as file:
+                for line in file:
+                    record = parse_record(line)
+                    if cut_at is None and record is not None and not keep(record):
+                        cut_at = offset
+                    removed += cut_at is not None and record is not None
+                    offset += len(line)
+            waiting = list(self._unwritten)
+            kept = 0
+            while cut_at is None and kept < len(waiting) and keep(parse_record(waiting[kept]) or {}):
+                kept += 1
+            if cut_at is not None:
+                self.truncate(cut_at)
+            self._unwritten = deque(waiting[:kept])
+        return removed + len(waiting) - kept
+
+    def truncate(self, size_bytes: int) -> None:
+        """Keep the first bytes of the file, and nothing that waits in memory."""
+        self._unwritten.clear()
+        os.ftruncate(self._fd, size_bytes)
+        os.fsync(self._fd)
+
+    def replace(self, content: bytes) -> None:
+        """Put other content in place of the file's; a crash leaves the old or the new one."""
+        with self._lock:
+            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+            os.close(self._fd)
+            self._open()
 
     def sync(self) -> None:
+        """Make all records survive a power cut. Raises OSError if some cannot be written."""
+        self.flush()
         os.fsync(self._fd)
 
     def close(self) -> None:
         if self._fd >= 0:
+            with suppress(OSError):  # told when it was refused the first time
+                self.flush()
             os.close(self._fd)
             self._fd = -1
 
@@ -117,25 +185,30 @@ def read_records(path: Path) -> Iterator[Record]:
         return
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n") and (record := _record(line)) is not None:
+            if line.endswith(b"\n") and (record := parse_record(line)) is not None:
                 yield record
 
 
 def last_record(path: Path) -> Record | None:
-    """The newest complete record, found from the end: cheap on a file of any length."""
+    """The newest complete record."""
+    return next(iter(last_records(path, 1)), None)
+
+
+def last_records(path: Path, count: int) -> list[Record]:
+    """The newest complete records, oldest first, found from the end: cheap on a file of any length."""
     if not path.exists():
-        return None
+        return []
     with path.open("rb") as file:
         position = file.seek(0, os.SEEK_END)
         tail, chunk = b"", 8192
-        while position > 0:
+        newest: list[Record] = []
+        while position > 0 and len(newest) < count:
             start = max(0, position - chunk)
             file.seek(start)
             tail = file.read(position - start) + tail
             position, chunk = start, 2 * chunk
             complete = tail[: tail.rfind(b"\n") + 1].split(b"\n")
             # The first piece may have begun further back.
-            for line in reversed(complete if position == 0 else complete[1:]):
-                if (record := _record(line)) is not None:
-                    return record
-    return None
+            records = map(parse_record, reversed(complete if position == 0 else complete[1:]))
+            newest = list(islice((record for record in records if record is not None), count))
+    return newest[::-1]

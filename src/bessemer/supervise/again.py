@@ -21,6 +21,11 @@ from bessemer.run.lock import HEARTBEAT_S, STALE_S, read_owner
 CODES = {"refused": 2, "failed": 1, "stopped": 1}
 
 
+def under_launcher() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RESTART_COUNT" in os.environ
+
+
 def restarted() -> bool:
     """Whether torchrun has started this process in the place of one that failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

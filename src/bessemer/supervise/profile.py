@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from bessemer.checkpoint.shelf import Shelf
@@ -17,6 +18,7 @@ from bessemer.observe.profile_report import Facts, as_json, as_text
 from bessemer.observe.trace import read_trace, step_time
 from bessemer.observe.view import RunView
 from bessemer.run.directory import RunWriter, write_whole
+from bessemer.run.journal import Record
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.session import FORMER_SPEC, Session, run_folder
 from bessemer.train.device import measure, memory_in_use, memory_limit, stored_ceilings
@@ -24,6 +26,13 @@ from bessemer.train.job import Job, Outcome
 from bessemer.train.loop import train_loop
 from bessemer.train.profile import WARMUP, Profiler
 from bessemer.train.saver import CheckpointSaver
+
+
+class ScratchRun(RunWriter):
+    """The scratch folder has none of the run's metrics, and needs none."""
+
+    def go_back(self, step: int, saved: Mapping[str, bytes]) -> list[Record]:
+        return []
 
 
 class Unsaved(CheckpointSaver):
@@ -52,7 +61,7 @@ class ProfileSession(Session):
         with tempfile.TemporaryDirectory(prefix="bessemer-profile-") as scratch:
             folder = Path(scratch) / self.spec.name
             self._lend(run_folder(self.spec), folder)
-            with RunWriter(folder) as run, self.view.following(run):
+            with ScratchRun(folder) as run, self.view.following(run):
                 outcome = self._train(run)
         if not (self.text or self.nsight):
             raise UserError(f"--profile: {outcome.reason}")

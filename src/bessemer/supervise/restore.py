@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bessemer.checkpoint.manifest import Damaged, Manifest, read_manifest
-from bessemer.checkpoint.remote import Remote, recover
+from bessemer.checkpoint.lineage import abandon_all
+from bessemer.checkpoint.manifest import NAME, Damaged, Manifest, read_manifest, verify_file
+from bessemer.checkpoint.remote import Remote
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.own_stream import ForwardStream
 from bessemer.data.steps import Segment, Steps
 from bessemer.errors import UserError
+from bessemer.plan.decision import Plan
+from bessemer.run.directory import Run, RunWriter
+from bessemer.run.journal import number
+from bessemer.run.snapshot import NAME as RUN_COPY
+from bessemer.run.snapshot import PLAN, SPEC, read_snapshot
+from bessemer.spec.load import load_spec, parse, validate
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job, Progress
 from bessemer.train.saver import package_versions
@@ -31,26 +39,112 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, list[Any]]:
     return {} if old == new else {key: [old, new]}
 
 
-def restore_newest(job: Job, shelf: Shelf, former: RunSpec | None, remote: Remote | None) -> str | None:
-    """Load the newest checkpoint that verifies; damaged ones are passed over with an event. Its name, or None."""
-    if swept := shelf.sweep():
-        job.event("swept", checkpoints=swept, reason=f"{len(swept)} saves that never finished were removed")
-    if remote:
-        recover(shelf, remote, job.event)
-    folders = list(shelf.newest_first())
-    for folder in folders:
+def saved_checkpoints(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Checkpoints that a run's events say are there, with their steps: saved or fetched, and not deleted since."""
+    names: dict[str, int] = {}
+    for event in events:
+        kind, name = event.get("kind"), event.get("checkpoint")
+        if kind == "restarted":
+            names = {}
+        elif kind in ("saved", "fetched", "restored") and isinstance(name, str):
+            names[name] = int(number(event.get("step")) or 0)
+        if kind != "uploaded":  # which tells of what was removed from the remote tier
+            for gone in (*_names(event.get("removed")), *_names(event.get("abandoned"))):
+                names.pop(gone, None)
+    return names
+
+
+def _names(value: Any) -> list[str]:
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+
+
+def earlier_start(run: Run) -> tuple[RunSpec | None, Plan | None]:
+    """Spec and plan of the newest checkpoint: its own copies, or for those of earlier versions the run's files. None
+    for a run with nothing saved, which is planned as a new one."""
+    for folder in Shelf(run.checkpoints).newest_first():
+        try:
+            saved = run_files(folder)
+        except Damaged:
+            continue
+        try:
+            if saved:
+                return _spec(saved, folder), Plan.from_json(saved[PLAN].decode())
+            spec, plan = run.folder / SPEC, run.folder / PLAN
+            return (
+                load_spec(spec) if spec.exists() else None,
+                Plan.from_json(plan.read_text()) if plan.exists() else None,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{run.folder / PLAN}: unreadable ({error}); put it back, or pass --restart to begin from step 0"
+            ) from None
+    return None, None
+
+
+def run_files(checkpoint: Path) -> dict[str, bytes]:
+    """The run's own files as a checkpoint keeps them, verified; empty for checkpoints of earlier versions."""
+    manifest = read_manifest(checkpoint)
+    if RUN_COPY not in manifest.files:
+        return {}
+    verify_file(checkpoint / RUN_COPY, manifest)
+    return read_snapshot(checkpoint)
+
+
+def _spec(saved: Mapping[str, bytes], checkpoint: Path) -> RunSpec | None:
+    return validate(parse(saved[SPEC].decode(), f"{checkpoint / RUN_COPY}:{SPEC}")) if SPEC in saved else None
+
+
+def sweep(run: Run, shelf: Shelf, event: Callable[..., None]) -> None:
+    """Remove what never became a checkpoint, and tell of one that has lost its manifest."""
+    if swept := shelf.sweep(saved_checkpoints(run.events())):
+        event("swept", checkpoints=swept, reason=f"{len(swept)} saves that never finished were removed")
+    for folder in shelf.without_manifest():
+        event("checkpoint_passed_over", checkpoint=folder.name, reason=f"{folder / NAME}: missing")
+
+
+def restore_newest(job: Job, shelf: Shelf, former: RunSpec | None) -> str | None:
+    """Load the newest checkpoint that verifies; damaged ones are passed over with an event. Its name, or None for a run
+    that has saved nothing yet. A run that has is never started over."""
+    faults = []
+    for folder in shelf.newest_first():
         try:
             load_checkpoint(job, shelf, folder, former)
         except Damaged as error:
             job.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
+            faults.append(str(error))
             continue
         return folder.name
-    if folders:
-        raise UserError(
-            f"{job.run.checkpoints}: none of {len(folders)} checkpoints verifies; to start over, delete the run"
-        )
+    refuse_start_over(job.run, shelf, faults)
     job.run.cut_after(0)
     return None
+
+
+def refuse_start_over(run: Run, shelf: Shelf, faults: Sequence[str] = ()) -> None:
+    """Raise UserError if there was a checkpoint to go on from. `faults` are what is wrong with those that are there."""
+    faults = [*faults, *(f"{folder / NAME}: missing" for folder in shelf.without_manifest())]
+    saved = saved_checkpoints(run.events())
+    if not faults and saved:
+        newest = max(saved, key=lambda name: saved[name])
+        faults = [f"{run.checkpoints / newest}: missing, and the events tell of it"]
+    if not faults and any(run.metrics()) and not any(run.events("started")):
+        faults = [f"{run.events_path}: does not tell of the start of the steps in {run.steps_path}"]
+    if faults:
+        raise UserError(
+            f"{faults[0]}. No checkpoint verifies. Refusing to start over; pass --restart to begin from step 0."
+        )
+
+
+def set_aside(run: RunWriter, remote: Remote | None) -> None:
+    """Before a run is begun again from step 0: its checkpoints go to `abandoned/`, its metrics are deleted."""
+    if remote and (there := remote.committed()):
+        raise UserError(
+            f"--restart: {remote.url} holds {len(there)} checkpoints of this run, and a later start would fetch them: "
+            "delete them, or give the run another name"
+        )
+    moved = abandon_all(run.checkpoints)
+    if moved or any(run.events("started")) or any(run.metrics()):
+        run.cut_after(0)
+        run.event("restarted", abandoned=moved, reason=f"--restart: {len(moved)} checkpoints are set aside")
 
 
 def start_from(job: Job, folder: Path) -> None:
@@ -72,9 +166,11 @@ def start_from(job: Job, folder: Path) -> None:
 
 
 def load_checkpoint(job: Job, shelf: Shelf, folder: Path, former: RunSpec | None, rewind: bool = True) -> Manifest:
-    """Verify it and put it into the job. Raises Damaged, or UserError where it belongs to other data. Without `rewind`
-    an iterable stays where it has been read to: some cannot be put back, and a rollback skips what has passed."""
-    state = job.targets()
+    """Verify it and put it into the job, and its records into the run. Raises Damaged, or UserError where it belongs to
+    other data. `former` is the spec of a checkpoint that has no copy of its own. Without `rewind` an iterable stays
+    where it has been read to: some cannot be put back, and a rollback skips what has passed."""
+    state, saved = job.targets(), run_files(folder)
+    former = _spec(saved, folder) or former
     if former and former.guard.window != job.spec.guard.window:  # another window starts empty
         state = {name: tensor for name, tensor in state.items() if not name.startswith("guard.")}
     had_ema = former is None or former.optimizer.ema is not None
@@ -88,7 +184,8 @@ def load_checkpoint(job: Job, shelf: Shelf, folder: Path, former: RunSpec | None
     if job.ema and not had_ema:
         job.ema.restart()
     accept_state(job, state, manifest, rewind)
-    job.run.cut_after(manifest.step)
+    for repair in job.run.go_back(manifest.step, saved):
+        job.view.event(repair)
     return manifest
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from bessemer.checkpoint.lineage import record_lineage
+from bessemer.checkpoint.remote import recover
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.own_stream import NOT_REPLAYABLE, ForwardStream
 from bessemer.data.steps import Segment
@@ -39,7 +40,7 @@ from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.supervise.again import open_again
+from bessemer.supervise.again import open_again, restarted, under_launcher
 from bessemer.supervise.against_plan import AgainstPlan
 from bessemer.supervise.build import Parts, make_job, open_remote, spec_fingerprint
 from bessemer.supervise.data import Data, open_data
@@ -47,7 +48,15 @@ from bessemer.supervise.exclude import leave_out, offer
 from bessemer.supervise.feed import build_stream, explain, held_out_rows, make_rows, sizes
 from bessemer.supervise.hung import Hung
 from bessemer.supervise.incident import Responder
-from bessemer.supervise.restore import differences, restore_newest, start_from
+from bessemer.supervise.restore import (
+    differences,
+    earlier_start,
+    refuse_start_over,
+    restore_newest,
+    set_aside,
+    start_from,
+    sweep,
+)
 from bessemer.supervise.stages import decide_stages
 from bessemer.supervise.start import Source, choose_attention, completed, decide_shape, load_source, open_source
 from bessemer.train.copies import Copies, room_for_copies
@@ -92,8 +101,10 @@ class Session:
         view: RunView | None = None,
         datasets: Mapping[str, Any] | None = None,
         faults: Injection | None = None,
+        restart: bool = False,
     ) -> None:
         self.spec, self.datasets, self.faults = completed(spec), dict(datasets or {}), faults
+        self.restart = restart and not restarted()  # a launcher's own restart continues
         self.view = view or RunView()
         self.interrupt = Interrupt()
         self.world = World()
@@ -107,34 +118,41 @@ class Session:
             if self.world.main:
                 check_processes(self.spec, self.source.shape if self.source else None, self.world.size)
             run = open_again(run_folder(self.spec)) if self.world.main else RunReader(run_folder(self.spec))
-        with run, self.view.following(run):
+        with run:
             try:
-                outcome = self._train(run)
-            except UserError as error:
-                run.event("refused", reason=str(error).splitlines()[0])  # the run stands as it stood
-                if self.world.says_it_too(str(error)):
-                    leave_to_rank_0(2)
-                raise error if self.world.main else RankError(f"rank {self.world.rank}: {error}") from None
-            except KeyboardInterrupt:
-                run.event("interrupted", reason="Ctrl-C, at once; the last checkpoint stands")
+                with self.view.following(run):
+                    return self._train_and_tell(run)
+            except UserError:
+                # A run that never began leaves nothing behind. A launcher that would start it again reads the refusal.
+                if run.created and not under_launcher() and not any(run.metrics()):
+                    run.remove()
                 raise
-            except Exception as error:
-                self.view.log(traceback.format_exc())
-                run.event(
-                    "failed", reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                )
-                raise
-            run.event(outcome.kind, step=outcome.step, reason=outcome.reason)
-            self.view.outcome(outcome.kind, outcome.reason, outcome.step, run)
-            return outcome
+
+    def _train_and_tell(self, run: RunWriter) -> Outcome:
+        try:
+            outcome = self._train(run)
+        except UserError as error:
+            run.event("refused", reason=str(error).splitlines()[0])  # the run stands as it stood
+            if self.world.says_it_too(str(error)):
+                leave_to_rank_0(2)
+            raise error if self.world.main else RankError(f"rank {self.world.rank}: {error}") from None
+        except KeyboardInterrupt:
+            run.event("interrupted", reason="Ctrl-C, at once; the last checkpoint stands")
+            raise
+        except Exception as error:
+            self.view.log(traceback.format_exc())
+            run.event("failed", reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            raise
+        run.event(outcome.kind, step=outcome.step, reason=outcome.reason)
+        self.view.outcome(outcome.kind, outcome.reason, outcome.step, run)
+        return outcome
 
     def _train(self, run: RunWriter) -> Outcome:
-        former = self._former_spec(run)
-        # A run with nothing saved starts over, and is planned anew.
-        committed = bool(Shelf(run.checkpoints).committed()) and (run.folder / "plan.json").exists()
-        resuming = self.world.agree(committed)
-        previous = Plan.from_json((run.folder / "plan.json").read_text()) if resuming else None
         world, device = self.world, self.world.device
+        with world.first_alone():  # which sets aside, and fetches what lies afar
+            if world.main:
+                self._take_stock(run)
+            former, previous = earlier_start(run)
         use_threads(self.spec.parallel)
         machine = world.agree(measure(device) if world.main else None)
         assert machine is not None
@@ -188,9 +206,8 @@ class Session:
             job.alike = Alike(job.model, world, guard.detect.weights if guard.enabled else None)
         note_groups(job.model, job.spec, plan)
         self.view.activity("loading weights")
-        with world.first_alone():  # which sweeps, and fetches what lies afar
-            remote = open_remote(self.spec, run.folder) if world.main else None
-            restored = restore_newest(job, Shelf(run.checkpoints, world), former, remote)
+        with world.first_alone():
+            restored = restore_newest(job, Shelf(run.checkpoints, world), former)
         if restored is None and self.spec.start_from:
             start_from(job, Path(self.spec.start_from))
         elif restored is None and self.source is not None:
@@ -256,9 +273,20 @@ class Session:
             reason = f"{room}: rollbacks will read checkpoints"
             job.event("no_copies", reason=reason)
 
-    def _former_spec(self, run: RunWriter) -> RunSpec | None:
-        path = run.folder / FORMER_SPEC
-        return load_spec(path) if path.exists() else None
+    def _take_stock(self, run: RunWriter) -> None:
+        """Bring the run's checkpoints into the state that this start goes by."""
+
+        def event(kind: str, **details: Any) -> None:
+            self.view.event(run.event(kind, **details))
+
+        remote, shelf = open_remote(self.spec, run.folder), Shelf(run.checkpoints)
+        if self.restart:
+            set_aside(run, remote)
+        sweep(run, shelf, event)
+        if remote:
+            recover(shelf, remote, event)
+        if not any(shelf.newest_first()):
+            refuse_start_over(run, shelf)
 
     def _measure_precision(self, machine: Machine, shape: ModelShape, context: int, device: torch.device) -> Machine:
         """On a CPU a fast bf16 product does not yet make a fast step: train two layers both ways before choosing."""
@@ -338,13 +366,15 @@ class Session:
                 signal.signal(number, handler)
 
 
-def train(spec: RunSpec, view: RunView | None = None, datasets: Mapping[str, Any] | None = None) -> Outcome:
-    """Start a run, or continue it where it stopped.
+def train(
+    spec: RunSpec, view: RunView | None = None, datasets: Mapping[str, Any] | None = None, restart: bool = False
+) -> Outcome:
+    """Start a run, or continue it where it stopped; with `restart`, begin it again from step 0.
 
     `datasets` are your own, by the names of sources whose path is `python`: map-style ones (`len`, `[i]`) are as
     replayable as files, iterables only go forward. An item is a text, token ids, or a mapping with tokens and a mask.
     """
-    return Session(spec, view, datasets).train()
+    return Session(spec, view, datasets, restart=restart).train()
 
 
 def existing_run(folder: str | Path) -> tuple[Run, RunSpec]:

@@ -222,6 +222,8 @@ class Job:
     adjustments: list[Adjustment] = field(default_factory=list)
     recovering: list[Recovering] = field(default_factory=list)
     last_trouble: int = -1  # step of the last incident
+    unwritten: str = ""  # why records wait in memory, as last told
+    disk_refuses: bool = False  # records wait, and a save has failed: the loop leaves
     careful_until: int = 0  # saves are more frequent before this step
     clocks: dict[str, Clock] = field(default_factory=dict)
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=1024))  # records of the last steps

@@ -27,7 +27,8 @@ from bessemer.train.room import release
 from bessemer.train.scaling import OVERFLOW
 from bessemer.train.step import Attempt, attempt_step, judge_and_update
 
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # that end a run; of several the first one here is its reason
+FULL_DISK = "full disk"  # in the place of a signal's name
+SIGNALS = (FULL_DISK, "SIGTERM", "SIGUSR1", "SIGINT")  # that end a run; of several the first one here is its reason
 CAREFUL = 4  # times as many saves after an incident
 
 
@@ -94,6 +95,7 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
             record["bubble"] = round(sum(idle) / len(idle) / attempt.step_s, 4)
         job.run.rank_numbers(rank_record(attempt.step, attempt.ranks))
     job.run.step(record)
+    tell_unwritten(job)
     job.view.step(record)
     job.history.append(record)
     job.recovering = [watched for watched in job.recovering if not watched.step(record)]
@@ -120,6 +122,15 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
             urgent.severity if urgent else "veto", record, statistics, attempt.batches, urgent,
         )  # fmt: skip
     return None
+
+
+def tell_unwritten(job: Job) -> None:
+    """An event when the disk begins to refuse records. They wait in memory; if the next save fails too, the run ends
+    (see `agree`)."""
+    fault = job.run.unwritten
+    if fault and not job.unwritten:
+        job.event("write_failed", reason=f"{fault}; records wait in memory until there is room")
+    job.unwritten = fault
 
 
 def _own_documents(job: Job, attempt: Attempt) -> Found:
@@ -248,6 +259,8 @@ def agree(job: Job, attempt: Attempt, due: Due) -> Due:
     them. One message of the hosts, while the devices compute."""
     world, clocks = job.world, (time.time(), time.monotonic())
     attempt.memory_bytes, attempt.clocks = memory_in_use(job.device), clocks
+    if job.disk_refuses and job.interrupt.signal is None:
+        job.interrupt.signal = FULL_DISK
     signal = job.interrupt.signal
     if world.size == 1:
         return replace(due, signal=signal)
@@ -394,10 +407,13 @@ def leave(
 ) -> Outcome:
     """How the run ends after its last save."""
     if not (saved and job.saver.wait(job, uploads=True)):
-        fault = "the last state could not be saved; make room and start again from the checkpoint before"
+        cause = f" ({job.run.unwritten})" if job.run.unwritten else ""
+        fault = f"the last state could not be saved{cause}; make room and start again from the checkpoint before"
         return Outcome("failed", fault, done, validation)
     if done == job.plan.total_steps:
         return Outcome("finished", "the budget is spent", done, validation)
     if reason:
         return Outcome("finished", reason, done, validation)
+    if signal == FULL_DISK:
+        return Outcome("failed", "the disk was full; the state is saved now: start again", done, validation)
     return Outcome("interrupted", signal or "", done, validation)

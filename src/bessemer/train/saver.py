@@ -25,6 +25,7 @@ from bessemer.checkpoint.remote import Remote
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.own_stream import ForwardStream
 from bessemer.plan.save_interval import interruptions, mean_time_to_interruption, save_interval
+from bessemer.run.snapshot import NAME as RUN_COPY
 from bessemer.train.copies import CONFIRMED_STEPS, processes_here
 from bessemer.train.job import Job
 
@@ -132,14 +133,18 @@ class CheckpointSaver:
 
     def _work(self, job: Job, save: Save, state: State, manifest: Manifest) -> Callable[[], None]:
         """What is to be done with a state that no longer changes. Reads nothing of the job that the loop changes."""
-        rules, confirming, sync = job.spec.checkpoint, job.spec.guard.enabled, job.run.sync
+        rules, confirming, run = job.spec.checkpoint, job.spec.guard.enabled, job.run
+        snapshot = run.snapshot()
         main, alone = job.world.main, job.world.size == 1
         uploads = [self._uploading[0]] if self._uploading else []
         busy = {path.name for path in [*uploads, self._next_upload] if path}
 
+        def run_copy() -> dict[str, bytes]:
+            run.sync()  # the metrics that the checkpoint counts on
+            return {RUN_COPY: snapshot.pack()}
+
         def work() -> None:
-            sync()  # the metrics that the checkpoint counts on
-            written = self.shelf.write(save.folder, state, manifest)
+            written = self.shelf.write(save.folder, state, manifest, run_copy)
             save.seconds = time.perf_counter() - save.began_s
             save.details = {"bytes": written.bytes}
             if not main:
@@ -182,6 +187,7 @@ class CheckpointSaver:
             except OSError as error:
                 saved = False
                 job.event("save_failed", step=save.step, reason=str(error))
+                job.disk_refuses = bool(job.run.unwritten)  # neither records nor states can be written
             finally:
                 self._saving = None
         while uploads and self._uploading:
