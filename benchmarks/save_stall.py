@@ -105,7 +105,8 @@ def fake_job(state: dict[str, torch.Tensor], device: torch.device, asynchronous:
     return SimpleNamespace(
         world=World(), spec=SimpleNamespace(checkpoint=rules, guard=SimpleNamespace(enabled=False)),
         stream=SimpleNamespace(fingerprint="", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[])),
-        run=SimpleNamespace(sync=lambda: None), progress=Progress(), device=device, state=lambda: state,
+        run=SimpleNamespace(sync=lambda: None, unwritten="", snapshot=lambda: SimpleNamespace(pack=lambda: b"")),
+        progress=Progress(), device=device, state=lambda: state,
         guard_state=dict, events=events, event=lambda kind, **more: events.append({"kind": kind, **more}),
     )  # fmt: skip
 

@@ -72,7 +72,9 @@ def train_for_ever(folder: Path, told: Told, asynchronous: bool) -> None:
         world=World(),
         spec=SimpleNamespace(checkpoint=CheckpointSpec(asynchronous=asynchronous), guard=SimpleNamespace(enabled=True)),
         stream=SimpleNamespace(fingerprint="f", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[])),
-        run=SimpleNamespace(sync=lambda: None),
+        run=SimpleNamespace(
+            sync=lambda: None, unwritten="", snapshot=lambda: SimpleNamespace(pack=lambda: b"records" * 100)
+        ),
         progress=Progress(),
         device=torch.device("cpu"),
         state=begin,

@@ -1,5 +1,6 @@
 """The command line as a user meets it: help with examples, exit codes, messages on standard error and no traceback."""
 
+import errno
 import json
 import math
 import os
@@ -245,12 +246,41 @@ def test_a_fault_of_ours_is_not_hidden(call: Call, monkeypatch: pytest.MonkeyPat
         call("runs")
 
 
-def in_a_process(*arguments: str | bytes, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def in_a_process(
+    *arguments: str | bytes, cwd: Path, shell: str = "", **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    """`shell` is what a shell puts behind the command, such as a redirection."""
     command = [sys.executable, "-m", "bessemer", *arguments]
+    if shell:
+        command = ["bash", "-c", f'"$@" {shell}', "-", *command]
     source = str(Path(bessemer.__file__).parents[1])  # this very package, wherever the process starts
     return subprocess.run(
         command, cwd=cwd, capture_output=True, env={**os.environ, "PYTHONPATH": source, **environment}
     )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("verb", [("runs", "."), ("spec", "schema"), ("--help",)])  # rich, print, typer
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path, verb: tuple[str, ...], unbuffered: str) -> None:
+    RunWriter(tmp_path / "good").close()
+    done = in_a_process(*verb, cwd=tmp_path, shell=">/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (1, b"the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("shell", [">&-", ">&- 2>&-", "<&-", "| true"])
+def test_an_output_that_is_closed_is_no_fault(tmp_path: Path, shell: str) -> None:
+    done = in_a_process("spec", "schema", cwd=tmp_path, shell=f"{shell}; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_full_disk_is_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/plan.json")
+
+    Path("runs").mkdir()
+    monkeypatch.setattr("bessemer.run.directory.list_runs", full)
+    said = call("runs")
+    assert said.code == 1 and said.err.startswith("runs/a/plan.json: No space left on device; make room")
 
 
 def test_a_real_process_with_a_file_name_that_is_no_text(tmp_path: Path) -> None:

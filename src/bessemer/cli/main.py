@@ -124,7 +124,7 @@ def _call() -> int:
     except BrokenPipeError:
         return 0
     except OSError as error:
-        if fault := output_fault():
+        if error.filename is None and (fault := output_fault("\n")):  # a file that cannot be opened has a name
             return _refused(f"the output cannot be written: {fault.strerror}")
         if error.errno in PATH_ERRORS and error.filename is not None:
             _refused(f"{error.filename}: {error.strerror}; correct the path or its permissions")

@@ -35,9 +35,11 @@ def silence(stream: TextIO) -> None:
         stream.flush()
 
 
-def output_fault() -> OSError | None:
-    """Why what was printed cannot be written; None if it was. The stream is silenced then."""
+def output_fault(probe: str = "") -> OSError | None:
+    """Why what was printed cannot be written; None if it was. The stream is silenced then. An unbuffered one has told
+    already: a `probe` is written to hear it again."""
     try:
+        sys.stdout.write(probe)
         sys.stdout.flush()
     except OSError as error:
         silence(sys.stdout)
