@@ -21,7 +21,7 @@ from bessemer.run.directory import RunWriter
 from .conftest import Call
 
 GOOD = "model: 10M\ndata:\n  sources:\n    web: data/\n"
-DATA_VERBS = ("prepare", "report", "check", "classifier", "perplexity", "audit", "extend")
+DATA_VERBS = ("prepare", "verify", "report", "check", "classifier", "perplexity", "audit", "extend")
 CHECKPOINT_VERBS = (
     "list", "verify", "diff", "prune", "restore", "tag", "lineage", "import", "average", "pack", "unpack",
 )  # fmt: skip
