@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from bessemer.cli import main
@@ -106,6 +108,32 @@ def test_an_enormous_document(tmp_path: Path, size: int, count: int) -> None:
     if count:
         assert found.problems[0].examples == [f"{tmp_path}/a.jsonl:2: {size:,} characters"]
         assert "`- length: {max_chars: 1000000}`" in found.problems[0].fix
+
+
+def test_files_without_a_document_are_named(tmp_path: Path) -> None:
+    good = texts(tmp_path, "some good text", name="good.jsonl")
+    for name in ("empty.jsonl", "empty.txt"):
+        (tmp_path / name).touch()
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    checked = check(good, *(tmp_path / name for name in ("empty.jsonl", "empty.parquet")))
+    assert kinds(checked) == {"file without a document": 2}
+    assert checked.problems[0].examples == [str(tmp_path / "empty.jsonl"), str(tmp_path / "empty.parquet")]
+    assert kinds(check(tmp_path / "empty.txt")) == {"file without a document": 1, "empty document": 1}
+
+
+def test_a_column_of_numbers_is_named_as_one(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), tmp_path / "a.parquet")
+    [problem] = check(tmp_path / "a.parquet").problems
+    assert problem.what == "column 'text' holds int64, not text"
+    assert problem.fix == "it has 'body': set text_field to the one that holds the text"
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    assert check(tmp_path / "a.parquet").problems[0].fix.startswith("there is no other")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_wide_text_without_a_mark_is_named(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("Heat the steel and let it cool.".encode(encoding))
+    assert kinds(check(tmp_path / "a.txt")) == {f"text in {encoding[:6].upper()} without a byte-order mark": 1}
 
 
 def test_lost_characters_are_shown_in_their_place(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def check(
         print(json.dumps(found.to_json(), indent=1, ensure_ascii=False))
     else:
         print(f"{found.documents:,} documents, {found.characters:,} characters in {found.files:,} files")
+        for line in found.notes:
+            print(f"     note  {line}")
         for problem in found.problems:
             print(f"{problem.count:>9,}  {problem.what}\n           fix: {problem.fix}")
             for example in problem.examples:

@@ -18,6 +18,7 @@ from bessemer.data.curate.files import text_hash
 from bessemer.data.document import BadRow, Document
 from bessemer.data.read import FileEntry, Part, divide, list_files, read_part
 from bessemer.data.read.unpack import UNREADABLE, open_unpacked
+from bessemer.data.read.whole import wide_encoding
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -53,11 +54,12 @@ class Checked:
     files: int = 0
     documents: int = 0
     characters: int = 0
+    notes: list[str] = field(default_factory=list)  # what is read and what is not; no trouble
     problems: list[Problem] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        about = {"files": self.files, "documents": self.documents, "characters": self.characters}
-        return about | {"problems": [problem.to_json() for problem in self.problems]}
+        about: dict[str, Any] = {"files": self.files, "documents": self.documents, "characters": self.characters}
+        return about | {"notes": self.notes, "problems": [problem.to_json() for problem in self.problems]}
 
 
 class _Notes:
@@ -85,14 +87,16 @@ def check_files(
 
     With a tokenizer and a context, conversations are also rendered, to find those of which no token is learnt.
     """
-    files = list_files(source)
-    notes, checked = _Notes(), Checked(files=len(files))
+    said: list[str] = []
+    files = list_files(source, said.append)
+    notes, checked = _Notes(), Checked(files=len(files), notes=said)
+    silent = dict.fromkeys(file.name for file in files)
     _compare_schemas(files, source, notes)
     copies = _Copies()
     for part in divide("", files, source):
         if progress:
             progress(f"reading {part.name}")
-        for document in _read(part, source, notes):
+        for document in _read(part, source, notes, silent):
             checked.documents += 1
             checked.characters += len(document.text)
             copies.add(document)
@@ -100,14 +104,18 @@ def check_files(
             if document.messages is not None:
                 _check_conversation(document, tokenizer, context, template, notes)
     copies.report(notes)
+    for name in silent:
+        notes.add("file without a document", "fill it, leave it out, or set text_field or format", name)
     checked.problems = sorted(notes.found.values(), key=lambda problem: -problem.count)
     return checked
 
 
-def _read(part: Part, source: SourceSpec, notes: _Notes) -> Iterator[Document]:
+def _read(part: Part, source: SourceSpec, notes: _Notes, silent: dict[str, None]) -> Iterator[Document]:
+    """The documents of a part. Files of which anything is read or told are taken out of `silent`."""
     tally: Counter[str] = Counter()
     try:
         for row in read_part(part, source, None, tally):
+            silent.pop(row.file, None)
             if isinstance(row, BadRow):
                 reason = _NUMBERS.sub("N", row.reason)  # the same trouble at other columns is one kind
                 notes.add(f"unreadable row: {reason.partition('; ')[0]}", row.reason.partition("; ")[2] or
@@ -115,7 +123,13 @@ def _read(part: Part, source: SourceSpec, notes: _Notes) -> Iterator[Document]:
             else:
                 yield row
     except UserError as error:
-        notes.add("unreadable file", "restore it or leave it out", part.name, str(error))
+        for piece in part.pieces:
+            silent.pop(piece.file.name, None)
+        if isinstance(error.__cause__, UNREADABLE):
+            notes.add("unreadable file", "restore it or leave it out", part.name, str(error))
+        else:  # readable, but not as this source is set up
+            what, _, fix = str(error).partition("; ")
+            notes.add(what.rpartition(": ")[2], fix or "correct the file or leave it out", part.name)
     if tally["empty"]:
         fix = "they are passed over; delete them, or set text_field if the text stands elsewhere"
         notes.add("empty document", fix, part.name, count=tally["empty"])
@@ -133,7 +147,10 @@ def _check_text(document: Document, notes: _Notes) -> None:
         notes.add(
             "mojibake (text read in a wrong encoding)", "repair it with the step `unicode`", place, _around(text, at)
         )
-    if match := _CONTROL.search(text):
+    if "\0" in text and (encoding := wide_encoding(text[:_EXCERPT_CHARS].encode())):
+        fix = f"convert it to UTF-8, such as with iconv -f {encoding} -t UTF-8"
+        notes.add(f"text in {encoding} without a byte-order mark", fix, place)
+    elif match := _CONTROL.search(text):
         notes.add(
             "control characters", "remove them with the step `unicode`", place, repr(_around(text, match.start()))
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bessemer.data.curate.files import byte_length, load_arrays, naming, save_arrays, text_hash
+from bessemer.data.curate.files import byte_length, load_arrays, naming, save_arrays, text_hash, writing
 from bessemer.data.document import BadRow, Document
 from bessemer.data.read import FileEntry, Part, Piece, divide, read_part
 from bessemer.data.read.divide import cut, line_starts
 from bessemer.data.read.unpack import compression_of, open_bytes
-from bessemer.data.store_format import sync
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -231,7 +229,7 @@ def _join(folder: Path, name: str, tasks: Sequence[_Task], counts: Sequence[dict
     columns: dict[str, list[Ints]] = {column: [] for column in _COLUMNS}
     documents, total = 0, 0
     content = xxhash.xxh3_128()
-    with open(folder / "ends.bin", "wb") as ends, open(folder / "ordinals.bin", "wb") as ordinals:
+    with writing(folder / "ends.bin") as ends, writing(folder / "ordinals.bin") as ordinals:
         for task, count in zip(tasks, counts, strict=True):
             arrays = load_arrays(task.out)
             arrays["document"] = arrays["document"] + documents
@@ -243,8 +241,6 @@ def _join(folder: Path, name: str, tasks: Sequence[_Task], counts: Sequence[dict
             documents += arrays["lengths"].size
             total = int(taken[-1]) if taken.size else total
             content.update(count["content"])
-    for file in ("ends.bin", "ordinals.bin"):
-        sync(folder / file)
     save_arrays(folder / "stretches.npz", {column: np.concatenate(found) for column, found in columns.items()})
     about = {
         "source": name,
@@ -254,10 +250,8 @@ def _join(folder: Path, name: str, tasks: Sequence[_Task], counts: Sequence[dict
         # Of the texts, and not of the files' times: a copy of the corpus is the same corpus.
         "fingerprint": content.hexdigest(),
     }
-    temporary = folder / "index.json.tmp"
-    temporary.write_text(json.dumps(about))
-    sync(temporary)
-    os.replace(temporary, folder / "index.json")
+    with writing(folder / "index.json") as file:
+        file.write(json.dumps(about).encode())
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], items: int) -> npt.NDArray[Any]:

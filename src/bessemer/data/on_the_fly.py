@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ import xxhash
 
 from bessemer.data.cache import locked
 from bessemer.data.curate.engine import Engine, Here, each
-from bessemer.data.curate.files import byte_length, space_for
+from bessemer.data.curate.files import byte_length, replacing, space_for
 from bessemer.data.curate.progress import Meter, Say
 from bessemer.data.lazy_index import Index, Side, build_index
 from bessemer.data.prepare import list_sources, load_tokenizer
@@ -81,9 +80,9 @@ def _tokenizer(
         meter.say(f"training a tokenizer of {vocab:,} tokens on at most {spec.sample / 1e6:.0f} MB of text")
         made = Tokenizer.train(_sample(train, spec.sample), vocab, eos, kind=spec.kind, special=spec.special)
         folder.mkdir(exist_ok=True)
-        made.save(path.with_suffix(".tmp"))
-        sync(path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        with replacing(path) as temporary:
+            made.save(temporary)
+            sync(temporary)
     return Tokenizer.load(path, eos, spec.special)
 
 

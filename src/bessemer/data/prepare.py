@@ -17,6 +17,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def prepare(
     nothing that a later call takes for good; processes that prepare the same data at once wait for the first.
     """
     cache = Path(cache).absolute()
-    files = list_sources(data)
+    files = list_sources(data, progress)
     loaded = load_tokenizer(data, tokenizer)
     folder = cache / _fingerprint(data, files, tokenizer, loaded, vocab, seed)
     if not folder.exists():
@@ -190,12 +191,17 @@ def load_tokenizer(data: DataSpec, tokenizer: TokenizerSpec) -> Tokenizer | None
     return Tokenizer.load(tokenizer.path, tokenizer.eos, special, tokenizer.pattern)
 
 
-def list_sources(data: DataSpec) -> dict[str, list[FileEntry]]:
+def list_sources(data: DataSpec, say: Say | None = None) -> dict[str, list[FileEntry]]:
+    """The files of each source. `say` is told which splits of a dataset are read."""
     files = {}
     for name, source in data.sources.items():
         with _naming(name):
-            files[name] = list_files(source)
+            files[name] = list_files(source, say and partial(_say_of, name, say))
     return files
+
+
+def _say_of(source: str, say: Say, line: str) -> None:
+    say(f"source {source!r}: {line}")
 
 
 @contextlib.contextmanager

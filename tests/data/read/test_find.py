@@ -212,6 +212,51 @@ def test_of_several_splits_train_is_read_unless_others_are_asked_for(tmp_path: P
     assert len(list_files(source_of(tmp_path, format="hf"))) == 2
 
 
+def test_splits_that_are_left_out_or_mixed_are_named(tmp_path: Path) -> None:
+    for split in ("test", "train"):
+        saved(tmp_path / "hf" / split, "data-00000-of-00001.arrow")
+        write(tmp_path / "files" / "data" / f"{split}-00000.jsonl", lines({"text": "a"}))
+    write(tmp_path / "hf" / "dataset_dict.json", '{"splits": ["train", "test"]}')
+
+    def said(folder: str, **fields: Any) -> list[str]:
+        found: list[str] = []
+        list_files(source_of(tmp_path / folder, **fields), found.append)
+        return found
+
+    [line] = said("hf")
+    assert "only its split train is read, not test; `include: ['test/*']` reads another" in line
+    [line] = said("files")
+    assert "files of several splits are read (test, train)" in line
+    assert said("hf", include=["test/*"]) == said("files", exclude=["test*"]) == []
+    write(tmp_path / "hf" / "dataset_dict.json", '{"splits": ["a", "b"]}')
+    assert "without a split train: all its splits are read (a, b)" in said("hf")[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (os.mkfifo, "a named pipe, which cannot be read twice"),
+        (lambda path: path.symlink_to("/dev/zero"), r"a link to a device \(/dev/zero\)"),
+        (lambda path: path.symlink_to(path.name), "a symbolic link that leads back to itself"),
+        (lambda path: path.symlink_to("gone"), "a symbolic link to gone, which cannot be reached"),
+    ],
+)
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path: Path, make: Any, words: str) -> None:
+    make(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match=rf"a\.jsonl: {words}"):
+        list_files(source_of(tmp_path / "a.jsonl"))
+    write(tmp_path / "b.jsonl")
+    assert names(source_of(tmp_path), tmp_path) == ["b.jsonl"]  # a walk of a folder passes them over
+
+
+def test_a_link_to_a_folder_above_gives_no_file_twice(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.jsonl")
+    (tmp_path / "in" / "again").symlink_to(tmp_path / "in")
+    (tmp_path / "other").symlink_to(tmp_path / "in")
+    assert names(source_of(tmp_path / "in" / "**" / "*.jsonl"), tmp_path) == ["in/a.jsonl"]
+    assert names(source_of(tmp_path / "other" / "**" / "*.jsonl"), tmp_path) == ["other/a.jsonl"]
+
+
 def test_a_dataset_with_an_index_over_its_rows_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, "data.arrow", _indices_files=[{"filename": "indices.arrow"}])
     with pytest.raises(UserError, match="flatten_indices"):

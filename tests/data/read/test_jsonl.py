@@ -126,7 +126,10 @@ def test_a_field_that_no_row_has_is_told_row_by_row(tmp_path: Path) -> None:
     ("content", "fix"),
     [
         (b'[\n{"text": "one"}\n]', "one object per line, not an array"),
-        ('\ufeff{"text": "one"}\n'.encode("utf-16-le"), "in UTF-16; convert it to UTF-8"),
+        ('\ufeff{"text": "one"}\n'.encode("utf-16-le"), "the file is in UTF-16, not in UTF-8; convert it"),
+        ('{"text": "one"}\n'.encode("utf-16-be"), "the file is in UTF-16, not in UTF-8; convert it"),
+        ('\ufeff{"text": "one"}\n'.encode("utf-32-le"), "the file is in UTF-32, not in UTF-8; convert it"),
+        ('{"text": "one"}\n'.encode("utf-32-be"), "the file is in UTF-32, not in UTF-8; convert it"),
     ],
 )
 def test_what_is_no_jsonl_at_all_is_told(tmp_path: Path, content: bytes, fix: str) -> None:

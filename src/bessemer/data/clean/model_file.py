@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def _mapped(path: Path, entry: Mapping[str, Any], data_at: int) -> npt.NDArray[A
 
 def file_identity(path: str | Path) -> str:
     """A hash of a file's content, for the keys of results that depend on it; 2 GB/s and more from memory."""
+    if not os.path.isfile(path) and os.path.exists(path):  # opening a pipe waits for ever
+        raise UserError(f"{path}: no regular file; correct the path")
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

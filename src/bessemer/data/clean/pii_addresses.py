@@ -130,6 +130,7 @@ _NETS = [ipaddress.IPv4Network(net) for net in _PRIVATE_NETS.split()]
 _PRIVATE_V4 = [(int(net.network_address), int(net.broadcast_address)) for net in _NETS]
 _GLOBAL_V6 = (0x2000 << 112, (0x4000 << 112) - 1)  # 2000::/3 is all that is handed out
 _DOCUMENTATION_V6 = (0x20010DB8 << 96, (0x20010DB9 << 96) - 1)
+_V4_INSIDE = (0xFFFF, 0x64FF9B << 64)  # ::ffff:a.b.c.d, and 64:ff9b::a.b.c.d of NAT64; 6to4 and Teredo are global
 _V6_MIDDLE = re.compile(r":[0-9A-Fa-f]{0,4}:")
 _V6_SIGNS = frozenset("0123456789abcdefABCDEF:.")
 _LONGEST_V6 = 45
@@ -204,9 +205,17 @@ def _is_ipv6(text: str, start: int, end: int, private: bool) -> str | None:
         address = ipaddress.IPv6Address(written)
     except ValueError:
         return None
-    if sum(map(bool, written.split(":"))) < 2 and text[end : end + 1] != "/" and written != "::1":
+    if (
+        sum(map(bool, written.split(":"))) < 2
+        and text[end : end + 1] != "/"
+        and written != "::1"
+        and "." not in written
+    ):
         return None  # a year and colons
     number = int(address)
+    if number >> 32 in _V4_INSIDE or (number >> 32 == 0 and "." in written):
+        public = not any(low <= number & 0xFFFFFFFF <= high for low, high in _PRIVATE_V4)
+        return str(address) if private or public else None
     documentation = _DOCUMENTATION_V6[0] <= number <= _DOCUMENTATION_V6[1]
     public = _GLOBAL_V6[0] <= number <= _GLOBAL_V6[1] and not documentation
     return str(address) if private or public else None

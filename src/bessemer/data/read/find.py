@@ -3,14 +3,16 @@ always taken; what a walk of a folder finds has to match `include`, or else the 
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 from collections.abc import Iterator
+from stat import S_ISBLK, S_ISCHR, S_ISDIR, S_ISFIFO, S_ISREG, S_ISSOCK
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from bessemer.data.read.entry import FileEntry
-from bessemer.data.read.folder import Folder, choose
+from bessemer.data.read.folder import Folder, Say, choose
 from bessemer.data.read.names import format_of_file
 from bessemer.data.read.remote import Found, Place, is_url, is_web, protocol_of
 from bessemer.data.read.secrets import check_storage, redacted, shown
@@ -22,34 +24,34 @@ if TYPE_CHECKING:
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}  # and hidden ones, such as .git
 
 
-def list_files(source: SourceSpec) -> list[FileEntry]:
+def list_files(source: SourceSpec, say: Say = None) -> list[FileEntry]:
     """Every file that the source names. A folder is walked without following links to folders. Of a saved Hugging
     Face dataset and of MDS, the files are those that their own index names; of a DatasetDict with a split `train`,
-    those of that split unless `include` asks for others."""
+    those of that split unless `include` asks for others. `say` is told which splits are read and which are not."""
     check_storage(source.storage)
     entries: dict[str, FileEntry] = {}
     for pattern in source.path:
         if is_url(pattern) and protocol_of(pattern) not in ("file", "local"):
             try:
-                listed = list(_list_remote(pattern, source))
+                listed = list(_list_remote(pattern, source, say))
             except OSError as error:
                 raise UserError(f"{shown(pattern)}: cannot be listed ({redacted(error)})") from error
         else:
-            listed = list(_list_local(pattern.partition("://")[2] or pattern, source))
+            listed = list(_list_local(pattern.partition("://")[2] or pattern, source, say))
         for found, kind in listed:
             entries[found.path] = FileEntry(found.path, found.size_bytes, kind, found.mtime_ns, found.version)
     return [entries[path] for path in sorted(entries)]
 
 
-def _list_local(pattern: str, source: SourceSpec) -> Iterator[tuple[Found, Format]]:
+def _list_local(pattern: str, source: SourceSpec, say: Say) -> Iterator[tuple[Found, Format]]:
     for path in _expand(pattern):
         if os.path.isdir(path):
-            yield from choose(_local_folder(path), source)
+            yield from choose(_local_folder(path), source, say)
         else:
             yield _stat(path), _format(path, source)
 
 
-def _list_remote(pattern: str, source: SourceSpec) -> Iterator[tuple[Found, Format]]:
+def _list_remote(pattern: str, source: SourceSpec, say: Say) -> Iterator[tuple[Found, Format]]:
     place = Place.of(pattern, source.storage)
     web = is_web(pattern)
     # A web address has `?` before its query.
@@ -68,7 +70,7 @@ def _list_remote(pattern: str, source: SourceSpec) -> Iterator[tuple[Found, Form
             continue
         files = {name: inner for name, inner in place.walk(path).items() if not _skipped(name)}
         root = shown(place.prefix + path).rstrip("/")
-        yield from choose(Folder(root, files, place.read_small, place.read_heads), source)
+        yield from choose(Folder(root, files, place.read_small, place.read_heads), source, say)
 
 
 def _format(path: str, source: SourceSpec) -> Format:
@@ -77,6 +79,8 @@ def _format(path: str, source: SourceSpec) -> Format:
 
 def _stat(path: str) -> Found:
     stat = os.stat(path)
+    if not S_ISREG(stat.st_mode):
+        raise UserError(f"{path}: {file_kind(path)}, which cannot be read twice; write its content to a file first")
     return Found(path, stat.st_size, stat.st_mtime_ns)
 
 
@@ -85,9 +89,12 @@ def _expand(pattern: str) -> list[str]:
     if os.path.exists(path):
         return [path]
     if glob.has_magic(path):
-        matches = sorted(match for match in glob.glob(path, recursive=True) if os.path.exists(match))
+        found = glob.glob(path, recursive=True)
+        matches = sorted(match for match in found if os.path.exists(match) and not ("**" in path and _loops(match)))
         if matches:
             return matches
+    if os.path.islink(path):
+        raise UserError(f"{path}: {_broken_link(path)}; correct the link")
     parent = os.path.dirname(path)
     while not os.path.isdir(parent):
         parent = os.path.dirname(parent)
@@ -96,6 +103,44 @@ def _expand(pattern: str) -> list[str]:
     except OSError:
         names = []
     raise _missing(path, parent, names, glob.has_magic(path))
+
+
+def file_kind(path: str) -> str:
+    """What is no regular file, in words: opening it may wait for ever, or never end."""
+    mode = os.stat(path).st_mode
+    kinds = {
+        S_ISFIFO: "a named pipe",
+        S_ISSOCK: "a socket",
+        S_ISCHR: "a device",
+        S_ISBLK: "a device",
+        S_ISDIR: "a folder",
+    }
+    kind = next((name for test, name in kinds.items() if test(mode)), "no regular file")
+    target = os.path.realpath(path)
+    return f"a link to {kind} ({target})" if os.path.islink(path) else kind
+
+
+def _broken_link(path: str) -> str:
+    """Why a link leads nowhere."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return f"a symbolic link that leads back to itself (by way of {os.readlink(path)})"
+        return f"a symbolic link to {os.readlink(path)}, which cannot be reached ({error.strerror})"
+    return "a symbolic link"
+
+
+def _loops(path: str) -> bool:
+    """Whether the way to a file goes through a link to a folder that it has come through already."""
+    folder = os.path.dirname(path)
+    while folder != os.path.dirname(folder):
+        if os.path.islink(folder):
+            inside, target = os.path.realpath(os.path.dirname(folder)), os.path.realpath(folder)
+            if inside == target or inside.startswith(target.rstrip(os.sep) + os.sep):
+                return True
+        folder = os.path.dirname(folder)
+    return False
 
 
 def _missing_remote(place: Place, magic: bool) -> UserError:

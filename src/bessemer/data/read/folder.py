@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 _SOURCE_FILE_LIMIT_BYTES = 1_000_000  # a longer file in a source tree is nearly always generated
 _HEAD_BYTES = 8192
+_SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev)(?:[-_./])", re.IGNORECASE)
+
+Say = Callable[[str], None] | None
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Folder:
     heads: Callable[[list[str], int], list[bytes]]  # the first bytes of many
 
 
-def choose(folder: Folder, source: SourceSpec) -> list[tuple[Found, Format]]:
+def choose(folder: Folder, source: SourceSpec, say: Say = None) -> list[tuple[Found, Format]]:
     """The files to read, in the order of their names. UserError where there is none."""
     names = [name for name in sorted(folder.files) if not _any(name, source.exclude)]
     wanted = [name for name in names if not source.include or _any(name, source.include)]
@@ -41,7 +45,7 @@ def choose(folder: Folder, source: SourceSpec) -> list[tuple[Found, Format]]:
         if kind == "arrow" and not states.isdisjoint(folder.files):
             kind = "hf"
     if kind == "hf":
-        chosen = _saved_dataset(folder, names, source)
+        chosen = _saved_dataset(folder, names, source, say)
     elif kind == "mds":
         chosen = _shards(folder, wanted)
     else:
@@ -54,6 +58,8 @@ def choose(folder: Folder, source: SourceSpec) -> list[tuple[Found, Format]]:
         asked = " ".join(source.include) or " ".join(EXTENSIONS[kind][:8])
         what = f"{folder.root}: no {kind} file to read ({asked}); it holds {seen}"
         raise UserError(f"{what}; set format or include")
+    if say and kind != "hf" and not (source.include or source.exclude):
+        _name_splits(folder, chosen, say)
     return [(folder.files[name], kind) for name in chosen]
 
 
@@ -74,7 +80,7 @@ def _looks_like_source(folder: Folder, names: list[str]) -> list[str]:
     return [name for name, head in zip(small, heads, strict=True) if b"\0" not in head]
 
 
-def _saved_dataset(folder: Folder, names: list[str], source: SourceSpec) -> list[str]:
+def _saved_dataset(folder: Folder, names: list[str], source: SourceSpec, say: Say) -> list[str]:
     """The Arrow files that the state of each saved dataset names: others beside them are left-overs of mapping."""
     chosen = []
     for place, state in _described(folder, "state.json"):
@@ -89,11 +95,28 @@ def _saved_dataset(folder: Folder, names: list[str], source: SourceSpec) -> list
     chosen = [name for name in chosen if name in set(names)]
     if source.include:
         return [name for name in chosen if _any(name, source.include)]
-    for place, splits in _described(folder, "dataset_dict.json"):
-        if "train" in (splits.get("splits") or []):
+    for place, described in _described(folder, "dataset_dict.json"):
+        splits = [str(split) for split in described.get("splits") or []]
+        others = [split for split in splits if split != "train"]
+        root = posixpath.join(folder.root, place).rstrip("/")
+        if "train" in splits:
             train = f"{place}train/"
             chosen = [name for name in chosen if not name.startswith(place) or name.startswith(train)]
+            if say and others:
+                fix = f"`include: ['{place}{others[0]}/*']` reads another"
+                say(f"{root}: a DatasetDict: only its split train is read, not {', '.join(others)}; {fix}")
+        elif say and len(others) > 1:
+            fix = f"`include: ['{place}{others[0]}/*']` reads one of them"
+            say(f"{root}: a DatasetDict without a split train: all its splits are read ({', '.join(others)}); {fix}")
     return sorted(chosen)
+
+
+def _name_splits(folder: Folder, names: list[str], say: Callable[[str], None]) -> None:
+    """Files of a held-out split among those to train on, as datasets are often published."""
+    splits = dict.fromkeys(match[1].lower() for name in names if (match := _SPLIT.search(name)))
+    if "train" in splits and len(splits) > 1:
+        what = f"{folder.root}: files of several splits are read ({', '.join(splits)})"
+        say(f"{what}; `include: ['*train*']` or `exclude` leaves the others out")
 
 
 def _shards(folder: Folder, wanted: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import IO
 from bessemer.data.document import BadRow
 from bessemer.data.read import rows
 from bessemer.data.read.rows import Reading, Row, Rows, parse_json
+from bessemer.data.read.whole import wide_encoding
 
 
 def read_jsonl(reading: Reading) -> Rows:
@@ -64,6 +65,6 @@ def _not_json(reading: Reading, row: int, line: bytes, error: Exception) -> BadR
     fix = "correct or delete this line"
     if row == 1 and line.lstrip()[:1] == b"[":
         fix = "write one object per line, not an array"
-    elif row == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        fix = "the file is in UTF-16; convert it to UTF-8"
+    elif encoding := wide_encoding(line):
+        return reading.bad(row, f"the file is in {encoding}, not in UTF-8; convert it, such as with iconv", line)
     return reading.bad(row, f"not valid JSON in UTF-8 ({error}); {fix}", line)

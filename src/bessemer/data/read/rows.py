@@ -88,7 +88,10 @@ class Reading:
     def choose(self, names: Iterable[str]) -> str:
         """The end of a message about a missing or wrong field."""
         what = self._key.partition("_")[0]
-        return f"it has {listed(names)}: set {self._key} to the one that holds the {what}"
+        others = [name for name in names if name != self._wanted]
+        if not others:
+            return f"there is no other: write the {what} into it, or leave the file out"
+        return f"it has {listed(others)}: set {self._key} to the one that holds the {what}"
 
     def check_columns(self, names: Iterable[str]) -> None:
         """UserError where a table lacks a column that the source asks for: no row of it could be used."""

@@ -7,12 +7,23 @@ import re
 
 from bessemer.data.read.rows import Reading, Rows
 
+_UTF16_ZEROS, _UTF32_ZEROS = 0.3, 0.6  # of mostly ASCII, half the bytes of UTF-16 and three quarters of UTF-32 are zero
+
 
 def encoding_of(head: bytes) -> str:
     """UTF-8, unless a byte-order mark says otherwise; the codec takes the mark away."""
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "utf-32"  # first: its little-endian mark begins with UTF-16's
     return "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+
+
+def wide_encoding(text: bytes) -> str:
+    """UTF-32 or UTF-16 where bytes tell it: by a byte-order mark, or by the zero bytes of ASCII in it. Else empty."""
+    marked = encoding_of(text)
+    if marked != "utf-8-sig":
+        return marked.upper()
+    zeros = text.count(0) / max(len(text), 1)
+    return "UTF-32" if zeros > _UTF32_ZEROS else "UTF-16" if zeros > _UTF16_ZEROS else ""
 
 
 def read_text(reading: Reading) -> Rows:
@@ -41,6 +52,7 @@ _SUPERSETS = {
     "gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs",
 }  # fmt: skip
 _MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be"),  # first: one begins as UTF-16's does
     (codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"),
 )  # fmt: skip
 _PLAIN = re.compile(
