@@ -173,8 +173,8 @@ def digests_of(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 def chat_template(tokenizer: TokenizerSpec) -> str:
     """A layout's name, or the text of the Jinja file that is named."""
-    path = Path(tokenizer.chat).expanduser()
-    return path.read_text(encoding="utf-8") if path.is_file() else tokenizer.chat
+    path = os.path.expanduser(tokenizer.chat)
+    return Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else tokenizer.chat
 
 
 def special_tokens_of(data: DataSpec, tokenizer: TokenizerSpec) -> list[str]:

@@ -3,6 +3,7 @@ reads one line, at some 3 MB/s: documents are judged by a sample, so the cost do
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
@@ -73,8 +74,8 @@ def one_line(text: str, most: int) -> str:
 
 def _model_path(given: str | None) -> Path:
     if given is not None:
-        path = Path(given).expanduser()
-        if not path.is_file():
+        path = Path(os.path.expanduser(given))
+        if not os.path.isfile(path):
             raise UserError(f"language: model: no file {given}; give a fastText model, or leave it out")
         return path
     # Not imported: the package would load its download code, which is not wanted here.

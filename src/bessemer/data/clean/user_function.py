@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -50,8 +51,8 @@ def _is_file(where: str) -> bool:
 def _file_of(reference: str, key: str) -> str:
     where, named = reference.rpartition(":")[0], f"{key}.function {reference}"
     if _is_file(where):
-        path = Path(where).expanduser().absolute()
-        if not path.is_file():
+        path = Path(os.path.abspath(os.path.expanduser(where)))
+        if not os.path.isfile(path):
             raise UserError(f"{named}: no file {path}; correct the path")
         return str(path)
     try:

@@ -1,0 +1,33 @@
+"""Names that no file system takes are files that are not there."""
+
+import pytest
+
+from bessemer.data.clean.language import _model_path
+from bessemer.data.clean.user_function import _file_of
+from bessemer.data.prepare import chat_template
+from bessemer.data.read.find import list_files
+from bessemer.data.vocabulary.load import load
+from bessemer.errors import UserError
+from bessemer.spec.data import SourceSpec, TokenizerSpec
+
+LONG = "y" * 420
+
+
+def test_a_layout_of_conversations() -> None:
+    assert chat_template(TokenizerSpec(chat=LONG)) == LONG
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda: _model_path(LONG),
+        lambda: _model_path("~nobody-of-that-name/model"),
+        lambda: _file_of(f"{LONG}.py:f", "score"),
+        lambda: load(LONG),
+        lambda: list_files(SourceSpec(path=[LONG])),
+        lambda: list_files(SourceSpec(path=["a\0b"])),
+    ],
+)
+def test_a_file(look) -> None:
+    with pytest.raises(UserError):
+        look()
