@@ -42,6 +42,24 @@ def test_a_spec_is_planned_wherever_it_stands_in_the_line(call: Call) -> None:
     assert over["tokens"] == 5_000_000_000 and over["best"]["layout"]["tp"] == 1
 
 
+def test_a_spec_without_gpus_is_planned_for_this_machine(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bessemer.train import this_machine
+
+    Path("here.yaml").write_text(
+        "model: {width: 32, layers: 1, heads: 2}\ntokenizer: {vocab: 512}\ndata: {sources: {web: data/}, context: 64}\n"
+        "budget: {tokens: 100K}\nparallel: {device: cpu}\n"
+    )
+    said = call("plan", "here.yaml")
+    assert said.code == 0 and "this machine (" in said.out and "tokens/s)" in said.out and "others  --gpus" in said.out
+    found = json.loads(call("plan", "here.yaml", "--json").out)
+    assert found["duration"]["tokens_per_s"] > 0 and found["machine"]["device"] == "cpu"
+    refused = call("plan", "here.yaml", "--write", "new.yaml")
+    assert refused.code == 2 and "--write: for GPUs of the catalogue: write --gpus" in refused.err
+    monkeypatch.setattr(this_machine, "catalogued_gpus", lambda parallel: "2 x H100")
+    said = call("plan", "here.yaml")
+    assert said.code == 0 and "2 x H100" in said.out and "others  --gpus" in said.out
+
+
 def test_a_written_spec_is_checked_and_planned_again(call: Call) -> None:
     said = call(*LINE, "--write", "run.yaml")
     assert said.code == 0 and said.out.endswith("written  run.yaml\n")

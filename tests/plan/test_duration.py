@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from bessemer.errors import UserError
+from bessemer.plan.asked import ask_spec
 from bessemer.plan.decide import Interval, TrainPlan
 from bessemer.plan.duration import estimate_duration, rough_time
 from bessemer.plan.expect import Expected, Occasion, expect
 from bessemer.plan.layout import ALONE
+from bessemer.plan.local import check_options, local_json, local_lines, plan_here
 from bessemer.plan.machine import Machine
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape, with_vocab
@@ -87,3 +90,30 @@ def test_short_runs_and_gpus_have_no_suggestion() -> None:
 )
 def test_rough_times(seconds: float, words: str) -> None:
     assert rough_time(seconds) == words
+
+
+def test_a_spec_is_planned_for_this_machine_as_training_would_decide() -> None:
+    spec = RunSpec.model_validate(
+        {"model": "10M", "data": {"sources": {"notes": "data/"}, "context": 512}, "budget": {"tokens": "50M"}}
+    )
+    found = plan_here(ask_spec(spec), CPU, lambda shape, context, precision: 1000.0, [])
+    keys = set(found.plan.decisions)
+    assert {"precision", "budget.batch", "budget.micro_batch", "steps", "optimizer.lr"} <= keys
+    assert not keys & {"epochs", "evaluate.tokens"}, "what only the data can settle"
+    assert found.training.precision == "fp32" and found.training.context == 512
+    assert found.tokens == pytest.approx(50e6, rel=0.01) and found.duration is not None
+    text = "\n".join(local_lines(found))
+    assert "this machine (Some CPU, 2 threads" in text and "about 15 h here (1,000 tokens/s)" in text
+    assert "others  --gpus 8xH100" in text and "--budget" in text
+    assert local_json(found)["duration"]["seconds"] == found.duration.seconds
+    unknown = plan_here(ask_spec(spec), CPU, lambda shape, context, precision: None, [])
+    assert unknown.duration is None and "is in no catalogue" in "\n".join(local_lines(unknown))
+    epochs = spec.model_copy(update={"budget": spec.budget.model_copy(update={"tokens": "auto", "epochs": 2.0})})
+    with pytest.raises(UserError, match="a plan reads no data"):
+        plan_here(ask_spec(epochs), CPU, lambda shape, context, precision: 1.0, [])
+
+
+def test_what_only_gpus_of_the_catalogue_have_is_refused() -> None:
+    check_options({"--write": None, "--simulate": False})
+    with pytest.raises(UserError, match=r"--simulate: .* write --gpus"):
+        check_options({"--write": None, "--simulate": True})

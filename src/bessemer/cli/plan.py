@@ -39,7 +39,9 @@ def plan(
     spec: Path | None = typer.Option(None, "--spec", hidden=True),
     settings: list[str] = typer.Option([], "--set", help="With a spec: override a key. Repeatable."),
     model: str | None = typer.Option(None, "--model", help="A size or preset, such as 7B or llama-7b."),
-    gpus: str | None = typer.Option(None, "--gpus", help="Such as 8xA100-80GB or '2 nodes of 8 H100'."),
+    gpus: str | None = typer.Option(
+        None, "--gpus", help="Such as 8xA100-80GB or '2 nodes of 8 H100'; with a spec left out: this machine."
+    ),
     tokens: str | None = typer.Option(None, "--tokens", help="Such as 100B; left out: as many as suit the model."),
     row: int | None = typer.Option(None, "--context", help="Tokens of a row; left out: by size."),
     batch: str | None = typer.Option(None, "--batch", help="Tokens of a step, such as 4M; left out: by size."),
@@ -101,7 +103,18 @@ def plan(
         raise _fault(f"--emit {emit}: launch files need the spec they start: add --write FILE.yaml")
     if spec is None:
         words = _complete(words)
+    how_to_ask = ""
     settled = {"--batch": batch, "--context": row, "--precision": precision, "--tp": tp, "--cp": cp, "--pp": pp}
+    if spec is not None and not (words.gpus or words.budget or words.deadline):
+        asked = _from_spec(spec, settings, words.model, _tokens(words), settled)
+        more = {"--simulate": simulate, "--picture": picture, "--write": write, "--network": network,
+                "--tokens-per-second": rate}  # fmt: skip
+        words = _this_machine(asked, words, more, as_json)
+        if words.gpus is None:  # printed already
+            return
+        from bessemer.plan.local import OTHERS
+
+        how_to_ask = OTHERS
     found, shown = _answer(words, spec, settings, settled, network, rate)
     played = None
     if simulate or picture:
@@ -109,6 +122,8 @@ def plan(
 
         played = simulated(found, seed, picture)
     print(_text(found, shown, as_json, played))
+    if how_to_ask and not as_json:
+        print(f"  others  {how_to_ask}")
     if write:
         options = {"image": image, "volume": volume, "install": install, "hosts": hosts}
         _write(found, write, emit, options, as_json)
@@ -137,6 +152,28 @@ def _complete(words: Wishes) -> Wishes:
     return interview(words, lambda question, default: str(typer.prompt(question, default=default)), print)
 
 
+def _tokens(words: Wishes) -> int | None:
+    from bessemer.plan.asked import option_count
+
+    return option_count("--tokens", words.tokens)
+
+
+def _this_machine(asked: Asked, words: Wishes, more: dict[str, Any], as_json: bool) -> Wishes:
+    """The same wishes with this machine's GPUs, where the catalogue has them; elsewhere its plan is printed."""
+    import json
+    from dataclasses import replace
+
+    from bessemer.plan.local import check_options, local_json, local_lines
+    from bessemer.train.this_machine import catalogued_gpus, plan_measured
+
+    if gpus := catalogued_gpus(asked.spec.parallel):
+        return replace(words, gpus=gpus)
+    check_options(more)
+    found = plan_measured(asked)
+    print(json.dumps(local_json(found), indent=1) if as_json else "\n".join(local_lines(found)))
+    return words
+
+
 def _answer(
     words: Wishes, spec: Path | None, settings: list[str], settled: dict[str, Any], network: str | None,
     rate: str | None,
@@ -147,7 +184,7 @@ def _answer(
     from bessemer.plan.proposal import check_rate, propose_for
     from bessemer.plan.wishes import fulfil, parse_limits
 
-    tokens = option_count("--tokens", words.tokens)
+    tokens = _tokens(words)
     if spec is not None:
         asked = _from_spec(spec, settings, words.model, tokens, settled)
     elif words.model is None:
@@ -164,8 +201,7 @@ def _answer(
         ranking = fulfil(asked, parse_limits(words.budget, words.deadline), words.gpus, network)
         found = ranking.best
     else:
-        if words.gpus is None:
-            raise _fault(f"{spec}: on what? write --gpus, such as --gpus 8xA100-80GB, or --budget and --deadline")
+        assert words.gpus is not None
         found = propose_for(asked, parse_cluster(words.gpus, network))
     if wanted := option_count("--tokens-per-second", rate):
         check_rate(found, wanted)

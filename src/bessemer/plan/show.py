@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bessemer.plan.cost import Cost
+from bessemer.plan.decision import Plan
 from bessemer.plan.proposal import Proposal
 from bessemer.plan.search import Candidate, why
 from bessemer.spec.quantity import human_bytes, human_count, human_time
@@ -22,7 +23,15 @@ def title(proposal: Proposal) -> str:
 
 def lines(proposal: Proposal, width: int = WIDTH) -> list[str]:
     """The plan as a person reads it."""
-    shown = [title(proposal), "", *decisions(proposal, width), "", *memory_bar(proposal), "", *speed(proposal)]
+    shown = [
+        title(proposal),
+        "",
+        *decision_lines(proposal.plan, width),
+        "",
+        *memory_bar(proposal),
+        "",
+        *speed(proposal),
+    ]
     for cost in proposal.costs[:5]:
         shown.append(f"  cost    ${cost.usd:>12,.0f}  {offer(cost)}")
     if not proposal.costs:
@@ -36,8 +45,8 @@ def lines(proposal: Proposal, width: int = WIDTH) -> list[str]:
     return shown + [f"  note    {note}" for note in proposal.notes]
 
 
-def decisions(proposal: Proposal, width: int = WIDTH) -> list[str]:
-    rows = [(key, value, f"{reason} [{source}]") for key, value, reason, source in proposal.plan.rows()]
+def decision_lines(plan: Plan, width: int = WIDTH) -> list[str]:
+    rows = [(key, value, f"{reason} [{source}]") for key, value, reason, source in plan.rows()]
     first, second = max(len(row[0]) for row in rows), min(44, max(len(row[1]) for row in rows))
     return [f"  {key:<{first}}  {value:<{second}}  {reason}"[:width] for key, value, reason in rows]
 

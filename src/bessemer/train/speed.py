@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from bessemer.train.device import synchronize
 from bessemer.train.objective import Pretrain
 from bessemer.train.precision import compute_in
 
+LONGEST_S = 2.0  # of rows that are measured as they are, by their products alone
+
 
 def random_batch(vocab: int, rows: int, context: int, seed: int = 0) -> Batch:
     """Rows of one document each, of tokens drawn at random."""
@@ -25,6 +28,19 @@ def random_batch(vocab: int, rows: int, context: int, seed: int = 0) -> Batch:
     ones, nothing = np.ones((rows, context), np.float32), np.zeros(rows, np.int64)
     documents = np.zeros((rows, context), np.int32)
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), ones, documents, nothing, nothing, nothing)
+
+
+def rate_here(shape: ModelShape, context: int, precision: str, device: torch.device, matmul_rate: float) -> float:
+    """Tokens a second of that shape here, measured in seconds whatever its size: rows that would take long, by products
+    at `matmul_rate` FLOP/s alone, are replaced by a short one through the first layers, and counted by their FLOPs."""
+    rows = max(1, 1024 // context)
+    if shape.flops_per_token(context) * rows * context <= LONGEST_S * matmul_rate:
+        return training_rate(shape, context, rows, precision, device)
+    short, length = replace(shape, layers=min(2, shape.layers)), 32
+    while 2 * length <= context and short.flops_per_token(2 * length) * 2 * length <= matmul_rate:
+        length *= 2
+    rate = training_rate(short, length, 1, precision, device)
+    return rate * short.flops_per_token(length) / shape.flops_per_token(context)
 
 
 def training_rate(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 
 import torch
 
@@ -13,10 +12,9 @@ from bessemer.train.device import median_s, synchronize
 from bessemer.train.job import Job
 from bessemer.train.precision import compute_in
 from bessemer.train.room import release
-from bessemer.train.speed import random_batch, training_rate
+from bessemer.train.speed import LONGEST_S, random_batch, rate_here
 
 MEASURE_S = 1.0  # for the passes of a row
-LONGEST_ROW_S = 2.0  # by its products alone: a longer one is not measured whole
 UPDATE_BYTES = 40  # read and written for a parameter by clipping and AdamW's update
 
 
@@ -33,16 +31,11 @@ def step_seconds(job: Job, rows: int, matmul_rate: float) -> float | None:
     context, shape = job.plan.context, job.model.shape
     update_s = UPDATE_BYTES * sum(p.numel() for p in job.optimizer.parameters) / _memory_rate(job.device)
     row_flops = shape.flops_per_token(context) * context
-    if row_flops / matmul_rate <= LONGEST_ROW_S:
+    if row_flops <= LONGEST_S * matmul_rate:
         return rows * _row_seconds(job) + update_s
     if shape.wrapped or shape.decoder_layers:
         return None
-    short = replace(shape, layers=min(2, shape.layers))
-    short_context = 32
-    while 2 * short_context <= context and short.flops_per_token(2 * short_context) * 2 * short_context <= matmul_rate:
-        short_context *= 2
-    rate = training_rate(short, short_context, 1, job.plan.precision, job.device)
-    return rows * row_flops / (rate * short.flops_per_token(short_context)) + update_s
+    return rows * context / rate_here(shape, context, job.plan.precision, job.device, matmul_rate) + update_s
 
 
 def _row_seconds(job: Job) -> float:
