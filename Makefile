@@ -64,6 +64,7 @@ bench: $(BENCH_STAMP) $(PEERS_STAMP) ## measure Bessemer beside its peers on thi
 	@PYTHONPATH="$(CURDIR)/$(PEERS)/datatrove" $(BIN)/python benchmarks/dedup.py
 	@$(BIN)/python benchmarks/tokenization.py --kinds bpe
 	@$(BIN)/python benchmarks/loader.py
+	@$(BIN)/python benchmarks/verify_data.py
 	@$(BIN)/python benchmarks/data_memory.py --sizes 100MB,1GB
 	@$(BIN)/python benchmarks/data_memory.py --sizes 300MB,1GB --clean
 
