@@ -113,6 +113,8 @@ class RunView:
             self.activity("")
             return
         self.within.advance(done, now)
+        if self.doing.what:
+            self.activity("")
         wait_s = LONG_STEP_S if done > 1 else self.line_every_s  # the first one says nothing of the rate
         if now >= max(self._micro_line_due, self.within.began_s + wait_s) and total > 1:
             self._micro_line_due = now + self.line_every_s * (6 if self.recent else 1)

@@ -159,6 +159,7 @@ class Session:
         plan = Plan()
         about = f"{machine.name}, {machine.threads} threads, {machine.source}"
         plan.add("parallel.device", device.type, about, "found")
+        self.view.activity("listing the sources")
         with world.first_alone():
             prepared, shape, context = self._prepare(plan)
         if previous is None:
@@ -196,6 +197,7 @@ class Session:
             reason = "the linear layers of inner blocks; the first and last block and the head stay in bf16"
             plan.add("precision.layers", len(converted(job.model)), reason, "rule")
         with use_tf32(training.precision):
+            self.view.activity("measuring the memory of a step")
             peak = fit(job, plan, resumed=previous is not None)
         training = job.plan  # a probing step may have changed its mind
         check_static_graph(self.spec, world.layout, training)
@@ -338,6 +340,7 @@ class Session:
                     return outcome
                 job.last_trouble = outcome.incident.step
                 job.watchdog.beat(outcome.step, long=True)
+                self.view.activity(f"looking into step {outcome.incident.step:,}")
                 ended = responder.respond(outcome)
                 if ended is not None:
                     job.saver.wait(job, uploads=True)

@@ -406,6 +406,7 @@ def leave(
     job: Job, done: int, validation: dict[str, Any] | None, reason: str | None, saved: bool, signal: str | None = None
 ) -> Outcome:
     """How the run ends after its last save."""
+    job.view.activity("waiting until everything is written and uploaded")
     if not (saved and job.saver.wait(job, uploads=True)):
         cause = f" ({job.run.unwritten})" if job.run.unwritten else ""
         fault = f"the last state could not be saved{cause}; make room and start again from the checkpoint before"

@@ -22,7 +22,7 @@ from bessemer.train.device import Sent
 from bessemer.train.job import Job
 from bessemer.train.precision import compute_in
 from bessemer.train.profile import span
-from bessemer.train.room import make_room, out_of_memory, split
+from bessemer.train.room import is_compiled, make_room, out_of_memory, split
 
 LOOK_ROWS = 2  # sequences of a look inside the model
 
@@ -66,6 +66,8 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
     losses, scaling = [], job.scaling
     total = left = len(feeds)
     job.view.micro_batch(step, 0, total, int(count))
+    if step == job.start_step and is_compiled(job):
+        job.view.activity("compiling, with the first micro-batch")
     job.optimizer.accumulate(len(feeds) > 1)
     if job.pipeline:
         with span(job, "pipeline"):
