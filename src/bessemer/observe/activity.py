@@ -83,7 +83,7 @@ class PlainLines:
     def __init__(self, show: Callable[[str], None], quiet_s: float = QUIET_S, every_s: float = EVERY_S) -> None:
         self.show, self.quiet_s, self.every_s = show, quiet_s, every_s
         self.current = Activity()
-        self._shown_s = 0.0
+        self.shown_s = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="activity", daemon=True)
         self._thread.start()
@@ -94,9 +94,9 @@ class PlainLines:
     def due(self, now_s: float) -> str | None:
         """The line that is to be shown now, if any."""
         current = self.current
-        if not current.what or now_s < max(current.began_s + self.quiet_s, self._shown_s + self.every_s):
+        if not current.what or now_s < max(current.began_s + self.quiet_s, self.shown_s + self.every_s):
             return None
-        self._shown_s = now_s
+        self.shown_s = now_s
         return current.line(now_s)
 
     def _watch(self) -> None:

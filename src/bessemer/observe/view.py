@@ -110,7 +110,7 @@ class RunView:
         now = time.monotonic()
         if self.within is None or done == 0:
             self.within = StepProgress(step, total, tokens, now)
-            self.activity("")
+            self.activity("" if self.recent else f"computing step {step + 1:,}")  # later the rate is known
             return
         self.within.advance(done, now)
         if self.doing.what:
@@ -199,6 +199,11 @@ class LineView(RunView):
         super().activity(what, done, total)
         if self._waiting:
             self._waiting.current = self.doing
+
+    def progress(self, text: str) -> None:
+        super().progress(text)
+        if self._waiting:  # which then has nothing to add for a while
+            self._waiting.shown_s = time.monotonic()
 
     def show(self, text: str) -> None:
         print(text, file=self.out, flush=True)
