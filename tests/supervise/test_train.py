@@ -79,7 +79,7 @@ def test_the_same_command_again_says_that_it_is_done(make_spec: Make) -> None:
     assert len(losses(spec)) == 5
 
 
-@pytest.mark.parametrize("stop", [3, 10, 27])
+@pytest.mark.parametrize("stop", [3, 8, 27, 38])  # 8 and 38: as an evaluation is due, and the last one
 def test_a_resumed_run_equals_an_unbroken_one_digit_for_digit(make_spec: Make, stop: int) -> None:
     whole, broken = make_spec("whole"), make_spec("broken")
     train(whole)
@@ -90,6 +90,20 @@ def test_a_resumed_run_equals_an_unbroken_one_digit_for_digit(make_spec: Make, s
     assert [r["loss"] for r in Run(run_folder(broken)).validations()] == [
         r["loss"] for r in Run(run_folder(whole)).validations()
     ]
+
+
+def test_a_resumed_run_has_the_records_that_trials_compare_with(make_spec: Make) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Peek(Faults):
+        def attach(self, job: Job, tokenizer: Any) -> None:
+            seen.extend(job.history)
+
+    spec = make_spec(budget={"steps": 20})
+    train_until(spec, 9)
+    before = list(Run(run_folder(spec)).metrics())
+    assert Session(spec, faults=Peek()).train().kind == "finished"
+    assert seen == before and len(before) >= 10
 
 
 class StopWithin(RunView):

@@ -33,6 +33,7 @@ class AgainstPlan:
     def __init__(self, job: Job, shape: ModelShape, machine: Machine, plan: Plan) -> None:
         hosts = Counter(job.watch.hosts)
         self.job, self.path = job, _history(machine, job.device)
+        self.first_step = job.start_step  # records before are of another start
         self.occasion = Occasion(
             job.spec, shape, job.plan, machine, job.world.layout, max(hosts.values(), default=1), job.peak_flops,
             _beside(job),
@@ -62,7 +63,8 @@ class AgainstPlan:
 
     def end(self, keep: bool) -> None:
         """Tell plan and run side by side; `keep` what the run says of the machine."""
-        job, found = self.job, actual(self.job.history)
+        job = self.job
+        found = actual(record for record in job.history if record["step"] >= self.first_step)
         if found is None or not job.world.main:
             return
         words, numbers = comparison_line(self.expected, found), comparison_json(self.expected, found)

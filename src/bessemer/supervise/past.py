@@ -16,6 +16,13 @@ def digits_from(events: Iterable[Mapping[str, Any]]) -> int:
     return max((int(number(e.get("step")) or 0) for e in events if e.get("kind") == "digits_may_differ"), default=0)
 
 
+def refill_history(job: Job) -> None:
+    """After a restore: the records of the steps before, as if no process had ended. Trials compare with such steps."""
+    size = job.history.maxlen or 0
+    records = [r for r in job.run.metrics() if r["step"] < job.start_step][-size:] if job.world.main else []
+    job.history.extend(job.world.agree(records))
+
+
 def recent(job: Job) -> list[dict[str, Any]]:
     """What a report shows of the last steps."""
     keys = ("step", "loss", "grad_norm", "lr", "veto")

@@ -48,6 +48,7 @@ from bessemer.supervise.exclude import leave_out, offer
 from bessemer.supervise.feed import build_stream, explain, held_out_rows, make_rows, sizes
 from bessemer.supervise.hung import Hung
 from bessemer.supervise.incident import Responder
+from bessemer.supervise.past import refill_history
 from bessemer.supervise.restore import (
     differences,
     earlier_start,
@@ -63,7 +64,7 @@ from bessemer.train.copies import Copies, room_for_copies
 from bessemer.train.device import measure, pick_device, use_threads
 from bessemer.train.fp8 import converted
 from bessemer.train.job import Interrupt, Job, Outcome
-from bessemer.train.loop import train_loop
+from bessemer.train.loop import evaluated, train_loop
 from bessemer.train.precision import FP8, use_tf32
 from bessemer.train.ranks import tell_holdings
 from bessemer.train.room import building, fit, out_of_memory, outside
@@ -210,6 +211,8 @@ class Session:
         self.view.activity("loading weights")
         with world.first_alone():
             restored = restore_newest(job, Shelf(run.checkpoints, world), former)
+        if restored is not None:
+            refill_history(job)
         if restored is None and self.spec.start_from:
             start_from(job, Path(self.spec.start_from))
         elif restored is None and self.source is not None:
@@ -254,7 +257,7 @@ class Session:
         self.view.planned(plan.rows(), summary(shape, training))
         if against.duration is not None:
             self.view.say(f"time  {against.duration}")
-        if job.start_step >= training.total_steps:
+        if job.start_step >= training.total_steps and evaluated(job, job.start_step):
             return Outcome("finished", "the budget was spent already; raise budget.tokens to train on", job.start_step)
         with use_tf32(training.precision):
             outcome = self._loop(job)

@@ -169,9 +169,14 @@ class Clock:
 
     def due(self, done: int, hurry: int = 1, seconds: float | None = None) -> bool:
         """After `done` steps; `hurry` times as often as usual; `seconds` where they are only known as the run goes."""
-        steps, seconds = self.interval.steps, seconds or self.interval.seconds
-        by_steps = steps is not None and done % max(1, steps // hurry) == 0
-        return by_steps or (seconds is not None and (time.monotonic() - self.last_s) * hurry >= seconds)
+        seconds = seconds or self.interval.seconds
+        return self.by_steps(done, hurry) or (
+            seconds is not None and (time.monotonic() - self.last_s) * hurry >= seconds
+        )
+
+    def by_steps(self, done: int, hurry: int = 1) -> bool:
+        """Whether it is due by the number of steps, which is the same at every start."""
+        return self.interval.steps is not None and done % max(1, self.interval.steps // hurry) == 0
 
     def both_due(self, done: int) -> bool:
         """When so many steps and so much time have passed, for what must stay cheap in fast and in slow runs."""

@@ -17,6 +17,7 @@ from typing import Any
 from bessemer.data.prefetch import Prefetch
 from bessemer.guard.detect.alarm import Alarm
 from bessemer.guard.judge import ACCEPT, REASONS, Verdict
+from bessemer.run.journal import last_record
 from bessemer.train.blame import Found, by_document, ranked
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import end_of, judge_forgetting, rises, watched
@@ -199,6 +200,12 @@ def validate(job: Job, done: int) -> dict[str, Any] | None:
     return record
 
 
+def evaluated(job: Job, done: int) -> bool:
+    """Whether there is nothing to evaluate after `done` steps: nothing is held out, or it is recorded."""
+    last = last_record(job.run.validation_path)
+    return not job.evaluator.available or job.world.agree(last is not None and last["step"] >= done)
+
+
 def forgotten(job: Job, validation: dict[str, Any], changes: dict[int, str]) -> Outcome | None:
     """After an evaluation: how the run ends, if what it began with is being unlearnt."""
     alarm = judge_forgetting(job, validation["step"], changes)
@@ -313,6 +320,8 @@ def train_loop(job: Job) -> Outcome:
     validation = None
     if job.start_step == 0 and job.evaluator.available and not job.progress.first_validation:
         validation = validate(job, 0)
+    elif 0 < job.start_step < total and evaluations.by_steps(job.start_step) and not evaluated(job, job.start_step):
+        validation = validate(job, job.start_step)  # a signal or an incident came before it
     pending: Attempt | None = None
     job.judge.expect(job.stream.steps.rows(job.start_step))
     if job.alike:
@@ -395,11 +404,12 @@ def train_loop(job: Job) -> Outcome:
                 if leaving or reason or due.signal:
                     return leave(job, done, validation, reason, saved, due.signal)
     # The last step was an incident, and was dealt with: what is left is to evaluate, save and leave.
-    interrupted = any(world.gather(job.interrupt.signal is not None))
-    validation = validate(job, total) if job.evaluator.available and not interrupted else None
+    signal = next((name for name in world.gather(job.interrupt.signal) if name), None)
+    validation = validate(job, total) if job.evaluator.available and not signal else None
     if validation and (ended := forgotten(job, validation, changes)):
         return ended
-    return leave(job, total, validation, None, save(job, total, validation["loss"] if validation else None))
+    saved = save(job, total, validation["loss"] if validation else None)
+    return leave(job, total, validation, None, saved, signal)
 
 
 def leave(
@@ -411,7 +421,8 @@ def leave(
         cause = f" ({job.run.unwritten})" if job.run.unwritten else ""
         fault = f"the last state could not be saved{cause}; make room and start again from the checkpoint before"
         return Outcome("failed", fault, done, validation)
-    if done == job.plan.total_steps:
+    unfinished = signal is not None and not evaluated(job, done)  # the next start evaluates the last state
+    if done == job.plan.total_steps and not unfinished:
         return Outcome("finished", "the budget is spent", done, validation)
     if reason:
         return Outcome("finished", reason, done, validation)
