@@ -22,6 +22,7 @@ def upload(store: TokenStore | ShardedStore, url: str, transfer: Transfer | None
     abouts = []
     for number in range(count):
         shard = store.shard(number) if isinstance(store, ShardedStore) else store
+        shard.verify()
         sums = {suffix: file_sum(f"{shard.prefix}.{suffix}") for suffix in shard.about.sizes}
         abouts.append(replace(shard.about, sums=sums))
         _publish(shard.prefix, abouts[-1], _shard_url(url, number), transfer)

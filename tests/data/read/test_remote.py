@@ -273,6 +273,24 @@ def test_files_of_a_web_server(web: Any, tmp_path: Path, ranges: bool, sizes: bo
         assert (web.sent_bytes == sent) == cached
 
 
+@pytest.mark.parametrize("ranges", [False, True])
+def test_copies_that_were_changed_or_exchanged_are_fetched_again(
+    web: Any, tmp_path: Path, ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
+    web.ranges, web.files = ranges, {"/a.jsonl": lines(300)}
+    source = source_of(f"{web.url}/a.jsonl")
+    first = read(source, 1 << 26, tmp_path)
+    copies = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".sum")
+    if ranges:
+        first_block, second_block = (path.read_bytes() for path in copies[:2])
+        copies[0].write_bytes(second_block)
+        copies[1].write_bytes(first_block)
+    else:
+        copies[0].write_bytes(copies[0].read_bytes().replace(b"e", b"f", 1))
+    assert read(source, 1 << 26, tmp_path) == first
+
+
 def test_a_range_of_a_remote_table_costs_no_more(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 64 << 10)
     content = parquet_bytes(8, 100, 5000)

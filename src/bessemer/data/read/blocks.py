@@ -21,6 +21,7 @@ import xxhash
 from bessemer.data.curate.files import replacing
 from bessemer.data.read.entry import FileEntry
 from bessemer.data.read.remote import CHANGED, Changed, RemoteError, file_system, is_web, told, version_of
+from bessemer.data.store_format import file_sum
 
 BLOCK_BYTES = 4 << 20
 _BLOCKS_IN_MEMORY = 8  # Parquet alternates between its columns and its footer
@@ -132,26 +133,31 @@ class RemoteFile(io.RawIOBase):
     def _load(self, number: int, length: int) -> bytes | None:
         """A block from the folder, unless it is not there or damaged."""
         try:
-            data = (self._folder / f"{number:08d}").read_bytes() if self._folder else b""
+            if self._folder is None:
+                return None
+            path = self._folder / f"{number:08d}"
+            data = path.read_bytes()
         except OSError:
             return None
-        whole = len(data) == length + _CHECKSUM_BYTES and data[length:] == _checksum(data[:length])
+        whole = len(data) == length + _CHECKSUM_BYTES and data[length:] == _checksum(path, data[:length])
         return data[:length] if whole else None
 
     def _keep(self, number: int, data: bytes) -> None:
         if self._folder is None:
             return
         try:
-            with replacing(self._folder / f"{number:08d}") as partial:
-                partial.write_bytes(data + _checksum(data))
+            path = self._folder / f"{number:08d}"
+            with replacing(path) as partial:
+                partial.write_bytes(data + _checksum(path, data))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._folder = None  # the disk is full: the reading goes on without keeping
 
 
-def _checksum(data: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(data)
+def _checksum(path: Path, data: bytes) -> bytes:
+    """Of a block and its place: a block that was put in another's place is not taken for it."""
+    return xxhash.xxh3_64_digest(data, seed=xxhash.xxh3_64_intdigest(f"{path.parent.name}/{path.name}".encode()))
 
 
 def _folder(file: FileEntry, cache: Path | None) -> Path | None:
@@ -179,7 +185,7 @@ def _has_ranges(file: FileEntry, storage: Mapping[str, Any], folder: Path | None
 
 def _copied(file: FileEntry, storage: Mapping[str, Any], folder: Path | None) -> IO[bytes]:
     """The whole file on the local disk: in the cache, or in a temporary file that goes when it is closed."""
-    if folder is not None and (folder / "whole").exists():
+    if folder is not None and _is_whole(folder):
         return open(folder / "whole", "rb")
     fs, path = file_system(file.path, storage)
     if folder is None:
@@ -189,7 +195,17 @@ def _copied(file: FileEntry, storage: Mapping[str, Any], folder: Path | None) ->
         return target
     with replacing(folder / "whole") as partial, open(partial, "wb") as kept:
         _download(fs, path, file, kept)
+    with replacing(folder / "whole.sum") as partial:
+        partial.write_text(file_sum(str(folder / "whole")))
     return open(folder / "whole", "rb")
+
+
+def _is_whole(folder: Path) -> bool:
+    """A copy is there, and is what was fetched."""
+    try:
+        return file_sum(str(folder / "whole")) == (folder / "whole.sum").read_text()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return False
 
 
 def _download(fs: Any, path: str, file: FileEntry, target: IO[bytes]) -> None:
