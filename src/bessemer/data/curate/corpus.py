@@ -198,12 +198,12 @@ class Corpus:
     ) -> PassTask | None:
         """What is missing of a part, or None."""
         found = next((i for i, op in enumerate(state.due) if op.key not in intact), len(state.due))
-        reading = read_cached(counts_path(self.cache, state.read_key))
+        reading = read_cached(counts_path(self.cache, state.read_key), Reading.__dataclass_fields__)
         complete = found == len(state.due) and reading is not None
         if collect is not None:
             complete = complete and collected_path(self.cache, collect.key).exists()
         if census is not None:
-            counted = read_cached(counts_path(self.cache, census[0]))
+            counted = read_cached(counts_path(self.cache, census[0]), Census.__dataclass_fields__)
             complete = complete and counted is not None
             if complete and counted is not None:
                 state.census = Census(**counted)

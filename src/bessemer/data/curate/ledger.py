@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ class LedgerWriter:
 
 def ledger_damage(path: Path) -> str | None:
     """What is wrong with a ledger, or None: hashes its `.arrow`."""
-    counts, file = read_cached(path.with_suffix(".json")), path.with_suffix(".arrow")
+    counts, file = read_cached(path.with_suffix(".json"), Tally.__dataclass_fields__), path.with_suffix(".arrow")
     if counts is None:
         return f"{path.with_suffix('.json')}: missing or damaged"
     touched = counts["documents_in"] != counts["documents_out"] or counts["changed"] or counts["labels"]
@@ -216,12 +216,13 @@ def read_json(path: Path, fix: str = "delete it and run again") -> dict[str, Any
     return found
 
 
-def read_cached(path: Path) -> dict[str, Any] | None:
-    """The same for what can be computed again: None where it is missing or damaged."""
+def read_cached(path: Path, names: Collection[str] = ()) -> dict[str, Any] | None:
+    """The same for what can be computed again: None where it is missing or damaged, or lacks one of the names."""
     try:
-        return read_json(path)
+        found = read_json(path)
     except (FileNotFoundError, UserError):
         return None
+    return found if found.keys() >= set(names) else None
 
 
 def _digest(path: Path, value: Mapping[str, Any]) -> str:
