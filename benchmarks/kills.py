@@ -50,6 +50,7 @@ from bessemer.supervise.replay import documents_of
 MARK = "BESSEMER_KILLS"  # in the environment of everything that is started by a command
 ORPHAN_S = 10.0
 END_S = 90.0  # for a process that was asked to end, on a busy machine
+ROUND = 100  # kills of all scenarios
 PER_RUN = 5  # kills of one run, before it may finish
 PHASES = ("begin", "data", "forward", "backward", "report", "judge", "optimizer", "agree", "evaluate", "save", "trial")
 POISONED = (64, 65, 66)  # steps
@@ -288,6 +289,7 @@ class Campaign:
     signals: Counter[str] = field(default_factory=Counter)
     runs: Counter[str] = field(default_factory=Counter)
     findings: list[dict[str, Any]] = field(default_factory=list)
+    references: dict[str, tuple[dict[str, Any], float]] = field(default_factory=dict)
     slowest_end_s: float = 0.0
     starts: int = 0
 
@@ -329,11 +331,12 @@ class Campaign:
         number = self.draw.choices([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [0.8, 0.12, 0.08])[0]
         whom = "leader"
         if scenario.ranks > 1:
-            whom = self.draw.choice(["all", "leader", "rank"]) if number == signal.SIGKILL else "all"
+            parts = ["leader", "rank"] if scenario.real else ["all", "leader", "rank"]
+            whom = self.draw.choice(parts) if number == signal.SIGKILL else parts[0]
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if scenario.real and number != signal.SIGKILL:
                 os.kill(start.pid, number)  # torchrun passes it on
-            elif whom == "all" and not scenario.real:
+            elif whom == "all":
                 os.killpg(start.pid, number)
             elif whom == "rank" and (children := psutil.Process(start.pid).children()):
                 self.draw.choice(children).send_signal(number)
@@ -392,7 +395,8 @@ class Campaign:
             lines[row - 1] = json.dumps({"text": "".join(chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(120))})
         files["poison"].write_text("\n".join(lines) + "\n")
 
-    def run(self, scenario: Scenario, kills: int) -> None:
+    def reference(self, scenario: Scenario) -> tuple[dict[str, Any], float]:
+        """What an unkilled run gives, and how many seconds it takes once its modules are imported here."""
         reference = self.new_folder(scenario, "reference")
         self.finish(scenario, reference, "reference")
         import_as(reference)
@@ -401,9 +405,15 @@ class Campaign:
         if scenario.verb == "train":
             events = Counter(event["kind"] for event in Run(reference / "runs" / "run").events())
             print(f"{scenario.name}: {duration_s:.1f} s unkilled, {dict(events)}", flush=True)
-        done, number = 0, 0
+        return expected, duration_s
+
+    def run(self, scenario: Scenario, kills: int) -> None:
+        if scenario.name not in self.references:
+            self.references[scenario.name] = self.reference(scenario)
+        expected, duration_s = self.references[scenario.name]
+        done = 0
         while done < kills:
-            number += 1
+            number = self.runs[scenario.name] + 1
             mark, phases = f"{os.getpid()}-{scenario.name}-{number}", Phases()
             folder = self.new_folder(scenario, str(number))
             ended = False
@@ -427,7 +437,8 @@ class Campaign:
                 self.finding(scenario, differences, folder=str(folder))
             else:
                 shutil.rmtree(folder)
-        print(f"{scenario.name}: {done} kills of {number} runs, {len(self.findings)} findings so far", flush=True)
+        total = sum(self.kills.values())
+        print(f"{total} kills, {len(self.findings)} findings; last {done} of {scenario.name}", flush=True)
 
 
 def outcome(scenario: Scenario, folder: Path) -> dict[str, Any]:
@@ -479,8 +490,9 @@ def main() -> None:
         if any("poison" in one.name for one in chosen):
             campaign.poison(first, files)
         whole = sum(one.share for one in chosen)
-        for scenario in chosen:
-            campaign.run(scenario, max(1, round(arguments.kills * scenario.share / whole)))
+        rounds = max(1, arguments.kills // ROUND)
+        for scenario in chosen * rounds:  # in rounds, so that a campaign that is ended early has seen all of them
+            campaign.run(scenario, max(1, round(arguments.kills / rounds * scenario.share / whole)))
             result = report(campaign, arguments.seed, time.monotonic() - began)
             if arguments.save:
                 path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-kills.json"
