@@ -71,6 +71,7 @@ def test_a_few_random_plans() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_two_hundred_random_plans() -> None:
     assert sum(check(drawn(seed)) for seed in range(1000, 1260)) >= 200
 

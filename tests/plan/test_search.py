@@ -16,7 +16,7 @@ from bessemer.plan.layout import Layout
 from bessemer.plan.memory import HEAD_CHUNK, Passes
 from bessemer.plan.per_rank import rank_needs
 from bessemer.plan.proposal import propose
-from bessemer.plan.search import USABLE, Kept, Wish, layouts, search, why
+from bessemer.plan.search import USABLE, Kept, Wish, can_beat, layouts, search, why
 from bessemer.plan.show import lines
 from bessemer.spec.memory import MemorySpec, optimizer_bytes
 from bessemer.spec.optimizer import OptimizerSpec
@@ -82,6 +82,13 @@ def test_what_is_not_tried_could_not_have_won(gpus: str) -> None:
     every = [one for how in ("none", "selective", "full")
              for one in search(replace(asked, kept=Kept(activations=how))).ranked]  # fmt: skip
     assert search(asked).best.tokens_per_s == max(one.tokens_per_s for one in every)
+
+
+@pytest.mark.parametrize(("gpus", "rows"), [("1xH200", 64), ("12xA100-40GB", 100), ("64xH200", 512), ("512xB200", 96)])
+def test_whether_a_rate_can_be_beaten_is_what_the_search_says(gpus: str, rows: int) -> None:
+    asked = wish(replace(PRESETS["3B"], vocab=32_000), gpus, rows=rows)
+    best = search(asked).best.tokens_per_s
+    assert can_beat(asked, 0.9999 * best) and not can_beat(asked, 1.0001 * best)
 
 
 def needs(layout: Layout, rows: int = 1, how: str = "none", batches: int = 8) -> int:

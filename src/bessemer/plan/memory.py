@@ -124,6 +124,11 @@ def head_bytes(shape: ModelShape, passes: Passes, weight_bytes: float, parts: in
     return chunk + embedding * each + 4 * passes.tokens * shape.width * passes.bytes
 
 
+@lru_cache(maxsize=64)  # a search asks thousands of times, and every count goes through all layers
+def _parameters(shape: ModelShape) -> int:
+    return shape.parameters
+
+
 def layer_bytes(shape: ModelShape, passes: Passes) -> int:
     """Of the block that is gone back through: what it kept or computes again, and its gradients on their way down."""
     whole = layer_numbers(shape, 0, passes) * 1.3
@@ -135,7 +140,7 @@ def layer_bytes(shape: ModelShape, passes: Passes) -> int:
     # and values, if shared, have theirs for each of the queries' heads.
     queries = shape.heads * shape.key_dim
     lasting, embeddings = 4 * shape.width + _mixer(shape, 0), shape.vocab * shape.width * (2 - shape.tied)
-    sums = 4 * (shape.parameters - embeddings) // (shape.layers + shape.decoder_layers)
+    sums = 4 * (_parameters(shape) - embeddings) // (shape.layers + shape.decoder_layers)
     shared = 2 * queries * (shape.kv_heads < shape.heads)
     tile = passes.tokens * queries + TILE * whole
     attending = passes.tokens * (_mixer(shape, 0) + 2 * queries + shared)

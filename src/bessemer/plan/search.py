@@ -9,6 +9,7 @@ from itertools import product
 from math import gcd
 from typing import Literal
 
+from bessemer.plan.efficiency import constants
 from bessemer.plan.hardware import Cluster
 from bessemer.plan.layout import Layout
 from bessemer.plan.memory import Passes
@@ -211,8 +212,15 @@ def can_beat(wish: Wish, tokens_per_s: float) -> bool:
     """Whether a layout that fits is faster than that. Cheaper than a search: memory is counted only for the fast ones,
     and the first of them will do."""
     limit = USABLE * wish.cluster.gpu.memory_bytes
+    row_s = wish.context * least_seconds_per_token(wish) * wish.cluster.slower
+    launch_s = constants().habits["compiled"].launch_s * work_of(wish.shape).depth * wish.cluster.slower
+    most_s = wish.rows * wish.context / tokens_per_s
     for layout in layouts(wish):
         for rows, virtual in product(_micro_rows(wish, layout), _stages(wish, layout)):
+            batches = micro_batches(wish.rows, layout, rows, virtual)
+            inner = layout.tp * layout.cp
+            if batches / layout.pp * max(rows * row_s / inner, launch_s) >= most_s:
+                continue  # by computing alone, or by what the host needs to start it
             for how in _modes(wish):
                 if wish.rows * wish.context <= tokens_per_s * _time(wish, layout, rows, how, virtual).total_s:
                     break  # what computes more again is slower still

@@ -19,7 +19,7 @@ from bessemer.plan.machine import Machine
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import bench_count
 from bessemer.train.job import Job
-from bessemer.train.speed import training_rate
+from bessemer.train.speed import rate_here
 from bessemer.train.step_probe import step_seconds
 from bessemer.train.surroundings import Around
 
@@ -59,7 +59,7 @@ class AgainstPlan:
     def _rate_of(self, shape: ModelShape) -> float:
         """Tokens/s of another shape here, with this run's context and precision."""
         training = self.occasion.training
-        return training_rate(shape, training.context, 1, training.precision, self.job.device, budget_s=0.3)
+        return rate_here(shape, training.context, training.precision, self.job.device, self.job.peak_flops)
 
     def end(self, keep: bool) -> None:
         """Tell plan and run side by side; `keep` what the run says of the machine."""

@@ -19,7 +19,8 @@ from bessemer.train.device import synchronize
 from bessemer.train.objective import Pretrain
 from bessemer.train.precision import compute_in
 
-LONGEST_S = 2.0  # of rows that are measured as they are, by their products alone
+LONGEST_S = 2.0  # of a row that is measured as it is, by its products alone
+SHORTEST = 64  # tokens of a row; fewer make products of another kind
 
 
 def random_batch(vocab: int, rows: int, context: int, seed: int = 0) -> Batch:
@@ -31,22 +32,23 @@ def random_batch(vocab: int, rows: int, context: int, seed: int = 0) -> Batch:
 
 
 def rate_here(shape: ModelShape, context: int, precision: str, device: torch.device, matmul_rate: float) -> float:
-    """Tokens a second of that shape here, measured in seconds whatever its size: rows that would take long, by products
-    at `matmul_rate` FLOP/s alone, are replaced by a short one through the first layers, and counted by their FLOPs."""
-    rows = max(1, 1024 // context)
-    if shape.flops_per_token(context) * rows * context <= LONGEST_S * matmul_rate:
-        return training_rate(shape, context, rows, precision, device)
-    short, length = replace(shape, layers=min(2, shape.layers)), 32
-    while 2 * length <= context and short.flops_per_token(2 * length) * 2 * length <= matmul_rate:
+    """Tokens a second of that shape's passes here, measured in seconds whatever its size. A row that would take long,
+    by products at `matmul_rate` FLOP/s alone, is replaced by a short one through two layers, and counted by FLOPs."""
+    if shape.flops_per_token(context) * context <= LONGEST_S * matmul_rate:
+        return training_rate(shape, context, 1, precision, device, update=False)
+    short, length = replace(shape, layers=min(2, shape.layers)), SHORTEST
+    while 2 * length <= context and short.flops_per_token(2 * length) * 2 * length <= LONGEST_S * matmul_rate:
         length *= 2
-    rate = training_rate(short, length, 1, precision, device)
+    rate = training_rate(short, length, 1, precision, device, update=False)
     return rate * short.flops_per_token(length) / shape.flops_per_token(context)
 
 
 def training_rate(
-    shape: ModelShape, context: int, rows: int, precision: str, device: torch.device, budget_s: float = 0.5
-) -> float:
-    """Tokens a second of forward, backward and update: the median of the steps that fit in the budget, at least two."""
+    shape: ModelShape, context: int, rows: int, precision: str, device: torch.device, budget_s: float = 0.5,
+    update: bool = True,
+) -> float:  # fmt: skip
+    """Tokens a second of forward, backward and update: the median of the steps that fit in the budget, at least two.
+    Without the update it is that of passes, of which a step may have many."""
     model = build(shape, device, seed=0)
     optimizer = make_optimizer(model.named_parameters(), OptimizerSpec())
     objective, batch = Pretrain(cross_documents=False), random_batch(shape.vocab, rows, context)
@@ -58,7 +60,10 @@ def training_rate(
         with compute_in(precision, device):
             terms = objective.loss(model, objective.feed(batch, device), batch.count)
         terms.loss.backward()
-        optimizer.step(1e-4, accept, clip_divisor(optimizer.grad_norm(), 1.0))
+        if update:
+            optimizer.step(1e-4, accept, clip_divisor(optimizer.grad_norm(), 1.0))
+        else:
+            optimizer.discard()
         synchronize(device)
         now = time.perf_counter()
         if step == 0:  # the first one pays for allocations and kernel selection
