@@ -50,9 +50,10 @@ class AgainstPlan:
             job.watch.gap = PlanGap(self.expected, self.around)
 
     def _measured_step(self) -> float | None:
-        """Seconds, where no catalogue has the device and the run is long enough to ask."""
+        """Seconds, where no catalogue has the device and what is left is long enough to ask."""
         job, occasion = self.job, self.occasion
-        if job.device.type == "cuda" or occasion.flops * job.plan.total_steps < WORTH_MEASURING_S * job.peak_flops:
+        left = max(0, job.plan.total_steps - job.start_step)
+        if job.device.type == "cuda" or not left or occasion.flops * left < WORTH_MEASURING_S * job.peak_flops:
             return None
         return step_seconds(job, occasion.rows, job.peak_flops)
 
