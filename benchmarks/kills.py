@@ -333,12 +333,16 @@ class Campaign:
         if scenario.ranks > 1:
             parts = ["leader", "rank"] if scenario.real else ["all", "leader", "rank"]
             whom = self.draw.choice(parts) if number == signal.SIGKILL else parts[0]
+        children: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(start.pid).children()
+        whom = "leader" if whom == "rank" and not children else whom  # none has been started yet
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if scenario.real and number != signal.SIGKILL:
                 os.kill(start.pid, number)  # torchrun passes it on
             elif whom == "all":
                 os.killpg(start.pid, number)
-            elif whom == "rank" and (children := psutil.Process(start.pid).children()):
+            elif whom == "rank":
                 self.draw.choice(children).send_signal(number)
             else:
                 os.kill(start.pid, number)
