@@ -6,7 +6,13 @@ Importing the package costs nothing: the public names below load their modules, 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
+
+if "BESSEMER_PARENT_PID" in os.environ:  # started by a process of ours: tied to it before torch, which takes seconds
+    from bessemer.parent import end_with_parent
+
+    end_with_parent()
 
 __version__ = "0.1.0"
 

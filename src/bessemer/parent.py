@@ -1,10 +1,10 @@
 """Ends a process when the process that started it has died, so that SIGKILL of a launcher leaves no orphan that trains.
 
-The starter names itself in the child's environment (`child_environment`), the child calls `end_with_parent` first of
-all. A thread compares `os.getppid()` with that pid every half second, on every platform. Linux also gets
-PR_SET_PDEATHSIG, which reaches a process that is stopped or that holds the interpreter's lock. That signal comes when
-the *thread* that started the child ends, so it is only used where the starter is our own code: its starting threads
-wait for their children.
+The starter names itself in the child's environment (`child_environment`), and `import bessemer` calls `end_with_parent`
+there before anything else. Workers of somebody else's torchrun call it when they begin. A thread compares
+`os.getppid()` with that pid every half second, on every platform. Linux also gets PR_SET_PDEATHSIG, which reaches a
+process that is stopped or that holds the interpreter's lock. That signal comes when the *thread* that started the child
+ends, so it is only used where the starter is our own code: its starting threads wait for their children.
 """
 
 from __future__ import annotations

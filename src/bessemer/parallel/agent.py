@@ -13,7 +13,7 @@ import signal
 import sys
 
 from bessemer.parallel.address import interface, own_address
-from bessemer.parent import PARENT, end_with_parent
+from bessemer.parent import PARENT
 
 REFUSED = 2  # a worker's exit code for a mistake in the input, which it has printed
 # Signals that are passed on to the workers. SIGUSR1 is a scheduler's warning: they finish the step, save and leave.
@@ -32,7 +32,6 @@ def _tells_news(record: logging.LogRecord) -> bool:
 
 
 def main() -> None:
-    end_with_parent()
     os.environ[PARENT] = str(os.getpid())  # for the workers
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_S))

@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from bessemer.errors import UserError
 from bessemer.parallel.world import World, join, part
-from bessemer.parent import end_with_parent
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import RunReader, RunWriter
 from bessemer.spec.load import load_spec
@@ -164,7 +163,6 @@ def measure(request: dict[str, Any], folder: Path) -> None:
 
 def main(folder: Path) -> None:
     """A refused layout is a finding; anything else ends the process."""
-    end_with_parent()
     try:
         measure(json.loads((folder / "request.json").read_text()), folder)
     except SystemExit:  # rank 0 writes why

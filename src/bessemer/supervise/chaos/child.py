@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from bessemer.errors import UserError
-from bessemer.parent import end_with_parent
 from bessemer.spec.load import load_spec
 from bessemer.supervise.chaos import flaky
 from bessemer.supervise.chaos.fault import Fault
@@ -16,7 +15,6 @@ from bessemer.supervise.session import Session, run_folder
 
 
 def main(spec_path: str, faults_path: str) -> int:
-    end_with_parent()
     flaky.register()
     spec = load_spec(spec_path)
     faults = [Fault(**entry) for entry in json.loads(Path(faults_path).read_text())]
