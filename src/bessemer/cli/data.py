@@ -30,6 +30,8 @@ def prepare(
 
     Example: bessemer data prepare my-run.yaml --workers 8
     """
+    import sys
+
     from bessemer.data.curate.engine import make_engine
     from bessemer.data.curate.report import PAGE, read_report
     from bessemer.errors import UserError
@@ -47,6 +49,8 @@ def prepare(
             prepared = prepare_data(run_spec, Plan(), report, chosen)
     finally:
         chosen.close()
+    for note in prepared.notes:
+        print(f"note  {note}", file=sys.stderr)
     _show(read_report(prepared.folder), prepared.folder / PAGE, as_json)
 
 

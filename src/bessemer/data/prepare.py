@@ -16,7 +16,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,7 @@ class Prepared:
     validation: dict[str, ShardedStore]
     folder: Path
     verifiable: bool = True  # False: prepared by an earlier version, without digests
+    notes: tuple[str, ...] = ()  # what the user should know: splits that are not read, damage that was mended
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def prepare(
     nothing that a later call takes for good; processes that prepare the same data at once wait for the first.
     """
     cache = Path(cache).absolute()
-    files = list_sources(data, progress)
+    notes: list[str] = []
+    files = list_sources(data, notes.append)
     loaded = load_tokenizer(data, tokenizer)
     folder = cache / _fingerprint(data, files, tokenizer, loaded, vocab, seed)
     if not folder.exists():
@@ -102,18 +104,20 @@ def prepare(
                 try:
                     with space_for(cache):
                         if not (work / PREPARED).exists():
-                            _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work).build()
+                            job = _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work)
+                            job.build()
+                            notes += job.corpus.notes
                         _give_name(work, folder)
                 finally:
                     if engine is None:
                         chosen.close()
     prepared = open_prepared(folder)
     if not prepared.verifiable:
-        Meter(progress).say(
+        notes.append(
             f"{folder} was prepared by an earlier version, without digests: damage to it would not be noticed. "
             f"`bessemer data verify {folder} --add-digests` checks it and adds them"
         )
-    return prepared
+    return replace(prepared, notes=tuple(notes))
 
 
 def prepared_folder(data: DataSpec, tokenizer: TokenizerSpec, cache: Path, vocab: int, seed: int) -> Path:

@@ -19,6 +19,7 @@ from bessemer.checkpoint.lineage import record_lineage
 from bessemer.checkpoint.remote import recover
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.own_stream import NOT_REPLAYABLE, ForwardStream
+from bessemer.data.prepare import Prepared
 from bessemer.data.steps import Segment
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import RankError, UserError
@@ -163,6 +164,9 @@ class Session:
         self.view.activity("listing the sources")
         with world.first_alone():
             prepared, shape, context = self._prepare(plan)
+        for note in prepared.notes if isinstance(prepared, Prepared) else ():
+            self.view.say(f"data  {note}")
+            run.event("data_note", reason=note)
         if previous is None:
             machine = world.agree(self._measure_precision(machine, shape, context, device) if world.main else machine)
         layout = decide_layout(self.spec, shape, context, machine, world.size, plan)

@@ -375,6 +375,7 @@ def test_a_lost_ledger_brings_no_document_back(tmp_path: Path) -> None:
     for file in lost:
         file.unlink()
     again = prepare(data, TokenizerSpec(), tmp_path / "cache", 310, 0, engine=Here())
+    assert [note for note in again.notes if str(lost[0]) in note and "run again on this part" in note]
     for prepared in (first, again):
         stored = sum(side["web"].documents for side in (prepared.train, prepared.validation))
         assert stored == read_report(prepared.folder)["sources"]["web"]["documents"] == 12

@@ -76,6 +76,7 @@ class Corpus:
     ) -> None:
         self.data, self.cache, self.engine, self.meter = data, cache, engine, meter
         self.copies = cache / "copies"
+        self.notes: list[str] = []  # damage that was mended
         self.stages: list[Stage] = []
         self.parts: list[PartState] = []
         for name, source in data.sources.items():
@@ -189,8 +190,7 @@ class Corpus:
         keys = [key for key in keys if counts_path(self.cache, key).exists()]
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
             damages = list(pool.map(lambda key: ledger_damage(ledger_path(self.cache, key)), keys))
-        for damage in filter(None, damages):
-            self.meter.say(f"{damage}: the step is run again on this part")
+        self.notes += [f"{damage}: the step is run again on this part" for damage in damages if damage]
         return {key for key, damage in zip(keys, damages, strict=True) if damage is None}
 
     def _task(
@@ -206,9 +206,9 @@ class Corpus:
             counted = read_cached(counts_path(self.cache, census[0]), Census.__dataclass_fields__)
             complete = complete and counted is not None
             if complete and counted is not None:
-                state.census = Census(**counted)
+                state.census = Census(**{name: counted[name] for name in Census.__dataclass_fields__})
         if complete and reading is not None:
-            state.reading = Reading(**reading)
+            state.reading = Reading(**{name: reading[name] for name in Reading.__dataclass_fields__})
             return None
         done = (*state.done, *(op.key for op in state.due[:found]))
         return PassTask(
