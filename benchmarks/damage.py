@@ -130,7 +130,7 @@ def numbers(run: Path) -> list[Any]:
 
 
 def make_base(folder: Path, data: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """A killed run in `folder`/base, its state after the first start in `folder`/old; the spec and the numbers of a run
+    """A killed run and another one in `folder`/base, its state after the first start in `folder`/old; the spec and the numbers of a run
     that was never stopped."""
     write_corpus(folder)
     spec = spec_data(folder, data)
@@ -141,6 +141,8 @@ def make_base(folder: Path, data: dict[str, Any]) -> tuple[dict[str, Any], list[
     shutil.copytree(folder / "runs", folder / "old")
     killed = in_child(lambda: train(spec, kill_at=KILLED_AT))
     assert killed.get("end") == f"killed by signal {signal.SIGKILL:d}", killed
+    other = in_child(lambda: train(spec | {"name": "other", "seed": 1}))  # files are exchanged with its own
+    assert other.get("end") == "finished", other
     os.rename(folder / "runs", folder / "base")
     return spec, numbers(folder / "reference" / "run")
 
@@ -151,9 +153,10 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """A file's name without what differs between files of a kind."""
+    """A file's path without what differs between files of a kind."""
     name = re.sub(r"[0-9a-f]{16,}", "HASH", str(path))
-    return re.sub(r"\d+", "N", re.sub(r"\b(words|more|train|validation)\.", "SOURCE.", name))
+    name = re.sub(r"^(run|other)/", "RUN/", re.sub(r"/[0-9a-f]{2}/", "/HH/", name))
+    return re.sub(r"\d+", "N", re.sub(r"/(words|more)\.((train|validation)\.)?", "/SOURCE.", name))
 
 
 def damage(kind: str, target: Path, place: Path, old: Path, draw: random.Random) -> str | None:
@@ -192,6 +195,8 @@ def judge(result: dict[str, Any], run: Path, target: Path, done: str, wanted: li
     from bessemer.run.directory import Run
 
     names = {target.name, *(Path(word).name for word in [done.removeprefix("exchanged with ")] if "exchanged" in done)}
+    if target.parent.name.startswith("step-"):
+        names.add(target.parent.name)  # a checkpoint is passed over as a whole
     message = str(result.get("message", ""))
     if result["end"] == "refused":
         by_name = any(name in message for name in names) and "\n" not in message.strip()
@@ -228,6 +233,7 @@ def campaign(cases: int, seed: int, folder: Path) -> list[dict[str, Any]]:
     while len(results) < cases:
         if not queue:  # every file in turn, in another order each time
             queue = [(design, path) for design, base in bases.items() for path in files_of(base[0] / "base")]
+            queue = [(design, path) for design, path in queue if path.parts[0] != "other"]
             draw.shuffle(queue)
         design, target = queue.pop()
         case = one_case(bases[design], target, draw.choice(KINDS), draw)

@@ -168,3 +168,15 @@ def test_an_old_run_with_missing_records_says_so(short: Make, monkeypatch: pytes
     path.write_bytes(b"".join(lines[:3] + lines[5:]))
     assert train(spec).kind == "finished"
     assert "2 of 11 steps have no record" in events(spec, "records_missing")[0]["reason"]
+
+
+def test_a_lost_disk_costs_neither_the_plan_nor_the_metrics(short: Make, unbroken: Losses, tmp_path: Path) -> None:
+    spec = short(checkpoint={"every": 4, "remote": f"file://{tmp_path}/remote"})
+    train_until(spec, 9)
+    shutil.rmtree(run_folder(spec))
+    with pytest.raises(UserError, match=r"--restart: .* holds 3 checkpoints of this run"):
+        Session(spec, restart=True).train()
+    assert train(spec).kind == "finished"
+    assert losses(spec) == unbroken
+    assert [event["checkpoint"] for event in events(spec, "fetched")] == ["step-00000011.a1"]
+    assert {event["file"] for event in events(spec, "records_repaired")} >= {"metrics/steps.jsonl"}

@@ -1,7 +1,7 @@
 """What a checkpoint keeps of its run's own files: spec, plan, metrics and events as they stood at the save.
 
 One zip, `run.zip`, in the checkpoint's folder and hashed by its manifest. A resume compares the run's files with it, so
-that a lost or altered record is found, and puts the copy in its place. About 60 bytes a step.
+that a lost or altered record is found, and puts the copy in its place. About 70 bytes and 3 microseconds a step.
 """
 
 from __future__ import annotations
