@@ -130,8 +130,8 @@ def numbers(run: Path) -> list[Any]:
 
 
 def make_base(folder: Path, data: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """A killed run and another one in `folder`/base, its state after the first start in `folder`/old; the spec and the numbers of a run
-    that was never stopped."""
+    """A killed run and another one in `folder`/base, as they were after the first start in `folder`/old; the spec, and
+    the numbers of a run that was never stopped."""
     write_corpus(folder)
     spec = spec_data(folder, data)
     reference = in_child(lambda: train(spec | {"runs": str(folder / "reference")}))
