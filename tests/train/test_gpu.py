@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from bessemer.data.stream import Batch
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build
+from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.lean import to_low_precision
 from bessemer.optim.schedule import Schedule
@@ -52,6 +53,9 @@ def make_job(precision: str = "fp32", seed: int = 0, weights: str = "fp32") -> A
         scaling=None,
         ema=None,
         pipeline=None,
+        view=RunView(),
+        start_step=-1,
+        check_interrupt=lambda: None,
     )
 
 

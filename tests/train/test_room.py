@@ -14,6 +14,7 @@ from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder
 from bessemer.model.moe import MixtureOfExperts
 from bessemer.model.transformer import build
+from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.schedule import Schedule
 from bessemer.parallel.world import World
@@ -294,7 +295,7 @@ def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
             micro_batches=lambda step, rows, *_: room.split([batch], rows), step_count=lambda step: 16_384.0
         ),
         event=lambda kind, **details: events.append((kind, details)), faults=None, profiler=None, copies=None,
-        scaling=None, pipeline=None,
+        scaling=None, pipeline=None, view=RunView(), start_step=-1, check_interrupt=lambda: None,
     )  # fmt: skip
     gauge = room.Gauge(device)
     peak = room.probe(job, gauge)

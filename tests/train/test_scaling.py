@@ -12,6 +12,7 @@ from bessemer.errors import UserError
 from bessemer.guard.detect.watch import Watch
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build
+from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
 from bessemer.parallel.world import World
@@ -131,6 +132,8 @@ def test_the_head_of_a_large_batch_keeps_its_gradients() -> None:
 
 
 class Log(list[dict[str, Any]]):
+    unwritten = ""
+
     def step(self, record: dict[str, Any]) -> None:
         self.append(record)
 
@@ -147,7 +150,8 @@ def make_job(asked: str | float | None, guard: GuardSpec | None = None, device: 
         stream=SimpleNamespace(step_count=lambda step: 4.0 * 16, locate=lambda batch: []),
         plan=SimpleNamespace(precision="fp32" if asked is None else "fp16"), ema=None, faults=None,
         spec=SimpleNamespace(guard=guard), scaling=None if asked is None else LossScale(asked, device),
-        progress=Progress(), run=Log(), view=Log(), history=deque(), recovering=[], flops_per_token=1, peak_flops=1.0,
+        progress=Progress(), run=Log(), view=RunView(), start_step=-1, check_interrupt=lambda: None, unwritten="",
+        history=deque(), recovering=[], flops_per_token=1, peak_flops=1.0,
         watch=Watch(guard, None, 1000), events=events, event=lambda kind, **rest: events.append({"kind": kind, **rest}),
     )  # fmt: skip
 

@@ -21,6 +21,8 @@ from bessemer.train.step import Attempt
 class Log(list):
     """Stands for the run and for the view: remembers what it is told."""
 
+    unwritten = ""
+
     def step(self, record):
         self.append(record)
 
@@ -45,6 +47,7 @@ def job(store_of, stream_of):
         world=World(),
         pipeline=None,
         alike=None,
+        unwritten="",
         objective=SimpleNamespace(columns=None),
         history=deque(),
         recovering=[],
