@@ -29,7 +29,7 @@ from bessemer.spec.shape import ModelShape
 
 MEMORY_ERROR = 0.05  # of a GPU's peak; the bar is twice that, the worst of all peaks in docs/planner-accuracy.md
 PROCESS_ERROR = 0.15  # of a process on a CPU, whose libraries take more than a small model
-MEASURED_ERROR = 0.125  # of a step's time that follows from one measured row; the bar is twice that
+MEASURED_ERROR = 0.125  # of a step's time by one measured row: what is aimed at, not fitted; the bar is twice that
 BAR = 2.0  # times the mean error: nine of ten measured rows lay within 1.4 to 2.8 times it (data/steptime.json)
 LATER = "predictions begin once a run has ended here, or after `bessemer bench`"
 
