@@ -24,7 +24,8 @@ def step_seconds(job: Job, rows: int, matmul_rate: float) -> float | None:
     or without it. None where that cannot be measured.
 
     One row is about as fast as many: 10M parameters, context 512, on two busy ARM cores gave 615 to 716 tokens/s with
-    1 to 8 rows, where nothing interrupted a pass. A row that would take long is replaced by a short one through the first layers.
+    1 to 8 rows, where nothing interrupted a pass. A row that would take long is replaced by a short one through the
+    first layers.
     """
     if job.world.size > 1 or not job.optimizer.whole or not job.optimizer.judged_first:
         return None
