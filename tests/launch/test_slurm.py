@@ -23,7 +23,7 @@ from bessemer.run.directory import Run
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue", "scancel")
 PATHS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-STEPS = 3000
+STEPS = 1200
 
 CONF = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
