@@ -49,6 +49,7 @@ from bessemer.supervise.replay import documents_of
 
 MARK = "BESSEMER_KILLS"  # in the environment of everything that is started by a command
 ORPHAN_S = 10.0
+SHUTDOWN_S = 45.0  # for ranks that were asked to end, as torchrun has it
 END_S = 90.0  # for a process that was asked to end, on a busy machine
 ROUND = 100  # kills of all scenarios
 PER_RUN = 5  # kills of one run, before it may finish
@@ -208,20 +209,31 @@ def fork(arguments: list[str], log: Path, ranks: int, phases: Phases | None) -> 
     leader = os.fork()
     if leader:
         return leader
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ[PARENT] = str(campaign)
-    if ranks == 1:
+    try:
+        os.setsid()
+        os.environ[PARENT] = str(campaign)
+        if ranks > 1:
+            lead(arguments, log, ranks, port, phases)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if phases:
             phases.publish()
         call(arguments, log)
-    started = os.getpid()
-    children = set()
+    finally:  # a signal before the command line's own function: nothing of the campaign may go on here
+        os._exit(130)
+
+
+def lead(arguments: list[str], log: Path, ranks: int, port: int, phases: Phases | None) -> NoReturn:
+    """Start the ranks and wait for them, as torchrun does: ends with the first that fails, and they end with it."""
+    signalled: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):  # the ranks get them too
+        signal.signal(number, lambda number, _: signalled.append(number))
+    started, children = os.getpid(), set()
     for rank in range(ranks):
-        child = os.fork()
-        if child:
+        if child := os.fork():
             children.add(child)
             continue
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", PARENT: str(started),
@@ -229,16 +241,16 @@ def fork(arguments: list[str], log: Path, ranks: int, phases: Phases | None) -> 
         if phases and rank == 0:
             phases.publish()
         call(arguments, log.with_suffix(f".{rank}"))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the ranks get them too
-    codes = []
-    while children:
-        pid, status = os.wait()
+    until = float("inf")
+    while children and time.monotonic() < until:
+        if signalled:
+            until = min(until, time.monotonic() + SHUTDOWN_S)
+        pid, status = os.waitpid(-1, os.WNOHANG)
         children.discard(pid)
-        codes.append(os.waitstatus_to_exitcode(status))
-        if codes[-1] not in (0, 130, 143):  # as torchrun does; the others end with their parent
+        if pid and status and not signalled:
             os._exit(1)
-    os._exit(max(codes))
+        time.sleep(0.01)
+    os._exit(128 + signalled[0] if signalled else 0)
 
 
 @dataclass

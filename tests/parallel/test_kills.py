@@ -230,7 +230,7 @@ def test_a_refused_run_is_said_once_and_not_tried_again(tiny_spec: Spec, tmp_pat
     path.write_text(dump_spec(spec))
     command = [sys.executable, "-m", "bessemer", "train", str(path), "--plain"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"})
-    assert done.returncode != 0
+    assert done.returncode == 2 and "Traceback" not in done.stderr
     (refused,) = Run(run_folder(spec)).events("refused")
     said = [line for line in (done.stdout + done.stderr).splitlines() if refused["reason"] in line]
-    assert len(said) == 2 and sum(line.startswith("rank 0 failed: ") for line in said) == 1  # for the other
+    assert len(said) == 1

@@ -152,7 +152,7 @@ class World:
             yield
         except BaseException as error:
             if self.main:
-                self.agree(2 if isinstance(error, UserError) else 1)
+                self.agree(2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1)
             raise
         if self.main:
             self.agree(0)
