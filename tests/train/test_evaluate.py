@@ -29,7 +29,7 @@ def direct(model, store):
     for i in range(sequence_count(store.tokens, CONTEXT)):
         window = torch.from_numpy(store.slice(i * CONTEXT, i * CONTEXT + CONTEXT + 1).astype(np.int64))
         # A column belongs to the document of its target.
-        documents = np.searchsorted(store.starts, i * CONTEXT + 1 + np.arange(CONTEXT), side="right")
+        documents = store.document_of(i * CONTEXT + 1 + np.arange(CONTEXT))
         with torch.no_grad():
             logits = model.logits(model(window[None, :-1], Sight(torch.from_numpy(documents)[None])))[0]
         loss += float(F.cross_entropy(logits, window[1:], reduction="sum"))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from bessemer.guard.judge import Judge
 from bessemer.model.sight import Sight
 from bessemer.model.transformer import build
+from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import Guarded
 from bessemer.optim.schedule import Schedule
@@ -124,6 +125,9 @@ def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
         faults=None,
         scaling=None,
         ema=None,
+        view=RunView(),
+        start_step=-1,
+        check_interrupt=lambda: None,
     )
 
 
