@@ -255,6 +255,9 @@ def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
         (first.folder / name).write_text("{}" if name == "prepared.json" else "{")
         with pytest.raises(UserError, match=rf"{name}.* delete the folder {first.folder} and prepare the data again"):
             run(tmp_path / "cache", web=path)
+        (first.folder / name).unlink()
+        with pytest.raises(UserError, match=rf"{name}.* delete the folder {first.folder} and prepare the data again"):
+            run(tmp_path / "cache", web=path)
         (first.folder / name).write_bytes(whole)
     shutil.rmtree(first.folder)
     assert state(run(tmp_path / "cache", web=path)) == state(first)

@@ -133,6 +133,8 @@ def open_prepared(folder: Path) -> Prepared:
         about = read_json(path, again)
         eos, special, train, validation = (about[key] for key in ("eos", "special", "train", "validation"))
     except FileNotFoundError:
+        if folder.exists():
+            raise UserError(f"{path}: missing; {again}") from None
         raise UserError(
             f"{folder}: the prepared data is gone; `bessemer train` on the same spec makes it again"
         ) from None
