@@ -276,7 +276,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE-damage.json")
+    default = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-damage.json"
+    parser.add_argument("--save", nargs="?", const=default, help="write the result here (benchmarks/results)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bessemer-damage-") as folder:
         results = campaign(options.cases, options.seed, Path(folder))
@@ -292,8 +293,7 @@ def main() -> None:
             print(f"{file:<64} {kind:<12} {', '.join(f'{n} {outcome}' for outcome, n in outcomes.items())}")
     print(dict(totals))
     if options.save:
-        path = Path(__file__).parent / "results" / f"{report['date']}-damage.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        Path(options.save).write_text(json.dumps(report, indent=1) + "\n")
     sys.exit(any(outcome.startswith("FAILED") for outcome in totals))
 
 

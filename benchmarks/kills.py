@@ -1,6 +1,6 @@
 """Kills at random moments: does the same command, started again, end with the bytes and losses of an unkilled one?
 
-    python benchmarks/kills.py --kills 500 --save        # several hours on two busy cores; 30 kills take some minutes
+    python benchmarks/kills.py --kills 500 --jobs 2 --save    # an hour on two cores; 30 kills take some minutes
     python benchmarks/kills.py --kills 30 --only "poison|2 ranks"
 
 Each scenario runs once without a kill. Then it is started, killed (mostly SIGKILL, some SIGTERM and SIGINT) and started
@@ -493,8 +493,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a regular expression of scenarios")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE-kills.json")
+    parser.add_argument("--jobs", type=int, default=1, help="campaigns at a time, each with a share of the kills")
+    default = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-kills.json"
+    parser.add_argument("--save", nargs="?", const=default, help="write the result here (benchmarks/results)")
     arguments = parser.parse_args()
+    if arguments.jobs > 1:
+        sys.exit(run_jobs(arguments))
     torch.set_num_threads(1)  # and no operation before a fork, which OpenMP's threads would not survive
     os.environ["OMP_NUM_THREADS"] = "1"
     began = time.monotonic()
@@ -511,14 +515,38 @@ def main() -> None:
             campaign.run(scenario, max(1, round(arguments.kills / rounds * scenario.share / whole)))
             result = report(campaign, arguments.seed, time.monotonic() - began)
             if arguments.save:
-                path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-kills.json"
-                path.write_text(json.dumps(result, indent=1) + "\n")
+                Path(arguments.save).write_text(json.dumps(result, indent=1) + "\n")
         if campaign.findings:
             kept = Path(tempfile.mkdtemp(prefix="bessemer-kills-findings-"))
             shutil.copytree(scratch, kept, dirs_exist_ok=True)
             print(f"folders of findings are in {kept}")
     print(json.dumps(result, indent=1))
     sys.exit(1 if campaign.findings else 0)
+
+
+def run_jobs(arguments: argparse.Namespace) -> int:
+    """Several campaigns side by side, their results added up; the exit code."""
+    with tempfile.TemporaryDirectory(prefix="bessemer-kills-jobs-") as scratch:
+        started = []
+        for job in range(arguments.jobs):
+            kills = len(range(job, arguments.kills, arguments.jobs))
+            options = ["--kills", str(kills), "--seed", str(arguments.seed + job), "--only", arguments.only]
+            command = [sys.executable, __file__, *options, "--save", str(Path(scratch) / f"{job}.json")]
+            started.append(subprocess.Popen(command))
+        codes = [process.wait() for process in started]
+        results = [json.loads(path.read_text()) for path in sorted(Path(scratch).iterdir())]
+    total = {**results[0], "command": f"python {' '.join(sys.argv)}", "seed": arguments.seed, "jobs": arguments.jobs}
+    for key, value in results[0].items():
+        if key in ("kills", "runs", "starts", "findings"):
+            total[key] = sum((result[key] for result in results), type(value)())
+        elif key in ("seconds", "slowest_end_after_sigkill_s"):
+            total[key] = max(result[key] for result in results)
+        elif isinstance(value, dict):
+            total[key] = dict(sum((Counter(result[key]) for result in results), Counter()))
+    print(json.dumps(total, indent=1))
+    if arguments.save:
+        Path(arguments.save).write_text(json.dumps(total, indent=1) + "\n")
+    return max(codes)
 
 
 def report(campaign: Campaign, seed: int, seconds: float) -> dict[str, Any]:
