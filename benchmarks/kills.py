@@ -439,7 +439,9 @@ class Campaign:
                 if not what:
                     ended = start.code == 0
                     if not ended:
-                        self.finding(scenario, f"exit code {start.code} before a kill", folder=str(folder))
+                        words = {path.name: path.read_text()[-600:] for path in sorted(folder.glob("log*"))}
+                        words.pop("log.modules", None)
+                        self.finding(scenario, f"exit code {start.code} before a kill", **words)
                     break
                 self.kill(scenario, start, mark)
                 self.kills[scenario.name] += 1
