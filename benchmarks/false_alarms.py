@@ -4,7 +4,8 @@ synthetic traces through the same judge and detectors.
     python benchmarks/false_alarms.py --steps 300000 --jobs 2 --save
     python benchmarks/false_alarms.py --trace FILE.npz ...     arrays `loss` and `norm`, one value a step
 
-A false alarm is a veto, a rollback, a window that gave way, or an alarm above a note, in a run where nothing was wrong.
+A false alarm is a veto, a convicted document, a rollback, a window that gave way, or an alarm above a note, in a run
+where nothing was wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONFIGURATIONS: dict[str, tuple[int, int, float, str, int, int, float]] = {
     "long warm-up": (8, 32, 3e-3, "30%", 32, 1, 0.1),
     "two layers": (8, 64, 3e-3, "2%", 64, 2, 0.05),
 }
-SIGNS = ("veto", "rollback", "guard_gave_way", "guard_reopened", "hang")
+SIGNS = ("veto", "exclude", "rollback", "guard_gave_way", "guard_reopened", "hang")
 
 
 def spec_of(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE, REPETITION, Judge
+from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE, Judge
 from bessemer.spec.guard import GuardSpec
 
 CPU = torch.device("cpu")
@@ -20,8 +20,8 @@ def judge_of(**settings_):
     return Judge(GuardSpec(**settings_), CPU)
 
 
-def say(judge, loss, grad=1.0, repeated=False):
-    verdict = judge.judge(torch.tensor(float(loss)), torch.tensor(float(grad)), repeated)
+def say(judge, loss, grad=1.0, rows=None):
+    verdict = judge.judge(torch.tensor(float(loss)), torch.tensor(float(grad)), rows)
     assert verdict.reject.dtype == torch.float32 and verdict.reject.shape == ()
     numbers = verdict.read()
     assert float(verdict.reject) == float(numbers["code"] != ACCEPT)
@@ -39,7 +39,7 @@ def filled(steps=200, level=4.0, noise=0.2, seed=0, **settings_):
 def held(judge):
     """The window's losses, oldest first."""
     count, size = int(judge.count), judge.spec.window
-    row = judge.window_2N[0]
+    row = judge.window_3N[0]
     return [float(row[i % size]) for i in range(max(0, count - size), count)]
 
 
@@ -58,7 +58,7 @@ class Plain:
     def median(values):
         return sorted(values)[(len(values) - 1) // 2]
 
-    def judge(self, loss, grad, repeated=False):
+    def judge(self, loss, grad):
         """(code, reopened, gave way, [(z, centre, scale) of the loss and of the log gradient norm])."""
         value = (np.float32(loss), np.log(np.maximum(np.float32(grad), np.float32(1e-30))))
         if not (math.isfinite(loss) and math.isfinite(grad)):
@@ -73,14 +73,12 @@ class Plain:
         code = code if ready else ACCEPT
         reopened = code != ACCEPT and self.streak >= self.spec.max_vetoes
         often = sum(self.vetoed[-self.spec.window :]) >= max(1, self.spec.veto_share * self.spec.window)
-        gave_way = (code != ACCEPT or repeated) and often and not reopened
+        gave_way = code != ACCEPT and often and not reopened
         if reopened:
             self.values.clear()
             self.accepted = 0
         if reopened or gave_way:
             code = ACCEPT
-        if repeated and code == ACCEPT and not gave_way:
-            code = REPETITION
         if code == ACCEPT:
             self.values.append((float(value[0]), float(value[1])))
             while len(self.values) > self.spec.window:
@@ -132,13 +130,12 @@ def test_verdicts_follow_the_documented_rule_over_any_rotation(
     seed, count, window, warmup, max_vetoes, veto_share, rows
 ):
     rng = np.random.default_rng(seed)
-    steps, repetitive = mixed_steps(rng, count), rng.choice([0.0, 0.1])
+    steps = mixed_steps(rng, count)
     spec = GuardSpec(window=window, warmup=warmup, max_vetoes=max_vetoes, veto_share=veto_share)
     judge, plain = Judge(spec, CPU, rows), Plain(spec, rows)
     for loss, grad in steps:
-        repeated = bool(rng.random() < repetitive)
-        found = say(judge, loss, grad, repeated)
-        code, reopened, gave_way, statistics = plain.judge(loss, grad, repeated)
+        found = say(judge, loss, grad)
+        code, reopened, gave_way, statistics = plain.judge(loss, grad)
         # Within rounding of the threshold either verdict is right, and the two would part ways.
         limits = (spec.loss_sigma, spec.grad_sigma)
         assume(all(abs(z - limit) > 0.01 for (z, _, _), limit in zip(statistics, limits, strict=False)))
@@ -161,7 +158,7 @@ def test_what_is_not_finite_is_vetoed_from_the_first_step_on(bad, which, steps):
     before = {name: tensor.clone() for name, tensor in judge.state().items()}
     found = say(judge, bad if which == "loss" else 4.0, bad if which == "grad" else 1.0)
     assert found["code"] == NONFINITE
-    assert torch.equal(judge.window_2N.nan_to_num(-1), before["window"].nan_to_num(-1))
+    assert torch.equal(judge.window_3N[:2].nan_to_num(-1), before["window"].nan_to_num(-1))
     assert judge.count == before["count"] and judge.streak == 1
 
 
@@ -228,7 +225,7 @@ def test_the_window_restarts_with_the_accepted_value_alone():
     for _ in range(3):
         say(judge, 9.0)
     assert held(judge) == [9.0] and int(judge.count) == 1
-    assert int(judge.window_2N.isfinite().sum()) == 2
+    assert int(judge.window_3N.isfinite().sum()) == 2
 
 
 def test_one_good_step_between_starts_the_streak_anew():
@@ -242,7 +239,7 @@ def test_reopen_forgets_the_window_and_warms_up_again():
     judge = filled(warmup=32)
     assert say(judge, 9.0)["code"] == LOSS_OUTLIER
     judge.reopen()
-    assert held(judge) == [] and bool(judge.window_2N.isnan().all())
+    assert held(judge) == [] and bool(judge.window_3N.isnan().all())
     assert [say(judge, 9.0 + 0.01 * (k % 3))["code"] for k in range(32)] == [ACCEPT] * 32
     assert say(judge, 4.0)["code"] == ACCEPT  # a fall is no outlier
     assert say(judge, 14.0)["code"] == LOSS_OUTLIER
@@ -310,27 +307,6 @@ def test_a_pardon_forgets_the_vetoes_and_neither_the_window_nor_the_streak():
     assert int(judge.count) == 220
 
 
-def test_a_repeated_pattern_is_vetoed_however_low_its_loss_and_even_before_the_warm_up():
-    judge = judge_of()
-    found = say(judge, 0.1, 0.1, repeated=True)
-    assert found["code"] == REPETITION and found["streak"] == 1 and int(judge.count) == 0
-    judge = filled()
-    assert say(judge, 0.1, repeated=True)["code"] == REPETITION
-    assert say(judge, 12.0, repeated=True)["code"] == LOSS_OUTLIER, "the loss says more"
-    assert say(judge, float("nan"), repeated=True)["code"] == NONFINITE
-    assert min(held(judge)) > 3
-
-
-def test_a_source_of_repeated_patterns_is_not_filtered_out_of_the_run_for_ever():
-    judge = filled()
-    codes = [say(judge, 4.0, repeated=True)["code"] for _ in range(40)]
-    assert codes == [REPETITION] * 7 + [ACCEPT] * 33  # 5 % of 128 steps, and then it is the data
-    judge = filled()
-    for _ in range(40):  # unless a trial says that each veto was right
-        assert say(judge, 4.0, repeated=True)["code"] == REPETITION
-        judge.pardon()
-
-
 @pytest.mark.parametrize("change", ["judge", "veto", "reopen", "reopened", "pardon"])
 def test_the_tensors_of_a_state_never_change_in_place(change):
     """A save in the background and a copy in memory hold them while the judge goes on."""
@@ -389,6 +365,7 @@ def test_a_saved_judge_goes_on_identically(at, seed):
     saved = {name: tensor.clone() for name, tensor in first.state().items()}
     assert {name: tensor.dtype for name, tensor in saved.items()} == {
         "window": torch.float32,
+        "rows": torch.float32,
         "count": torch.int64,
         "streak": torch.float32,
         "judged": torch.int64,
@@ -423,3 +400,67 @@ def test_the_judge_keeps_no_graph():
     loss = torch.tensor(3.0, requires_grad=True) * 2
     verdict = judge.judge(loss, loss * 1.0)
     assert not verdict.reject.requires_grad and not any(t.requires_grad for t in judge.state().values())
+
+
+def rows_of(rng, rows=8, tokens=64, level=4.0, bad=0.0):
+    """Sums of losses and weights of a step whose rows scatter by a quarter; `bad` is added to all of the first."""
+    means = rng.normal(level, 0.25 * level, rows).clip(0.5)
+    means[0] += bad
+    return torch.tensor(np.stack([means * tokens, np.full(rows, tokens)]), dtype=torch.float32)
+
+
+def loss_of(rows):
+    return float(rows[0].sum() / rows[1].sum())
+
+
+def row_judge(steps=200, seed=0, **settings_):
+    judge, rng = Judge(GuardSpec(**settings_), CPU, 8), np.random.default_rng(seed)
+    suspects = 0
+    for _ in range(steps):
+        rows = rows_of(rng)
+        found = say(judge, loss_of(rows), rows=rows)
+        assert found["code"] == ACCEPT
+        suspects += found["suspect"]
+    return judge, rng, suspects
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_bad_row_of_eight_makes_a_step_suspect_and_it_is_accepted_all_the_same(seed):
+    judge, rng, suspects = row_judge(seed=seed)
+    assert suspects <= 2
+    rows = rows_of(rng, bad=8.0)
+    found = say(judge, loss_of(rows), rows=rows)
+    assert (found["code"], found["suspect"]) == (ACCEPT, 1) and found["row_z"] > 4 and found["loss_z"] < 10
+    assert held(judge)[-1] == pytest.approx(loss_of(rows))
+
+
+def test_what_is_vetoed_is_not_suspect_besides_and_nothing_is_before_the_warm_up():
+    judge, rng, _ = row_judge()
+    rows = rows_of(rng, bad=8.0)
+    assert say(judge, 40.0, rows=rows)["suspect"] == 0 and say(judge, float("nan"), rows=rows)["suspect"] == 0
+    young, rng, suspects = row_judge(steps=20)
+    assert suspects == 0 and say(young, loss_of(rows), rows=rows)["suspect"] == 0
+
+
+def test_rows_without_weight_are_padding_and_change_nothing():
+    judge, rng, _ = row_judge()
+    rows = rows_of(rng, bad=8.0)
+    padded = torch.cat((rows, torch.zeros(2, 8)), 1)
+    other = Judge(judge.spec, CPU, 8)
+    other.load({name: tensor.clone() for name, tensor in judge.state().items()})
+    assert say(judge, loss_of(rows), rows=rows) == say(other, loss_of(rows), rows=padded)
+
+
+def test_a_window_saved_without_rows_judges_as_before_and_learns_them():
+    judge, rng, _ = row_judge()
+    saved = {name: tensor for name, tensor in judge.state().items() if name != "rows"}
+    old = Judge(judge.spec, CPU, 8)
+    old.load(saved)
+    for step in range(40):
+        rows = rows_of(rng)
+        new, former = say(judge, loss_of(rows), rows=rows), say(old, loss_of(rows), rows=rows)
+        same = ("code", "streak", "loss_z", "loss_center", "loss_scale", "grad_z", "grad_center", "grad_scale")
+        assert [new[key] for key in same] == [former[key] for key in same]
+        assert former["suspect"] == 0 or step >= 32
+    rows = rows_of(rng, bad=8.0)
+    assert say(old, loss_of(rows), rows=rows)["suspect"] == 1

@@ -238,3 +238,9 @@ def test_the_document_is_returned_with_the_spec(spec_file: Path) -> None:
     loaded = load_document(spec_file)
     assert isinstance(loaded.spec, RunSpec)
     assert loaded.document.place(("budget", "batch")) == f"{spec_file}:7"
+
+
+def test_a_spec_that_an_earlier_version_wrote_into_a_run_still_loads(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: 10M\ndata: {sources: {code: src}}\nguard: {repeat_share: 0.25, window: 64}\n")
+    assert load_spec(path).guard.window == 64

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,14 +15,14 @@ import torch
 
 from bessemer.checkpoint.manifest import read_manifest
 from bessemer.checkpoint.shelf import Shelf
+from bessemer.guard.judge import Judge
 from bessemer.run.directory import Run
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.session import Session, run_folder
-from bessemer.train import step as one_step
 from bessemer.train.job import Job
 
-from .conftest import Faults, spec_data
+from .conftest import Faults, spec_data, write_corpus
 
 Make = Callable[..., RunSpec]
 STEPS, BAD = 72, 44
@@ -263,16 +264,6 @@ def test_with_nothing_to_go_back_to_the_run_stops_and_says_so(make: Make) -> Non
     assert (run_folder(spec) / "reports" / "anomaly-000005.md").exists()
 
 
-def test_repeated_patterns_in_a_row_are_no_reason_to_go_back(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = iter(range(10**6))
-    monkeypatch.setattr(one_step, "mostly_repeated", lambda batches, share: 40 <= next(calls) < 50)
-    spec = make(guard={"max_vetoes": 3, "veto_share": 0.2, "trial": {"enabled": False}})
-    assert Session(spec).train().kind == "finished"
-    vetoes = events(spec, "veto")
-    assert vetoes and {veto["reason"] for veto in vetoes} == {"repeated pattern"}
-    assert not events(spec, "rollback") and events(spec, "guard_reopened", "guard_gave_way")
-
-
 def test_a_guard_that_is_off_does_nothing(make: Make) -> None:
     spec = make(guard={"enabled": False})
     assert Session(spec, faults=Spoil(BAD)).train().kind == "finished"
@@ -304,3 +295,50 @@ def test_a_damaged_checkpoint_is_passed_over_in_a_rollback(make: Make) -> None:
     (passed,), (back,) = events(spec, "checkpoint_passed_over"), events(spec, "rollback")
     assert (passed["checkpoint"], back["origin"]) == ("step-00000020.a1", "step-00000010.a1")
     assert [step for step, _ in losses(spec)] == list(range(STEPS))
+
+
+def test_examinations_that_convict_nobody_change_no_digit(make: Make, unbroken: RunSpec) -> None:
+    spec = make(guard={"suspect_sigma": 0.01})
+    assert Session(spec).train().kind == "finished"
+    examined = events(spec, "examined")
+    assert len(examined) > 5 and not any(event["convicted"] for event in examined)
+    assert not events(spec, "exclude", "trial", "veto")
+    assert losses(spec) == losses(unbroken) and last_weights(spec) == last_weights(unbroken)
+
+
+def test_planted_documents_are_convicted_without_a_veto_and_no_honest_one_is(make: Make, tmp_path: Path) -> None:
+    """A page of noise in four short rows, and honest pages with ruled lines: the rows of a document come together."""
+    draw, path = random.Random(0), write_corpus(tmp_path / "mixed.jsonl", 240)
+    lines = path.read_text().splitlines()
+    for row in range(0, 240, 8):
+        lines[row] = json.dumps({"text": json.loads(lines[row])["text"] + "\n" + "#" * 79})
+    planted = {101, 141, 181, 221}  # rows of a file are counted from 1
+    for row in planted:
+        lines[row - 1] = json.dumps({"text": "".join(draw.choices("qxzjvkwyb0123456789", k=160))})
+    path.write_text("\n".join(lines) + "\n")
+    data = {"sources": {"words": {"path": [str(path)]}}, "context": 32, "validation": 0.0}
+    spec = make(data=data, guard={"loss_sigma": 100.0, "grad_sigma": 100.0})
+    assert Session(spec).train().kind == "finished"
+    listed = [json.loads(line) for line in (run_folder(spec) / "exclusions.jsonl").open()]
+    assert listed and {entry["row"] for entry in listed} <= planted
+    assert not events(spec, "veto") and all("unlike" in entry["reason"] for entry in listed)
+    assert [step for step, _ in losses(spec)] == list(range(STEPS))
+
+
+def test_a_checkpoint_from_before_rows_were_judged_is_gone_on_from(
+    make: Make, unbroken: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Judge.state
+    monkeypatch.setattr(Judge, "state", lambda self: {k: v for k, v in state(self).items() if k != "rows"})
+    spec = make(checkpoint={"every": 40})
+
+    class End(Faults):
+        def before_step(self, job: Job, step: int) -> None:
+            if step == 50:
+                raise RuntimeError("the end of this start")
+
+    with pytest.raises(RuntimeError):
+        Session(spec, faults=End()).train()
+    monkeypatch.undo()
+    assert Session(spec).train().kind == "finished"
+    assert losses(spec) == losses(unbroken)

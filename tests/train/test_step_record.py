@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bessemer.guard.detect.alarm import alarm
-from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE, REPETITION
+from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE
 from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
@@ -55,8 +55,11 @@ def job(store_of, stream_of):
     )
 
 
-def attempt_of(job, code=ACCEPT, loss=2.5, norm=0.5, correct=16.0, streak=0.0, reopened=0.0, gave_way=0.0, step=7):
-    numbers = torch.tensor([code, streak, reopened, gave_way, 1.25, 2.4, 0.05, -0.5, 0.45, 0.25])
+def attempt_of(
+    job, code=ACCEPT, loss=2.5, norm=0.5, correct=16.0, streak=0.0, reopened=0.0, gave_way=0.0, step=7, suspect=0.0
+):
+    known = [1.25, 2.4, 0.05, -0.5, 0.45, 0.25, 0.75, 0.04, 0.01]
+    numbers = torch.tensor([code, streak, reopened, gave_way, suspect, *known])
     seen = torch.tensor([loss, norm, correct])
     batches = job.stream.micro_batches(step, 2)
     losses = [torch.full(batch.targets.shape, 2.5) for batch in batches]
@@ -113,7 +116,6 @@ def test_totals_add_up_over_steps(job):
         (NONFINITE, "non-finite loss or gradient"),
         (LOSS_OUTLIER, "loss outlier"),
         (GRAD_OUTLIER, "gradient-norm outlier"),
-        (REPETITION, "repeated pattern"),
     ],
 )
 def test_a_veto_is_an_event_with_its_statistics_and_documents(job, code, word):
@@ -128,7 +130,7 @@ def test_a_veto_is_an_event_with_its_statistics_and_documents(job, code, word):
     assert event["statistics"] == pytest.approx(
         {
             "streak": 1.0, "gave_way": 0.0, "loss_z": 1.25, "loss_center": 2.4, "loss_scale": 0.05, "grad_z": -0.5,
-            "grad_center": 0.45, "grad_scale": 0.25,
+            "grad_center": 0.45, "grad_scale": 0.25, "row_z": 0.75, "row_center": 0.04, "row_scale": 0.01,
         },
         abs=1e-4,
     )  # fmt: skip
@@ -203,3 +205,14 @@ def test_with_the_guard_off_its_window_is_nobody_s_concern(job):
     job.spec.guard = GuardSpec(enabled=False)
     report_step(job, attempt_of(job, ACCEPT, reopened=1.0))
     assert job.events == []
+
+
+def test_a_suspect_step_is_an_incident_only_if_its_documents_are_convicted(job):
+    asked, found = [], []
+    job.examine = lambda attempt, statistics: asked.append((attempt.step, statistics["row_z"])) or (found or [None])[0]
+    assert report_step(job, attempt_of(job)) is None and asked == []
+    assert report_step(job, attempt_of(job, suspect=1.0)) is None and asked == [(7, 0.75)]
+    found.append("a trial")
+    incident = report_step(job, attempt_of(job, suspect=1.0, step=8))
+    assert (incident.step, incident.severity, incident.trial) == (8, "suspect", "a trial")
+    assert job.run[-1]["veto"] is None

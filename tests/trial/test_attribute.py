@@ -101,8 +101,9 @@ def test_who_stands_out_is_measured_by_normal_documents():
 
 def test_excerpts_are_short_and_few():
     parts = [part(k, 300, 3.0) for k in range(40)]
-    said = accuse(parts, True, 40 * 900.0, {id(parts[0]): 0.5}, decode=None)
+    said = accuse(parts, parts[:39], 40 * 900.0, {id(parts[0]): 0.5}, decode=None)
     assert said[0].grad_share == 0.5 and said[1].grad_share is None
     assert said[0].loss_share == pytest.approx(1 / 40)
     assert said[0].excerpt.startswith("[one 1-token pattern repeated 300 times] tokens 1 1 1")
     assert len(said[0].excerpt) == 400 and said[39].excerpt == ""
+    assert [one.convicted for one in said] == [True] * 39 + [False]

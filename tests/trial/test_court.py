@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.guard.judge import REASONS, REPETITION
 from bessemer.trial import court
 from bessemer.trial.case import Earlier, Scene, Trial
 from bessemer.trial.court import hold_trial
@@ -316,17 +315,6 @@ def test_weights_that_are_not_numbers_are_named(stage):
     trial = hold_trial(job, scene, earlier, BUDGET_S)
     found = [(layer.name, layer.value) for layer in trial.layers if layer.quantity == "non-finite weights"]
     assert trial.verdict == "hardware" and found == [("blocks.0.ffn.gate.weight", 5.0)]
-
-
-def test_a_step_vetoed_as_repetition_is_data_whatever_its_loss(stage, documents_at):
-    staged = repeated_pattern(stage, documents_at, 1)
-    staged.scene.symptom = REASONS[REPETITION]
-    scene = staged.scene
-    scene.normal = replace(scene.normal, loss=scene.loss, grad_norm=scene.grad_norm)
-    trial = hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
-    rows = {accused.row for accused in trial.accused if accused.convicted}
-    assert (trial.verdict, rows) == ("data", staged.rows)
-    assert "one 2-token pattern repeated" in trial.accused[0].excerpt
 
 
 @pytest.mark.parametrize("fails", [["documents", "earlier_weights", "replays"], ["replays"]])

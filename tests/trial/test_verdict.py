@@ -37,7 +37,6 @@ TABLE = [
     (HEALTHY | {"after": BAD, "earlier": BAD}, "data"),
     (SCENE | {"without": GOOD}, "data"),
     (SCENE, "undetermined"),
-    ({"observed": 0.1, "repeat": 0.1, "repeated": True, "before": GOOD, "without": GOOD}, "data"),
     # Weights.
     (DAMAGED | {"replay": GOOD, "corrupt": 1e6}, "hardware"),
     (DAMAGED | {"replay": GOOD, "corrupt": math.inf}, "hardware"),

@@ -185,8 +185,8 @@ class Shelf:
         self.write(folder, weights, replace(manifest, content="model"))
         return folder
 
-    def load(self, folder: Path, state: State) -> Manifest:
-        """Verify every file, then fill the given tensors in place.
+    def load(self, folder: Path, state: State, optional: Collection[str] = ()) -> Manifest:
+        """Verify every file, then fill the given tensors in place. Those in `optional` may be missing, and then stay.
 
         Raises Damaged for a bad file, and UserError where a sound checkpoint belongs to another model.
         """
@@ -198,6 +198,7 @@ class Shelf:
         manifest = verify(folder)
         reader = TensorReader(folder)
         saved = reader.read_metadata().state_dict_metadata
+        state = {name: tensor for name, tensor in state.items() if name in saved or name not in optional}
         asked, finish = other_halves(saved, state)
         for name, tensor in asked.items():
             part = "optimizer and memory sections" if name.startswith("optimizer.") else "model"

@@ -1,14 +1,18 @@
 """The judge: is this step's loss or gradient norm an outlier against the steps accepted lately?
 
 Everything is tensor arithmetic on the device, without a host sync. A window holds the last accepted values of the
-loss and of the log of the gradient norm. The centre is the median of its newer half (it lags a falling loss from above,
-which errs on the side of accepting). Deviations are taken from a resistant line through the two halves' medians, so
-that the trend of early training is not taken for noise; the scale is the largest of 1.4826 times their median, their
-upper 5 % over 1.645 (small batches have heavy tails, and a median alone does not see them), and a floor: with the
-default limit, one odd row of a healthy corpus cannot make its step an outlier, however few rows there are. Only high
-values are outliers. Rejected steps never enter the window, but never for ever either: after `max_vetoes` in a row the
-next finite one is accepted and the window starts anew, and where more than `veto_share` of the last steps were vetoed
-the outliers are the data, and are accepted (otherwise the guard would filter a hard source out of the run).
+loss, of the log of the gradient norm and of the largest lift: how much the row that does most adds to the loss. The
+centre is the median of its newer half (it lags a falling loss from above, which errs on the side of accepting).
+Deviations are taken from a resistant line through the two halves' medians, so that the trend of early training is not
+taken for noise; the scale is the largest of 1.4826 times their median, their upper 5 % over 1.645 (small batches have
+heavy tails, and a median alone does not see them), and a floor: with the default limit, one odd row of a healthy corpus
+cannot make its step an outlier, however few rows there are. Only high values are outliers. Rejected steps never enter
+the window, but never for ever either: after `max_vetoes` in a row the next finite one is accepted and the window starts
+anew, and where more than `veto_share` of the last steps were vetoed the outliers are the data, and are accepted
+(otherwise the guard would filter a hard source out of the run).
+
+A step that is accepted may still be suspect: its loss or its largest lift is more than `suspect_sigma` scales above.
+That only costs a look at its documents (`trial/examine.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +24,11 @@ from torch import Tensor
 
 from bessemer.spec.guard import GuardSpec
 
-ACCEPT, NONFINITE, LOSS_OUTLIER, GRAD_OUTLIER, REPETITION = 0, 1, 2, 3, 4
+ACCEPT, NONFINITE, LOSS_OUTLIER, GRAD_OUTLIER = 0, 1, 2, 3
 REASONS = {
     NONFINITE: "non-finite loss or gradient",
     LOSS_OUTLIER: "loss outlier",
     GRAD_OUTLIER: "gradient-norm outlier",
-    REPETITION: "repeated pattern",
 }
 # The scale of the loss is at least 1 % of its centre, and 36 % divided by the rows of a step: the oddest rows of clean
 # code (other scripts, tables) had 4.6 times the usual loss, so one of them lifts a mean over R rows by 3.6 / R.
@@ -33,6 +36,8 @@ LOSS_FLOOR, ODD_ROW = 0.01, 0.36
 # That of the log gradient norm is 0.2 and 0.3 divided by the rows: 13 scales are a factor of 13 for many rows, 95 for
 # two and 665 for one, where clean rows of other scripts had 23 and 26 times the usual norm. Clipping bounds the rest.
 GRAD_FLOOR, GRAD_ODD_ROW = 0.2, 0.3
+# A row is measured by how much it lifts the step's loss. Lifts below 1 % of it are not worth a look at its documents.
+ROW_FLOOR = 0.0025
 UPPER, UPPER_NORMAL = 0.95, 1.645  # a quantile, and where it lies in a normal distribution
 
 
@@ -44,8 +49,8 @@ class Verdict:
     numbers: Tensor
 
     NAMES = (
-        "code", "streak", "reopened", "gave_way", "loss_z", "loss_center", "loss_scale", "grad_z", "grad_center",
-        "grad_scale",
+        "code", "streak", "reopened", "gave_way", "suspect", "loss_z", "loss_center", "loss_scale", "grad_z",
+        "grad_center", "grad_scale", "row_z", "row_center", "row_scale",
     )  # fmt: skip
 
     def read(self) -> dict[str, float]:
@@ -63,7 +68,7 @@ class Judge:
     def __init__(self, spec: GuardSpec, device: torch.device, rows: int = 64) -> None:
         """`rows`: sequences of a step."""
         self.spec = spec
-        self.window_2N = torch.full((2, spec.window), float("nan"), device=device)
+        self.window_3N = torch.full((3, spec.window), float("nan"), device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.streak = torch.zeros((), device=device)
         self.judged = torch.zeros((), dtype=torch.int64, device=device)
@@ -74,24 +79,26 @@ class Judge:
 
     def expect(self, rows: int) -> None:
         """From now on a step has so many rows."""
-        floors = [max(LOSS_FLOOR, ODD_ROW / rows), GRAD_FLOOR + GRAD_ODD_ROW / rows]
-        self._floor_2 = torch.tensor(floors, device=self.window_2N.device)
+        floors = [max(LOSS_FLOOR, ODD_ROW / rows), GRAD_FLOOR + GRAD_ODD_ROW / rows, ROW_FLOOR]
+        self._floor_3 = torch.tensor(floors, device=self.window_3N.device)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps. These tensors are never changed in place."""
         return {
-            "window": self.window_2N, "count": self.count, "streak": self.streak, "judged": self.judged,
-            "vetoed": self.vetoed_N,
+            "window": self.window_3N[:2], "rows": self.window_3N[2], "count": self.count, "streak": self.streak,
+            "judged": self.judged, "vetoed": self.vetoed_N,
         }  # fmt: skip
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on with a saved window."""
-        self.window_2N, self.count, self.streak = state["window"], state["count"], state["streak"]
+        """Go on with a saved window. Without its rows, as earlier versions saved it, these are learnt from here on."""
+        rows_N = state.get("rows", torch.full_like(state["vetoed"], float("nan")))
+        self.window_3N = torch.cat((state["window"], rows_N[None]))
+        self.count, self.streak = state["count"], state["streak"]
         self.judged, self.vetoed_N = state["judged"], state["vetoed"]
 
     def reopen(self) -> None:
         """Forget the window: a known change (data phase, batch size) makes the past a bad reference."""
-        self.window_2N = torch.full_like(self.window_2N, float("nan"))
+        self.window_3N = torch.full_like(self.window_3N, float("nan"))
         self.count, self.streak = torch.zeros_like(self.count), torch.zeros_like(self.streak)
 
     def pardon(self) -> None:
@@ -99,55 +106,65 @@ class Judge:
         self.vetoed_N = torch.zeros_like(self.vetoed_N)
 
     def _center_and_scale(self) -> tuple[Tensor, Tensor]:
-        """For both rows. Slot i holds value number i mod N: `newer` marks the newer half, whatever the rotation."""
+        """For all three. Slot i holds value number i mod N: `newer` marks the newer half, whatever the rotation."""
         size = self.spec.window
         age_N = (self.count - 1 - self._age_N) % size  # 0 is the newest
         held = torch.clamp(self.count, max=size)
         newer_N = age_N < (held + 1) // 2
-        nan = torch.full_like(self.window_2N, float("nan"))
-        new_2 = torch.where(newer_N, self.window_2N, nan).nanmedian(dim=1).values
-        old_2 = torch.where(newer_N, nan, self.window_2N).nanmedian(dim=1).values
-        slope_2 = (new_2 - old_2) / torch.clamp(held / 2, min=1)
-        line_2N = new_2[:, None] + slope_2[:, None] * (held / 4 - age_N)
-        away_2N = (self.window_2N - line_2N).sort(dim=1).values  # NaN, an empty slot, sorts last
-        at = ((held - 1).clamp(min=0) * UPPER).long().expand(2, 1)
-        upper_2 = away_2N.gather(1, at)[:, 0].nan_to_num(nan=0.0) / UPPER_NORMAL
-        scale_2 = torch.fmax(1.4826 * away_2N.abs().nanmedian(dim=1).values, upper_2)
-        unit_2 = torch.stack((new_2[0].abs(), torch.ones_like(new_2[1])))
-        return new_2, torch.maximum(scale_2, self._floor_2 * unit_2)
+        nan = torch.full_like(self.window_3N, float("nan"))
+        new_3 = torch.where(newer_N, self.window_3N, nan).nanmedian(dim=1).values
+        old_3 = torch.where(newer_N, nan, self.window_3N).nanmedian(dim=1).values
+        slope_3 = (new_3 - old_3) / torch.clamp(held / 2, min=1)
+        line_3N = new_3[:, None] + slope_3[:, None] * (held / 4 - age_N)
+        away_3N = (self.window_3N - line_3N).sort(dim=1).values  # NaN, an empty slot, sorts last
+        at = ((held - 1).clamp(min=0) * UPPER).long().expand(3, 1)
+        upper_3 = away_3N.gather(1, at)[:, 0].nan_to_num(nan=0.0) / UPPER_NORMAL
+        scale_3 = torch.fmax(1.4826 * away_3N.abs().nanmedian(dim=1).values, upper_3)
+        one = torch.ones_like(new_3[0])
+        return new_3, torch.maximum(scale_3, self._floor_3 * torch.stack((new_3[0].abs(), one, one)))
+
+    def _largest_lift(self, rows_2R: Tensor | None, center: Tensor) -> Tensor:
+        """The share by which the row that does most lifts the loss of the step above the centre; NaN if not known."""
+        if rows_2R is None:
+            return torch.full_like(center, float("nan"))
+        nll_R, weight_R = rows_2R.to(center.device, torch.float32)
+        return (nll_R - center * weight_R).max() / (center * weight_R.sum())
 
     @torch.no_grad()
-    def judge(self, loss: Tensor, grad_norm: Tensor, repeated: bool | Tensor = False) -> Verdict:
-        """The verdict on a step, from its mean loss and its global gradient norm, and from what is known of its tokens:
-        that much of it is a repeated pattern."""
-        loss, grad_norm = loss.to(self.window_2N.device), grad_norm.to(self.window_2N.device)
-        value_2 = torch.stack((loss.float(), grad_norm.float().clamp(min=1e-30).log()))
+    def judge(self, loss: Tensor, grad_norm: Tensor, rows_2R: Tensor | None = None) -> Verdict:
+        """The verdict on a step, from its mean loss, its global gradient norm, and every row's sum of losses and of
+        weights."""
+        loss, grad_norm = loss.to(self.window_3N.device), grad_norm.to(self.window_3N.device)
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
-        center_2, scale_2 = self._center_and_scale()
-        z_2 = torch.nan_to_num((value_2 - center_2) / scale_2, nan=0.0, posinf=1e9, neginf=-1e9)
+        center_3, scale_3 = self._center_and_scale()
+        lift = self._largest_lift(rows_2R, center_3[0])
+        value_3 = torch.stack((loss.float(), grad_norm.float().clamp(min=1e-30).log(), lift))
+        z_3 = torch.nan_to_num((value_3 - center_3) / scale_3, nan=0.0, posinf=1e9, neginf=-1e9)
         ready = self.count >= self.spec.warmup
-        outlier_2 = (z_2 > self._sigma_2) & ready & finite
+        outlier_2 = (z_3[:2] > self._sigma_2) & ready & finite
         outlier = outlier_2.any()
         reopened = outlier & (self.streak >= self.spec.max_vetoes)
         often = self.vetoed_N.sum() >= max(1.0, self.spec.veto_share * self.spec.window)
-        gave_way = (outlier | (finite & repeated)) & often & ~reopened
+        gave_way = outlier & often & ~reopened
         code = torch.where(outlier_2[0], LOSS_OUTLIER, torch.where(outlier_2[1], GRAD_OUTLIER, ACCEPT))
         code = torch.where(reopened | gave_way, ACCEPT, code)
-        code = torch.where((code == ACCEPT) & ~gave_way & repeated, REPETITION, code)
         code = torch.where(finite, code, NONFINITE)
         reject = (code != ACCEPT).float()
+        known = self.window_3N[2].isfinite().sum() >= self.spec.warmup
+        high = (z_3[0] > self.spec.suspect_sigma) | ((z_3[2] > self.spec.suspect_sigma) & known)
+        suspect = high & ready & (reject == 0) & ~reopened
 
-        kept_2N = torch.where(reopened, torch.full_like(self.window_2N, float("nan")), self.window_2N)
+        kept_3N = torch.where(reopened, torch.full_like(self.window_3N, float("nan")), self.window_3N)
         count = torch.where(reopened, 0, self.count)
         here_N = (self._age_N == count % self.spec.window) & (reject == 0)
-        self.window_2N = torch.where(here_N, value_2[:, None], kept_2N)
+        self.window_3N = torch.where(here_N, value_3[:, None], kept_3N)
         self.count = count + (reject == 0).long()
         self.streak = torch.where(reject == 0, 0.0, self.streak + 1)
         # Of outliers only: steps that are not finite are never the data, however often they come.
         self.vetoed_N = torch.where(self._age_N == self.judged % self.spec.window, reject * finite, self.vetoed_N)
         self.judged = self.judged + 1
         parts = (
-            code.float(), self.streak, reopened.float(), gave_way.float(), z_2[0], center_2[0], scale_2[0], z_2[1],
-            center_2[1].exp(), scale_2[1],
+            code.float(), self.streak, reopened.float(), gave_way.float(), suspect.float(), z_3[0], center_3[0],
+            scale_3[0], z_3[1], center_3[1].exp(), scale_3[1], z_3[2], center_3[2], scale_3[2],
         )  # fmt: skip
         return Verdict(reject, torch.stack(parts))

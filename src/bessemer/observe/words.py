@@ -76,6 +76,8 @@ def veto_line(event: dict[str, Any]) -> str:
 def event_line(event: dict[str, Any]) -> str | None:
     """One line for an event, or None for those that are only for the record."""
     kind = event["kind"]
+    if kind == "examined":  # a conviction is told by its trial
+        return None
     if kind == "veto":
         return veto_line(event)
     if kind == "saved":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bessemer.spec.detect import DetectSpec
 from bessemer.spec.part import Part
@@ -78,8 +78,11 @@ class GuardSpec(Part):
         description="share of the window's steps that may be vetoed as outliers; beyond it they are the data",
         examples=["5%"],
     )
-    repeat_share: Share = Field(
-        0.25, description="share of a step's rows that may be one short pattern repeated", examples=["25%"]
+    suspect_sigma: float = Field(
+        3.5,
+        gt=0,
+        description="robust deviations of the loss, or of what one row adds to it, from which documents are examined",
+        examples=[3.5],
     )
     look_every: AutoInterval = Field(
         "auto", description="interval of looks inside the model: layers, units, attention", examples=["50 steps"]
@@ -94,3 +97,9 @@ class GuardSpec(Part):
     forget: ForgetSpec | None = Field(
         None, description="watch what the run may forget", examples=[{"sources": ["general"], "limit": "5%"}]
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_runs(cls, value: Any) -> Any:
+        """Runs of earlier versions have a `repeat_share` in their folder, which nothing needs any more."""
+        return {key: one for key, one in value.items() if key != "repeat_share"} if isinstance(value, dict) else value

@@ -23,8 +23,10 @@ from bessemer.supervise.past import best_before, digits_from, recent, usual
 from bessemer.supervise.restore import load_checkpoint
 from bessemer.train.copies import CONFIRMED_STEPS
 from bessemer.train.job import Adjustment, Incident, Job, Outcome
+from bessemer.train.step import Attempt
 from bessemer.trial.case import Action, Case, Earlier, Normal, Recovery, Scene, Trial
 from bessemer.trial.court import hold_trial
+from bessemer.trial.examine import examine_step
 from bessemer.trial.measure import run_step, whole_step
 from bessemer.trial.report import exclusions_of, one_line, write_report
 
@@ -59,7 +61,7 @@ class Responder:
         job.start_step = outcome.step
         scene = self._scene(incident)
         case = self._open(incident, scene)
-        trial = self._try(scene) if self._worth_a_trial(incident) else None
+        trial = incident.trial or (self._try(scene) if self._worth_a_trial(incident) else None)
         if trial is None and case.trial is None:
             reason = replays(job) or "trials are off, or the share of the time for trials is spent"
             case.actions.append(Action("no trial", incident.step, reason))
@@ -114,7 +116,8 @@ class Responder:
         step, batches = incident.step, incident.batches
         record, found = incident.record, incident.statistics
         loss, norm, lr = float(record["loss"]), float(record["grad_norm"]), float(record["lr"])
-        if incident.severity == "veto" and not _missing(found.get("loss_center")):
+        judged = incident.severity in ("veto", "suspect")
+        if judged and not _missing(found.get("loss_center")):
             normal = Normal(
                 found["loss_center"], found["loss_scale"], found["grad_center"], found["grad_scale"],
                 job.spec.guard.loss_sigma, job.spec.guard.grad_sigma,
@@ -124,7 +127,7 @@ class Responder:
         replayable = replays(job) is None
         if replayable and job.world.size > 1:  # each has its own rows, and a trial is about all of them
             batches = whole_step(job, step)
-        if incident.severity != "veto" and incident.record["veto"] is None and replayable:
+        if not judged and incident.record["veto"] is None and replayable:
             step = job.start_step
             history = list(job.history)
             batches = whole_step(job, step)
@@ -134,12 +137,32 @@ class Responder:
         return Scene(step, incident.symptom, lr, loss, norm, normal, batches, history)
 
     def _worth_a_trial(self, incident: Incident) -> bool:
-        spec, progress = self.job.spec.guard, self.job.progress
+        spec = self.job.spec.guard
         if not spec.trial.enabled or replays(self.job) is not None:
             return False
         urgent = incident.severity != "veto" or incident.statistics.get("streak", 0) >= spec.max_vetoes
-        # Trials may take a share of the run's time, and one budget in advance; at a rung of the ladder always one.
-        return urgent or progress.trial_s <= spec.trial.budget + spec.trial.share * progress.elapsed_s
+        return urgent or self._affordable()  # at a rung of the ladder always one
+
+    def examine(self, attempt: Attempt, statistics: dict[str, float]) -> Trial | None:
+        """Look at the documents of a step that was accepted and is suspect, between two steps of the loop: nothing of
+        the run changes by it. The trial, if a document is to be convicted."""
+        job, began = self.job, time.monotonic()
+        if not self._affordable() or replays(job) is not None:
+            return None
+        if job.watchdog:
+            job.watchdog.beat(attempt.step, long=True)
+        trial, seen = examine_step(job, attempt, statistics["loss_center"], job.decode)
+        job.progress.trial_s += job.world.agree(time.monotonic() - began)
+        numbers = {key: statistics[key] for key in ("loss_z", "row_z")}
+        job.event("examined", step=attempt.step, documents=seen, convicted=bool(trial), **numbers)
+        if trial:
+            self._report_trial(attempt.step, trial)
+        return trial
+
+    def _affordable(self) -> bool:
+        """Trials may take a share of the run's time, and one budget in advance."""
+        spec, progress = self.job.spec.guard.trial, self.job.progress
+        return spec.enabled and progress.trial_s <= spec.budget + spec.share * progress.elapsed_s
 
     def _try(self, scene: Scene) -> Trial:
         job = self.job
@@ -152,12 +175,15 @@ class Responder:
         budget_s = job.spec.guard.trial.budget
         trial = hold_trial(job, scene, earlier, budget_s, events[-200:], job.decode, alike_from)
         job.progress.trial_s += trial.seconds
-        job.event(
-            "trial", step=scene.step, verdict=trial.verdict, confidence=trial.confidence, reason=trial.reason,
+        self._report_trial(scene.step, trial)
+        return trial
+
+    def _report_trial(self, step: int, trial: Trial) -> None:
+        self.job.event(
+            "trial", step=step, verdict=trial.verdict, confidence=trial.confidence, reason=trial.reason,
             seconds=trial.seconds, state_healthy=trial.state_healthy, began_at=trial.began_at,
             convicted=sum(accused.convicted for accused in trial.accused),
         )  # fmt: skip
-        return trial
 
     def _healthy(self, latest: int) -> list[Target]:
         """Confirmed states of step `latest` or before, newest first: those in memory, and checkpoints."""

@@ -179,7 +179,7 @@ def load_checkpoint(job: Job, shelf: Shelf, folder: Path, former: RunSpec | None
     if former and (former.precision, former.loss_scale) != ("fp16", "dynamic"):  # a scale that begins now
         state = {name: tensor for name, tensor in state.items() if not name.startswith("scaling.")}
     refuse_other_data(job, read_manifest(folder), folder)
-    manifest = shelf.load(folder, state)
+    manifest = shelf.load(folder, state, optional=("guard.rows",))  # which earlier versions did not save
     job.put_back(state)
     if job.ema and not had_ema:
         job.ema.restart()

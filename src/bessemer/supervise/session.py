@@ -322,6 +322,7 @@ class Session:
     def _loop(self, job: Job) -> Outcome:
         """The loop, and what is done about each incident, until the run ends."""
         responder = Responder(job, job.saver.shelf)
+        job.examine = responder.examine
         hung = Hung(job, self.view.log)
         hang, several = job.spec.guard.detect.hang, job.world.size > 1
         with (

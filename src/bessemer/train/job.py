@@ -221,6 +221,7 @@ class Job:
     alike: Alike | None = None
     faults: Faults | None = None
     profiler: Profiler | None = None
+    examine: Callable[[Any, dict[str, float]], Any] | None = None  # the documents of a suspect step; see Responder
     interrupt: Interrupt = field(default_factory=Interrupt)
     progress: Progress = field(default_factory=Progress)
     start_step: int = 0
@@ -316,11 +317,12 @@ class Incident:
 
     step: int
     symptom: str
-    severity: str  # "veto", or the alarm's
+    severity: str  # "veto", "suspect" for an accepted step with a convicted document, or the alarm's
     record: dict[str, Any]
     statistics: dict[str, float]
     batches: list[Batch]
     alarm: Alarm | None = None
+    trial: Any = None  # a `trial.case.Trial` that was held already
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
     job.view.step(record)
     job.history.append(record)
     job.recovering = [watched for watched in job.recovering if not watched.step(record)]
-    statistics = {key: round(value, 4) for key, value in verdict.items() if key not in ("code", "reopened")}
+    statistics = {key: round(value, 4) for key, value in verdict.items() if key not in ("code", "reopened", "suspect")}
     if code != ACCEPT:
         job.event(
             "veto" if vetoed else "judged_late",
@@ -122,6 +122,9 @@ def report_step(job: Job, attempt: Attempt) -> Incident | None:
             attempt.step, REASONS[code] if vetoed or not urgent else urgent.finding.symptom,
             urgent.severity if urgent else "veto", record, statistics, attempt.batches, urgent,
         )  # fmt: skip
+    if verdict.get("suspect") and job.examine and (trial := job.examine(attempt, statistics)):
+        symptom = "documents unlike the rest of their source"
+        return Incident(attempt.step, symptom, "suspect", record, statistics, attempt.batches, trial=trial)
     return None
 
 

@@ -33,12 +33,14 @@ from bessemer.train.objectives.rewritten import Objective
 @dataclass
 class Terms:
     """Of one micro-batch. `loss` is what is minimised and `nll` the plain cross-entropy, which is reported and judged;
-    both are already divided by the step's count. Only `loss` has gradients. `nll_BT` is in the batch's own columns."""
+    both are already divided by the step's count. Only `loss` has gradients. `nll_BT` is in the batch's own columns.
+    `rows_2B` holds each row's sum of weighted losses, and of weights, over this process's columns."""
 
     loss: Tensor
     nll: Tensor
     correct: Tensor
     nll_BT: Tensor
+    rows_2B: Tensor
 
 
 @dataclass
@@ -145,7 +147,9 @@ class Pretrain:
             hidden_BTW.flatten(0, 1), head_VW, feed.targets_BT.flatten(), weights_R, 1.0 / count,
             loss_options(model.shape, self.settings), bias_V, words,
         )  # fmt: skip
-        nll = (nll_R * weights_R).sum() * (1.0 / count)
+        weighted_R = nll_R * weights_R
+        nll = weighted_R.sum() * (1.0 / count)
+        rows_2B = torch.stack((weighted_R.view_as(feed.weights_BT).sum(1), feed.weights_BT.sum(1)))
         counted_R = weights_R > 0
         if model.shape.moe is not None:
             routing, _ = routing_terms(model)
@@ -155,7 +159,7 @@ class Pretrain:
         if feed.origin_BT is not None:
             learnt_BT = nll_BT * (feed.weights_BT > 0)
             nll_BT = torch.zeros_like(nll_BT).scatter_add(1, feed.origin_BT.clamp(min=0), learnt_BT)
-        return Terms(loss, nll, (correct_R * counted_R).sum(), nll_BT)
+        return Terms(loss, nll, (correct_R * counted_R).sum(), nll_BT, rows_2B)
 
 
 def make_pretrain(

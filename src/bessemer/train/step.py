@@ -5,12 +5,11 @@ to step, and reads the numbers of one when the next is under way.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from bessemer.data.repetition import mostly_repeated, repeated_rows_of
 from bessemer.data.stream import Batch
 from bessemer.guard.inside import Look
 from bessemer.model.moe import update_choice_bias
@@ -38,6 +37,7 @@ class Attempt:
     batches: list[Batch]
     losses: list[Tensor]
     wait_s: float
+    rows: list[Tensor] = field(default_factory=list)  # (2, R) of each micro-batch, as in `Terms`
     step_s: float = 0.0
     memory_bytes: int = 0
     clocks: tuple[float, float] = (0.0, 0.0)
@@ -48,7 +48,6 @@ class Attempt:
     scaled: bool = False  # by fp16's loss scale
     sent: Sent | None = None  # loss, gradient norm, correct, the verdict's numbers if it was judged, the loss scale
     look: Look | None = None
-    repeated: bool | Tensor = False  # much of it is a repeated pattern
 
 
 def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt:
@@ -63,7 +62,7 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
         count /= job.world.size // job.world.layout.dp  # who shares rows has counted the same
     loss = torch.zeros((), device=job.device)
     correct = torch.zeros((), device=job.device)
-    losses, scaling = [], job.scaling
+    losses, rows, scaling = [], [], job.scaling
     total = left = len(feeds)
     job.view.micro_batch(step, 0, total, int(count))
     if step == job.start_step and is_compiled(job):
@@ -76,6 +75,7 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
             loss += terms.nll
             correct += terms.correct
             losses.append(terms.nll_BT)
+            rows.append(terms.rows_2B)
         feeds.clear()
     while feeds:  # one by one: its masks go with a feed
         job.check_interrupt()
@@ -89,11 +89,12 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
         loss += terms.nll
         correct += terms.correct
         losses.append(terms.nll_BT)
+        rows.append(terms.rows_2B)
         job.view.micro_batch(step, total - left, total, int(count))
     add_up_experts(job.model, job.world)
     if job.faults:
         job.faults.after_backward(job, step)
-    return Attempt(step, int(count), loss, correct, batches, losses, wait_s, scaled=scaling is not None)
+    return Attempt(step, int(count), loss, correct, batches, losses, wait_s, rows, scaled=scaling is not None)
 
 
 def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt | str:
@@ -113,7 +114,8 @@ def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> At
 
 
 def step_totals(job: Job, attempt: Attempt) -> Tensor:
-    """The step's gradient norm; over several processes its loss and what it got right too, in one sum on the device."""
+    """The step's gradient norm; over several processes its loss, what it got right and its rows too, in one sum on the
+    device."""
     world = job.world
     if world.mesh is None:
         return job.optimizer.grad_norm()
@@ -122,12 +124,15 @@ def step_totals(job: Job, attempt: Attempt) -> Tensor:
         twice = job.pipeline.twice if job.pipeline else None
         square = square_of((p for p in job.optimizer.parameters if p is not twice), world)
     mine = 1.0 if world.speaks else 0.0
-    odd, rows = repeated_rows_of(attempt.batches) if world.speaks and world.cp_rank == 0 else (0, 0)
-    known = [torch.full((), float(number), dtype=torch.float64, device=job.device) for number in (odd, rows)]
-    parts = (attempt.loss.double() * mine, attempt.correct.double() * mine, square, *known)
-    numbers = world.add(torch.stack(parts))
+    parts = torch.stack((attempt.loss.double() * mine, attempt.correct.double() * mine, square))
+    # A place for every row of the step: processes that share rows add their columns up, and the others add nothing.
+    own = sum(len(batch.tokens) for batch in attempt.batches)
+    rows_2R = torch.zeros(2, own * world.layout.dp, dtype=torch.float64, device=job.device)
+    if world.speaks and attempt.rows:
+        rows_2R[:, own * world.dp_rank :][:, :own] = torch.cat(attempt.rows, 1).double()
+    numbers = world.add(torch.cat((parts, rows_2R.flatten())))
     attempt.loss, attempt.correct = numbers[0].float(), numbers[1].float()
-    attempt.repeated = (numbers[3] >= 2) & (numbers[3] >= job.spec.guard.repeat_share * numbers[4])
+    attempt.rows = [numbers[3:].view_as(rows_2R)]
     return numbers[2].sqrt().float()
 
 
@@ -143,9 +148,7 @@ def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
     divisor = clip_divisor(norm, attempt.clip)
     numbers = torch.stack((attempt.loss, norm.float(), attempt.correct))
     if job.spec.guard.enabled and attempt.tokens:
-        if job.world.mesh is None:
-            attempt.repeated = mostly_repeated(attempt.batches, job.spec.guard.repeat_share)
-        verdict = job.judge.judge(attempt.loss, norm, attempt.repeated)
+        verdict = job.judge.judge(attempt.loss, norm, torch.cat(attempt.rows, 1))
         numbers = torch.cat((numbers, verdict.numbers.to(job.device)))
         # What was updated in the backward pass is past withholding, and averages go along.
         reject = verdict.reject.to(job.device) if job.optimizer.judged_first else torch.zeros((), device=job.device)

@@ -45,6 +45,8 @@ class Part:
     tokens: int = 0  # that count
     loss: float = 0.0  # sum over the finite ones
     nonfinite: int = 0
+    losses: list[float] = field(default_factory=list)  # of the tokens that count
+    learnt: list[int] = field(default_factory=list)  # these tokens
 
     @property
     def mean_loss(self) -> float:
@@ -62,7 +64,10 @@ def parts_of(
             key = (source, origin.file, origin.row, origin.document)
             part = found.setdefault(key, Part(stream.names[source], origin))
             here = batch.documents[row] == number
-            counted = nll_RT[row][here & (batch.weights[row] > 0)]
+            counts = here & (batch.weights[row] > 0)
+            counted = nll_RT[row][counts]
+            part.losses.extend(counted.tolist())
+            part.learnt.extend(batch.targets[row][counts].tolist())
             finite = np.isfinite(counted)
             part.places.append((k, row, number))
             part.ids.extend(batch.targets[row][here].tolist())
@@ -189,13 +194,13 @@ def pattern(ids: Sequence[int]) -> str:
 
 def accuse(
     parts: Sequence[Part],
-    convicted: bool,
+    convicted: Sequence[Part],
     total_loss: float,
     shares: dict[int, float],
     decode: Callable[[list[int]], str] | None,
 ) -> list[Accused]:
     """What the report says of these documents."""
-    result = []
+    result, guilty = [], {id(part) for part in convicted}
     for k, part in enumerate(parts):
         excerpt = ""
         if k < MOST_EXCERPTS:  # a whole shard may be accused
@@ -209,7 +214,7 @@ def accuse(
         said = Accused(
             source=part.source, file=origin.file, row=origin.row, document_id=origin.document_id,
             document=origin.document, tokens=part.tokens, mean_loss=part.mean_loss, loss_share=share,
-            grad_share=shares.get(id(part)), convicted=convicted, excerpt=excerpt,
+            grad_share=shares.get(id(part)), convicted=id(part) in guilty, excerpt=excerpt,
         )  # fmt: skip
         result.append(said)
     return result

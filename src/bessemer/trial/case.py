@@ -72,10 +72,10 @@ class Accused:
 class Experiment:
     """One question put to the model: the same step under one other circumstance."""
 
-    name: str  # repeat, other batches, without the accused, earlier weights, fp32, replay, planned lr, lower lr
+    name: str  # repeat, other batches, without the accused, whole document, earlier weights, fp32, replay, ...
     question: str
     loss: float
-    grad_norm: float
+    grad_norm: float | None  # None where only the loss was asked for
     normal: bool
     detail: str = ""
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from bessemer.data.own_stream import NOT_REPLAYABLE, ForwardStream
 from bessemer.errors import UserError
-from bessemer.guard.judge import REASONS, REPETITION
 from bessemer.plan.decide import HALF
 from bessemer.train.job import Job
 from bessemer.trial.attribute import accuse
@@ -47,19 +46,17 @@ def hold_trial(
     began = time.monotonic()
     yard = Yardstick.of(scene)
     evidence = Evidence(yard.excess(scene.loss, scene.grad_norm), yard.limit)
-    evidence.repeated = scene.symptom == REASONS[REPETITION]
     states = sorted((s for s in earlier if s.step < scene.step), key=lambda s: -s.step)
     with kept_aside(job) as kept:
         hearing = Hearing(job, scene, states, kept, began + budget_s, yard, evidence, alike_from)
         _attempt(hearing, "repeat", repeat, passes=0)
         _attempt(hearing, "other batches", other_batches)
         evidence.lr_jump = max(rate_jumps(hearing).values(), default=1.0)
-        abnormal = evidence.observed > QUIET or evidence.repeated
-        if abnormal and not evidence.transient and evidence.repeat is not None:
+        if evidence.observed > QUIET and not evidence.transient and evidence.repeat is not None:
             _question(hearing)
         evidence.left_out = bool(hearing.left_out)
     verdict, confidence, reason = decide(evidence)
-    convicted = evidence.convicted or evidence.normal(evidence.without)
+    convicted = hearing.proven if evidence.convicted or evidence.normal(evidence.without) else []
     accused = accuse(hearing.accused, convicted, hearing.total_loss, hearing.shares, decode)
     return Trial(
         verdict=verdict,
@@ -95,9 +92,9 @@ def _question(h: Hearing) -> None:
         return
     if not e.damaged:
         _attempt(h, "documents", documents)
-        if h.earlier and not e.repeated:
+        if h.earlier:
             _attempt(h, "earlier weights", earlier_weights, passes=3)
-    guilty = e.repeated or (e.abnormal(e.earlier) and e.normal(e.without))
+    guilty = e.abnormal(e.earlier) and e.normal(e.without)
     if not guilty and h.earlier:
         _attempt(h, "replay", replays, passes=3)
     elif not guilty:

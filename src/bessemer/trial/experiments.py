@@ -16,6 +16,7 @@ from bessemer.train.job import Job
 from bessemer.trial import layers
 from bessemer.trial.attribute import Part, gradient_shares, heaviest, parts_of, pattern, stand_out, weigh
 from bessemer.trial.case import Earlier, Experiment, Layer, Scene
+from bessemer.trial.examine import examine_parts, whole_document
 from bessemer.trial.measure import Measured, Yardstick, mean_of, measure, put_back, whole_step
 from bessemer.trial.verdict import Evidence
 
@@ -46,6 +47,7 @@ class Hearing:
     references: list[list[Batch]] = field(default_factory=list)  # of accepted steps before
     normal_parts: list[Part] = field(default_factory=list)  # their documents, on the judged weights
     accused: list[Part] = field(default_factory=list)
+    proven: list[Part] = field(default_factory=list)  # of these, those that can be convicted
     shares: dict[int, float] = field(default_factory=dict)
     total_loss: float = math.nan
     began_at: int | None = None
@@ -99,6 +101,8 @@ def other_batches(h: Hearing) -> None:
     usual = [record for record in accepted if _excess_then(h, record) <= h.yard.limit] or accepted
     # Some steps apart: what did damage may be among the last, and the weights are at their best on what they saw last.
     steps = [int(record["step"]) for record in (usual[-4::-5] or usual)[:OTHERS]]
+    if not steps:  # a run that was just resumed has no records at hand
+        steps = list(range(h.scene.step - 4, -1, -5))[:OTHERS]
     before, after = [], []
     for step in steps:
         if h.room():
@@ -154,17 +158,17 @@ def documents(h: Hearing) -> None:
 def accuse_documents(
     h: Hearing, batches: Sequence[Batch], measured: Measured, normal_parts: Sequence[Part], which: str
 ) -> tuple[list[Part], float | None]:
-    """The documents of some batches that stand out, and how abnormal the batches are without them."""
+    """The documents of some batches that stand out, and how abnormal the batches are without those that can be
+    convicted: which are unlike their source as a whole, or have more of the gradient than others."""
     parts = parts_of(h.job.stream, batches, measured.nll)
     h.total_loss = sum(part.loss for part in parts)
     accused = stand_out(parts, normal_parts, h.yard.low)
-    if h.evidence.repeated:  # their loss may be low
-        accused += [part for part in parts if pattern(part.ids) and part not in accused]
+    heavy: list[Part] = []
     excess = _without(h, batches, accused, f"Is {which} normal without those whose loss stands out?")
     if h.evidence.normal(excess):
         if h.room(2):
             h.shares = gradient_shares(h.job, batches, [[part] for part in accused[:8]], h.room)
-        return accused, excess
+        return _proven(h, batches, accused, heavy, excess, which)
     if not h.room(4):
         h.left_out.append("gradient shares")
         return accused, excess
@@ -176,7 +180,23 @@ def accuse_documents(
     if heavy := heaviest(rest, h.shares, growth, sum(part.tokens for part in parts)):
         accused = [*accused, *heavy]
         excess = _without(h, batches, accused, f"Is {which} normal without those whose gradient stands out?")
-    return accused, excess
+    return _proven(h, batches, accused, heavy, excess, which)
+
+
+def _proven(
+    h: Hearing, batches: Sequence[Batch], accused: list[Part], heavy: Sequence[Part], excess: float | None, which: str
+) -> tuple[list[Part], float | None]:
+    """The accused, and how abnormal the batches are without those of them that can be convicted."""
+    h.proven = []
+    if not h.evidence.normal(excess):
+        return accused, excess
+    found = list(zip(accused, examine_parts(h.job, accused, h.scene.step), strict=True))
+    h.experiments += [whole_document(part, away) for part, away in found[:8] if away]
+    h.proven = [part for part, away in found if part.nonfinite or part in heavy or away is None or away.far]
+    if len(h.proven) == len(accused):
+        return accused, excess
+    question = f"Is {which} normal without those that are unlike their source as a whole?"
+    return accused, _without(h, batches, h.proven, question)
 
 
 def _without(h: Hearing, batches: Sequence[Batch], accused: Sequence[Part], question: str) -> float | None:

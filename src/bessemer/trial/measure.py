@@ -70,32 +70,52 @@ def run_pass(job: Job, batches: Sequence[Batch], count: float | None = None, pre
     """Forward and backward exactly as the loop does it; the gradients are left in the parameters, added to what is
     there. The batches are a whole step's, of which each process takes its share, and what is measured is the whole's.
     `count` is what the loss is divided by: the batches' own weight where it is not given."""
+    with _failing_together(job):
+        loss, norm, losses = _pass(job, share_of(job.world, batches), count, precision)
+    return Measured(loss, norm, whole_rows(job, losses)[: len(batches)])
+
+
+def token_losses(job: Job, batches: Sequence[Batch]) -> list[npt.NDArray[np.float64]]:
+    """Every token's loss, (R, T) of each micro-batch, by a forward pass alone: gradients in the parameters stay."""
+    mode, losses, precision = job.model.training, [], job.plan.precision
+    job.model.eval()
+    try:
+        with _failing_together(job), torch.no_grad(), use_tf32(precision):
+            for batch in share_of(job.world, batches):
+                feed = job.objective.feed(batch, job.device)
+                with compute_in(precision, job.device):
+                    losses.append(job.objective.loss(job.model, feed, 1.0).nll_BT)
+    finally:
+        job.model.train(mode)
+    return whole_rows(job, losses)[: len(batches)]
+
+
+def whole_rows(job: Job, losses: Sequence[Tensor]) -> list[npt.NDArray[np.float64]]:
+    """The losses of all processes' micro-batches, in the order of `whole_step`."""
     world = job.world
-    loss, norm, losses = _together(job, share_of(world, batches), count, precision)
-    mine = [np.asarray(nll.cpu(), dtype=np.float64) for nll in losses]
+    mine = [np.asarray(nll.float().cpu(), dtype=np.float64) for nll in losses]
     everyone = dict(world.gather(((world.dp_rank, world.cp_rank), mine)))
     columns = job.objective.columns  # of rows that processes share
-    found = [
+    return [
         columns.whole(parts) if columns else parts[0]
         for rank in range(world.layout.dp)
         for parts in zip(*(everyone[rank, part] for part in range(world.layout.cp)), strict=True)
     ]
-    return Measured(loss, norm, found[: len(batches)])
 
 
 def run_step(job: Job, step: int) -> Measured:
     """The same of a step of the stream, of which each process reads its own rows, without the tokens' losses."""
     world, stream = job.world, job.stream
     mine = stream.micro_batches(step, job.plan.micro_rows, world.dp_rank, world.layout.dp)
-    loss, norm, _ = _together(job, mine, stream.step_count(step))
+    with _failing_together(job):
+        loss, norm, _ = _pass(job, mine, stream.step_count(step))
     return Measured(loss, norm, [])
 
 
-def _together(
-    job: Job, batches: Sequence[Batch], count: float | None, precision: str | None = None
-) -> tuple[float, float, list[Tensor]]:
+@contextmanager
+def _failing_together(job: Job) -> Iterator[None]:
     try:
-        return _pass(job, batches, count, precision)
+        yield
     except Exception as error:
         if job.world.size == 1:
             raise

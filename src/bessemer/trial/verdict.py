@@ -36,7 +36,6 @@ class Evidence:
     vetoed: float | None = None  # after a replay that vetoed the outliers on the way
     convicted: bool = False  # documents of the step that did the damage, on the way
     lr_jump: float = 1.0  # the largest recorded learning rate against the usual one
-    repeated: bool = False  # the guard vetoed it as a repeated pattern, whatever its loss
     left_out: bool = False
 
     def normal(self, value: float | None) -> bool:
@@ -69,11 +68,6 @@ Ruling = tuple[Verdict, float, str]
 
 def decide(e: Evidence) -> Ruling:
     """(verdict, confidence, reason)."""
-    if e.repeated and not e.damaged:
-        words = "most of the step is a short pattern repeated"
-        if e.normal(e.without):
-            return "data", 0.9, f"{words}, and the rest is normal without it"
-        return "data", 0.7, words
     if e.observed <= QUIET:
         reason = "the step is within its normal range: no fault found"
         return "undetermined", 1 - 0.5 * e.observed / QUIET, reason

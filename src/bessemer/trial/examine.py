@@ -1,0 +1,210 @@
+"""Is a document far from the others of its source? The proof of harm that a conviction needs.
+
+One row of an honest page may have any loss: a table, a ruled line, names in another script. So the whole document is
+measured, what of it is in the step and rows spread over its length, beside others of its source. It is far from them if
+its loss is, and if the model does clearly worse on it than a guess that only counts tokens, in the source and in the
+document so far: what was learnt from the rest is wrong there. What the text looks like is no part of it.
+
+Suspect steps are examined in the loop, by forward passes alone: nothing of the run changes unless a document is
+convicted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bessemer.data.stream import Batch, BatchStream
+from bessemer.train.job import Job
+from bessemer.train.step import Attempt
+from bessemer.trial.attribute import Part, accuse, parts_of
+from bessemer.trial.case import Experiment, Trial
+from bessemer.trial.measure import token_losses, whole_rows, whole_step
+
+REFERENCES = 48  # documents that one is compared with, and the fewest
+FEWEST = 12
+MOST_TOKENS = 512  # of a document, or one row where that is longer
+LEAST_TOKENS = 64  # fewer say nothing of a document
+# Robust deviations of the loss, and what the model gains on the guess, as a share of what it gains on other documents.
+# Of 2,864 honest pages ten were beyond 3, with shares of -0.12 to 0.5; rot13, reversed text, base64, mojibake, noise
+# and other languages were at 5 to 19, with shares of -0.37 and below.
+FAR, LOST = 3.0, -0.25
+PRIOR = 256  # tokens: how much of the document it takes for its own frequencies to weigh as much as its source's
+FLOOR = 0.05  # smallest scale, as a share of the usual loss
+CANDIDATES = 4  # documents of a suspect step
+
+Read = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]  # a document's tokens and their losses
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A document's mean loss beside those of others of its source, at the same weights."""
+
+    loss: float
+    tokens: int
+    guess: float  # the loss of a guess by the frequencies of tokens
+    usual: float  # median of the others
+    scale: float
+    usual_gain: float  # of the others on such a guess
+    others: int
+
+    @property
+    def away(self) -> float:
+        return (self.loss - self.usual) / self.scale
+
+    @property
+    def far(self) -> bool:
+        return self.away > FAR and self.guess - self.loss < LOST * self.usual_gain
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.3g} over {self.tokens} of its tokens, {self.away:.1f} deviations from the "
+            f"{self.usual:.3g} of {self.others} other documents; a guess by frequency alone has {self.guess:.3g}"
+        )
+
+
+def deviation(document: Read, others: Sequence[Read], vocab: int) -> Deviation | None:
+    """Of a document from others, each over as many tokens; None where too little is known."""
+    ids, losses = document
+    size = losses.size
+    if size < LEAST_TOKENS:
+        return None
+    known = [(tokens[:size], other[:size]) for tokens, other in others if other.size >= LEAST_TOKENS]
+    if len(known) < FEWEST:
+        return None
+    counts = np.bincount(np.concatenate([tokens for tokens, _ in others]), minlength=vocab) + 0.5
+    frequency = counts / counts.sum()
+    means = np.array([other.mean() for _, other in known])
+    usual = float(np.median(means))
+    above = np.sort(means - usual)
+    upper = above[int(0.95 * (above.size - 1))] / 1.645  # as the judge has it: a median does not see heavy tails
+    scale = max(1.4826 * float(np.median(np.abs(above))), float(upper), FLOOR * usual)
+    gain = float(np.median([guess_by_frequency(tokens, frequency) - other.mean() for tokens, other in known]))
+    guess = guess_by_frequency(ids, frequency)
+    return Deviation(float(losses.mean()), size, guess, usual, scale, max(0.0, gain), means.size)
+
+
+def guess_by_frequency(tokens: npt.NDArray[np.int64], frequency: npt.NDArray[np.float64]) -> float:
+    """The mean loss of a guess by the tokens' frequency in the source and, as it goes on, in the document itself."""
+    order = np.argsort(tokens, kind="stable")
+    ordered = tokens[order]
+    seen = np.empty(tokens.size)  # how often each token came before
+    seen[order] = np.arange(tokens.size) - np.searchsorted(ordered, ordered)
+    return -float(np.log((PRIOR * frequency[tokens] + seen) / (PRIOR + np.arange(tokens.size))).mean())
+
+
+def examine_parts(job: Job, parts: Sequence[Part], step: int) -> list[Deviation | None]:
+    """How far each document is from others of its source; None where it cannot be read as a whole, or by too few."""
+    left_out = set(job.stream.banned) | {(part.source, part.origin.document) for part in parts}
+    result: dict[int, Deviation | None] = {}
+    for source in dict.fromkeys(part.source for part in parts):
+        own = [part for part in parts if part.source == source and _store(job, part) is not None]
+        if own:
+            others = [d for d in _drawn(job, own[0], step) if (source, d) not in left_out][:REFERENCES]
+            read = _read(job, own[0], [*(part.origin.document for part in own), *others])
+            for part, whole in zip(own, read, strict=False):
+                result[id(part)] = deviation(_with_step(part, whole), read[len(own) :], job.model.shape.vocab)
+    return [result.get(id(part)) for part in parts]
+
+
+def _with_step(part: Part, whole: Read) -> Read:
+    """A document as it was in the step, at the weights that judged it, and as a whole: at most as much of either."""
+    ids, losses = np.array(part.learnt[:MOST_TOKENS], np.int64), np.array(part.losses[:MOST_TOKENS])
+    return np.concatenate((ids, whole[0])), np.concatenate((losses, whole[1]))
+
+
+def _drawn(job: Job, part: Part, step: int) -> list[int]:
+    """Documents of the part's source: any, or of the steps before where reading others would fetch their shards."""
+    assert isinstance(job.stream, BatchStream)
+    if getattr(job.stream.sources[part.source], "far", False):
+        shares = [share for before in range(max(0, step - 16), step) for share in job.stream.origins(before)]
+        return list(dict.fromkeys(share.document for share in shares if share.source == part.source))
+    draw = np.random.default_rng(step).integers(_store(job, part).documents, size=4 * REFERENCES)
+    return list(dict.fromkeys(draw.tolist()))
+
+
+def _store(job: Job, part: Part) -> Any:
+    """The tokens of the part's source, if its document is among them and trained on as it lies there."""
+    assert isinstance(job.stream, BatchStream)
+    if any(transform.identity for transform in job.stream.transforms):
+        return None
+    store = getattr(job.stream.sources[part.source], "store", None)
+    return store if store is not None and part.origin.document < store.documents else None
+
+
+def _read(job: Job, part: Part, documents: Sequence[int]) -> list[Read]:
+    """Documents of the part's source and their losses: all of their tokens, or rows spread over their length."""
+    stream = job.stream
+    assert isinstance(stream, BatchStream)
+    store, length, source = _store(job, part), stream.sequence_length, stream.names.index(part.source)
+    starts, stops = store.extents(np.array(documents, np.int64))
+    pieces = [  # document, its first target, targets
+        (k, int(start), int(min(length, stop - start)))
+        for k, (first, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True))
+        for start in _spread(first, stop, length)
+    ]
+    rows = -(-len(pieces) // job.plan.micro_rows) * job.plan.micro_rows
+    tokens, targets = np.zeros((rows, length), np.int64), np.zeros((rows, length), np.int64)
+    weights = np.zeros((rows, length), np.float32)
+    for row, (_, start, size) in enumerate(pieces):
+        ids = store.gather(np.array([max(0, start - 1)]), size + (start > 0))[0].astype(np.int64)
+        targets[row, :size] = ids[-size:]
+        tokens[row, 1:size] = targets[row, : size - 1]
+        tokens[row, 0] = ids[0] if start else store.gather(np.array([store.tokens - 1]), 1)[0, 0]
+        kept = store.weights(np.array([start]), size) if store.masked else None
+        weights[row, :size] = 1.0 if kept is None else kept[0]
+    numbers = np.arange(rows, dtype=np.int64)
+    whole = Batch(tokens, targets, weights, np.zeros((rows, length), np.int32), numbers, np.full(rows, source), numbers)
+    step = job.plan.micro_rows
+    batches = [whole.part(row, row + step) for row in range(0, rows, step)]
+    nll = np.concatenate(token_losses(job, batches))
+    of = np.repeat(np.array([*(k for k, _, _ in pieces), *[-1] * (rows - len(pieces))]), length).reshape(rows, length)
+    chosen = [(of == k) & (weights > 0) for k in range(len(documents))]
+    return [(targets[mask], nll[mask]) for mask in chosen]
+
+
+def _spread(first: int, stop: int, length: int) -> list[int]:
+    """Where rows of a document begin: all of them, or evenly over its length as many as MOST_TOKENS allow."""
+    most = max(1, MOST_TOKENS // length)
+    rows = max(1, (stop - first) // length)  # a short rest behind them is left out
+    return [first + length * (k * rows // min(rows, most)) for k in range(min(rows, most))]
+
+
+def examine_step(
+    job: Job, attempt: Attempt, usual: float, decode: Callable[[list[int]], str] | None = None
+) -> tuple[Trial | None, list[str]]:
+    """The trial of a step that was accepted and is suspect, None if no document of it is convicted; and what was seen
+    of each that was examined. `usual` is the loss that was to be expected. All processes call it."""
+    began, step = time.monotonic(), attempt.step
+    batches = attempt.batches if job.world.size == 1 else whole_step(job, step)
+    parts = parts_of(job.stream, batches, whole_rows(job, attempt.losses))
+    candidates = sorted(parts, key=lambda part: usual * part.tokens - part.loss)[:CANDIDATES]
+    candidates = [part for part in candidates if part.loss > usual * part.tokens]
+    found = list(zip(candidates, examine_parts(job, candidates, step), strict=True))
+    seen = [f"{part.origin.file}:{part.origin.row}: {away or 'cannot be compared'}" for part, away in found]
+    guilty = [part for part, away in found if away and away.far]
+    if not guilty:
+        return None, seen
+    loss, tokens = sum(part.loss for part in parts), sum(part.tokens for part in parts)
+    rest = (loss - sum(part.loss for part in guilty)) / max(1, tokens - sum(part.tokens for part in guilty))
+    experiments = [whole_document(part, away) for part, away in found if away]
+    question = "Is the loss of the step lower without the accused?"
+    experiments.append(Experiment("without the accused", question, rest, None, rest < loss / tokens))
+    least = min(away.away for _, away in found if away and away.far)
+    trial = Trial(
+        verdict="data", confidence=round(1 - 0.4 * FAR / least, 3), state_healthy=True,
+        reason=f"the step's loss is {loss / tokens:.3g} with the accused documents and {rest:.3g} without",
+        accused=accuse(candidates, guilty, loss, {}, decode), experiments=experiments,
+        seconds=job.world.agree(round(time.monotonic() - began, 3)),
+    )  # fmt: skip
+    return trial, seen
+
+
+def whole_document(part: Part, away: Deviation) -> Experiment:
+    question = f"Is {part.origin.file}:{part.origin.row} as a whole like others of its source?"
+    return Experiment("whole document", question, away.loss, None, not away.far, str(away))
