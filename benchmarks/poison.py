@@ -370,13 +370,13 @@ def base_name(shape: tuple[int, int]) -> str:
     return f"base-{shape[0]}-{shape[1]}"
 
 
-def work(folder: Path, pool: list[str], number: int, kind: str, keep_rows: bool) -> dict[str, Any]:
+def work(folder: Path, pool: list[str], number: int, kind: str, keep_rows: bool, seed: int) -> dict[str, Any]:
     """One run; what became of it."""
     from bessemer.supervise.chaos.campaign import fork
 
     shape = list(SHAPES)[number % len(SHAPES)]
     by_length = number // len(SHAPES) % 2 == 1
-    rng, name = random.Random(f"run {number} {kind}"), f"run-{number:03d}"
+    rng, name = random.Random(f"run {number} {kind} {seed}"), f"run-{number:03d}"
     learnt, steps = SHAPES[shape]
     planted = plant(rng, pool, kind, shape) if kind else []
     texts, bad = corpus(rng, pool, int(CHARACTERS * steps * shape[0] * shape[1]), planted)
@@ -424,7 +424,7 @@ def start_child(log: Path, task: Callable[[], Any]) -> int:
         os._exit(code)
 
 
-def campaign(folder: Path, tasks: list[tuple[int, str]], jobs: int, keep_rows: bool) -> list[dict[str, Any]]:
+def campaign(folder: Path, tasks: list[tuple[int, str]], jobs: int, keep_rows: bool, seed: int) -> list[dict[str, Any]]:
     import torch
 
     import bessemer.supervise.session  # noqa: F401  once, for all children
@@ -449,7 +449,7 @@ def campaign(folder: Path, tasks: list[tuple[int, str]], jobs: int, keep_rows: b
         name = f"run-{number:03d}"
 
         def task(number: int = number, kind: str = kind, name: str = name) -> None:
-            result = work(folder, fresh, number, kind, keep_rows)
+            result = work(folder, fresh, number, kind, keep_rows, seed)
             (folder / f"{name}.result.json").write_text(json.dumps(result))
 
         running[start_child(folder / f"{name}.log", task)] = number
@@ -498,6 +498,7 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=50)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--folder", default="/tmp/bessemer-poison", help="runs, and base runs to be used again")
+    parser.add_argument("--seed", type=int, default=0, help="another one draws other pages and other plants")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the runs to do")
     parser.add_argument("--rows", action="store_true", help="keep every row's loss")
     parser.add_argument("--save", help="write the result here")
@@ -509,7 +510,7 @@ def main() -> None:
     if options.only is not None:
         tasks = [task for task in tasks if task[0] in options.only]
     began = time.monotonic()
-    results = campaign(Path(options.folder), tasks, options.jobs, options.rows)
+    results = campaign(Path(options.folder), tasks, options.jobs, options.rows, options.seed)
     found = summary(results)
     print(json.dumps(found, indent=1))
     if options.save:
