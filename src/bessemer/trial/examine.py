@@ -32,8 +32,8 @@ MOST_TOKENS = 512  # of a document, or one row where that is longer
 LEAST_TOKENS = 64  # fewer say nothing of a document
 # Robust deviations of the loss, and what the model gains on the guess, as a share of what it gains on other documents.
 # Of 2,864 honest pages ten were beyond 3, with shares of -0.12 to 0.5; rot13, reversed text, base64, mojibake, noise
-# and other languages were at 5 to 19, with shares of -0.37 and below. In 150 runs, where what a step holds of a page counts
-# too, the worst honest one, a table of letters of other scripts, came to -0.32.
+# and other languages were at 5 to 19, with shares of -0.37 and below. In 150 runs, where what a step holds of a
+# page counts too, the worst honest one, a table of letters of other scripts, came to -0.32.
 FAR, LOST = 3.0, -0.4
 PRIOR = 256  # tokens: how much of the document it takes for its own frequencies to weigh as much as its source's
 FLOOR = 0.05  # smallest scale, as a share of the usual loss
