@@ -311,6 +311,15 @@ def test_a_refused_layout_starts_no_process(call: Call, monkeypatch: pytest.Monk
     assert not Path("runs").exists()
 
 
+def test_more_processes_than_a_cpu_can_run_are_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bessemer.cli.train.start_locally", lambda count: pytest.fail("started"))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    Path("run.yaml").write_text(GOOD + "parallel: {device: cpu, dp_replicate: 64}\n")
+    said = call("train", "run.yaml")
+    assert said.code == 2 and said.err.startswith("parallel: asks for 64 processes") and "at most 8" in said.err
+    assert not Path("runs").exists()
+
+
 def test_help_cuts_no_sentence(call: Call) -> None:
     for group in ("", "data", "checkpoints", "inspect", "launch", "plan", "spec", "bench", "model"):
         text = call(*group.split(), "--help").out

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bessemer.spec.parallel import ParallelSpec
     from bessemer.spec.schema import RunSpec
 
+PROCESSES_PER_CORE = 4  # more would only wait for each other, for hours, with the machine at a standstill
 RESTARTS = 3  # as many as `bessemer launch` gives
 
 
@@ -35,6 +36,9 @@ def local_processes(parallel: ParallelSpec) -> int:
 
 def refuse_layout(spec: RunSpec, count: int) -> None:
     """Check the layout here, so that a mistake is one line and costs no start of processes."""
+    import torch
+
+    from bessemer.errors import UserError
     from bessemer.plan.replicas import check_processes
 
     given = None
@@ -44,6 +48,13 @@ def refuse_layout(spec: RunSpec, count: int) -> None:
         source = open_source(spec)
         given = source.shape if source else None
     check_processes(spec, given, count)
+    cores = os.cpu_count() or 1
+    on_cpu = spec.parallel.device == "cpu" or not torch.cuda.is_available()
+    if on_cpu and count > PROCESSES_PER_CORE * cores:
+        raise UserError(
+            f"parallel: asks for {count} processes, and this machine has no GPU and {cores} cores; "
+            f"at most {PROCESSES_PER_CORE * cores} are started here. Use smaller degrees, or `bessemer launch`"
+        )
 
 
 def start_locally(count: int) -> NoReturn:
