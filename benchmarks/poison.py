@@ -431,7 +431,10 @@ def campaign(folder: Path, tasks: list[tuple[int, str]], jobs: int, keep_rows: b
 
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
-    pool = pages()
+    kept = folder / "pages.json"  # the same pages wherever the folder goes
+    if not kept.exists():
+        kept.write_text(json.dumps(pages()))
+    pool = json.loads(kept.read_text())
     learnt, fresh = pool[::2], pool[1::2]
     train_bases(folder, learnt)
     running: dict[int, int] = {}

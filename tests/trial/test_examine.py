@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bessemer.trial.attribute import parts_of
-from bessemer.trial.examine import deviation, examine_parts, examine_step, guess_by_frequency
+from bessemer.trial.examine import deviation, examine_parts, examine_step, guess_losses
 from bessemer.trial.measure import token_losses, whole_step
 
 from .conftest import SCENE_AT, VOCAB, chain_text
@@ -30,8 +30,8 @@ def test_a_guess_counts_the_tokens_of_the_source_and_of_the_document_so_far():
     frequency = np.array([0.5, 0.25, 0.25])
     tokens = np.array([0, 1, 0, 0])
     wanted = [256 * 0.5 / 256, 256 * 0.25 / 257, (256 * 0.5 + 1) / 258, (256 * 0.5 + 2) / 259]
-    assert guess_by_frequency(tokens, frequency) == pytest.approx(-np.log(wanted).mean())
-    assert guess_by_frequency(np.ones(4000, np.int64), frequency) < 0.2, "one token over and over is soon known"
+    assert guess_losses(tokens, frequency) == pytest.approx(-np.log(wanted))
+    assert guess_losses(np.ones(4000, np.int64), frequency).mean() < 0.2, "one token over and over is soon known"
 
 
 def test_a_document_is_far_only_if_its_loss_is_and_the_model_does_worse_than_a_guess():
@@ -44,6 +44,17 @@ def test_a_document_is_far_only_if_its_loss_is_and_the_model_does_worse_than_a_g
     found = deviation(rare, usual, 50)
     assert found.away > 4 and found.loss < found.guess and not found.far
     assert deviation((rare[0], rare[1] + 2), usual, 50).far
+
+
+def test_a_page_with_an_odd_passage_is_not_far():
+    """However bad the passage: the model does well on the rest of the page."""
+    rng = np.random.default_rng(2)
+    usual = [read(rng, loss, tokens=1024) for loss in rng.normal(2.0, 0.2, 48)]
+    tokens, losses = read(rng, 5.0, tokens=1024)
+    assert deviation((tokens, losses), usual, 50).far
+    losses[:200] = read(rng, 1.5)[1]
+    mostly = deviation((tokens, losses), usual, 50)
+    assert mostly.away > 4 and mostly.guess - mostly.loss < -1 and mostly.worse < 0.9 and not mostly.far
 
 
 def test_too_little_to_compare_convicts_nobody():
