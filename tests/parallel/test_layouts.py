@@ -223,3 +223,28 @@ def test_a_poisoned_row_is_vetoed_by_all_and_named(ranks: Ranks, folder: Path) -
     run_on(ranks, "two shards", spec)
     vetoes = list(Run.existing(run_folder(spec)).events("veto"))
     assert vetoes and all(veto["documents"][0]["file"] == str(poison) for veto in vetoes)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"dp_shard": 2}, {"dp_shard": 2, "shard": {"reshard": "always"}}, {"tp": 2}],
+    ids=["shards", "always", "tp"],
+)
+def test_passes_without_an_update_leave_no_old_weights_behind(
+    ranks: Ranks, tiny_spec: Callable[..., RunSpec], asked: Asked
+) -> None:
+    """Suspect steps are examined between backward and update, and averages are evaluated between two steps."""
+    more: dict[str, Any] = {
+        "guard": {"warmup": 8, "window": 16, "suspect_sigma": 0.01, "trial": {"budget": "600s", "share": "100%"}},
+        "model": MODEL, "optimizer": {**GENTLE, "ema": 0.9},
+        "evaluate": {"every": "5 steps", "tokens": 256}, "budget": {"steps": 48, "batch": 256, "micro_batch": 2},
+        "schedule": {"kind": "constant", "warmup": 0},
+    }  # fmt: skip
+    parallel = {"device": "cpu", "threads": 1}
+    alone, divided = tiny_spec("one", **more), tiny_spec("two", **more, parallel={**parallel, **asked})
+    ranks(1, train, alone)
+    ranks(2, train, divided)
+    runs = [Run(run_folder(spec)) for spec in (alone, divided)]
+    assert min(sum(event["kind"] == "examined" for event in run.events()) for run in runs) > 3
+    one, two = ([record["loss"] for record in run.metrics()] for run in runs)
+    assert two == pytest.approx(one, rel=1e-5)

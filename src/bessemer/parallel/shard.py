@@ -58,7 +58,9 @@ def shard_weights(root: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, ask
     for group in groups:
         ours = apart & {parameter for block in group for parameter in block.parameters()}
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ours or None)
-    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=apart or None)
+    # The head's weight is read after the root's forward pass, by the loss: the root stays gathered until the backward.
+    last = None if reshard else reshard
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=last, ignored_params=apart or None)
     if asked.prefetch > 1:  # of one torch takes care itself
         for i, group in enumerate(groups):
             group[0].set_modules_to_forward_prefetch([g[0] for g in groups[i + 1 : i + 1 + asked.prefetch]])
@@ -68,6 +70,14 @@ def shard_weights(root: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, ask
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other, and nothing is to be divided
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Let go of weights that a forward pass without a backward gathered: an update changes only the shards, and the
+    next forward pass would read the old ones."""
+    for module in model.modules():
+        if (reshard := getattr(module, "reshard", None)) is not None:  # FSDP2's, without importing it
+            reshard()
 
 
 def send_gradients(model: nn.Module, now: bool) -> None:

@@ -16,6 +16,7 @@ from bessemer.data.steps import BatchPhase, Steps
 from bessemer.data.store import TokenStore
 from bessemer.data.stream import BatchStream
 from bessemer.model.transformer import Decoder
+from bessemer.parallel.shard import drop_gathered
 from bessemer.parallel.world import World
 from bessemer.spec.mixture import quantise
 from bessemer.train.objective import Pretrain
@@ -94,6 +95,7 @@ class Evaluator:
             return self._evaluate(model, objective, pipeline, on_batch or (lambda done, total: None))
         finally:
             model.train()
+            drop_gathered(model)  # these weights may be averages, which are put back
 
     def _evaluate(
         self, model: Decoder, objective: Pretrain, pipeline: Passage | None, on_batch: Callable[[int, int], None]

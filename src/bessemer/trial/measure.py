@@ -22,7 +22,7 @@ from bessemer.data.stream import Batch
 from bessemer.model.widened import widened
 from bessemer.parallel.experts import add_up_experts
 from bessemer.parallel.parts import local
-from bessemer.parallel.shard import send_gradients
+from bessemer.parallel.shard import drop_gathered, send_gradients
 from bessemer.parallel.world import World
 from bessemer.train.job import Job
 from bessemer.train.precision import compute_in, compute_type, use_tf32
@@ -87,6 +87,7 @@ def token_losses(job: Job, batches: Sequence[Batch]) -> list[npt.NDArray[np.floa
                     losses.append(job.objective.loss(job.model, feed, 1.0).nll_BT)
     finally:
         job.model.train(mode)
+        drop_gathered(job.model)
     return whole_rows(job, losses)[: len(batches)]
 
 
