@@ -237,7 +237,7 @@ def test_passes_without_an_update_leave_no_old_weights_behind(
     more: dict[str, Any] = {
         "guard": {"warmup": 8, "window": 16, "suspect_sigma": 0.01, "trial": {"budget": "600s", "share": "100%"}},
         "model": MODEL, "optimizer": {**GENTLE, "ema": 0.9},
-        "evaluate": {"every": "5 steps", "tokens": 256}, "budget": {"steps": 48, "batch": 256, "micro_batch": 2},
+        "evaluate": {"every": "5 steps", "tokens": 256}, "budget": {"steps": 24, "batch": 256, "micro_batch": 2},
         "schedule": {"kind": "constant", "warmup": 0},
     }  # fmt: skip
     parallel = {"device": "cpu", "threads": 1}
@@ -245,6 +245,6 @@ def test_passes_without_an_update_leave_no_old_weights_behind(
     ranks(1, train, alone)
     ranks(2, train, divided)
     runs = [Run(run_folder(spec)) for spec in (alone, divided)]
-    assert min(sum(event["kind"] == "examined" for event in run.events()) for run in runs) > 3
+    assert min(sum(event["kind"] == "examined" for event in run.events()) for run in runs) > 1
     one, two = ([record["loss"] for record in run.metrics()] for run in runs)
     assert two == pytest.approx(one, rel=1e-5)

@@ -142,6 +142,7 @@ def test_compiled_blocks_need_two_graphs_for_each_part_and_never_more() -> None:
     assert counters["stats"]["unique_graphs"] == 4
 
 
+@pytest.mark.timeout(400)
 def test_fifty_steps_learn_as_bf16_and_fp32_do() -> None:
     losses: dict[str, list[float]] = {}
     for precision in ("fp32", "bf16", *RECIPES):

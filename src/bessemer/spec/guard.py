@@ -81,6 +81,7 @@ class GuardSpec(Part):
     suspect_sigma: float = Field(
         3.5,
         gt=0,
+        le=1e6,
         description="robust deviations of the loss, or of what one row adds to it, from which documents are examined",
         examples=[3.5],
     )
