@@ -146,7 +146,7 @@ def open_prepared(folder: Path) -> Prepared:
     except UserError as error:
         raise UserError(f"{error}; {again}") from error
     if expected is not None and file_sum(str(folder / TOKENIZER)) != expected:
-        raise UserError(f"{folder / TOKENIZER}: is not what was written; {again}")
+        raise UserError(f"{folder / TOKENIZER}: is not what {PREPARED} says was written; {again}")
     stores = {
         side: open_stores(folder, shards, side) for side, shards in (("train", train), ("validation", validation))
     }

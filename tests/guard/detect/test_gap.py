@@ -55,3 +55,8 @@ def test_the_watch_passes_it_on_and_saves_none_of_it():
     waiting = records(WARM_UP + WINDOW, 2.0, wait=0.9)
     found = [alarm for record in waiting for alarm in watch.step(record)]
     assert "data wait" in next(alarm for alarm in found if alarm.kind == "plan_speed").finding.symptom
+
+
+def test_a_run_that_is_faster_than_planned_raises_no_alarm():
+    gap = PlanGap(EXPECTED, Surroundings)
+    assert not [alarm for record in records(WARM_UP + 4 * WINDOW, 0.2) for alarm in gap.step(record)]

@@ -33,6 +33,8 @@ class PlanGap:
         if found is None:
             return []
         gaps = {"plan_speed": speed_gap(self.expected, found), "plan_memory": memory_gap(self.expected, found)}
+        if (ratio := gaps["plan_speed"]) is not None and ratio < 1:  # nothing to do about a run that is faster
+            gaps["plan_speed"] = None
         new = [kind for kind, gap in gaps.items() if fires(self._gaps, kind, gap is not None, REARM)]
         told = findings(self.expected, found, self.look) if new else {}
         return [Alarm(kind, int(record["step"]), "note", told[kind]) for kind in new]
