@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,6 +141,30 @@ def test_lost_characters_are_shown_in_their_place(tmp_path: Path) -> None:
     found = check(texts(tmp_path, "whole", "x" * 90 + " caf� au lait " + "y" * 90))
     assert kinds(found) == {"lost characters (U+FFFD)": 1}
     assert "caf� au lait" in found.problems[0].examples[0] and ":2: " in found.problems[0].examples[0]
+
+
+def test_a_file_that_is_not_utf8_is_named_with_its_first_bad_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("été à la façade".encode("latin-1"))
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfok caf\xe9")
+    (tmp_path / "c.txt").write_text("été � déjà perdu")
+    found = check(tmp_path)
+    assert kinds(found) == {"not UTF-8": 2, "lost characters (U+FFFD)": 1}
+    assert [example.removeprefix(f"{tmp_path}/") for example in found.problems[0].examples] == [
+        "a.txt: not UTF-8 (byte 0)", "b.txt: not UTF-8 (byte 9)",
+    ]  # fmt: skip
+    assert "iconv" in found.problems[0].fix
+
+
+def test_links_and_pipes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("readable")
+    (tmp_path / "gone.txt").symlink_to("/nowhere/gone.txt")
+    (tmp_path / "left-out.txt").symlink_to("/nowhere/left-out.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
+    problem = check(tmp_path, exclude=["left-out*"]).problems[0]
+    assert (problem.what, problem.count) == ("skipped: not a readable file", 2)
+    assert "gone.txt: a symbolic link to /nowhere/gone.txt" in problem.examples[0]
+    assert "pipe.txt: a named pipe" in problem.examples[1]
+    assert kinds(check(tmp_path / "[ag]*.txt")) == {"skipped: not a readable file": 1}
 
 
 TRUE = "café|naïve|don’t|“quoted”|5 £|Straße|Ñandú|à la carte|año|привет|Ελλάδα|中文字符|😀 hm|…|עברית|مرحبا"

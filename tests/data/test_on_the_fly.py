@@ -119,3 +119,16 @@ def test_a_given_tokenizer_is_used_and_a_source_without_files_is_named(tmp_path:
     assert (found.tokenizer.eos, found.tokenizer.vocab_size) == ("</s>", 280)
     with pytest.raises(UserError, match=r"source 'web': .*none\.jsonl"):
         index(tmp_path / "cache", web=tmp_path / "none.jsonl")
+
+
+def test_files_that_are_not_utf8_or_cannot_be_reached_are_warned_about(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(4):
+        (data / f"{i}.txt").write_bytes(f"{i} été à la façade".encode("latin-1" if i else "utf-8"))
+    (data / "gone.txt").symlink_to("/nowhere/gone.txt")
+    made, cached = (index(tmp_path / "cache", notes=data) for _ in range(2))
+    skipped, undecodable = made.notes
+    assert f"{data}/gone.txt is a symbolic link to /nowhere/gone.txt" in skipped
+    assert "3 documents are not valid UTF-8" in undecodable and "not UTF-8 (byte 2)" in undecodable
+    assert cached.notes == made.notes

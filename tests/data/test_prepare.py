@@ -64,6 +64,20 @@ def flip_bit(path: Path, at: int | None = None) -> None:
     path.write_bytes(data)
 
 
+def test_files_that_are_not_utf8_or_cannot_be_reached_are_warned_about(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(4):
+        (data / f"{i}.txt").write_bytes(f"{i} été à la façade".encode("latin-1" if i else "utf-8"))
+    (data / "gone.txt").symlink_to("/nowhere/gone.txt")
+    made, cached = (run(tmp_path / "cache", notes=data) for _ in range(2))
+    skipped, undecodable = made.notes
+    assert "'notes': skipped" in skipped and f"{data}/gone.txt is a symbolic link to /nowhere/gone.txt" in skipped
+    assert "'notes': 3 documents are not valid UTF-8" in undecodable
+    assert f"{data}/1.txt: not UTF-8 (byte 2)" in undecodable
+    assert cached.notes == made.notes
+
+
 def test_every_document_comes_back_with_its_row(tmp_path: Path) -> None:
     texts = [*rows_of(100), "", "spells <|endoftext|> itself", "żółw \0 🐢"]
     path = write_rows(tmp_path / "a.jsonl", texts)

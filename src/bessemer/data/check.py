@@ -88,8 +88,12 @@ def check_files(
     With a tokenizer and a context, conversations are also rendered, to find those of which no token is learnt.
     """
     said: list[str] = []
-    files = list_files(source, said.append)
-    notes, checked = _Notes(), Checked(files=len(files), notes=said)
+    notes = _Notes()
+    missing_fix = "mount the volume or restore the file that it points to, delete it, or exclude it"
+    files = list_files(
+        source, said.append, lambda path, reason: notes.add("skipped: not a readable file", missing_fix, path, reason)
+    )
+    checked = Checked(files=len(files), notes=said)
     silent = dict.fromkeys(file.name for file in files)
     _compare_schemas(files, source, notes)
     copies = _Copies()
@@ -140,7 +144,11 @@ def _check_text(document: Document, notes: _Notes) -> None:
     if len(text) > ENORMOUS_CHARS:
         fix = f"cut them up, or drop them with `- length: {{max_chars: {ENORMOUS_CHARS}}}`"
         notes.add(f"enormous document (over {ENORMOUS_CHARS:,} characters)", fix, place, f"{len(text):,} characters")
-    if "�" in text:
+    if document.decode_error:
+        what = document.decode_error.partition(" (")[0]
+        fix = "convert the file to UTF-8, such as with iconv -f LATIN1 -t UTF-8, or leave it out if it is not text"
+        notes.add(what, fix, document.file, document.decode_error)
+    elif "�" in text:
         fix = "the file was read in a wrong encoding once: export it again as UTF-8"
         notes.add("lost characters (U+FFFD)", fix, place, _around(text, text.index("�")))
     elif (at := _mojibake(text)) is not None:

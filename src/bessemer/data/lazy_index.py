@@ -32,6 +32,7 @@ Ints = npt.NDArray[np.int64]
 
 _VERSION = 1  # raise it when the same files would give another index
 _STRETCH_BYTES = 64 << 10
+_SHOWN_FILES = 5
 _COLUMNS = ("number", "start", "stop", "first_row", "size_bytes", "document", "text")
 
 
@@ -76,6 +77,8 @@ class Index:
             self.name: str = about["source"]
             self.documents, self.bytes = int(about["documents"]), int(about["bytes"])
             self.bad_rows, self.fingerprint = int(about["bad_rows"]), str(about["fingerprint"])
+            self.undecodable: list[str] = about.get("undecodable", [])  # indexes of earlier versions lack it
+            self.undecodable_documents = int(about.get("undecodable_documents", 0))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder}: not a whole index ({error}); delete it and run again") from error
         self.ends = _mapped(folder / "ends.bin", np.dtype("<i8"), self.documents)
@@ -147,6 +150,8 @@ def _index_part(task: _Task) -> dict[str, Any]:
     ordinals: list[int] = []
     columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
     content, bad, rows = xxhash.xxh3_128(), 0, 0
+    undecodable: list[str] = []
+    undecodable_documents = 0
     with naming(task.name, task.out.parent):
         for file, stretch in _stretches(task):
             entry = (file, stretch.start, stretch.stop, stretch.first_row)
@@ -159,6 +164,9 @@ def _index_part(task: _Task) -> dict[str, Any]:
                 if task.side.has(found):
                     lengths.append(byte_length(found.text))
                     ordinals.append(ordinal)
+                    if found.decode_error:
+                        undecodable_documents += 1
+                        undecodable = [*undecodable, f"{found.file}: {found.decode_error}"][:_SHOWN_FILES]
                     content.update(text_hash(found.text, 0).to_bytes(8, "little"))
                 ordinal += 1
             if len(lengths) > first:
@@ -168,13 +176,19 @@ def _index_part(task: _Task) -> dict[str, Any]:
     arrays = {column: np.array(values, np.int64) for column, values in columns.items()}
     arrays |= {"lengths": np.array(lengths, np.int64), "ordinals": np.array(ordinals, np.int32)}
     arrays["seen"] = np.array([rows, bad])
+    arrays["undecodable"] = np.frombuffer(json.dumps([undecodable_documents, undecodable]).encode(), np.uint8)
     arrays["content"] = np.frombuffer(content.digest(), np.uint8)
     save_arrays(task.out, arrays)
     return _counts(arrays)
 
 
 def _counts(arrays: dict[str, Any]) -> dict[str, Any]:
+    # A part that an earlier version indexed lacks it.
+    written = arrays["undecodable"].tobytes() if "undecodable" in arrays else b"[0, []]"
+    undecodable_documents, undecodable = json.loads(written)
     return {
+        "undecodable_documents": undecodable_documents,
+        "undecodable": undecodable,
         "documents": int(arrays["lengths"].size),
         "rows": int(arrays["seen"][0]),
         "bad": int(arrays["seen"][1]),
@@ -247,6 +261,8 @@ def _join(folder: Path, name: str, tasks: Sequence[_Task], counts: Sequence[dict
         "documents": documents,
         "bytes": total,
         "bad_rows": sum(count["bad"] for count in counts),
+        "undecodable_documents": sum(count["undecodable_documents"] for count in counts),
+        "undecodable": [line for count in counts for line in count["undecodable"]][:_SHOWN_FILES],
         # Of the texts, and not of the files' times: a copy of the corpus is the same corpus.
         "fingerprint": content.hexdigest(),
     }

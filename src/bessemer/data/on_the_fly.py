@@ -15,6 +15,7 @@ from bessemer.data.cache import locked
 from bessemer.data.curate.engine import Engine, Here, each
 from bessemer.data.curate.files import byte_length, replacing, space_for
 from bessemer.data.curate.progress import Meter, Say
+from bessemer.data.curate.report import decoding_note
 from bessemer.data.lazy_index import Index, Side, build_index
 from bessemer.data.prepare import list_sources, load_tokenizer
 from bessemer.data.store_format import sync
@@ -32,6 +33,7 @@ class Indexed:
     train: dict[str, Index]
     validation: dict[str, Index]
     folder: Path
+    notes: tuple[str, ...] = ()  # warnings: files that are skipped or not UTF-8
 
 
 def index_sources(
@@ -48,9 +50,10 @@ def index_sources(
     cache.mkdir(parents=True, exist_ok=True)
     meter, run = Meter(progress), partial(each, engine or Here())
     limit = int(data.validation * 2**64)
+    notes: list[str] = []
     with space_for(cache), locked(cache, "index", meter.say):
         found: dict[bool, dict[str, Index]] = {False: {}, True: {}}
-        for name, entries in list_sources(data).items():
+        for name, entries in list_sources(data, notes.append).items():
             for held_out in (False, True) if limit else (False,):
                 meter.say(f"indexing {name}" + (", held-out documents" if held_out else ""))
                 index = build_index(
@@ -61,7 +64,12 @@ def index_sources(
                     found[held_out][name] = index
         train, validation = found[False], found[True]
         folder = cache / f"tokenizer-{_fingerprint(train, tokenizer, vocab)}"
-        return Indexed(_tokenizer(folder, data, train, tokenizer, vocab, meter), train, validation, folder)
+        for name in data.sources:
+            both = [side[name] for side in (train, validation) if name in side]
+            if count := sum(index.undecodable_documents for index in both):
+                notes.append(decoding_note(name, count, [line for index in both for line in index.undecodable]))
+        made = _tokenizer(folder, data, train, tokenizer, vocab, meter)
+        return Indexed(made, train, validation, folder, tuple(notes))
 
 
 def _fingerprint(train: dict[str, Index], tokenizer: TokenizerSpec, vocab: int) -> str:

@@ -31,7 +31,7 @@ from bessemer.data.curate.files import byte_length, replacing, space_for, text_h
 from bessemer.data.curate.ledger import read_cached, read_json, write_json
 from bessemer.data.curate.passes import Census, Split
 from bessemer.data.curate.progress import Meter, Say
-from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, write_report
+from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, decoding_note, some_of, write_report
 from bessemer.data.read import FileEntry, list_files
 from bessemer.data.shards import ShardedStore, merge, open_stores, shard_prefixes
 from bessemer.data.step import identity, make_step
@@ -112,6 +112,12 @@ def prepare(
                     if engine is None:
                         chosen.close()
     prepared = open_prepared(folder)
+    report = read_cached(folder / REPORT, ["sources"]) or {"sources": {}}
+    notes += [
+        decoding_note(name, source["undecodable"], source["undecodable_files"])
+        for name, source in report["sources"].items()
+        if source.get("undecodable")  # older reports lack it
+    ]
     if not prepared.verifiable:
         notes.append(
             f"{folder} was prepared by an earlier version, without digests: damage to it would not be noticed. "
@@ -198,12 +204,20 @@ def load_tokenizer(data: DataSpec, tokenizer: TokenizerSpec) -> Tokenizer | None
 
 
 def list_sources(data: DataSpec, say: Say | None = None) -> dict[str, list[FileEntry]]:
-    """The files of each source. `say` is told which splits of a dataset are read."""
+    """The files of each source. `say` gets which splits of a dataset are read, and which entries are skipped because
+    they are broken links or not regular files."""
     files = {}
     for name, source in data.sources.items():
+        skipped: list[str] = []
         with _naming(name):
-            files[name] = list_files(source, say and partial(_say_of, name, say))
+            files[name] = list_files(source, say and partial(_say_of, name, say), partial(_add_skipped, skipped))
+        if say and skipped:
+            _say_of(name, say, f"skipped {some_of(skipped, len(skipped))}; restore these files, or exclude them")
     return files
+
+
+def _add_skipped(skipped: list[str], path: str, reason: str) -> None:
+    skipped.append(f"{path} is {reason}")
 
 
 def _say_of(source: str, say: Say, line: str) -> None:

@@ -117,6 +117,8 @@ def _compare(documents: list[dict[str, Any]], spec: RunSpec, tokenizer: Tokenize
             # A row may begin or end inside a character of several tokens, which then shows as a replacement mark.
             same = text is not None and all(part.strip("�") in text for part in parts)
             document["in_file"] = "the row is gone" if text is None else "same" if same else "cleaned"
+            if row and row.decode_error:
+                document["in_file"] = f"the file is {row.decode_error}: U+FFFD was trained on for its invalid bytes"
 
 
 def rows_of(source: SourceSpec, file: str, rows: Iterable[int]) -> dict[int, Document]:

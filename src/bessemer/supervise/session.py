@@ -18,6 +18,7 @@ import torch
 from bessemer.checkpoint.lineage import record_lineage
 from bessemer.checkpoint.remote import recover
 from bessemer.checkpoint.shelf import Shelf
+from bessemer.data.on_the_fly import Indexed
 from bessemer.data.own_stream import NOT_REPLAYABLE, ForwardStream
 from bessemer.data.prepare import Prepared
 from bessemer.data.steps import Segment
@@ -164,7 +165,7 @@ class Session:
         self.view.activity("listing the sources")
         with world.first_alone():
             prepared, shape, context = self._prepare(plan)
-        for note in prepared.notes if isinstance(prepared, Prepared) else ():
+        for note in prepared.notes if isinstance(prepared, (Prepared, Indexed)) else ():
             self.view.say(f"data  {note}")
             run.event("data_note", reason=note)
         if previous is None:

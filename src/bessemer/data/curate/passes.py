@@ -77,6 +77,8 @@ class Reading:
     empty: int = 0
     bad: int = 0
     examples: list[dict[str, Any]] = field(default_factory=list)
+    undecodable: int = 0  # documents with a `decode_error`
+    undecodable_files: list[str] = field(default_factory=list)  # the first few, with the error
 
 
 @dataclass
@@ -199,6 +201,10 @@ def _documents(task: PassTask, reading: Reading) -> Iterator[tuple[int, Document
             ordinal = reading.documents
             reading.documents += 1
             reading.text_bytes += byte_length(row.text)
+            if row.decode_error:
+                reading.undecodable += 1
+                if len(reading.undecodable_files) < _SHOWN_BAD_ROWS:
+                    reading.undecodable_files.append(f"{row.file}: {row.decode_error}")
             if all(cursor.pass_on(ordinal, row) for cursor in cursors):
                 yield ordinal, row
         reading.empty = empty["empty"]

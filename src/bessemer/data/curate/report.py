@@ -5,7 +5,7 @@ disagree."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ def build_report(corpus: Corpus, tokens: Mapping[str, Mapping[str, int]]) -> dic
             "bytes_read": sum(reading.text_bytes for reading in readings),
             "empty": sum(reading.empty for reading in readings),
             "bad": sum(reading.bad for reading in readings),
+            "undecodable": sum(reading.undecodable for reading in readings),
+            "undecodable_files": [line for reading in readings for line in reading.undecodable_files][:5],
             "documents": sum(count.documents for count in counts),
             "bytes": sum(count.text_bytes for count in counts),
             "tokens": dict(tokens[name]),
@@ -67,6 +69,20 @@ def build_report(corpus: Corpus, tokens: Mapping[str, Mapping[str, int]]) -> dic
         }
     bad = [line for state in corpus.parts if state.reading for line in state.reading.examples][:5]
     return {"sources": sources, "steps": [_stage(stage) for stage in corpus.stages], "bad_rows": bad}
+
+
+def decoding_note(source: str, count: int, files: Sequence[str]) -> str:
+    """The warning about documents of a source that are not valid UTF-8."""
+    return (
+        f"source {source!r}: {count:,} documents are not valid UTF-8, and U+FFFD replaces their invalid bytes: "
+        f"{some_of(files, count)}; convert them to UTF-8 or exclude them"
+    )
+
+
+def some_of(lines: Sequence[str], count: int, most: int = 3) -> str:
+    """The first of `count` lines, and how many more there are."""
+    shown = lines[:most]
+    return ", ".join(shown) + (f" and {count - len(shown):,} more" if count > len(shown) else "")
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
@@ -92,7 +108,9 @@ def table(report: dict[str, Any]) -> list[list[str]]:
     read = report["sources"].values()
     documents, size = sum(one["documents_read"] for one in read), sum(one["bytes_read"] for one in read)
     bad, empty = sum(one["bad"] for one in read), sum(one["empty"] for one in read)
+    undecodable = sum(one.get("undecodable", 0) for one in read)  # older reports lack it
     found = [f"{bad:,} bad rows set aside"] * bool(bad) + [f"{empty:,} empty"] * bool(empty)
+    found += [f"{undecodable:,} not UTF-8"] * bool(undecodable)
     rows.append(["read", f"{documents:,}", human_bytes(size), "", "", ", ".join(found)])
     for step in report["steps"]:
         dropped = step["documents_in"] - step["documents_out"]

@@ -6,13 +6,13 @@ from __future__ import annotations
 import errno
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from stat import S_ISBLK, S_ISCHR, S_ISDIR, S_ISFIFO, S_ISREG, S_ISSOCK
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from bessemer.data.read.entry import FileEntry
-from bessemer.data.read.folder import Folder, Say, choose
+from bessemer.data.read.folder import Folder, Say, choose, is_wanted
 from bessemer.data.read.names import format_of_file
 from bessemer.data.read.remote import Found, Place, is_url, is_web, protocol_of
 from bessemer.data.read.secrets import check_storage, redacted, shown
@@ -21,13 +21,16 @@ from bessemer.errors import UserError
 if TYPE_CHECKING:
     from bessemer.spec.data import Format, SourceSpec
 
+Skip = Callable[[str, str], None] | None
+
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}  # and hidden ones, such as .git
 
 
-def list_files(source: SourceSpec, say: Say = None) -> list[FileEntry]:
+def list_files(source: SourceSpec, say: Say = None, skip: Skip = None) -> list[FileEntry]:
     """Every file that the source names. A folder is walked without following links to folders. Of a saved Hugging
     Face dataset and of MDS, the files are those that their own index names; of a DatasetDict with a split `train`,
-    those of that split unless `include` asks for others. `say` is told which splits are read and which are not."""
+    those of that split unless `include` asks for others. `say` is told which splits are read and which are not; `skip`
+    gets the path of each entry of a folder that cannot be read (a broken link, a named pipe), and what it is."""
     check_storage(source.storage)
     entries: dict[str, FileEntry] = {}
     for pattern in source.path:
@@ -37,16 +40,26 @@ def list_files(source: SourceSpec, say: Say = None) -> list[FileEntry]:
             except OSError as error:
                 raise UserError(f"{shown(pattern)}: cannot be listed ({redacted(error)})") from error
         else:
-            listed = list(_list_local(pattern.partition("://")[2] or pattern, source, say))
+            listed = list(_list_local(pattern.partition("://")[2] or pattern, source, say, skip))
         for found, kind in listed:
             entries[found.path] = FileEntry(found.path, found.size_bytes, kind, found.mtime_ns, found.version)
     return [entries[path] for path in sorted(entries)]
 
 
-def _list_local(pattern: str, source: SourceSpec, say: Say) -> Iterator[tuple[Found, Format]]:
-    for path in _expand(pattern):
+def _list_local(pattern: str, source: SourceSpec, say: Say, skip: Skip) -> Iterator[tuple[Found, Format]]:
+    for path in _expand(pattern, skip):
         if os.path.isdir(path):
-            yield from choose(_local_folder(path), source, say)
+            folder, unreadable = _local_folder(path)
+            for name, reason in unreadable.items():
+                if skip and is_wanted(name, source):
+                    skip(os.path.join(path, name), reason)
+            try:
+                yield from choose(folder, source, say)
+            except UserError as error:
+                if not unreadable:
+                    raise
+                name, reason = next(iter(unreadable.items()))
+                raise UserError(f"{error}; {name} was skipped: it is {reason}") from error
         else:
             yield _stat(path), _format(path, source)
 
@@ -84,15 +97,21 @@ def _stat(path: str) -> Found:
     return Found(path, stat.st_size, stat.st_mtime_ns)
 
 
-def _expand(pattern: str) -> list[str]:
+def _expand(pattern: str, skip: Skip = None) -> list[str]:
     path = os.path.abspath(os.path.expanduser(pattern))
     if os.path.exists(path):
         return [path]
     if glob.has_magic(path):
         found = glob.glob(path, recursive=True)
         matches = sorted(match for match in found if os.path.exists(match) and not ("**" in path and _loops(match)))
+        broken = sorted(match for match in found if not os.path.exists(match))
         if matches:
+            if skip:
+                for match in broken:
+                    skip(match, _broken_link(match))
             return matches
+        if broken:
+            raise UserError(f"{broken[0]}: {_broken_link(broken[0])}; correct the link")
     if os.path.islink(path):
         raise UserError(f"{path}: {_broken_link(path)}; correct the link")
     parent = os.path.dirname(path)
@@ -167,18 +186,25 @@ def _refuse(error: OSError) -> None:
     raise UserError(f"{what}; allow it or leave it out") from error
 
 
-def _local_folder(root: str) -> Folder:
-    files = {}
+def _local_folder(root: str) -> tuple[Folder, dict[str, str]]:
+    """The files of a folder, and what each entry is that is neither a folder nor a regular file that can be reached."""
+    files, unreadable = {}, {}
     for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not _skipped(f"{name}/x")]
         relative = os.path.relpath(folder, root)
         for name in names:
             path = os.path.join(folder, name)
-            if not _skipped(name) and os.path.isfile(path):
-                files[name if relative == "." else f"{relative}/{name}"] = _stat(path)
+            if _skipped(name):
+                continue
+            inside = name if relative == "." else f"{relative}/{name}"
+            if os.path.isfile(path):
+                files[inside] = _stat(path)
+            else:
+                unreadable[inside] = file_kind(path) if os.path.exists(path) else _broken_link(path)
 
     def read(path: str, size_bytes: int = -1) -> bytes:
         with open(path, "rb") as file:
             return file.read(size_bytes)
 
-    return Folder(root, files, read, lambda paths, size_bytes: [read(path, size_bytes) for path in paths])
+    found = Folder(root, files, read, lambda paths, size_bytes: [read(path, size_bytes) for path in paths])
+    return found, dict(sorted(unreadable.items()))

@@ -37,7 +37,7 @@ class Folder:
 def choose(folder: Folder, source: SourceSpec, say: Say = None) -> list[tuple[Found, Format]]:
     """The files to read, in the order of their names. UserError where there is none."""
     names = [name for name in sorted(folder.files) if not _any(name, source.exclude)]
-    wanted = [name for name in names if not source.include or _any(name, source.include)]
+    wanted = [name for name in names if is_wanted(name, source)]
     kind = source.format
     if kind == "auto":
         kind = format_of_folder(folder.root, {name: folder.files[name].size_bytes for name in wanted})
@@ -61,6 +61,11 @@ def choose(folder: Folder, source: SourceSpec, say: Say = None) -> list[tuple[Fo
     if say and kind != "hf" and not (source.include or source.exclude):
         _name_splits(folder, chosen, say)
     return [(folder.files[name], kind) for name in chosen]
+
+
+def is_wanted(name: str, source: SourceSpec) -> bool:
+    """Whether `include` and `exclude` let a file in."""
+    return not _any(name, source.exclude) and (not source.include or _any(name, source.include))
 
 
 def _any(name: str, patterns: Iterable[str]) -> bool:

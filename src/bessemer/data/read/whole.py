@@ -27,10 +27,25 @@ def wide_encoding(text: bytes) -> str:
 
 
 def read_text(reading: Reading) -> Rows:
-    """The file as one document. Bytes that are no UTF-8 become replacement characters."""
+    """The file as one document. Bytes that are not UTF-8 become U+FFFD, and its `decode_error` names the first."""
     with reading.open_unpacked() as file:
         data = file.read()
-    yield reading.text(1, data.decode(encoding_of(data), "replace"))
+    text, decode_error = decode_text(data)
+    document = reading.text(1, text)
+    if document is not None:
+        document.decode_error = decode_error
+    yield document
+
+
+def decode_text(data: bytes) -> tuple[str, str]:
+    """The text, and "not UTF-8 (byte N)" for the first invalid byte (counted from 0), or an empty string."""
+    encoding = encoding_of(data)
+    try:
+        return data.decode(encoding), ""
+    except UnicodeDecodeError as error:
+        # The codec `utf-8-sig` counts from after the byte-order mark.
+        start = error.start + (len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0)
+        return data.decode(encoding, "replace"), f"not {encoding.removesuffix('-sig').upper()} (byte {start:,})"
 
 
 def read_html(reading: Reading) -> Rows:
