@@ -68,17 +68,18 @@ def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
     assert losses(broken) == losses(whole)
 
 
-def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
-    make_spec: Callable[..., RunSpec], tmp_path: Path
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
+    make_spec: Callable[..., RunSpec], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     path = write_spec(make_spec, tmp_path, "polite")
     run = Run(tmp_path / "runs" / "polite")
     process = start(path)
     while process.poll() is None and not (run.steps_path.exists() and losses(run)):
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output, _ = process.communicate()
-    assert process.returncode == 143, output
+    assert process.returncode == code, output
     assert f"continue with: bessemer train {path}" in output
     done = len(losses(run))
     saved = list(run.events("saved"))[-1]

@@ -92,7 +92,7 @@ def silence_libraries() -> None:
 
 
 def run() -> None:
-    """Exit codes: 0 done, 2 a mistake in the input (one line for each), 1 a fault, 130, 138, 143 a signal."""
+    """Exit codes: 0 done, 2 a mistake in the input (one line for each), 1 a fault, 129, 130, 138, 143 a signal."""
     end_with_parent()
     open_missing_streams()
     for stream in (sys.stdout, sys.stderr):

@@ -125,6 +125,6 @@ def train(
     outcome = Session(run_spec, view, restart=restart).train()
     part()
     if outcome.kind == "interrupted":
-        raise typer.Exit({"SIGTERM": 143, "SIGUSR1": 138}.get(outcome.reason, 130))
+        raise typer.Exit({"SIGTERM": 143, "SIGUSR1": 138, "SIGHUP": 129}.get(outcome.reason, 130))
     if outcome.kind in ("failed", "stopped"):
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
 """torchrun for runs of ours: `python -m bessemer.parallel.agent`, with torchrun's own arguments.
 
-It adds what torchrun lacks: exit codes that tell what happened (130, 138, 143 after a signal, 2 for a mistake in the
+It adds what torchrun lacks: exit codes that tell what happened (129, 130, 138, 143 after a signal, 2 for a mistake in the
 input) in place of a traceback and code 1, workers that end when this process is killed, an end of this process when
 the one that started it is, and nodes that know each other by address.
 """
@@ -33,7 +33,8 @@ def _tells_news(record: logging.LogRecord) -> bool:
 
 def main() -> None:
     os.environ[PARENT] = str(os.getpid())  # for the workers
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup: the run outlives the terminal
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS.replace("SIGHUP,", "") if ignored else SIGNALS)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_S))
     if endpoint := os.environ.get("PET_RDZV_ENDPOINT"):  # several nodes: torch and gloo go by hostnames otherwise
         address = own_address([endpoint.rpartition(":")[0].strip("[]")])

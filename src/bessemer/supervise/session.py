@@ -357,8 +357,9 @@ class Session:
 
     @contextmanager
     def _signals(self, job: Job) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's warning) end the step at its next micro-batch, or finish it where
-        that cannot be; a second Ctrl-C leaves at once."""
+        """Ctrl-C, SIGTERM, SIGUSR1 (a scheduler's warning) and SIGHUP (a lost terminal) end the step at its next
+        micro-batch, or finish it where that cannot be; a second Ctrl-C leaves at once. Under `nohup` SIGHUP stays
+        ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -370,7 +371,10 @@ class Session:
             what = "stopping at the next micro-batch" if job.can_abandon else "finishing the step"
             self.view.say(f"{what} and saving; press Ctrl-C again to leave at once")
 
-        former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        former = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield
         finally:

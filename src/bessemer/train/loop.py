@@ -29,7 +29,8 @@ from bessemer.train.scaling import OVERFLOW
 from bessemer.train.step import Attempt, attempt_step, judge_and_update
 
 FULL_DISK = "full disk"  # in the place of a signal's name
-SIGNALS = (FULL_DISK, "SIGTERM", "SIGUSR1", "SIGINT")  # that end a run; of several the first one here is its reason
+# That end a run; of several the first one here is its reason.
+SIGNALS = (FULL_DISK, "SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 CAREFUL = 4  # times as many saves after an incident
 
 
