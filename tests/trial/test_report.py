@@ -19,6 +19,7 @@ from bessemer.trial.report import exclusions_of, one_line, report_sections, writ
 from bessemer.trial.report_html import html_page
 from bessemer.trial.report_page import excerpt, markdown, shown, visible
 from bessemer.trial.report_words import ADVICE
+from bessemer.trial.verdict import STEP_IS_NORMAL
 
 EVIL = "</pre><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>"
 VOID = {"meta", "br", "img"}
@@ -285,3 +286,23 @@ def test_any_case_becomes_a_report(tmp_path_factory: pytest.TempPathFactory, mad
     assert "\n" not in one_line(made)
     for entry in exclusions_of(made, made.step):
         json.loads(entry.to_line())
+
+
+def test_a_replayed_step_that_is_normal_is_called_so_and_nothing_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bessemer.cli.replay import replay
+    from bessemer.supervise import retry
+
+    ruling = trial(verdict="undetermined", confidence=1.0, reason=STEP_IS_NORMAL, accused=[])
+    seen = {"loss": 2.36, "grad_norm": 1.1, "lr": 3e-4}
+    made = case(symptom=retry.BY_HAND, observed=seen, trial=ruling, actions=[], recovery=None)
+    monkeypatch.setattr(retry, "try_step", lambda *_: made)
+    replay(Path("runs/web-7b"), 50, False, False, None, "cpu", False)
+    assert capsys.readouterr().out == (
+        "step 50 of web-7b is normal, nothing is to be explained: loss 2.36 where 2.35 is normal, "
+        "gradient norm 1.1 where 1 is normal\n"
+    )
+    made = replace(made, symptom="loss outlier")
+    replay(Path("runs/web-7b"), 50, False, False, None, "cpu", False)
+    assert "What could not be determined" in capsys.readouterr().out

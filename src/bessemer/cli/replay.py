@@ -31,14 +31,18 @@ def replay(
     import json
 
     from bessemer.observe.activity import working
-    from bessemer.supervise.retry import try_step
+    from bessemer.supervise.retry import BY_HAND, try_step
     from bessemer.trial.report import report_sections
     from bessemer.trial.report_page import markdown
+    from bessemer.trial.report_words import deviations
+    from bessemer.trial.verdict import STEP_IS_NORMAL
 
     with working("replaying the step"):
         case = try_step(run, step, budget, device)
     if as_json:
         print(json.dumps(case.to_json(), indent=1, default=str))
+    elif case.symptom == BY_HAND and case.trial and case.trial.reason == STEP_IS_NORMAL:
+        print(f"step {step:,} of {case.run} is normal, nothing is to be explained: {', '.join(deviations(case))}")
     else:
         print(markdown(f"{case.run}: step {step:,} on trial", report_sections(case)))
 

@@ -37,6 +37,7 @@ from bessemer.trial.measure import measure
 from bessemer.trial.replay import replay_to
 
 HISTORY = 512
+BY_HAND = "tried by hand"  # the symptom of a step that nothing was wrong with when it ran
 
 
 class OnlyRead(RunWriter):
@@ -78,7 +79,7 @@ def try_step(folder: str | Path, step: int, budget_s: float | None = None, devic
     else:
         loss, norm, lr = (number(recorded[key]) or float("nan") for key in ("loss", "grad_norm", "lr"))
     veto = next((event for event in job.run.events("veto") if event["step"] == step), None)
-    symptom = veto["reason"] if veto else "tried by hand"
+    symptom = veto["reason"] if veto else BY_HAND
     normal = _normal(veto, spec) or usual(history, spec.guard.loss_sigma, spec.guard.grad_sigma)
     scene = Scene(step, symptom, lr, loss, norm, normal, batches, history)
     budget_s = budget_s or spec.guard.trial.budget

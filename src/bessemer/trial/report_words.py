@@ -32,6 +32,18 @@ ADVICE = {
 
 def summary(case: Case) -> str:
     """Two sentences: what happened, and why and what became of it."""
+    what = ", ".join([f"At step {case.step:,} of run {case.run}: {case.symptom.rstrip('.')}", *deviations(case)])
+    if case.trial is None:
+        why = f"It was not put on trial ({no_trial(case)})"
+    else:
+        why = f"The trial says {case.trial.verdict} (confidence {shown(case.trial.confidence, '.2f')})"
+        why += f": {_documents(found)}" if (found := convicted(case)) else ""
+    done = _done([action for action in case.actions if action.kind != "skip"])
+    return f"{what}. {'; '.join([why, *done, recovery(case, numbers=False)])}."
+
+
+def deviations(case: Case) -> list[str]:
+    """Loss and gradient norm of the step beside what is normal."""
     seen, normal, clauses = case.observed, case.normal, []
     for name, key, z, usual in (
         ("loss", "loss", "loss_z", normal.loss),
@@ -40,14 +52,7 @@ def summary(case: Case) -> str:
         if key in seen:
             sigmas = f" ({shown(seen[z], ',.0f')} sigma)" if z in seen else ""
             clauses.append(f"{name} {shown(seen[key])} where {shown(usual)} is normal{sigmas}")
-    what = ", ".join([f"At step {case.step:,} of run {case.run}: {case.symptom.rstrip('.')}", *clauses])
-    if case.trial is None:
-        why = f"It was not put on trial ({no_trial(case)})"
-    else:
-        why = f"The trial says {case.trial.verdict} (confidence {shown(case.trial.confidence, '.2f')})"
-        why += f": {_documents(found)}" if (found := convicted(case)) else ""
-    done = _done([action for action in case.actions if action.kind != "skip"])
-    return f"{what}. {'; '.join([why, *done, recovery(case, numbers=False)])}."
+    return clauses
 
 
 def one_line(case: Case) -> str:

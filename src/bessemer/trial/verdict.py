@@ -63,14 +63,14 @@ class Evidence:
         return self.numerical or not self.damaged
 
 
+STEP_IS_NORMAL = "the step is within its normal range: no fault found"
 Ruling = tuple[Verdict, float, str]
 
 
 def decide(e: Evidence) -> Ruling:
     """(verdict, confidence, reason)."""
     if e.observed <= QUIET:
-        reason = "the step is within its normal range: no fault found"
-        return "undetermined", 1 - 0.5 * e.observed / QUIET, reason
+        return "undetermined", 1 - 0.5 * e.observed / QUIET, STEP_IS_NORMAL
     if e.repeat is None:
         return "undetermined", 0.0, "the step could not be repeated"
     if e.transient:
