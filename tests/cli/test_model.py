@@ -34,6 +34,17 @@ def test_mixtral_has_its_published_sizes(call: Any, tmp_path: Path) -> None:
     assert "46.7B" in said and "12.9B" in said and "8 experts of SwiGLU 14,336, 2 a token" in said
 
 
+def test_the_context_is_the_specs_unless_another_is_asked_for(call: Any) -> None:
+    Path("run.yaml").write_text("model: 1M\ndata: {sources: {a: x.jsonl}, context: 256}\n")
+    Path("open.yaml").write_text("model: 1M\ndata: {sources: {a: x.jsonl}}\n")
+    Path("made").mkdir()
+    Path("made/model.json").write_text(json.dumps({"shape": BASE.to_dict()}))
+    Path("made/spec.yaml").write_text(Path("run.yaml").read_text())
+    asked = [("run.yaml",), ("open.yaml",), ("1M",), ("made",), ("run.yaml", "--context", "64")]
+    found = [json.loads(call("model", "show", *given, "--json").out)["context"] for given in asked]
+    assert found == [256, 2048, 2048, 256, 64]
+
+
 def test_a_spec_a_preset_and_a_run_can_be_shown(call: Any, tmp_path: Path) -> None:
     spec = "model: {preset: 1M, qk_norm: head}\ntokenizer: {vocab: 512}\ndata: {sources: {a: x.jsonl}}\n"
     Path("run.yaml").write_text(spec)

@@ -18,7 +18,9 @@ def _group() -> None:
 def show(
     target: str = typer.Argument(help="A spec's file, a preset such as 1B, a run, or a Hugging Face folder."),
     batch: int = typer.Option(1, "--batch", min=1, help="Sequences in memory at a time."),
-    context: int = typer.Option(2048, "--context", min=1, help="Tokens of a sequence."),
+    context: int | None = typer.Option(
+        None, "--context", min=1, help="Tokens of a sequence (default: the spec's data.context, else 2048)."
+    ),
     vocab: int | None = typer.Option(None, "--vocab", min=1, help="For a preset, or a tokenizer not yet trained."),
     as_json: bool = typer.Option(False, "--json", help="As JSON."),
 ) -> None:
@@ -28,10 +30,10 @@ def show(
     """
     import json
 
-    from bessemer.export.describe import describe, diagram, find_shape, table
+    from bessemer.export.describe import describe, diagram, find_context, find_shape, table
 
     shape = find_shape(target, vocab)
-    found = describe(shape, batch, context)
+    found = describe(shape, batch, context or find_context(target))
     if as_json:
         print(json.dumps({"shape": shape.to_dict(), **found}, indent=1))
     else:

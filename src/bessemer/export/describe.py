@@ -16,6 +16,8 @@ NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu": "Re
 GATED = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "relu": "ReGLU", "relu2": "gated squared ReLU"}
 USUAL_VOCAB = ((192, 2_048), (320, 8_192), (1_535, 32_000), (1 << 30, 128_256))  # by width, for want of a tokenizer
 
+USUAL_CONTEXT = 2048
+
 
 def find_shape(target: str, vocab: int | None = None) -> ModelShape:
     """Of a preset's name, a run, a Hugging Face folder (its config.json is enough) or a spec's file."""
@@ -30,6 +32,20 @@ def find_shape(target: str, vocab: int | None = None) -> ModelShape:
     shape = shape or _of_spec(path)
     usual = next(size for width, size in USUAL_VOCAB if shape.width <= width)
     return with_vocab(shape, vocab or shape.vocab or usual)
+
+
+def find_context(target: str) -> int:
+    """The context that a spec or the spec of a run asks for; for the others, and where it is still to be planned, a
+    usual one."""
+    from bessemer.spec.load import load_spec
+
+    path = Path(target)
+    if (path / "model.json").exists():
+        path = path / "spec.yaml"
+    if path.name == "config.json" or not path.is_file() or preset(target):
+        return USUAL_CONTEXT
+    context = load_spec(path).data.context
+    return context if isinstance(context, int) else USUAL_CONTEXT
 
 
 def _theirs(path: Path) -> ModelShape:
