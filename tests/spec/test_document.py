@@ -217,3 +217,12 @@ def test_an_overridden_part_no_longer_points_at_the_file() -> None:
     override(document, "data.phases=[{start: x}]")
     assert document.place(("data", "phases", 0, "start")) == "--set data.phases=[{start: x}]"
     assert document.place(("data", "sources", "web")) == "spec.yaml:4"
+
+
+@pytest.mark.parametrize("text", ["model: 10M", "model: {preset: 10M, width: 8}", "model:\n  width:"])
+def test_what_a_setting_opened_is_placed_at_the_setting(text: str) -> None:
+    document = parse(text, "run.yaml")
+    override(document, "model.width.x=3")
+    assert document.place(("model", "width")) == "--set model.width.x=3"
+    assert document.rank(("model", "width"))[0] == 1
+    assert document.place(("model",)) == "run.yaml:1"

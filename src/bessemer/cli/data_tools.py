@@ -157,12 +157,12 @@ def audit(
         return
     from rich.table import Table
 
-    from bessemer.cli.output import table_console
+    from bessemer.cli.output import print_table
 
     grid = Table(*found.HEADER, box=None, pad_edge=False, header_style="bold")
     for row in found.rows():
         grid.add_row(*row)
-    table_console().print(grid)
+    print_table(grid)
     print(f"{found.vocab:,} tokens: {found.unused:,} unused here, {found.unreachable:,} that no text gives")
     for title, tokens in (("unused", found.unused_tokens), ("unreachable", found.unreachable_tokens)):
         if tokens:

@@ -214,11 +214,11 @@ def _print(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from bessemer.cli.output import table_console
+    from bessemer.cli.output import print_table
 
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=column != "detail")
     for row in rows:
         table.add_row(*map(Text, row))
-    table_console().print(table)
+    print_table(table)

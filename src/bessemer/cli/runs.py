@@ -55,7 +55,7 @@ def _print_table(found: list[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from bessemer.cli.output import table_console
+    from bessemer.cli.output import print_table
     from bessemer.run.directory import MEAN_OF
     from bessemer.spec.quantity import human_time
 
@@ -65,11 +65,12 @@ def _print_table(found: list[RunSummary]) -> None:
         table.add_column(column, justify=justify, no_wrap=column != "last word")
     colours = {"running": "green", "failed": "red", "unreadable": "red", "interrupted": "yellow", "stopped": "yellow"}
     for run in found:
-        total = f"/{run.total_steps:,}" if run.total_steps else ""
+        # A budget that was lowered after the run had done more is no total of its steps.
+        total = f"/{run.total_steps:,}" if run.total_steps and run.total_steps >= (run.step or 0) else ""
         step = "-" if run.step is None else f"{run.step:,}{total}"
         numbers = ["-" if value is None else f"{value:.3f}" for value in (run.mean_loss, run.validation_loss)]
         state = Text(run.state, style=colours.get(run.state, ""))
         # Text, not markup: a reason may well hold square brackets. One run is one line: a long last word is cut.
         reason = Text(run.reason, no_wrap=True, overflow="ellipsis")
         table.add_row(Text(run.name), state, step, *numbers, human_time(run.age_s), reason)
-    table_console().print(table)
+    print_table(table)

@@ -38,7 +38,11 @@ class Document:
     overrides: dict[Path, str] = field(default_factory=dict)
 
     def _written(self, path: Path) -> Path | None:
-        """The nearest part that the file or a setting speaks of."""
+        """The nearest part that the file or a setting speaks of; for a part that only settings opened, the setting."""
+        if path and path not in self.overrides and path not in self.lines:
+            below = next((known for known in self.overrides if known[: len(path)] == path), None)
+            if below is not None:
+                return below
         ends = range(len(path), -1, -1)
         return next((path[:end] for end in ends if path[:end] in self.overrides or path[:end] in self.lines), None)
 
@@ -173,8 +177,10 @@ def override(document: Document, setting: str) -> None:
         if i == len(parts) - 1:
             target[path[-1]] = value
             break
-        inner = target.get(part) if isinstance(target, dict) else target[path[-1]]
-        target[path[-1]] = inner = _opened(inner, path, parts[i + 1])
+        former = target.get(part) if isinstance(target, dict) else target[path[-1]]
+        target[path[-1]] = inner = _opened(former, path, parts[i + 1])
+        if not inner and former is not inner:  # what the file said here is replaced
+            document.lines.pop(path, None)
         target = inner
     for below in [known for known in document.lines if known[: len(path)] == path]:
         del document.lines[below]  # what the file said there no longer counts
