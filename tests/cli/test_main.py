@@ -201,7 +201,7 @@ def test_runs_good_and_damaged(call: Call) -> None:
     lines = {line.split()[0]: line for line in said.out.splitlines()}
     assert lines["good"].split()[1:5] == ["failed", "1,234/2,000", "2.500", "nan"]
     assert lines["good"].rstrip().endswith("[/red] disk [full]")
-    assert len(said.out.splitlines()) == 4
+    assert len(said.out.splitlines()) == 4 and all(line == line.rstrip() for line in said.out.splitlines())
     assert lines["empty"].split()[1:5] == ["new", "-", "-", "-"]
     assert "unreadable" in lines["broken"]
     found = {run["name"]: run for run in json.loads(call("runs", "--json").out, parse_constant=pytest.fail)}
@@ -209,6 +209,14 @@ def test_runs_good_and_damaged(call: Call) -> None:
     assert (found["good"]["step"], found["good"]["validation_loss"]) == (1234, "nan")
     alone = json.loads(call("runs", "runs/good", "--json").out)
     assert [run["name"] for run in alone] == ["good"]
+
+
+def test_a_budget_below_the_steps_done_is_not_shown_as_their_total(call: Call) -> None:
+    with RunWriter("runs/shorter") as run:
+        run.event("started", total_steps=391)
+        run.step({"step": 390, "loss": 2.5})
+        run.event("finished", total_steps=98)
+    assert call("runs").out.splitlines()[1].split()[:3] == ["shorter", "finished", "391"]
 
 
 @pytest.mark.parametrize("verb", [("replay", "--step", "1"), ("generate",)])
@@ -364,6 +372,27 @@ assert os.environ["TORCH_LOGS"] == "-all"
     assert (done.returncode, done.stderr) == (0, "warning: the file is damaged\n")
     loud = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, env=quiet)
     assert "UserWarning: theirs" in loud.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        (("--lr", "3"), "optimizer.lr=3"),
+        (("--learning-rate=2e-5",), "optimizer.lr=2e-5"),
+        (("--optimizer.lr", "3"), "optimizer.lr=3"),
+        (("--batch",), "budget.batch=VALUE"),
+        (("--seed", "1"), "seed=1"),
+    ],
+)
+def test_a_key_of_the_spec_as_an_option_of_train_gets_its_set(call: Call, given: tuple[str, ...], key: str) -> None:
+    said = call("train", "x.yaml", *given)
+    assert said.code == 2 and said.err.endswith(f": write --set {key}\n") and len(said.err.splitlines()) == 1
+    assert "No such option: --nonsense" in call("train", "x.yaml", "--nonsense", "3").err
+
+
+def test_a_negative_number_of_tokens_is_refused(call: Call) -> None:
+    said = call("generate", "runs/x", "--max-tokens", "-3")
+    assert said.code == 2 and "Invalid value for '--max-tokens'" in said.err
 
 
 def test_tables_in_a_pipe_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

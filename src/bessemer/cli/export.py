@@ -32,8 +32,10 @@ def export(
     from bessemer.observe.activity import working
     from bessemer.spec.quantity import human_count
 
-    if to not in ("hf", "bessemer") or check not in ("auto", "whole", "layers"):
-        raise UserError(f"--to {to} --check {check}: write hf or bessemer; auto, whole or layers")
+    if to not in ("hf", "bessemer"):
+        raise UserError(f"--to {to}: write hf or bessemer")
+    if check not in ("auto", "whole", "layers"):
+        raise UserError(f"--check {check}: write auto, whole or layers")
     if dtype not in ("same", *DTYPES):
         raise UserError(f"--dtype {dtype}: write same, {', '.join(DTYPES)}")
     if to == "bessemer" and (out is None or dtype != "same" or family):

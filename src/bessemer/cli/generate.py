@@ -10,7 +10,7 @@ import typer
 def generate(
     run: Path = typer.Argument(help="A run such as runs/demo, an import, or a Hugging Face folder."),
     prompt: str = typer.Option("", "--prompt", "-p", help="The text to continue; empty begins a new document."),
-    max_tokens: int = typer.Option(200, help="Most new tokens."),
+    max_tokens: int = typer.Option(200, min=1, help="Most new tokens."),
     temperature: float = typer.Option(0.8, help="0 always takes the likeliest token."),
     top_k: int = typer.Option(0, help="Draw from so many likeliest tokens; 0 for no limit."),
     top_p: float = typer.Option(0.95, help="Draw from the likeliest tokens that reach this share."),

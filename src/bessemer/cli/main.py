@@ -51,7 +51,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(plan.app, name="plan")
-app.command("train")(train.train)
+app.command("train", cls=train.TrainCommand)(train.train)
 app.add_typer(launch.app, name="launch")
 app.add_typer(data_tools.app, name="data")
 app.command("runs")(runs.runs)

@@ -7,9 +7,12 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
+
+from bessemer.errors import UserError
 
 if TYPE_CHECKING:
     from bessemer.spec.parallel import ParallelSpec
@@ -55,6 +58,24 @@ def refuse_layout(spec: RunSpec, count: int) -> None:
             f"parallel: asks for {count} processes, and this machine has no GPU and {cores} cores; "
             f"at most {PROCESSES_PER_CORE * cores} are started here. Use smaller degrees, or `bessemer launch`"
         )
+
+
+class TrainCommand(TyperCommand):
+    """Answers an unknown option that is a key of the spec (`--lr 3`) with the `--set` to write."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for i, argument in enumerate(args):
+            option, equals, value = argument.partition("=")
+            if not option.startswith("--") or option in known or option in ctx.help_option_names:
+                continue
+            from bessemer.spec.load import spec_key
+
+            if key := spec_key(option.removeprefix("--")):
+                if not equals:
+                    value = args[i + 1] if i + 1 < len(args) and not args[i + 1].startswith("--") else "VALUE"
+                raise UserError(f"{option}: no such option; it is a key of the spec: write --set {key}={value}")
+        return super().parse_args(ctx, args)
 
 
 def start_locally(count: int) -> NoReturn:

@@ -1,8 +1,8 @@
 """torchrun for runs of ours: `python -m bessemer.parallel.agent`, with torchrun's own arguments.
 
-It adds what torchrun lacks: exit codes that tell what happened (129, 130, 138, 143 after a signal, 2 for a mistake in the
-input) in place of a traceback and code 1, workers that end when this process is killed, an end of this process when
-the one that started it is, and nodes that know each other by address.
+It adds what torchrun lacks: exit codes that tell what happened (129, 130, 138, 143 after a signal, 2 for a mistake in
+the input) in place of a traceback and code 1, workers that end when this process is killed, an end of this process
+when the one that started it is, and nodes that know each other by address.
 """
 
 from __future__ import annotations

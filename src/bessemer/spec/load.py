@@ -133,6 +133,15 @@ def _unknown(path: KeyPath) -> str:
     return f"unknown key; known here: {', '.join(_fields_at(path[:-1]) or {})}"
 
 
+def spec_key(name: str) -> str | None:
+    """The key, dotted, that an option such as `lr`, `optimizer.lr`, `batch` or `learning-rate` stands for."""
+    name = name.replace("-", "_")
+    if _field(tuple(name.split("."))):
+        return name
+    holders = [section for section in RunSpec.model_fields if name in (_fields_at((section,)) or {})]
+    return f"{holders[0]}.{name}" if holders else hints.ours(name)
+
+
 def _explain(error: ErrorDetails, path: KeyPath) -> str:
     """What is wrong with one key, and what to write instead."""
     kind, given = error["type"], error["input"]
