@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) ->
 
 def test_a_failed_open_gives_the_lock_back(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"events.jsonl: cannot be written"):
+    with pytest.raises(UserError, match=r"events.jsonl: is a folder"):
         RunWriter(tmp_path)
     (tmp_path / "events.jsonl").rmdir()
     RunWriter(tmp_path).close()
@@ -235,3 +235,9 @@ def test_a_finding_is_plain_data() -> None:
     data: dict[str, Any] = finding.to_json()
     assert Finding(**json.loads(json.dumps(data))) == finding
     assert (data["cause"], data["confidence"]) == ("", 0.0)
+
+
+def test_a_folder_in_the_place_of_a_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics" / "steps.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"metrics/steps.jsonl: is a folder, where the run keeps a file; move it away"):
+        RunWriter(tmp_path)

@@ -1,6 +1,7 @@
 """Runs whose folder was damaged, or whose disk is full: they resume exactly, or are refused by name."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -180,3 +181,32 @@ def test_a_lost_disk_costs_neither_the_plan_nor_the_metrics(short: Make, unbroke
     assert losses(spec) == unbroken
     assert [event["checkpoint"] for event in events(spec, "fetched")] == ["step-00000011.a1"]
     assert {event["file"] for event in events(spec, "records_repaired")} >= {"metrics/steps.jsonl"}
+
+
+def test_a_damaged_lineage_is_renamed_and_the_run_goes_on(short: Make) -> None:
+    spec = short()
+    train_until(spec, 5)
+    path = run_folder(spec) / "checkpoints" / "lineage.json"
+    path.write_text("garbage")
+    assert train(spec).kind == "finished"
+    (repair,) = events(spec, "records_repaired")
+    assert repair["file"] == "checkpoints/lineage.json" and "renamed to lineage.json.damaged" in repair["reason"]
+    assert path.with_name("lineage.json.damaged").read_text() == "garbage"
+    assert len(json.loads(path.read_text())) == 1
+
+
+def test_a_resume_on_other_files_names_them(short: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("gone", "edited", "same"):
+        (folder / f"{name}.txt").write_text(f"{name} steel " * 400)
+    spec = short(data={"sources": {"words": {"path": [str(folder)]}}, "context": 32, "validation": 0})
+    train_until(spec, 5)
+    (folder / "gone.txt").unlink()
+    (folder / "edited.txt").write_text("other iron " * 400)
+    (folder / "added.txt").write_text("more coke " * 400)
+    with pytest.raises(UserError, match="another data stream") as refusal:
+        train(spec)
+    changes = f"missing: {folder}/gone.txt; new: {folder}/added.txt; changed: {folder}/edited.txt"
+    assert f"data files {changes}; " in str(refusal.value)
+    assert changes in events(spec, "data_note")[0]["reason"]

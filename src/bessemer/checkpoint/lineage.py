@@ -69,6 +69,21 @@ def record_lineage(
     return record
 
 
+def repair_lineage(run_folder: Path) -> str:
+    """Rename a damaged record of the starts, so that a new one begins. What was done, or an empty string."""
+    path = run_folder / "checkpoints" / LINEAGE
+    try:
+        _read(path, [])
+    except (UserError, IsADirectoryError) as error:
+        aside = path.with_name(f"{LINEAGE}.damaged")
+        while aside.exists():
+            aside = aside.with_name(f"{aside.name}.1")
+        os.replace(path, aside)
+        fault = error if isinstance(error, UserError) else f"{path}: is a folder"
+        return f"{str(fault).removesuffix('; mend or delete it')}; renamed to {aside.name}, and a new record begins"
+    return ""
+
+
 def lineage(run_folder: Path) -> dict[str, Any]:
     """All that is known: the starts, the tags, and what checkpoints of weights alone were made from."""
     folder = run_folder / "checkpoints"

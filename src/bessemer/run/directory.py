@@ -142,8 +142,11 @@ class RunWriter(Run):
             self._ranks = Journal(self.ranks_path) if self.ranks_path.exists() else None
         except OSError as error:
             self.lock.release()
+            place = error.filename or self.folder
+            if isinstance(error, IsADirectoryError):
+                raise UserError(f"{place}: is a folder, where the run keeps a file; move it away") from error
             raise UserError(
-                f"{error.filename or self.folder}: cannot be written: {error.strerror}; "
+                f"{place}: cannot be written: {error.strerror}; "
                 "set `runs` in the spec to a folder of yours with room on its disk"
             ) from error
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bessemer.data.curate.engine import Engine
+from bessemer.data.curate.report import some_of
 from bessemer.data.on_the_fly import Indexed, index_sources
 from bessemer.data.prepare import Prepared, list_sources, load_tokenizer, prepare, prepared_folder
 from bessemer.data.tokenizer import Tokenizer
@@ -18,6 +20,9 @@ from bessemer.spec.data import SourceSpec
 from bessemer.spec.schema import RunSpec
 
 OWN = "python"  # the path of a source that is given as an object
+DATA_FILES = "data_files.json"  # in the run's folder: the files that its last start read
+_MOST_FILES = 100_000  # longer listings are not recorded: 100 bytes a file
+_SHOWN_FILES = 5
 
 
 def data_cache(spec: RunSpec) -> Path:
@@ -82,6 +87,37 @@ def _own(spec: RunSpec, datasets: Mapping[str, Any]) -> Own:
     train = {name: datasets[name] for name in sources}
     held_out = {name: data for name in sources if (data := datasets.get(f"{name}.validation")) is not None}
     return Own(tokenizer, train, held_out, data_cache(spec))
+
+
+def list_data_files(spec: RunSpec) -> dict[str, list[Any]]:
+    """The files of the spec's sources with what tells their contents apart; empty for a caller's own datasets."""
+    if any(_is_own(source) for source in spec.data.sources.values()):
+        return {}
+    return {entry.name: entry.identity[1:] for entries in list_sources(spec.data).values() for entry in entries}
+
+
+def record_data_files(spec: RunSpec) -> str:
+    """The content of DATA_FILES."""
+    files = list_data_files(spec)
+    return json.dumps(files if len(files) <= _MOST_FILES else {}, indent=0)
+
+
+def describe_file_changes(run_folder: Path, spec: RunSpec) -> str:
+    """The data files that are missing, new or changed since the run's last start; empty if none is, or if the run has
+    no record of its files."""
+    try:
+        recorded = json.loads((run_folder / DATA_FILES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # runs of earlier versions have none, and it only serves messages
+        return ""
+    if not recorded or not isinstance(recorded, dict):
+        return ""
+    current = list_data_files(spec)
+    groups = {
+        "missing": [name for name in recorded if name not in current],
+        "new": [name for name in current if name not in recorded],
+        "changed": [name for name in recorded if name in current and recorded[name] != current[name]],
+    }
+    return "; ".join(f"{kind}: {some_of(names, len(names), _SHOWN_FILES)}" for kind, names in groups.items() if names)
 
 
 def prepared_folder_of(spec: RunSpec, plan: Plan) -> Path:

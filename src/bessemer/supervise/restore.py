@@ -25,6 +25,7 @@ from bessemer.run.snapshot import NAME as RUN_COPY
 from bessemer.run.snapshot import PLAN, SPEC, read_snapshot
 from bessemer.spec.load import load_spec, parse, validate
 from bessemer.spec.schema import RunSpec
+from bessemer.supervise.data import describe_file_changes
 from bessemer.train.job import Job, Progress
 from bessemer.train.saver import package_versions
 
@@ -230,6 +231,8 @@ def refuse_other_data(job: Job, manifest: Manifest, folder: Path) -> None:
     if manifest.stream_fingerprint != job.stream.fingerprint:
         changed = differences(manifest.stream, json.loads(json.dumps(job.stream.identity)))
         what = "; ".join(f"{key} was {old}, is {new}" for key, (old, new) in changed.items())
+        if files := describe_file_changes(job.run.folder, job.spec):
+            what = f"data files {files}; {what}"
         raise UserError(
             f"{folder}: was trained on another data stream ({what}): its positions mean other tokens now. "
             "Put these back, or give the run another name"

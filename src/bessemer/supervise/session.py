@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bessemer.checkpoint.lineage import record_lineage
+from bessemer.checkpoint.lineage import LINEAGE, record_lineage, repair_lineage
 from bessemer.checkpoint.remote import recover
 from bessemer.checkpoint.shelf import Shelf
 from bessemer.data.on_the_fly import Indexed
@@ -45,7 +45,7 @@ from bessemer.spec.shape import ModelShape
 from bessemer.supervise.again import open_again, restarted, under_launcher
 from bessemer.supervise.against_plan import AgainstPlan
 from bessemer.supervise.build import Parts, make_job, open_remote, spec_fingerprint
-from bessemer.supervise.data import Data, open_data
+from bessemer.supervise.data import DATA_FILES, Data, describe_file_changes, open_data, record_data_files
 from bessemer.supervise.exclude import leave_out, offer
 from bessemer.supervise.feed import build_stream, explain, held_out_rows, make_rows, sizes
 from bessemer.supervise.hung import Hung
@@ -164,6 +164,10 @@ class Session:
         plan.add("parallel.device", device.type, about, "found")
         self.view.activity("listing the sources")
         with world.first_alone():
+            if previous is not None and world.main and (files := describe_file_changes(run.folder, self.spec)):
+                note = f"files differ from those of the run's last start ({files}): the data is prepared again"
+                self.view.say(f"data  {note}")
+                run.event("data_note", reason=note)
             prepared, shape, context = self._prepare(plan)
         for note in prepared.notes if isinstance(prepared, (Prepared, Indexed)) else ():
             self.view.say(f"data  {note}")
@@ -223,6 +227,8 @@ class Session:
         elif restored is None and self.source is not None:
             self._load_source(job, self.source)
         if world.main:
+            if damage := repair_lineage(run.folder):
+                job.event("records_repaired", file=f"checkpoints/{LINEAGE}", reason=damage)
             record_lineage(
                 run.folder, stream_fingerprint=stream.fingerprint, spec_fingerprint=spec_fingerprint(self.spec),
                 versions=package_versions(), resumed_from=restored, started_from=self.spec.start_from,
@@ -235,6 +241,8 @@ class Session:
         run.write_file("plan.json", plan.to_json())
         run.write_file("settings.json", training.to_json())
         run.write_file("data.json", json.dumps({"folder": str(prepared.folder)}))
+        if world.main:
+            run.write_file(DATA_FILES, record_data_files(self.spec))
         run.write_file("model.json", json.dumps({"shape": shape.to_dict(), "eos": prepared.tokenizer.eos}, indent=1))
         if world.main:
             prepared.tokenizer.save(run.folder / "tokenizer.json")
