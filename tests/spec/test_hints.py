@@ -6,6 +6,7 @@ import yaml
 from bessemer.spec import hints
 from bessemer.spec.document import parse
 from bessemer.spec.load import SpecError, _field, _fields_at, validate
+from bessemer.spec.paths import path_problems
 from bessemer.spec.schema import RunSpec
 
 GOOD = {"model": "1M", "data": {"sources": {"web": "x.jsonl"}}}
@@ -68,3 +69,55 @@ def test_of_thousands_of_problems_the_first_are_shown() -> None:
     lines = str(refused.value).splitlines()
     assert len(refused.value.problems) == 1000 and len(lines) == 21
     assert lines[-1] == "and 980 more problems; mend these first"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "written"),
+    [
+        ("learning_rate", 2e-5, "lr: 2e-05"),
+        ("num_epochs", 3, "epochs: 3"),
+        ("max_seq_length", "2K", "context: 2K"),
+        ("fp16", "yes", "precision: fp16"),
+        ("fp16", False, "precision: auto"),
+        ("torch_dtype", "bfloat16", "precision: bf16"),
+        ("dp", 2, "dp_replicate: 2"),
+        ("tensor_parallel", 4, "tp: 4"),
+        ("pipeline_parallel", 4, "pp: 4"),
+        ("save_steps", 500, "every: 500"),
+    ],
+)
+def test_the_hint_has_the_users_own_value(key: str, value: object, written: str) -> None:
+    for line in (*problems(**{key: value}), *problems(parallel={key: value})):
+        assert f"; write {written} (" in line
+    (line,) = problems(**{key: ["x"]})
+    assert "; write " not in line and "; such as " in line
+
+
+@pytest.mark.parametrize("key", ["gradient_accumulation_steps", "min_lr", "wandb_project", "evals_per_epoch"])
+def test_a_value_of_another_unit_or_meaning_is_not_repeated(key: str) -> None:
+    (line,) = problems(**{key: 1})
+    assert "; write " not in line and "; such as " in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "written"),
+    [
+        ("optimizer", "adamw", "optimizer: {name: adamw}"),
+        ("budget", "50M", "budget: {tokens: 50M}"),
+        ("tokenizer", "gpt2", "tokenizer: {path: gpt2}"),
+        ("guard", "off", "guard: {enabled: false}"),
+        ("lints", "off", "keys below it, such as lints: {silence: [no_warmup]} (rules that are wrong for this run)"),
+    ],
+)
+def test_a_value_in_the_place_of_a_section_gets_its_key(key: str, value: str, written: str) -> None:
+    (line,) = problems(**{key: value})
+    assert line.endswith(f"expected a mapping of keys, got '{value}'; write {written}")
+
+
+def test_a_model_of_the_hub_gets_the_command_that_fetches_it() -> None:
+    spec = validate(
+        parse(yaml.safe_dump(GOOD | {"model": {"hf": "meta-llama/Llama-3-8B"}, "start_from": "org/base"}), "run.yaml")
+    )
+    told = dict(path_problems(spec))
+    assert "`hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B`" in told["model", "hf"]
+    assert "hf download" not in told["start_from",]

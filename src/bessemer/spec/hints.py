@@ -6,6 +6,8 @@ Every key on the left exists in the schema (a test compares the two).
 
 from __future__ import annotations
 
+from typing import Any
+
 # our key -> (the names of others, what else there is to know)
 FOREIGN: dict[str, tuple[str, str]] = {
     "runs": (
@@ -118,13 +120,31 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "parallel.dp_shard": (
         "fsdp fsdp_config fsdp_version data_parallel_shard_degree fsdp_transformer_layer_cls_to_wrap", "",
     ),
-    "parallel.dp_replicate": ("data_parallel_replicate_degree data_parallel_size dp_size", ""),
-    "parallel.tp": ("tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size", ""),
-    "parallel.cp": (
-        "context_parallel_degree context_parallel_size sequence_parallel_degree sequence_parallel_size", "",
+    "parallel.dp_replicate": (
+        "data_parallel_replicate_degree data_parallel_size dp_size dp dp_degree data_parallel data_parallelism ddp",
+        "or parallel.dp_shard, which divides the weights among the processes",
     ),
-    "parallel.pp": ("pipeline_parallel_degree pipeline_parallel_size pipeline_model_parallel_size", ""),
-    "parallel.ep": ("expert_parallel_degree expert_parallel_size expert_model_parallel_size", ""),
+    "parallel.tp": (
+        "tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size tensor_parallel tensor_parallelism "
+        "tp_size tp_degree",
+        "",
+    ),
+    "parallel.cp": (
+        "context_parallel_degree context_parallel_size sequence_parallel_degree sequence_parallel_size "
+        "context_parallel context_parallelism cp_size cp_degree",
+        "",
+    ),
+    "parallel.sequence": ("sequence_parallel sequence_parallelism", ""),
+    "parallel.pp": (
+        "pipeline_parallel_degree pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel "
+        "pipeline_parallelism pp_size pp_degree",
+        "",
+    ),
+    "parallel.ep": (
+        "expert_parallel_degree expert_parallel_size expert_model_parallel_size expert_parallel expert_parallelism "
+        "ep_size ep_degree",
+        "",
+    ),
     "parallel.patience": ("ddp_timeout", ""),
     "checkpoint.every": ("save_steps save_interval checkpoint_interval save_strategy saves_per_epoch", ""),
     "checkpoint.keep_last": ("save_total_limit keep_latest_k max_checkpoints", ""),
@@ -139,9 +159,41 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "parallel": ("parallelism", ""),
     "observe": ("metrics logging tracker", ""),
 }  # fmt: skip
+# Keys whose value means the same under every other name, but for the names that follow.
+_SAME_VALUE = (
+    "seed model.width model.layers model.heads model.kv_heads model.ffn model.norm_eps model.rope.theta "
+    "model.moe.experts model.moe.top_k tokenizer.vocab data.context budget.tokens budget.steps budget.epochs "
+    "budget.micro_batch budget.stop.patience optimizer.lr optimizer.eps optimizer.clip optimizer.ema schedule.warmup "
+    "loss.smoothing loss.z dropout.attention dropout.residual dropout.embedding parallel.threads "
+    "parallel.deepspeed.zero parallel.dp_shard parallel.dp_replicate parallel.tp parallel.cp parallel.sequence "
+    "parallel.pp parallel.ep checkpoint.keep_last checkpoint.every evaluate.every data.validation "
+    "schedule.floor"
+)
+_OTHER_VALUE = (
+    "lr_decay_iters lr_decay_steps auto_find_batch_size zero_optimization data_seed min_lr cosine_constant_lr_ratio "
+    "saves_per_epoch evals_per_epoch"
+)
+_PRECISIONS = {
+    "float32": "fp32", "fp32": "fp32", "32": "fp32", "tf32": "tf32", "float16": "fp16", "fp16": "fp16", "half": "fp16",
+    "16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "pure_bf16": "bf16", "fp8": "fp8",
+}  # fmt: skip
+SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+# The key of a section that a single value is meant for, where it is not the section's first.
+MAIN_KEY = {"tokenizer": "path", "dropout": "residual"}
 _OURS = {name: key for key, (names, _) in FOREIGN.items() for name in names.split()}
 
 
 def ours(name: str) -> str | None:
     """Our key, dotted, for what another tool calls `name`."""
     return _OURS.get(name.lower().replace("-", "_"))
+
+
+def our_value(name: str, value: Any) -> Any:
+    """What the value of another tool's key is here; None where its meaning differs."""
+    name, key = name.lower().replace("-", "_"), ours(name)
+    if key == "precision":
+        text = str(value).lower().removeprefix("torch.")
+        if name in _PRECISIONS and text in SWITCH:  # `fp16: true`, as against `dtype: float16`
+            return _PRECISIONS[name] if SWITCH[text] else "auto"
+        return _PRECISIONS.get(text)
+    return value if key in _SAME_VALUE.split() and name not in _OTHER_VALUE.split() else None

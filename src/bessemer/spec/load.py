@@ -10,10 +10,10 @@ import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -119,11 +119,49 @@ def _meant(path: KeyPath) -> str | None:
     return near[0] if near else None
 
 
-def _unknown(path: KeyPath) -> str:
+def _accepts(field: FieldInfo, value: Any) -> bool:
+    """Whether a value could stand at a key. Not asked of sections."""
+    if value is None or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        return False
+    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field], config=ConfigDict(strict=True))
+    try:
+        adapter.validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else _yaml(value)
+
+
+def _as_section(path: KeyPath, value: Any) -> str:
+    """How to write a single value that stands where a section is expected: `optimizer: {name: adamw}`."""
+    fields = _fields_at(path)
+    if not fields:
+        return ""
+    key = hints.MAIN_KEY.get(str(path[-1]), next(iter(fields)))
+    field = fields[key]
+    if field.annotation is bool:
+        value = hints.SWITCH.get(str(value).lower())
+    if _accepts(field, value):
+        return f"; write {path[-1]}: {{{key}: {_short(value)}}}"
+    if not field.examples:
+        return f"; its keys are {', '.join(fields)}"
+    return f"; write keys below it, such as {path[-1]}: {{{key}: {_yaml(field.examples[0])}}} ({field.description})"
+
+
+def _unknown(path: KeyPath, value: Any) -> str:
     key = str(path[-1])
     if ours := hints.ours(key):
         note = f" ({hints.FOREIGN[ours][1]})" if hints.FOREIGN[ours][1] else ""
-        return f"unknown key; here it is {ours}{note}{_example(tuple(ours.split('.')))}"
+        there = tuple(ours.split("."))
+        field, meant = _field(there), hints.our_value(key, value)
+        if field is not None and _accepts(field, meant):
+            write = f"; write {there[-1]}: {_short(meant)} ({field.description})"
+        else:
+            write = _example(there).replace("; write ", "; such as ", 1)
+        return f"unknown key; here it is {ours}{note}{write}"
     holders = [section for section in RunSpec.model_fields if key in (_fields_at((section,)) or {})]
     if holders and (section := path[:-1]) != (holders[0],):
         there = f"{holders[0]}:" + (f" (or {', '.join(holders[1:])})" if holders[1:] else "")
@@ -146,7 +184,7 @@ def _explain(error: ErrorDetails, path: KeyPath) -> str:
     """What is wrong with one key, and what to write instead."""
     kind, given = error["type"], error["input"]
     if kind == "extra_forbidden":
-        return _unknown(path)
+        return _unknown(path, given)
     if kind == "missing":
         return f"missing{_example(path)}"
     if kind in _EXPECTED:
@@ -157,6 +195,8 @@ def _explain(error: ErrorDetails, path: KeyPath) -> str:
             return f'{message}: put it in quotes, {path[-1]}: "{shown(given)}"'
         if path[:2] == ("data", "sources") and len(path) == 3:
             return f"{message}; write {path[-1]}: PATH, or a mapping with path, weight and so on"
+        if kind == "model_type" and not isinstance(given, (dict, list)):
+            return message + (_example(path) or _as_section(path, given))
         return message + _example(path)
     if kind == "literal_error":
         allowed = error["ctx"]["expected"].replace("'", "")

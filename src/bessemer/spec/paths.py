@@ -9,6 +9,7 @@ import errno
 import glob
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -135,7 +136,13 @@ def _why(error: OSError | ValueError, named: NamedPath) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOENT, errno.ENOTDIR):
         what = {"any": "file or folder", "file": "file", "folder": "folder"}[named.expected]
-        return f"no such {what}: {shown(named.path)}: correct the path (it starts from {shown(os.getcwd())})"
+        problem = f"no such {what}: {shown(named.path)}: correct the path (it starts from {shown(os.getcwd())})"
+        if named.key == ("model", "hf") and re.fullmatch(r"[\w.-]+/[\w.-]+", named.path):
+            name = named.path.partition("/")[2]
+            problem += (
+                f"; `hf download {named.path} --local-dir {name}` fetches a model of the Hub, then write hf: {name}"
+            )
+        return problem
     if code == errno.ENAMETOOLONG:
         return f"a path of {len(named.path)} characters is longer than this file system takes: {shown(named.path)}"
     return f"{shown(named.path)} cannot be read: {error.strerror if isinstance(error, OSError) else error}"
