@@ -113,6 +113,20 @@ def test_impossible_wishes_get_the_arithmetic_and_the_nearest(
     assert "\n" not in str(fault.value)
 
 
+@pytest.mark.parametrize(("deadline", "words"), [("10s", "in 10s, nor in "), ("2h", "in 2h 00m, nor in ")])
+def test_a_deadline_nobody_keeps_is_named_as_it_was_asked(
+    monkeypatch: pytest.MonkeyPatch, deadline: str, words: str
+) -> None:
+    monkeypatch.setattr("bessemer.plan.wishes.ways_within", lambda *args, **options: ([], []))
+    with pytest.raises(UserError, match=f"no GPU that is rented trains them {words}"):
+        fulfil(ask("7b", 100 * BILLION), parse_limits("1usd", deadline))
+
+
+def test_a_deadline_of_a_second_gets_the_nearest_that_is_possible() -> None:
+    with pytest.raises(UserError, match=r"do that in 1s; nearest: --deadline 1d with"):
+        fulfil(ask("7b", 100 * BILLION), parse_limits(None, "1s"))
+
+
 def test_what_no_gpu_mends_is_told_by_its_key() -> None:
     with pytest.raises(UserError, match=r"parallel\.tp: 3 does not divide"):
         fulfil(ask("7b", 100 * BILLION, degrees={"tp": 3}), parse_limits("50k", "30d"))

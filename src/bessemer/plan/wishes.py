@@ -251,10 +251,16 @@ def _impossible(
     size, tokens = asked.shape.parameters, _tokens(asked)
     told = f"{human_count(size)} parameters on {human_count(tokens)} tokens are {6 * size * tokens:.2g} FLOPs"
     if not ways:
-        more = Limits(None, 100 * limits.deadline_s)
-        longer, _ = ways_within(asked, more, where, network, prices, most_types=3)
+        longer: list[Way] = []
+        deadline_s = limits.deadline_s
+        while not longer and deadline_s <= max(limits.deadline_s, PATIENCE_S):
+            deadline_s *= 100
+            longer, _ = ways_within(asked, Limits(None, deadline_s), where, network, prices, most_types=3)
         if not longer:
-            return f"{told}: no GPU that is rented trains them in {as_days(100 * limits.deadline_s)}: write fewer"
+            return (
+                f"{told}: no GPU that is rented trains them in {as_days(limits.deadline_s)}, nor in "
+                f"{as_days(deadline_s)}: write fewer --tokens, or a smaller --model"
+            )
         fastest = min(longer, key=lambda way: way.costs[0].wall_s)
         days = math.ceil(fastest.costs[0].wall_s / DAY)
         return (
