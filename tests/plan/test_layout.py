@@ -93,7 +93,7 @@ def test_what_tensors_columns_and_stages_leave_is_for_rows() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"tp": 3, "size": 3}, r"parallel.tp: 3 does not divide 32 heads, 8 key-value heads .* write 2, 4 or 8"),
+        ({"tp": 3, "size": 3}, r"parallel.tp: 3 does not divide 32 heads, 8 key-value heads .* 1, or 2, 4 or 8 on a"),
         ({"tp": 2, "shape": {"moe": MOE}}, r"parallel.tp: a model with experts \(use ep\)"),
         ({"tp": 2, "shape": {"positions": "alibi"}}, r"parallel.tp: a model with alibi positions"),
         ({"tp": 2, "shape": {"qk_norm": "full"}}, r"parallel.tp: a model with a norm over all heads"),
@@ -103,7 +103,7 @@ def test_what_tensors_columns_and_stages_leave_is_for_rows() -> None:
         ({"pp": 32, "size": 32}, r"parallel.pp: 32 stages need as many layers, and the model has 16"),
         ({"pp": 8, "size": 8, "pipeline": {"schedule": "interleaved", "stages": 4}}, r"parallel.pp: 32 stages"),
         ({"ep": 2}, r"parallel.ep: the model has no experts"),
-        ({"ep": 3, "size": 3, "shape": {"moe": MOE}}, r"parallel.ep: 3 does not divide 8 experts: write 2, 4 or 8"),
+        ({"ep": 3, "size": 3, "shape": {"moe": MOE}}, r"parallel.ep: 3 does not divide 8 experts: .* 2, 4 or 8"),
         ({"ep": 2, "dp_shard": 4, "size": 4, "shape": {"moe": MOE}}, r"write ep: 4, or dp_shard: 2"),
         ({"ep": 2, "shape": {"moe": replace(MOE, capacity=1.25)}}, r"remove model.moe.capacity"),
     ],
@@ -133,3 +133,24 @@ def test_layouts_are_refused_before_data_is_read(size: int, parallel: dict[str, 
         check_processes(spec, None, size)
     spec = spec.model_copy(update={"parallel": type(spec.parallel)()})
     check_processes(spec, None, size)
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "words"),
+    [
+        (8, {"tp": 3}, r"inner units: write 2, 4 or 8$"),
+        (8, {"tp": 3, "dp_shard": 2}, r"inner units: write 2 or 4$"),
+        (16, {"tp": 3, "pp": 2}, r"inner units: write 2, 4 or 8$"),
+        (7, {"tp": 3}, r"inner units: write 1, or 2, 4, 8, 16 or 32 on a multiple of as many processes$"),
+        (12, {"cp": 3}, r"does not divide 32 heads of a process: write 2 or 4, or parallel.context: ring$"),
+        (6, {"tp": 4}, r"there are 6: write parallel.tp: 2$"),
+        (8, {"tp": 4, "dp_shard": 1, "dp_replicate": 1}, r"there are 8: leave dp_replicate or dp_shard auto$"),
+    ],
+)
+def test_only_degrees_that_the_processes_can_do_are_suggested(size: int, parallel: dict[str, Any], words: str) -> None:
+    model = {"width": 512, "heads": 32, "kv_heads": 32, "layers": 4, "ffn": 1024}
+    spec = RunSpec.model_validate(
+        {"name": "x", "model": model, "data": {"sources": {"a": "not/there"}}, "parallel": parallel}
+    )
+    with pytest.raises(UserError, match=words):
+        check_processes(spec, None, size)

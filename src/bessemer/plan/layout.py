@@ -11,6 +11,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.machine import Machine
 from bessemer.plan.zero import check_engine, check_zero
 from bessemer.spec.memory import optimizer_bytes
+from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -68,6 +69,9 @@ def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machi
     given = {REPLICATE: asked.dp_replicate, SHARD: asked.dp_shard}
     fixed = {key: int(degree) for key, degree in given.items() if degree != "auto"}
     fixed |= {f"parallel.{key}": degree for key, degree in inner.items() if degree > 1}
+    settled = Layout(fixed.get(REPLICATE, 1), fixed.get(SHARD, 1), **inner)
+    _check_tensor(shape, settled, size)
+    _check_context(spec, shape, settled, context, size)
     product = 1
     for key, degree in fixed.items():
         plan.asked(key, degree)
@@ -97,14 +101,21 @@ def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machi
     return layout
 
 
-def check_layout(spec: RunSpec, shape: ModelShape, layout: Layout, context: int) -> None:
-    """Refuse, with the fix, what a model cannot be divided by or what would not be the same run."""
+def data_ranks(asked: ParallelSpec, size: int) -> int:
+    """Among how many of `size` processes the rows of a step are divided."""
+    return size if asked.engine == "deepspeed" else size // (asked.tp * asked.cp * asked.pp)
+
+
+def check_layout(spec: RunSpec, shape: ModelShape, layout: Layout, context: int, size: int = 0) -> None:
+    """Refuse, with the fix, what a model cannot be divided by or what would not be the same run. `size` is the number
+    of processes where the layout has settled only some degrees, and is 1 in the others."""
+    size = size or layout.size
     if layout.size > 1 or spec.parallel.shard.alone:
         _refuse(spec, shape, layout)
-    _check_tensor(shape, layout)
-    _check_context(spec, shape, layout, context)
+    _check_tensor(shape, layout, size)
+    _check_context(spec, shape, layout, context, size)
     _check_pipeline(spec, shape, layout)
-    _check_experts(shape, layout)
+    _check_experts(shape, layout, size)
 
 
 def _refuse(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
@@ -129,13 +140,27 @@ def _refuse(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
             raise UserError(f"{words}: not divided in this version; change this, or write parallel.dp_shard: 1")
 
 
-def _degrees(fits: Callable[[int], bool], above: int) -> str:
-    """Those that would do, in words."""
-    found = [str(degree) for degree in range(2, min(above, 64) + 1) if fits(degree)]
-    return f"write {', '.join(found[:-1]) + ' or ' if found[1:] else ''}{found[-1]}" if found else "write 1"
+def _degrees(fits: Callable[[int], bool], above: int, room: int) -> str:
+    """The degrees that the model and `room` processes allow, in words; where there are none, what the model allows."""
+    allowed = [degree for degree in range(2, min(above, 64) + 1) if fits(degree)]
+    found = [degree for degree in allowed if room % degree == 0]
+    if found or not allowed:
+        return f"write {_either(found or [1])}"
+    return f"write 1, or {_either(allowed)} on a multiple of as many processes"
 
 
-def _check_tensor(shape: ModelShape, layout: Layout) -> None:
+def _either(degrees: list[int]) -> str:
+    words = [str(degree) for degree in degrees]
+    return f"{', '.join(words[:-1])} or {words[-1]}" if words[1:] else words[0]
+
+
+def _room(layout: Layout, degree: int, size: int) -> int:
+    """How many of `size` processes this degree may take, beside the others of the layout."""
+    others = layout.size // degree
+    return size // others if size % others == 0 else 1
+
+
+def _check_tensor(shape: ModelShape, layout: Layout, size: int) -> None:
     """Every matrix of a layer must fall into equal parts along its heads and inner units."""
     if layout.tp == 1:
         return
@@ -153,11 +178,11 @@ def _check_tensor(shape: ModelShape, layout: Layout) -> None:
     whole = gcd(shape.heads, shape.kv_heads, shape.ffn)
     if whole % layout.tp:
         sizes = f"{shape.heads} heads, {shape.kv_heads} key-value heads and {shape.ffn} inner units"
-        fix = _degrees(lambda tp: whole % tp == 0, whole)
+        fix = _degrees(lambda tp: whole % tp == 0, whole, _room(layout, layout.tp, size))
         raise UserError(f"parallel.tp: {layout.tp} does not divide {sizes}: {fix}")
 
 
-def _check_context(spec: RunSpec, shape: ModelShape, layout: Layout, context: int) -> None:
+def _check_context(spec: RunSpec, shape: ModelShape, layout: Layout, context: int, size: int) -> None:
     """Rows must fall into equal parts: two for each process of a ring, and one where heads are exchanged for columns
     around attention, which must do so too."""
     if layout.cp == 1:
@@ -181,10 +206,10 @@ def _check_context(spec: RunSpec, shape: ModelShape, layout: Layout, context: in
         return (context % (2 * cp) == 0 if ring else heads % cp == 0) and context % (cp * layout.tp) == 0
 
     if not fits(layout.cp):
-        sizes = f"{heads} heads of a process and {context} tokens of a row"
+        sizes = f"{heads} heads of a process" + (f" and {context} tokens of a row" if context else "")
         if ring:
             sizes = f"{context} tokens of a row in two parts for each process"
-        fix = _degrees(fits, layout.cp if ring else heads)
+        fix = _degrees(fits, layout.cp if ring else heads, _room(layout, layout.cp, size))
         if not ring and context % (2 * layout.cp) == 0 and context % (layout.cp * layout.tp) == 0:
             fix += ", or parallel.context: ring"
         raise UserError(f"parallel.cp: {layout.cp} does not divide {sizes}: {fix}")
@@ -217,7 +242,7 @@ def stages_each(spec: RunSpec) -> int:
     return asked.stages if asked.schedule in ("interleaved", "zero_bubble") else 1
 
 
-def _check_experts(shape: ModelShape, layout: Layout) -> None:
+def _check_experts(shape: ModelShape, layout: Layout, size: int) -> None:
     if layout.ep == 1:
         return
     if shape.moe is None:
@@ -232,8 +257,9 @@ def _check_experts(shape: ModelShape, layout: Layout) -> None:
             "parallel.ep: a capacity is kept by all experts together: remove model.moe.capacity, or write 1"
         )
     if shape.moe.experts % layout.ep:
-        fix = _degrees(lambda ep: shape.moe is not None and shape.moe.experts % ep == 0, shape.moe.experts)
-        raise UserError(f"parallel.ep: {layout.ep} does not divide {shape.moe.experts} experts: {fix}")
+        experts = shape.moe.experts
+        fix = _degrees(lambda ep: experts % ep == 0, experts, _room(layout, layout.dp, size))
+        raise UserError(f"parallel.ep: {layout.ep} does not divide {experts} experts: {fix}")
 
 
 def _nearest(size: int, fixed: dict[str, int]) -> str:
@@ -243,4 +269,9 @@ def _nearest(size: int, fixed: dict[str, int]) -> str:
     for name, degree in fixed.items():
         others *= degree if name != key else 1
     best = size // others if size % others == 0 else 1
-    return f"write {key}: {best}, or leave dp_replicate and dp_shard auto"
+    if key not in (REPLICATE, SHARD):
+        best = gcd(best, fixed[key])  # divides the model as the given degree does
+    if best == fixed[key]:
+        return "leave dp_replicate or dp_shard auto"
+    written = REPLICATE in fixed or SHARD in fixed
+    return f"write {key}: {best}" + (", or leave dp_replicate and dp_shard auto" if written else "")

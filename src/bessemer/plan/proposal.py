@@ -316,7 +316,7 @@ def _settled(kept: Kept) -> Layout:
 def _check_degrees(spec: RunSpec, shape: ModelShape, kept: Kept, context: int, count: int) -> None:
     """Degrees that are settled must divide the model and fit the cluster; told before the search looks in vain."""
     held = _settled(kept)
-    check_layout(spec, shape, held, context)
+    check_layout(spec, shape, held, context, count)
     if held.size > count:
         words = " x ".join(f"{key} {getattr(held, key)}" for key in DEGREES if getattr(held, key) > 1)
         raise UserError(f"parallel: {words} needs {held.size} GPUs, and there are {count}: write lower degrees")
