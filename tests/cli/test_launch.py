@@ -46,6 +46,8 @@ def test_without_the_client_the_files_are_written_and_the_command_told(call: Cal
         ((), "--on missing: write --on slurm, kubernetes, sky, modal, ssh or local"),
         (("--on", "kubernetes"), "--on kubernetes needs --image IMAGE"),
         (("--on", "ssh", "--hosts", "a", "--qos", "x"), "--qos: ssh has no such thing; it is for slurm"),
+        (("--on", "slurm", "--partition", "x\n#SBATCH --evil"), "--partition 'x\\n#SBATCH --evil': holds a line break"),
+        (("--on", "slurm", "--gpus", "8", "--set", "parallel.dp_shard=5"), "parallel: dp_shard 5 needs 5 processes"),
         (("--on", "local", "--gpus", "99"), "--gpus 99: this machine has "),
     ],
 )

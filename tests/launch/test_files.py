@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from bessemer.errors import UserError
-from bessemer.launch.request import TAKES, Request, check
+from bessemer.launch.request import TAKES, Request, check, idle_note
 from bessemer.launch.slurm import slurm_time
 from bessemer.launch.submit import generate
 from bessemer.spec.load import load_spec
@@ -193,6 +194,21 @@ def test_modal_asks_for_what_was_asked(ask: Ask) -> None:
         ("ssh", {"hosts": ("a",), "partition": "p"}, "--partition: ssh has no such thing; it is for slurm"),
         ("slurm", {"time": "26"}, "--time: expected a time with its unit"),
         ("local", {"nodes": 2}, "--nodes 2: a local queue has one node"),
+        ("slurm", {"time": "0h"}, "--time 0h: leaves no time to train"),
+        ("kubernetes", {"image": "i", "volume": "v", "time": "0.5s"}, "--time 0.5s: leaves no time to train"),
+        ("slurm", {"array": "5-3"}, "--array 5-3: 5-3 ends before it begins"),
+        ("slurm", {"array": "0-3,x"}, "--array 0-3,x: write such as 0-3"),
+        ("slurm", {"array": "0-8:0"}, "--array 0-8:0: write such as 0-3"),
+        ("slurm", {"array": "0-3%0"}, "--array 0-3%0: write such as 0-3"),
+        ("slurm", {"partition": "x\n#SBATCH --evil"}, "--partition 'x\\n#SBATCH --evil': holds a line break"),
+        ("slurm", {"partition": "x --evil"}, "--partition 'x --evil': must not hold ' '"),
+        ("slurm", {"memory": "1G --evil"}, "--memory '1G --evil': must not hold ' '"),
+        ("kubernetes", {"image": "i", "volume": "v", "secret": "s\rx"}, "--secret 's\\rx': holds a line break"),
+        ("sky", {"gpu_type": "H100", "install": "a\n  rm x"}, "--install 'a\\n  rm x': holds a line break"),
+        ("modal", {"gpu_type": "H100", "install": "x", "volume": 'v""";"""'}, "--volume 'v"),
+        ("ssh", {"hosts": ("a",), "python": "py\nx"}, "--python 'py\\nx': holds a line break"),
+        ("modal", {"gpu_type": "H100", "install": "x", "nodes": 2, "gpus": 4}, "--gpus 4: with --nodes 2 Modal joins"),
+        ("modal", {"install": "x", "nodes": 2, "gpus": 0}, "--gpus 0: with --nodes 2 Modal joins"),
     ],
 )
 def test_what_is_missing_or_of_another_target_is_named(
@@ -218,3 +234,43 @@ def test_nodes_meet_at_an_address_that_the_first_one_tells(ask: Ask) -> None:
     assert 'PET_RDZV_ENDPOINT="$head:' in files["job.sbatch"] and "-m bessemer.parallel.address" in files["job.sbatch"]
     assert 'PET_RDZV_CONF="is_host=$((SLURM_NODEID == 0))"' in files["node.sh"]
     assert "parallel.address" not in generate(ask("slurm", nodes=1, gpus=1))["job.sbatch"]
+
+
+@pytest.mark.parametrize("array", ["7", "0-3", "0,2,5", "0-15:4", "1-4,9%2"])
+def test_arrays_as_slurm_takes_them(ask: Ask, array: str) -> None:
+    assert directives(generate(ask("slurm", array=array))["job.sbatch"])["array"] == array
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options", "words"),
+    [
+        ({"tp": 3}, {"nodes": 2, "gpus": 8}, "parallel.tp: 3 does not divide 2 heads"),
+        ({"dp_shard": 5}, {"nodes": 2, "gpus": 8}, "dp_shard 5 needs 5 processes, and there are 16"),
+        ({"dp_shard": 2}, {"gpus": 0}, "dp_shard 2 needs 2 processes, and there are 1"),
+    ],
+)
+def test_a_layout_that_training_refuses_is_refused_before_it_is_queued(
+    spec: RunSpec, parallel: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    changed = spec.model_copy(update={"parallel": spec.parallel.model_copy(update=parallel)})
+    with pytest.raises(UserError, match=words) as fault:
+        check(Request(changed, "slurm", **options))
+    assert "\n" not in str(fault.value)
+
+
+def test_the_layout_must_fit_every_number_of_nodes_that_may_train(spec: RunSpec) -> None:
+    changed = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"dp_shard": 16})})
+    request = Request(changed, "kubernetes", nodes=4, gpus=8, image="i", volume="v")
+    check(request)
+    with pytest.raises(UserError, match=r"there are 24: .* \(on 3 nodes, which --min-nodes 2 allows\)"):
+        check(replace(request, min_nodes=2))
+
+
+def test_weights_that_lie_where_the_run_goes_are_checked_there(spec: RunSpec) -> None:
+    model = spec.model.model_copy(update={"hf": "not/here"})
+    check(Request(spec.model_copy(update={"model": model}), "slurm", gpus=8))
+
+
+def test_processes_without_a_row_of_a_step_get_a_note(ask: Ask) -> None:
+    assert idle_note(ask("slurm", gpus=8)) == ""  # 256 tokens in rows of 32
+    assert "a step has 8 rows for 16 data-parallel processes: 8 of them" in idle_note(ask("slurm", nodes=2, gpus=8))

@@ -70,7 +70,7 @@ def submit(
 
     Example: bessemer launch submit my-run.yaml --on slurm --nodes 4 --gpus 8 --time 24h --dry-run
     """
-    from bessemer.launch.request import Request, check
+    from bessemer.launch.request import Request, check, idle_note
     from bessemer.launch.submit import generate
     from bessemer.launch.submit import submit as send
     from bessemer.spec.load import load_spec
@@ -88,6 +88,8 @@ def submit(
             account, qos, array, namespace, volume, secret, min_nodes, cloud, on_demand, listed,
         )
     )  # fmt: skip
+    if note := idle_note(request):
+        typer.echo(note, err=True)
     if dry_run:
         for name, text in generate(request).items():
             print(f"##### {request.folder / name}\n{text}")

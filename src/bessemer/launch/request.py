@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import sys
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from bessemer.errors import UserError
+from bessemer.plan.layout import data_ranks
+from bessemer.plan.replicas import check_processes
 from bessemer.spec.quantity import parse_duration
 from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
 
 # What each target can be told, beyond nodes, GPUs and restarts. An option of another target is refused, not ignored.
 TAKES = {
@@ -22,6 +25,10 @@ TAKES = {
     "local": {"python"},
 }
 CPUS_PER_GPU = 8
+MODAL_GPUS = 8  # Modal joins whole machines
+# Written into lines and comments as they are: a space or a quote would begin something else there.
+UNQUOTED = ("gpu_type", "partition", "account", "qos", "namespace", "volume", "secret", "cloud")
+ARRAY_PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,79 @@ class Request:
         return kept.strip("-")[:50].strip("-") or "run"
 
 
+def _check_text(request: Request) -> None:
+    """No option may begin a second line, or a second option, in a file that is written from it."""
+    options = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "workdir"}
+    texts = {f"--{name.replace('_', '-')}": text for name, text in options.items() if isinstance(text, str)}
+    texts |= {"--hosts": "".join(request.hosts), "runs": str(request.folder)}
+    texts["the folder you launch from"] = request.workdir or str(Path.cwd())
+    for option, text in texts.items():
+        if not text.isprintable():
+            raise UserError(f"{option} {text!r}: holds a line break or another control character; remove it")
+    names = (*UNQUOTED, "memory") if request.on == "slurm" else UNQUOTED
+    for name in names:
+        if found := re.search(r"[\s'\"`\\#$;]", text := getattr(request, name)):
+            raise UserError(f"--{name.replace('_', '-')} {text!r}: must not hold {found[0]!r}; remove it")
+
+
+def _check_time(time: str) -> None:
+    try:
+        seconds = parse_duration(time)
+    except ValueError as error:
+        raise UserError(f"--time: {error}") from None
+    if seconds < 1:
+        raise UserError(f"--time {time}: leaves no time to train: write such as 24h, or leave it out for no limit")
+
+
+def _check_array(array: str) -> None:
+    """Slurm's own form: numbers and ranges FIRST-LAST[:STEP] with commas, and %N for N at a time."""
+    tasks, percent, at_once = array.partition("%")
+    valid = not percent or (at_once.isascii() and at_once.isdecimal() and int(at_once) > 0)
+    for part in tasks.split(","):
+        found = ARRAY_PART.fullmatch(part)
+        valid = valid and found is not None and int(found[3] or 1) > 0
+        if found and found[2] and int(found[2]) < int(found[1]):
+            raise UserError(f"--array {array}: {part} ends before it begins: write the smaller number first")
+    if not valid:
+        raise UserError(f"--array {array}: write such as 0-3, 0,2,5 or 0-15%4 (4 at a time)")
+
+
+def _model_shape(spec: RunSpec) -> ModelShape | None:
+    """The shape of `model.hf`, where its folder is on this machine."""
+    if spec.model.hf is None:
+        return None
+    from bessemer.supervise.start import open_source  # imports torch
+
+    source = open_source(spec)
+    return source.shape if source else None
+
+
+def _check_layout(request: Request) -> None:
+    """Refuse now what training would refuse after the wait in a queue."""
+    hf = request.spec.model.hf
+    if hf is not None and not (Path(hf).expanduser() / "config.json").is_file():
+        return  # it lies where the run goes: training checks it there
+    given, least = _model_shape(request.spec), request.min_nodes or request.nodes
+    for nodes in range(least, request.nodes + 1):
+        try:
+            check_processes(request.spec, given, nodes * request.processes)
+        except UserError as fault:
+            allowed = f" (on {nodes} nodes, which --min-nodes {least} allows)" if nodes < request.nodes else ""
+            raise UserError(f"{fault}{allowed}") from None
+
+
+def idle_note(request: Request) -> str:
+    """A word on processes that get no row of a step, where the spec tells; training lets them wait."""
+    batch, context = request.spec.budget.batch, request.spec.data.context
+    ranks = data_ranks(request.spec.parallel, request.nodes * request.processes)
+    if not isinstance(batch, int) or not isinstance(context, int) or ranks <= (rows := max(1, round(batch / context))):
+        return ""
+    return (
+        f"note     a step has {rows} rows for {ranks} data-parallel processes: {ranks - rows} of them have nothing to "
+        f"compute; raise budget.batch to {ranks * context}, or use fewer GPUs"
+    )
+
+
 def check(request: Request) -> Request:
     """The request with its defaults filled in; UserError for what the target cannot do or still needs."""
     on, takes = request.on, TAKES.get(request.on)
@@ -101,11 +181,11 @@ def check(request: Request) -> Request:
     for option in sorted(asked - takes):
         owners = " and ".join(target for target, options in TAKES.items() if option in options)
         raise UserError(f"--{option.replace('_', '-')}: {on} has no such thing; it is for {owners}")
+    _check_text(request)
     if request.time:
-        try:
-            parse_duration(request.time)
-        except ValueError as error:
-            raise UserError(f"--time: {error}") from None
+        _check_time(request.time)
+    if request.array:
+        _check_array(request.array)
     needs = {
         "kubernetes": [
             ("image", "--image IMAGE, a container image with Bessemer in it"),
@@ -126,8 +206,11 @@ def check(request: Request) -> Request:
             raise UserError(f"--on {on} needs {how}")
     if on == "local" and request.nodes != 1:
         raise UserError(f"--nodes {request.nodes}: a local queue has one node; use --on slurm or ssh for several")
-    if on == "modal" and request.nodes > 1 and not request.gpus:
-        raise UserError("--nodes: Modal joins containers with GPUs only; set --gpus 8 or --nodes 1")
+    if on == "modal" and request.nodes > 1 and request.gpus != MODAL_GPUS:
+        raise UserError(
+            f"--gpus {request.gpus}: with --nodes {request.nodes} Modal joins whole machines: "
+            f"write --gpus {MODAL_GPUS}, or --nodes 1"
+        )
     if on == "sky" and request.nodes > 1 and not request.volume:
         raise UserError("--on sky --nodes: several nodes need a bucket for their checkpoints: --volume s3://BUCKET")
     if request.min_nodes > request.nodes:
@@ -141,4 +224,5 @@ def check(request: Request) -> Request:
             if names.count(name) > 1:
                 raise UserError(f"--hosts: {name} is named {names.count(name)} times; name each machine once")
         request = replace(request, nodes=len(request.hosts))
+    _check_layout(request)
     return request if request.workdir else replace(request, workdir=str(Path.cwd()))

@@ -70,7 +70,7 @@ def write(request: Request) -> dict[str, str]:
         bucket = f"\n  {BUCKET}:\n    source: {quote(request.volume)}\n    mode: MOUNT_CACHED"
     setup = ""
     if request.install:
-        setup = f"\nsetup: |\n  {request.interpreter} -m pip install -q {shlex.quote(request.install)}\n"
+        setup = f"\nsetup: |\n  {shlex.quote(request.interpreter)} -m pip install -q {shlex.quote(request.install)}\n"
     return {
         FILE: TEMPLATE.format(
             name=request.name, label=request.label, nodes=request.nodes, submit=shlex.join(submit(request)),
