@@ -66,6 +66,16 @@ def test_prepare_and_report(call: Call) -> None:
     assert call("data", "report", "spec.yaml").out == said.out
 
 
+def test_a_message_about_damaged_data_names_the_spec(call: Call) -> None:
+    write_spec()
+    setting = ("--set", "data.validation=20%")
+    page = Path(call("data", "prepare", "spec.yaml", *setting).out.splitlines()[-1].removeprefix("report  "))
+    next(page.parent.glob("web.train.*.json")).write_text("damaged")
+    fix = "prepare the data again: bessemer data prepare spec.yaml --set data.validation=20%\n"
+    assert refused(call, "prepare", "spec.yaml", *setting).endswith(fix)
+    assert fix in call("data", "verify", "spec.yaml", *setting).out
+
+
 def test_the_same_data_for_another_setting_is_not_prepared(call: Call) -> None:
     write_spec("[]")
     assert call("data", "prepare", "spec.yaml", "--workers", "1", "--set", "data.validation=20%").code == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bessemer.errors import UserError
+from bessemer.run.directory import Run
 from bessemer.spec.schema import RunSpec
 from bessemer.supervise.replay import documents_of
 from bessemer.supervise.session import Session, run_folder
@@ -30,3 +31,20 @@ def test_a_step_that_the_run_does_not_have_is_refused(make_spec: Callable[..., R
     Session(spec).train()
     with pytest.raises(UserError, match="steps 0 to 11"):
         documents_of(run_folder(spec), 12)
+
+
+def test_text_from_a_file_that_is_not_utf8_is_not_said_to_stand_in_it(
+    make_spec: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("une façade, un été, ".encode("latin-1") * 200)
+    spec = make_spec(
+        budget={"steps": 2, "batch": 128},
+        data={"sources": {"words": {"path": [str(path)]}}, "context": 32, "validation": 0},
+    )
+    Session(spec).train()
+    assert {document["in_file"] for document in documents_of(run_folder(spec), 0, texts=True)} == {
+        "the file is not UTF-8 (byte 6): U+FFFD was trained on for its invalid bytes"
+    }
+    (note,) = Run(run_folder(spec)).events("data_note")
+    assert f"{path}: not UTF-8 (byte 6)" in note["reason"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from bessemer.cli.help import CommandGroup
+from bessemer.cli.output import name_spec, naming_spec
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Prepare a corpus, see what became of it, check files.")
 
@@ -45,7 +46,7 @@ def prepare(
     run_spec = load_spec(spec, settings)
     chosen = make_engine(engine, workers, address)
     try:
-        with working("listing the sources") as report:
+        with working("listing the sources") as report, naming_spec(spec, settings):
             prepared = prepare_data(run_spec, Plan(), report, chosen)
     finally:
         chosen.close()
@@ -89,17 +90,21 @@ def verify(
     """
     import json
     import sys
+    from dataclasses import replace
 
     from bessemer.data.curate.progress import Meter
     from bessemer.data.verify import data_bytes
     from bessemer.data.verify import verify as run_verify
     from bessemer.spec.quantity import human_bytes
 
-    place = _prepared_place(place, settings)
+    # A run keeps its spec, in which `--set` of its command is written.
+    spec, place = (place / "spec.yaml" if place.is_dir() else place), _prepared_place(place, settings)
     meter = Meter(lambda line: print(line, file=sys.stderr, flush=True))
     meter.start("verifying", data_bytes(place))
     results = []
     for result in run_verify(place, meter.advance, add_digests):
+        if spec.is_file() and spec.suffix in (".yaml", ".yml"):
+            result = replace(result, damage=tuple(name_spec(line, spec, settings) for line in result.damage))
         results.append(result)
         if not as_json:
             note = f"  ({result.note})" if result.note else ""

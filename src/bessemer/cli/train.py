@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from bessemer.cli.output import naming_spec
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def train(
                 f"\n{session.text}\nin {session.folder}: profile.txt, profile.json, trace.json.gz for ui.perfetto.dev"
             )
         return
-    outcome = Session(run_spec, view, restart=restart).train()
+    with naming_spec(spec, settings):
+        outcome = Session(run_spec, view, restart=restart).train()
     part()
     if outcome.kind == "interrupted":
         raise typer.Exit({"SIGTERM": 143, "SIGUSR1": 138, "SIGHUP": 129}.get(outcome.reason, 130))

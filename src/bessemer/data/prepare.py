@@ -212,7 +212,7 @@ def list_sources(data: DataSpec, say: Say | None = None) -> dict[str, list[FileE
         with _naming(name):
             files[name] = list_files(source, say and partial(_say_of, name, say), partial(_add_skipped, skipped))
         if say and skipped:
-            _say_of(name, say, f"skipped {some_of(skipped, len(skipped))}; restore these files, or exclude them")
+            _say_of(name, say, f"skipped: {some_of(skipped, len(skipped))}; restore these files, or exclude them")
     return files
 
 

@@ -131,8 +131,11 @@ def damaged(prefix: str, suffix: str, what: str) -> UserError:
     return UserError(f"{prefix}.{suffix}: {what}; {prepare_again(folder)}")
 
 
+PREPARE_COMMAND = "bessemer data prepare SPEC"  # commands that know the spec put its path in
+
+
 def prepare_again(folder: str | Path) -> str:
-    return f"delete the folder {folder} and prepare the data again: bessemer data prepare SPEC"
+    return f"delete the folder {folder} and prepare the data again: {PREPARE_COMMAND}"
 
 
 class Content:
