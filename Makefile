@@ -22,10 +22,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format chaos bench bench-planner clean
+.PHONY: help install demo test test-all lint format chaos bench bench-planner clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
+
+install: $(CORE_STAMP) ## Bessemer and torch in .venv, once; the other targets do it by themselves
 
 demo: $(CORE_STAMP) ## train a small model on this machine and show what Bessemer does
 	@$(BIN)/bessemer demo

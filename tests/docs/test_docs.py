@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_configuration_reference_is_current() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
+    assert "=None" not in text and "='" not in text, "defaults are shown as YAML, not as Python"
     assert text == reference(), "run: .venv/bin/python -m bessemer.spec.reference > docs/configuration.md"
 
 

@@ -24,7 +24,12 @@ class CheckpointSpec(Part):
         examples=[True],
     )
     keep_last: int = Field(2, ge=1, le=1_000_000, description="newest checkpoints kept", examples=[2])
-    keep_best: bool = Field(True, description="also keep the one with the best validation loss", examples=[True])
+    keep_best: bool = Field(
+        True,
+        description="also keep the one with the best validation loss; each evaluation that is a new best saves, beside "
+        "`every`",
+        examples=[True],
+    )
     keep_every: StepCount | None = Field(
         None, description="also keep the first one of every so many steps", examples=[10000]
     )

@@ -23,6 +23,10 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, BaseModel):  # a section: what of it is not its default, or its first key
+        written = value.model_dump(exclude_defaults=True)
+        first = next(iter(type(value).model_fields))
+        return _shown(written or {first: getattr(value, first)})
     if isinstance(value, list):
         return "[" + ", ".join(_shown(item) for item in value) + "]"
     return "-" if value is None else str(value)
@@ -77,7 +81,8 @@ def reference() -> str:
         "Every key of a run's spec, generated from the schema (`python -m bessemer.spec.reference`). `auto` is",
         "decided by the planner when the run starts, and `plan.json` in the run's folder says what was decided and",
         "why. Counts take K, M, B, T (powers of ten) and Ki, Mi, Gi (powers of 1024); shares take `2%` or `0.02`;",
-        "times take `90s`, `10 min`, `2h`.",
+        "times take `90s`, `10 min`, `2h`. Relative paths start at the folder in which the command is called, not",
+        "at the spec's.",
         "",
     ]
     return "\n".join([*head, *_section("", RunSpec), *_steps()]).rstrip() + "\n"
