@@ -3,6 +3,7 @@
 import errno
 import io
 import math
+import os
 import re
 import threading
 from pathlib import Path
@@ -332,3 +333,17 @@ def test_how_far_preparing_is_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
         "tokenizing",
         "merging",
     ]
+
+
+@pytest.mark.parametrize("say", [True, False])
+def test_a_live_view_outlives_its_terminal(tmp_path: Path, say: bool) -> None:
+    master, terminal = os.openpty()
+    with RunWriter(tmp_path / "r") as run, os.fdopen(terminal, "w") as out:
+        view = LiveView(console=Console(file=out, force_terminal=True))
+        with view.following(run):
+            os.close(master)  # from here on a write fails with EIO
+            if say:
+                view.say("stopping")
+                assert not view.heard
+        out.write("later lines go nowhere")
+    assert ("stopping" in (run.folder / "logs" / "rank-0.log").read_text()) == say

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bessemer.observe.activity import QUIET_S
+from bessemer.observe.output import silence
 from bessemer.observe.view import LONG_STEP_S, RunView
 from bessemer.observe.words import perplexity, sparkline
 from bessemer.spec.quantity import human_bytes, human_time
@@ -41,9 +42,17 @@ class LiveView(RunView):
         self._live.start()
 
     def close(self) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live:
+            try:
+                live.stop()
+            except OSError as error:
+                self.heard = False
+                self.unheard(error)
+
+    def unheard(self, error: OSError) -> None:
+        """The terminal is gone: what would still be drawn goes nowhere."""
+        silence(self.console.file)
 
     def show(self, text: str) -> None:
         style = next((colour for word, colour in _COLOURS.items() if text.startswith(word)), "")
