@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import IO
 
 
 def open_missing_streams() -> None:
@@ -26,7 +26,7 @@ def open_missing_streams() -> None:
         setattr(sys, name, stream)
 
 
-def silence(stream: TextIO) -> None:
+def silence(stream: IO[str]) -> None:
     """Send what a stream still holds, and all that follows, to the null device, so that no later flush fails."""
     with suppress(OSError, ValueError):  # ValueError: not a real file
         null = os.open(os.devnull, os.O_WRONLY)

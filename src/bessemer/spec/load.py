@@ -123,7 +123,8 @@ def _accepts(field: FieldInfo, value: Any) -> bool:
     """Whether a value could stand at a key. Not asked of sections."""
     if value is None or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
         return False
-    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field], config=ConfigDict(strict=True))
+    annotated: Any = Annotated[field.annotation, field]
+    adapter: TypeAdapter[Any] = TypeAdapter(annotated, config=ConfigDict(strict=True))
     try:
         adapter.validate_python(value)
     except ValidationError:
@@ -155,12 +156,12 @@ def _unknown(path: KeyPath, value: Any) -> str:
     key = str(path[-1])
     if ours := hints.ours(key):
         note = f" ({hints.FOREIGN[ours][1]})" if hints.FOREIGN[ours][1] else ""
-        there = tuple(ours.split("."))
-        field, meant = _field(there), hints.our_value(key, value)
+        our_path = tuple(ours.split("."))
+        field, meant = _field(our_path), hints.our_value(key, value)
         if field is not None and _accepts(field, meant):
-            write = f"; write {there[-1]}: {_short(meant)} ({field.description})"
+            write = f"; write {our_path[-1]}: {_short(meant)} ({field.description})"
         else:
-            write = _example(there).replace("; write ", "; such as ", 1)
+            write = _example(our_path).replace("; write ", "; such as ", 1)
         return f"unknown key; here it is {ours}{note}{write}"
     holders = [section for section in RunSpec.model_fields if key in (_fields_at((section,)) or {})]
     if holders and (section := path[:-1]) != (holders[0],):
