@@ -225,6 +225,7 @@ def test_a_poisoned_row_is_vetoed_by_all_and_named(ranks: Ranks, folder: Path) -
     assert vetoes and all(veto["documents"][0]["file"] == str(poison) for veto in vetoes)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "asked",
     [{"dp_shard": 2}, {"dp_shard": 2, "shard": {"reshard": "always"}}, {"tp": 2}],

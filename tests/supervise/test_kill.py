@@ -19,7 +19,11 @@ STEPS = 600
 
 def start(path: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "bessemer", "train", str(path), "--plain"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it, and children inherit that
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
 
 
 def write_spec(make_spec: Callable[..., RunSpec], folder: Path, name: str, steps: int = STEPS) -> Path:
