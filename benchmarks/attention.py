@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from bessemer.model.attend import BACKENDS
-from bessemer.model.backends import Trial, candidates
+from bessemer.model.attention import BACKENDS
+from bessemer.model.attention_backends import BackendTiming, candidates
 from bessemer.spec.shape import ModelShape
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def measure(
     shape = ModelShape(0, heads * head_dim, 1, heads, heads // 4, head_dim, 0)
     shape = replace(shape, **KINDS[kind])
     window, packed = shape.window(0), kind == "packed"
-    trial = Trial(shape, window, context, tokens // context, dtype, device, packed)
+    trial = BackendTiming(shape, window, context, tokens // context, dtype, device, packed)
     fit = candidates(shape, device, dtype, packed, context)
     if kind == "plain" and device.type == "cuda":
         fit.append("flex")  # which the choice leaves out there: is that right?
@@ -82,7 +82,7 @@ def measure(
     return lines
 
 
-def line(trial: Trial, name: str, device: torch.device) -> dict[str, Any]:
+def line(trial: BackendTiming, name: str, device: torch.device) -> dict[str, Any]:
     began = time.perf_counter()
     error = trial.error(name)
     first_s = time.perf_counter() - began

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bessemer.model.families.convert import theirs
-from bessemer.model.families.folder import Folder
+from bessemer.model.families.folder import Folder, theirs
 from bessemer.model.families.llama import LLAMA
 from bessemer.model.families.writer import write_folder
 from bessemer.model.transformer import Decoder

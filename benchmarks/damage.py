@@ -96,8 +96,8 @@ def train(spec: dict[str, Any], stop_at: int | None = None, kill_at: int | None 
 
     from bessemer.errors import UserError
     from bessemer.observe.view import RunView
+    from bessemer.session.session import Session
     from bessemer.spec.schema import RunSpec
-    from bessemer.supervise.session import Session
 
     torch.set_num_threads(1)
 
@@ -218,7 +218,7 @@ def judge(result: dict[str, Any], run: Path, target: Path, done: str, wanted: li
 def campaign(cases: int, seed: int, folder: Path) -> list[dict[str, Any]]:
     import torch
 
-    import bessemer.supervise.session  # noqa: F401  once, for all cases
+    import bessemer.session.session  # noqa: F401  once, for all cases
 
     torch.set_num_threads(1)
     bases = {}

@@ -99,9 +99,8 @@ def _is_prose(line: str) -> bool:
 
 def curate(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     from bessemer.data.curate.corpus import Corpus
-    from bessemer.data.curate.engine import make_engine
+    from bessemer.data.curate.engine import Meter, make_engine
     from bessemer.data.curate.passes import Split
-    from bessemer.data.curate.progress import Meter
     from bessemer.data.read import list_files
     from bessemer.spec.data import DataSpec
 

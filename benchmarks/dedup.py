@@ -129,8 +129,7 @@ def rate(texts: Sequence[str], work: Callable[[Sequence[str]], Any], every: int 
 
 
 def ours(path: Path) -> dict[str, float]:
-    from bessemer.data.dedup.minhash import Signer, band_keys
-    from bessemer.data.dedup.shingles import shingles
+    from bessemer.data.curate.dedup.near import Signer, band_keys, shingles
 
     texts = json.loads(path.read_text())
     signer = Signer("word", NGRAM, BANDS * ROWS, seed=1)
@@ -143,9 +142,9 @@ def our_step(name: str) -> Callable[[Path], dict[str, float]]:
     def measure(path: Path) -> dict[str, float]:
         import numpy as np
 
+        from bessemer.data.curate.step import is_global, make_step
         from bessemer.data.document import Document
-        from bessemer.data.step import is_global, make_step
-        from bessemer.spec.clean.steps import STEPS
+        from bessemer.spec.data import STEPS
 
         step = make_step(STEPS[f"dedup_{name}"](), 0)
         assert is_global(step)
@@ -160,7 +159,7 @@ def our_step(name: str) -> Callable[[Path], dict[str, float]]:
 
 
 def curator_settings(path: Path) -> dict[str, float]:
-    from bessemer.data.dedup.minhash import Signer, band_keys
+    from bessemer.data.curate.dedup.near import Signer, band_keys
 
     signer = Signer("char", 24, 20 * 13, seed=1)
     return rate(json.loads(path.read_text()), lambda some: band_keys(signer.sign(some)[0], 20, 13), every=4)
@@ -227,8 +226,8 @@ def stages(count: int, folder: str | None) -> dict[str, float]:
     """Grouping, clusters and rulings of so many documents' keys, in one process."""
     from data_memory import PeakAnonymousMemory
 
-    from bessemer.data.dedup.minhash import DedupMinhash
-    from bessemer.spec.clean.dedup import DedupMinhashSpec
+    from bessemer.data.curate.dedup.near import DedupMinhash
+    from bessemer.spec.curate.dedup import DedupMinhashSpec
 
     seconds: dict[str, float] = {}
 
@@ -258,10 +257,10 @@ def made_up_keys(count: int, folder: Path) -> list[Any]:
     """What a corpus with 30 % duplicates would have collected, part by part."""
     import numpy as np
 
-    from bessemer.data.dedup.places import note_places
+    from bessemer.data.curate.dedup.shuffle import note_places
+    from bessemer.data.curate.step import Collected
     from bessemer.data.document import Document
-    from bessemer.data.order import mix
-    from bessemer.data.step import Collected
+    from bessemer.data.stream.order import mix
 
     draw = np.random.default_rng(0)
     parts = []

@@ -79,7 +79,7 @@ def trace(path: str) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from bessemer.guard.detect.watch import Watch
+    from bessemer.guard.detect.watch import Detectors
     from bessemer.guard.judge import REASONS, Judge
     from bessemer.spec.guard import GuardSpec
 
@@ -87,7 +87,7 @@ def trace(path: str) -> dict[str, Any]:
     found = np.load(path)
     judge = Judge(GuardSpec(), torch.device("cpu"))
     losses, norms = found["loss"].astype(np.float32), found["norm"].astype(np.float32)
-    watch, what = Watch(GuardSpec(), None, len(losses)), []
+    watch, what = Detectors(GuardSpec(), None, len(losses)), []
     for step, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True)):
         code = int(judge.judge(torch.tensor(loss), torch.tensor(norm)).read()["code"])
         record = {

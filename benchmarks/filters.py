@@ -93,9 +93,9 @@ Judge = Callable[[list[str]], int]  # how many of a batch's documents stay
 
 
 def ours(name: str) -> Judge:
+    from bessemer.data.curate.step import Drop, make_step
     from bessemer.data.document import Document
-    from bessemer.data.step import Drop, make_step
-    from bessemer.spec.clean.steps import STEPS
+    from bessemer.spec.data import STEPS
 
     settings: dict[str, dict[str, Any]] = {"c4": {"line_end_punctuation": False}}
     steps = [make_step(STEPS[step](**settings.get(step, {})), seed=0) for step in chosen(name)]

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from bessemer.plan.decide import Interval
+from bessemer.session.session import Session
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import Session
-from bessemer.train.copies import Copies
 from bessemer.train.device import synchronize
 from bessemer.train.job import Job, Outcome
 from bessemer.train.loop import train_loop
+from bessemer.train.memory.snapshots import MemorySnapshots
 
 
 class NoSaves:
@@ -60,7 +60,7 @@ class Timed(Session):
     def _loop(self, job: Job) -> Outcome:
         job.saver, job.evaluator.parts = NoSaves(), {}  # type: ignore[assignment]
         never = Interval(None, None)
-        copies = job.copies or Copies()
+        copies = job.copies or MemorySnapshots()
         for number in range(2 * (self.rounds + 1)):
             on = number % 2 == 0
             job.spec.guard.enabled, job.copies = on, copies if on else None

@@ -61,7 +61,7 @@ def make_spec(size: str, folder: Path):
 
 def run_ours(size: str, folder: Path) -> float:
     from bessemer.observe.view import RunView
-    from bessemer.supervise.session import Session
+    from bessemer.session.session import Session
 
     times: list[float] = []
 

@@ -39,13 +39,13 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-import bessemer.supervise.session  # noqa: F401  forked processes need not import it
+import bessemer.session.session  # noqa: F401  forked processes need not import it
 from bessemer.cli import main as command_line
-from bessemer.guard.whereabouts import Whereabouts
+from bessemer.guard.watchdog import PhaseTracker
 from bessemer.parent import PARENT
 from bessemer.run.directory import Run
-from bessemer.supervise.incident import Responder
-from bessemer.supervise.replay import documents_of
+from bessemer.session.recovery.incident import IncidentResponder
+from bessemer.session.replay import documents_of
 
 MARK = "BESSEMER_KILLS"  # in the environment of everything that is started by a command
 ORPHAN_S = 10.0
@@ -154,19 +154,19 @@ class Phases:
 
     def publish(self) -> None:
         """In the forked process: count what the loop enters from here on."""
-        enter, respond = Whereabouts.enter, Responder.respond
+        enter, respond = PhaseTracker.enter, IncidentResponder.respond
 
-        def counted(where: Whereabouts, phase: str) -> None:
+        def counted(where: PhaseTracker, phase: str) -> None:
             enter(where, phase)
             if phase in PHASES:
                 self._counts[PHASES.index(phase)] += 1
 
-        def tried(responder: Responder, outcome: Any) -> Any:
+        def tried(responder: IncidentResponder, outcome: Any) -> Any:
             self._counts[PHASES.index("trial")] += 1
             return respond(responder, outcome)
 
-        Whereabouts.enter = counted  # type: ignore[method-assign]
-        Responder.respond = tried  # type: ignore[method-assign]
+        PhaseTracker.enter = counted  # type: ignore[method-assign]
+        IncidentResponder.respond = tried  # type: ignore[method-assign]
 
 
 def call(arguments: list[str], log: Path) -> NoReturn:

@@ -23,15 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data.best_fit import best_fit_rows
-from bessemer.data.concat import ConcatRows
-from bessemer.data.order import Order, Phase
-from bessemer.data.pack import best_fit
-from bessemer.data.rows import Rows
-from bessemer.data.shards import ShardedStore, merge
-from bessemer.data.steps import BatchPhase, Steps
-from bessemer.data.store import StoreWriter, TokenStore
-from bessemer.data.stream import BatchStream
+from bessemer.data.store.shards import ShardedStore, merge
+from bessemer.data.store.token_store import StoreWriter, TokenStore
+from bessemer.data.stream.batches import BatchStream
+from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
+from bessemer.data.stream.packing import best_fit, best_fit_rows
+from bessemer.data.stream.rows import ConcatRows, Rows
 from bessemer.spec.mixture import quantise
 
 LENGTHS = {"ordinary": (500, 1500), "short": (10, 30)}
@@ -113,8 +110,8 @@ def write_store(prefix: Path, lengths: tuple[int, int], tokens: int, mask: bool,
 
 
 def tokens_per_s(rows: Rows, arguments: argparse.Namespace) -> float:
-    order = Order([Phase(0, quantise({"a": 1.0}))], {"a": rows.count}, seed=0)
-    stream = BatchStream({"a": rows}, order, arguments.context, Steps([BatchPhase(0, arguments.rows)]))
+    order = StreamOrder([MixturePhase(0, quantise({"a": 1.0}))], {"a": rows.count}, seed=0)
+    stream = BatchStream({"a": rows}, order, arguments.context, StepPositions([BatchPhase(0, arguments.rows)]))
     steps = max(1, min(40, rows.count // arguments.rows))
     stream.batch(0)
 

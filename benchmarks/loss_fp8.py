@@ -52,7 +52,7 @@ def make_spec(options: argparse.Namespace, precision: str, name: str) -> Any:
 def prepare(options: argparse.Namespace) -> None:
     """Tokens first, once for all runs."""
     from bessemer.plan.decision import Plan
-    from bessemer.supervise.data import prepare_data
+    from bessemer.session.data import prepare_data
 
     prepare_data(make_spec(options, "bf16", "data"), Plan())
 
@@ -60,7 +60,7 @@ def prepare(options: argparse.Namespace) -> None:
 def run_one(options: argparse.Namespace, precision: str, name: str) -> dict[str, Any]:
     """Train, and read the run's own records."""
     from bessemer.run.directory import Run
-    from bessemer.supervise.session import Session, run_folder
+    from bessemer.session.session import Session, run_folder
 
     spec = make_spec(options, precision, name)
     outcome = Session(spec).train()

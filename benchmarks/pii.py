@@ -17,8 +17,8 @@ import random
 import time
 from pathlib import Path
 
-from bessemer.data.clean.pii import find_pii
-from bessemer.spec.clean.privacy import ALL_KINDS, PiiKind
+from bessemer.data.curate.pii.step import find_pii
+from bessemer.spec.curate.dedup import ALL_KINDS, PiiKind
 
 LARGEST_BYTES = 32_000_000
 

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bessemer.plan.check import Case, check, mean_absolute_error, read_rows
-from bessemer.plan.efficiency import Constants
+from bessemer.plan.check import CheckCase, check, mean_absolute_error, read_rows
+from bessemer.plan.cost_model.operators import Constants
 
 HERE = Path(__file__).parent
 CONSTANTS = HERE.parent / "src/bessemer/plan/data/steptime.json"
@@ -75,7 +75,7 @@ PRIORS: dict[str, tuple[float, float]] = {
 }
 
 
-def cases() -> dict[str, list[Case]]:
+def cases() -> dict[str, list[CheckCase]]:
     return {name: read_rows(HERE / f"data/planner/{name}.csv") for name in TABLES}
 
 
@@ -90,7 +90,7 @@ def _is_share(key: str) -> bool:
     return key.split(".")[-1] in ("gemm", "memory", "link", "network", "narrow")
 
 
-def fit(rows: list[tuple[Case, float]], data: dict[str, Any]) -> dict[str, float]:
+def fit(rows: list[tuple[CheckCase, float]], data: dict[str, Any]) -> dict[str, float]:
     import numpy as np
     from scipy.optimize import least_squares
 
@@ -115,39 +115,39 @@ def fit(rows: list[tuple[Case, float]], data: dict[str, Any]) -> dict[str, float
 
 
 # Which part of the rows a fold leaves out: what is named together is left out together.
-def _model(case: Case) -> object:
+def _model(case: CheckCase) -> object:
     return (case.setup.work.width, case.setup.work.depth)
 
 
-def _layout(case: Case) -> object:
+def _layout(case: CheckCase) -> object:
     layout = case.setup.layout
     if case.kind == "megatron":
         return (layout.tp, layout.pp, layout.dp)
     return (case.setup.recompute, case.setup.context, case.cluster.gpu.name)
 
 
-def _parts(case: Case) -> object:
+def _parts(case: CheckCase) -> object:
     """vTrain's single-node times are linear in what these name, as if one profile of it stood behind many rows."""
     if case.kind == "megatron":
         return (case.setup.work.width, case.setup.layout.tp, case.setup.micro_batch)
     return (case.setup.work.width, case.cluster.gpu.name)
 
 
-def _gpus(case: Case) -> object:
+def _gpus(case: CheckCase) -> object:
     return (case.cluster.count, case.cluster.gpu.name)
 
 
-SCHEMES: dict[str, Callable[[Case], object]] = {
+SCHEMES: dict[str, Callable[[CheckCase], object]] = {
     "random rows": lambda case: case.number, "models": _model, "layouts": _layout, "GPU counts": _gpus,
     "shared parts": _parts,
 }  # fmt: skip
 
 
-def folds(tables: dict[str, list[Case]], scheme: str) -> list[set[tuple[str, int]]]:
+def folds(tables: dict[str, list[CheckCase]], scheme: str) -> list[set[tuple[str, int]]]:
     """Groups of rows, dealt to FOLDS so that each table's groups are spread evenly."""
     out: list[set[tuple[str, int]]] = [set() for _ in range(FOLDS)]
     for name, rows in tables.items():
-        groups: dict[object, list[Case]] = {}
+        groups: dict[object, list[CheckCase]] = {}
         for case in rows:
             groups.setdefault(SCHEMES[scheme](case), []).append(case)
         order = sorted(groups, key=lambda key: zlib.crc32(repr(key).encode()))
@@ -204,7 +204,7 @@ def refit() -> None:
     CONSTANTS.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def _error_bars(tables: dict[str, list[Case]], found: dict[str, Any]) -> dict[str, Any]:
+def _error_bars(tables: dict[str, list[CheckCase]], found: dict[str, Any]) -> dict[str, Any]:
     """The worst way of leaving rows out, by kind of configuration."""
     kinds: dict[str, dict[str, list[float]]] = {}
     for scheme, by in found.items():

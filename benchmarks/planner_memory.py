@@ -24,8 +24,8 @@ MEAN, WORST = 0.04, 0.10  # bounds
 
 def estimated_gib(row: dict[str, Any]) -> float:
     """By the configuration alone: settings are keys of a spec, KEY=VALUE with spaces between."""
-    from bessemer.plan.memory import Passes, estimate
-    from bessemer.spec.resolve import model_shape
+    from bessemer.plan.cost_model.memory import Passes, estimate
+    from bessemer.spec.model import model_shape
     from bessemer.spec.schema import RunSpec
 
     said = dict(setting.split("=", 1) for setting in row["settings"].split())
@@ -66,7 +66,7 @@ def collect(paths: list[Path]) -> None:
             if "error" in result or result["system"] != "bessemer" or "guard.copies=off" not in settings:
                 continue
             if any(setting.startswith("parallel.") for setting in settings):
-                continue  # another process's share, which `plan/per_rank.py` estimates
+                continue  # another process's share, which `plan/cost_model/rank_memory.py` estimates
             row = {"model": result["model"], **result["shape"], "precision": result["precision"],
                    "settings": " ".join(setting for setting in settings if setting != "guard.copies=off"),
                    "peak_gib": result["peak_gib"], "source": path.name}  # fmt: skip

@@ -248,8 +248,8 @@ class OwnPages:
         import numpy as np
         import xxhash
 
-        from bessemer.data.concat import ConcatRows
-        from bessemer.data.store import StoreWriter, TokenStore
+        from bessemer.data.store.token_store import StoreWriter, TokenStore
+        from bessemer.data.stream.rows import ConcatRows
 
         prefix = self.folder / "own"
         with StoreWriter(prefix, tokenizer.vocab_size, "own") as writer:
@@ -275,7 +275,7 @@ class OwnPages:
 def own_stream(stream: Any, rows: Any, order: Any, start: int) -> Any:
     """The stream, with rows of another source from a position on."""
 
-    from bessemer.data.stream import BatchStream, _ban_table
+    from bessemer.data.stream.batches import BatchStream, _ban_table
 
     class OwnStream(BatchStream):
         def _resolve(self, positions: Any) -> Any:
@@ -337,8 +337,8 @@ def watch_rows(bad: set[int], steps: list[dict[str, Any]]) -> None:
 
 
 def train(spec: dict[str, Any], own: OwnPages | None = None) -> None:
+    from bessemer.session.session import Session
     from bessemer.spec.schema import RunSpec
-    from bessemer.supervise.session import Session
 
     outcome = Session(RunSpec.model_validate(spec), faults=own).train()
     if outcome.kind != "finished":
@@ -372,7 +372,7 @@ def base_name(shape: tuple[int, int]) -> str:
 
 def work(folder: Path, pool: list[str], number: int, kind: str, keep_rows: bool, seed: int) -> dict[str, Any]:
     """One run; what became of it."""
-    from bessemer.supervise.chaos.campaign import fork
+    from bessemer.chaos.campaign import fork
 
     shape = list(SHAPES)[number % len(SHAPES)]
     by_length = number // len(SHAPES) % 2 == 1
@@ -427,7 +427,7 @@ def start_child(log: Path, task: Callable[[], Any]) -> int:
 def campaign(folder: Path, tasks: list[tuple[int, str]], jobs: int, keep_rows: bool, seed: int) -> list[dict[str, Any]]:
     import torch
 
-    import bessemer.supervise.session  # noqa: F401  once, for all children
+    import bessemer.session.session  # noqa: F401  once, for all children
 
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.parallel.world import World
-from bessemer.spec.checkpoint import CheckpointSpec
 from bessemer.spec.quantity import parse_count
+from bessemer.spec.schema import CheckpointSpec
 from bessemer.train.job import Progress
 from bessemer.train.saver import CheckpointSaver
 
@@ -115,7 +115,7 @@ def measure(
     folder: Path, state: dict[str, torch.Tensor], device: torch.device, asynchronous: bool, saves: int
 ) -> dict[str, Any]:
     training, job = Training(device), fake_job(state, device, asynchronous)
-    saver, lost = CheckpointSaver(Shelf(folder), ""), []
+    saver, lost = CheckpointSaver(CheckpointStore(folder), ""), []
     for number in range(saves + 1):
         began_s, steps = time.perf_counter(), 0
         saver.save(job, number, None)

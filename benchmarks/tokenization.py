@@ -49,9 +49,9 @@ def read_corpus(size_bytes: int) -> list[str]:
 def measure(way: str, tokenizer_file: Path, size_bytes: int, threads: int) -> float:
     """Bytes of text per second. Loading and the first use of every thread are not counted."""
     from bessemer.data.document import Document
-    from bessemer.data.encode import encode_documents
-    from bessemer.data.store import StoreWriter
-    from bessemer.data.tokenizer import Tokenizer
+    from bessemer.data.store.token_store import StoreWriter
+    from bessemer.data.tokenizer.encode import encode_documents
+    from bessemer.data.tokenizer.tokenizer import Tokenizer
 
     texts = read_corpus(size_bytes)
     total = sum(len(text.encode()) for text in texts)
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def compare(kind: str, options: argparse.Namespace, size_bytes: int) -> dict[str, object]:
-    from bessemer.data.tokenizer import Tokenizer
+    from bessemer.data.tokenizer.tokenizer import Tokenizer
 
     speeds: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:

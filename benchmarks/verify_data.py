@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from bessemer.data.chunk_digests import CHUNK_BYTES
-from bessemer.data.shards import ShardedStore
-from bessemer.data.store import StoreWriter
+from bessemer.data.store.digests import CHUNK_BYTES
+from bessemer.data.store.shards import ShardedStore
+from bessemer.data.store.token_store import StoreWriter
 from bessemer.data.verify import verify
 
 VOCAB, DOCUMENT_TOKENS, LARGE_BYTES = 50_000, 1000, 100e9

@@ -25,12 +25,12 @@ import torch
 
 from bessemer.model.transformer import Decoder, build
 from bessemer.optim.choose import PATHS, make_optimizer, veto_fault
-from bessemer.optim.guarded import FUSED, HOST, Guarded, clip_divisor
+from bessemer.optim.guarded import FUSED, HOST, GuardedOptimizer, clip_divisor
 from bessemer.spec.optimizer import SETTINGS, OptimizerSpec
 from bessemer.spec.shape import preset, with_vocab
+from bessemer.train.compile import compute_in
 from bessemer.train.device import synchronize
 from bessemer.train.objective import Pretrain
-from bessemer.train.precision import compute_in
 from bessemer.train.speed import random_batch
 
 VOCAB = 8192
@@ -125,7 +125,7 @@ def variant(
     return run
 
 
-def bare(optimizer: Guarded, divisor: torch.Tensor) -> None:
+def bare(optimizer: GuardedOptimizer, divisor: torch.Tensor) -> None:
     """Clip and step as any loop would, without a verdict."""
     torch._foreach_div_([p.grad for p in optimizer.parameters if p.grad is not None], divisor)
     for part in optimizer.optimizers:

@@ -63,7 +63,7 @@ import sys
 from pathlib import Path
 from bessemer.observe.view import RunView
 from bessemer.spec.load import load_spec
-from bessemer.supervise.session import train
+from bessemer.session.session import train
 
 class View(RunView):
     def step(self, record):

@@ -71,9 +71,9 @@ def measure(case: Case, started_s: float) -> dict[str, Any]:
     included."""
     from bessemer.observe.view import RunView
     from bessemer.plan.decision import Plan
+    from bessemer.session.data import prepare_data
+    from bessemer.session.session import Session, run_folder
     from bessemer.spec.load import load_spec
-    from bessemer.supervise.data import prepare_data
-    from bessemer.supervise.session import Session, run_folder
 
     timeline = [(round(time.time() - started_s, 1), "imported")]  # seconds from the command to what a user sees
     began = time.perf_counter()

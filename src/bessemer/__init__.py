@@ -22,11 +22,11 @@ _PUBLIC = {
     "RunSpec": "bessemer.spec.schema",
     "load_spec": "bessemer.spec.load",
     "Run": "bessemer.run.directory",
-    "Finding": "bessemer.run.finding",
+    "Finding": "bessemer.run.directory",
     "Plan": "bessemer.plan.decision",
-    "TokenStore": "bessemer.data.store",
-    "BatchStream": "bessemer.data.stream",
-    "train_run": "bessemer.supervise.session:train",
+    "TokenStore": "bessemer.data.store.token_store",
+    "BatchStream": "bessemer.data.stream.batches",
+    "train_run": "bessemer.session.session:train",
     "UserError": "bessemer.errors",
 }
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from bessemer.checkpoint.manifest import Manifest
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "checkpoints")
+def shelf(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
 
 
 @pytest.fixture

@@ -17,12 +17,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed.checkpoint  # once, here, and not in every child
 
-import bessemer.checkpoint.checked_writer
-import bessemer.checkpoint.safe_reader  # noqa: F401
 from bessemer.checkpoint.manifest import NAME
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.parallel.world import World
-from bessemer.spec.checkpoint import CheckpointSpec
+from bessemer.spec.schema import CheckpointSpec
 from bessemer.train.job import Progress
 from bessemer.train.saver import CheckpointSaver
 
@@ -44,7 +42,7 @@ class Told:
         return begun, saved
 
 
-def resume(shelf: Shelf) -> tuple[int, dict[str, torch.Tensor]]:
+def resume(shelf: CheckpointStore) -> tuple[int, dict[str, torch.Tensor]]:
     """The newest checkpoint that there is; one that is broken fails the test."""
     state = {name: tensor.clone() for name, tensor in EMPTY.items()}
     for folder in shelf.newest_first():
@@ -56,7 +54,7 @@ def resume(shelf: Shelf) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 def train_for_ever(folder: Path, told: Told, asynchronous: bool) -> None:
-    shelf = Shelf(folder)
+    shelf = CheckpointStore(folder)
     shelf.sweep()
     step, state = resume(shelf)
 
@@ -119,7 +117,7 @@ def main() -> None:
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child ended by itself"
         unfinished += any(not (path / NAME).exists() for path in folder.iterdir())
-        step, _ = resume(Shelf(folder))
+        step, _ = resume(CheckpointStore(folder))
         begun, saved = told.read()
         assert step >= saved, f"the save of step {saved} was told of; the newest is {step}"
         assert step >= begun - INTERVAL, f"step {begun} was being saved; the newest is {step}"

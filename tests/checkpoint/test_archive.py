@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bessemer.checkpoint.archive import Store, pack, unpack
-from bessemer.checkpoint.archive_bytes import Codec, decode, encode
-from bessemer.checkpoint.manifest import Damaged, verify
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.archive import Codec, TensorArchive, decode, encode, pack, unpack
+from bessemer.checkpoint.manifest import DamagedCheckpoint, verify
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.errors import UserError
 
@@ -56,13 +55,17 @@ def test_weights_near_each_other_come_back(values: list[float], step: float) -> 
         assert decode(encode(b, a, item, "zstd"), a, item, "zstd") == b
 
 
-def saved(shelf: Shelf, state: State, manifest: Any) -> Path:
+def saved(shelf: CheckpointStore, state: State, manifest: Any) -> Path:
     return shelf.save(state, manifest)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "zlib", "none"])
 def test_a_packed_checkpoint_comes_back_bit_for_bit(
-    shelf: Shelf, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path, codec: Codec
+    shelf: CheckpointStore,
+    state_of: Callable[..., State],
+    manifest_of: Callable[..., Any],
+    tmp_path: Path,
+    codec: Codec,
 ) -> None:
     original = saved(shelf, state_of(1), manifest_of(30, 2.5))
     packed = pack(original, tmp_path / "store", "a", codec=codec)
@@ -80,7 +83,7 @@ def test_a_packed_checkpoint_comes_back_bit_for_bit(
 
 
 def test_equal_tensors_are_stored_once(
-    shelf: Shelf, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
+    shelf: CheckpointStore, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     first = pack(saved(shelf, state_of(1), manifest_of(1)), tmp_path / "store", "a")
     changed = {**state_of(1), "model.norm": state_of(2)["model.norm"]}
@@ -102,7 +105,7 @@ def drifting(step: int) -> State:
 
 
 def test_differences_are_smaller_and_chain(
-    shelf: Shelf, manifest_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bessemer.checkpoint.archive._MAX_CHAIN", 3)
     store = tmp_path / "store"
@@ -112,14 +115,17 @@ def test_differences_are_smaller_and_chain(
         packed = pack(folder, store, f"s{step}", delta_from=f"s{step - 1}")
         if step == 1:
             assert packed.as_difference == 2 and packed.bytes_written < 0.7 * whole.bytes_written
-    chains = [Store(store)._read(Store(store).index(f"s{step}")["tensors"]["model.weight"]["sha256"])[0]["chain"]
-              for step in range(7)]  # fmt: skip
+    archive = TensorArchive(store)
+    digests = [archive.index(f"s{step}")["tensors"]["model.weight"]["sha256"] for step in range(7)]
+    chains = [archive._read(digest)[0]["chain"] for digest in digests]
     assert chains == [0, 1, 2, 3, 0, 1, 2]  # a chain has an end: then a whole one is stored
     for step in (0, 3, 4, 6):
         assert_same_bits(unpack(store, f"s{step}", tmp_path / f"back{step}"), drifting(step))
 
 
-def test_a_base_of_another_shape_is_no_base(shelf: Shelf, manifest_of: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_base_of_another_shape_is_no_base(
+    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
+) -> None:
     pack(saved(shelf, {"model.w": torch.ones(4)}, manifest_of(1)), tmp_path, "a")
     for step, other in ((2, torch.ones(5)), (3, torch.ones(4).double()), (4, torch.full((2, 2), 2.0))):
         packed = pack(saved(shelf, {"model.w": other}, manifest_of(step)), tmp_path, f"b{step}", delta_from="a")
@@ -127,7 +133,9 @@ def test_a_base_of_another_shape_is_no_base(shelf: Shelf, manifest_of: Callable[
         assert_same_bits(unpack(tmp_path, f"b{step}", tmp_path / f"back{step}"), {"model.w": other})
 
 
-def test_bf16_rounds_and_says_by_how_much(shelf: Shelf, manifest_of: Callable[..., Any], tmp_path: Path) -> None:
+def test_bf16_rounds_and_says_by_how_much(
+    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
+) -> None:
     weights = torch.tensor([1.0, 1.00390625, -3.015625, 0.0])  # the second lies halfway between two bf16 numbers
     state = {"model.w": weights, "optimizer.step": torch.tensor(1001.0), "guard.window": torch.tensor([1001.0])}
     packed = pack(saved(shelf, state, manifest_of(1)), tmp_path / "store", "a", bf16=True)
@@ -140,7 +148,7 @@ def test_bf16_rounds_and_says_by_how_much(shelf: Shelf, manifest_of: Callable[..
 
 
 def test_bf16_of_what_is_not_finite_and_of_what_is_narrow(
-    shelf: Shelf, manifest_of: Callable[..., Any], tmp_path: Path
+    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     wide = torch.tensor([float("nan"), float("inf"), 1.0, 1.001])
     state = {"model.w": wide, "model.half": torch.tensor([1.001], dtype=torch.float16)}
@@ -152,42 +160,42 @@ def test_bf16_of_what_is_not_finite_and_of_what_is_narrow(
 
 
 def test_damage_is_named(
-    shelf: Shelf, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
+    shelf: CheckpointStore, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = saved(shelf, state_of(1), manifest_of(1))
     pack(folder, tmp_path / "store", "a")
-    key = Store(tmp_path / "store").index("a")["tensors"]["model.weight"]["sha256"]
-    path = Store(tmp_path / "store").path(key)
+    key = TensorArchive(tmp_path / "store").index("a")["tensors"]["model.weight"]["sha256"]
+    path = TensorArchive(tmp_path / "store").path(key)
     sound = path.read_bytes()
     for bad in (sound[:-3], sound[:-1] + bytes([sound[-1] ^ 1]), b"{}\n", b"", b"[]\n" + sound):
         path.write_bytes(bad)
-        with pytest.raises(Damaged, match=key):
+        with pytest.raises(DamagedCheckpoint, match=key):
             unpack(tmp_path / "store", "a", tmp_path / "back")
     assert pack(folder, tmp_path / "store", "a").already_there == 5  # packing again mends it
     assert path.read_bytes() == sound
     path.unlink()
-    with pytest.raises(Damaged, match=f"{key}: missing"):
+    with pytest.raises(DamagedCheckpoint, match=f"{key}: missing"):
         unpack(tmp_path / "store", "a", tmp_path / "back")
     index = tmp_path / "store" / "a.json"
     index.write_text(index.read_text().replace('"step": 1', '"step": 2'))
-    with pytest.raises(Damaged, match=r"a\.json: its content differs"):
+    with pytest.raises(DamagedCheckpoint, match=r"a\.json: its content differs"):
         unpack(tmp_path / "store", "a", tmp_path / "back")
-    assert list(Shelf(tmp_path / "back").folder.iterdir()) == []
+    assert list(CheckpointStore(tmp_path / "back").folder.iterdir()) == []
 
 
 def test_a_crafted_object_cannot_send_the_reader_in_circles_or_out_of_the_store(tmp_path: Path) -> None:
     key = "ab" * 32
-    path = Store(tmp_path).path(key)
+    path = TensorArchive(tmp_path).path(key)
     path.parent.mkdir(parents=True)
     path.write_text(f'{{"codec": "none", "item_bytes": 1, "base": "{key}", "chain": 3}}\n')
-    with pytest.raises(Damaged, match="chain of differences"):
-        Store(tmp_path).get(key)
-    with pytest.raises(Damaged, match="not the name of an object"):
-        Store(tmp_path).get("../../etc/passwd")
+    with pytest.raises(DamagedCheckpoint, match="chain of differences"):
+        TensorArchive(tmp_path).get(key)
+    with pytest.raises(DamagedCheckpoint, match="not the name of an object"):
+        TensorArchive(tmp_path).get("../../etc/passwd")
 
 
 def test_mistakes_are_told(
-    shelf: Shelf, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
+    shelf: CheckpointStore, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = saved(shelf, state_of(1), manifest_of(1))
     pack(folder, tmp_path / "store", "a")
@@ -200,7 +208,7 @@ def test_mistakes_are_told(
     with pytest.raises(UserError, match="another checkpoint is packed under this name"):
         pack(saved(shelf, state_of(2), manifest_of(2)), tmp_path / "store", "a")
     next(folder.glob("*.distcp")).unlink()
-    with pytest.raises(Damaged, match="missing"):
+    with pytest.raises(DamagedCheckpoint, match="missing"):
         pack(folder, tmp_path / "store", "d")
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bessemer.checkpoint.average import average, exponential_weights, greedy_soup
 from bessemer.checkpoint.manifest import verify
-from bessemer.checkpoint.shelf import MODEL, Shelf
-from bessemer.checkpoint.tensors import SavedTensors, save_model
+from bessemer.checkpoint.store import MODEL, CheckpointStore
+from bessemer.checkpoint.tensors import SavedTensors, average, exponential_weights, greedy_soup, save_model
 from bessemer.errors import UserError
 
 
@@ -94,7 +93,7 @@ def test_a_soup_may_take_all_of_them() -> None:
 
 
 def test_checkpoints_are_read_a_tensor_at_a_time(
-    shelf: Shelf, manifest_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    shelf: CheckpointStore, manifest_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = []
     for step, model in enumerate(models(3)):
@@ -110,7 +109,7 @@ def test_checkpoints_are_read_a_tensor_at_a_time(
 
 
 def test_an_average_is_saved_with_what_it_was_made_of(
-    shelf: Shelf, manifest_of: Callable[..., Any], tmp_path: Path
+    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     made_of = {"averaged_of": ["step-00000007.a1"], "shares": [1.0]}
     folder = save_model(shelf.folder, at(2.0), made_of, manifest_of(7, 3.0), loss=1.25)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bessemer.checkpoint.manifest import NAME, Damaged, commit, discard, read_manifest, verify
+from bessemer.checkpoint.manifest import NAME, DamagedCheckpoint, commit, discard, read_manifest, verify
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def shard(folder):
 def refused(shelf, folder, state):
     """The message with which both verify and load refuse it; nothing is written to the state."""
     blank = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
-    with pytest.raises(Damaged) as first:
+    with pytest.raises(DamagedCheckpoint) as first:
         verify(folder)
-    with pytest.raises(Damaged) as second:
+    with pytest.raises(DamagedCheckpoint) as second:
         shelf.load(folder, blank)
     assert str(first.value) == str(second.value)
     assert all(bool((tensor == 7).all()) for tensor in blank.values())
@@ -63,7 +63,7 @@ def test_one_flipped_bit_anywhere_is_found(saved, where, bit, index):
     damaged = bytearray(content)
     damaged[int(where * len(content))] ^= 1 << bit
     path.write_bytes(damaged)
-    with pytest.raises(Damaged, match="hash mismatch") as error:
+    with pytest.raises(DamagedCheckpoint, match="hash mismatch") as error:
         verify(saved)
     assert str(path) in str(error.value)
     path.write_bytes(content)
@@ -135,7 +135,7 @@ def test_one_flipped_bit_in_the_manifest_changes_nothing_or_is_found(saved, wher
     found, message = None, ""
     try:
         found = verify(saved)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         message = str(error)
     (saved / NAME).write_bytes(content)
     # Nothing is changed by another kind of white space, or by the same number written in another way.

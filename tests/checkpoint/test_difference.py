@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bessemer.checkpoint.difference import Change, compare
+from bessemer.checkpoint.tensors import TensorChange, compare
 
 
 def test_each_kind_of_change() -> None:
@@ -29,8 +29,8 @@ def test_each_kind_of_change() -> None:
     }
     found = {change.name: change for change in compare(a, b)}
     assert list(found) == [*a, "new"]
-    assert found["same"] == Change("same", "same", 0.0, 0.0)
-    assert found["moved"] == Change("moved", "changed", 0.1, 0.5)
+    assert found["same"] == TensorChange("same", "same", 0.0, 0.0)
+    assert found["moved"] == TensorChange("moved", "changed", 0.1, 0.5)
     assert found["sign"].what == "changed" and found["sign"].largest == 0
     assert found["gone"].what == "only in A" and found["new"].what == "only in B"
     assert found["shape"].what == "float32 (2,) and float32 (3,)"

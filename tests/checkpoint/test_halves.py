@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
-from bessemer.optim.bits import halves, joined
+from bessemer.optim.low_memory import join_weights, split_weights
 
 
 def kept(split: bool, exact: torch.Tensor) -> dict[str, torch.Tensor]:
     if not split:
         return {"model.w": exact.clone()}
-    high, rest = halves(exact)
+    high, rest = split_weights(exact)
     return {"model.w": high.bfloat16(), "optimizer.w.remainder": rest}
 
 
@@ -21,7 +21,7 @@ def test_weights_come_back_whole(shelf, manifest_of, saved, asked):
     folder = shelf.save(kept(saved, exact), manifest_of(1))
     state = kept(asked, torch.zeros_like(exact))
     shelf.load(folder, state)
-    found = joined(state["model.w"], state["optimizer.w.remainder"]) if asked else state["model.w"]
+    found = join_weights(state["model.w"], state["optimizer.w.remainder"]) if asked else state["model.w"]
     assert torch.equal(found.view(torch.int32), exact.view(torch.int32))
 
 

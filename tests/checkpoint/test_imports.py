@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bessemer.checkpoint.imports import fit, import_weights, refuse_other_names
+from bessemer.checkpoint.import_weights import fit, import_weights, refuse_other_names
 from bessemer.checkpoint.manifest import verify
-from bessemer.checkpoint.shelf import MODEL, Shelf
+from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors, save_model
 from bessemer.errors import UserError
 
@@ -229,7 +229,7 @@ def test_a_dcp_index_that_runs_code_or_leaves_its_folder_is_refused(tmp_path: Pa
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_checkpoint_of_our_own_is_verified_first(shelf: Shelf, manifest_of: Callable[..., Any]) -> None:
+def test_a_checkpoint_of_our_own_is_verified_first(shelf: CheckpointStore, manifest_of: Callable[..., Any]) -> None:
     state = {MODEL + name: tensor for name, tensor in weights().items()}
     folder = shelf.save({**state, "optimizer.x": torch.ones(3), "guard.count": torch.tensor(1)}, manifest_of(4))
     assert_same(import_weights(folder), weights())
@@ -269,6 +269,6 @@ def test_imported_weights_become_a_checkpoint_of_weights_alone(tmp_path: Path) -
     assert manifest.progress == {"made_from": {"imported_from": "x.pt"}}
     assert_same(dict(SavedTensors(folder, MODEL)), weights())
     model = {MODEL + name: torch.zeros_like(tensor) for name, tensor in weights().items()}
-    Shelf(tmp_path / "start").load(folder, model)  # as a new run does
+    CheckpointStore(tmp_path / "start").load(folder, model)  # as a new run does
     assert_same({name.removeprefix(MODEL): tensor for name, tensor in model.items()}, weights())
-    assert Shelf(tmp_path / "start").committed() == []  # no run resumes from it by mistake
+    assert CheckpointStore(tmp_path / "start").committed() == []  # no run resumes from it by mistake

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bessemer.checkpoint.imports import import_weights
+from bessemer.checkpoint.import_weights import import_weights
 from bessemer.errors import UserError
 
 RANKS = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bessemer.checkpoint.manifest import NAME, verify
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.store import CheckpointStore
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
@@ -18,7 +18,7 @@ def test_no_kill_leaves_a_broken_checkpoint_or_costs_more_than_an_interval(tmp_p
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run(command, check=True, timeout=300, env=environment)
 
-    shelf = Shelf(tmp_path / "checkpoints")
+    shelf = CheckpointStore(tmp_path / "checkpoints")
     committed = shelf.committed()
     assert len(committed) >= 2 and committed[-1][1].step > kills, "the run hardly went on"
     for folder, _ in committed:

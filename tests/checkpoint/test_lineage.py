@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from bessemer.checkpoint.lineage import code_state, go_back_to, lineage, read_tags, record_lineage, tag
-from bessemer.checkpoint.manifest import Damaged, verify
-from bessemer.checkpoint.remote import Remote, recover
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.manifest import DamagedCheckpoint, verify
+from bessemer.checkpoint.remote import RemoteCheckpoints, recover
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import save_model
 from bessemer.errors import UserError
 
 Make = Callable[..., Any]
 
 
-def save(shelf: Shelf, manifest_of: Make, *steps: int) -> list[Path]:
+def save(shelf: CheckpointStore, manifest_of: Make, *steps: int) -> list[Path]:
     return [shelf.save({"model.w": torch.tensor([float(step)])}, manifest_of(step)) for step in steps]
 
 
-def test_versions_name_checkpoints(shelf: Shelf, manifest_of: Make) -> None:
+def test_versions_name_checkpoints(shelf: CheckpointStore, manifest_of: Make) -> None:
     first, second = save(shelf, manifest_of, 10, 20)
     tag(shelf.folder, first.name, "v1.0.0")
     tag(shelf.folder, second.name, "1.1.0-rc.1+build.5")
@@ -38,13 +38,13 @@ def test_versions_name_checkpoints(shelf: Shelf, manifest_of: Make) -> None:
 
 
 @pytest.mark.parametrize("version", ["v1", "1.2", "v1.2.x", "01.2.3", "latest", "", "v1.2.3 "])
-def test_other_names_are_no_versions(shelf: Shelf, manifest_of: Make, version: str) -> None:
+def test_other_names_are_no_versions(shelf: CheckpointStore, manifest_of: Make, version: str) -> None:
     (folder,) = save(shelf, manifest_of, 10)
     with pytest.raises(UserError, match="semantic version"):
         tag(shelf.folder, folder.name, version)
 
 
-def test_a_tag_needs_a_checkpoint_and_a_readable_file(shelf: Shelf, manifest_of: Make) -> None:
+def test_a_tag_needs_a_checkpoint_and_a_readable_file(shelf: CheckpointStore, manifest_of: Make) -> None:
     with pytest.raises(UserError, match="no checkpoint 'step-00000099"):
         tag(shelf.folder, "step-00000099.a1", "v1.0.0")
     for text in ("{", "[]"):
@@ -88,7 +88,7 @@ def test_every_start_is_recorded(tmp_path: Path, manifest_of: Make) -> None:
     about = {"stream_fingerprint": "d1", "spec_fingerprint": "s1", "versions": {"torch": "2"}}
     record_lineage(tmp_path, **about, started_from="start/model-00000000.a1")  # type: ignore[arg-type]
     record_lineage(tmp_path, **about, resumed_from="step-00000010.a1")  # type: ignore[arg-type]
-    shelf = Shelf(tmp_path / "checkpoints")
+    shelf = CheckpointStore(tmp_path / "checkpoints")
     (source,) = save(shelf, manifest_of, 10)
     made = save_model(shelf.folder, {"w": torch.ones(1)}, {"averaged_of": [source.name]}, manifest_of(10))
     tag(shelf.folder, made.name, "v1.0.0")
@@ -101,7 +101,7 @@ def test_every_start_is_recorded(tmp_path: Path, manifest_of: Make) -> None:
     assert json.loads((tmp_path / "checkpoints" / "lineage.json").read_text()) == found["starts"]
 
 
-def test_what_came_later_is_set_aside_and_never_deleted(shelf: Shelf, manifest_of: Make) -> None:
+def test_what_came_later_is_set_aside_and_never_deleted(shelf: CheckpointStore, manifest_of: Make) -> None:
     save(shelf, manifest_of, 10, 20, 20, 30)
     save_model(shelf.folder, {"w": torch.ones(1)}, {}, manifest_of(30))
     (shelf.folder / "step-00000030.a1" / "manifest.json").write_text("damaged")
@@ -116,20 +116,22 @@ def test_what_came_later_is_set_aside_and_never_deleted(shelf: Shelf, manifest_o
     assert go_back_to(shelf.folder, "step-00000010.a1")[1] == []
 
 
-def test_a_remote_tier_does_not_bring_back_what_was_set_aside(shelf: Shelf, manifest_of: Make, tmp_path: Path) -> None:
-    remote = Remote(f"file://{tmp_path}/durable")
+def test_a_remote_tier_does_not_bring_back_what_was_set_aside(
+    shelf: CheckpointStore, manifest_of: Make, tmp_path: Path
+) -> None:
+    remote = RemoteCheckpoints(f"file://{tmp_path}/durable")
     for step in (10, 20):
         remote.upload(shelf.save({"model.w": torch.ones(1)}, replace(manifest_of(step), time=1000.0 + step)))
     go_back_to(shelf.folder, "step-00000010.a1")
-    assert recover(shelf, Remote(remote.url), lambda *_, **__: None) is None
+    assert recover(shelf, RemoteCheckpoints(remote.url), lambda *_, **__: None) is None
     assert [path.name for path, _ in shelf.committed()] == ["step-00000010.a1"]
     assert verify(shelf.folder / "step-00000010.a1").step == 10
     assert verify(shelf.folder / "abandoned" / "step-00000020.a1").time == 1020
 
 
-def test_a_damaged_checkpoint_is_not_gone_back_to(shelf: Shelf, manifest_of: Make) -> None:
+def test_a_damaged_checkpoint_is_not_gone_back_to(shelf: CheckpointStore, manifest_of: Make) -> None:
     first, _ = save(shelf, manifest_of, 10, 20)
     next(first.glob("*.distcp")).write_bytes(b"")
-    with pytest.raises(Damaged, match="distcp"):
+    with pytest.raises(DamagedCheckpoint, match="distcp"):
         go_back_to(shelf.folder, first.name)
     assert len(shelf.committed()) == 2

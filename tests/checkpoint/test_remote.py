@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from bessemer.checkpoint.manifest import CONFIRMED, NAME, verify
-from bessemer.checkpoint.remote import Remote, recover
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.remote import RemoteCheckpoints, recover
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
-from bessemer.spec.checkpoint import CheckpointSpec
+from bessemer.spec.schema import CheckpointSpec
 
 RULES = CheckpointSpec(keep_last=2)
 
@@ -75,21 +75,21 @@ def server() -> Iterator[tuple[str, int]]:
 numbers = itertools.count()
 
 
-def remote_at(host: str, port: int, patch: pytest.MonkeyPatch) -> Remote:
+def remote_at(host: str, port: int, patch: pytest.MonkeyPatch) -> RemoteCheckpoints:
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
     patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    return Remote(f"s3://bucket/checkpoints/run{next(numbers)}/", pause_s=0.01)
+    return RemoteCheckpoints(f"s3://bucket/checkpoints/run{next(numbers)}/", pause_s=0.01)
 
 
 @pytest.fixture
-def steady_s3(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Remote:
+def steady_s3(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> RemoteCheckpoints:
     return remote_at(*server, monkeypatch)
 
 
 @pytest.fixture
-def flaky_s3(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+def flaky_s3(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteCheckpoints]:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own pauses would take most of the time
     handler = type("Handler", (Flaky,), {"target": server, "count": itertools.count()})
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -101,12 +101,12 @@ def flaky_s3(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.fixture
-def folder(tmp_path) -> Remote:
-    return Remote(f"file://{tmp_path}/durable/run", attempts=3, pause_s=0.001)
+def folder(tmp_path) -> RemoteCheckpoints:
+    return RemoteCheckpoints(f"file://{tmp_path}/durable/run", attempts=3, pause_s=0.001)
 
 
 @pytest.fixture
-def remote(request) -> Remote:
+def remote(request) -> RemoteCheckpoints:
     return request.getfixturevalue(request.param)
 
 
@@ -141,8 +141,8 @@ def test_a_lost_disk_recovers_bit_for_bit(remote, shelf, save, state_of):
     assert told == {"bytes": verify(newest).bytes, **({"retried": told["retried"]} if "retried" in told else {})}
     shutil.rmtree(shelf.folder)
 
-    again, events = Shelf(shelf.folder), Events()
-    fresh = Remote(remote.url, remote.attempts, remote.pause_s)
+    again, events = CheckpointStore(shelf.folder), Events()
+    fresh = RemoteCheckpoints(remote.url, remote.attempts, remote.pause_s)
     assert recover(again, fresh, events) == newest
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state_of(20).items()}
     assert again.load(newest, loaded).step == 20
@@ -202,7 +202,7 @@ def test_calls_that_fail_now_and_then_are_made_again(folder, shelf, save, monkey
         newest = save(step)
         folder.mirror(shelf, newest, RULES, False)
     shutil.rmtree(shelf.folder)
-    assert recover(Shelf(shelf.folder), folder, Events()) == newest
+    assert recover(CheckpointStore(shelf.folder), folder, Events()) == newest
     assert list(folder.committed()) == ["step-00000004.a1", "step-00000005.a1"]
     assert next(calls) > 40
 
@@ -221,7 +221,7 @@ def test_bytes_that_do_not_arrive_are_sent_again(folder, shelf, save, monkeypatc
     folder.upload(newest)
     assert times[0] == times[1]
     shutil.rmtree(shelf.folder)
-    verify(folder.fetch(newest.name, folder.committed()[newest.name], Shelf(shelf.folder)))
+    verify(folder.fetch(newest.name, folder.committed()[newest.name], CheckpointStore(shelf.folder)))
 
 
 def test_a_damaged_remote_one_is_passed_over_for_the_one_before(folder, shelf, save):
@@ -231,7 +231,7 @@ def test_a_damaged_remote_one_is_passed_over_for_the_one_before(folder, shelf, s
     (shard,) = (path for path in (shelf.folder.parent / "durable/run/step-00000003.a1").glob("*.distcp"))
     shard.write_bytes(b"x" + shard.read_bytes()[1:])
     (shelf.folder.parent / "durable/run/step-00000002.a1/.metadata").unlink()
-    again, events = Shelf(shelf.folder), Events()
+    again, events = CheckpointStore(shelf.folder), Events()
     assert recover(again, folder, events).name == "step-00000001.a1"
     kinds = [(event["kind"], event["checkpoint"]) for event in events]
     assert kinds == [
@@ -293,12 +293,12 @@ def test_copies_of_the_weights_go_up_and_stay(folder, shelf, save, state_of, man
         folder.mirror(shelf, save(step), CheckpointSpec(keep_last=1, keep_every=10, archive_model_only=True), False)
     assert list(folder.committed()) == ["model-00000010.a1", "step-00000014.a1"]
     shutil.rmtree(shelf.folder)
-    assert recover(Shelf(shelf.folder), folder, Events()).name == "step-00000014.a1"
+    assert recover(CheckpointStore(shelf.folder), folder, Events()).name == "step-00000014.a1"
 
 
 def test_an_address_that_nothing_reads_is_refused():
     with pytest.raises(UserError, match=r"checkpoint\.remote: nonsense://x: .*install its fsspec package"):
-        Remote("nonsense://x")
+        RemoteCheckpoints("nonsense://x")
 
 
 @pytest.mark.parametrize("text", ["bucket/x", "s3://", "://x"])

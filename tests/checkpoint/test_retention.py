@@ -5,8 +5,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.checkpoint.retention import Entry, keep
-from bessemer.spec.checkpoint import CheckpointSpec
+from bessemer.checkpoint.store import CheckpointEntry, keep
+from bessemer.spec.schema import CheckpointSpec
 
 NOW = 1000.0
 losses = st.one_of(st.none(), st.floats(0.5, 9), st.just(math.nan))
@@ -15,7 +15,7 @@ entries = st.lists(
     min_size=1,
     max_size=12,
     unique_by=lambda row: row[:2],
-).map(lambda rows: [Entry(f"step-{row[0]:08d}.a{row[1]}", *row) for row in rows])
+).map(lambda rows: [CheckpointEntry(f"step-{row[0]:08d}.a{row[1]}", *row) for row in rows])
 rules = st.builds(
     CheckpointSpec,
     keep_last=st.integers(1, 4),
@@ -53,7 +53,7 @@ def test_never_deleted_the_newest_the_newest_confirmed_the_best_and_the_tagged(s
 def test_every_rule_keeps_what_it_says_and_nothing_else_is_kept(some, spec, data):
     newest = data.draw(st.sampled_from(some))
     spec = spec.model_copy(update={"keep_bytes": None, "keep_best": False})
-    some = [Entry(e.name, e.step, e.attempt, e.time, e.bytes) for e in some]  # none confirmed, none scored
+    some = [CheckpointEntry(e.name, e.step, e.attempt, e.time, e.bytes) for e in some]  # none confirmed, none scored
     kept = keep(some, spec, newest.name, NOW)
     past = past_of(some, newest)
     expected = {entry.name for entry in past[-spec.keep_last :]}
@@ -85,11 +85,11 @@ def test_the_room_is_kept_by_letting_the_oldest_go(some, spec, data, room):
 
 
 def test_what_a_listing_does_not_show_yet_decides_nothing():
-    some = [Entry(f"step-0000000{k}.a1", k, 1, 0.0, 1) for k in range(5)]
+    some = [CheckpointEntry(f"step-0000000{k}.a1", k, 1, 0.0, 1) for k in range(5)]
     assert keep(some, CheckpointSpec(keep_last=1), "step-00000009.a1", NOW) == {entry.name for entry in some}
 
 
 def test_under_archive_model_only_full_checkpoints_are_not_kept_for_every_so_many_steps():
-    some = [Entry(f"step-0000000{k}.a1", k, 1, 0.0, 1) for k in range(9)]
+    some = [CheckpointEntry(f"step-0000000{k}.a1", k, 1, 0.0, 1) for k in range(9)]
     spec = CheckpointSpec(keep_last=1, keep_every=2, archive_model_only=True)
     assert keep(some, spec, "step-00000008.a1", NOW) == {"step-00000008.a1"}

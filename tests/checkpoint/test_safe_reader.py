@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from bessemer.checkpoint import safe_reader
-from bessemer.checkpoint.manifest import Damaged, commit, describe_files, read_manifest
-from bessemer.checkpoint.safe_reader import TensorReader
+from bessemer.checkpoint import dcp as safe_reader
+from bessemer.checkpoint.dcp import TensorReader
+from bessemer.checkpoint.manifest import DamagedCheckpoint, commit, describe_files, read_manifest
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_refused_by_name_a_crafted_metadata_pickle(shelf, saved, state_of, tmp_p
     witness.unlink()
 
     put_index(saved, crafted)
-    with pytest.raises(Damaged) as error:
+    with pytest.raises(DamagedCheckpoint) as error:
         shelf.load(saved, state_of(1))
     assert str(saved / ".metadata") in str(error.value) and name in str(error.value)
     assert not witness.exists()
@@ -71,7 +71,7 @@ def test_refused_by_name_a_crafted_optimizer_entry(shelf, saved, state_of, tmp_p
     witness.unlink()
 
     for asked in (crafted, state_of(1)):
-        with pytest.raises(Damaged) as error:
+        with pytest.raises(DamagedCheckpoint) as error:
             shelf.load(saved, asked)
         assert str(saved / ".metadata") in str(error.value) and "BytesStorageMetadata" in str(error.value)
     assert not witness.exists()
@@ -92,7 +92,7 @@ def test_refused_by_name_a_tensor_that_is_a_pickle(shelf, saved, state_of, tmp_p
             place.offset, place.length = shard.stat().st_size, len(payload.getvalue())
     shard.write_bytes(shard.read_bytes() + payload.getvalue())
     put_index(saved, pickle.dumps(metadata))
-    with pytest.raises(Damaged) as error:
+    with pytest.raises(DamagedCheckpoint) as error:
         shelf.load(saved, state_of(1))
     assert str(saved) in str(error.value) and "system" in str(error.value)
     assert not witness.exists()
@@ -103,7 +103,7 @@ def test_refused_by_name_a_swapped_shard(shelf, saved, state_of, manifest_of):
     other = shelf.save(state_of(2), manifest_of(10))
     (shard,), (foreign,) = saved.glob("*.distcp"), other.glob("*.distcp")
     shard.write_bytes(foreign.read_bytes())
-    with pytest.raises(Damaged) as error:
+    with pytest.raises(DamagedCheckpoint) as error:
         shelf.load(saved, state_of(1))
     assert str(error.value) == f"{shard}: its content differs from what was saved (hash mismatch)"
 
@@ -114,7 +114,7 @@ def test_refused_by_name_a_wrong_hash(shelf, saved, state_of):
     files = describe_files(saved)
     files[shard.name]["xxh3_128"] = "0" * 32
     commit(saved, replace(read_manifest(saved), files=files))
-    with pytest.raises(Damaged) as error:
+    with pytest.raises(DamagedCheckpoint) as error:
         shelf.load(saved, state_of(1))
     assert str(error.value) == f"{shard}: its content differs from what was saved (hash mismatch)"
 
@@ -143,7 +143,7 @@ def global_pickle(module: str, name: str, argument: str) -> bytes:
 )
 def test_every_other_name_is_refused(saved, module, name):
     (saved / ".metadata").write_bytes(global_pickle(module, name, "x"))
-    with pytest.raises(Damaged) as error:
+    with pytest.raises(DamagedCheckpoint) as error:
         TensorReader(saved).read_metadata()
     assert f"refers to {module}.{name}" in str(error.value)
 
@@ -153,7 +153,7 @@ def test_an_entry_that_is_not_a_tensor_is_refused(shelf, saved, state_of, entry)
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.state_dict_metadata["extra"] = entry
     put_index(saved, pickle.dumps(metadata))
-    with pytest.raises(Damaged, match=r"BytesStorageMetadata|entry 'extra' is not a tensor") as error:
+    with pytest.raises(DamagedCheckpoint, match=r"BytesStorageMetadata|entry 'extra' is not a tensor") as error:
         shelf.load(saved, state_of(1))
     assert str(saved / ".metadata") in str(error.value)
 
@@ -161,7 +161,7 @@ def test_an_entry_that_is_not_a_tensor_is_refused(shelf, saved, state_of, entry)
 @pytest.mark.parametrize("content", [b"", b"\x80", b"garbage", pickle.dumps([1, 2]), pickle.dumps(None)], ids=repr)
 def test_an_index_that_is_none_is_refused(shelf, saved, state_of, content):
     put_index(saved, content)
-    with pytest.raises(Damaged) as error:
+    with pytest.raises(DamagedCheckpoint) as error:
         shelf.load(saved, state_of(1))
     assert str(saved / ".metadata") in str(error.value)
 
@@ -172,7 +172,7 @@ def test_an_index_that_points_out_of_its_folder_is_refused(shelf, saved, state_o
     for place in metadata.storage_data.values():
         place.relative_path = "../../elsewhere"
     put_index(saved, pickle.dumps(metadata))
-    with pytest.raises(Damaged, match=r"points outside its folder, to \.\./\.\./elsewhere"):
+    with pytest.raises(DamagedCheckpoint, match=r"points outside its folder, to \.\./\.\./elsewhere"):
         shelf.load(saved, state_of(1))
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bessemer.checkpoint.manifest import CONFIRMED, NAME, Damaged, read_manifest, verify
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.manifest import CONFIRMED, NAME, DamagedCheckpoint, read_manifest, verify
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
-from bessemer.spec.checkpoint import CheckpointSpec
+from bessemer.spec.schema import CheckpointSpec
 
 
 def same_bits(a, b):
@@ -91,7 +91,7 @@ def test_a_folder_without_a_manifest_is_never_listed_and_is_swept(shelf, state_o
     (killed / NAME).rename(killed / f"{NAME}.tmp")  # as a kill just before the commit leaves it
     assert [path for path, _ in shelf.committed()] == [kept]
     assert list(shelf.newest_first()) == [kept]
-    with pytest.raises(Damaged, match="no manifest, the save did not finish"):
+    with pytest.raises(DamagedCheckpoint, match="no manifest, the save did not finish"):
         verify(killed)
     assert shelf.sweep() == [killed.name]
     assert names(shelf) == [kept.name]
@@ -143,7 +143,7 @@ def test_a_confirmation_is_there_after_a_restart_and_changes_nothing_else(shelf,
     folders = [shelf.save(state_of(k), manifest_of(k)) for k in range(4)]
     assert shelf.confirmed() == []
     assert shelf.confirm(folders[2]) and shelf.confirm(folders[0])
-    again = Shelf(shelf.folder)
+    again = CheckpointStore(shelf.folder)
     assert again.confirmed() == [folders[2], folders[0]]
     again.load(folders[2], blank(state_of(2)))
     assert again.confirm(folders[2]), "twice is once"

@@ -8,14 +8,14 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from bessemer.bench import ceilings
 from bessemer.cli.bench import bench
 from bessemer.errors import UserError
-from bessemer.plan.ceilings import Ceilings, Reading
-from bessemer.train import ceilings
+from bessemer.plan.hardware import CeilingReading, Ceilings
 from bessemer.train.device import bench_file, stored_ceilings
 
 CPU = torch.device("cpu")
-FOUND = Ceilings("cpu", "x", 1, "2026-11-16T09:00:00+00:00", {}, (Reading("copy", "1 MiB", 5e9, "B/s"),))
+FOUND = Ceilings("cpu", "x", 1, "2026-11-16T09:00:00+00:00", {}, (CeilingReading("copy", "1 MiB", 5e9, "B/s"),))
 
 
 @pytest.fixture

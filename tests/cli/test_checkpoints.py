@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from bessemer.checkpoint.manifest import Manifest, verify
-from bessemer.checkpoint.shelf import MODEL, Shelf
+from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.model.transformer import build
 from bessemer.run.directory import Run, RunWriter
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
         spec = {"name": "demo", "model": "10M", "data": {"sources": {"web": "data/"}}}
         writer.write_file("spec.yaml", yaml.safe_dump(spec))
         writer.write_file("model.json", json.dumps({"shape": SHAPE, "eos": ""}))
-        shelf = Shelf(writer.checkpoints)
+        shelf = CheckpointStore(writer.checkpoints)
         for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5)):
             state = {MODEL + name: tensor for name, tensor in weights(step).items()}
             made = shelf.save({**state, "optimizer.step": torch.tensor(step)}, manifest(step, loss))
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def names(run: Path) -> list[str]:
-    return [path.name for path, _ in Shelf(run / "checkpoints").committed()]
+    return [path.name for path, _ in CheckpointStore(run / "checkpoints").committed()]
 
 
 def damage(folder: Path) -> Path:
@@ -240,8 +240,8 @@ def trained(tmp_path: Path) -> Callable[..., Path]:
     """A run that was really trained, 30 steps."""
 
     def make() -> Path:
+        from bessemer.session.session import train
         from bessemer.spec.schema import RunSpec
-        from bessemer.supervise.session import train
 
         words = ["steel", "iron", "blast", "flame", "ore", "coke", "slag"]
         draw = random.Random(0)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bessemer.data.clean.classifier import Quality
+from bessemer.data.curate.scores.classifier import Quality
 from bessemer.data.document import Document
-from bessemer.data.tokenizer import Tokenizer
-from bessemer.spec.clean.score import QualitySpec
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.spec.curate.scores import QualitySpec
 
 from .conftest import Call
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bessemer.launch.job import Job
+from bessemer.launch.job import LaunchJob
 
 from .conftest import Call
 
@@ -81,7 +81,7 @@ def test_nothing_was_launched(call: Call) -> None:
 def test_a_missing_client_is_named_with_the_command_to_run(call: Call, on: str, client: str) -> None:
     folder = Path("runs/my-run/launch")
     folder.mkdir(parents=True)
-    Job(on, "my-run", "42", str(folder.absolute()), time.time(), 1, 8).save()
+    LaunchJob(on, "my-run", "42", str(folder.absolute()), time.time(), 1, 8).save()
     said = call("launch", "status", "my-run")
     assert said.code == 2 and said.err.startswith(f"{client} is not on this machine; where it is, run: {client} ")
     listed = json.loads(call("launch", "status", "--json").out)  # one that cannot be asked does not hide the others

@@ -364,7 +364,7 @@ from bessemer.cli.main import silence_libraries
 silence_libraries()
 warnings.warn("theirs")
 logging.getLogger("theirs").warning("theirs too")
-warnings.warn_explicit("the file is damaged", UserWarning, "ceilings.py", 1, module="bessemer.plan.ceilings")
+warnings.warn_explicit("the file is damaged", UserWarning, "ceilings.py", 1, module="bessemer.plan.hardware")
 assert os.environ["TORCH_LOGS"] == "-all"
 """
     quiet = {key: value for key, value in os.environ.items() if key not in ("TORCH_LOGS", "PYTHONWARNINGS")}
@@ -398,7 +398,7 @@ def test_a_negative_number_of_tokens_is_refused(call: Call) -> None:
 def test_tables_in_a_pipe_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.table import Table
 
-    from bessemer.cli.output import table_console
+    from bessemer.cli.console import table_console
 
     table = Table("reason", box=None)
     table.add_row("word " * 200)

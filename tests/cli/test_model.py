@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bessemer.export.describe import diagram
-from bessemer.plan.memory import Passes, activation_bytes
+from bessemer.plan.cost_model.memory import Passes, activation_bytes
 from bessemer.spec.shape import Mamba, Mla, ModelShape, Moe, Rope
 
 # As published with mistralai/Mixtral-8x7B-v0.1.

@@ -43,7 +43,7 @@ def test_a_spec_is_planned_wherever_it_stands_in_the_line(call: Call) -> None:
 
 
 def test_a_spec_without_gpus_is_planned_for_this_machine(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bessemer.train import this_machine
+    from bessemer.train import speed as this_machine
 
     Path("here.yaml").write_text(
         "model: {width: 32, layers: 1, heads: 2}\ntokenizer: {vocab: 512}\ndata: {sources: {web: data/}, context: 64}\n"

@@ -17,14 +17,14 @@ import pytest
 
 from bessemer.cli import main
 from bessemer.data import check as check_module
-from bessemer.data.chat import render, special_tokens
-from bessemer.data.check import ENORMOUS_CHARS, Checked, check_files
-from bessemer.data.encode import encode_documents
-from bessemer.data.pad import PadRows
+from bessemer.data.check import ENORMOUS_CHARS, CheckReport, check_files
 from bessemer.data.read import list_files, read_part
-from bessemer.data.read.divide import divide
-from bessemer.data.store import StoreWriter, TokenStore
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.read.parts import divide
+from bessemer.data.store.token_store import StoreWriter, TokenStore
+from bessemer.data.stream.rows import PadRows
+from bessemer.data.tokenizer.chat import render, special_tokens
+from bessemer.data.tokenizer.encode import encode_documents
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.spec.data import SourceSpec
 
 TOKENIZER = Tokenizer.train(
@@ -43,12 +43,12 @@ def texts(tmp_path: Path, *found: str, name: str = "a.jsonl") -> Path:
     return lines(tmp_path / name, [{"text": text} for text in found])
 
 
-def check(*paths: Path, **settings: Any) -> Checked:
+def check(*paths: Path, **settings: Any) -> CheckReport:
     more = {key: settings.pop(key) for key in ("tokenizer", "context") if key in settings}
     return check_files(SourceSpec(path=[str(path) for path in paths], **settings), **more)
 
 
-def kinds(checked: Checked) -> dict[str, int]:
+def kinds(checked: CheckReport) -> dict[str, int]:
     return {problem.what: problem.count for problem in checked.problems}
 
 
@@ -197,8 +197,8 @@ def test_accented_text_is_no_mojibake(tmp_path: Path, text: str) -> None:
 
 def test_the_step_named_as_the_fix_mends_it(tmp_path: Path) -> None:
     pytest.importorskip("ftfy")
-    from bessemer.data.step import make_step
-    from bessemer.spec.clean.text import UnicodeSpec
+    from bessemer.data.curate.step import make_step
+    from bessemer.spec.curate.text import UnicodeSpec
 
     path = texts(tmp_path, "l'Ã©tÃ© â€” dÃ©jÃ\xa0", "bell \x07 and \x00 nul")
     assert len(kinds(check(path))) == 2
@@ -230,14 +230,13 @@ def test_copies_are_found_across_files_and_point_to_the_first(tmp_path: Path) ->
 
 def test_copies_are_those_that_the_step_named_as_the_fix_drops(tmp_path: Path) -> None:
     from bessemer.data.curate.corpus import Corpus
-    from bessemer.data.curate.engine import Here
+    from bessemer.data.curate.engine import LocalEngine, Meter
     from bessemer.data.curate.passes import Split
-    from bessemer.data.curate.progress import Meter
     from bessemer.spec.data import DataSpec
 
     path = texts(tmp_path, *(f"text {i % 7}" + " " * (i % 3) for i in range(40)), "Text 1", "text  2")
     data = DataSpec.model_validate({"sources": {"a": str(path)}, "clean": ["dedup_exact"]})
-    corpus = Corpus(data, {"a": list_files(data.sources["a"])}, tmp_path / "cache", Here(), Meter())
+    corpus = Corpus(data, {"a": list_files(data.sources["a"])}, tmp_path / "cache", LocalEngine(), Meter())
     corpus.curate(Split(0, 0.0))
     tally = corpus.stages[0].tallies["a"]
     assert kinds(check(path)) == {"copy of an earlier document": tally.documents_in - tally.documents_out}

@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data import lazy, lazy_index
-from bessemer.data.curate.files import text_hash
+from bessemer.data.curate.ledger import text_hash
 from bessemer.data.lazy import LazyRows, choose_block, cost_note
 from bessemer.data.lazy_index import Index, Side, build_index
-from bessemer.data.order import Order, Phase
 from bessemer.data.read import list_files
-from bessemer.data.rows import PADDING, Rows
-from bessemer.data.steps import BatchPhase, Steps
-from bessemer.data.stream import BatchStream
+from bessemer.data.stream.batches import BatchStream
+from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
+from bessemer.data.stream.rows import PADDING, Rows
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 from bessemer.spec.mixture import Mixture
@@ -167,8 +166,8 @@ def test_the_index_is_of_one_side_and_the_sides_make_the_whole(tmp_path: Path) -
 
 def make_stream(index: Index, length: int = 12) -> BatchStream:
     rows = LazyRows(index, Words(), length, 64)
-    order = Order([Phase(0, Mixture(("web",), (1,), 1))], {"web": rows.count}, 3)
-    return BatchStream({"web": rows}, order, length, Steps([BatchPhase(0, 4)]))
+    order = StreamOrder([MixturePhase(0, Mixture(("web",), (1,), 1))], {"web": rows.count}, 3)
+    return BatchStream({"web": rows}, order, length, StepPositions([BatchPhase(0, 4)]))
 
 
 def test_any_step_replays_and_its_documents_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

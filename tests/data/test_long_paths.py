@@ -2,11 +2,11 @@
 
 import pytest
 
-from bessemer.data.clean.language import _model_path
-from bessemer.data.clean.user_function import _file_of
+from bessemer.data.curate.filters.content import _model_path
+from bessemer.data.curate.scores.user_function import _file_of
 from bessemer.data.prepare import chat_template
-from bessemer.data.read.find import list_files
-from bessemer.data.vocabulary.load import load
+from bessemer.data.read.files import list_files
+from bessemer.data.tokenizer.load import load
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec, TokenizerSpec
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bessemer.data.curate.files import text_hash
+from bessemer.data.curate.ledger import text_hash
 from bessemer.data.lazy_index import Index
 from bessemer.data.on_the_fly import Indexed, index_sources
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec, TokenizerSpec
 

@@ -17,10 +17,10 @@ import pytest
 import xxhash
 
 import bessemer.data.prepare as prepare_module
-from bessemer.data.curate.progress import Meter
+from bessemer.data.curate.engine import Meter
 from bessemer.data.prepare import Prepared, prepare
-from bessemer.data.shards import ShardedStore
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.store.shards import ShardedStore
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec, SourceSpec, TokenizerSpec
 
@@ -187,8 +187,8 @@ def test_long_documents_are_encoded_in_pieces_with_the_same_result(
         return iter(pieces)
 
     monkeypatch.setattr(Tokenizer, "cut", counted)
-    monkeypatch.setattr("bessemer.data.encode._PIECE_CHARS", 500)
-    monkeypatch.setattr("bessemer.data.encode._BATCH_CHARS", 1700)
+    monkeypatch.setattr("bessemer.data.tokenizer.encode._PIECE_CHARS", 500)
+    monkeypatch.setattr("bessemer.data.tokenizer.encode._BATCH_CHARS", 1700)
     assert state(run(tmp_path / "pieces", web=path)) == state(whole)
     assert min(cuts) > 5
 

@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from bessemer.cli.main import app
-from bessemer.data.best_fit import best_fit_rows
-from bessemer.data.concat import ConcatRows
-from bessemer.data.curriculum import by_score, document_lengths, rank_rows
 from bessemer.data.prepare import Prepared, open_prepared, prepare
-from bessemer.data.store_merge import merge
-from bessemer.data.verify import Verified, verify
+from bessemer.data.store.merge import merge
+from bessemer.data.stream.curriculum import by_score, document_lengths, rank_rows
+from bessemer.data.stream.packing import best_fit_rows
+from bessemer.data.stream.rows import ConcatRows
+from bessemer.data.verify import VerifyReport, verify
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec, SourceSpec, TokenizerSpec
 
@@ -52,7 +52,7 @@ def read(prepared: Prepared) -> list[object]:
     ]  # fmt: skip
 
 
-def damaged(place: Path) -> list[Verified]:
+def damaged(place: Path) -> list[VerifyReport]:
     return [result for result in verify(place, lambda size_bytes: None) if result.damage]
 
 

@@ -5,34 +5,33 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bessemer.diagnose.gradients import flow, judge
+from bessemer.diagnose.gradients import flow, judge, noise_scale
 from bessemer.diagnose.histograms import lost_to_bf16, spread, spreads
 from bessemer.diagnose.landscape import cut
-from bessemer.diagnose.noise import noise_scale
 from bessemer.diagnose.nonfinite import trace_nonfinite
-from bessemer.diagnose.subject import Part, Subject, backward
+from bessemer.diagnose.report import InspectedModel, MicroBatchTerms, backward
 from bessemer.model.transformer import build
 from bessemer.spec.shape import ModelShape
+from bessemer.train.compile import compute_in
 from bessemer.train.loss import linear_cross_entropy
-from bessemer.train.precision import compute_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def decoder(device: str, precision: str) -> Subject:
+def decoder(device: str, precision: str) -> InspectedModel:
     shape = ModelShape(vocab=512, width=128, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=256)
     model = build(shape, "cpu", seed=0).to(device)
 
-    def parts(step: int, asked: str | None) -> Iterator[Part]:
+    def parts(step: int, asked: str | None) -> Iterator[MicroBatchTerms]:
         for k in range(4):
             tokens = torch.randint(0, 512, (2, 65), generator=torch.Generator().manual_seed(17 * step + k)).to(device)
             with compute_in(asked or precision, torch.device(device)):
                 hidden = model(tokens[:, :-1]).flatten(0, 1)
                 ones = torch.ones(hidden.shape[0], device=device)
                 loss = linear_cross_entropy(hidden, model.head_weight, tokens[:, 1:].flatten(), ones, 1 / 512)[0]
-            yield Part(loss, 0.25, 128.0)
+            yield MicroBatchTerms(loss, 0.25, 128.0)
 
-    return Subject(model, parts)
+    return InspectedModel(model, parts)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

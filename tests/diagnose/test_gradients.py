@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from bessemer.diagnose.gradients import depth_trend, flow, judge, report
-from bessemer.diagnose.subject import Part, Subject, backward, loss_of
+from bessemer.diagnose.gradients import depth_trend, flow, gradient_report, judge
+from bessemer.diagnose.report import InspectedModel, MicroBatchTerms, backward, loss_of
 
 
-def subject_of(model: nn.Module, width: int) -> Subject:
-    def parts(step: int, precision: str | None) -> Iterator[Part]:
+def subject_of(model: nn.Module, width: int) -> InspectedModel:
+    def parts(step: int, precision: str | None) -> Iterator[MicroBatchTerms]:
         generator = torch.Generator().manual_seed(step)
         for _ in range(2):
             x = torch.randn(16, width, generator=generator)
-            yield Part((model(x) - 1).square().mean() / 2, 0.5, 16.0)
+            yield MicroBatchTerms((model(x) - 1).square().mean() / 2, 0.5, 16.0)
 
-    return Subject(model, parts)
+    return InspectedModel(model, parts)
 
 
 def deep(layers: int, width: int, std: float, act: type[nn.Module]) -> nn.Module:
@@ -68,7 +68,7 @@ def test_a_layer_cut_off_and_a_nan_are_named() -> None:
     assert "vanishing gradients in blocks.0.0.weight, blocks.1.0.weight" in symptoms
     with torch.no_grad():
         model.blocks[2][0].bias[0] = torch.nan
-    assert "non-finite gradients" in report(flow(subject_of(model, 8), [0]), "here").text()
+    assert "non-finite gradients" in gradient_report(flow(subject_of(model, 8), [0]), "here").text()
 
 
 def test_the_numbers_are_those_of_the_gradient() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bessemer.diagnose.histograms import lost_to_bf16, report, spread, spreads
-from bessemer.diagnose.subject import Part, Subject
+from bessemer.diagnose.report import InspectedModel, MicroBatchTerms
 
 
 def bf16_values() -> list[tuple[Fraction, int]]:
@@ -110,13 +110,13 @@ def test_dead_units_zero_gradients_and_lost_updates_of_a_model() -> None:
     model = Gated()
     batches = torch.randn(3, 8, 6)
 
-    def parts(step: int, precision: str | None) -> Iterator[Part]:
+    def parts(step: int, precision: str | None) -> Iterator[MicroBatchTerms]:
         for x in batches:
-            yield Part(model(x).square().mean() / 3, 1 / 3, 8.0)
+            yield MicroBatchTerms(model(x).square().mean() / 3, 1 / 3, 8.0)
 
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    found = {(one.kind, one.name): one for one in spreads(Subject(model, parts), 0, optimizer.step)}
+    found = {(one.kind, one.name): one for one in spreads(InspectedModel(model, parts), 0, optimizer.step)}
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     hidden = found["activation", "down"]
     assert (hidden.dead, hidden.units) == (1, 5)

@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 from bessemer.diagnose.landscape import cut, direction, kept_weights, report
-from bessemer.diagnose.subject import Part, Subject
+from bessemer.diagnose.report import InspectedModel, MicroBatchTerms
 
 
-def bowl(target: float = 0.0) -> Subject:
+def bowl(target: float = 0.0) -> InspectedModel:
     """Loss = 1/2 |W - target|^2 over a 3 x 4 matrix; a bias that no direction moves."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
 
-    def parts(step: int, precision: str | None) -> Iterator[Part]:
+    def parts(step: int, precision: str | None) -> Iterator[MicroBatchTerms]:
         for _ in range(2):
-            yield Part(0.25 * ((model.weight - target) ** 2).sum() + 0 * model.bias.sum(), 0.5, 1.0)
+            yield MicroBatchTerms(0.25 * ((model.weight - target) ** 2).sum() + 0 * model.bias.sum(), 0.5, 1.0)
 
-    return Subject(model, parts)
+    return InspectedModel(model, parts)
 
 
 def test_directions_have_the_length_of_each_row() -> None:
@@ -69,10 +69,10 @@ def test_points_that_are_not_finite_are_counted() -> None:
     subject = bowl()
     made = subject.parts
 
-    def parts(step: int, precision: str | None) -> Iterator[Part]:
+    def parts(step: int, precision: str | None) -> Iterator[MicroBatchTerms]:
         for part in made(step, precision):
-            yield Part(torch.where(part.loss > 0.8, torch.nan, part.loss), part.share, part.tokens)
+            yield MicroBatchTerms(torch.where(part.loss > 0.8, torch.nan, part.loss), part.share, part.tokens)
 
-    found = cut(Subject(subject.model, parts), [0], reach=3.0, points=3, grid=0)
+    found = cut(InspectedModel(subject.model, parts), [0], reach=3.0, points=3, grid=0)
     text = report(found, "here").text()
     assert "2 of 3 points are not finite" in text and not found.grid

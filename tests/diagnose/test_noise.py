@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bessemer.diagnose.noise import estimate, interval, noise_scale, report, student
-from bessemer.diagnose.subject import Part, Subject
+from bessemer.diagnose.gradients import estimate, interval, noise_report, noise_scale, student
+from bessemer.diagnose.report import InspectedModel, MicroBatchTerms
 
 SIZE = 50
 
@@ -21,19 +21,19 @@ class Point(nn.Module):
         self.x = nn.Parameter(torch.zeros(SIZE))
 
 
-def linear(gradient: float, sigma: float, sizes: list[int], seed: int) -> Subject:
+def linear(gradient: float, sigma: float, sizes: list[int], seed: int) -> InspectedModel:
     """Loss x . (G + noise) over tokens: each token's gradient is G + N(0, sigma^2), so S = SIZE sigma^2."""
     model, generator = Point(), torch.Generator().manual_seed(seed)
     true = torch.full((SIZE,), gradient / math.sqrt(SIZE))
 
-    def parts(step: int, precision: str | None) -> Iterator[Part]:
+    def parts(step: int, precision: str | None) -> Iterator[MicroBatchTerms]:
         for tokens in sizes:
             noise = torch.randn(SIZE, generator=generator) * sigma / math.sqrt(max(1, tokens))
             share = tokens / sum(sizes)
             loss: Tensor = (model.x @ (true + noise)) * share
-            yield Part(loss, share, float(tokens))
+            yield MicroBatchTerms(loss, share, float(tokens))
 
-    return Subject(model, parts)
+    return InspectedModel(model, parts)
 
 
 @pytest.mark.parametrize("sizes", [[16] * 8, [4, 8, 16, 64, 0]])
@@ -65,15 +65,15 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
 def test_a_gradient_lost_in_noise_has_no_upper_bound() -> None:
     found = noise_scale(linear(0.0, 4.0, [4] * 4, seed=2), list(range(8)))
     assert found.high == math.inf and found.low > 0
-    assert "unbounded" in report(found, 16.0, "here").text()
+    assert "unbounded" in noise_report(found, 16.0, "here").text()
     assert interval([(1.0, 1.0)]) == (0.0, math.inf)
 
 
 def test_the_advice_follows_the_batch() -> None:
     found = noise_scale(linear(2.0, 4.0, [16] * 8, seed=1), list(range(200)))
-    assert "below the interval" in report(found, 10.0, "x").text()
-    assert "above the interval" in report(found, 10_000.0, "x").text()
-    assert "within the interval" in report(found, 200.0, "x").text()
+    assert "below the interval" in noise_report(found, 10.0, "x").text()
+    assert "above the interval" in noise_report(found, 10_000.0, "x").text()
+    assert "within the interval" in noise_report(found, 200.0, "x").text()
 
 
 def test_steps_of_one_row_are_joined_and_too_few_are_refused() -> None:

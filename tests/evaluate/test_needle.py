@@ -12,13 +12,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from bessemer.cli.main import app
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.evaluate.needle import COPIED, Cell, Grid, ask, held_out_text, needle
 from bessemer.model.transformer import build
+from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
-from bessemer.supervise.session import train
 
 TEXT = "A furnace makes steel of iron, and the blower reads the flame. Nothing else is written here, 12 times over. "
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import train
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from bessemer.export.hf import carried_keys, choose_family, to_hf, to_native
-from bessemer.export.source import open_native
+from bessemer.export.hf import carried_keys, choose_family, open_native, to_hf, to_native
 from bessemer.model.families.folder import Folder
 from bessemer.model.families.registry import FAMILIES, family_named
 from bessemer.model.generate import Sampling, generate
+from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import train
-from bessemer.train.restore import load_trained, prompt_format
+from bessemer.train.trained import load_trained, prompt_format
 
 transformers = pytest.importorskip("transformers")
 Make = Callable[..., Path]
@@ -81,14 +80,14 @@ def test_an_import_and_its_export_lose_nothing(folder: Make, tmp_path: Path) -> 
 
 
 def test_a_model_that_transformers_runs_keeps_its_keys(tmp_path: Path) -> None:
-    from bessemer.model.wrapped import Wrapped, read_wrapped
+    from bessemer.model.wrapped import WrappedModel, read_wrapped
 
     keys = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
     model = transformers.AutoModelForCausalLM.from_config(transformers.StableLmConfig(**keys, num_key_value_heads=4))
     model.save_pretrained(tmp_path / "theirs")
     path = tmp_path / "theirs" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | UNKNOWN))
-    Wrapped(read_wrapped(tmp_path / "theirs")).inner.save_pretrained(tmp_path / "back")
+    WrappedModel(read_wrapped(tmp_path / "theirs")).inner.save_pretrained(tmp_path / "back")
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {key: back[key] for key in UNKNOWN} == UNKNOWN
 

@@ -12,18 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bessemer.checkpoint.shelf import Shelf
-from bessemer.data.chat import render
+from bessemer.checkpoint.store import CheckpointStore
+from bessemer.data.tokenizer.chat import render
 from bessemer.errors import UserError
 from bessemer.export import hf
-from bessemer.export.chat import TEMPLATES
+from bessemer.export.chat_template import TEMPLATES
 from bessemer.export.gate import Mismatch, check
-from bessemer.export.hf import to_hf, to_native
-from bessemer.export.source import SENTENCES, open_native, real_tokens
+from bessemer.export.hf import SENTENCES, open_native, real_tokens, to_hf, to_native
 from bessemer.model.families.folder import Folder
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
-from bessemer.train.restore import load_trained
+from bessemer.train.trained import load_trained
 
 transformers = pytest.importorskip("transformers")
 Make = Callable[..., Path]
@@ -68,8 +67,8 @@ def test_the_tokenizer_opens_and_lays_out_conversations_as_in_training(run: Path
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_the_jinja_layouts_are_those_of_training(run: Path, name: str) -> None:
-    from bessemer.data import chat
-    from bessemer.data.tokenizer import Tokenizer
+    from bessemer.data.tokenizer import chat
+    from bessemer.data.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(run / "tokenizer.json", special=chat.special_tokens("llama3"))
     call = {"function": {"name": "melt", "arguments": {"kg": 3}}}
@@ -133,7 +132,7 @@ def test_a_new_run_can_start_from_an_import(folder: Make, tmp_path: Path) -> Non
     shape = ModelShape.from_dict(json.loads((tmp_path / "ours" / "model.json").read_text())["shape"])
     model = Decoder(shape)
     state = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
-    Shelf(made.folder.parent).load(made.folder, state)
+    CheckpointStore(made.folder.parent).load(made.folder, state)
     ids = torch.arange(40)[None]
     with torch.no_grad():
         torch.testing.assert_close(model.logits(model(ids)), theirs(source)(ids).logits, rtol=0, atol=1e-4)

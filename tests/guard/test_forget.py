@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.guard.forget import forgetting, since_start, standings
+from bessemer.guard.forgetting import forgetting, since_start, standings
 from bessemer.spec.guard import ForgetSpec
 
 MIXTURE = {"general": 0.02, "domain": 0.98}

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from bessemer.guard.hang import Watchdog
-from bessemer.spec.detect import HangSpec
+from bessemer.guard.watchdog import Watchdog
+from bessemer.spec.guard import HangSpec
 
 
 class Hands:

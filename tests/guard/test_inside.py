@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bessemer.guard.inside import Inside, attention_numbers, layer_of
+from bessemer.guard.layer_stats import LayerStats, attention_numbers, layer_of
 from bessemer.model.attention import Place
-from bessemer.model.rotary import rotate
-from bessemer.model.sight import Sight
+from bessemer.model.attention_mask import AttentionMask
+from bessemer.model.positions import rotate
 from bessemer.model.transformer import build
 from bessemer.spec.shape import ModelShape, Rope
 
@@ -64,7 +64,7 @@ def attention_by_hand(attention, shape, x_BTW, documents):
 def blocks_by_hand(model, tokens_BT, documents):
     """For each block: what a look should say."""
     x = model.embedding.weight[tokens_BT]
-    place = Place(Sight(documents), model.rotary.get(tokens_BT.shape[1], x.device, x.dtype))
+    place = Place(AttentionMask(documents), model.rotary.get(tokens_BT.shape[1], x.device, x.dtype))
     for block in model.blocks:
         inner = norm(x, block.attention_norm)
         logit, entropy = attention_by_hand(block.attention, model.shape, inner, documents)
@@ -88,7 +88,7 @@ def test_activations_and_attention_are_those_of_the_formulas(qk_norm):
     model = random_model(qk_norm=qk_norm)
     with torch.no_grad():
         expected = list(blocks_by_hand(model, TOKENS, DOCUMENTS))
-    found = Inside(model).look(model, TOKENS, Sight(DOCUMENTS)).read()["layers"]
+    found = LayerStats(model).look(model, TOKENS, AttentionMask(DOCUMENTS)).read()["layers"]
     assert list(found) == ["blocks.0", "blocks.1"]
     for i, values in enumerate(expected):
         assert found[f"blocks.{i}"] == pytest.approx(values, rel=1e-10)
@@ -97,7 +97,7 @@ def test_activations_and_attention_are_those_of_the_formulas(qk_norm):
 def test_without_a_mask_attention_is_causal():
     model = random_model()
     one = torch.zeros_like(DOCUMENTS)
-    plain, masked = (Inside(model).look(model, TOKENS, sight).read() for sight in (None, Sight(one)))
+    plain, masked = (LayerStats(model).look(model, TOKENS, sight).read() for sight in (None, AttentionMask(one)))
     for name, values in plain["layers"].items():
         assert values == pytest.approx(masked["layers"][name], rel=1e-12)
 
@@ -105,7 +105,7 @@ def test_without_a_mask_attention_is_causal():
 def test_long_rows_are_sampled():
     model = random_model()
     tokens = torch.randint(0, 11, (1, 200))
-    values = Inside(model).look(model, tokens).read()["layers"]["blocks.1"]
+    values = LayerStats(model).look(model, tokens).read()["layers"]["blocks.1"]
     assert 0 < values["entropy"] < 1 and values["logit"] > 0
 
 
@@ -122,13 +122,13 @@ def test_dead_and_saturated_units_are_counted():
             block.ffn.gate.weight[5:8, 0] = 20.0
             block.ffn.gate.weight[8:, 0] = 1.0
             block.ffn.up.weight[19] = 0.0
-    for values in Inside(model).look(model, TOKENS).read()["layers"].values():
+    for values in LayerStats(model).look(model, TOKENS).read()["layers"].values():
         assert values["dead"] == pytest.approx(6 / 20) and values["saturated"] == pytest.approx(3 / 20)
 
 
 def test_gradients_weights_and_updates_by_layer():
     model = random_model(tied=False)
-    inside = Inside(model)
+    inside = LayerStats(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.logits(model(TOKENS)).square().mean().backward()
     groups = {}
@@ -151,7 +151,7 @@ def test_gradients_weights_and_updates_by_layer():
 
 def test_the_change_of_a_large_parameter_is_estimated_from_a_sample():
     model = random_model(vocab=20_001)
-    inside = Inside(model)
+    inside = LayerStats(model)
     inside.before()
     weight = model.embedding.weight.detach()
     noise = 0.01 * torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -164,7 +164,7 @@ def test_the_change_of_a_large_parameter_is_estimated_from_a_sample():
 
 def test_a_vetoed_step_shows_no_update():
     model = random_model()
-    inside = Inside(model)
+    inside = LayerStats(model)
     model(TOKENS).sum().backward()
     inside.before()
     inside.after()
@@ -175,7 +175,7 @@ def test_nothing_stays_behind():
     """No hook, no gradient, the same loss and gradients as without a look."""
     model = random_model()
     expected = model(TOKENS)
-    Inside(model).look(model, TOKENS)
+    LayerStats(model).look(model, TOKENS)
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(model(TOKENS), expected)
@@ -185,7 +185,7 @@ def test_nothing_stays_behind():
 
     handle = model.norm.register_forward_pre_hook(broken)
     with pytest.raises(RuntimeError, match="inside the model"):
-        Inside(model).look(model, TOKENS)
+        LayerStats(model).look(model, TOKENS)
     handle.remove()
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
@@ -193,12 +193,12 @@ def test_nothing_stays_behind():
 def test_a_look_under_bf16_and_a_nan_in_a_layer():
     model = random_model(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = Inside(model).look(model, TOKENS).read()["layers"]
-    full = Inside(model).look(model, TOKENS).read()["layers"]
+        low = LayerStats(model).look(model, TOKENS).read()["layers"]
+    full = LayerStats(model).look(model, TOKENS).read()["layers"]
     assert low["blocks.1"]["rms"] == pytest.approx(full["blocks.1"]["rms"], rel=0.05)
     with torch.no_grad():
         model.blocks[1].ffn.up.weight[0, 0] = float("nan")
-    layers = Inside(model).look(model, TOKENS).read()["layers"]
+    layers = LayerStats(model).look(model, TOKENS).read()["layers"]
     assert math.isfinite(layers["blocks.0"]["rms"]) and math.isnan(layers["blocks.1"]["rms"])
 
 
@@ -207,7 +207,7 @@ def test_logits_are_not_rounded_by_autocast():
     attention, shape = model.blocks[0].attention, model.shape
     x, rotary = torch.randn(1, 30, 12), model.rotary.get(30, torch.device("cpu"), torch.bfloat16)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        logit, _ = attention_numbers(attention, x, Place(Sight(), rotary))
+        logit, _ = attention_numbers(attention, x, Place(AttentionMask(), rotary))
         q = rotate(attention.query(x).view(1, 30, shape.heads, -1), *rotary)[0].double()
         k = rotate(attention.key(x).view(1, 30, shape.kv_heads, -1), *rotary)[0].double()
     k = k.repeat_interleave(2, dim=1)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.guard.ladder import Facts, Ladder
+from bessemer.guard.ladder import Ladder, LadderFacts
 from bessemer.spec.guard import GuardSpec, LadderSpec
 
 VERDICTS = (None, "data", "data x state", "numerics", "hardware", "learning rate", "undetermined")
@@ -15,7 +15,7 @@ def ladder_of(window=128, max_vetoes=5, **limits):
 
 
 def facts(step=1000, streak=1, finite=True, severity="veto", **known):
-    return Facts(step, streak, finite, severity, **known)
+    return LadderFacts(step, streak, finite, severity, **known)
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -116,7 +116,7 @@ def test_bad_data_now_and_then_does_not():
 
 
 troubles = st.builds(
-    Facts,
+    LadderFacts,
     step=st.integers(0, 5000),
     streak=st.integers(0, 9),
     finite=st.booleans(),

@@ -2,13 +2,13 @@
 
 import pytest
 
-from bessemer.guard.recovery import SPAN, Recovering
+from bessemer.guard.ladder import SPAN, RecoveryCheck
 
 
 def watch(losses, since=100, center=3.0, scale=0.1, patience=50):
     """What is told of these losses from step `since` on; a loss of None is a vetoed step of loss 9."""
     told = []
-    watched = Recovering(since, center, scale, patience, lambda *found: told.append(found))
+    watched = RecoveryCheck(since, center, scale, patience, lambda *found: told.append(found))
     for step, loss in enumerate(losses, start=since):
         record = {"step": step, "loss": 9.0 if loss is None else loss, "veto": "outlier" if loss is None else None}
         if watched.step(record):
@@ -53,6 +53,6 @@ def test_what_is_not_finite_is_not_back():
 
 def test_steps_before_the_repair_are_not_counted():
     told = []
-    watched = Recovering(100, 3.0, 0.1, 50, lambda *found: told.append(found))
+    watched = RecoveryCheck(100, 3.0, 0.1, 50, lambda *found: told.append(found))
     assert not any(watched.step({"step": step, "loss": 3.0, "veto": None}) for step in range(50, 100))
     assert told == [] and len(watched.recent) == 0

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bessemer.guard.replicas as replicas
-from bessemer.guard.replicas import digest, odd_ones_out
+import bessemer.guard.replica_check as replicas
+from bessemer.guard.replica_check import digest, odd_ones_out
 
 DTYPES = [
     torch.float32,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.launch.request import Request, check
+from bessemer.launch.request import LaunchRequest, check
 from bessemer.spec.schema import RunSpec
 
 WORDS = ["steel", "iron", "blast", "flame", "ore", "coke", "slag", "heat", "forge", "anvil", "hammer", "tongs"]
@@ -40,7 +40,7 @@ def spec(tmp_path: Path) -> RunSpec:
 
 
 @pytest.fixture
-def ask(spec: RunSpec, tmp_path: Path) -> Callable[..., Request]:
+def ask(spec: RunSpec, tmp_path: Path) -> Callable[..., LaunchRequest]:
     """ask("slurm", nodes=2): a request that has been checked."""
     needed: dict[str, dict[str, Any]] = {
         "kubernetes": {"image": "team/bessemer:1", "volume": "work"},
@@ -49,7 +49,7 @@ def ask(spec: RunSpec, tmp_path: Path) -> Callable[..., Request]:
         "ssh": {"hosts": ("gpu1", "me@gpu2")},
     }
 
-    def make(on: str, **options: Any) -> Request:
-        return check(Request(spec, on, workdir=str(tmp_path), **{**needed.get(on, {}), **options}))
+    def make(on: str, **options: Any) -> LaunchRequest:
+        return check(LaunchRequest(spec, on, workdir=str(tmp_path), **{**needed.get(on, {}), **options}))
 
     return make

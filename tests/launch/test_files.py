@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from bessemer.errors import UserError
-from bessemer.launch.request import TAKES, Request, check, idle_note
+from bessemer.launch.request import TAKES, LaunchRequest, check, idle_note
 from bessemer.launch.slurm import slurm_time
 from bessemer.launch.submit import generate
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 
-Ask = Callable[..., Request]
+Ask = Callable[..., LaunchRequest]
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("slurm", {"nodes": 2, "gpus": 8, "time": "26h", "partition": "gpu", "account": "lab", "gpu_type": "h100"}),
     ("slurm", {"gpus": 0, "cpus": 2, "array": "0-3", "image": "team/bessemer:1"}),
@@ -215,7 +215,7 @@ def test_what_is_missing_or_of_another_target_is_named(
     spec: RunSpec, on: str, options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        check(Request(spec, on, **options))
+        check(LaunchRequest(spec, on, **options))
     assert str(refused.value).startswith(told) and "\n" not in str(refused.value)
 
 
@@ -254,13 +254,13 @@ def test_a_layout_that_training_refuses_is_refused_before_it_is_queued(
 ) -> None:
     changed = spec.model_copy(update={"parallel": spec.parallel.model_copy(update=parallel)})
     with pytest.raises(UserError, match=words) as fault:
-        check(Request(changed, "slurm", **options))
+        check(LaunchRequest(changed, "slurm", **options))
     assert "\n" not in str(fault.value)
 
 
 def test_the_layout_must_fit_every_number_of_nodes_that_may_train(spec: RunSpec) -> None:
     changed = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"dp_shard": 16})})
-    request = Request(changed, "kubernetes", nodes=4, gpus=8, image="i", volume="v")
+    request = LaunchRequest(changed, "kubernetes", nodes=4, gpus=8, image="i", volume="v")
     check(request)
     with pytest.raises(UserError, match=r"there are 24: .* \(on 3 nodes, which --min-nodes 2 allows\)"):
         check(replace(request, min_nodes=2))
@@ -268,7 +268,7 @@ def test_the_layout_must_fit_every_number_of_nodes_that_may_train(spec: RunSpec)
 
 def test_weights_that_lie_where_the_run_goes_are_checked_there(spec: RunSpec) -> None:
     model = spec.model.model_copy(update={"hf": "not/here"})
-    check(Request(spec.model_copy(update={"model": model}), "slurm", gpus=8))
+    check(LaunchRequest(spec.model_copy(update={"model": model}), "slurm", gpus=8))
 
 
 def test_processes_without_a_row_of_a_step_get_a_note(ask: Ask) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.launch.request import Request
-from bessemer.launch.secrets import KEYS, environment_secrets, find_secrets
+from bessemer.launch.request import KEYS, LaunchRequest, environment_secrets, find_secrets
 from bessemer.launch.submit import generate
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ def test_the_environments_own_secrets_are_found_whatever_their_form() -> None:
 
 
 def test_a_launch_with_a_secret_is_refused_and_the_secret_not_shown(
-    ask: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+    ask: Callable[..., LaunchRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEAM_API_KEY", "q7Zt-93kd_Lw02x")
     with pytest.raises(UserError) as refused:

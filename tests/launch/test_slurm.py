@@ -16,8 +16,8 @@ import pytest
 
 from bessemer.errors import UserError
 from bessemer.launch import slurm
-from bessemer.launch.job import Job
-from bessemer.launch.request import Request
+from bessemer.launch.job import LaunchJob
+from bessemer.launch.request import LaunchRequest
 from bessemer.launch.submit import generate, submit, write_files
 from bessemer.run.directory import Run
 
@@ -135,17 +135,19 @@ def at_step(run: Run, step: int) -> bool:
     return any(record["step"] >= step for record in run.metrics()) if run.steps_path.exists() else False
 
 
-def started_again(job: Job) -> None:
+def started_again(job: LaunchJob) -> None:
     """After a requeue Slurm lets a job wait for two minutes; not here."""
     until(lambda: slurm.states(job)[0].state == "PENDING", f"job {job.id} back in the queue")
     told("scontrol", "update", f"JobId={job.id}", "StartTime=now")
     until(lambda: slurm.states(job)[0].state == "RUNNING", f"job {job.id} running again")
 
 
-def test_a_job_warned_and_preempted_ends_as_if_nothing_had_happened(cluster: Path, ask: Callable[..., Request]) -> None:
+def test_a_job_warned_and_preempted_ends_as_if_nothing_had_happened(
+    cluster: Path, ask: Callable[..., LaunchRequest]
+) -> None:
     request = ask("slurm", gpus=0, cpus=1, time="1h")
     spec = request.spec.model_copy(update={"budget": request.spec.budget.model_copy(update={"steps": STEPS})})
-    request = Request(**{**vars(request), "spec": spec})
+    request = LaunchRequest(**{**vars(request), "spec": spec})
     lines: list[str] = []
     job = submit(request, lines.append)
     assert job is not None and job.id.isdigit() and any("job.sbatch" in line for line in lines)
@@ -172,14 +174,14 @@ def test_a_job_warned_and_preempted_ends_as_if_nothing_had_happened(cluster: Pat
     assert len(starts) == 3 and starts[0] == 0 and 200 <= starts[1] < starts[2]  # nothing was trained twice
     assert [step for step, _ in losses(run)] == list(range(STEPS))
     alone = spec.model_copy(update={"name": "alone"})
-    from bessemer.supervise.session import train
+    from bessemer.session.session import train
 
     assert train(alone).kind == "finished"
     assert losses(Run(request.folder.parents[1] / "alone")) == losses(run)
 
 
 def test_the_processes_of_two_nodes_meet_though_nobody_knows_their_names(
-    cluster: Path, ask: Callable[..., Request], tmp_path: Path
+    cluster: Path, ask: Callable[..., LaunchRequest], tmp_path: Path
 ) -> None:
     meet = tmp_path / "meet.py"
     meet.write_text(
@@ -194,7 +196,7 @@ def test_the_processes_of_two_nodes_meet_though_nobody_knows_their_names(
     files["node.sh"] = files["node.sh"].replace(training, f"{meet} {tmp_path}/met")
     write_files(request, files)
     number = told(*slurm.submit(request))
-    job = Job("slurm", "tiny", slurm.job_id(request, number), str(request.folder), 0.0, 2, 0)
+    job = LaunchJob("slurm", "tiny", slurm.job_id(request, number), str(request.folder), 0.0, 2, 0)
     try:
         until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in (0, 1)), "both ranks")
     except AssertionError:
@@ -205,7 +207,7 @@ def test_the_processes_of_two_nodes_meet_though_nobody_knows_their_names(
 
 
 def test_a_job_can_be_cancelled_and_its_log_shown(
-    cluster: Path, ask: Callable[..., Request], capfd: pytest.CaptureFixture[str]
+    cluster: Path, ask: Callable[..., LaunchRequest], capfd: pytest.CaptureFixture[str]
 ) -> None:
     from bessemer.launch.job import call
     from bessemer.launch.submit import show_logs

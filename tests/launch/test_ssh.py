@@ -15,7 +15,7 @@ import bessemer
 from bessemer.errors import UserError
 from bessemer.launch import ssh
 from bessemer.launch.job import call
-from bessemer.launch.request import Request
+from bessemer.launch.request import LaunchRequest
 from bessemer.launch.submit import submit
 from bessemer.run.directory import Run
 
@@ -68,10 +68,10 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         log.close()
 
 
-def test_a_run_over_ssh_is_started_told_of_and_stopped(host: str, ask: Callable[..., Request]) -> None:
+def test_a_run_over_ssh_is_started_told_of_and_stopped(host: str, ask: Callable[..., LaunchRequest]) -> None:
     request = ask("ssh", hosts=(host,), gpus=0)
     budget = request.spec.budget.model_copy(update={"steps": 100_000})
-    request = Request(**{**vars(request), "spec": request.spec.model_copy(update={"budget": budget})})
+    request = LaunchRequest(**{**vars(request), "spec": request.spec.model_copy(update={"budget": budget})})
     job = submit(request, lambda line: None)
     assert job is not None and job.id == host
     run = Run(request.folder.parent)
@@ -117,7 +117,7 @@ def other(host: str, tmp_path: Path) -> Iterator[str]:
 
 
 def test_two_machines_that_know_no_name_of_each_other_train_together(
-    host: str, other: str, ask: Callable[..., Request]
+    host: str, other: str, ask: Callable[..., LaunchRequest]
 ) -> None:
     """Rank 0 is on the machine whose hostname sorts first, and that is not the one they meet at."""
     request = ask("ssh", hosts=(host, other), gpus=0)
@@ -132,6 +132,6 @@ def test_two_machines_that_know_no_name_of_each_other_train_together(
     assert len(next(run.events("started"))["machine"]) and (run.folder / "layout.json").exists()
 
 
-def test_one_machine_under_two_names_is_refused(host: str, ask: Callable[..., Request]) -> None:
+def test_one_machine_under_two_names_is_refused(host: str, ask: Callable[..., LaunchRequest]) -> None:
     with pytest.raises(UserError, match="again: the same machine as box: name each machine once in --hosts"):
         submit(ask("ssh", hosts=(host, "again"), gpus=0), lambda line: None)

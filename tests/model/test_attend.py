@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bessemer.model.attend import BACKENDS, Call, attend, flex, serving, unfit
-from bessemer.model.sight import TILE, Sight, document_borders
+from bessemer.model.attention import BACKENDS, AttentionCall, attend, flex, serving, unfit
+from bessemer.model.attention_mask import TILE, AttentionMask, document_borders
 
 CPU = torch.device("cpu")
 
 
-def may_look(sight: Sight, window: int, b: int, q: int, k: int) -> bool:
+def may_look(sight: AttentionMask, window: int, b: int, q: int, k: int) -> bool:
     """The rule in words, of numbers."""
     if sight.documents_BT is not None and sight.documents_BT[b, q] != sight.documents_BT[b, k]:
         return False
@@ -29,7 +29,7 @@ def may_look(sight: Sight, window: int, b: int, q: int, k: int) -> bool:
 
 
 def loop(
-    q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, sight: Sight, window: int, scale: float, cap: float | None,
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, sight: AttentionMask, window: int, scale: float, cap: float | None,
     bias_1NTS: Tensor | None,
 ) -> Tensor:  # fmt: skip
     (B, T, N, _), (_, S, K, _) = q_BTND.shape, k_BSKD.shape
@@ -66,7 +66,9 @@ def make_case(
         "q_BTND": normal(B, T, K * groups, 4),
         "k_BSKD": normal(B, S, K, 4),
         "v_BSKE": normal(B, S, K, E),
-        "sight": Sight(coins(0.4).cumsum(1) if packed else None, coins(0.3) if prefixed else None, causal, blocks),
+        "sight": AttentionMask(
+            coins(0.4).cumsum(1) if packed else None, coins(0.3) if prefixed else None, causal, blocks
+        ),
         "window": window,
         "scale": scale,
         "cap": cap,
@@ -116,17 +118,17 @@ def random_documents(rows: int, length: int, likely: float = 0.01, seed: int = 0
 
 PREFIX = torch.arange(256).expand(2, -1) % 150 < 20
 SIGHTS = {
-    "causal": (Sight(), 0),
-    "both ways": (Sight(causal=False), 0),
-    "documents": (Sight(random_documents(2, 256)), 0),
-    "documents both ways": (Sight(random_documents(2, 256), causal=False), 0),
-    "window": (Sight(), 100),
-    "window both ways": (Sight(causal=False), 100),
-    "documents and window": (Sight(random_documents(2, 256)), 30),
-    "prefix": (Sight(prefix_BT=PREFIX), 0),
-    "documents and prefix": (Sight(random_documents(2, 256), PREFIX), 0),
-    "blocks": (Sight(blocks=(32, 2)), 0),
-    "documents and wide blocks": (Sight(random_documents(2, 256), blocks=(200, 0)), 0),
+    "causal": (AttentionMask(), 0),
+    "both ways": (AttentionMask(causal=False), 0),
+    "documents": (AttentionMask(random_documents(2, 256)), 0),
+    "documents both ways": (AttentionMask(random_documents(2, 256), causal=False), 0),
+    "window": (AttentionMask(), 100),
+    "window both ways": (AttentionMask(causal=False), 100),
+    "documents and window": (AttentionMask(random_documents(2, 256)), 30),
+    "prefix": (AttentionMask(prefix_BT=PREFIX), 0),
+    "documents and prefix": (AttentionMask(random_documents(2, 256), PREFIX), 0),
+    "blocks": (AttentionMask(blocks=(32, 2)), 0),
+    "documents and wide blocks": (AttentionMask(random_documents(2, 256), blocks=(200, 0)), 0),
 }
 
 
@@ -154,7 +156,7 @@ def test_tiles_hide_nothing_and_whole_ones_are_whole(
 ) -> None:
     T = tiles * TILE
     prefix = random_documents(2, T, 0.3, seed) % 2 == 0 if prefixed else None
-    sight = Sight(random_documents(2, T, likely, seed) if likely else None, prefix, causal, blocks)
+    sight = AttentionMask(random_documents(2, T, likely, seed) if likely else None, prefix, causal, blocks)
     dense = sight.mask(window, T, T, CPU)
     seen = torch.ones(1, 1, T, T, dtype=torch.bool) if dense is None else dense
     pairs = seen[:, 0].unflatten(2, (tiles, TILE)).unflatten(1, (tiles, TILE)).transpose(2, 3).flatten(3)
@@ -168,21 +170,21 @@ def test_tiles_hide_nothing_and_whole_ones_are_whole(
 
 def test_a_long_row_of_short_documents_lists_few_tiles() -> None:
     documents = torch.arange(8192)[None] // 256
-    assert Sight(documents).tiles(0, 8192, CPU).kv_num_blocks.sum() == 64  # diagonal ones, and
-    assert Sight(documents).tiles(0, 8192, CPU).full_kv_num_blocks.sum() == 32  # one below it in each document
+    assert AttentionMask(documents).tiles(0, 8192, CPU).kv_num_blocks.sum() == 64  # diagonal ones, and
+    assert AttentionMask(documents).tiles(0, 8192, CPU).full_kv_num_blocks.sum() == 32  # one below it in each document
 
 
 def test_borders_of_documents_end_with_their_row() -> None:
     borders, longest = document_borders(torch.tensor([[3, 3, 4, 4], [4, 4, 4, 7]]))
     assert borders.tolist() == [0, 2, 4, 7, 8] and borders.dtype == torch.int32 and longest == 3
-    assert Sight().lengths(2, 4, CPU)[0].tolist() == [0, 4, 8]
+    assert AttentionMask().lengths(2, 4, CPU)[0].tolist() == [0, 4, 8]
     documents = random_documents(3, 50, 0.2)
-    borders, longest = Sight(documents).lengths(3, 50, CPU)
+    borders, longest = AttentionMask(documents).lengths(3, 50, CPU)
     pieces = [documents.flatten()[a:b] for a, b in itertools.pairwise(borders.tolist())]
     assert all(len(set(piece.tolist())) == 1 for piece in pieces) and longest == max(map(len, pieces))
 
 
-PACKED = Call(1024, 1024, 64, 64, torch.bfloat16, "cuda", masked=True)
+PACKED = AttentionCall(1024, 1024, 64, 64, torch.bfloat16, "cuda", masked=True)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ PACKED = Call(1024, 1024, 64, 64, torch.bfloat16, "cuda", masked=True)
     ],
 )
 def test_what_each_backend_can_do(change: dict[str, Any], able: set[str]) -> None:
-    call = Call(**(PACKED.__dict__ | change))
+    call = AttentionCall(**(PACKED.__dict__ | change))
     assert {name for name in BACKENDS if unfit(name, call) is None} == able
     for name in (*BACKENDS, "auto"):
         expected = name if name in able else "sdpa" if "sdpa" in able else "math"
@@ -214,4 +216,4 @@ def test_what_each_backend_can_do(change: dict[str, Any], able: set[str]) -> Non
 def test_a_query_alone_sees_its_whole_cache() -> None:
     q, k, v = torch.randn(1, 1, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4)
     shares = torch.softmax(torch.einsum("nd,snd->ns", q[0, 0], k[0]) / math.sqrt(4), dim=-1)
-    torch.testing.assert_close(attend(q, k, v, Sight(), 0, 0.5)[0, 0], torch.einsum("ns,snd->nd", shares, v[0]))
+    torch.testing.assert_close(attend(q, k, v, AttentionMask(), 0, 0.5)[0, 0], torch.einsum("ns,snd->nd", shares, v[0]))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.model import backends
-from bessemer.model.attend import attend
-from bessemer.model.backends import (
+from bessemer.model import attention_backends as backends
+from bessemer.model.attention import attend
+from bessemer.model.attention_backends import (
     TOLERANCE,
-    Choice,
-    Trial,
+    BackendChoice,
+    BackendTiming,
     candidates,
     choose,
     contest,
@@ -23,7 +23,7 @@ from bessemer.model.backends import (
     proven,
     set_backend,
 )
-from bessemer.model.sight import Sight
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import Mla, ModelShape
 
@@ -60,8 +60,8 @@ def test_a_cpu_takes_sdpa_or_the_reference_and_measures_nothing(shape_of: Shapes
     assert "not measured" in plain.reason and "cpu" in plain.reason
 
 
-def trial_of(shape: ModelShape, window: int = 0, packed: bool = True, prefix: bool = False) -> Trial:
-    return Trial(shape, window, 48, 2, torch.float64, CPU, packed, prefix)
+def trial_of(shape: ModelShape, window: int = 0, packed: bool = True, prefix: bool = False) -> BackendTiming:
+    return BackendTiming(shape, window, 48, 2, torch.float64, CPU, packed, prefix)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,12 @@ def with_faults(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor, dict[s
 def leak(out: Tensor, call: dict[str, Any]) -> Tensor:
     """A window that is one position too wide."""
     q, k, v, sight, window, *rest = call["args"]
-    return attend(q, k, v, Sight(sight.documents_BT), window + 1, *rest)
+    return attend(q, k, v, AttentionMask(sight.documents_BT), window + 1, *rest)
 
 
 def ignore_documents(out: Tensor, call: dict[str, Any]) -> Tensor:
     q, k, v, _, *rest = call["args"]
-    return attend(q, k, v, Sight(), *rest)
+    return attend(q, k, v, AttentionMask(), *rest)
 
 
 def fail(out: Tensor, call: dict[str, Any]) -> Tensor:
@@ -153,8 +153,8 @@ def test_the_end_of_a_row_is_checked_without_the_rest(
 def test_the_fastest_on_short_rows_has_to_be_right_on_long_ones(
     shape_of: Shapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fastest() -> Choice:
-        return Choice("broken", "", {"broken": 1.0, "sdpa": 2.0}, {}, {"flash": "no kernel"})
+    def fastest() -> BackendChoice:
+        return BackendChoice("broken", "", {"broken": 1.0, "sdpa": 2.0}, {}, {"flash": "no kernel"})
 
     long = [lambda: trial_of(shape_of())]
     with_faults(monkeypatch, poison)
@@ -176,7 +176,7 @@ def test_the_fastest_on_short_rows_has_to_be_right_on_long_ones(
 def test_the_fastest_over_all_layers_wins(shape_of: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
     # One window is quick with one backend, the other with the other; three of four layers have the second.
     costs = {("sdpa", 0): 1.0, ("sdpa", 7): 4.0, ("math", 0): 6.0, ("math", 7): 2.0}
-    monkeypatch.setattr(Trial, "seconds", lambda trial, name, budget_s: costs[name, trial.window])
+    monkeypatch.setattr(BackendTiming, "seconds", lambda trial, name, budget_s: costs[name, trial.window])
     shape = shape_of(layers=4, windows=(7, 7, 7, 0))
     trials = {window: trial_of(shape, window) for window in (0, 7)}
     choice = contest(["sdpa", "math"], trials, backends.windows(shape), budget_s=1.0)
@@ -200,16 +200,18 @@ def test_errors_are_of_the_worst_position() -> None:
 
 def test_the_tolerance_sees_a_long_window_off_by_one_and_bears_the_noise_of_bfloat16(shape_of: Shapes) -> None:
     shape = shape_of(heads=1, kv_heads=1, head_dim=64)
-    trial, wider = (Trial(shape, window, 2048, 1, BF16, CPU, packed=False) for window in (1024, 1025))
+    trial, wider = (BackendTiming(shape, window, 2048, 1, BF16, CPU, packed=False) for window in (1024, 1025))
     for found, true in zip(wider.run("math"), trial.run("math"), strict=True):
         assert largest_error(found.float().transpose(1, 2), true.float().transpose(1, 2)) > 0.1
     assert trial.error("math") < TOLERANCE[BF16] / 2
 
 
 def test_a_tie_goes_to_the_backend_that_repeats_its_bits(shape_of: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trial, "error", lambda trial, name: 0.0)
+    monkeypatch.setattr(BackendTiming, "error", lambda trial, name: 0.0)
     for flex_s, winner in ((1.04, "flex"), (1.06, "varlen")):
-        monkeypatch.setattr(Trial, "seconds", lambda trial, name, budget_s, s=flex_s: s if name == "flex" else 1.0)
+        monkeypatch.setattr(
+            BackendTiming, "seconds", lambda trial, name, budget_s, s=flex_s: s if name == "flex" else 1.0
+        )
         assert contest(["flex", "varlen"], {0: trial_of(shape_of())}, Counter({0: 1}), 1.0).name == winner
 
 
@@ -242,7 +244,7 @@ def test_every_backend_equals_the_reference_on_a_gpu(shape_of: Shapes, kind: str
     packed, prefix, window = given.pop("packed", True), given.pop("prefix", False), given.pop("window", 0)
     shape = shape_of(**({"heads": 8, "kv_heads": 2, "head_dim": 64, "windows": (window,)} | given))
     names = candidates(shape, CUDA, BF16, packed, 512, prefix)
-    trial = Trial(shape, window, 512, 3, BF16, CUDA, packed, prefix)
+    trial = BackendTiming(shape, window, 512, 3, BF16, CUDA, packed, prefix)
     errors = {name: trial.error(name) for name in names}
     assert len(names) > 1 and all(error < TOLERANCE[BF16] for error in errors.values()), errors
 
@@ -255,8 +257,8 @@ def test_a_gpu_measures_and_says_so(shape_of: Shapes) -> None:
     assert choice.name in choice.times and choice.times[choice.name] == min(choice.times.values())
     assert {"varlen", "flex", "sdpa"} <= set(choice.times) and choice.reason.count(" ms") == len(choice.times)
     # New documents in the next batch need no new compilation, and give their own result.
-    first, second = (Trial(shape, 0, 1024, 2, BF16, CUDA, packed=True) for _ in range(2))
-    second.sight = Sight((torch.arange(2048, dtype=torch.int32, device="cuda") // 200).unflatten(0, (2, -1)))
+    first, second = (BackendTiming(shape, 0, 1024, 2, BF16, CUDA, packed=True) for _ in range(2))
+    second.sight = AttentionMask((torch.arange(2048, dtype=torch.int32, device="cuda") // 200).unflatten(0, (2, -1)))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert first.error("flex") < TOLERANCE[BF16] and second.error("flex") < TOLERANCE[BF16]
 
@@ -271,14 +273,14 @@ def test_a_long_row_is_chosen_for_in_seconds_and_checked_at_its_end(shape_of: Sh
     assert choice.name in choice.times and "full length" not in choice.reason, choice.reason
     assert not any("at the end" in why for why in choice.dropped.values()), choice.dropped
     assert time.perf_counter() - began < 60  # flex compiles; one layer of all backends at this length took minutes
-    assert Trial(shape, 0, 131_072, 1, BF16, CUDA, packed).error(choice.name, 1024) < TOLERANCE[BF16]
+    assert BackendTiming(shape, 0, 131_072, 1, BF16, CUDA, packed).error(choice.name, 1024) < TOLERANCE[BF16]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["flex", "varlen"])
 def test_under_autocast_wider_queries_and_keys_are_rounded_first(shape_of: Shapes, name: str) -> None:
-    trial = Trial(shape_of(heads=8, kv_heads=2, head_dim=64), 0, 512, 2, BF16, CUDA, packed=True)
+    trial = BackendTiming(shape_of(heads=8, kv_heads=2, head_dim=64), 0, 512, 2, BF16, CUDA, packed=True)
     q, k, v = (x.detach() for x in trial.inputs)
     expected = attend(q, k, v, trial.sight, 0, trial.scale, backend="math")
     leaves = [q.float().requires_grad_(), k.float().requires_grad_(), v.clone().requires_grad_()]

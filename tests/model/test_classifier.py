@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.classifier import Classifier, headless, pooled
 from bessemer.model.init import init_weights
-from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
 
 
@@ -48,7 +48,7 @@ def test_packed_texts_are_texts_alone(shape_of, pool, causal):
     row = torch.cat([*texts, torch.zeros(3, dtype=torch.int64)])[None]
     documents = torch.repeat_interleave(torch.tensor([0, 1, 2, -1]), torch.tensor([9, 2, 14, 3]))[None]
     alone = torch.cat([model(text[None]) for text in texts])
-    torch.testing.assert_close(model(row, Sight(documents)), alone, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model(row, AttentionMask(documents)), alone, rtol=1e-10, atol=1e-12)
 
 
 def test_a_body_has_no_head_of_words(shape_of):

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.data.stream import Batch
+from bessemer.data.stream.batches import Batch
 from bessemer.errors import UserError
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.encoder_decoder import CrossBlock, EncoderDecoder, cross_mask
 from bessemer.model.init import init_weights
 from bessemer.model.positions import relative_bucket
-from bessemer.model.sight import Sight
-from bessemer.spec.count import cache_bytes, parts
-from bessemer.spec.shape import ModelShape
-from bessemer.train.objectives.denoise import Denoise
+from bessemer.spec.shape import ModelShape, cache_bytes, parts
+from bessemer.train.objectives import Denoise
 
 SHAPE = ModelShape(
     vocab=31, width=12, layers=1, heads=2, kv_heads=2, head_dim=5, ffn=16, attention_scale=1.0, positions="relative",
@@ -132,7 +131,7 @@ def test_masks_follow_documents():
 def test_a_row_of_padding_has_finite_gradients(model):
     """Rows that only fill up a batch: all of the encoder is padding, whatever the decoder's number."""
     hidden = model(
-        tokens(1, 4), Sight(torch.tensor([[0, 0, -1, -1]])), encoder_tokens_BS=tokens(1, 6),
+        tokens(1, 4), AttentionMask(torch.tensor([[0, 0, -1, -1]])), encoder_tokens_BS=tokens(1, 6),
         encoder_documents_BS=torch.full((1, 6), -1),
     )  # fmt: skip
     hidden.sum().backward()
@@ -184,7 +183,7 @@ def test_learns_what_denoising_gives(model):
         for name in ("tokens", "documents", "encoder_tokens", "encoder_documents")
     }
     hidden = model(
-        feed["tokens"], Sight(feed["documents"]), encoder_tokens_BS=feed["encoder_tokens"],
+        feed["tokens"], AttentionMask(feed["documents"]), encoder_tokens_BS=feed["encoder_tokens"],
         encoder_documents_BS=feed["encoder_documents"],
     )  # fmt: skip
     for row, number in ((0, 0), (0, 1), (1, 2)):

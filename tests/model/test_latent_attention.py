@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bessemer.model.attention import LATENT_EPS, LatentAttention, LayerCache, Place
-from bessemer.model.rotary import RotaryTable
-from bessemer.model.sight import Sight
-from bessemer.spec import count
+from bessemer.model.attention_mask import AttentionMask
+from bessemer.model.positions import RotaryTable
+from bessemer.spec import shape as count
 from bessemer.spec.shape import Mla, ModelShape, Rope
 
 WIDTH, HEADS = 12, 3
@@ -31,10 +31,10 @@ def make(shape: ModelShape, seed: int = 0) -> LatentAttention:
     return layer
 
 
-def place_of(shape: ModelShape, start: int, stop: int, sight: Sight | None = None) -> Place:
+def place_of(shape: ModelShape, start: int, stop: int, sight: AttentionMask | None = None) -> Place:
     assert shape.mla is not None
     cos, sin = RotaryTable(shape.mla.rope_dim, shape.rope).get(stop, torch.device("cpu"), torch.float64)
-    return Place(sight or Sight(), (cos[start:], sin[start:]))
+    return Place(sight or AttentionMask(), (cos[start:], sin[start:]))
 
 
 def rows(B: int, T: int) -> Tensor:
@@ -127,7 +127,7 @@ def test_a_cache_changes_nothing(parts: list[int]) -> None:
 def test_documents_and_windows_are_kept_apart() -> None:
     shape = shape_of(MLA, rope=Rope(interleaved=True), windows=(3,))
     layer, x_BTW = make(shape), rows(1, 9)
-    whole = layer(x_BTW, place_of(shape, 0, 9, Sight(torch.tensor([[0] * 5 + [1] * 4]))))
+    whole = layer(x_BTW, place_of(shape, 0, 9, AttentionMask(torch.tensor([[0] * 5 + [1] * 4]))))
     alone = [layer(x, place_of(shape, 0, x.shape[1])) for x in x_BTW.split([5, 4], dim=1)]
     torch.testing.assert_close(whole, torch.cat(alone, dim=1), rtol=1e-11, atol=1e-11)
     changed = x_BTW.clone()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bessemer.errors import UserError
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.mamba import HF_NAMES, Mamba2, MambaCache, init_mamba
-from bessemer.model.sight import Sight
 from bessemer.spec.shape import Mamba
 
 WIDTH, EPS = 12, 1e-5
@@ -94,7 +94,7 @@ def mambas(draw: st.DrawFn) -> Mamba:
 def test_a_packed_row_equals_the_recurrence_of_each_document(mamba: Mamba, B: int, cuts: list[int], seed: int) -> None:
     mixer, x_BTW = make(mamba, seed), rows(B, sum(cuts), seed)
     documents_BT = torch.repeat_interleave(torch.arange(len(cuts)), torch.tensor(cuts)).expand(B, -1)
-    y_BTW = mixer(x_BTW, Sight(documents_BT=documents_BT))
+    y_BTW = mixer(x_BTW, AttentionMask(documents_BT=documents_BT))
     expected = torch.stack([torch.cat([recurrence(mixer, part) for part in row.split(cuts)]) for row in x_BTW])
     torch.testing.assert_close(y_BTW, expected, atol=1e-9, rtol=1e-9)
     wanted = (x_BTW, *mixer.parameters())
@@ -104,7 +104,7 @@ def test_a_packed_row_equals_the_recurrence_of_each_document(mamba: Mamba, B: in
 def test_a_packed_row_equals_its_documents_alone() -> None:
     mixer, x_BTW, cuts = make(SMALL), rows(1, 21), [1, 9, 2, 4, 5]  # inside a chunk, over several, at their borders
     documents_BT = torch.repeat_interleave(torch.tensor([7, 3, 4, 7, 0]), torch.tensor(cuts))[None]
-    packed = mixer(x_BTW, Sight(documents_BT=documents_BT))
+    packed = mixer(x_BTW, AttentionMask(documents_BT=documents_BT))
     alone = torch.cat([mixer(part) for part in x_BTW.split(cuts, dim=1)], dim=1)
     torch.testing.assert_close(packed, alone, atol=1e-12, rtol=1e-12)
     wanted = (x_BTW, *mixer.parameters())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bessemer.errors import UserError
-from bessemer.model.ffn import ACTIVATIONS, FeedForward
+from bessemer.model.layers import ACTIVATIONS, FeedForward
 from bessemer.model.moe import (
     MixtureOfExperts,
     grouped_product,

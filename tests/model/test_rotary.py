@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.model.rotary import RotaryTable, attention_factor, frequencies, rotate, yarn_mscale
+from bessemer.model.positions import RotaryTable, attention_factor, frequencies, rotate, yarn_mscale
 from bessemer.spec.shape import Rope
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.model.attention import Place
-from bessemer.model.sight import Sight
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import Decoder, build, init_weights
 from bessemer.spec.shape import PRESETS, ModelShape, Rope, with_vocab
 
@@ -86,7 +86,7 @@ def test_hidden_states_and_gradients_equal_the_reference(
         for row, numbers in zip(tokens, documents, strict=True)
     ]
     expected = torch.stack(rows)
-    hidden = model(tokens, Sight(documents) if packed else None)
+    hidden = model(tokens, AttentionMask(documents) if packed else None)
     torch.testing.assert_close(hidden, expected, rtol=1e-10, atol=1e-10)
     head = weights["embedding.weight" if shape.tied else "head.weight"]
     torch.testing.assert_close(model.logits(hidden), expected @ head.T, rtol=1e-10, atol=1e-10)
@@ -122,7 +122,7 @@ def test_a_later_token_never_changes_an_earlier_state(seed, length, at, qk_norm)
 def test_no_gradient_flows_from_a_state_to_a_later_token(shape_of, build_random):
     model = build_random(shape_of())
     x = model.embedding(ids(3, 1, 8)).detach().requires_grad_()
-    place = Place(Sight(), model.rotary.get(8, x.device, x.dtype))
+    place = Place(AttentionMask(), model.rotary.get(8, x.device, x.dtype))
     y = x
     for block in model.blocks:
         y = block(y, place)
@@ -139,7 +139,7 @@ def test_packed_documents_have_the_states_of_each_alone(lengths, seed):
     tokens = ids(seed, 1, sum(lengths))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     with torch.no_grad():
-        packed = model(tokens, Sight(documents))
+        packed = model(tokens, AttentionMask(documents))
         alone = torch.cat([model(part) for part in tokens.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-11)
 
@@ -148,7 +148,7 @@ def test_packed_documents_have_the_states_of_each_alone(lengths, seed):
 def test_the_document_mask_is_causal_and_inside_documents(lengths):
     rows = [list(itertools.chain.from_iterable([k] * n for k, n in enumerate(row)))[:6] for row in lengths]
     rows = [row + [99] * (6 - len(row)) for row in rows]
-    mask = Sight(torch.tensor(rows, dtype=torch.int32)).mask(0, 6, 6, torch.device("cpu"))
+    mask = AttentionMask(torch.tensor(rows, dtype=torch.int32)).mask(0, 6, 6, torch.device("cpu"))
     assert mask.shape == (len(rows), 1, 6, 6) and mask.dtype == torch.bool
     for b, row in enumerate(rows):
         for t, s in itertools.product(range(6), range(6)):

@@ -9,19 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.export.hf import to_hf
-from bessemer.export.source import open_native
+from bessemer.export.hf import open_native, to_hf
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.families.registry import read_shape
 from bessemer.model.generate import Sampling, generate
-from bessemer.model.sight import Sight
-from bessemer.model.wrapped import Wrapped, check_wrapped, load_wrapped, read_wrapped, wrap
+from bessemer.model.wrapped import WrappedModel, check_wrapped, load_wrapped, read_wrapped, wrap
 from bessemer.run.directory import Run
+from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.supervise.session import train
-from bessemer.train.restore import load_trained
+from bessemer.train.trained import load_trained
 
 transformers = pytest.importorskip("transformers")
 V = 96
@@ -66,12 +65,12 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(1, V, shape, generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(model: Wrapped, tokens_BT: Tensor) -> Tensor:
-    from bessemer.spec.objectives import LossSpec
+def loss_of(model: WrappedModel, tokens_BT: Tensor) -> Tensor:
+    from bessemer.spec.model import LossSpec
     from bessemer.train.loss import linear_cross_entropy
     from bessemer.train.objective import loss_options
 
-    hidden_RW = model(tokens_BT[:, :-1], Sight()).flatten(0, 1)
+    hidden_RW = model(tokens_BT[:, :-1], AttentionMask()).flatten(0, 1)
     weights_R = hidden_RW.new_ones(len(hidden_RW))
     options = loss_options(model.shape, LossSpec())
     loss, _, _ = linear_cross_entropy(
@@ -101,7 +100,7 @@ def test_packed_documents_are_as_documents_alone(folder: Path) -> None:
     model, tokens_BT = wrap(folder, "cpu").double().eval(), tokens(2, 24)
     lengths = ((9, 15), (3, 21))
     documents_BT = torch.tensor([[0] * a + [1] * b for a, b in lengths])
-    together = model(tokens_BT, Sight(documents_BT))
+    together = model(tokens_BT, AttentionMask(documents_BT))
     for row, (a, b) in enumerate(lengths):
         for part, start, stop in ((together[row, :a], 0, a), (together[row, a:], a, a + b)):
             torch.testing.assert_close(part, model(tokens_BT[row : row + 1, start:stop])[0], rtol=0, atol=ROUNDING)
@@ -130,7 +129,7 @@ def test_it_is_built_again_from_its_shape(folder: Path) -> None:
     """As a checkpoint's weights are loaded: laid out without memory first, tables among the buffers."""
     model, tokens_BT = wrap(folder, "cpu"), tokens(1, 10)
     with torch.device("meta"):
-        again = Wrapped(model.shape)
+        again = WrappedModel(model.shape)
     again.to_empty(device="cpu")
     again.load_state_dict(model.state_dict())
     assert torch.equal(again.eval()(tokens_BT), model.eval()(tokens_BT))
@@ -141,7 +140,7 @@ def test_a_state_space_model_trains_alone_but_not_packed(tmp_path: Path) -> None
     model = wrap(save(tmp_path, "mamba", settings), "cpu").eval()
     documents_BT = torch.tensor([[0] * 4 + [1] * 6])
     with pytest.raises(UserError, match=r"mamba does not keep packed documents apart: write packing: pad"):
-        model(tokens(1, 10), Sight(documents_BT))
+        model(tokens(1, 10), AttentionMask(documents_BT))
     prompt = tokens(1, 7)
     said = list(generate(model, prompt[0].tolist(), 5, (), Sampling(0.0)))  # without a cache
     expected = theirs(tmp_path).float().generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=None)
@@ -163,7 +162,7 @@ def test_llama_4_trains_alone_but_not_packed(tmp_path: Path) -> None:
     expected = reference.generate(tokens_BT, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert list(generate(model, tokens_BT[0].tolist(), 5, (), Sampling(0.0))) == expected[0, 40:].tolist()
     with pytest.raises(UserError, match=r"llama4_text does not keep packed documents apart: write packing: pad"):
-        model(tokens_BT, Sight(torch.tensor([[0] * 20 + [1] * 20])))
+        model(tokens_BT, AttentionMask(torch.tensor([[0] * 20 + [1] * 20])))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +188,7 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="65 exceeds the model's 64"):
         check_wrapped(shape, V, 65)
     with pytest.raises(UserError, match="only looks back: remove the prefix task"):
-        wrap(folder, "cpu")(tokens(1, 8), Sight(prefix_BT=torch.ones(1, 8, dtype=torch.bool)))
+        wrap(folder, "cpu")(tokens(1, 8), AttentionMask(prefix_BT=torch.ones(1, 8, dtype=torch.bool)))
     ahead = save(tmp_path / "b", "electra", {**SMALL, "embedding_size": 32, "pad_token_id": 0})
     with pytest.raises(UserError, match=r"with a linear head|looks ahead"):
         wrap(ahead, "cpu")
@@ -202,7 +201,7 @@ def test_a_head_that_was_misread_is_found_out(tmp_path: Path) -> None:
     shape = read_wrapped(folder)
     assert shape.logit_scale == 0.25
     with pytest.raises(UserError, match="cohere makes its logits in a way not known here"):
-        load_wrapped(Wrapped(replace(shape, logit_scale=1.0)), folder)
+        load_wrapped(WrappedModel(replace(shape, logit_scale=1.0)), folder)
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
@@ -247,7 +246,7 @@ def test_a_run_trains_it_goes_on_and_generates(tmp_path: Path) -> None:
     decisions = {item["key"]: item for item in json.loads((run.folder / "plan.json").read_text())["decisions"]}
     assert "run by transformers: no tensor or pipeline parallel" in decisions["model.wrap"]["reason"]
     model, _ = load_trained(run.folder, device="cpu")
-    assert isinstance(model, Wrapped)
+    assert isinstance(model, WrappedModel)
     said = list(generate(model, [1, 2, 3], 5, (), Sampling(0.0)))
     done = to_hf(open_native(run.folder), tmp_path / "out")  # and transformers goes on with what was learnt
     assert done.family == "wrapped" and done.comparison is not None and done.comparison.logits == 0.0
@@ -262,7 +261,7 @@ def test_packing_holds_in_bf16(folder: Path) -> None:
     model, tokens_BT = wrap(folder, "cpu").eval(), tokens(1, 24)
     documents_BT = torch.tensor([[0] * 9 + [1] * 15])
     with torch.autocast("cpu", torch.bfloat16):
-        together, alone = model(tokens_BT, Sight(documents_BT))[0, 9:], model(tokens_BT[:, 9:])[0]
+        together, alone = model(tokens_BT, AttentionMask(documents_BT))[0, 9:], model(tokens_BT[:, 9:])[0]
         mixed = model(tokens_BT)[0, 9:]
     gap = (together - alone).norm() / alone.norm()
     assert gap < 0.03

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bessemer.observe.activity import Activity, PlainLines, working
+from bessemer.observe.progress import Activity, PlainLines, working
 
 
 def test_a_line_says_what_how_far_and_how_long() -> None:
@@ -37,7 +37,7 @@ def test_lines_come_after_a_while_and_then_now_and_then() -> None:
 
 
 def test_one_call_that_takes_long_is_seen_from_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bessemer.observe.activity.QUIET_S", 0.0)
+    monkeypatch.setattr("bessemer.observe.progress.QUIET_S", 0.0)
     seen: list[str] = []
     with PlainLines(seen.append, quiet_s=0.01, every_s=0.0) as lines:
         lines("compiling")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.observe.plot import Axis, Bars, Figure, Heat, Lines, page, svg_file
+from bessemer.observe.figure import Axis, Bars, Figure, Heat, Lines, page, svg_file
 
 ANY = st.floats(allow_nan=True, allow_infinity=True, min_value=None, max_value=None, width=32)
 

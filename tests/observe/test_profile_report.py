@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bessemer.observe.profile_report import Facts, advice, as_json, as_text, attention_flops, rows_of
-from bessemer.observe.trace import (
+from bessemer.observe.profile import (
     ATTENTION,
     DATA,
     HEAD,
@@ -16,7 +15,13 @@ from bessemer.observe.trace import (
     OTHER,
     PARTS,
     Kernel,
-    StepTime,
+    ProfiledStep,
+    ProfileFacts,
+    advice,
+    as_json,
+    as_text,
+    attention_flops,
+    rows_of,
 )
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -29,18 +34,18 @@ SLOW = {"matmul_bf16": 2000e12}
 # d 2048, 16 layers, 32 heads, 8 of keys, ffn 8192, vocabulary 128,256: 60.8 M products a layer, 262.7 M in the head.
 SHAPE = ModelShape(vocab=128256, width=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, tied=False)
 CEILINGS = {"matmul_bf16": 809e12, "matmul_fp32": 50e12, "attention_both_64": 376e12, "copy": 4.23e12}
-FACTS = Facts(
+FACTS = ProfileFacts(
     SPEC, SHAPE, "NVIDIA H200", "bf16", context=4096, rows=8, micro_rows=8, steps=3, plain_step_s=0.5,
     flops_per_token=SHAPE.flops_per_token(4096), peak_flops=989e12, memory_bytes=70 << 30, memory_limit=140 << 30,
     update_bytes=28 * 1_498_482_688, ceilings=CEILINGS,
 )  # fmt: skip
 
 
-def of(device: bool = True, compiled: bool = True, **ms: float) -> StepTime:
+def of(device: bool = True, compiled: bool = True, **ms: float) -> ProfiledStep:
     """Three steps, each of 500 ms with so many of parts; the rest is other."""
     given = {part: ms.get(part.replace(" ", "_").replace("-", "_"), 0.0) * 3e3 for part in PARTS}
     given[OTHER] = 1.5e6 - sum(given.values())
-    return StepTime(1.5e6, given, {"forward": given[IDLE]}, [Kernel("nvjet", MATMUL, 300, 9e5)], device, compiled)
+    return ProfiledStep(1.5e6, given, {"forward": given[IDLE]}, [Kernel("nvjet", MATMUL, 300, 9e5)], device, compiled)
 
 
 def test_rates_are_work_over_time() -> None:
@@ -90,7 +95,7 @@ def test_a_good_step_is_left_alone() -> None:
         (of(memory_bound=175, compiled=False), {}, ["memory-bound kernels take 35%", "compile: block fuses"]),
     ],
 )  # fmt: skip
-def test_what_to_do_first(time: StepTime, changes: dict[str, object], words: list[str]) -> None:
+def test_what_to_do_first(time: ProfiledStep, changes: dict[str, object], words: list[str]) -> None:
     first = advice(time, replace(FACTS, **changes))[0]
     assert all(word in first for word in words), first
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.observe.trace import (
+from bessemer.observe.profile import (
     ATTENTION,
     COMMUNICATION,
     COPIES,
@@ -23,8 +23,8 @@ from bessemer.observe.trace import (
     OPTIMIZER,
     OTHER,
     PARTS,
-    Event,
-    Slice,
+    TraceEvent,
+    TraceSlice,
     part_of,
     read_trace,
     split,
@@ -90,16 +90,16 @@ def test_operations_are_known_by_name(part: str | None, name: str) -> None:
     assert part_of(name, OPERATIONS) == part
 
 
-def host(name: str, start: float, end: float, thread: str = "main") -> Event:
-    return Event("host", name, start, end, thread)
+def host(name: str, start: float, end: float, thread: str = "main") -> TraceEvent:
+    return TraceEvent("host", name, start, end, thread)
 
 
-def launch(at: float, correlation: int, thread: str = "main") -> Event:
-    return Event("launch", "cudaLaunchKernel", at, at + 1, thread, correlation)
+def launch(at: float, correlation: int, thread: str = "main") -> TraceEvent:
+    return TraceEvent("launch", "cudaLaunchKernel", at, at + 1, thread, correlation)
 
 
-def kernel(name: str, start: float, end: float, correlation: int = -1, stream: str = "7") -> Event:
-    return Event("device", name, start, end, stream, correlation)
+def kernel(name: str, start: float, end: float, correlation: int = -1, stream: str = "7") -> TraceEvent:
+    return TraceEvent("device", name, start, end, stream, correlation)
 
 
 def test_on_a_gpu_every_moment_counts_once() -> None:
@@ -163,11 +163,11 @@ def test_on_a_cpu_the_innermost_operation_counts() -> None:
 @given(
     st.lists(
         st.tuples(st.floats(-10, 110), st.floats(0, 60), st.integers(0, 3), st.sampled_from(PARTS)).map(
-            lambda drawn: Slice(drawn[0], drawn[0] + drawn[1], drawn[2], drawn[3])
+            lambda drawn: TraceSlice(drawn[0], drawn[0] + drawn[1], drawn[2], drawn[3])
         )
     )
 )
-def test_parts_always_add_up_to_the_wall_time(slices: list[Slice]) -> None:
+def test_parts_always_add_up_to_the_wall_time(slices: list[TraceSlice]) -> None:
     spent = split(slices, 0.0, 100.0)
     assert sum(spent.values()) == pytest.approx(100.0)
     for piece in slices:
@@ -189,6 +189,6 @@ def test_a_trace_is_read_without_what_repeats_it(tmp_path: Path) -> None:
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
     assert read_trace(path) == [
-        Event("device", "k", 5.0, 7.5, "0/7", 4), Event("launch", "cuLaunchKernelEx", 5.0, 7.5, "0/7", 4),
-        Event("device", "Memcpy HtoD", 5.0, 7.5, "0/7"), Event("host", "bessemer.forward", 5.0, 7.5, "0/7"),
+        TraceEvent("device", "k", 5.0, 7.5, "0/7", 4), TraceEvent("launch", "cuLaunchKernelEx", 5.0, 7.5, "0/7", 4),
+        TraceEvent("device", "Memcpy HtoD", 5.0, 7.5, "0/7"), TraceEvent("host", "bessemer.forward", 5.0, 7.5, "0/7"),
     ]  # fmt: skip

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bessemer.observe.live import LiveView
-from bessemer.observe.view import LineView, RunView
+from bessemer.observe.view import LineView, LiveView, RunView
 from bessemer.run.directory import Run, RunWriter, summarize
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.observe.words import (
+from bessemer.observe.format import (
     event_line,
     perplexity,
     resume_hint,

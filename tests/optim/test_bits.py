@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.optim.bits import decoded, encoded, halves, joined, noise, rounded
+from bessemer.optim.low_memory import decoded, encoded, join_weights, noise, rounded, split_weights
 
 N = 1 << 16
 
@@ -56,12 +56,12 @@ def test_noise_is_even_independent_of_the_key_and_the_same_again():
 @given(st.integers(0, 2**32 - 1))
 def test_halves_lose_nothing(bits):
     x = torch.tensor(struct.unpack("<f", struct.pack("<I", bits)))
-    high, low = halves(x)
+    high, low = split_weights(x)
     weight = high.bfloat16()
     if x.isnan():
-        assert weight.isnan() and joined(weight, low).isnan()
+        assert weight.isnan() and join_weights(weight, low).isnan()
         return
-    assert struct.pack("<f", joined(weight, low).item()) == struct.pack("<I", bits)
+    assert struct.pack("<f", join_weights(weight, low).item()) == struct.pack("<I", bits)
     nearest = x.bfloat16()
     assert weight == nearest or (low == -0x8000 and weight.abs() > nearest.abs())  # a tie goes up
 

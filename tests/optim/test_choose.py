@@ -96,7 +96,7 @@ class Missing(torch.optim.AdamW):
 )
 def test_the_probe_finds_a_kernel_that_does_not_hold(monkeypatch, kind, why):
     healthy = choose.KINDS["adamw"]
-    monkeypatch.setitem(choose.KINDS, "adamw", choose.Kind(kind, healthy.state))
+    monkeypatch.setitem(choose.KINDS, "adamw", choose.OptimizerKind(kind, healthy.state))
     assert why in veto_fault(OptimizerSpec(), "fused", CPU)
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder, build
-from bessemer.optim.choose import optimizer_for
-from bessemer.optim.groups import freeze, lr_scales, note_groups
+from bessemer.optim.choose import freeze, lr_scales, note_groups, optimizer_for
 from bessemer.plan.decision import Plan
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape

@@ -7,8 +7,7 @@ from torch import nn
 from bessemer.errors import UserError
 from bessemer.model.transformer import build as build_model
 from bessemer.optim.choose import make_optimizer
-from bessemer.spec.memory import MemorySpec
-from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.shape import ModelShape
 
 ACCEPT, REJECT, ONE = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0)

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from bessemer.model.transformer import build as build_model
-from bessemer.optim import lean
-from bessemer.optim.bits import decoded, joined
+from bessemer.optim import low_memory as lean
 from bessemer.optim.choose import PATHS, make_optimizer, veto_fault
 from bessemer.optim.guarded import clip_divisor
-from bessemer.optim.lean import to_low_precision
-from bessemer.spec.memory import LEAN, MemorySpec, optimizer_bytes
-from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.optim.low_memory import decoded, join_weights, to_low_precision
+from bessemer.spec.optimizer import LEAN, MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.shape import ModelShape
 
 SHAPES = {"matrix": (64, 80), "odd": (9, 15), "vector": (300,), "scalar": ()}
@@ -100,12 +98,16 @@ class Exact:
 def joined_of(state, name):
     """A tensor out of `everything`, a weight with its remainder."""
     remainder = state.get(f"{name.removeprefix('w.')}.remainder") if name.startswith("w.") else None
-    return state[name].double() if remainder is None else joined(state[name], remainder).double()
+    return state[name].double() if remainder is None else join_weights(state[name], remainder).double()
 
 
 def value(named, optimizer, name):
     remainder = optimizer.state().get(f"{name}.remainder")
-    return named[name].detach() if remainder is None else joined(named[name].detach(), remainder.to(named[name].device))
+    return (
+        named[name].detach()
+        if remainder is None
+        else join_weights(named[name].detach(), remainder.to(named[name].device))
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

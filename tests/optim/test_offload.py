@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from bessemer.errors import UserError
-from bessemer.optim import lean
+from bessemer.optim import low_memory as lean
 from bessemer.optim.choose import make_optimizer
-from bessemer.optim.lean import to_low_precision
-from bessemer.optim.offload import SLOTS, Shuttle, host_zeros
-from bessemer.spec.memory import MemorySpec
-from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.optim.low_memory import to_low_precision
+from bessemer.optim.offload import SLOTS, HostOffload, host_zeros
+from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 
 SHAPES = {"large": (96, 256), "matrix": (64, 80), "small": (3, 5)}
 GPU = pytest.param(
@@ -65,7 +64,7 @@ def test_state_that_is_read_at_once_is_complete(monkeypatch):
 
 
 def test_slots_are_used_in_turn_and_pieces_come_back():
-    shuttle = Shuttle(torch.device("cpu"), {"a": 400, "b": 128})
+    shuttle = HostOffload(torch.device("cpu"), {"a": 400, "b": 128})
     host = [{"a": torch.full((100,), float(i)), "b": torch.zeros(8, 16, dtype=torch.uint8)} for i in range(7)]
     seen = []
     for tensors in host:

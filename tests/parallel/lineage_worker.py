@@ -64,7 +64,7 @@ def train(spec: RunSpec, folder: Path) -> None:
     import torch
 
     from bessemer.parallel.world import part
-    from bessemer.supervise.session import Session
+    from bessemer.session.session import Session
 
     torch.set_num_threads(1)
     outcome = Session(spec, faults=Recorder(folder)).train()

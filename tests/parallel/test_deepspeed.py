@@ -21,11 +21,11 @@ from bessemer.model.transformer import build
 from bessemer.parallel.deepspeed import engage, import_deepspeed
 from bessemer.parallel.world import World
 from bessemer.plan.decision import Plan
-from bessemer.plan.zero import check_engine, check_zero
+from bessemer.plan.search.layout import check_engine, check_zero
 from bessemer.run.directory import Run
+from bessemer.session.session import run_folder, train
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.supervise.session import run_folder, train
 
 Ranks = Callable[..., list[Any]]
 Curves = dict[str, list[float]]

@@ -14,9 +14,9 @@ import pytest
 from bessemer.cli import main
 from bessemer.parallel.world import World
 from bessemer.run.directory import Run
+from bessemer.session.session import Session, run_folder
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import Session, run_folder
 
 Ranks = Callable[..., list[Any]]
 Spec = Callable[..., RunSpec]

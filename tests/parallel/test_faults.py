@@ -20,15 +20,23 @@ import torch.distributed.checkpoint
 from torch import nn
 
 from bessemer.errors import UserError
-from bessemer.guard.detect.watch import Watch
-from bessemer.guard.pace import MEASURED, TOLD, Pace
-from bessemer.guard.waits import Report, leave_report, read_reports, wait_for_reports, who_waits
-from bessemer.guard.whereabouts import Whereabouts
+from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.watchdog import (
+    MEASURED,
+    TOLD,
+    PhaseTracker,
+    StepPace,
+    WaitReport,
+    leave_report,
+    read_reports,
+    wait_for_reports,
+    who_waits,
+)
 from bessemer.run.directory import Run, RunWriter
+from bessemer.session.recovery import restart as again
+from bessemer.session.session import Session, run_folder
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise import again
-from bessemer.supervise.session import Session, run_folder
 
 Ranks = Callable[..., list[Any]]
 Spec = Callable[..., RunSpec]
@@ -125,8 +133,8 @@ def test_without_a_state_to_go_back_to_the_run_stops_and_says_why(ranks: Ranks, 
 # --- A rank that hangs
 
 
-def report(rank: int, step: int, phase: str, entered: int, collectives: int = 0, start: float = 1.0) -> Report:
-    return Report(start, rank, f"node{rank // 2}", 100 + rank, step, phase, entered, collectives, "", 60.0)
+def report(rank: int, step: int, phase: str, entered: int, collectives: int = 0, start: float = 1.0) -> WaitReport:
+    return WaitReport(start, rank, f"node{rank // 2}", 100 + rank, step, phase, entered, collectives, "", 60.0)
 
 
 HOSTS = ["node0", "node0", "node1", "node1"]
@@ -275,7 +283,7 @@ def test_pace_counts_own_work_and_not_the_waiting_between_layers(monkeypatch: py
     for block in blocks:  # as FSDP does, before a layer's passes
         block.register_forward_pre_hook(wait)
         block.register_forward_hook(lambda module, inputs, made: made.register_hook(wait) and None)
-    pace, where = Pace(blocks, torch.device("cpu")), Whereabouts()
+    pace, where = StepPace(blocks, torch.device("cpu")), PhaseTracker()
     for step in range(TOLD):
         where.begin(step)
         now[0] += 0.5  # the host, before the first layer
@@ -289,7 +297,7 @@ def test_pace_counts_own_work_and_not_the_waiting_between_layers(monkeypatch: py
         pace.end(step, where)
     assert all(len(block._forward_hooks) == len(block._forward_pre_hooks) == 1 for block in blocks)
     assert pace.own_s() == 0.5 + 2 * 2 * 3.0
-    assert [step for step in range(64) if Pace.due(step) and step % MEASURED == 0] == []
+    assert [step for step in range(64) if StepPace.due(step) and step % MEASURED == 0] == []
 
 
 @pytest.mark.slow
@@ -309,14 +317,14 @@ def test_a_slow_rank_is_named_with_its_share_of_the_delay(ranks: Ranks, tiny_spe
 
 def test_noise_is_not_taken_for_a_slow_rank() -> None:
     """Own times that vary by a third from step to step, and one in ten is five times as long; on any rank."""
-    draw, watch = random.Random(0), Watch(GuardSpec(), None, 20_000, ["h"] * 8)
+    draw, watch = random.Random(0), Detectors(GuardSpec(), None, 20_000, ["h"] * 8)
 
     def own_s() -> float:
         times = (draw.lognormvariate(0.0, 0.3) * (5 if draw.random() < 0.1 else 1) for _ in range(TOLD // MEASURED))
         return 0.1 * statistics.median(times)
 
     for step in range(20_000):
-        told = {"rank_step_s": [own_s() for _ in range(8)]} if Pace.due(step) else {}
+        told = {"rank_step_s": [own_s() for _ in range(8)]} if StepPace.due(step) else {}
         record = {"step": step, "loss": 1.0 + 0.1 * draw.random(), "grad_norm": 1.0, "lr": 1e-3, "veto": None}
         record |= {"tokens_per_s": 100.0, "step_s": 0.5, "data_wait_s": 0.0, "memory_bytes": 0}
         assert not any(alarm.kind == "straggler" for alarm in watch.step(record | told))
@@ -366,7 +374,7 @@ def test_the_last_word_of_another_launch_does_not_count(tmp_path: Path, monkeypa
 def test_the_lock_of_a_lost_host_is_taken_over_when_it_has_been_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("bessemer.run.lock", "bessemer.supervise.again"):
+    for module in ("bessemer.run.lock", "bessemer.session.recovery.restart"):
         monkeypatch.setattr(f"{module}.STALE_S", 1.5)
     (tmp_path / "owner.json").write_text(json.dumps({"host": "lost", "pid": 7, "started": 1.0, "since": 1.0}))
     began = time.monotonic()

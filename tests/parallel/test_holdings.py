@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from bessemer.observe.ranks import holdings_table, processes, spans
-from bessemer.parallel.holdings import held_here, left_whole
+from bessemer.observe.format import holdings_table, processes, spans
+from bessemer.parallel.rank_memory import held_here, left_whole
 from bessemer.parallel.world import World
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import LAYOUT, Run
+from bessemer.session.session import Session, run_folder, train
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import Session, run_folder, train
 from bessemer.train.job import Job
-from bessemer.train.ranks import balance
+from bessemer.train.rank_report import balance
 
 from .test_layouts import LAYOUTS, run_on, spec_of
 

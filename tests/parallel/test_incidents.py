@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 import torch.distributed.checkpoint  # noqa: F401  imported before the fork, once for all
 
-from bessemer.data.exclude import read_exclusions
-from bessemer.data.stream import Batch
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.stream.batches import Batch
+from bessemer.data.stream.exclusions import read_exclusions
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.guard.judge import NONFINITE, REASONS
-from bessemer.parallel.parts import local
+from bessemer.parallel.shard import local
 from bessemer.parallel.world import World, join
-from bessemer.plan.layout import Layout
+from bessemer.plan.search.layout import Layout
 from bessemer.run.directory import Run
+from bessemer.session.replay import documents_of, try_step
+from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.replay import documents_of
-from bessemer.supervise.retry import try_step
-from bessemer.supervise.session import Session, run_folder
 from bessemer.train.job import Job, Outcome
 from bessemer.trial.measure import share_of, whole_step
 from bessemer.trial.replay import Difference, differences

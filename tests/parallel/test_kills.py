@@ -17,9 +17,9 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bessemer.run.directory import Run
+from bessemer.session.session import run_folder
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import run_folder
 
 Spec = Callable[..., RunSpec]
 CPU = {"device": "cpu", "threads": 1}
@@ -30,7 +30,7 @@ def agent(worker: Any, spec: RunSpec, folder: Path, size: int, restarts: int) ->
     threads, so that a start takes a second and not ten."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(worker.__file__).parent)}
     multiprocessing.set_forkserver_preload(
-        [worker.__name__, "bessemer.supervise.session", "torch.distributed.checkpoint"]
+        [worker.__name__, "bessemer.session.session", "torch.distributed.checkpoint"]
     )
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=size, run_id=spec.name, rdzv_backend="c10d",

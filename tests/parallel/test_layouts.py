@@ -16,8 +16,8 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel  # noqa: F401
 
 from bessemer.run.directory import Run
+from bessemer.session.session import run_folder, train
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import run_folder, train
 
 Ranks = Callable[..., list[Any]]
 STEPS, SHORT = 50, 12

@@ -10,22 +10,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from bessemer.checkpoint.shelf import single_process
+from bessemer.checkpoint.store import single_process
 from bessemer.errors import UserError
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.ema import Ema
 from bessemer.optim.guarded import clip_divisor
-from bessemer.parallel.parts import local
+from bessemer.parallel.shard import local
 from bessemer.plan.decision import Plan
-from bessemer.plan.layout import ELEMENTWISE, decide_layout
-from bessemer.plan.machine import Machine
+from bessemer.plan.hardware import Machine
+from bessemer.plan.search.layout import ELEMENTWISE, decide_layout
 from bessemer.run.directory import Run
-from bessemer.spec.memory import MemorySpec
-from bessemer.spec.optimizer import SETTINGS, OptimizerSpec
+from bessemer.session.session import run_folder, train
+from bessemer.spec.optimizer import SETTINGS, MemorySpec, OptimizerSpec
 from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.supervise.session import run_folder, train
 
 Ranks = Callable[..., list[Any]]
 STEPS = 5

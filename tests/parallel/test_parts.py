@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bessemer.model.attend import attend
+from bessemer.model.attention import attend
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.moe import MixtureOfExperts
-from bessemer.model.sight import Sight
-from bessemer.parallel.context import Columns
-from bessemer.parallel.experts import Sending
+from bessemer.parallel.context import ContextColumns
+from bessemer.parallel.shard import ExpertExchange
+from bessemer.session.build import cut_layers
 from bessemer.spec.shape import Moe
-from bessemer.supervise.stages import cut_layers
 from bessemer.train.loss import LossOptions, Words, linear_cross_entropy
 
 Ranks = Callable[..., list[Any]]
@@ -85,7 +85,7 @@ def test_the_loss_of_divided_words_is_that_of_all(ranks: Ranks, options: LossOpt
         torch.testing.assert_close(torch.cat([one[i] for one in found]), wanted[i])
 
 
-def _attention(columns: Columns | None, kv: int) -> tuple[Tensor, ...]:
+def _attention(columns: ContextColumns | None, kv: int) -> tuple[Tensor, ...]:
     """Rows of packed documents under a window."""
     torch.manual_seed(0)
     B, T, N, D = 2, 16, 8, 4
@@ -94,7 +94,7 @@ def _attention(columns: Columns | None, kv: int) -> tuple[Tensor, ...]:
     q, k, v = (torch.randn(B, T, *size, dtype=torch.float64)[:, part].clone().requires_grad_() for size in sizes)
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
     inputs = columns.heads(q, k, v) if columns else (q, k, v)
-    out = attend(*inputs, Sight(documents), 6, D**-0.5)
+    out = attend(*inputs, AttentionMask(documents), 6, D**-0.5)
     out = columns.columns(out) if columns else out
     (out * torch.arange(T, dtype=torch.float64)[part, None, None]).sum().backward()
     assert q.grad is not None and k.grad is not None and v.grad is not None
@@ -104,7 +104,7 @@ def _attention(columns: Columns | None, kv: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("kv", [8, 2, 1])
 def test_attention_over_shared_columns_is_that_of_whole_rows(ranks: Ranks, kv: int) -> None:
     wanted = _attention(None, kv)
-    found = on(ranks, 4, lambda: _attention(Columns(None, dist.get_rank(), 4), kv))
+    found = on(ranks, 4, lambda: _attention(ContextColumns(None, dist.get_rank(), 4), kv))
     for i, want in enumerate(wanted):
         torch.testing.assert_close(torch.cat([one[i] for one in found], dim=1), want)
 
@@ -117,7 +117,7 @@ def _experts(rank: int, size: int) -> tuple[Tensor, ...]:
     x = x[rank * share : (rank + 1) * share].clone().requires_grad_()
     names = ("gate", "up", "down")
     if size > 1:
-        layer.dispatch = Sending(None, size)
+        layer.dispatch = ExpertExchange(None, size)
         for name in names:
             own = getattr(layer, name).detach().chunk(size)[rank].clone()
             setattr(layer, name, torch.nn.Parameter(own))

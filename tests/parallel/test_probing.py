@@ -13,17 +13,17 @@ import torch.distributed.checkpoint  # before the fork, once for all
 
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run
+from bessemer.session import session
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise import session
-from bessemer.train import room
 from bessemer.train.job import Job
+from bessemer.train.memory import fit as room
 from bessemer.train.objective import Pretrain
 
 Ranks = Callable[..., list[Any]]
 ROW = 1 << 20
 
 
-class Gauge(room.Gauge):
+class Gauge(room.MemoryGauge):
     """Room for so many rows in each process."""
 
     def __init__(self, job: Job, rows: list[int]) -> None:

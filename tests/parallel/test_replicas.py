@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from bessemer.errors import UserError
 from bessemer.parallel.replicas import share_out
 from bessemer.plan.decision import Plan
-from bessemer.plan.layout import Layout
-from bessemer.plan.replicas import note_replicas
+from bessemer.plan.search.layout import Layout
+from bessemer.plan.search.replicas import note_replicas
 from bessemer.run.directory import Run
+from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import Session, run_folder
 from bessemer.train.job import Job
 
 from .test_layouts import LAYOUTS, run_on, same, spec_of

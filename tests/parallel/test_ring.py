@@ -17,18 +17,16 @@ import torch.distributed.tensor.parallel
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.model.attend import attend
-from bessemer.model.sight import Sight
-from bessemer.parallel.blocks import attend_block, block_gradients
-from bessemer.parallel.context import Columns
-from bessemer.parallel.ring import Ring
+from bessemer.model.attention import attend
+from bessemer.model.attention_mask import AttentionMask
+from bessemer.parallel.context import ContextColumns, Ring, attend_block, block_gradients
 from bessemer.plan.decision import Plan
-from bessemer.plan.layout import Layout, decide_layout
-from bessemer.plan.machine import Machine
+from bessemer.plan.hardware import Machine
+from bessemer.plan.search.layout import Layout, decide_layout
 from bessemer.run.directory import Run
+from bessemer.session.session import run_folder, train
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS
-from bessemer.supervise.session import run_folder, train
 
 Ranks = Callable[..., list[Any]]
 B, T, N, D = 2, 24, 4, 8
@@ -55,7 +53,7 @@ def _attention(size: int, kind: str, kv: int, value: int = D, strip: int = 512) 
     part = ring.part(T) if ring else torch.arange(T)
     sizes = ((N, D), (kv, D), (kv, value))
     q, k, v = (torch.randn(B, T, *one, dtype=torch.float64)[:, part].clone().requires_grad_() for one in sizes)
-    sight = Sight(documents, blocks=blocks)
+    sight = AttentionMask(documents, blocks=blocks)
     if ring:
         out = ring.attend(q, k, v, sight, window, D**-0.5, _whole)
     else:
@@ -99,7 +97,7 @@ def test_every_process_of_a_ring_has_as_much_to_see(size: int) -> None:
     length = 16 * size
     seen = [int((Ring(None, rank, size).part(length) + 1).sum()) for rank in range(size)]
     assert len(set(seen)) == 1
-    ends = [int((Columns(None, rank, size).part(length) + 1).sum()) for rank in range(size)]
+    ends = [int((ContextColumns(None, rank, size).part(length) + 1).sum()) for rank in range(size)]
     assert ends[-1] > 1.4 * ends[0]
 
 
@@ -111,7 +109,7 @@ def test_tiles_skip_what_no_row_sees() -> None:
     for rank in range(size):
         ring = Ring(None, rank, size, strip=4)
         for source in range(size):
-            tiles = list(ring.tiles(Sight(documents), 0, length, source))
+            tiles = list(ring.tiles(AttentionMask(documents), 0, length, source))
             assert not tiles or source == rank
             looked += sum(len(range(16)[tile.queries]) * len(range(16)[tile.keys]) for tile in tiles)
     assert looked == length * 4
@@ -119,7 +117,7 @@ def test_tiles_skip_what_no_row_sees() -> None:
 
 def test_tiles_that_are_seen_wholly_have_no_mask() -> None:
     documents = torch.tensor([[0] * 20 + [1] * 44])
-    tiles = [t for source in range(4) for t in Ring(None, 1, 4, strip=4).tiles(Sight(documents), 0, 64, source)]
+    tiles = [t for source in range(4) for t in Ring(None, 1, 4, strip=4).tiles(AttentionMask(documents), 0, 64, source)]
     assert {tile.places is None for tile in tiles} == {True, False}
 
 
@@ -247,8 +245,8 @@ def test_a_vetoed_step_of_a_ring_names_its_documents(ranks: Ranks, tmp_path: Pat
         assert sum(one["tokens"] * one["mean_loss"] for one in found) / 64 == pytest.approx(veto["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", [Ring, Columns])
-def test_parts_of_rows_are_laid_together_again(kind: type[Columns]) -> None:
+@pytest.mark.parametrize("kind", [Ring, ContextColumns])
+def test_parts_of_rows_are_laid_together_again(kind: type[ContextColumns]) -> None:
     rows = torch.arange(48).view(2, 24).numpy()
     parts = [rows[:, kind(None, rank, 3).part(24).numpy()] for rank in range(3)]
     assert (kind(None, 0, 3).whole(parts) == rows).all()

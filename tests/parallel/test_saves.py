@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint  # before the fork, once for all
 
-from bessemer.checkpoint import checked_writer
-from bessemer.checkpoint.background import Staging, state_bytes
+from bessemer.checkpoint import dcp as checked_writer
+from bessemer.checkpoint.dcp import Staging, state_bytes
 from bessemer.checkpoint.manifest import verify
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.run.directory import Run
+from bessemer.session.session import run_folder, train
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import run_folder, train
 
 Ranks, Spec = Callable[..., list[Any]], Callable[..., RunSpec]
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

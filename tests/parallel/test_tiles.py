@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 from bessemer.model.transformer import Decoder, build
 from bessemer.spec.shape import ModelShape
-from bessemer.train import recompute, tiles
-from bessemer.train.compiled import CompiledBlocks
+from bessemer.train.compile import CompiledBlocks
+from bessemer.train.memory import recompute, tiles
 
 TOKENS = torch.arange(512).view(4, 128) * 7 % 64
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from bessemer.run.directory import Run
+from bessemer.session.session import Session, run_folder
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import Session, run_folder
 
 Spec = Callable[..., RunSpec]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")

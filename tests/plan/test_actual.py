@@ -10,8 +10,8 @@ import pytest
 from bessemer.plan.actual import (
     LEAST,
     WARM_UP,
-    Actual,
-    Surroundings,
+    ActualRun,
+    HostLoad,
     actual,
     compare_run,
     comparison_json,
@@ -21,17 +21,26 @@ from bessemer.plan.actual import (
     likely_reason,
     side_by_side,
 )
-from bessemer.plan.ceilings import ceilings_path
+from bessemer.plan.cost_model.operators import work_of
+from bessemer.plan.cost_model.step_time import StepSetup, step_time
 from bessemer.plan.decide import Interval, TrainPlan
 from bessemer.plan.decision import Plan
-from bessemer.plan.expect import Expected, Occasion, expect, note_expected, record_of
-from bessemer.plan.hardware import Cluster, find_gpu, kept_ceilings
-from bessemer.plan.history import RunRecord, correction, history_path, keep_record, load_records, with_history
-from bessemer.plan.layout import ALONE
-from bessemer.plan.machine import Machine
-from bessemer.plan.proposal import propose
-from bessemer.plan.steptime import Setup, step_time
-from bessemer.plan.work import work_of
+from bessemer.plan.expect import (
+    ExpectedRun,
+    Occasion,
+    RunRecord,
+    correction,
+    expect,
+    history_path,
+    keep_record,
+    load_records,
+    note_expected,
+    record_of,
+    with_history,
+)
+from bessemer.plan.hardware import Cluster, Machine, ceilings_path, find_gpu, kept_ceilings
+from bessemer.plan.search.layout import ALONE
+from bessemer.plan.search.proposal import propose
 from bessemer.run.directory import Run
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape, with_vocab
@@ -65,25 +74,25 @@ def step(seconds: float = 1.0, wait: float = 0.0, tokens: int = 100, memory: int
     return {"step_s": seconds, "data_wait_s": wait, "tokens_per_s": rate, "mfu": 0.4, "memory_bytes": memory}
 
 
-EXPECTED = Expected(
+EXPECTED = ExpectedRun(
     step_s=1.0, tokens_per_s=100.0, mfu=0.4, time_s=1000.0, memory_bytes=10**9, error=0.05, memory_error=0.05,
     basis="so it was measured", base_s=1.0, estimated_bytes=10**9, flops=1e12, total_steps=1000,
 )  # fmt: skip
-SLOW = Actual(32, step_s=1.5, own_s=1.5, wait_s=0.0, jumps_s=0.0, tokens_per_s=66.7, mfu=0.27, memory_bytes=10**9)
+SLOW = ActualRun(32, step_s=1.5, own_s=1.5, wait_s=0.0, jumps_s=0.0, tokens_per_s=66.7, mfu=0.27, memory_bytes=10**9)
 
 
 def test_a_catalogued_gpu_has_a_prediction_with_its_error() -> None:
     of = occasion()
     found = expect(of, [])
     gpu = find_gpu("H200")
-    setup = Setup(work_of(SHAPE), ALONE, 16, 64, 1024, "bf16", "none")
+    setup = StepSetup(work_of(SHAPE), ALONE, 16, 64, 1024, "bf16", "none")
     time = step_time(setup, Cluster(gpu, 1, 1, gpu.network_bandwidth))
     assert found.step_s == found.base_s == time.total_s and found.error == time.error
     assert found.tokens_per_s == 64 * 1024 / time.total_s
     assert found.time_s == pytest.approx(100 * time.total_s)
     assert found.mfu == pytest.approx(SHAPE.flops_per_token(1024) * found.tokens_per_s / 989e12)
     assert found.memory_bytes == found.estimated_bytes > 18 * SHAPE.parameters
-    assert Expected.from_json(found.to_json()) == found
+    assert ExpectedRun.from_json(found.to_json()) == found
 
 
 def test_a_device_in_no_catalogue_is_not_guessed_at() -> None:
@@ -110,7 +119,7 @@ def test_a_bench_gives_a_bound_that_is_no_promise() -> None:
     of = occasion(replace(CPU, source="measured on 2026-01-01 by bessemer bench"), precision="fp32")
     found = expect(of, [])
     assert found.step_s == of.flops / 1e11 and found.bar is None and "at best" in found.basis
-    assert findings(found, replace(SLOW, step_s=100 * (found.step_s or 0)), Surroundings) == {}
+    assert findings(found, replace(SLOW, step_s=100 * (found.step_s or 0)), HostLoad) == {}
 
 
 def test_a_run_on_this_machine_gives_the_next_its_prediction() -> None:
@@ -133,7 +142,7 @@ def test_a_prediction_beyond_the_roofline_is_withheld_with_its_reason() -> None:
     assert decision.value == "withheld" and "616%" in decision.reason
     assert "616%" in comparison_line(found, SLOW) and "tokens/s 67, MFU 27.0%, time" in comparison_line(found, SLOW)
     assert comparison_json(found, SLOW)["withheld"] == found.withheld
-    assert Expected.from_json(found.to_json()) == found
+    assert ExpectedRun.from_json(found.to_json()) == found
     # A step that was measured just now is no guess: then the peak is wrong, and only the share of it is withheld.
     measured, plan = expect(of, [], measured_s=impossible), Plan()
     assert measured.step_s == impossible and measured.time_s and measured.mfu is None and measured.withheld
@@ -192,7 +201,7 @@ def test_records_are_kept_beside_the_bench_and_read_by_the_planner(tmp_path: Pat
     assert kept_ceilings(gpu) is None  # the file is not taken for a bench
     cluster = Cluster(gpu, 1, 1, gpu.network_bandwidth)
     slower = with_history(cluster, "bf16", SHAPE.parameters)
-    setup = Setup(work_of(SHAPE), ALONE, 16, 64, 1024)
+    setup = StepSetup(work_of(SHAPE), ALONE, 16, 64, 1024)
     plain, corrected = step_time(setup, cluster), step_time(setup, slower)
     assert corrected.total_s == pytest.approx(2 * plain.total_s) and "2 earlier runs" in corrected.basis
     wish = ("125M", "1xH200", 10**9, 1024)
@@ -222,13 +231,13 @@ def test_numbers_of_a_run_by_hand() -> None:
 
 
 def test_within_the_bar_nothing_is_said() -> None:
-    assert findings(EXPECTED, replace(SLOW, step_s=1.09), Surroundings) == {}
-    told = findings(EXPECTED, replace(SLOW, step_s=1.11), Surroundings)
+    assert findings(EXPECTED, replace(SLOW, step_s=1.09), HostLoad) == {}
+    told = findings(EXPECTED, replace(SLOW, step_s=1.11), HostLoad)
     assert "11% slower than planned" in told["plan_speed"].symptom
 
 
 def test_faster_or_larger_than_planned_is_a_finding_too() -> None:
-    told = findings(EXPECTED, replace(SLOW, step_s=0.5, memory_bytes=13 * 10**8), Surroundings)
+    told = findings(EXPECTED, replace(SLOW, step_s=0.5, memory_bytes=13 * 10**8), HostLoad)
     assert "100% faster" in told["plan_speed"].symptom and "30% more memory" in told["plan_memory"].symptom
     assert told["plan_memory"].evidence["ratio"] == 1.3
 
@@ -236,17 +245,17 @@ def test_faster_or_larger_than_planned_is_a_finding_too() -> None:
 @pytest.mark.parametrize(
     ("changes", "around", "reason"),
     [
-        ({"wait_s": 0.3}, Surroundings(others_busy=0.9), "data wait"),
-        ({"jumps_s": 0.3}, Surroundings(), "recompile"),
-        ({}, Surroundings(retries=3, others_busy=0.9), "memory fragmentation"),
-        ({}, Surroundings(others_busy=0.5), "other load"),
-        ({}, Surroundings(others_busy=0.5, retries=0, clock=0.6), "clock"),  # a GPU's host may well be shared
-        ({}, Surroundings(others_bytes=2 << 30, retries=0), "other load"),
-        ({}, Surroundings(retries=0, clock=0.99, device_busy=0.4), "host"),
-        ({"wait_s": 0.2}, Surroundings(others_busy=0.1, clock=1.0), ""),
+        ({"wait_s": 0.3}, HostLoad(others_busy=0.9), "data wait"),
+        ({"jumps_s": 0.3}, HostLoad(), "recompile"),
+        ({}, HostLoad(retries=3, others_busy=0.9), "memory fragmentation"),
+        ({}, HostLoad(others_busy=0.5), "other load"),
+        ({}, HostLoad(others_busy=0.5, retries=0, clock=0.6), "clock"),  # a GPU's host may well be shared
+        ({}, HostLoad(others_bytes=2 << 30, retries=0), "other load"),
+        ({}, HostLoad(retries=0, clock=0.99, device_busy=0.4), "host"),
+        ({"wait_s": 0.2}, HostLoad(others_busy=0.1, clock=1.0), ""),
     ],
 )
-def test_the_likely_reason(changes: dict[str, float], around: Surroundings, reason: str) -> None:
+def test_the_likely_reason(changes: dict[str, float], around: HostLoad, reason: str) -> None:
     assert likely_reason(EXPECTED, replace(SLOW, **changes), around)[0] == reason
     told = findings(EXPECTED, replace(SLOW, **changes), lambda: around)["plan_speed"]
     assert told.evidence["reason"] == reason and told.cause and told.fix

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.ceilings import HEADER, Ceilings, Reading, ceilings_path, load_ceilings, store_ceilings
+from bessemer.plan.hardware import HEADER, CeilingReading, Ceilings, ceilings_path, load_ceilings, store_ceilings
 
 READINGS = (
-    Reading("matmul_bf16", "8192x8192x8192", 809e12, "FLOP/s"),
-    Reading("matmul_bf16", "32768x2048x2048", 742e12, "FLOP/s"),
-    Reading("matmul_fp8", "8192x8192x8192", 1529e12, "FLOP/s"),
-    Reading("matmul_tf32", "8192x8192x8192", 400e12, "FLOP/s"),
-    Reading("matmul_fp32", "8192x8192x8192", 52e12, "FLOP/s"),
-    Reading("attention_both_64", "4x4096x32x64", 235e12, "FLOP/s", "flash"),
-    Reading("attention_both_64", "4x4096x32x64", 376e12, "FLOP/s", "cudnn"),
-    Reading("copy", "1024 MiB", 4.23e12, "B/s", "read and written"),
-    Reading("disk_write", "512 MiB", 0.4e9, "B/s"),
-    Reading("all_reduce", "", None, "B/s", "one GPU: nothing to connect"),
+    CeilingReading("matmul_bf16", "8192x8192x8192", 809e12, "FLOP/s"),
+    CeilingReading("matmul_bf16", "32768x2048x2048", 742e12, "FLOP/s"),
+    CeilingReading("matmul_fp8", "8192x8192x8192", 1529e12, "FLOP/s"),
+    CeilingReading("matmul_tf32", "8192x8192x8192", 400e12, "FLOP/s"),
+    CeilingReading("matmul_fp32", "8192x8192x8192", 52e12, "FLOP/s"),
+    CeilingReading("attention_both_64", "4x4096x32x64", 235e12, "FLOP/s", "flash"),
+    CeilingReading("attention_both_64", "4x4096x32x64", 376e12, "FLOP/s", "cudnn"),
+    CeilingReading("copy", "1024 MiB", 4.23e12, "B/s", "read and written"),
+    CeilingReading("disk_write", "512 MiB", 0.4e9, "B/s"),
+    CeilingReading("all_reduce", "", None, "B/s", "one GPU: nothing to connect"),
 )
 H200 = Ceilings("cuda", "NVIDIA H200", 1, "2026-11-16T09:00:00+00:00", {"torch": "2.11.0"}, READINGS)
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from bessemer.cli.plan import app
 from bessemer.errors import UserError
 from bessemer.plan.check import check_file, mean_absolute_error, read_rows, to_json
-from bessemer.plan.efficiency import constants
+from bessemer.plan.cost_model.operators import constants
 
 DATA = Path(__file__).parents[2] / "benchmarks/data/planner"
 BOUNDS = {"vtrain_single": 0.06, "vtrain_multi": 0.07, "llmfoundry_mfu": 0.045}

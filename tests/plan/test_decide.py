@@ -27,7 +27,7 @@ from bessemer.plan.decide import (
     tokens_after,
 )
 from bessemer.plan.decision import Plan
-from bessemer.plan.machine import Machine
+from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape

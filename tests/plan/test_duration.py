@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.asked import ask_spec
 from bessemer.plan.decide import Interval, TrainPlan
-from bessemer.plan.duration import estimate_duration, rough_time
-from bessemer.plan.expect import Expected, Occasion, expect
-from bessemer.plan.layout import ALONE
-from bessemer.plan.local import check_options, local_json, local_lines, plan_here
-from bessemer.plan.machine import Machine
+from bessemer.plan.expect import ExpectedRun, Occasion, expect
+from bessemer.plan.hardware import Machine
+from bessemer.plan.local import check_options, estimate_duration, local_json, local_lines, plan_here, rough_time
+from bessemer.plan.request import ask_spec
+from bessemer.plan.search.layout import ALONE
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape, with_vocab
 
@@ -30,7 +29,7 @@ def first_run(machine: Machine = CPU, preset: str = "10M", **spec: object) -> Oc
     return Occasion(written, with_vocab(PRESETS[preset], 8192), training, machine, ALONE, 1, peak_flops=1e11)
 
 
-def at(rate: float, occasion: Occasion) -> Expected:
+def at(rate: float, occasion: Occasion) -> ExpectedRun:
     return expect(occasion, [], measured_s=ROWS * CONTEXT / rate)
 
 

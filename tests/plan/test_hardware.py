@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.ceilings import Ceilings, Reading
-from bessemer.plan.hardware import find_gpu, gpus, parse_cluster, parse_network, user_file, with_ceilings
-from bessemer.plan.machine import data_sheet
+from bessemer.plan.hardware import (
+    CeilingReading,
+    Ceilings,
+    data_sheet,
+    find_gpu,
+    gpus,
+    parse_cluster,
+    parse_network,
+    user_file,
+    with_ceilings,
+)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +116,7 @@ def test_a_users_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_was_measured_goes_before_the_data_sheet() -> None:
     cluster = parse_cluster("1xH200")
-    reading = Reading("matmul_bf16", "8192", 700e12, "FLOP/s")
+    reading = CeilingReading("matmul_bf16", "8192", 700e12, "FLOP/s")
     kept = Ceilings("cuda", "NVIDIA H200", 1, "2026-11-16", {}, (reading,))
     assert with_ceilings(cluster, kept).measured == {"matmul_bf16": 700e12}
     assert with_ceilings(parse_cluster("1xA100"), kept).measured == {}, "another kind of machine"

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.order import Order, Phase
+from bessemer.data.stream.order import MixturePhase, StreamOrder
 from bessemer.errors import UserError
-from bessemer.plan.mix import AUTO_EPOCHS, Found, auto_shares, cap_epochs, compare
+from bessemer.plan.mixtures import AUTO_EPOCHS, DomainShare, auto_shares, cap_epochs, compare
 from bessemer.spec.mixture import quantise
 
 NAMES = ["web", "code", "maths", "books"]
@@ -44,7 +44,7 @@ def test_no_cap_is_ever_passed_and_shares_hold_at_every_prefix(run) -> None:  # 
     assert starts == sorted(set(starts)) and starts[0] == 0
     for start, _ in phases:
         assert start in starts or (dealt.end is not None and start >= dealt.end)
-    order = Order([Phase(start, mixture) for start, mixture in dealt.phases], sequences, seed=1)
+    order = StreamOrder([MixturePhase(start, mixture) for start, mixture in dealt.phases], sequences, seed=1)
     stop = min(dealt.end if dealt.end is not None else 4000, 4000)
     source, _, _ = order.resolve(np.arange(stop))
     seen = Counter(order.names[s] for s in source.tolist())
@@ -92,7 +92,7 @@ def test_seventy_thirty_then_sixty_forty() -> None:
     dealt = cap_epochs(phases, {"web": 10**6, "code": 500}, {"code": 2.0}, total=5000)
     assert dealt.end is None
     at = dealt.spent["code"]
-    order = Order([Phase(*phase) for phase in dealt.phases], {"web": 10**6, "code": 500}, seed=4)
+    order = StreamOrder([MixturePhase(*phase) for phase in dealt.phases], {"web": 10**6, "code": 500}, seed=4)
     assert order.consumed(1000) == {"web": 699, "code": 301}  # 3 blocks of 77 in 256, then 70 in 232
     assert order.consumed(at) == {"code": 1000, "web": at - 1000}
     assert abs(at - (1000 + 699 / 0.4)) < 8
@@ -124,9 +124,9 @@ def test_the_phase_without_data_is_named() -> None:
         cap_epochs([(0, {"a": 1.0})], {"a": 10}, {"a": 0.01}, total=5)
 
 
-def found(**tokens: int) -> dict[str, Found]:
+def found(**tokens: int) -> dict[str, DomainShare]:
     domains = {"web": "web", "code": "code", "maths": "math", "books": "books", "mine": "other"}
-    return {name: Found(count, domains[name]) for name, count in tokens.items()}  # type: ignore[arg-type]
+    return {name: DomainShare(count, domains[name]) for name, count in tokens.items()}  # type: ignore[arg-type]
 
 
 def test_plenty_of_text_gives_the_targets() -> None:
@@ -143,7 +143,12 @@ def test_a_domain_is_divided_by_tokens_and_unmarked_text_counts_as_web() -> None
     assert shares["web"].share == pytest.approx(3 * shares["mine"].share)
     assert shares["web"].share + shares["mine"].share == pytest.approx(50 / 67)
     doubled = auto_shares(
-        {"a": Found(10**9, "web", weight=2.0), "b": Found(10**9, "web"), "c": Found(10**9, "web", weight=0)}, 10**9
+        {
+            "a": DomainShare(10**9, "web", weight=2.0),
+            "b": DomainShare(10**9, "web"),
+            "c": DomainShare(10**9, "web", weight=0),
+        },
+        10**9,
     )
     assert doubled["a"].share == pytest.approx(2 / 3) and "c" not in doubled
 
@@ -160,7 +165,7 @@ def test_a_small_source_is_repeated_four_times_and_the_others_share_the_rest() -
 def test_what_was_read_stands_beside_what_was_aimed_at() -> None:
     shares = auto_shares(found(web=10**12, code=10**12, maths=10**7), budget_tokens=10**9)
     mixture = quantise({name: share.share for name, share in shares.items()})
-    order = Order([Phase(0, mixture)], dict.fromkeys(mixture.names, 10**6), seed=2)
+    order = StreamOrder([MixturePhase(0, mixture)], dict.fromkeys(mixture.names, 10**6), seed=2)
     rows = compare(shares, order.consumed(50_000))
     assert [name for name, *_ in rows] == ["web", "code", "maths"]
     for name, target, planned, actual in rows:
@@ -173,21 +178,21 @@ def test_too_little_text_is_passed_over_more_often_and_says_so() -> None:
     shares = auto_shares(found(web=10**6, code=3 * 10**6), budget_tokens=40 * 10**6)
     assert [share.epochs for share in shares.values()] == pytest.approx([10, 10])
     assert all("past 4 repeats teach less" in share.reason for share in shares.values())
-    held = {"web": Found(10**6, "web", max_epochs=2), "code": Found(3 * 10**6, "code")}
+    held = {"web": DomainShare(10**6, "web", max_epochs=2), "code": DomainShare(3 * 10**6, "code")}
     shares = auto_shares(held, budget_tokens=40 * 10**6)
     assert shares["web"].epochs == pytest.approx(2)  # the user's own limit stands
     assert shares["code"].epochs == pytest.approx(38 / 3)
     with pytest.raises(UserError, match=r"give 2M tokens and the run asks for 40M"):
-        auto_shares({"web": Found(10**6, "web", max_epochs=2)}, budget_tokens=40 * 10**6)
+        auto_shares({"web": DomainShare(10**6, "web", max_epochs=2)}, budget_tokens=40 * 10**6)
     with pytest.raises(UserError, match="no source with tokens"):
-        auto_shares({"web": Found(0, "web")}, budget_tokens=5)
+        auto_shares({"web": DomainShare(0, "web")}, budget_tokens=5)
 
 
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=5),
         st.builds(
-            Found,
+            DomainShare,
             st.integers(1, 10**13),
             st.sampled_from(["web", "code", "math", "science", "books", "news", "multilingual", "other"]),
             weight=st.sampled_from([1.0, 0.5, 3.0]),
@@ -198,7 +203,7 @@ def test_too_little_text_is_passed_over_more_often_and_says_so() -> None:
     ),
     st.integers(1, 10**13),
 )
-def test_shares_add_up_and_respect_every_limit(sources: dict[str, Found], budget: int) -> None:
+def test_shares_add_up_and_respect_every_limit(sources: dict[str, DomainShare], budget: int) -> None:
     try:
         shares = auto_shares(sources, budget)
     except UserError:

@@ -7,7 +7,7 @@ import pytest
 
 from bessemer.errors import UserError
 from bessemer.plan.hardware import gpus, parse_cluster, usable_parts
-from bessemer.plan.proposal import Proposal, even_rows, propose
+from bessemer.plan.search.proposal import Proposal, even_rows, propose
 
 MODELS = ("125m", "350m", "1b", "3b", "7b", "8b", "13b", "34b", "70b", "120b", "405b")
 CONTEXTS = (None, None, 1024, 2048, 4096, 8192, 32_768, 131_072)
@@ -93,8 +93,8 @@ def test_rows_that_do_not_divide_are_padded_and_said() -> None:
 
 
 def test_degrees_that_are_written_leave_gpus_idle_rather_than_be_refused() -> None:
-    from bessemer.plan.asked import ask
-    from bessemer.plan.proposal import propose_for
+    from bessemer.plan.request import ask
+    from bessemer.plan.search.proposal import propose_for
 
     asked = ask("7b", 10_000_000_000, degrees={"pp": 3})
     plan = propose_for(asked, parse_cluster("8xH100"))

@@ -3,13 +3,12 @@
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.cost import CHECKPOINT_BYTES, impossible, work_seconds
+from bessemer.plan.cost_model.cost import CHECKPOINT_BYTES, impossible, work_seconds
 from bessemer.plan.hardware import find_gpu
-from bessemer.plan.levers import speed_up
-from bessemer.plan.proposal import propose
 from bessemer.plan.recipe.tokens import optimal_tokens
-from bessemer.spec.memory import MemorySpec, optimizer_bytes
-from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.plan.search.budget import speed_up
+from bessemer.plan.search.proposal import propose
+from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
 
 A100 = find_gpu("A100-80GB")
 DAY = 86_400

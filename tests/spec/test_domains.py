@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.spec.data import Domain, SourceSpec
-from bessemer.spec.domains import GROUPS, domain_of, target_shares
+from bessemer.spec.mixture import GROUPS, domain_of, target_shares
 
 DOMAINS = list(get_args(Domain))
 

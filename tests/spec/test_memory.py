@@ -2,8 +2,7 @@
 
 import pytest
 
-from bessemer.spec.memory import MemorySpec, memory_faults, optimizer_bytes
-from bessemer.spec.optimizer import SETTINGS, OptimizerSpec
+from bessemer.spec.optimizer import SETTINGS, MemorySpec, OptimizerSpec, memory_faults, optimizer_bytes
 
 EIGHT = 2 * (1 + 4 / 256)
 

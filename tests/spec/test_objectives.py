@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from bessemer.spec.objectives import DropoutSpec, LossSpec, ObjectiveSpec, spans_of
+from bessemer.spec.model import DropoutSpec, LossSpec, ObjectiveSpec, spans_of
 
 
 def test_defaults_are_those_of_the_papers():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.spec.clean.steps import STEPS
+from bessemer.spec.data import STEPS
 from bessemer.spec.lints import lint
 from bessemer.spec.paths import STEP_PATHS, NamedPath, missing, path_problems
 from bessemer.spec.schema import RunSpec

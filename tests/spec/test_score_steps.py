@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from bessemer.spec.clean.score import Bounds, PerplexitySpec, QualitySpec, ScoreSpec, best_share
-from bessemer.spec.clean.service import ServiceSpec
-from bessemer.spec.clean.steps import STEPS
+from bessemer.spec.curate.scores import Bounds, PerplexitySpec, QualitySpec, ScoreSpec, ServiceSpec, best_share
+from bessemer.spec.data import STEPS
 
 WHOLE: dict[str, dict[str, Any]] = {
     "quality": {"model": "m"},

@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.spec.count import cache_bytes
-from bessemer.spec.model import ModelSpec, RopeSpec
-from bessemer.spec.resolve import model_shape
-from bessemer.spec.shape import ALIASES, PRESETS, ModelShape, preset, with_vocab
+from bessemer.spec.model import ModelSpec, RopeSpec, model_shape
+from bessemer.spec.shape import ALIASES, PRESETS, ModelShape, cache_bytes, preset, with_vocab
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bessemer.data.order import Order, Phase
-from bessemer.data.steps import BatchPhase, Steps
-from bessemer.data.store import StoreWriter, TokenStore
-from bessemer.data.stream import BatchStream, sequence_count
+from bessemer.data.store.token_store import StoreWriter, TokenStore
+from bessemer.data.stream.batches import BatchStream, sequence_count
+from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
 from bessemer.spec.mixture import quantise
 from bessemer.spec.shape import ModelShape
 
@@ -40,7 +39,7 @@ def store_of(tmp_path: Path) -> Callable[..., TokenStore]:
 def stream_of() -> Callable[..., BatchStream]:
     def make(store: TokenStore, context: int, rows: int) -> BatchStream:
         lengths = {"a": sequence_count(store.tokens, context)}
-        order = Order([Phase(0, quantise({"a": 1.0}))], lengths, seed=1)
-        return BatchStream({"a": store}, order, context, Steps([BatchPhase(0, rows)]))
+        order = StreamOrder([MixturePhase(0, quantise({"a": 1.0}))], lengths, seed=1)
+        return BatchStream({"a": store}, order, context, StepPositions([BatchPhase(0, rows)]))
 
     return make

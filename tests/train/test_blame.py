@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.parallel.context import Columns
-from bessemer.parallel.ring import Ring
-from bessemer.train.blame import blame, by_document, ranked
+from bessemer.parallel.context import ContextColumns, Ring
+from bessemer.train.rank_report import blame, by_document, ranked
 
 CONTEXT, ROWS = 8, 4
 
@@ -76,7 +75,7 @@ def test_tokens_of_weight_zero_are_not_blamed(stream):
     assert sum(entry["tokens"] for entry in found) == quiet.step_count(2) < ROWS * CONTEXT
 
 
-@pytest.mark.parametrize("kind", [Columns, Ring])
+@pytest.mark.parametrize("kind", [ContextColumns, Ring])
 def test_processes_that_share_rows_find_together_what_one_finds(stream, kind):
     batches = stream.micro_batches(1, ROWS)
     torch.manual_seed(0)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bessemer.model.transformer import Decoder, build
 from bessemer.spec.shape import Mla, ModelShape
-from bessemer.train import recompute
-from bessemer.train.compiled import CompiledBlocks, compilable, compile_blocks
+from bessemer.train.compile import CompiledBlocks, compilable, compile_blocks
+from bessemer.train.memory import recompute
 from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bessemer.errors import UserError
-from bessemer.train.ctc import ctc_loss
+from bessemer.train.loss import ctc_loss
 
 
 def inputs(rows=3, steps=7, width=4, words=5, seed=0, dtype=torch.float64):

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
-from bessemer.plan.ceilings import Ceilings, Reading, store_ceilings
+from bessemer.plan.hardware import CeilingReading, Ceilings, store_ceilings
 from bessemer.spec.parallel import ParallelSpec
 from bessemer.train import device as device_module
 from bessemer.train import speed
+from bessemer.train.compile import compute_in
 from bessemer.train.device import (
     bench_file,
     matmul_rate,
@@ -20,7 +21,6 @@ from bessemer.train.device import (
     pick_device,
     stored_ceilings,
 )
-from bessemer.train.precision import compute_in
 from bessemer.train.speed import random_batch, training_rate
 
 CPU = torch.device("cpu")
@@ -84,8 +84,8 @@ def test_what_bench_kept_is_taken_instead_of_the_probe(monkeypatch):
     monkeypatch.setattr(device_module, "matmul_rate", lambda *_, **__: 1.0)
     assert stored_ceilings(CPU) is None and measure(CPU).source == "measured at start"
     readings = [
-        Reading("matmul_fp32", "a", 5e9, "FLOP/s"), Reading("matmul_fp32", "b", 7e9, "FLOP/s"),
-        Reading("matmul_fp8", "", None, "FLOP/s", "no"), Reading("copy", "a", 3e9, "B/s"),
+        CeilingReading("matmul_fp32", "a", 5e9, "FLOP/s"), CeilingReading("matmul_fp32", "b", 7e9, "FLOP/s"),
+        CeilingReading("matmul_fp8", "", None, "FLOP/s", "no"), CeilingReading("copy", "a", 3e9, "B/s"),
     ]  # fmt: skip
     kept = Ceilings("cpu", "x", 1, "2026-11-16T09:00:00+00:00", {}, tuple(readings))
     store_ceilings(kept, bench_file(CPU))

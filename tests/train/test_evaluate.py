@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.stream import sequence_count
-from bessemer.model.sight import Sight
+from bessemer.data.stream.batches import sequence_count
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import build
 from bessemer.train.evaluate import Evaluator
 from bessemer.train.objective import Pretrain
@@ -31,7 +31,7 @@ def direct(model, store):
         # A column belongs to the document of its target.
         documents = store.document_of(i * CONTEXT + 1 + np.arange(CONTEXT))
         with torch.no_grad():
-            logits = model.logits(model(window[None, :-1], Sight(torch.from_numpy(documents)[None])))[0]
+            logits = model.logits(model(window[None, :-1], AttentionMask(torch.from_numpy(documents)[None])))[0]
         loss += float(F.cross_entropy(logits, window[1:], reduction="sum"))
         right += int((logits.argmax(dim=-1) == window[1:]).sum())
         count += CONTEXT

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
-from bessemer.guard.forget import Record
+from bessemer.guard.forgetting import Record
 from bessemer.run.directory import RunWriter
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.mixture import quantise
@@ -29,7 +29,7 @@ def job(tmp_path):
         evaluator=SimpleNamespace(parts={"general": None, "domain": None}),
         stream=SimpleNamespace(steps=SimpleNamespace(position=lambda step: 4 * step)),
         plan=SimpleNamespace(mixtures=[(0, quantise({"general": 1})), (100, quantise({"domain": 1}))]),
-        saver=SimpleNamespace(shelf=Shelf(run.checkpoints)), progress=Progress(),
+        saver=SimpleNamespace(shelf=CheckpointStore(run.checkpoints)), progress=Progress(),
     )  # fmt: skip
     run.close()
 

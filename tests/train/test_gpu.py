@@ -8,23 +8,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bessemer.data.stream import Batch
+from bessemer.data.stream.batches import Batch
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
-from bessemer.optim.lean import to_low_precision
+from bessemer.optim.low_memory import to_low_precision
 from bessemer.optim.schedule import Schedule
 from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
-from bessemer.spec.memory import MemorySpec
-from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.loss import linear_cross_entropy
 from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
-from bessemer.train.step import Attempt, forward_backward, judge_and_update
+from bessemer.train.step import StepResult, forward_backward, judge_and_update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = ModelShape(512, 128, 2, 4, 2, 32, 256)
@@ -59,7 +58,7 @@ def make_job(precision: str = "fp32", seed: int = 0, weights: str = "fp32") -> A
     )
 
 
-def attempt_step(job: Any, step: int, batches: list[Batch]) -> Attempt:
+def attempt_step(job: Any, step: int, batches: list[Batch]) -> StepResult:
     """What the loop does of a step, without the records."""
     attempt = forward_backward(job, step, batches, 0.0)
     judge_and_update(job, attempt, looking=False)
@@ -128,7 +127,7 @@ def test_the_loss_head_equals_fp64(rows: int, vocab: int) -> None:
 
 def test_a_run_on_the_gpu_resumes(tmp_path: Path) -> None:
     from bessemer.run.directory import Run
-    from bessemer.supervise.session import Session, run_folder
+    from bessemer.session.session import Session, run_folder
 
     text = tmp_path / "text"
     text.mkdir()

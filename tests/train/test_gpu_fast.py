@@ -11,10 +11,9 @@ from torch import Tensor
 
 from bessemer.model.transformer import build
 from bessemer.spec.shape import ModelShape
-from bessemer.train.compiled import compile_blocks
+from bessemer.train.compile import compile_blocks, compute_in
 from bessemer.train.loss import LossOptions, linear_cross_entropy
 from bessemer.train.objective import Pretrain
-from bessemer.train.precision import compute_in
 from bessemer.train.speed import random_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -84,7 +83,7 @@ def test_the_head_takes_the_room_that_the_planner_counts(
     kept: torch.dtype, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights in bf16 are not copied, and one chunk has no sum in fp32 beside its gradient."""
-    import bessemer.plan.memory as planned
+    import bessemer.plan.cost_model.memory as planned
     import bessemer.train.loss as loss
 
     rows, vocab, width = 3072, 32_768, 4096
@@ -108,14 +107,13 @@ def test_the_head_takes_the_room_that_the_planner_counts(
 
 @pytest.mark.parametrize("split", [False, True])
 def test_the_adamw_kernel_is_the_reference_s_arithmetic_and_vetoes(split: bool) -> None:
-    from bessemer.optim.bits import halves, joined
     from bessemer.optim.kernels import adamw
-    from bessemer.optim.lean import Rule, update
+    from bessemer.optim.low_memory import UpdateRule, join_weights, split_weights, update
 
     random = torch.Generator("cuda").manual_seed(3)
-    size, rule = 100_003, Rule("adamw", (0.9, 0.999), 1e-8)
+    size, rule = 100_003, UpdateRule("adamw", (0.9, 0.999), 1e-8)
     start = torch.randn(size, device=CUDA, generator=random)
-    high, rest = halves(start)
+    high, rest = split_weights(start)
     sides: list[tuple[Tensor, dict[str, Tensor]]] = []
     for _ in range(2):
         state = {name: torch.zeros(size, device=CUDA) for name in ("exp_avg", "exp_avg_sq")}
@@ -134,7 +132,7 @@ def test_the_adamw_kernel_is_the_reference_s_arithmetic_and_vetoes(split: bool) 
         adamw(rule.betas, rule.eps, sides[1][0], grad, sides[1][1], *more)
         if step == 3:
             assert all(torch.equal(a, b) for a, b in zip(before, (sides[1][0], *sides[1][1].values()), strict=True))
-    expected, found = (joined(w, s["remainder"]) if split else w for w, s in sides)
+    expected, found = (join_weights(w, s["remainder"]) if split else w for w, s in sides)
     assert off(found, expected) < 1e-6
     assert off(sides[1][1]["exp_avg_sq"], sides[0][1]["exp_avg_sq"]) < 1e-6
 
@@ -153,7 +151,7 @@ def test_a_compiled_step_in_bf16_follows_fp32(half_weights: bool, chained: bool)
         if parameter.ndim > 1:
             parameter.data = parameter.data.bfloat16().float()
     if half_weights:
-        from bessemer.optim.lean import to_low_precision
+        from bessemer.optim.low_memory import to_low_precision
 
         to_low_precision(fast)
     assert compile_blocks(fast, rows, context, torch.bfloat16, chained) == SHAPE.layers

@@ -6,24 +6,23 @@ import pytest
 import torch
 
 from bessemer.guard.detect.alarm import alarm
-from bessemer.guard.detect.watch import Watch
-from bessemer.guard.inside import Inside
+from bessemer.guard.detect.watch import Detectors
 from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder
+from bessemer.guard.layer_stats import LayerStats
 from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.schedule import Schedule
 from bessemer.plan.decide import Interval
 from bessemer.run.directory import RunWriter
-from bessemer.spec.checkpoint import CheckpointSpec
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
-from bessemer.spec.schema import BudgetSpec, StopSpec
+from bessemer.spec.schema import BudgetSpec, CheckpointSpec, StopSpec
 from bessemer.train import job as job_module
-from bessemer.train.copies import Copies
 from bessemer.train.evaluate import Evaluator
 from bessemer.train.job import Adjustment, Clock, Job
 from bessemer.train.loop import train_loop
+from bessemer.train.memory.snapshots import MemorySnapshots
 from bessemer.train.objective import Pretrain
 
 CPU = torch.device("cpu")
@@ -110,8 +109,8 @@ def make_job(tmp_path, shape, store_of, stream_of):
             saver=Saves(),
             flops_per_token=1000,
             peak_flops=1e9,
-            watch=Watch(spec.guard, None, STEPS),
-            inside=Inside(model),
+            watch=Detectors(spec.guard, None, STEPS),
+            inside=LayerStats(model),
             ladder=Ladder(spec.guard),
             decode=str,
             faults=faults,
@@ -253,7 +252,7 @@ def test_a_look_inside_changes_no_digit(make_job):
 
 def test_copies_are_of_states_between_steps(make_job):
     job, good = make_job(), make_job()
-    job.copies = Copies()
+    job.copies = MemorySnapshots()
     train_loop(job)
     assert [kept.step for kept in job.copies.held] == [16, 20]
     good.plan.total_steps = 16

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from bessemer.guard.judge import Judge
-from bessemer.model.sight import Sight
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import build
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
-from bessemer.optim.guarded import Guarded
+from bessemer.optim.guarded import GuardedOptimizer
 from bessemer.optim.schedule import Schedule
 from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
@@ -29,7 +29,7 @@ def stream(store_of, stream_of):
     return stream_of(store_of("a", [5, 13, 1, 8, 30, 2, 2, 11] * 12), CONTEXT, ROWS)
 
 
-class Given(Sight):
+class Given(AttentionMask):
     """A mask as it is written."""
 
     def __init__(self, mask):
@@ -89,7 +89,7 @@ def test_rows_without_a_boundary_need_no_mask(store_of, stream_of):
     assert Pretrain(True).feed(packed, CPU).sight.documents_BT is None
 
 
-class Recording(Guarded):
+class Recording(GuardedOptimizer):
     """Keeps the gradients that a step was given."""
 
     def step(self, lr, reject, divisor):

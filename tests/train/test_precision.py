@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from bessemer.train.precision import compute_in, compute_type, use_tf32
+from bessemer.train.compile import compute_in, compute_type, use_tf32
 
 CPU = torch.device("cpu")
 TYPES = {

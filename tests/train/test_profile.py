@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bessemer.observe.trace import GUARD, HEAD, MATMUL, OPTIMIZER, read_trace, step_time
+from bessemer.observe.profile import GUARD, HEAD, MATMUL, OPTIMIZER, read_trace, step_time
 from bessemer.train.profile import DONE, WARMUP, Profiler, span
 
 

@@ -10,11 +10,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from bessemer.cli import main
-from bessemer.data.prompts import own_format
-from bessemer.data.tokenizer import Tokenizer as OurTokenizer
+from bessemer.data.tokenizer.tokenizer import Tokenizer as OurTokenizer
+from bessemer.data.tokenizer.tokenizer import own_format
 from bessemer.export.hf import to_native
 from bessemer.model.generate import Sampling, generate
-from bessemer.train.restore import load_trained, prompt_format
+from bessemer.train.trained import load_trained, prompt_format
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from bessemer.checkpoint.manifest import Manifest
-from bessemer.checkpoint.shelf import Shelf
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.checkpoint.store import CheckpointStore
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.model.generate import Sampling
 from bessemer.model.transformer import build
 from bessemer.spec.shape import ModelShape
-from bessemer.train import restore
-from bessemer.train.restore import load_trained, stream_text
+from bessemer.train import trained as restore
+from bessemer.train.trained import load_trained, stream_text
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def save(run, shape, step, loss=None):
     state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     state["optimizer.something"] = torch.zeros(3)
     manifest = Manifest(step, 0, "f", {}, "s", [], [], {}, 1, "cpu", {}, 0.0, validation_loss=loss)
-    return Shelf(run / "checkpoints").save(state, manifest), model
+    return CheckpointStore(run / "checkpoints").save(state, manifest), model
 
 
 def same(a, b):

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from bessemer.checkpoint.manifest import verify
-from bessemer.checkpoint.remote import Remote
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.remote import RemoteCheckpoints
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.parallel.world import World
-from bessemer.plan.save_interval import mean_time_to_interruption, young_daly
-from bessemer.spec.checkpoint import CheckpointSpec
+from bessemer.plan.cost_model.goodput import mean_time_to_interruption, young_daly
+from bessemer.spec.schema import CheckpointSpec
 from bessemer.train.job import Progress
-from bessemer.train.saver import CheckpointSaver, Save, package_versions
+from bessemer.train.saver import CheckpointSaver, PendingSave, package_versions
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def job(store_of, stream_of):
 
 @pytest.fixture
 def saver(tmp_path):
-    return CheckpointSaver(Shelf(tmp_path / "checkpoints"), "spec-fingerprint")
+    return CheckpointSaver(CheckpointStore(tmp_path / "checkpoints"), "spec-fingerprint")
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_where_there_is_no_memory_for_a_copy_the_save_still_happens(job, saver, 
     def refuse(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
 
-    monkeypatch.setattr("bessemer.checkpoint.background.torch.empty", refuse)
+    monkeypatch.setattr("bessemer.checkpoint.dcp.torch.empty", refuse)
     assert saver.save(job, 1, None) == "step-00000001.a1"
     assert kinds(job) == ["staging_failed", "saved"]
     assert "can't allocate memory: the save is synchronous" in job.events[0]["reason"]
@@ -239,8 +239,8 @@ def test_archives_of_the_weights_alone(job, saver):
 
 
 def test_uploads_follow_commits_and_the_newest_goes_next(job, tmp_path):
-    remote = Remote(f"file://{tmp_path}/durable/run")
-    saver = CheckpointSaver(Shelf(tmp_path / "run" / "checkpoints"), "s", remote)
+    remote = RemoteCheckpoints(f"file://{tmp_path}/durable/run")
+    saver = CheckpointSaver(CheckpointStore(tmp_path / "run" / "checkpoints"), "s", remote)
     go, real, sent = threading.Event(), remote.upload, []
 
     def upload(folder):
@@ -264,8 +264,8 @@ def test_uploads_follow_commits_and_the_newest_goes_next(job, tmp_path):
 
 
 def test_a_storage_that_fails_is_an_event_and_the_run_goes_on(job, tmp_path):
-    remote = Remote(f"file://{tmp_path}/durable/run", attempts=2, pause_s=0.001)
-    saver = CheckpointSaver(Shelf(tmp_path / "run" / "checkpoints"), "s", remote)
+    remote = RemoteCheckpoints(f"file://{tmp_path}/durable/run", attempts=2, pause_s=0.001)
+    saver = CheckpointSaver(CheckpointStore(tmp_path / "run" / "checkpoints"), "s", remote)
     (tmp_path / "durable").write_text("a file where a folder should be")
     saver.save(job, 1, None)
     assert saver.wait(job, uploads=True), "the local one stands"
@@ -277,8 +277,8 @@ def test_a_storage_that_fails_is_an_event_and_the_run_goes_on(job, tmp_path):
 
 
 def test_what_a_rollback_leaves_behind_is_deleted_in_both_tiers(job, tmp_path):
-    remote = Remote(f"file://{tmp_path}/durable/run")
-    saver = CheckpointSaver(Shelf(tmp_path / "run" / "checkpoints"), "s", remote)
+    remote = RemoteCheckpoints(f"file://{tmp_path}/durable/run")
+    saver = CheckpointSaver(CheckpointStore(tmp_path / "run" / "checkpoints"), "s", remote)
     job.spec.checkpoint = CheckpointSpec(keep_last=5, asynchronous=True)
     for step in (10, 20, 30):
         saver.save(job, step, None)
@@ -290,7 +290,7 @@ def test_what_a_rollback_leaves_behind_is_deleted_in_both_tiers(job, tmp_path):
 def test_the_interval_follows_the_measured_stall_and_the_runs_own_failures(job, saver):
     first = saver.interval_s(job)
     assert first == 600.0, "nothing is measured yet"
-    saver._last = Save(1, saver.shelf.folder, 0.0, stall_s=0.02, seconds=0.02)
+    saver._last = PendingSave(1, saver.shelf.folder, 0.0, stall_s=0.02, seconds=0.02)
     calm = saver.interval_s(job)
     assert calm == pytest.approx(young_daly(0.02, mean_time_to_interruption(1, 0, 1.5)))
     failing = CheckpointSaver(saver.shelf, "s")

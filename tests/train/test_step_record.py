@@ -15,7 +15,7 @@ from bessemer.spec.shape import ModelShape
 from bessemer.train.device import Sent
 from bessemer.train.job import Progress
 from bessemer.train.loop import report_step
-from bessemer.train.step import Attempt
+from bessemer.train.step import StepResult
 
 
 class Log(list):
@@ -63,7 +63,7 @@ def attempt_of(
     seen = torch.tensor([loss, norm, correct])
     batches = job.stream.micro_batches(step, 2)
     losses = [torch.full(batch.targets.shape, 2.5) for batch in batches]
-    return Attempt(
+    return StepResult(
         step=step,
         lr=3e-4,
         clip=1.0,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from bessemer.train import surroundings
-from bessemer.train.surroundings import Around
+from bessemer.train import rank_report as surroundings
+from bessemer.train.rank_report import HostLoadProbe
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_work_of_children_is_our_own() -> None:
 
 
 def test_a_host_says_how_busy_others_are() -> None:
-    found = Around(CPU)()
+    found = HostLoadProbe(CPU)()
     assert found.others_busy is None or 0 <= found.others_busy <= 1
     assert found.retries is None and found.device_busy is None
 
@@ -44,7 +44,7 @@ def test_a_host_says_how_busy_others_are() -> None:
 def test_load_of_others_is_seen(monkeypatch: Any) -> None:
     """As if nothing of what keeps this machine busy were our own."""
     monkeypatch.setattr(surroundings, "_own_seconds", lambda: 0.0)
-    around = Around(CPU)
+    around = HostLoadProbe(CPU)
     spin(time.process_time() + 0.3)
     assert (around().others_busy or 0.0) > 0.02
 
@@ -54,6 +54,6 @@ def test_a_gpu_tells_its_clock_and_memory() -> None:
     device = torch.device("cuda")
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    found = Around(device)()
+    found = HostLoadProbe(device)()
     assert found.clock is not None and 0 < found.clock <= 1 and found.device_busy is not None
     assert found.retries == 0 and found.others_bytes is not None

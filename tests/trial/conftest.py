@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.data.order import Order, Phase
-from bessemer.data.steps import BatchPhase, Steps
-from bessemer.data.store import StoreWriter, TokenStore
-from bessemer.data.stream import BatchStream, sequence_count
+from bessemer.data.store.token_store import StoreWriter, TokenStore
+from bessemer.data.stream.batches import BatchStream, sequence_count
+from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
@@ -26,9 +25,9 @@ from bessemer.spec.guard import GuardSpec
 from bessemer.spec.mixture import quantise
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.train.compile import compute_in
 from bessemer.train.objective import Pretrain
-from bessemer.train.precision import compute_in
-from bessemer.trial.case import Earlier, Normal, Scene
+from bessemer.trial.case import EarlierState, NormalRange, StepScene
 
 VOCAB, CONTEXT, ROWS, SCENE_AT, DOCUMENTS = 64, 32, 8, 60, 400
 
@@ -50,8 +49,8 @@ def make_stream(folder: Path, seed: int, change: Callable[[int, np.ndarray], np.
             tokens = change(row, tokens) if change else tokens
             writer.add(tokens, "a.jsonl", row, row, 3 * len(tokens))
     store = TokenStore(folder)
-    order = Order([Phase(0, quantise({"a": 1.0}))], {"a": sequence_count(store.tokens, CONTEXT)}, seed)
-    return BatchStream({"a": store}, order, CONTEXT, Steps([BatchPhase(0, ROWS)]))
+    order = StreamOrder([MixturePhase(0, quantise({"a": 1.0}))], {"a": sequence_count(store.tokens, CONTEXT)}, seed)
+    return BatchStream({"a": store}, order, CONTEXT, StepPositions([BatchPhase(0, ROWS)]))
 
 
 def make_job(
@@ -77,7 +76,7 @@ def make_job(
     )  # fmt: skip
 
 
-def normal_of(records: list[dict]) -> Normal:
+def normal_of(records: list[dict]) -> NormalRange:
     """As the guard has it: medians of the newer half, robust scales around a line, with its floors."""
     kept = [record for record in records if not record["veto"]][-32:]
     losses = np.array([record["loss"] for record in kept])
@@ -87,10 +86,10 @@ def normal_of(records: list[dict]) -> Normal:
     line = centre + (centre - old) / half * (np.arange(len(kept)) - 1.5 * half)
     scale = max(1.4826 * float(np.median(np.abs(losses - line))), 0.02 * centre)
     spread = max(1.4826 * float(np.median(np.abs(norms - middle))), 0.25)
-    return Normal(centre, scale, math.exp(middle), spread, 8.0, 10.0)
+    return NormalRange(centre, scale, math.exp(middle), spread, 8.0, 10.0)
 
 
-def outlier(normal: Normal, loss: float, norm: float) -> bool:
+def outlier(normal: NormalRange, loss: float, norm: float) -> bool:
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return True
     grad_z = (math.log(max(norm, 1e-30)) - math.log(normal.grad_norm)) / normal.grad_scale
@@ -108,10 +107,10 @@ class Faults:
     normal_until: int | None = None  # what is normal is known from the steps before this one
 
 
-def run_to(job, last: int, faults: Faults, copies) -> tuple[Scene, list[Earlier]]:
+def run_to(job, last: int, faults: Faults, copies) -> tuple[StepScene, list[EarlierState]]:
     """Train up to step `last`, which is judged and not updated."""
     records: list[dict] = []
-    earlier: list[Earlier] = []
+    earlier: list[EarlierState] = []
     for step in range(last + 1):
         if step in copies:
             earlier.append(memory_copy(job, step))
@@ -132,7 +131,7 @@ def run_to(job, last: int, faults: Faults, copies) -> tuple[Scene, list[Earlier]
         if step == last:
             job.model.zero_grad(set_to_none=True)
             normal = normal_of(records[: faults.normal_until])
-            return Scene(step, "loss outlier", lr, value, size, normal, batches, records), earlier
+            return StepScene(step, "loss outlier", lr, value, size, normal, batches, records), earlier
         veto = faults.guarded and step > 30 and outlier(normal_of(records), value, size)
         job.optimizer.step(
             lr, torch.tensor(float(veto), device=job.device), clip_divisor(norm, job.spec.optimizer.clip)
@@ -142,7 +141,7 @@ def run_to(job, last: int, faults: Faults, copies) -> tuple[Scene, list[Earlier]
     raise AssertionError
 
 
-def memory_copy(job, step: int) -> Earlier:
+def memory_copy(job, step: int) -> EarlierState:
     kept = {name: tensor.clone() for name, tensor in job.state().items() if not name.startswith("guard.")}
 
     def load():
@@ -150,7 +149,7 @@ def memory_copy(job, step: int) -> Earlier:
         for name, tensor in kept.items():
             state[name].copy_(tensor)
 
-    return Earlier(step, "memory", torch.no_grad()(load))
+    return EarlierState(step, "memory", torch.no_grad()(load))
 
 
 @pytest.fixture

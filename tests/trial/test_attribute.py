@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from bessemer.data.store import Origin
+from bessemer.data.store.token_store import Origin
 from bessemer.trial.attribute import (
     MOST_PASSES,
-    Part,
+    DocumentPart,
     accuse,
     gradient_shares,
     heaviest,
@@ -84,7 +84,7 @@ def test_a_pattern_is_told_in_words():
 
 
 def part(row, tokens, mean):
-    return Part("a", Origin("a.jsonl", row, str(row), row, 0, 1), [], [1] * tokens, tokens, tokens * mean)
+    return DocumentPart("a", Origin("a.jsonl", row, str(row), row, 0, 1), [], [1] * tokens, tokens, tokens * mean)
 
 
 def test_who_stands_out_is_measured_by_normal_documents():

@@ -2,11 +2,10 @@
 
 import pytest
 
-from bessemer.data.order import Order, Phase
-from bessemer.data.steps import BatchPhase, Steps
-from bessemer.data.stream import BatchStream
+from bessemer.data.stream.batches import BatchStream
+from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
 from bessemer.spec.mixture import quantise
-from bessemer.trial.changes import what_changed
+from bessemer.trial.attribute import what_changed
 
 
 @pytest.fixture
@@ -23,9 +22,9 @@ def test_rates_batches_skips_phases_and_epochs(quiet):
     job, scene, _ = quiet
     rows = job.stream.sources["a"]
     sizes = {"a": rows.count, "b": rows.count}
-    phases = [Phase(0, quantise({"a": 1.0})), Phase(200, quantise({"a": 0.5, "b": 0.5}))]
-    steps = Steps([BatchPhase(0, 8), BatchPhase(26, 16)]).skip(28, 300)
-    stream = BatchStream({"a": rows, "b": rows}, Order(phases, sizes, 0), 32, steps)
+    phases = [MixturePhase(0, quantise({"a": 1.0})), MixturePhase(200, quantise({"a": 0.5, "b": 0.5}))]
+    steps = StepPositions([BatchPhase(0, 8), BatchPhase(26, 16)]).skip(28, 300)
+    stream = BatchStream({"a": rows, "b": rows}, StreamOrder(phases, sizes, 0), 32, steps)
     job.stream = stream
     scene.history[20]["lr"] *= 10
     found = what_changed(job, scene)
@@ -39,7 +38,7 @@ def test_rates_batches_skips_phases_and_epochs(quiet):
 def test_a_new_epoch_is_told(quiet):
     job, scene, _ = quiet
     count = job.stream.sources["a"].count
-    job.stream = job.stream.replace(Steps([BatchPhase(0, 8)]).skip(30, count - 20))
+    job.stream = job.stream.replace(StepPositions([BatchPhase(0, 8)]).skip(30, count - 20))
     assert "step 32: epoch 2 of source a begins" in what_changed(job, scene)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.trial import court
-from bessemer.trial.case import Earlier, Scene, Trial
-from bessemer.trial.court import hold_trial
+from bessemer.trial import trial as court
+from bessemer.trial.case import EarlierState, StepScene, Trial
+from bessemer.trial.trial import run_trial
 
 VOCAB, CONTEXT, SCENE_AT = 64, 32, 60  # of the staged jobs
 BUDGET_S = 60.0
@@ -22,8 +22,8 @@ PLAIN = {"name": "sgd", "clip": 1e6}
 @dataclass
 class Staged:
     job: object
-    scene: Scene
-    earlier: list[Earlier]
+    scene: StepScene
+    earlier: list[EarlierState]
     verdicts: tuple[str, ...]
     rows: set[int] | None = None  # of the documents that are guilty
     began_at: int | None = None
@@ -232,7 +232,7 @@ FAST = ("random_tokens", "flipped_bit", "nan_once", "lr_jump", "bf16_overflow")
 def test_every_cause_gets_its_verdict(stage, documents_at, cause):
     staged = CAUSES[cause](stage, documents_at, 0)
     before = bits(staged.job)
-    trial = hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
+    trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
     assert staged.judged_rightly(trial), trial
     assert not trial.cut_short
     assert same(before, bits(staged.job))
@@ -245,7 +245,7 @@ def test_steps_that_others_computed_are_not_compared_digit_by_digit(stage, docum
     nudged = {name: tensor for name, tensor in staged.job.state().items() if name.startswith("model.")}
     for tensor in nudged.values():
         tensor.mul_(1 + 1e-6)
-    trial = hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S, alike_from=10**9)
+    trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S, alike_from=10**9)
     assert trial.verdict in staged.verdicts, trial
 
 
@@ -255,7 +255,7 @@ def test_verdicts_over_seeds(stage, documents_at, cause):
     right = []
     for seed in range(6):
         if staged := CAUSES[cause](stage, documents_at, seed):
-            trial = hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
+            trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
             right.append(staged.judged_rightly(trial))
     assert right and sum(right) >= len(right) - 1, right
 
@@ -270,14 +270,14 @@ def test_verdicts_on_a_gpu(stage, documents_at, cause, precision):
     for seed in range(3):
         staged = CAUSES[cause](on_gpu, documents_at, seed)
         before = bits(staged.job)
-        trial = hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
+        trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
         assert staged.judged_rightly(trial), trial
         assert same(before, bits(staged.job))
 
 
 def test_convicted_documents_are_named_with_their_numbers_and_text(stage, documents_at):
     staged = random_tokens(stage, documents_at, 1)
-    trial = hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S, decode=lambda ids: "word " * len(ids))
+    trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S, decode=lambda ids: "word " * len(ids))
     normal = staged.scene.normal
     for accused in trial.accused:
         assert accused.convicted and accused.file == "a.jsonl" and accused.row == accused.document
@@ -291,7 +291,7 @@ def test_convicted_documents_are_named_with_their_numbers_and_text(stage, docume
 @pytest.mark.slow
 def test_an_accepted_poison_that_did_its_damage_later_is_found_by_replay(stage, documents_at):
     staged = accepted_poison(stage, documents_at, 0)
-    trial = hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
+    trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
     assert staged.judged_rightly(trial), trial
     assert not trial.state_healthy and "1-token pattern" in trial.reason + trial.accused[0].excerpt
 
@@ -301,7 +301,7 @@ def test_a_flipped_bit_names_its_tensor(stage, documents_at):
     name = "blocks.1.ffn.up.weight"
     job.model.get_parameter(name).detach().view(-1)[7] = 1e30
     scene.loss = scene.grad_norm = float("nan")
-    trial = hold_trial(job, scene, earlier, BUDGET_S)
+    trial = run_trial(job, scene, earlier, BUDGET_S)
     assert trial.verdict == "hardware" and not trial.state_healthy
     assert f"{name} (1 of 2048 elements, largest change 1e+30)" in trial.reason
     assert trial.began_at == SCENE_AT - 1
@@ -312,7 +312,7 @@ def test_weights_that_are_not_numbers_are_named(stage):
     job, scene, earlier = stage(0)
     job.model.blocks[0].ffn.gate.weight.detach()[3, :5] = float("nan")
     scene.loss = scene.grad_norm = float("nan")
-    trial = hold_trial(job, scene, earlier, BUDGET_S)
+    trial = run_trial(job, scene, earlier, BUDGET_S)
     found = [(layer.name, layer.value) for layer in trial.layers if layer.quantity == "non-finite weights"]
     assert trial.verdict == "hardware" and found == [("blocks.0.ffn.gate.weight", 5.0)]
 
@@ -332,7 +332,7 @@ def test_an_experiment_that_raises_is_named_and_leaves_nothing_behind(stage, doc
     for name in fails:
         monkeypatch.setattr(court, name, break_things)
     before = bits(staged.job)
-    trial = hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
+    trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
     assert sum("RuntimeError: out of memory" in line for line in trial.cut_short) == len(fails)
     assert same(before, bits(staged.job))
     assert all(parameter.grad is None for parameter in staged.job.model.parameters())
@@ -345,15 +345,15 @@ def test_an_interrupt_leaves_nothing_behind_either(stage, documents_at, monkeypa
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bessemer.trial.retrial.differences", stop)
+    monkeypatch.setattr("bessemer.trial.trial.differences", stop)
     with pytest.raises(KeyboardInterrupt):
-        hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
+        run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
     assert same(before, bits(staged.job))
 
 
 def test_without_time_it_says_what_it_left_out_and_claims_nothing(stage, documents_at):
     staged = random_tokens(stage, documents_at, 0)
-    trial = hold_trial(staged.job, staged.scene, staged.earlier, budget_s=0.0)
+    trial = run_trial(staged.job, staged.scene, staged.earlier, budget_s=0.0)
     assert (trial.verdict, trial.confidence) == ("undetermined", 0.0)
     assert {"other batches", "documents", "earlier weights", "replay"} <= set(trial.cut_short)
     assert not any(accused.convicted for accused in trial.accused)
@@ -361,7 +361,7 @@ def test_without_time_it_says_what_it_left_out_and_claims_nothing(stage, documen
 
 def test_without_earlier_states_a_jump_of_the_rate_is_circumstantial(stage, documents_at):
     staged = lr_jump(stage, documents_at, 0)
-    trial = hold_trial(staged.job, staged.scene, [], BUDGET_S)
+    trial = run_trial(staged.job, staged.scene, [], BUDGET_S)
     assert (trial.verdict, trial.confidence) == ("learning rate", 0.5)
     assert trial.cut_short == ["replay: no earlier state"]
     assert any("learning rate" in line and "schedule says" in line for line in trial.changes)
@@ -371,12 +371,12 @@ def test_a_jump_that_the_schedule_itself_makes_is_found(stage, documents_at):
     job, scene, earlier = stage(1, faults={"rates": {SCENE_AT - 2: 60.0}})
     planned = job.lr
     job.lr = lambda step: planned(step) * (60.0 if step == SCENE_AT - 2 else 1.0)
-    trial = hold_trial(job, scene, earlier, BUDGET_S)
+    trial = run_trial(job, scene, earlier, BUDGET_S)
     assert (trial.verdict, trial.began_at) == ("learning rate", SCENE_AT - 2)
 
 
 def test_a_healthy_step_is_not_accused(stage, documents_at):
     staged = healthy(stage, documents_at, 4)
-    trial = hold_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
+    trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
     assert trial.state_healthy and not trial.accused and "no fault" in trial.reason
     assert trial.spread == 0.0

@@ -14,11 +14,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bessemer.trial.case import Accused, Action, Case, Experiment, Layer, Normal, Recovery, Trial, Verdict
-from bessemer.trial.report import exclusions_of, one_line, report_sections, write_report
-from bessemer.trial.report_html import html_page
-from bessemer.trial.report_page import excerpt, markdown, shown, visible
-from bessemer.trial.report_words import ADVICE
+from bessemer.observe.page import excerpt, html_page, markdown, shown, visible
+from bessemer.trial.case import (
+    AccusedDocument,
+    Action,
+    Experiment,
+    IncidentCase,
+    LayerEvidence,
+    NormalRange,
+    Recovery,
+    Trial,
+    Verdict,
+)
+from bessemer.trial.report import ADVICE, exclusions_of, one_line, report_sections, write_report
 from bessemer.trial.verdict import STEP_IS_NORMAL
 
 EVIL = "</pre><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>"
@@ -61,8 +69,8 @@ def checked(page: str) -> Checker:
     return found
 
 
-def accused(**changes: Any) -> Accused:
-    made = Accused("web", "/data/web-17.jsonl", 45000, "ab12", 7, 128, 11.5, 0.91, 0.8, True, "zq zq zq")
+def accused(**changes: Any) -> AccusedDocument:
+    made = AccusedDocument("web", "/data/web-17.jsonl", 45000, "ab12", 7, 128, 11.5, 0.91, 0.8, True, "zq zq zq")
     return replace(made, **changes)
 
 
@@ -74,22 +82,22 @@ def trial(**changes: Any) -> Trial:
             Experiment("without the accused", "normal without them?", 2.36, 1.1, True),
             Experiment("earlier weights", "the same on older weights?", 15.9, math.nan, False, "step 3,000"),
         ],
-        layers=[Layer("layers.3.attention", "largest output", math.inf, 14.2)],
+        layers=[LayerEvidence("layers.3.attention", "largest output", math.inf, 14.2)],
         changes=["web began epoch 2"], spread=1e-6, seconds=41.0, cut_short=["fp32"],
     )  # fmt: skip
     return replace(made, **changes)
 
 
-def case(**changes: Any) -> Case:
+def case(**changes: Any) -> IncidentCase:
     series = [
         {"step": s, "loss": 15.2 if s >= 50 else 2.3 + s % 3 / 50, "grad_norm": 1.0 + s % 2, "veto": s >= 50}
         for s in range(40, 54)
     ]
     series[11]["loss"] = "nan"
-    made = Case(
+    made = IncidentCase(
         run="web-7b", step=50, time=1.75e9, symptom="loss outlier",
         observed={"loss": 15.2, "grad_norm": 80.0, "lr": 3e-4, "loss_z": 412.3, "grad_z": 17.5},
-        normal=Normal(2.35, 0.05, 1.0, 0.25, 8.0, 10.0), trial=trial(),
+        normal=NormalRange(2.35, 0.05, 1.0, 0.25, 8.0, 10.0), trial=trial(),
         actions=[Action("veto", s, "loss outlier") for s in range(50, 54)]
         + [Action("rollback", 53, "4 vetoes in a row", {"to_step": 45, "origin": "memory"}),
            Action("skip", 45, "", {"position": 6400}),
@@ -99,7 +107,7 @@ def case(**changes: Any) -> Case:
     return replace(made, **changes)
 
 
-def both(made: Case) -> tuple[str, str]:
+def both(made: IncidentCase) -> tuple[str, str]:
     """(Markdown, text of the checked HTML)."""
     sections = report_sections(made, "runs/web-7b/exclusions.jsonl")
     return markdown("t", sections), checked(html_page("t", sections)).text
@@ -223,7 +231,7 @@ def test_the_curve_shows_band_vetoes_and_rollback() -> None:
 
 def test_places_on_the_page_follow_the_values() -> None:
     made = case(series=[{"step": s, "loss": v} for s, v in ((0, 1.0), (1, 2.0), (2, 3.0))])
-    made = replace(made, normal=Normal(2.0, 0.1, 1.0, 0.1, 10.0, 1.0), actions=[], recovery=None)
+    made = replace(made, normal=NormalRange(2.0, 0.1, 1.0, 0.1, 10.0, 1.0), actions=[], recovery=None)
     points = re.search(r'points="([^"]*)"', html_page("t", report_sections(made)))
     assert points and points[1] == "66.0,202.0 405.0,116.0 744.0,30.0"
 
@@ -240,19 +248,19 @@ texts = st.text(st.characters(), max_size=30)  # lone surrogates among them
 floats = st.floats(allow_nan=True, allow_infinity=True)
 steps = st.integers(-(10**12), 10**12)
 cases = st.builds(
-    Case,
+    IncidentCase,
     run=texts, step=st.integers(0, 10**9), time=floats, symptom=texts,
     observed=st.dictionaries(st.sampled_from(["loss", "grad_norm", "lr", "loss_z", "grad_z", "x"]), floats),
-    normal=st.builds(Normal, floats, floats, floats, floats, floats, floats),
+    normal=st.builds(NormalRange, floats, floats, floats, floats, floats, floats),
     trial=st.none() | st.builds(
         Trial,
         verdict=st.sampled_from(get_args(Verdict)), confidence=floats, reason=texts, state_healthy=st.booleans(),
         accused=st.lists(st.builds(
-            Accused, texts, texts, steps, texts, steps, steps, floats, st.none() | floats, st.none() | floats,
+            AccusedDocument, texts, texts, steps, texts, steps, steps, floats, st.none() | floats, st.none() | floats,
             st.booleans(), texts,
         ), max_size=4),
         experiments=st.lists(st.builds(Experiment, texts, texts, floats, floats, st.booleans(), texts), max_size=3),
-        layers=st.lists(st.builds(Layer, texts, texts, floats, floats), max_size=2),
+        layers=st.lists(st.builds(LayerEvidence, texts, texts, floats, floats), max_size=2),
         changes=st.lists(texts, max_size=2), spread=st.none() | floats, began_at=st.none() | steps,
         seconds=floats, cut_short=st.lists(texts, max_size=2),
     ),
@@ -276,7 +284,7 @@ cases = st.builds(
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases)
-def test_any_case_becomes_a_report(tmp_path_factory: pytest.TempPathFactory, made: Case) -> None:
+def test_any_case_becomes_a_report(tmp_path_factory: pytest.TempPathFactory, made: IncidentCase) -> None:
     folder = tmp_path_factory.mktemp("run")
     paths = write_report(folder, made)
     checked(paths["html"].read_text())
@@ -292,7 +300,7 @@ def test_a_replayed_step_that_is_normal_is_called_so_and_nothing_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from bessemer.cli.replay import replay
-    from bessemer.supervise import retry
+    from bessemer.session import replay as retry
 
     ruling = trial(verdict="undetermined", confidence=1.0, reason=STEP_IS_NORMAL, accused=[])
     seen = {"loss": 2.36, "grad_norm": 1.1, "lr": 3e-4}

@@ -4,6 +4,13 @@
     STORE/objects/ab/abcdef..  one tensor: a line of JSON (how it is packed), then the packed bytes
 
 An object's name is the SHA-256 of the tensor's bytes, so equal tensors are stored once and every read proves itself.
+
+How a tensor's bytes are made small, without loss: difference of bit patterns, byte planes, then a compressor.
+
+Neighbouring checkpoints differ in the last bits of most numbers. Their bit patterns, read as integers and subtracted,
+give small numbers of either sign (folded to 0, -1, 1, -2, ... as 0, 1, 2, 3); laid out plane by plane (all first bytes,
+all second bytes, ...) the zeros lie together. fp32 weights one step apart: 58 % of their size (61 % with exclusive-or,
+88 % without a difference), ten steps apart 70 %. Bits, not numbers: NaN payloads and negative zeros come back exactly.
 """
 
 from __future__ import annotations
@@ -13,18 +20,18 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bessemer.checkpoint.archive_bytes import Codec, decode, encode
-from bessemer.checkpoint.manifest import Damaged, Manifest, verify
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.errors import UserError
 from bessemer.run.directory import write_whole
@@ -35,7 +42,7 @@ _MAX_CHAIN = 16  # a difference of a difference of ...: each link is one more re
 
 
 @dataclass
-class Packed:
+class PackResult:
     """What packing a checkpoint came to. `errors` are the largest |read back - saved| of each group of tensors."""
 
     name: str
@@ -47,7 +54,7 @@ class Packed:
     errors: dict[str, float] = field(default_factory=dict)
 
 
-class Store:
+class TensorArchive:
     """Tensors' bytes by hash. Objects are written whole and never changed, so any number of writers may share one."""
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +62,7 @@ class Store:
 
     def path(self, key: str) -> Path:
         if not _HASH.match(key):
-            raise Damaged(f"{self.folder}: {key!r} is not the name of an object")
+            raise DamagedCheckpoint(f"{self.folder}: {key!r} is not the name of an object")
         return self.folder / "objects" / key[:2] / key
 
     def put(self, raw: bytes, item_bytes: int, codec: Codec, base: str | None) -> tuple[str, int, bool]:
@@ -66,7 +73,7 @@ class Store:
             try:
                 self.get(key)
                 return key, 0, False
-            except Damaged:  # a bad disk, or a crash while its file system was full: write it again
+            except DamagedCheckpoint:  # a bad disk, or a crash while its file system was full: write it again
                 path.unlink()
         about: dict[str, Any] = {"codec": codec, "item_bytes": item_bytes, "base": None, "chain": 0}
         earlier = None
@@ -93,14 +100,14 @@ class Store:
         """The tensor's bytes, proved by their hash. `links` ends a crafted chain that goes round in circles."""
         about, payload = self._read(key)
         if about["base"] and not links:
-            raise Damaged(f"{self.path(key)}: its chain of differences has no end")
+            raise DamagedCheckpoint(f"{self.path(key)}: its chain of differences has no end")
         base = self.get(about["base"], links - 1) if about["base"] else None
         try:
             raw = decode(payload, base, about["item_bytes"], about["codec"])
         except (ValueError, TypeError) as error:
-            raise Damaged(f"{self.path(key)}: cannot be unpacked: {error}") from None
+            raise DamagedCheckpoint(f"{self.path(key)}: cannot be unpacked: {error}") from None
         if hashlib.sha256(raw).hexdigest() != key:
-            raise Damaged(f"{self.path(key)}: its content differs from what was packed (hash mismatch)")
+            raise DamagedCheckpoint(f"{self.path(key)}: its content differs from what was packed (hash mismatch)")
         return raw
 
     def _read(self, key: str) -> tuple[dict[str, Any], bytes]:
@@ -112,9 +119,9 @@ class Store:
                 raise ValueError("its first line does not say how it is packed")
             return about, payload
         except FileNotFoundError:
-            raise Damaged(f"{path}: missing") from None
+            raise DamagedCheckpoint(f"{path}: missing") from None
         except (ValueError, TypeError) as error:
-            raise Damaged(f"{path}: unreadable: {error}") from None
+            raise DamagedCheckpoint(f"{path}: unreadable: {error}") from None
 
     def index(self, name: str) -> dict[str, Any]:
         """What was packed under a name."""
@@ -122,13 +129,13 @@ class Store:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found.pop("sha256") != _index_hash(found):
-                raise Damaged(f"{path}: its content differs from what was packed (hash mismatch)")
+                raise DamagedCheckpoint(f"{path}: its content differs from what was packed (hash mismatch)")
             return found
         except FileNotFoundError:
             there = ", ".join(sorted(file.stem for file in self.folder.glob("*.json"))) or "nothing"
             raise UserError(f"{self.folder}: nothing packed as {name!r}; there is {there}") from None
         except (ValueError, KeyError, AttributeError) as error:
-            raise Damaged(f"{path}: unreadable: {error}") from None
+            raise DamagedCheckpoint(f"{path}: unreadable: {error}") from None
 
     def write_index(self, name: str, index: dict[str, Any]) -> int:
         text = json.dumps({**index, "sha256": _index_hash(index)}, indent=1)
@@ -153,21 +160,21 @@ def _largest(stored: Tensor, tensor: Tensor) -> float:
 def _tensor(raw: bytes, dtype: str, shape: list[int]) -> Tensor:
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
-        raise Damaged(f"{dtype!r} is not a tensor's type")
+        raise DamagedCheckpoint(f"{dtype!r} is not a tensor's type")
     return torch.from_numpy(np.frombuffer(bytearray(raw), np.uint8)).view(kind).reshape(shape)
 
 
 def pack(
     checkpoint: Path, store: Path, name: str, delta_from: str | None = None, codec: Codec = "zstd", bf16: bool = False
-) -> Packed:
+) -> PackResult:
     """Pack a checkpoint and read every tensor back. Exact, but for `bf16`, which rounds weights and moments."""
     if Path(name).name != name:
         raise UserError(f"{name!r}: give it a plain name, without a slash")
     manifest = verify(checkpoint)
     store.mkdir(parents=True, exist_ok=True)
-    place = Store(store)
+    place = TensorArchive(store)
     bases: Mapping[str, Any] = place.index(delta_from)["tensors"] if delta_from else {}
-    packed = Packed(name, manifest.bytes)
+    packed = PackResult(name, manifest.bytes)
     tensors: dict[str, dict[str, Any]] = {}
     for tensor_name, tensor in SavedTensors(checkpoint).items():
         group = tensor_name.partition(".")[0]
@@ -198,17 +205,73 @@ def pack(
 
 def unpack(store: Path, name: str, shelf: Path) -> Path:
     """Write a packed checkpoint to a shelf; the folder verifies. Costs memory for one checkpoint."""
-    place = Store(store)
+    place = TensorArchive(store)
     index = place.index(name)
     try:
         manifest = Manifest(**index["manifest"])
     except TypeError as error:
-        raise Damaged(f"{store / name}.json: its manifest is of another version: {error}") from None
+        raise DamagedCheckpoint(f"{store / name}.json: its manifest is of another version: {error}") from None
     state = {}
     for tensor_name, about in index["tensors"].items():
         tensor = _tensor(place.get(about["sha256"]), about["dtype"], about["shape"])
         state[tensor_name] = tensor.to(getattr(torch, about["was"]))
-    target = Shelf(shelf)
+    target = CheckpointStore(shelf)
     folder = target.reserve(manifest.step, "model" if manifest.content == "model" else "step")
     target.write(folder, state, manifest)
     return folder
+
+
+Codec = Literal["zstd", "zlib", "none"]
+
+
+def encode(raw: bytes, base: bytes | None, item_bytes: int, codec: Codec) -> bytes:
+    """Packed bytes; `base` is as long as `raw`."""
+    signed, _, bits = _kinds(item_bytes)
+    data = np.frombuffer(raw, signed)
+    if base is not None:
+        change = data - np.frombuffer(base, signed)  # wraps around, and back again in decode
+        data = (change << 1) ^ (change >> (bits - 1))
+    planes = np.ascontiguousarray(data.view(np.uint8).reshape(-1, bits // 8).T).tobytes()
+    if codec == "zstd":
+        # Level 19 takes 100 times as long for 3 % less. Large tensors use all cores.
+        threads = -1 if len(planes) > 8 << 20 else 0
+        return _zstandard().ZstdCompressor(level=3, threads=threads).compress(planes)
+    return zlib.compress(planes, 1) if codec == "zlib" else planes
+
+
+def decode(packed: bytes, base: bytes | None, item_bytes: int, codec: Codec) -> bytes:
+    """The inverse of encode. ValueError where the bytes are not what it wrote."""
+    if codec == "zstd":
+        zstandard = _zstandard()
+        try:
+            packed = zstandard.ZstdDecompressor().decompress(packed)
+        except zstandard.ZstdError as error:
+            raise ValueError(error) from None
+    elif codec == "zlib":
+        try:
+            packed = zlib.decompress(packed)
+        except zlib.error as error:
+            raise ValueError(error) from None
+    elif codec != "none":
+        raise ValueError(f"unknown compression {codec!r}")
+    signed, unsigned, bits = _kinds(item_bytes)
+    planes = np.frombuffer(packed, np.uint8).reshape(bits // 8, -1)
+    data = np.ascontiguousarray(planes.T).reshape(-1).view(signed)
+    if base is not None:
+        folded = data.view(unsigned)
+        data = np.frombuffer(base, signed) + ((folded >> 1).view(signed) ^ -(folded & 1).view(signed))
+    return data.tobytes()
+
+
+def _kinds(item_bytes: int) -> tuple[np.dtype[Any], np.dtype[Any], int]:
+    """The integers of an item's size; complex numbers are two."""
+    width = item_bytes if item_bytes < 8 else 8
+    return np.dtype(f"<i{width}"), np.dtype(f"<u{width}"), 8 * width
+
+
+def _zstandard():  # type: ignore[no-untyped-def]
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError("zstd needs `pip install bessemer[data]`; --compress zlib needs nothing") from None
+    return zstandard

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.checkpoint.manifest import NAME, Manifest, commit, verify
-from bessemer.checkpoint.shelf import TAGS, Shelf, _key
+from bessemer.checkpoint.store import TAGS, CheckpointStore, _key
 from bessemer.errors import UserError
 from bessemer.run.directory import write_whole
 
@@ -87,7 +87,7 @@ def repair_lineage(run_folder: Path) -> str:
 def lineage(run_folder: Path) -> dict[str, Any]:
     """All that is known: the starts, the tags, and what checkpoints of weights alone were made from."""
     folder = run_folder / "checkpoints"
-    made = {path.name: manifest.progress["made_from"] for path, manifest in Shelf(folder).committed("model")
+    made = {path.name: manifest.progress["made_from"] for path, manifest in CheckpointStore(folder).committed("model")
             if "made_from" in manifest.progress}  # fmt: skip
     return {"starts": _read(folder / LINEAGE, []), "tags": read_tags(folder), "made_from": made}
 

@@ -52,7 +52,7 @@ class Manifest:
         return sum(int(about["bytes"]) for about in self.files.values())
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A checkpoint that must not be loaded; the message names the file."""
 
 
@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return parse_manifest((folder / NAME).read_bytes(), str(folder / NAME))
     except FileNotFoundError:
-        raise Damaged(f"{folder}: no manifest, the save did not finish") from None
+        raise DamagedCheckpoint(f"{folder}: no manifest, the save did not finish") from None
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
@@ -127,12 +127,12 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     try:
         data = json.loads(content.decode())
         if data.get("format") != FORMAT:
-            raise Damaged(f"{where}: format {data.get('format')}, this version reads {FORMAT}")
+            raise DamagedCheckpoint(f"{where}: format {data.get('format')}, this version reads {FORMAT}")
         if data.pop(_SELF, None) != _hash_of_itself(data):
-            raise Damaged(f"{where}: its content differs from what was saved (hash mismatch)")
+            raise DamagedCheckpoint(f"{where}: its content differs from what was saved (hash mismatch)")
         return Manifest(**data)
     except (ValueError, TypeError, AttributeError) as error:  # ValueError: neither JSON nor UTF-8
-        raise Damaged(f"{where}: unreadable: {error}") from None
+        raise DamagedCheckpoint(f"{where}: unreadable: {error}") from None
 
 
 def verify(folder: Path) -> Manifest:
@@ -140,7 +140,7 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     present = {path.name for path in folder.iterdir()} - {NAME, CONFIRMED}
     for name in present - set(manifest.files):
-        raise Damaged(f"{folder / name}: not in the manifest")
+        raise DamagedCheckpoint(f"{folder / name}: not in the manifest")
     for name in manifest.files:
         verify_file(folder / name, manifest)
     return manifest
@@ -150,8 +150,8 @@ def verify_file(path: Path, manifest: Manifest) -> None:
     """Check one file of a checkpoint: there, right size, right hash."""
     expected = manifest.files[path.name]
     if not path.exists():
-        raise Damaged(f"{path}: missing")
+        raise DamagedCheckpoint(f"{path}: missing")
     if path.stat().st_size != expected["bytes"]:
-        raise Damaged(f"{path}: {path.stat().st_size} bytes, the manifest says {expected['bytes']}")
+        raise DamagedCheckpoint(f"{path}: {path.stat().st_size} bytes, the manifest says {expected['bytes']}")
     if hash_file(path) != expected["xxh3_128"]:
-        raise Damaged(f"{path}: its content differs from what was saved (hash mismatch)")
+        raise DamagedCheckpoint(f"{path}: its content differs from what was saved (hash mismatch)")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from bessemer.checkpoint.manifest import (
     CONFIRMED,
     NAME,
-    Damaged,
+    DamagedCheckpoint,
     Manifest,
     discard,
     parse_manifest,
@@ -26,10 +26,9 @@ from bessemer.checkpoint.manifest import (
     sync_folder,
     verify,
 )
-from bessemer.checkpoint.retention import keep
-from bessemer.checkpoint.shelf import DOWNLOAD, TAGS, Shelf, entry_of
+from bessemer.checkpoint.store import DOWNLOAD, TAGS, CheckpointStore, entry_of, keep
 from bessemer.errors import UserError
-from bessemer.spec.checkpoint import CheckpointSpec
+from bessemer.spec.schema import CheckpointSpec
 
 Result = TypeVar("Result")
 # Folders are only a way of speaking there, and asking for one may make a bucket.
@@ -37,7 +36,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss"}
 
 
 @dataclass
-class Remote:
+class RemoteCheckpoints:
     """The checkpoints of one run under a URL. A request that fails is made `attempts` times in all."""
 
     url: str
@@ -63,7 +62,7 @@ class Remote:
         for attempt in range(1, self.attempts + 1):
             try:
                 return request()
-            except (FileNotFoundError, Damaged):
+            except (FileNotFoundError, DamagedCheckpoint):
                 raise
             except Exception as error:  # every library has its own: botocore's, aiohttp's, Google's
                 self.failures += 1
@@ -92,7 +91,7 @@ class Remote:
         def get() -> None:
             there = self.fs.info(f"{self.root}/{name}")["size"]
             if size_bytes not in (None, there):
-                raise Damaged(f"{self.url}/{name}: {there} bytes, the manifest says {size_bytes}")
+                raise DamagedCheckpoint(f"{self.url}/{name}: {there} bytes, the manifest says {size_bytes}")
             self.fs.get_file(f"{self.root}/{name}", str(local))
             if local.stat().st_size != there:  # cut off on the way: that is no damage
                 raise OSError(f"{local.stat().st_size:,} bytes came instead of {there:,}")
@@ -100,7 +99,7 @@ class Remote:
         try:
             self._insist(name, get)
         except FileNotFoundError:
-            raise Damaged(f"{self.url}/{name}: missing") from None
+            raise DamagedCheckpoint(f"{self.url}/{name}: missing") from None
 
     def upload(self, folder: Path) -> int:
         """Copy a committed checkpoint; the bytes."""
@@ -123,7 +122,7 @@ class Remote:
         for name in listed:
             path = f"{name}/{NAME}"
             if name not in self._manifests:
-                with suppress(FileNotFoundError, Damaged):
+                with suppress(FileNotFoundError, DamagedCheckpoint):
                     content = self._insist(path, lambda path=path: self.fs.cat_file(f"{self.root}/{path}"))  # type: ignore[misc]
                     self._manifests[name] = parse_manifest(content, f"{self.url}/{path}")
         return {name: self._manifests.get(name) for name in listed}
@@ -164,7 +163,7 @@ class Remote:
             self.discard(name)
         return gone
 
-    def mirror(self, shelf: Shelf, folder: Path, rules: CheckpointSpec, confirming: bool) -> dict[str, Any]:
+    def mirror(self, shelf: CheckpointStore, folder: Path, rules: CheckpointSpec, confirming: bool) -> dict[str, Any]:
         """All that follows a commit: upload, pass on what was confirmed meanwhile, thin out. What the event tells."""
         before = self.failures
         uploaded = self.upload(folder)
@@ -182,7 +181,7 @@ class Remote:
         told = {"bytes": uploaded, "retried": again, "removed": removed}
         return {key: value for key, value in told.items() if value}
 
-    def fetch(self, name: str, manifest: Manifest, shelf: Shelf) -> Path:
+    def fetch(self, name: str, manifest: Manifest, shelf: CheckpointStore) -> Path:
         """Bring a checkpoint to the shelf and verify it; Damaged if it is not what was saved.
 
         It gets its name when it is whole and on the disk, and takes the place of a local one that is damaged.
@@ -201,12 +200,12 @@ class Remote:
         os.replace(temporary, shelf.folder / name)
         sync_folder(shelf.folder)
         if not (shelf.folder / TAGS).exists():
-            with suppress(Damaged):  # there are none
+            with suppress(DamagedCheckpoint):  # there are none
                 self._get(TAGS, shelf.folder / TAGS)
         return shelf.folder / name
 
 
-def recover(shelf: Shelf, remote: Remote, event: Callable[..., None]) -> Path | None:
+def recover(shelf: CheckpointStore, remote: RemoteCheckpoints, event: Callable[..., None]) -> Path | None:
     """Fetch the newest checkpoint of the remote tier where the local one has nothing as new that verifies.
 
     It is called at every start: another machine may have gone on with the run since this one last saw it. Which is
@@ -219,7 +218,7 @@ def recover(shelf: Shelf, remote: Remote, event: Callable[..., None]) -> Path | 
         for name in sorted(there, key=lambda name: there[name].time, reverse=True):
             try:
                 folder = remote.fetch(name, there[name], shelf)
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 event("checkpoint_passed_over", checkpoint=name, reason=str(error))
                 continue
             event("fetched", checkpoint=name, step=there[name].step, reason=f"{remote.url} is newer than what is here")
@@ -234,9 +233,9 @@ def recover(shelf: Shelf, remote: Remote, event: Callable[..., None]) -> Path | 
     return None
 
 
-def _time_of_sound(shelf: Shelf) -> float:
+def _time_of_sound(shelf: CheckpointStore) -> float:
     """When the newest local checkpoint that verifies was saved; 0 if there is none."""
     for path in shelf.newest_first():
-        with suppress(Damaged):
+        with suppress(DamagedCheckpoint):
             return verify(path).time
     return 0.0

@@ -1,10 +1,18 @@
-"""A checkpoint's tensors one at a time, and checkpoints of weights alone: shared by averages, archives and imports."""
+"""A checkpoint's tensors one at a time, and checkpoints of weights alone: shared by averages, archives and imports.
+
+Averages of checkpoints: uniform, exponential, and the greedy soup of Wortsman et al. (2022, arXiv:2203.05482).
+
+Sums are in fp64 on the CPU, tensor by tensor; only the result is held whole, however many checkpoints go in.
+
+What changed between two checkpoints, tensor by tensor.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bessemer.checkpoint.checked_writer import CheckedWriter
-from bessemer.checkpoint.manifest import Damaged, Manifest, commit
-from bessemer.checkpoint.safe_reader import TensorReader
-from bessemer.checkpoint.shelf import MODEL, Shelf, _cause, single_process
+from bessemer.checkpoint.dcp import CheckedWriter, TensorReader
+from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest, commit
+from bessemer.checkpoint.store import MODEL, CheckpointStore, _cause, single_process
+from bessemer.errors import UserError
 
 
 class SavedTensors(Mapping[str, Tensor]):
@@ -48,7 +56,7 @@ class SavedTensors(Mapping[str, Tensor]):
         except CheckpointException as error:  # a BaseException: no `except Exception` sees it
             cause = _cause(error)
             what = (str(cause).splitlines() or [type(cause).__name__])[0]
-            raise Damaged(f"{self.folder}: tensor {name} cannot be read: {what}") from error
+            raise DamagedCheckpoint(f"{self.folder}: tensor {name} cannot be read: {what}") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -74,7 +82,7 @@ def save_model(
 
     `like` gives it the step and fingerprints of a run; without one it is step 0, for a new run to start from.
     """
-    place, manifest = Shelf(shelf), _manifest(made_from, like, loss)
+    place, manifest = CheckpointStore(shelf), _manifest(made_from, like, loss)
     folder = place.reserve(manifest.step, "model")
     place.write(folder, {MODEL + name: tensor.contiguous() for name, tensor in weights.items()}, manifest)
     return folder
@@ -112,7 +120,7 @@ def stream_model(
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    folder = Shelf(shelf).reserve(0, "model")
+    folder = CheckpointStore(shelf).reserve(0, "model")
     writer = CheckedWriter(folder, copy_ahead_bytes=0)
     single_process()
     try:
@@ -122,3 +130,95 @@ def stream_model(
     except CheckpointException as error:  # a BaseException: no `except Exception` sees it
         raise _cause(error) from error
     return folder
+
+
+Weights = Mapping[str, Tensor]
+
+
+def average(sources: Sequence[Weights], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
+    """The weighted mean of each tensor, in its own type. `weights` are relative; None counts all alike."""
+    share = [1.0] * len(sources) if weights is None else list(weights)
+    if not sources or len(share) != len(sources) or min(share) < 0 or sum(share) <= 0:
+        raise UserError(f"{len(sources)} checkpoints and weights {share}: give one weight >= 0 for each checkpoint")
+    for source in sources[1:]:
+        if other := sorted(set(source) ^ set(sources[0])):
+            raise UserError(f"checkpoints of different models cannot be averaged: {other[0]} is not in all of them")
+    total = sum(share)
+    return {name: _mean(name, sources, [weight / total for weight in share]) for name in sources[0]}
+
+
+def _mean(name: str, sources: Sequence[Weights], share: list[float]) -> Tensor:
+    tensor = sources[0][name]
+    kind, mean = tensor.dtype, tensor.double() * share[0]
+    for source, weight in zip(sources[1:], share[1:], strict=True):
+        tensor = source[name]
+        if tensor.shape != mean.shape:
+            raise UserError(f"{name} is {tuple(mean.shape)} and {tuple(tensor.shape)}: not one model")
+        mean.add_(tensor.double(), alpha=weight)
+    return mean.to(kind)
+
+
+def exponential_weights(count: int, decay: float) -> list[float]:
+    """Shares, oldest first, as `mean = decay * mean + (1 - decay) * next` gives them, begun at the oldest."""
+    if not 0 <= decay < 1:
+        raise UserError(f"decay {decay}: write a number from 0 to below 1, such as 0.5")
+    return [decay ** (count - 1 - i) * (1 - decay if i else 1.0) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Soup:
+    """What the greedy soup chose, in the order it was added, and the loss of each checkpoint alone."""
+
+    names: list[str]
+    loss: float
+    alone: dict[str, float]
+    weights: dict[str, Tensor]
+
+
+def greedy_soup(sources: Mapping[str, Weights], evaluate: Callable[[Weights], float]) -> Soup:
+    """Begin with the best checkpoint; add the others, best first, each only if the average's loss goes down.
+
+    Evaluates every checkpoint alone and every trial: 2n - 1 evaluations. A loss of NaN never improves anything.
+    """
+    alone = {name: evaluate(source) for name, source in sources.items()}
+    order = sorted(alone, key=lambda name: (alone[name] != alone[name], alone[name]))
+    chosen, loss = [order[0]], alone[order[0]]
+    for name in order[1:]:
+        trial = evaluate(average([sources[part] for part in [*chosen, name]]))
+        if trial < loss:
+            chosen, loss = [*chosen, name], trial
+    return Soup(chosen, loss, alone, average([sources[name] for name in chosen]))
+
+
+@dataclass(frozen=True)
+class TensorChange:
+    """One tensor. `relative` is |b - a| / |a| (Euclidean), `largest` the largest change of an element; both are 0 for
+    equal bits, inf where a number became NaN or infinite, None where the tensor is only in one or of another shape."""
+
+    name: str
+    what: str  # same, changed, only in A, only in B, or the two shapes
+    relative: float | None = None
+    largest: float | None = None
+
+
+def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[TensorChange]:
+    """Every tensor of either, in the order of a. Holds two tensors at a time."""
+    for name in a:
+        yield _change(name, a[name], b[name]) if name in b else TensorChange(name, "only in A")
+    for name in b:
+        if name not in a:
+            yield TensorChange(name, "only in B")
+
+
+def _change(name: str, a: Tensor, b: Tensor) -> TensorChange:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return TensorChange(name, f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}".replace("torch.", ""))
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    if torch.equal(*bits):
+        return TensorChange(name, "same", 0.0, 0.0)
+    moved = (bits[0] != bits[1]).view(-1, a.element_size()).any(1)
+    wide = torch.float64 if a.is_floating_point() else torch.int64  # counts beyond 2**53 have no float of their own
+    change = (b.reshape(-1)[moved].to(wide) - a.reshape(-1)[moved].to(wide)).double().abs()
+    change = change.nan_to_num(math.inf, math.inf)
+    size = a.double().nan_to_num(0.0, 0.0, 0.0).norm().item()
+    return TensorChange(name, "changed", change.norm().item() / size if size else math.inf, change.max().item())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.help import CommandGroup
+from bessemer.cli.console import CommandGroup
 
 app = typer.Typer(cls=CommandGroup)
 
@@ -30,12 +30,12 @@ def bench(
     if context.invoked_subcommand:
         return
     from bessemer.errors import UserError
-    from bessemer.plan.ceilings import HEADER, store_ceilings
+    from bessemer.plan.hardware import HEADER, store_ceilings
     from bessemer.spec.parallel import ParallelSpec
 
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"--device {device}: write auto, cpu, cuda or mps")
-    from bessemer.train.ceilings import measure_ceilings
+    from bessemer.bench.ceilings import measure_ceilings
     from bessemer.train.device import bench_file, name_and_memory, pick_device, use_threads
 
     spec = ParallelSpec(device=device)  # type: ignore[arg-type]
@@ -75,8 +75,8 @@ def scaling(
     import json
     import sys
 
+    from bessemer.bench.scaling import USUAL, measure_scaling, save, table
     from bessemer.errors import UserError
-    from bessemer.supervise.scaling import USUAL, measure_scaling, save, table
 
     try:
         counts = [int(count) for count in ranks.split(",")] if ranks else None

@@ -29,9 +29,9 @@ def chaos(
     import sys
     from dataclasses import asdict
 
+    from bessemer.chaos.campaign import run_campaign
+    from bessemer.chaos.faults import parse_kinds
     from bessemer.spec.load import load_spec
-    from bessemer.supervise.chaos.campaign import run_campaign
-    from bessemer.supervise.chaos.fault import parse_kinds
 
     kinds = parse_kinds(faults)
     run_spec = load_spec(spec, settings)

@@ -15,7 +15,7 @@ def demo(
 
     Example: bessemer demo --minutes 1
     """
-    from bessemer.supervise.demo import play
+    from bessemer.demo import play
 
     for line in play(runs, minutes, live=sys.stdout.isatty()):
         print(line, flush=True)

@@ -29,10 +29,10 @@ def evaluate(
     from bessemer.errors import UserError
     from bessemer.evaluate.needle import Kind, held_out_text
     from bessemer.evaluate.needle import needle as hide
-    from bessemer.observe.activity import working
+    from bessemer.observe.progress import working
     from bessemer.run.directory import Run
     from bessemer.spec.quantity import Count
-    from bessemer.train.restore import load_trained
+    from bessemer.train.trained import load_trained
 
     if not needle:
         raise UserError("evaluate: say what to measure: --needle")

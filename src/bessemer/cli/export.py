@@ -24,12 +24,11 @@ def export(
 
     Example: bessemer export runs/demo --to hf --out my-model --dtype bf16
     """
-    from bessemer.checkpoint.manifest import Damaged
+    from bessemer.checkpoint.manifest import DamagedCheckpoint
     from bessemer.errors import UserError
     from bessemer.export.gate import Mismatch
-    from bessemer.export.hf import DTYPES, to_hf, to_native
-    from bessemer.export.source import open_native
-    from bessemer.observe.activity import working
+    from bessemer.export.hf import DTYPES, open_native, to_hf, to_native
+    from bessemer.observe.progress import working
     from bessemer.spec.quantity import human_count
 
     if to not in ("hf", "bessemer"):
@@ -50,7 +49,7 @@ def export(
             assert out is not None
             with working("opening the folder") as report:
                 done = to_native(source, out, mode, overwrite, report)
-    except (Mismatch, Damaged, OSError) as error:  # neither the user's mistake nor anything to keep
+    except (Mismatch, DamagedCheckpoint, OSError) as error:  # neither the user's mistake nor anything to keep
         print(f"{error}\nnothing was written", file=sys.stderr)
         raise typer.Exit(1) from None
     print(f"{done.family}  {done.tensors} tensors, {human_count(done.parameters)} parameters, {done.dtype}")

@@ -29,8 +29,8 @@ def generate(
     Example: bessemer generate runs/demo --prompt "def parse(self, line):" --temperature 0.7
     """
     from bessemer.model.generate import Sampling
-    from bessemer.observe.activity import working
-    from bessemer.train.restore import load_trained, prompt_format, stream_text
+    from bessemer.observe.progress import working
+    from bessemer.train.trained import load_trained, prompt_format, stream_text
 
     with working("loading the model"):
         model, tokenizer = load_trained(run, checkpoint, device)

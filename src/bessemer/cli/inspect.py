@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bessemer.cli.help import CommandGroup
+from bessemer.cli.console import CommandGroup
 
 if TYPE_CHECKING:
-    from bessemer.diagnose.report import Report
+    from bessemer.diagnose.report import InspectionReport
 
 app = typer.Typer(
     cls=CommandGroup, help="Look inside a model: learning rate, gradients, landscape, NaN.", no_args_is_help=True
@@ -24,8 +24,8 @@ Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Html = Annotated[Path | None, typer.Option(help="Also write a page with all figures to this file.")]
 
 
-def _show(look: Callable[[], Report], as_json: bool, html: Path | None) -> None:
-    from bessemer.observe.activity import working
+def _show(look: Callable[[], InspectionReport], as_json: bool, html: Path | None) -> None:
+    from bessemer.observe.progress import working
 
     with working("looking inside the model"):
         report = look()
@@ -47,7 +47,7 @@ def lr(
 
     Example: bessemer inspect lr my-run.yaml --html lr.html
     """
-    from bessemer.supervise.inspect import inspect_lr
+    from bessemer.session.inspect import inspect_lr
 
     _show(lambda: inspect_lr(spec, settings or [], checkpoint, device, first, last, steps), as_json, html)
 
@@ -61,7 +61,7 @@ def gradients(
 
     Example: bessemer inspect gradients runs/demo --checkpoint best
     """
-    from bessemer.supervise.inspect import from_run, inspect_gradients
+    from bessemer.session.inspect import from_run, inspect_gradients
 
     _show(lambda: inspect_gradients(from_run(run, checkpoint, device), batches), as_json, html)
 
@@ -81,9 +81,9 @@ def landscape(
 
     Example: bessemer inspect landscape runs/demo --grid 15 --html landscape.html
     """
-    from bessemer.supervise.inspect import from_run, inspect_landscape
+    from bessemer.session.inspect import from_run, inspect_landscape
 
-    def look() -> Report:
+    def look() -> InspectionReport:
         return inspect_landscape(from_run(run, checkpoint, device), batches, reach, points, grid, seed)
 
     _show(look, as_json, html)
@@ -97,7 +97,7 @@ def histograms(
 
     Example: bessemer inspect histograms runs/demo --html histograms.html
     """
-    from bessemer.supervise.inspect import from_run, inspect_histograms
+    from bessemer.session.inspect import from_run, inspect_histograms
 
     _show(lambda: inspect_histograms(from_run(run, checkpoint, device)), as_json, html)
 
@@ -111,7 +111,7 @@ def noise(
 
     Example: bessemer inspect noise runs/demo --batches 32
     """
-    from bessemer.supervise.inspect import from_run, inspect_noise
+    from bessemer.session.inspect import from_run, inspect_noise
 
     _show(lambda: inspect_noise(from_run(run, checkpoint, device), batches), as_json, html)
 
@@ -129,6 +129,6 @@ def nan(
 
     Example: bessemer inspect nan runs/demo --step 655
     """
-    from bessemer.supervise.inspect import inspect_nan
+    from bessemer.session.inspect import inspect_nan
 
     _show(lambda: inspect_nan(run, step, checkpoint, device), as_json, html)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bessemer.cli.help import CommandGroup
+from bessemer.cli.console import CommandGroup
 
 if TYPE_CHECKING:
-    from bessemer.launch.job import Job
+    from bessemer.launch.job import LaunchJob
     from bessemer.spec.schema import RunSpec
 
 
@@ -70,7 +70,7 @@ def submit(
 
     Example: bessemer launch submit my-run.yaml --on slurm --nodes 4 --gpus 8 --time 24h --dry-run
     """
-    from bessemer.launch.request import Request, check, idle_note
+    from bessemer.launch.request import LaunchRequest, check, idle_note
     from bessemer.launch.submit import generate
     from bessemer.launch.submit import submit as send
     from bessemer.spec.load import load_spec
@@ -83,7 +83,7 @@ def submit(
         gpus = 0 if run.parallel.device == "cpu" else 1
     listed = tuple(host.strip() for host in hosts.split(",") if host.strip())
     request = check(
-        Request(
+        LaunchRequest(
             run, on, nodes, gpus, max_restarts, cpus, memory, time, gpu_type, image, python, install, partition,
             account, qos, array, namespace, volume, secret, min_nodes, cloud, on_demand, listed,
         )
@@ -132,18 +132,18 @@ def status(
     from dataclasses import asdict
 
     from bessemer.errors import UserError
-    from bessemer.launch.job import State, find_job, read_job
+    from bessemer.launch.job import JobState, find_job, read_job
     from bessemer.launch.submit import TARGETS
 
     jobs = [find_job(name, runs)] if name else [read_job(path) for path in sorted(runs.glob("*/launch/job.json"))]
-    rows: list[tuple[Job, State]] = []
+    rows: list[tuple[LaunchJob, JobState]] = []
     for job in jobs:
         try:
             rows += [(job, state) for state in TARGETS[job.on].states(job)]
         except UserError as error:
             if name:
                 raise
-            rows.append((job, State(job.id, "?", detail=str(error))))
+            rows.append((job, JobState(job.id, "?", detail=str(error))))
     if as_json:
         print(json.dumps([{**asdict(job), **asdict(state)} for job, state in rows], indent=1))
     elif not rows:
@@ -216,7 +216,7 @@ def _print(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from bessemer.cli.output import print_table
+    from bessemer.cli.console import print_table
 
     table = Table(box=None, pad_edge=False)
     for column in columns:

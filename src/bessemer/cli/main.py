@@ -16,8 +16,6 @@ from bessemer import __version__
 from bessemer.cli import (
     bench,
     chaos,
-    checkpoint_tools,
-    data_tools,
     demo,
     evaluate,
     export,
@@ -31,7 +29,9 @@ from bessemer.cli import (
     spec,
     train,
 )
-from bessemer.cli.help import CommandGroup
+from bessemer.cli import checkpoints as checkpoint_tools
+from bessemer.cli import data as data_tools
+from bessemer.cli.console import CommandGroup
 from bessemer.errors import RankError, UserError
 from bessemer.observe.output import open_missing_streams, output_fault
 from bessemer.parent import end_with_parent

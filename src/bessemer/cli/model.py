@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from bessemer.cli.help import CommandGroup
+from bessemer.cli.console import CommandGroup
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Look at a model: parameters, FLOPs, memory, a diagram.")
 

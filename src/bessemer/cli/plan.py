@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bessemer.cli.help import CommandGroup
+from bessemer.cli.console import CommandGroup
 
 if TYPE_CHECKING:
-    from bessemer.plan.asked import Asked
-    from bessemer.plan.proposal import Proposal
-    from bessemer.plan.questions import Wishes
+    from bessemer.plan.interview import InterviewAnswers
+    from bessemer.plan.request import PlanRequest
+    from bessemer.plan.search.proposal import Proposal
 
 
 class _SpecOrCommand(CommandGroup):
@@ -84,9 +84,9 @@ def plan(
     """
     if context.invoked_subcommand:
         return
-    from bessemer.plan.questions import Wishes
+    from bessemer.plan.interview import InterviewAnswers
 
-    words = Wishes(model, tokens, gpus, budget, deadline)
+    words = InterviewAnswers(model, tokens, gpus, budget, deadline)
     if purpose:
         others = {"--serve": serve, "--simulate": simulate, "--picture": picture, "--write": write,
                   "--budget": budget, "--deadline": deadline, "SPEC.yaml": spec}  # fmt: skip
@@ -118,7 +118,7 @@ def plan(
     found, shown = _answer(words, spec, settings, settled, network, rate)
     played = None
     if simulate or picture:
-        from bessemer.plan.simulation_report import simulated
+        from bessemer.plan.simulate.report import simulated
 
         played = simulated(found, seed, picture)
     print(_text(found, shown, as_json, played))
@@ -135,11 +135,11 @@ def _fault(text: str) -> Exception:
     return UserError(text)
 
 
-def _complete(words: Wishes) -> Wishes:
+def _complete(words: InterviewAnswers) -> InterviewAnswers:
     """Questions for what is missing, where somebody is there to answer."""
     import sys
 
-    from bessemer.plan.questions import interview
+    from bessemer.plan.interview import interview
 
     enough = words.model and (words.gpus or words.budget or words.deadline)
     if enough or words.budget:
@@ -152,19 +152,19 @@ def _complete(words: Wishes) -> Wishes:
     return interview(words, lambda question, default: str(typer.prompt(question, default=default)), print)
 
 
-def _tokens(words: Wishes) -> int | None:
-    from bessemer.plan.asked import option_count
+def _tokens(words: InterviewAnswers) -> int | None:
+    from bessemer.plan.request import option_count
 
     return option_count("--tokens", words.tokens)
 
 
-def _this_machine(asked: Asked, words: Wishes, more: dict[str, Any], as_json: bool) -> Wishes:
+def _this_machine(asked: PlanRequest, words: InterviewAnswers, more: dict[str, Any], as_json: bool) -> InterviewAnswers:
     """The same wishes with this machine's GPUs, where the catalogue has them; elsewhere its plan is printed."""
     import json
     from dataclasses import replace
 
     from bessemer.plan.local import check_options, local_json, local_lines
-    from bessemer.train.this_machine import catalogued_gpus, plan_measured
+    from bessemer.train.speed import catalogued_gpus, plan_measured
 
     if gpus := catalogued_gpus(asked.spec.parallel):
         return replace(words, gpus=gpus)
@@ -175,20 +175,20 @@ def _this_machine(asked: Asked, words: Wishes, more: dict[str, Any], as_json: bo
 
 
 def _answer(
-    words: Wishes, spec: Path | None, settings: list[str], settled: dict[str, Any], network: str | None,
+    words: InterviewAnswers, spec: Path | None, settings: list[str], settled: dict[str, Any], network: str | None,
     rate: str | None,
 ) -> tuple[Proposal, Any]:  # fmt: skip
     """The plan, and the ranking that it comes first in where there is one."""
-    from bessemer.plan.asked import option_count
     from bessemer.plan.hardware import parse_cluster
-    from bessemer.plan.proposal import check_rate, propose_for
-    from bessemer.plan.wishes import fulfil, parse_limits
+    from bessemer.plan.request import option_count
+    from bessemer.plan.search.budget import fulfil, parse_limits
+    from bessemer.plan.search.proposal import check_rate, propose_for
 
     tokens = _tokens(words)
     if spec is not None:
         asked = _from_spec(spec, settings, words.model, tokens, settled)
     elif words.model is None:
-        from bessemer.plan.budget_model import model_for_budget
+        from bessemer.plan.search.budget import model_for_budget
 
         limits = parse_limits(words.budget, words.deadline)
         asked = model_for_budget(
@@ -208,8 +208,8 @@ def _answer(
     return found, ranking
 
 
-def _from_words(model: str, tokens: int | None, settled: dict[str, Any]) -> Asked:
-    from bessemer.plan.asked import ask, option_count
+def _from_words(model: str, tokens: int | None, settled: dict[str, Any]) -> PlanRequest:
+    from bessemer.plan.request import ask, option_count
 
     degrees = {key: settled[f"--{key}"] for key in ("tp", "cp", "pp")}
     batch = option_count("--batch", settled["--batch"])
@@ -218,9 +218,9 @@ def _from_words(model: str, tokens: int | None, settled: dict[str, Any]) -> Aske
 
 def _from_spec(
     spec: Path, settings: list[str], model: str | None, tokens: int | None, settled: dict[str, Any]
-) -> Asked:
+) -> PlanRequest:
     """A spec; options of the command line are laid over it as `--set` would."""
-    from bessemer.plan.asked import ask_spec
+    from bessemer.plan.request import ask_spec
     from bessemer.spec.load import load_document
 
     keys = {"--batch": "budget.batch", "--context": "data.context", "--precision": "precision",
@@ -242,20 +242,19 @@ def _from_spec(
 def _text(found: Proposal, ranking: Any, as_json: bool, played: Any = None) -> str:
     import json
 
-    from bessemer.plan.levers import lever_lines
-    from bessemer.plan.show import lines, to_json
-    from bessemer.plan.show_wishes import ranking_json, ranking_lines
+    from bessemer.plan.present.show import lines, ranking_json, ranking_lines, to_json
+    from bessemer.plan.search.budget import lever_lines
 
     if as_json:
         told = ranking_json(ranking) if ranking else to_json(found)
         if played:
-            from bessemer.plan import simulation_report
+            from bessemer.plan.simulate import report as simulation_report
 
             told["simulation"] = simulation_report.to_json(played)
         return json.dumps(told, indent=1)
     shown = ranking_lines(ranking) if ranking else [*lines(found), *lever_lines(found)]
     if played:
-        from bessemer.plan import simulation_report
+        from bessemer.plan.simulate import report as simulation_report
 
         shown += ["", *simulation_report.lines(played)]
     return "\n".join(shown)
@@ -266,7 +265,7 @@ def _write(found: Proposal, path: Path, emit: str | None, options: dict[str, str
     import shlex
     import sys
 
-    from bessemer.plan.written import spec_text, write_spec
+    from bessemer.plan.present.to_spec import spec_text, write_spec
 
     def tell(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout)
@@ -274,7 +273,7 @@ def _write(found: Proposal, path: Path, emit: str | None, options: dict[str, str
     text = spec_text(found, shlex.join(["bessemer", *sys.argv[1:]]))
     request = None
     if emit:  # what is wrong with it is told before anything is written
-        from bessemer.launch.planned import planned_request, write_planned
+        from bessemer.launch.submit import planned_request, write_planned
 
         price = found.costs[0].price if found.costs else None
         request = planned_request(path, text, emit, found.wish.cluster, price, options)
@@ -285,12 +284,12 @@ def _write(found: Proposal, path: Path, emit: str | None, options: dict[str, str
 
 
 def _purpose(
-    purpose: str, words: Wishes, row: int | None, precision: str | None, rank: int, as_json: bool
+    purpose: str, words: InterviewAnswers, row: int | None, precision: str | None, rank: int, as_json: bool
 ) -> None:  # fmt: skip
     import json
 
-    from bessemer.plan.asked import ask
-    from bessemer.plan.purposes import check_use, fit_purpose, purpose_json, purpose_lines
+    from bessemer.plan.cost_model.purposes import check_use, fit_purpose, purpose_json, purpose_lines
+    from bessemer.plan.request import ask
 
     use = check_use(purpose)
     if words.model is None or words.gpus is None:
@@ -300,13 +299,14 @@ def _purpose(
 
 
 def _serve(
-    words: Wishes, row: int | None, rps: float | None, ttft: str | None, tpot: str | None, prompt: int, answer: int,
+    words: InterviewAnswers, row: int | None, rps: float | None, ttft: str | None,
+    tpot: str | None, prompt: int, answer: int,
     as_json: bool,
 ) -> None:  # fmt: skip
     import json
 
-    from bessemer.plan.asked import ask
-    from bessemer.plan.serving import demand_of, serving_json, serving_lines, ways_to_serve
+    from bessemer.plan.cost_model.serving import demand_of, serving_json, serving_lines, ways_to_serve
+    from bessemer.plan.request import ask
 
     if words.model is None or rps is None:
         raise _fault("--serve: write --model and --rps, such as: bessemer plan --serve --model 7b --rps 10")

@@ -30,11 +30,10 @@ def replay(
         return
     import json
 
-    from bessemer.observe.activity import working
-    from bessemer.supervise.retry import BY_HAND, try_step
-    from bessemer.trial.report import report_sections
-    from bessemer.trial.report_page import markdown
-    from bessemer.trial.report_words import deviations
+    from bessemer.observe.page import markdown
+    from bessemer.observe.progress import working
+    from bessemer.session.replay import BY_HAND, try_step
+    from bessemer.trial.report import deviations, report_sections
     from bessemer.trial.verdict import STEP_IS_NORMAL
 
     with working("replaying the step"):
@@ -50,7 +49,7 @@ def replay(
 def _documents(run: Path, step: int, show: bool, as_json: bool) -> None:
     import json
 
-    from bessemer.supervise.replay import documents_of
+    from bessemer.session.replay import documents_of
 
     found = documents_of(run, step, texts=show)
     if as_json:

@@ -24,7 +24,7 @@ def runs(
     from dataclasses import asdict
 
     from bessemer.errors import UserError
-    from bessemer.observe.ranks import processes
+    from bessemer.observe.format import processes
     from bessemer.plan.actual import compare_run, comparison_json, comparison_lines
     from bessemer.run.directory import LAYOUT, Run, list_runs, summarize
     from bessemer.run.journal import json_ready, last_record
@@ -55,7 +55,7 @@ def _print_table(found: list[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from bessemer.cli.output import print_table
+    from bessemer.cli.console import print_table
     from bessemer.run.directory import MEAN_OF
     from bessemer.spec.quantity import human_time
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.help import CommandGroup
+from bessemer.cli.console import CommandGroup
 
 app = typer.Typer(
     cls=CommandGroup, help="Check a spec, show it in full, or print its JSON Schema.", no_args_is_help=True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from bessemer.cli.output import naming_spec
+from bessemer.cli.console import naming_spec
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def refuse_layout(spec: RunSpec, count: int) -> None:
     import torch
 
     from bessemer.errors import UserError
-    from bessemer.plan.replicas import check_processes
+    from bessemer.plan.search.replicas import check_processes
 
     given = None
     if spec.model.hf is not None:
-        from bessemer.supervise.start import open_source
+        from bessemer.session.start import open_source
 
         source = open_source(spec)
         given = source.shape if source else None
@@ -110,9 +110,9 @@ def train(
 
     Example: bessemer train my-run.yaml --set budget.tokens=50M
     """
-    from bessemer.observe.activity import working
+    from bessemer.observe.progress import working
+    from bessemer.session.recovery.restart import ended_before
     from bessemer.spec.load import load_spec
-    from bessemer.supervise.again import ended_before
 
     run_spec = load_spec(spec, settings)
     if code := ended_before(Path(run_spec.runs) / run_spec.name):
@@ -124,10 +124,9 @@ def train(
     elif (count := local_processes(run_spec.parallel)) > 1:
         refuse_layout(run_spec, count)
         start_locally(count)
-    from bessemer.observe.live import LiveView
-    from bessemer.observe.view import LineView, RunView
+    from bessemer.observe.view import LineView, LiveView, RunView
     from bessemer.parallel.world import part
-    from bessemer.supervise.session import Session
+    from bessemer.session.session import Session
 
     live = sys.stdout.isatty() and not plain
     again = None if settings else str(spec)  # with overrides, the spec in the run's folder is the one to continue with
@@ -135,7 +134,7 @@ def train(
     if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
         view = RunView()
     if profile or nsight:
-        from bessemer.supervise.profile import ProfileSession
+        from bessemer.session.profile import ProfileSession
 
         session = ProfileSession(run_spec, view, profile_steps, nsight)
         session.train()

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bessemer.data.curate.files import text_hash
+from bessemer.data.curate.ledger import text_hash
 from bessemer.data.document import BadRow, Document
-from bessemer.data.read import FileEntry, Part, divide, list_files, read_part
-from bessemer.data.read.unpack import UNREADABLE, open_unpacked
-from bessemer.data.read.whole import wide_encoding
+from bessemer.data.read import FileEntry, SourcePart, divide, list_files, read_part
+from bessemer.data.read.compression import UNREADABLE, open_unpacked
+from bessemer.data.read.rows import wide_encoding
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
 if TYPE_CHECKING:
-    from bessemer.data.tokenizer import Tokenizer
+    from bessemer.data.tokenizer.tokenizer import Tokenizer
 
 ENORMOUS_CHARS = 1_000_000
 _EXAMPLES = 3
@@ -48,7 +48,7 @@ class Problem:
 
 
 @dataclass
-class Checked:
+class CheckReport:
     """What was looked at and what was found, the most frequent trouble first."""
 
     files: int = 0
@@ -82,7 +82,7 @@ def check_files(
     context: int | None = None,
     template: str = "chatml",
     progress: Callable[[str], None] | None = None,
-) -> Checked:
+) -> CheckReport:
     """Reads all documents of a source and says what is wrong with them.
 
     With a tokenizer and a context, conversations are also rendered, to find those of which no token is learnt.
@@ -93,7 +93,7 @@ def check_files(
     files = list_files(
         source, said.append, lambda path, reason: notes.add("skipped: not a readable file", missing_fix, path, reason)
     )
-    checked = Checked(files=len(files), notes=said)
+    checked = CheckReport(files=len(files), notes=said)
     silent = dict.fromkeys(file.name for file in files)
     _compare_schemas(files, source, notes)
     copies = _Copies()
@@ -114,7 +114,7 @@ def check_files(
     return checked
 
 
-def _read(part: Part, source: SourceSpec, notes: _Notes, silent: dict[str, None]) -> Iterator[Document]:
+def _read(part: SourcePart, source: SourceSpec, notes: _Notes, silent: dict[str, None]) -> Iterator[Document]:
     """The documents of a part. Files of which anything is read or told are taken out of `silent`."""
     tally: Counter[str] = Counter()
     try:
@@ -187,7 +187,7 @@ def _around(text: str, at: int) -> str:
 def _check_conversation(
     document: Document, tokenizer: Tokenizer | None, context: int | None, template: str, notes: _Notes
 ) -> None:
-    from bessemer.data.chat import problems, render
+    from bessemer.data.tokenizer.chat import problems, render
 
     assert document.messages is not None
     found = problems(document.messages)

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
-from bessemer.data.curate.files import text_hash
+from bessemer.data.curate.ledger import text_hash
 from bessemer.data.lazy_index import Index
-from bessemer.data.rows import PADDING, Block, Ints, Spans
-from bessemer.data.store import Origin
+from bessemer.data.store.token_store import Origin
+from bessemer.data.stream.rows import PADDING, Ints, RowBlock, Spans
 from bessemer.errors import UserError
 from bessemer.spec.quantity import human_bytes
 
@@ -214,14 +214,14 @@ class LazyRows:
         """Tokenizes the rows, unless they were read lately."""
         return self._spans(self._rows(sequences))
 
-    def assemble(self, sequences: Ints) -> Block:
+    def assemble(self, sequences: Ints) -> RowBlock:
         rows = self._rows(sequences)
         shape = sequences.size, self.length
         tokens, targets = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for r, row in enumerate(rows):
             size = max(0, row.ids.size - 1)
             tokens[r, :size], targets[r, :size] = row.ids[:-1][:size], row.ids[1:]
-        return Block(tokens, targets, None, self._spans(rows))
+        return RowBlock(tokens, targets, None, self._spans(rows))
 
     def origin_of_document(self, document: int) -> Origin:
         """Reads the document's stretch. `start` and `stop` count bytes of text."""

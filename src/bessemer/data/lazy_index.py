@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bessemer.data.curate.files import byte_length, load_arrays, naming, save_arrays, text_hash, writing
+from bessemer.data.curate.ledger import byte_length, load_arrays, naming, save_arrays, text_hash, writing
 from bessemer.data.document import BadRow, Document
-from bessemer.data.read import FileEntry, Part, Piece, divide, read_part
-from bessemer.data.read.divide import cut, line_starts
-from bessemer.data.read.unpack import compression_of, open_bytes
+from bessemer.data.read import FileEntry, FilePiece, SourcePart, divide, read_part
+from bessemer.data.read.compression import compression_of, open_bytes
+from bessemer.data.read.parts import cut, line_starts
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -50,7 +50,7 @@ class Side:
 
 @dataclass(frozen=True)
 class _Task:
-    part: Part
+    part: SourcePart
     files: tuple[int, ...]  # the number of each piece's file
     source: SourceSpec
     side: Side
@@ -91,8 +91,9 @@ class Index:
     def read(self, stretch: int) -> Iterator[Document]:
         """The documents of a stretch, of both sides."""
         at = {name: int(self.stretches[name][stretch]) for name in _COLUMNS}
-        piece = Piece(self.files[at["number"]], at["size_bytes"], at["start"], at["stop"], first_row=at["first_row"])
-        for found in read_part(Part(self.name, (piece,)), self.source, self.copies):
+        first_row = at["first_row"]
+        piece = FilePiece(self.files[at["number"]], at["size_bytes"], at["start"], at["stop"], first_row=first_row)
+        for found in read_part(SourcePart(self.name, (piece,)), self.source, self.copies):
             if isinstance(found, Document):
                 yield found
 
@@ -135,7 +136,7 @@ def build_index(
     return Index(folder, files, source, copies)
 
 
-def _key(parts: Sequence[Part], source: SourceSpec, side: Side) -> str:
+def _key(parts: Sequence[SourcePart], source: SourceSpec, side: Side) -> str:
     settings = [source.text_field, source.id_field, source.format]
     what = [_VERSION, _STRETCH_BYTES, settings, dataclasses.astuple(side), [part.key for part in parts]]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(what).encode()))
@@ -156,7 +157,7 @@ def _index_part(task: _Task) -> dict[str, Any]:
         for file, stretch in _stretches(task):
             entry = (file, stretch.start, stretch.stop, stretch.first_row)
             first, ordinal = len(lengths), 0
-            for found in read_part(Part(task.part.source, (stretch,)), task.source, task.copies):
+            for found in read_part(SourcePart(task.part.source, (stretch,)), task.source, task.copies):
                 rows += 1
                 if isinstance(found, BadRow):
                     bad += 1
@@ -196,7 +197,7 @@ def _counts(arrays: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stretches(task: _Task) -> Iterator[tuple[int, Piece]]:
+def _stretches(task: _Task) -> Iterator[tuple[int, FilePiece]]:
     """(number of the file, what can be read alone of it)."""
     for number, piece in zip(task.files, task.part.pieces, strict=True):
         if piece.file.format == "jsonl":
@@ -210,7 +211,7 @@ def _stretches(task: _Task) -> Iterator[tuple[int, Piece]]:
         yield from ((number, stretch) for stretch in cuts)
 
 
-def _lines(piece: Piece, task: _Task) -> Iterator[Piece]:
+def _lines(piece: FilePiece, task: _Task) -> Iterator[FilePiece]:
     """JSON lines, cut at about every 64 kB; a compressed file stays whole."""
     file = piece.file
     with open_bytes(file, task.source.storage, task.copies) as opened:
@@ -225,9 +226,9 @@ def _lines(piece: Piece, task: _Task) -> Iterator[Piece]:
             at = piece.start + offset
             if at >= stop:
                 break
-            yield Piece(file, at - start, start, at, row)
+            yield FilePiece(file, at - start, start, at, row)
             start, row = at, piece.first_row + line - 1
-        yield Piece(file, stop - start, start, stop, row)
+        yield FilePiece(file, stop - start, start, stop, row)
 
 
 def _check_bad(name: str, bad: int, rows: int, allowed: float) -> None:

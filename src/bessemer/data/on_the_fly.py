@@ -12,14 +12,13 @@ import numpy as np
 import xxhash
 
 from bessemer.data.cache import locked
-from bessemer.data.curate.engine import Engine, Here, each
-from bessemer.data.curate.files import byte_length, replacing, space_for
-from bessemer.data.curate.progress import Meter, Say
+from bessemer.data.curate.engine import Engine, LocalEngine, Meter, Say, each
+from bessemer.data.curate.ledger import byte_length, replacing, space_for
 from bessemer.data.curate.report import decoding_note
 from bessemer.data.lazy_index import Index, Side, build_index
 from bessemer.data.prepare import list_sources, load_tokenizer
-from bessemer.data.store_format import sync
-from bessemer.data.tokenizer import DEFAULT_EOS, Tokenizer
+from bessemer.data.store.format import sync
+from bessemer.data.tokenizer.tokenizer import DEFAULT_EOS, Tokenizer
 
 if TYPE_CHECKING:
     from bessemer.spec.data import DataSpec, TokenizerSpec
@@ -48,7 +47,7 @@ def index_sources(
     """Reads every source once, unless the cache has its index; trains a tokenizer if none is given."""
     cache = Path(cache).absolute()
     cache.mkdir(parents=True, exist_ok=True)
-    meter, run = Meter(progress), partial(each, engine or Here())
+    meter, run = Meter(progress), partial(each, engine or LocalEngine())
     limit = int(data.validation * 2**64)
     notes: list[str] = []
     with space_for(cache), locked(cache, "index", meter.say):

@@ -24,21 +24,19 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from bessemer.data.cache import locked
-from bessemer.data.chat import special_tokens
 from bessemer.data.curate.corpus import RULES_VERSION, Corpus, PartState, sweep
-from bessemer.data.curate.engine import Engine, Here, Pool, cores
-from bessemer.data.curate.files import byte_length, replacing, space_for, text_hash
-from bessemer.data.curate.ledger import read_cached, read_json, write_json
+from bessemer.data.curate.engine import Engine, LocalEngine, Meter, ProcessPool, Say, cores
+from bessemer.data.curate.ledger import byte_length, read_cached, read_json, replacing, space_for, text_hash, write_json
 from bessemer.data.curate.passes import Census, Split
-from bessemer.data.curate.progress import Meter, Say
 from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, decoding_note, some_of, write_report
+from bessemer.data.curate.step import identity, make_step
 from bessemer.data.read import FileEntry, list_files
-from bessemer.data.shards import ShardedStore, merge, open_stores, shard_prefixes
-from bessemer.data.step import identity, make_step
-from bessemer.data.store import FORMAT_VERSION, sync
-from bessemer.data.store_format import damaged, file_sum, prepare_again
-from bessemer.data.tokenize import TokenizeTask, part_intact, part_mark, part_prefix, tokenize_part
-from bessemer.data.tokenizer import DEFAULT_EOS, Tokenizer, cut
+from bessemer.data.store.format import damaged, file_sum, prepare_again
+from bessemer.data.store.shards import ShardedStore, merge, open_stores, shard_prefixes
+from bessemer.data.store.token_store import FORMAT_VERSION, sync
+from bessemer.data.tokenizer.chat import special_tokens
+from bessemer.data.tokenizer.encode import TokenizeTask, part_intact, part_mark, part_prefix, tokenize_part
+from bessemer.data.tokenizer.tokenizer import DEFAULT_EOS, Tokenizer, cut
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,7 +97,9 @@ def prepare(
             sweep(cache)
             if not folder.exists():
                 total_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
-                chosen = engine or (Pool(cores()) if total_bytes > _POOL_BYTES and cores() > 1 else Here())
+                chosen = engine or (
+                    ProcessPool(cores()) if total_bytes > _POOL_BYTES and cores() > 1 else LocalEngine()
+                )
                 work = folder.with_name(f"{folder.name}.partial" + ("" if alone else f"-{uuid.uuid4().hex[:8]}"))
                 try:
                     with space_for(cache):

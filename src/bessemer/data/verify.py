@@ -14,14 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.chunk_digests import SUFFIX as CHUNKS
-from bessemer.data.chunk_digests import content_digest, encode_digests, hash_file
 from bessemer.data.curate.ledger import read_json, write_json
-from bessemer.data.curriculum import digest_path, ranking_damage
-from bessemer.data.pack import PackIndex, read_index
 from bessemer.data.prepare import PREPARED, TOKENIZER, digests_of, open_prepared
-from bessemer.data.store import TokenStore
-from bessemer.data.store_format import Content, commit, file_sum, prepare_again, sync_file, temporary_path
+from bessemer.data.store.digests import SUFFIX as CHUNKS
+from bessemer.data.store.digests import content_digest, encode_digests, hash_file
+from bessemer.data.store.format import StoreContent, commit, file_sum, prepare_again, sync_file, temporary_path
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.stream.curriculum import digest_path, ranking_damage
+from bessemer.data.stream.packing import PackIndex, read_index
 from bessemer.errors import UserError
 
 _DOCUMENTS = 1 << 12  # whose tokens are held at once
@@ -30,7 +30,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyReport:
     """One store, index or file. `damage` is empty where it is sound; `note` says what could not be compared."""
 
     path: str
@@ -47,7 +47,7 @@ def data_bytes(place: Path) -> int:
     return sum(path.stat().st_size for path in _files(place))
 
 
-def verify(place: Path, advance: Advance, add_digests: bool = False) -> Iterator[Verified]:
+def verify(place: Path, advance: Advance, add_digests: bool = False) -> Iterator[VerifyReport]:
     """A folder of prepared data, a folder of such folders or of stores, or the prefix of one store."""
     folders = [path.parent for path in sorted([*place.glob(PREPARED), *place.glob(f"*/{PREPARED}")])]
     for folder in folders:
@@ -55,7 +55,7 @@ def verify(place: Path, advance: Advance, add_digests: bool = False) -> Iterator
     if folders:
         return
     if (place / TOKENIZER).exists():
-        yield Verified(str(place / PREPARED), 0, (f"{place / PREPARED}: missing; {prepare_again(place)}",))
+        yield VerifyReport(str(place / PREPARED), 0, (f"{place / PREPARED}: missing; {prepare_again(place)}",))
     prefixes = _prefixes(place)
     if not prefixes:
         raise UserError(
@@ -80,20 +80,20 @@ def _prefixes(place: Path) -> list[str]:
     return []
 
 
-def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Iterator[Verified]:
+def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Iterator[VerifyReport]:
     path, again = folder / PREPARED, prepare_again(folder)
     try:
         about = read_json(path, again)
         shards = {f"{name}.{side}": count for side in ("train", "validation") for name, count in about[side].items()}
     except (UserError, KeyError, AttributeError) as error:
-        yield Verified(str(path), path.stat().st_size, (str(error),))
+        yield VerifyReport(str(path), path.stat().st_size, (str(error),))
         return
     clean = True
     for name, expected in about.get("digests", {}).items():
         found = _sum(folder / name)
         damage = () if found == expected else (f"{folder / name}: is not what was written; {again}",)
         clean = clean and not damage
-        yield Verified(str(folder / name), _size(folder / name), damage)
+        yield VerifyReport(str(folder / name), _size(folder / name), damage)
     for name, count in shards.items():
         for number in range(count):
             store = _verify_store(f"{folder}/{name}.{number:05d}", advance, add_digests)
@@ -108,24 +108,24 @@ def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Itera
         except UserError as error:
             damage = (str(error),)
     note = "" if "stores" in about or add_digests else "no digests of its files"
-    yield Verified(str(path), path.stat().st_size, damage, note)
+    yield VerifyReport(str(path), path.stat().st_size, damage, note)
     for index in sorted(folder.glob("*.best-fit-*.json")):
         yield _verify_packing(index.with_suffix(""), advance)
     for ranking in sorted(folder.glob("ranking-*.bin")):
         wrong = ranking_damage(ranking)
         advance(_size(ranking))
         note = "" if digest_path(ranking).exists() else "no digest"
-        yield Verified(
+        yield VerifyReport(
             str(ranking), _size(ranking), (f"{wrong}; it is computed again when needed",) if wrong else (), note
         )
 
 
-def _verify_store(prefix: str, advance: Advance, add_digests: bool) -> Verified:
+def _verify_store(prefix: str, advance: Advance, add_digests: bool) -> VerifyReport:
     damage, note = [], ""
     try:
         store = TokenStore(prefix)
     except UserError as error:
-        return Verified(prefix, sum(_size(path) for path in _files(Path(prefix))), (str(error),))
+        return VerifyReport(prefix, sum(_size(path) for path in _files(Path(prefix))), (str(error),))
     if store.verifiable:
         for suffix in sorted(store.about.sizes.keys() - {CHUNKS}):
             try:
@@ -142,12 +142,12 @@ def _verify_store(prefix: str, advance: Advance, add_digests: bool) -> Verified:
         note = "digests added"
     else:
         note = "no digests: tokens, boundaries and mask have the store's fingerprint, other files are not compared"
-    return Verified(prefix, store.about.size_bytes, tuple(damage), note)
+    return VerifyReport(prefix, store.about.size_bytes, tuple(damage), note)
 
 
 def _fingerprint(store: TokenStore, advance: Advance) -> str:
     """Of the store as it is, from its tokens, boundaries and mask."""
-    content = Content()
+    content = StoreContent()
     for first in range(0, store.documents, _DOCUMENTS):
         edges = store.edges(first, min(first + _DOCUMENTS, store.documents)).tolist()
         for start, stop in pairwise(edges):
@@ -172,19 +172,19 @@ def _add_digests(store: TokenStore) -> None:
     commit(store.prefix, replace(store.about, sizes=sizes, sums={CHUNKS: content_digest(data)}))
 
 
-def _verify_packing(prefix: Path, advance: Advance) -> Verified:
+def _verify_packing(prefix: Path, advance: Advance) -> VerifyReport:
     size_bytes = sum(_size(path) for path in _files(prefix))
     about = read_index(str(prefix))
     if about is None:
-        return Verified(
+        return VerifyReport(
             str(prefix), size_bytes, (f"{prefix}.json: the index is damaged; it is computed again when needed",)
         )
     try:
         for compared in PackIndex(str(prefix), about).verify():
             advance(compared)
     except UserError as error:
-        return Verified(str(prefix), size_bytes, (str(error),))
-    return Verified(str(prefix), size_bytes, (), "" if about.chunks else "no digests")
+        return VerifyReport(str(prefix), size_bytes, (str(error),))
+    return VerifyReport(str(prefix), size_bytes, (), "" if about.chunks else "no digests")
 
 
 def _again(prefix: str) -> str:

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from bessemer.diagnose.landscape import kept_weights
-from bessemer.diagnose.report import Report
-from bessemer.diagnose.subject import Subject, backward
-from bessemer.observe.plot import Bars
-from bessemer.observe.words import sparkline
+from bessemer.diagnose.report import InspectedModel, InspectionReport, backward
+from bessemer.observe.figure import Bars
+from bessemer.observe.format import sparkline
 
 BINS = 32
 DEAD = 1e-3  # of the layer's rms: a unit that never exceeds it, on any token, contributes nothing
 
 
 @dataclass(frozen=True)
-class Spread:
+class Distribution:
     """How one tensor's values are spread. Gradients are counted by log10 |g|, the others as they are."""
 
     name: str
@@ -46,12 +45,12 @@ class Spread:
 
 
 @torch.no_grad()
-def spread(name: str, kind: str, tensor: Tensor, **more: Any) -> Spread:
+def spread(name: str, kind: str, tensor: Tensor, **more: Any) -> Distribution:
     """One read of the device for the numbers and one for the counts."""
     values = tensor.detach().float().flatten()
     finite = values[values.isfinite()]
     if not finite.numel():
-        return Spread(name, kind, 0.0, 0.0, [], 0.0, 0.0, 0.0, 0.0, 1.0 if values.numel() else 0.0, **more)
+        return Distribution(name, kind, 0.0, 0.0, [], 0.0, 0.0, 0.0, 0.0, 1.0 if values.numel() else 0.0, **more)
     shown = finite[finite != 0].abs().log10() if kind == "gradient" else finite
     shown = shown if shown.numel() else finite
     ends, sizes = shown.aminmax(), finite.abs().amax()
@@ -60,7 +59,7 @@ def spread(name: str, kind: str, tensor: Tensor, **more: Any) -> Spread:
     counts = torch.histc(shown, BINS, min=low, max=high) if high > low else shown.new_tensor([shown.numel()])
     bad = 1 - finite.numel() / values.numel()
     whole = [int(count) for count in counts.tolist()]
-    return Spread(name, kind, low, high, whole, mean, std, largest, zeros / values.numel(), bad, **more)
+    return Distribution(name, kind, low, high, whole, mean, std, largest, zeros / values.numel(), bad, **more)
 
 
 def lost_to_bf16(weight: Tensor, update: Tensor) -> Tensor:
@@ -103,9 +102,9 @@ def watched_inputs(model: nn.Module, see: Callable[[str, Tensor], None]) -> Iter
             handle.remove()
 
 
-def spreads(subject: Subject, step: int, update: Callable[[], None]) -> list[Spread]:
+def spreads(subject: InspectedModel, step: int, update: Callable[[], None]) -> list[Distribution]:
     """`update()` makes the optimizer's step from the gradients; the weights are put back bit by bit after it."""
-    first: dict[str, Spread] = {}
+    first: dict[str, Distribution] = {}
     peaks: dict[str, Tensor] = {}  # of every unit, over all tokens
 
     def see(name: str, value: Tensor) -> None:
@@ -120,7 +119,7 @@ def spreads(subject: Subject, step: int, update: Callable[[], None]) -> list[Spr
     for name, one in first.items():
         scale = (one.mean**2 + one.std**2) ** 0.5
         dead = int((peaks[name] <= DEAD * scale).sum())
-        found.append(Spread(**{**asdict(one), "dead": dead, "units": peaks[name].numel()}))
+        found.append(Distribution(**{**asdict(one), "dead": dead, "units": peaks[name].numel()}))
     named = subject.named()
     found += [spread(name, "gradient", p.grad) for name, p in named if p.grad is not None]
     with kept_weights(subject) as kept:
@@ -134,7 +133,7 @@ def spreads(subject: Subject, step: int, update: Callable[[], None]) -> list[Spr
     return found
 
 
-def report(found: list[Spread], where: str) -> Report:
+def report(found: list[Distribution], where: str) -> InspectionReport:
     weights, gradients, activations = (
         [one for one in found if one.kind == kind] for kind in ("weight", "gradient", "activation")
     )
@@ -165,4 +164,4 @@ def report(found: list[Spread], where: str) -> Report:
     axis = {"weight": "weight", "gradient": "log10 |g|", "activation": "input of the module"}
     figures = [Bars(f"{x.kind} {x.name}", x.low, x.high, x.counts, axis[x.kind]) for x in found]
     data = {"tensors": [asdict(one) for one in found]}
-    return Report(f"Histograms, {where}", said, data, columns, rows, figures, shown=0)
+    return InspectionReport(f"Histograms, {where}", said, data, columns, rows, figures, shown=0)

@@ -15,13 +15,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from bessemer.diagnose.report import Report
-from bessemer.diagnose.subject import Subject, loss_of
-from bessemer.observe.plot import Figure, Heat, Lines
+from bessemer.diagnose.report import InspectedModel, InspectionReport, loss_of
+from bessemer.observe.figure import Figure, Heat, Lines
 
 
 @dataclass(frozen=True)
-class Slice:
+class LossSlice:
     """Loss at w + a d1 (`line`) and at w + a d1 + b d2 (`grid[j][i]` at a = offsets[i], b = offsets[j])."""
 
     offsets: list[float]
@@ -44,7 +43,7 @@ def direction(weight: Tensor, name: str, seed: int) -> Tensor:
 
 
 @contextmanager
-def kept_weights(subject: Subject) -> Iterator[dict[str, Tensor]]:
+def kept_weights(subject: InspectedModel) -> Iterator[dict[str, Tensor]]:
     """A copy of the weights; the model has exactly these bits again at the end, also after a failure."""
     kept = {name: p.detach().clone() for name, p in subject.named()}
     try:
@@ -57,8 +56,8 @@ def kept_weights(subject: Subject) -> Iterator[dict[str, Tensor]]:
 
 @torch.no_grad()
 def cut(
-    subject: Subject, steps: list[int], reach: float = 1.0, points: int = 21, grid: int = 11, seed: int = 0
-) -> Slice:
+    subject: InspectedModel, steps: list[int], reach: float = 1.0, points: int = 21, grid: int = 11, seed: int = 0
+) -> LossSlice:
     """`reach` 1 goes as far as the weights are long. An odd number of points has the centre among them."""
     line_at, grid_at = _offsets(reach, points), _offsets(reach, grid)
     with kept_weights(subject) as kept:
@@ -77,14 +76,14 @@ def cut(
         surface = [[loss_at(a, b) for a in grid_at] for b in grid_at]
         small = 0.05 * reach
         curvature = (loss_at(small, 0.0) - 2 * centre + loss_at(-small, 0.0)) / small**2
-    return Slice(line_at, line, grid_at, surface, centre, curvature if math.isfinite(curvature) else None)
+    return LossSlice(line_at, line, grid_at, surface, centre, curvature if math.isfinite(curvature) else None)
 
 
 def _offsets(reach: float, points: int) -> list[float]:
     return [reach * (2 * i - (points - 1)) / max(1, points - 1) for i in range(points)]
 
 
-def report(found: Slice, where: str) -> Report:
+def report(found: LossSlice, where: str) -> InspectionReport:
     values = [*found.line, *(value for row in found.grid for value in row)]
     finite = [value for value in values if math.isfinite(value)]
     low = min(finite, default=found.centre)
@@ -100,4 +99,4 @@ def report(found: Slice, where: str) -> Report:
     if found.grid:
         at = found.grid_offsets
         figures.append(Heat("Loss over two directions", at, at, found.grid, label))
-    return Report(f"Loss landscape, {where}", said, asdict(found), figures=figures)
+    return InspectionReport(f"Loss landscape, {where}", said, asdict(found), figures=figures)

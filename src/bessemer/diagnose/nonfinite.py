@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bessemer.diagnose.report import Report
+from bessemer.diagnose.report import InspectionReport
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TensorFacts:
 
 
 @dataclass
-class Trace:
+class NonfiniteTrace:
     """`stage` is where it began: forward, loss, backward, or None for a step that is finite throughout."""
 
     stage: str | None = None
@@ -72,7 +72,7 @@ class _Watch:
     """Follows a pass. The first thing that is not finite decides; later ones are its consequences."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.trace, self.modules = Trace(), dict(model.named_modules())
+        self.trace, self.modules = NonfiniteTrace(), dict(model.named_modules())
         self.running: list[str] = []
         self.kept: dict[int, Tensor] = {}  # by id: alive, so that no id is used twice
         self.readers: dict[int, list[str]] = {}  # tensor -> modules that it enters, the outer before the inner
@@ -164,7 +164,7 @@ def _watching(model: nn.Module) -> Iterator[_Watch]:
 
 def trace_nonfinite(
     model: nn.Module, run_forward_backward: Callable[[], Tensor], in_fp32: Callable[[], Tensor] | None = None
-) -> Trace:
+) -> NonfiniteTrace:
     """`run_forward_backward` computes the loss, calls its backward and returns it; `in_fp32` does the same in fp32.
 
     Gradients are gone afterwards, weights are untouched.
@@ -192,7 +192,7 @@ def trace_nonfinite(
     return trace
 
 
-def report(trace: Trace, step: int, where: str) -> Report:
+def report(trace: NonfiniteTrace, step: int, where: str) -> InspectionReport:
     said = [f"Step {step} is finite throughout (loss {trace.loss:.4f}): activations, loss and gradients."]
     if trace.stage is not None:
         kind = f" ({trace.kind})" if trace.kind else ""
@@ -210,4 +210,4 @@ def report(trace: Trace, step: int, where: str) -> Report:
         for one in trace.facts
     ]
     columns = ("tensor", "shape", "dtype", "min", "max", "mean", "not finite")
-    return Report(f"NaN trace, {where}", said, {"step": step, **asdict(trace)}, columns, rows)
+    return InspectionReport(f"NaN trace, {where}", said, {"step": step, **asdict(trace)}, columns, rows)

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from bessemer.diagnose.report import Report
-from bessemer.observe.plot import Lines
+from bessemer.diagnose.report import InspectionReport
+from bessemer.observe.figure import Lines
 
 
 @dataclass(frozen=True)
-class Sweep:
+class LrSweep:
     """Rates with the loss before each update, and what they suggest; a point that was not found is None."""
 
     rates: list[float]
@@ -45,7 +45,7 @@ def sweep(
     last: float = 10.0,
     steps: int = 200,
     reach: int | None = None,
-) -> Sweep:
+) -> LrSweep:
     """`attempt(i, rate)` makes the i-th update with that rate and returns the loss from before it.
 
     Costs `steps` training steps at most: it stops once the loss stays above the limit, or is not finite.
@@ -66,11 +66,11 @@ def sweep(
     return _judge(rates, losses, reach)
 
 
-def _judge(rates: list[float], losses: list[float], reach: int) -> Sweep:
+def _judge(rates: list[float], losses: list[float], reach: int) -> LrSweep:
     finite = [loss for loss in losses if math.isfinite(loss)]
     smoothed = smooth(finite, reach)
     if len(smoothed) < 3:
-        return Sweep(rates, losses, smoothed, None, rates[-1], None, "the loss is not finite at the lowest rates")
+        return LrSweep(rates, losses, smoothed, None, rates[-1], None, "the loss is not finite at the lowest rates")
     lowest = smoothed.index(min(smoothed))
     beyond = [i for i in range(lowest, len(smoothed)) if smoothed[i] > limit(smoothed)]
     beyond += [len(finite)] if len(finite) < len(losses) else []
@@ -87,10 +87,10 @@ def _judge(rates: list[float], losses: list[float], reach: int) -> Sweep:
         reason = f"the loss falls fastest there; it rises again from {diverged:.2g}"
     else:
         reason = f"one tenth of {diverged:.2g}, where the loss rises again"
-    return Sweep(rates, losses, smoothed, steepest, diverged, suggested, reason)
+    return LrSweep(rates, losses, smoothed, steepest, diverged, suggested, reason)
 
 
-def report(found: Sweep, asked: float) -> Report:
+def report(found: LrSweep, asked: float) -> InspectionReport:
     """`asked` is the rate that the spec or the plan has."""
     said = [f"No suggestion: {found.reason}."]
     if found.suggested is not None:
@@ -102,4 +102,4 @@ def report(found: Sweep, asked: float) -> Report:
     shown = len(found.smoothed)
     series = {"loss": found.losses[:shown], "smoothed": found.smoothed}
     figure = Lines("Loss", found.rates[:shown], series, "learning rate", log_x=True, marks=marks)
-    return Report("Learning-rate range test", said, {**asdict(found), "asked": asked}, figures=[figure])
+    return InspectionReport("Learning-rate range test", said, {**asdict(found), "asked": asked}, figures=[figure])

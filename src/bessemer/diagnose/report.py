@@ -1,22 +1,65 @@
-"""The result of a look: sentences, a table, figures and plain numbers, for a terminal, a page or a program."""
+"""What is examined: a model, and the losses of its steps, one micro-batch at a time as in training.
+
+The result of a look: sentences, a table, figures and plain numbers, for a terminal, a page or a program.
+"""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bessemer.observe.plot import Figure, page
-from bessemer.run.finding import Finding
+import torch
+from torch import Tensor, nn
+
+from bessemer.observe.figure import Figure, page
+from bessemer.run.directory import Finding
 from bessemer.run.journal import json_ready
+
+
+@dataclass(frozen=True)
+class MicroBatchTerms:
+    """One micro-batch. The parts of a step sum to its loss."""
+
+    loss: Tensor
+    share: float  # of the step's target tokens
+    tokens: float
+
+
+@dataclass(frozen=True)
+class InspectedModel:
+    """`parts(step, precision)` makes the forward passes of a step; precision None is the run's own."""
+
+    model: nn.Module
+    parts: Callable[[int, str | None], Iterator[MicroBatchTerms]]
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+
+def backward(subject: InspectedModel, step: int, precision: str | None = None) -> Tensor:
+    """Fresh gradients of a whole step; its loss, still on the device."""
+    subject.model.zero_grad(set_to_none=True)
+    total = torch.zeros(())
+    for part in subject.parts(step, precision):
+        part.loss.backward()  # type: ignore[no-untyped-call]
+        total = total.to(part.loss.device) + part.loss.detach().float()
+    return total
+
+
+@torch.no_grad()
+def loss_of(subject: InspectedModel, steps: list[int]) -> float:
+    """Mean loss over some steps, without gradients."""
+    return sum(float(part.loss) for step in steps for part in subject.parts(step, None)) / len(steps)
+
 
 TERMINAL_ROWS = 40  # of a table: the HTML page and JSON have them all
 
 
 @dataclass
-class Report:
+class InspectionReport:
     """`said` are the conclusions; `data` holds everything in numbers."""
 
     title: str

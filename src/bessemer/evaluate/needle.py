@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from bessemer.data.prepare import open_prepared
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.model.generate import Sampling, generate
 from bessemer.model.transformer import Decoder

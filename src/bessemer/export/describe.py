@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.plan.memory import Passes, activation_bytes
-from bessemer.spec import count
+from bessemer.plan.cost_model.memory import Passes, activation_bytes
+from bessemer.spec import shape as count
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.shape import ALIASES, PRESETS, ModelShape, preset, with_vocab
 
@@ -57,9 +57,9 @@ def _theirs(path: Path) -> ModelShape:
 
 def _of_spec(path: Path) -> ModelShape:
     """Vocabulary 0 if its tokenizer is still to be planned."""
-    from bessemer.data.tokenizer import Tokenizer
+    from bessemer.data.tokenizer.tokenizer import Tokenizer
     from bessemer.spec.load import load_spec
-    from bessemer.spec.resolve import model_shape
+    from bessemer.spec.model import model_shape
 
     spec = load_spec(path)
     given, told = _theirs(Path(spec.model.hf)) if spec.model.hf else None, spec.tokenizer

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bessemer.errors import UserError
-from bessemer.model.sight import Sight
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
 
@@ -127,7 +127,7 @@ def _compare_pair(theirs: nn.Module, ours: Decoder, weights: TensorOf, tokens_BT
 
 def _compare(theirs: nn.Module, ours: Decoder, weights: TensorOf, tokens_BT: Tensor) -> Comparison:
     shape, ends = ours.eval().shape, dict(ours.named_children())
-    sight = Sight(causal=shape.causal, blocks=shape.blocks)
+    sight = AttentionMask(causal=shape.causal, blocks=shape.blocks)
     before = [name for name in ends if name in ("embedding", "position", "types", "embedding_norm")]
     with _filled({f"{name}.": ends[name] for name in before}, weights):
         chain_BTW = ours.embed(tokens_BT, sight)

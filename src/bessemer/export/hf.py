@@ -1,4 +1,6 @@
-"""Native models to Hugging Face folders and back, one piece at a time: a 70B model is never in memory.
+"""What is exported: a native model on disk, of a run or of an import, and real tokens to compare on.
+
+Native models to Hugging Face folders and back, one piece at a time: a 70B model is never in memory.
 
 What is written stands under another name until the gate has passed it; then it takes the name that was asked for.
 """
@@ -10,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +20,106 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bessemer.checkpoint.shelf import MODEL
+from bessemer.checkpoint.manifest import verify
+from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors, stream_model
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.prepare import open_prepared
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.export.chat import tokenizer_files, with_tokens_of_the_run
+from bessemer.export.chat_template import tokenizer_files, with_tokens_of_the_run
 from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, network, ready
-from bessemer.export.source import Native, real_tokens
-from bessemer.model.families.bare import complete_names
-from bessemer.model.families.convert import check_folder, theirs
 from bessemer.model.families.family import Family
-from bessemer.model.families.folder import Folder, told
-from bessemer.model.families.origin import Origin, find_origin
+from bessemer.model.families.folder import Folder, Origin, check_folder, complete_names, find_origin, theirs, told
 from bessemer.model.families.registry import FAMILIES, families_for, family_of, nearest_difference, read_shape
 from bessemer.model.families.writer import _check_target, _write, write_folder
-from bessemer.model.wrapped import Wrapped, wrap
-from bessemer.observe.activity import Report, silent
-from bessemer.run.directory import write_whole
-from bessemer.spec.shape import ModelShape
+from bessemer.model.wrapped import WrappedModel, wrap
+from bessemer.observe.progress import ProgressReport, silent
+from bessemer.run.directory import Run, write_whole
+from bessemer.spec.shape import ModelShape, Rope
+from bessemer.train.trained import find_checkpoint
+
+ROWS, LENGTH = 2, 96  # of the comparison: every weight takes part, and a large vocabulary's logits stay small
+SENTENCES = (
+    "The converter was tilted, the blast turned on, and for twenty minutes the flame told the blower what was left in "
+    "the iron: first silicon, then carbon, until it dropped and the steel was poured.",
+    "def parse(line: str) -> dict[str, float]:\n    key, value = line.split('=', 1)\n    return {key: float(value)}\n",
+    "In 1856 he read a paper in Cheltenham; by 1880, 1.3 million tons a year (3,561 a day) were made that way.",
+    "Überall in Europa, à Paris comme à Kraków, 东京 и Москва, people asked: how hot is 1,600 °C?",
+)
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """A native model on disk. `place` has its model.json and its tokenizer; weights are read when asked for."""
+
+    place: Path
+    checkpoint: Path
+    shape: ModelShape
+    weights: SavedTensors
+    tokenizer: Tokenizer | None
+
+
+def open_native(place: Path, which: str = "last") -> NativeModel:
+    """A run, or what `--to bessemer` wrote. Every file of the checkpoint is hashed first; Damaged names a bad one."""
+    try:
+        about = json.loads((place / "model.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise UserError(f"{place}: is neither a run nor an imported model (no model.json in it)") from None
+    if (place / "events.jsonl").exists():
+        checkpoint = find_checkpoint(Run.existing(place), which)
+    else:
+        found = {path.name: path for path, _ in CheckpointStore(place).committed("model")}
+        if not found or which not in {"last", "best", *found}:
+            raise UserError(f"{place}: no checkpoint {which!r}; there are {', '.join(found) or 'none'}")
+        checkpoint = found.get(which, list(found.values())[-1])
+    verify(checkpoint)
+    file = place / "tokenizer.json"
+    tokenizer = Tokenizer.load(file, about["eos"]) if about["eos"] and file.exists() else None
+    shape = _exportable(ModelShape.from_dict(about["shape"]), place)
+    return NativeModel(place, checkpoint, shape, SavedTensors(checkpoint, MODEL), tokenizer)
+
+
+def _exportable(shape: ModelShape, place: Path) -> ModelShape:
+    """The same network in words that other programs have: what it is good for, and NTK's stretch as its base."""
+    rope = shape.rope
+    settings = place / "settings.json"
+    if shape.positions == "rope" and "attention" in shape.mixers and not shape.max_positions and settings.exists():
+        trained = json.loads(settings.read_text())["context"]
+        shape = replace(shape, max_positions=int(rope.original * rope.factor) or trained)
+    if rope.scaling == "ntk":
+        size = int((shape.mla.rope_dim if shape.mla else shape.head_dim) * rope.share)
+        theta = rope.theta * rope.factor ** (size / (size - 2))
+        shape = replace(shape, rope=Rope(theta=theta, share=rope.share, interleaved=rope.interleaved))
+    return shape
+
+
+def real_tokens(shape: ModelShape, tokenizer: Tokenizer | None, place: Path) -> tuple[Tensor, str]:
+    """(rows, length) ids to compare on, and where they are from: held-out data of the run, sentences, or chance."""
+    windows = [window for window in shape.windows if window]
+    # Longer than the narrowest window, so that it is seen to close.
+    length = min(max(LENGTH, min(windows, default=0) + 32), 1024, shape.max_positions or LENGTH)
+    ids, origin = _held_out(place, ROWS * length), "held-out data"
+    if ids is None and tokenizer is not None:
+        said = [id for text in SENTENCES for id in [tokenizer.eos_id, *tokenizer.encode(text)]]
+        ids, origin = torch.tensor((said * (1 + ROWS * length // len(said)))[: ROWS * length]), "sentences"
+    if ids is None or int(ids.max()) >= shape.vocab:
+        generator = torch.Generator().manual_seed(0)
+        ids, origin = torch.randint(0, shape.vocab, (ROWS * length,), generator=generator), "random tokens"
+    return ids.view(ROWS, length), origin
+
+
+def _held_out(place: Path, count: int) -> Tensor | None:
+    about = place / "data.json"
+    if not about.exists():
+        return None
+    folder = Path(json.loads(about.read_text())["folder"])
+    if not (folder / "prepared.json").exists():  # the caller's own datasets, or moved since
+        return None
+    for store in open_prepared(folder).validation.values():
+        if store.tokens >= count:
+            return torch.from_numpy(store.slice(0, count).astype("int64"))
+    return None
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WRITING, OPENING, COMPARING = "writing tensors", "opening it with transformers", "comparing tensor by tensor"
@@ -45,7 +129,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedModel:
     """What was written. `comparison` is None where the check was left out; `tokens` says what it read."""
 
     folder: Path
@@ -58,14 +142,14 @@ class Converted:
 
 
 def to_hf(
-    native: Native,
+    native: NativeModel,
     out: Path,
     dtype: str = "same",
     family: str | None = None,
     mode: str = "auto",
     overwrite: bool = False,
-    report: Report = silent,
-) -> Converted:
+    report: ProgressReport = silent,
+) -> ConvertedModel:
     """Write a folder that transformers opens. `mode`: how to check (auto, whole, layers or skip)."""
     if native.shape.wrapped:
         return _wrapped_to_hf(native, out, dtype, overwrite)
@@ -97,13 +181,13 @@ def to_hf(
         report(OPENING)
         read = counted(rounded, COMPARING, len(saved), report)
         found = check(folder, chosen.architectures[0], shape, read, tokens_BT, folder.parent, mode)
-    return Converted(out, chosen.name, len(plan), shape.parameters, said["dtype"], origin, found)
+    return ConvertedModel(out, chosen.name, len(plan), shape.parameters, said["dtype"], origin, found)
 
 
-def _wrapped_to_hf(native: Native, out: Path, dtype: str, overwrite: bool) -> Converted:
+def _wrapped_to_hf(native: NativeModel, out: Path, dtype: str, overwrite: bool) -> ConvertedModel:
     """What transformers runs it writes itself; opened again, it has to say the same. Whole in memory, twice."""
     shape, kind = native.shape, DTYPES.get(dtype, torch.float32)
-    model = Wrapped(shape).eval()
+    model = WrappedModel(shape).eval()
     model.load_state_dict({name: native.weights[name].to(kind) for name in model.state_dict()})
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
     with appearing(out, overwrite) as folder:
@@ -119,7 +203,7 @@ def _wrapped_to_hf(native: Native, out: Path, dtype: str, overwrite: bool) -> Co
     losses = [float(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())) for x in (ours, theirs_BTV)]
     found = Comparison({"whole": gap}, gap, agree, losses[0], losses[1], TOLERANCE)
     held = str(kind).removeprefix("torch.")
-    return Converted(out, "wrapped", len(model.state_dict()), shape.parameters, held, origin, found)
+    return ConvertedModel(out, "wrapped", len(model.state_dict()), shape.parameters, held, origin, found)
 
 
 def choose_family(shape: ModelShape, name: str | None, origin: Folder | None = None) -> Family:
@@ -166,7 +250,7 @@ def carried_keys(original: Mapping[str, Any], family: Family, config: dict[str, 
     return extra if harmless(extra) else {key: value for key, value in extra.items() if harmless({key: value})}
 
 
-def _other_files(native: Native, origin: Origin | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _other_files(native: NativeModel, origin: Origin | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tokenizer's files and the token ids: those that came with an imported model, or made from the run's."""
     if origin is None or not origin.own_tokenizer:
         if native.tokenizer is None:
@@ -182,7 +266,7 @@ def _other_files(native: Native, origin: Origin | None) -> tuple[dict[str, Any],
     return files, {key: folder.config[key] for key in TOKEN_IDS if key in folder.config}
 
 
-def counted(read: Callable[[str], Tensor], what: str, total: int, report: Report) -> Callable[[str], Tensor]:
+def counted(read: Callable[[str], Tensor], what: str, total: int, report: ProgressReport) -> Callable[[str], Tensor]:
     """The same reader of tensors, which reports how many it has read."""
     done = 0
 
@@ -196,8 +280,8 @@ def counted(read: Callable[[str], Tensor], what: str, total: int, report: Report
 
 
 def to_native(
-    source: Path, out: Path, mode: str = "auto", overwrite: bool = False, report: Report = silent
-) -> Converted:
+    source: Path, out: Path, mode: str = "auto", overwrite: bool = False, report: ProgressReport = silent
+) -> ConvertedModel:
     """Write a checkpoint that `start_from` reads, beside what else the folder has: config, tokenizer, model.json."""
     folder = Folder(source)
     family, shape = read_shape(folder.config)
@@ -224,7 +308,7 @@ def to_native(
         ours = counted(SavedTensors(made, MODEL).__getitem__, COMPARING, len(blank), report)
         found = check(source, family.architectures[0], shape, ours, tokens_BT, place.parent, mode)
     dtype = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in blank.values()}))
-    return Converted(out / made.name, family.name, len(blank), shape.parameters, dtype, origin, found)
+    return ConvertedModel(out / made.name, family.name, len(blank), shape.parameters, dtype, origin, found)
 
 
 def _tokenizer(folder: Folder) -> Tokenizer | None:

@@ -3,10 +3,15 @@
 Rung by rung: go on (the veto was enough) -> roll back to the newest healthy state -> roll back further, with a lower
 learning rate and tighter clipping for a while -> stop with a report. Trouble within `relapse` steps of a rollback is
 the same trouble and climbs; the number of rollbacks in one stretch is bounded.
+
+Whether a run came back to its trend after an incident: the proof that a repair worked.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +23,7 @@ BLAMELESS = ("hardware", "learning rate", "numerics")
 
 
 @dataclass(frozen=True)
-class Facts:
+class LadderFacts:
     """What is known when the decision is taken. None: the trial could not tell, or there was none."""
 
     step: int
@@ -56,7 +61,7 @@ class Ladder:
     def load(self, state: dict[str, Any]) -> None:
         self.rollbacks, self.justified = list(state["rollbacks"]), list(state["justified"])
 
-    def decide(self, facts: Facts) -> Rung:
+    def decide(self, facts: LadderFacts) -> Rung:
         """The rung for this trouble."""
         if facts.severity == "stop":
             return Rung("stop", "the trouble cannot be repaired by going back")
@@ -75,7 +80,7 @@ class Ladder:
             f"{facts.streak} vetoes in a row and no fault found: taken for a lasting change, the window starts anew",
         )
 
-    def _why_back(self, facts: Facts) -> str:
+    def _why_back(self, facts: LadderFacts) -> str:
         if facts.state_healthy is False:
             return "the weights misbehave on other batches too"
         if facts.apart:
@@ -88,7 +93,7 @@ class Ladder:
             return f"{facts.streak} steps in a row were bad data"
         return ""
 
-    def _back(self, facts: Facts, reason: str) -> Rung:
+    def _back(self, facts: LadderFacts, reason: str) -> Rung:
         limit = self.spec.ladder
         earlier = [step for step in self.rollbacks if facts.step - step <= limit.relapse]
         if len(earlier) >= limit.rollbacks:
@@ -97,3 +102,38 @@ class Ladder:
         known = facts.apart or facts.verdict in BLAMELESS or (facts.verdict == "data" and facts.convicted > 0)
         first = not earlier or facts.apart  # a gentler step helps no hardware
         return Rung("rollback", reason, depth=len(earlier) + 1, gentle=not first, skip=not (known and first))
+
+
+SPAN = 8  # accepted steps whose median must be back
+NEAR = 3.0  # scales above the centre before the incident
+
+
+@dataclass
+class RecoveryCheck:
+    """Watches accepted losses after an incident until their median over SPAN steps is near the former centre.
+
+    `told` is called once, with the step from which they were and the median, or with None after `patience` steps.
+    """
+
+    since: int
+    center: float
+    scale: float
+    patience: int
+    told: Callable[[int | None, float | None], None]
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SPAN))
+
+    def step(self, record: dict[str, Any]) -> bool:
+        """One more step; True once the answer is known."""
+        if record["step"] < self.since:
+            return False
+        if record["veto"] is None:
+            self.recent.append((record["step"], record["loss"]))
+        if len(self.recent) == SPAN:
+            median = statistics.median(loss for _, loss in self.recent)
+            if median <= self.center + NEAR * self.scale:
+                self.told(self.recent[0][0], median)
+                return True
+        if record["step"] - self.since >= self.patience:
+            self.told(None, None)
+            return True
+        return False

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Protocol
 
 from bessemer.errors import UserError
-from bessemer.launch.request import Request
+from bessemer.launch.request import LaunchRequest
 from bessemer.run.directory import write_whole
 
 RECORD = "job.json"
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """One submission. `where` is a Kubernetes namespace, or the first of the hosts."""
 
     on: str
@@ -35,7 +35,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class State:
+class JobState:
     """One line of `bessemer launch status`: a job, or a part of one."""
 
     what: str
@@ -44,32 +44,32 @@ class State:
     detail: str = ""
 
 
-class Target(Protocol):
+class LaunchTarget(Protocol):
     """A place that runs are sent to; each is a module of this name."""
 
     CLIENT: str
 
-    def write(self, request: Request) -> dict[str, str]:
+    def write(self, request: LaunchRequest) -> dict[str, str]:
         """Its files, by name."""
         ...
 
-    def submit(self, request: Request) -> list[str]:
+    def submit(self, request: LaunchRequest) -> list[str]:
         """The command that submits them."""
         ...
 
-    def job_id(self, request: Request, printed: str) -> str:
+    def job_id(self, request: LaunchRequest, printed: str) -> str:
         """What that command's output calls the job."""
         ...
 
-    def states(self, job: Job) -> list[State]:
+    def states(self, job: LaunchJob) -> list[JobState]:
         """How it stands, as its client tells."""
         ...
 
-    def logs(self, job: Job) -> list[str]:
+    def logs(self, job: LaunchJob) -> list[str]:
         """The command that shows its output."""
         ...
 
-    def cancel(self, job: Job) -> list[str]: ...
+    def cancel(self, job: LaunchJob) -> list[str]: ...
 
 
 def call(command: list[str], check: bool = True) -> str:
@@ -83,7 +83,7 @@ def call(command: list[str], check: bool = True) -> str:
     return done.stdout
 
 
-def find_job(name: str, runs: Path) -> Job:
+def find_job(name: str, runs: Path) -> LaunchJob:
     """The submission of a run, given by name or folder."""
     for folder in (Path(name), runs / name):
         path = folder / "launch" / RECORD
@@ -92,9 +92,9 @@ def find_job(name: str, runs: Path) -> Job:
     raise UserError(f"{name}: nothing was launched under {runs / name}; `bessemer launch status` lists what was")
 
 
-def read_job(path: Path) -> Job:
+def read_job(path: Path) -> LaunchJob:
     try:
         found = json.loads(path.read_text())
-        return Job(**found)
+        return LaunchJob(**found)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not readable as a submission ({error}); delete it and submit again") from None

@@ -10,10 +10,9 @@ import json
 import textwrap
 from dataclasses import replace
 
-from bessemer.launch.job import Job, State, call
+from bessemer.launch.job import JobState, LaunchJob, call
 from bessemer.launch.node import node_script
-from bessemer.launch.request import Request
-from bessemer.launch.secrets import KEYS
+from bessemer.launch.request import KEYS, LaunchRequest
 from bessemer.parallel.agent import SAVE_S
 from bessemer.spec.load import dump_spec
 
@@ -84,7 +83,7 @@ spec:
 """
 
 
-def write(request: Request) -> dict[str, str]:
+def write(request: LaunchRequest) -> dict[str, str]:
     inside = replace(request, workdir=WORK)
     resources = {"cpu": str(request.cpus_wanted), "memory": request.memory or _memory(request)}
     if request.gpus:
@@ -111,19 +110,19 @@ def write(request: Request) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _memory(request: Request) -> str:
+def _memory(request: LaunchRequest) -> str:
     return f"{64 * request.gpus or 8}Gi"
 
 
-def submit(request: Request) -> list[str]:
+def submit(request: LaunchRequest) -> list[str]:
     return ["kubectl", "apply", "-f", f"{request.folder}/{FILE}"]
 
 
-def job_id(request: Request, printed: str) -> str:
+def job_id(request: LaunchRequest, printed: str) -> str:
     return request.label
 
 
-def states(job: Job) -> list[State]:
+def states(job: LaunchJob) -> list[JobState]:
     place = ["--namespace", job.where or "default", "-o", "json"]
     found = json.loads(call(["kubectl", "get", "pytorchjob", job.id, *place]))
     conditions = [c for c in found.get("status", {}).get("conditions", []) if c.get("status") == "True"]
@@ -131,19 +130,19 @@ def states(job: Job) -> list[State]:
     label = f"training.kubeflow.org/job-name={job.id}"
     pods = json.loads(call(["kubectl", "get", "pods", "-l", label, *place]))["items"]
     return [
-        State(job.id, newest["type"], newest.get("lastTransitionTime", ""), newest.get("message", "")),
+        JobState(job.id, newest["type"], newest.get("lastTransitionTime", ""), newest.get("message", "")),
         *(
-            State(pod["metadata"]["name"], pod["status"].get("phase", ""), detail=pod["spec"].get("nodeName", ""))
+            JobState(pod["metadata"]["name"], pod["status"].get("phase", ""), detail=pod["spec"].get("nodeName", ""))
             for pod in pods
         ),
     ]
 
 
-def logs(job: Job) -> list[str]:
+def logs(job: LaunchJob) -> list[str]:
     label = f"training.kubeflow.org/job-name={job.id}"
     place = ["--namespace", job.where or "default"]
     return ["kubectl", "logs", "-l", label, "--prefix", "--tail=100", *place]
 
 
-def cancel(job: Job) -> list[str]:
+def cancel(job: LaunchJob) -> list[str]:
     return ["kubectl", "delete", "--namespace", job.where or "default", "-f", f"{job.folder}/{FILE}"]

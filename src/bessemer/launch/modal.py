@@ -7,8 +7,8 @@ import re
 from dataclasses import replace
 
 from bessemer.errors import UserError
-from bessemer.launch.job import Job, State, call
-from bessemer.launch.request import Request
+from bessemer.launch.job import JobState, LaunchJob, call
+from bessemer.launch.request import LaunchRequest
 from bessemer.spec.quantity import parse_bytes
 
 CLIENT = "modal"
@@ -60,11 +60,11 @@ MEETING = """
     environment["PET_RDZV_ENDPOINT"] = f"{{head}}:{port}\""""
 
 
-def inside(request: Request) -> Request:
+def inside(request: LaunchRequest) -> LaunchRequest:
     return replace(request, workdir=WORK)
 
 
-def write(request: Request) -> dict[str, str]:
+def write(request: LaunchRequest) -> dict[str, str]:
     quote = json.dumps  # a JSON string is a Python string
     base = f"modal.Image.from_registry({quote(request.image)})" if request.image else "modal.Image.debian_slim()"
     if request.install:
@@ -94,30 +94,30 @@ def mebibytes(memory: str) -> int:
         raise UserError(f"--memory: {error}") from None
 
 
-def submit(request: Request) -> list[str]:
+def submit(request: LaunchRequest) -> list[str]:
     return ["modal", "run", "--detach", f"{request.folder}/{FILE}"]
 
 
-def job_id(request: Request, printed: str) -> str:
+def job_id(request: LaunchRequest, printed: str) -> str:
     found = re.search(r"\bap-\w+", printed)
     return found[0] if found else request.label
 
 
-def states(job: Job) -> list[State]:
+def states(job: LaunchJob) -> list[JobState]:
     apps = json.loads(call(["modal", "app", "list", "--json"]))
     rows = [{key.lower().replace(" ", "_"): str(value) for key, value in app.items()} for app in apps]
     return [
-        State(
+        JobState(
             row.get("app_id", job.id), row.get("state", ""), row.get("created_at", ""), f"{row.get('tasks', '')} tasks"
         )
         for row in rows
         if job.id in row.values()
-    ] or [State(job.id, "GONE", detail="not in `modal app list`")]
+    ] or [JobState(job.id, "GONE", detail="not in `modal app list`")]
 
 
-def logs(job: Job) -> list[str]:
+def logs(job: LaunchJob) -> list[str]:
     return ["modal", "app", "logs", job.id]
 
 
-def cancel(job: Job) -> list[str]:
+def cancel(job: LaunchJob) -> list[str]:
     return ["modal", "app", "stop", job.id]

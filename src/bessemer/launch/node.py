@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 
-from bessemer.launch.request import Request
+from bessemer.launch.request import LaunchRequest
 from bessemer.parallel.agent import SAVE_S, SIGNALS
 
 HEAD = """#!/bin/bash
@@ -63,7 +63,7 @@ if command -v numactl > /dev/null; then numa="--numa-binding=node"; fi
 """
 
 
-def node_script(request: Request, chdir: bool = True) -> str:
+def node_script(request: LaunchRequest, chdir: bool = True) -> str:
     """The script. `chdir` False: the target has already gone to the working folder."""
     go = f"cd {shlex.quote(request.workdir)}\n" if chdir else ""
     parts = [HEAD.format(name=request.name, processes=request.processes, chdir=go, signals=SIGNALS, save_s=SAVE_S)]

@@ -1,16 +1,26 @@
-"""Request: where a run is to go and on what. Every target writes its files from one of these."""
+"""Request: where a run is to go and on what. Every target writes its files from one of these.
+
+No secret in a generated file: known forms of tokens, and the values of this environment's own secrets.
+
+A finding names file, line and kind, never the secret. Keys reach a run through the environment, `.env`, or the target's
+store of secrets, by name.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import sys
 import zlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from bessemer.errors import UserError
-from bessemer.plan.layout import data_ranks
-from bessemer.plan.replicas import check_processes
+from bessemer.plan.search.layout import data_ranks
+from bessemer.plan.search.replicas import check_processes
 from bessemer.spec.quantity import parse_duration
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -32,7 +42,7 @@ ARRAY_PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """What was asked for. Empty strings are what the target decides itself."""
 
     spec: RunSpec
@@ -99,7 +109,7 @@ class Request:
         return kept.strip("-")[:50].strip("-") or "run"
 
 
-def _check_text(request: Request) -> None:
+def _check_text(request: LaunchRequest) -> None:
     """No option may begin a second line, or a second option, in a file that is written from it."""
     options = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "workdir"}
     texts = {f"--{name.replace('_', '-')}": text for name, text in options.items() if isinstance(text, str)}
@@ -140,13 +150,13 @@ def _model_shape(spec: RunSpec) -> ModelShape | None:
     """The shape of `model.hf`, where its folder is on this machine."""
     if spec.model.hf is None:
         return None
-    from bessemer.supervise.start import open_source  # imports torch
+    from bessemer.session.start import open_source  # imports torch
 
     source = open_source(spec)
     return source.shape if source else None
 
 
-def _check_layout(request: Request) -> None:
+def _check_layout(request: LaunchRequest) -> None:
     """Refuse now what training would refuse after the wait in a queue."""
     hf = request.spec.model.hf
     if hf is not None and not (Path(hf).expanduser() / "config.json").is_file():
@@ -160,7 +170,7 @@ def _check_layout(request: Request) -> None:
             raise UserError(f"{fault}{allowed}") from None
 
 
-def idle_note(request: Request) -> str:
+def idle_note(request: LaunchRequest) -> str:
     """A word on processes that get no row of a step, where the spec tells; training lets them wait."""
     batch, context = request.spec.budget.batch, request.spec.data.context
     ranks = data_ranks(request.spec.parallel, request.nodes * request.processes)
@@ -172,7 +182,7 @@ def idle_note(request: Request) -> str:
     )
 
 
-def check(request: Request) -> Request:
+def check(request: LaunchRequest) -> LaunchRequest:
     """The request with its defaults filled in; UserError for what the target cannot do or still needs."""
     on, takes = request.on, TAKES.get(request.on)
     if takes is None:
@@ -226,3 +236,64 @@ def check(request: Request) -> Request:
         request = replace(request, nodes=len(request.hosts))
     _check_layout(request)
     return request if request.workdir else replace(request, workdir=str(Path.cwd()))
+
+
+# The keys that targets hand on by name; .env.example says how to get each.
+KEYS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+PATTERNS = {
+    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
+    "an AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    "an AWS secret key": r"(?i)aws_secret_access_key[\"']?\s*[:=]\s*[\"']?[A-Za-z0-9/+]{40}\b",
+    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})",
+    "a GitLab token": r"\bglpat-[A-Za-z0-9_-]{20,}",
+    "a Google API key": r"\bAIza[0-9A-Za-z_-]{35}",
+    "a Slack token": r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
+    "an API key that begins with sk-": r"\bsk-[A-Za-z0-9_-]{20,}",
+    "a Modal token": r"\ba[ks]-[A-Za-z0-9]{20,}\b",
+    "a W&B key": r"(?i)\b(?:wandb[a-z_]*key|api_key)[\"']?\s*[:=]\s*[\"']?(?:[0-9a-f]{40}\b|wandb_v\d_\w{20,})",
+    "a JSON web token": r"\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a password in a URL": r"\b[a-z][a-z0-9+.-]*://[^\s/:@$]+:[^\s/:@$]{3,}@",
+}
+SECRET_NAME = re.compile(r"(?i)(?:^|_)(?:api_?)?(?:key|token|secret|password|passwd|credentials?|auth)(?:_|$|id$)")
+SHORTEST = 12
+LEAST_BITS = 2.5  # a character; English words are near 4 over their letters, but short and with few of them
+
+
+def entropy_bits(text: str) -> float:
+    """Shannon entropy of its characters, in bits a character."""
+    return -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values()) if text else 0.0
+
+
+def environment_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Values that look like secrets, by variable: a telling name, long, many different characters, no path."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if SECRET_NAME.search(name)
+        and len(value) >= SHORTEST
+        and entropy_bits(value) >= LEAST_BITS
+        and not value.startswith(("/", "~", "./"))
+        and " " not in value
+    }
+
+
+def find_secrets(name: str, text: str, environment: Mapping[str, str]) -> list[str]:
+    """`FILE:LINE: kind` of each finding."""
+    own = environment_secrets(environment)
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        kinds = [kind for kind, pattern in PATTERNS.items() if re.search(pattern, line)]
+        kinds += [f"the value of {variable}" for variable, value in own.items() if value in line]
+        found += [f"{name}:{number}: {kind}" for kind in kinds]
+    return found
+
+
+def refuse_secrets(files: Mapping[str, str], environment: Mapping[str, str] | None = None) -> None:
+    """Raise UserError, one line for each secret, if there is any."""
+    known = os.environ if environment is None else environment
+    found = [finding for name, text in files.items() for finding in find_secrets(name, text, known)]
+    if found:
+        fix = "; nothing was written: take it out of the spec or option it came from, and set it in the environment"
+        raise UserError("\n".join(f"{finding}{fix}" for finding in found))

@@ -11,9 +11,8 @@ import os
 import re
 import shlex
 
-from bessemer.launch.job import Job, State, call
-from bessemer.launch.request import Request
-from bessemer.launch.secrets import KEYS
+from bessemer.launch.job import JobState, LaunchJob, call
+from bessemer.launch.request import KEYS, LaunchRequest
 from bessemer.spec.schema import RunSpec
 
 CLIENT = "sky"
@@ -45,7 +44,7 @@ run: |
 """
 
 
-def placed(spec: RunSpec, request: Request) -> RunSpec:
+def placed(spec: RunSpec, request: LaunchRequest) -> RunSpec:
     """The spec with its checkpoints where a new machine finds them."""
     if not request.volume:
         return spec
@@ -55,7 +54,7 @@ def placed(spec: RunSpec, request: Request) -> RunSpec:
     return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"remote": remote})})
 
 
-def write(request: Request) -> dict[str, str]:
+def write(request: LaunchRequest) -> dict[str, str]:
     quote = json.dumps
     wanted = [
         ("infra", quote(request.cloud) if request.cloud else ""),
@@ -82,32 +81,32 @@ def write(request: Request) -> dict[str, str]:
     }  # fmt: skip
 
 
-def submit(request: Request) -> list[str]:
+def submit(request: LaunchRequest) -> list[str]:
     """Keys that are set here go along by name; SkyPilot reads their values and keeps them out of logs."""
     keys = [word for key in KEYS if key in os.environ for word in ("--secret", key)]
     return ["sky", "jobs", "launch", "--yes", "--detach-run", *keys, f"{request.folder}/{FILE}"]
 
 
-def job_id(request: Request, printed: str) -> str:
+def job_id(request: LaunchRequest, printed: str) -> str:
     found = re.search(r"(?i)job id:?\s*(\d+)", re.sub(r"\x1b\[[0-9;]*m", "", printed))
     return found[1] if found else request.label
 
 
-def states(job: Job) -> list[State]:
+def states(job: LaunchJob) -> list[JobState]:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", call(["sky", "jobs", "queue"]))
     rows = [row for row in plain.splitlines() if job.id in row.split()]
     words = ("PENDING", "STARTING", "RUNNING", "RECOVERING", "SUCCEEDED", "CANCELLING", "CANCELLED")
     return [
-        State(job.id, next((w for w in row.split() if w in words or w.startswith("FAILED")), "UNKNOWN"), detail=row)
+        JobState(job.id, next((w for w in row.split() if w in words or w.startswith("FAILED")), "UNKNOWN"), detail=row)
         for row in rows
-    ] or [State(job.id, "GONE", detail="not in `sky jobs queue`")]
+    ] or [JobState(job.id, "GONE", detail="not in `sky jobs queue`")]
 
 
-def logs(job: Job) -> list[str]:
+def logs(job: LaunchJob) -> list[str]:
     by = [job.id] if job.id.isdigit() else ["--name", job.id]
     return ["sky", "jobs", "logs", "--no-follow", *by]
 
 
-def cancel(job: Job) -> list[str]:
+def cancel(job: LaunchJob) -> list[str]:
     by = [job.id] if job.id.isdigit() else ["--name", job.id]
     return ["sky", "jobs", "cancel", "--yes", *by]

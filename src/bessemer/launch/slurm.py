@@ -11,8 +11,8 @@ import shlex
 import shutil
 
 from bessemer.errors import UserError
-from bessemer.launch.job import Job, State, call
-from bessemer.launch.request import Request
+from bessemer.launch.job import JobState, LaunchJob, call
+from bessemer.launch.request import LaunchRequest
 
 CLIENT = "sbatch"
 SCRIPT = "job.sbatch"
@@ -81,7 +81,7 @@ def slurm_time(seconds: int) -> str:
     return f"{days}-{h:02}:{m:02}:{s:02}"
 
 
-def _directives(request: Request) -> list[str]:
+def _directives(request: LaunchRequest) -> list[str]:
     log = f"{request.folder}/slurm-" + ("%A_%a" if request.array else "%j") + ".log"
     asked = [
         f"--job-name={request.name}",
@@ -116,7 +116,7 @@ WHY = {
 }
 
 
-def write(request: Request) -> dict[str, str]:
+def write(request: LaunchRequest) -> dict[str, str]:
     if any(c.isspace() for c in f"{request.workdir}{request.folder}"):
         raise UserError(f"{request.workdir}: #SBATCH lines cannot hold a path with spaces; launch from another folder")
     lines = ["#!/bin/bash", f"# {request.name}: submit with `sbatch {request.folder}/{SCRIPT}`."]
@@ -135,30 +135,30 @@ def write(request: Request) -> dict[str, str]:
     return {SCRIPT: "\n".join(lines) + "\n" + body}
 
 
-def submit(request: Request) -> list[str]:
+def submit(request: LaunchRequest) -> list[str]:
     return ["sbatch", "--parsable", f"{request.folder}/{SCRIPT}"]
 
 
-def job_id(request: Request, printed: str) -> str:
+def job_id(request: LaunchRequest, printed: str) -> str:
     return printed.strip().partition(";")[0]  # ID;CLUSTER in a federation
 
 
-def states(job: Job) -> list[State]:
+def states(job: LaunchJob) -> list[JobState]:
     rows = call(["squeue", "--noheader", "--jobs", job.id, "--format", "%i|%T|%M|%R"], check=False).splitlines()
-    found = [State(*map(str.strip, row.split("|", 3))) for row in rows if row.count("|") >= 3]
+    found = [JobState(*map(str.strip, row.split("|", 3))) for row in rows if row.count("|") >= 3]
     if found or shutil.which("sacct") is None:
-        return found or [State(job.id, "GONE", detail="no longer in the queue, and there is no sacct to ask")]
+        return found or [JobState(job.id, "GONE", detail="no longer in the queue, and there is no sacct to ask")]
     past = call(["sacct", "-j", job.id, "-X", "-n", "-P", "-o", "JobID,State,Elapsed,ExitCode"], check=False)
     rows = [row for row in past.splitlines() if row.count("|") >= 3]
     if not rows:
-        return [State(job.id, "GONE", detail="no longer in the queue, and this cluster keeps no accounts")]
+        return [JobState(job.id, "GONE", detail="no longer in the queue, and this cluster keeps no accounts")]
     fields = [row.split("|") for row in rows]
-    return [State(what, state, time, f"exit {code}") for what, state, time, code, *_ in fields]
+    return [JobState(what, state, time, f"exit {code}") for what, state, time, code, *_ in fields]
 
 
-def logs(job: Job) -> list[str]:
+def logs(job: LaunchJob) -> list[str]:
     return ["sh", "-c", f"tail -n 100 -- {shlex.quote(job.folder)}/slurm-{shlex.quote(job.id)}*.log"]
 
 
-def cancel(job: Job) -> list[str]:
+def cancel(job: LaunchJob) -> list[str]:
     return ["scancel", job.id]

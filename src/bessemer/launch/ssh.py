@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shlex
 
-from bessemer.launch.job import Job, State, call
-from bessemer.launch.request import Request
+from bessemer.launch.job import JobState, LaunchJob, call
+from bessemer.launch.request import LaunchRequest
 
 CLIENT = "ssh"
 FILE = "launch.sh"
@@ -84,7 +84,7 @@ fi
 """
 
 
-def write(request: Request) -> dict[str, str]:
+def write(request: LaunchRequest) -> dict[str, str]:
     return {
         FILE: TEMPLATE.format(
             name=request.name, file=f"{request.folder}/{FILE}", hosts=" ".join(map(shlex.quote, request.hosts)),
@@ -94,22 +94,22 @@ def write(request: Request) -> dict[str, str]:
     }  # fmt: skip
 
 
-def submit(request: Request) -> list[str]:
+def submit(request: LaunchRequest) -> list[str]:
     return ["bash", f"{request.folder}/{FILE}", "start"]
 
 
-def job_id(request: Request, printed: str) -> str:
+def job_id(request: LaunchRequest, printed: str) -> str:
     return ",".join(request.hosts)
 
 
-def states(job: Job) -> list[State]:
+def states(job: LaunchJob) -> list[JobState]:
     rows = call(["bash", f"{job.folder}/{FILE}", "status"]).splitlines()
-    return [State(host, state, detail=last) for host, state, last in (row.split("|", 2) for row in rows)]
+    return [JobState(host, state, detail=last) for host, state, last in (row.split("|", 2) for row in rows)]
 
 
-def logs(job: Job) -> list[str]:
+def logs(job: LaunchJob) -> list[str]:
     return ["bash", f"{job.folder}/{FILE}", "logs"]
 
 
-def cancel(job: Job) -> list[str]:
+def cancel(job: LaunchJob) -> list[str]:
     return ["bash", f"{job.folder}/{FILE}", "stop"]

@@ -1,4 +1,7 @@
-"""From a request to a submitted job: files, a look for secrets in them, the target's client, a note of the job."""
+"""From a request to a submitted job: files, a look for secrets in them, the target's client, a note of the job.
+
+The launch files of a plan: the same that `bessemer launch` writes, for the nodes and GPUs that were planned.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,26 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 from bessemer.errors import UserError
 from bessemer.launch import kubernetes, local, modal, sky, slurm, ssh
-from bessemer.launch.job import RECORD, Job, State, Target, call, read_job
+from bessemer.launch.job import RECORD, JobState, LaunchJob, LaunchTarget, call, read_job
 from bessemer.launch.node import node_script
 from bessemer.launch.queue import Queue
-from bessemer.launch.request import Request
-from bessemer.launch.secrets import refuse_secrets
+from bessemer.launch.request import LaunchRequest, check, refuse_secrets
+from bessemer.plan.cost_model.cost import Price
+from bessemer.plan.hardware import Cluster
 from bessemer.run.directory import write_whole
-from bessemer.spec.load import dump_spec
+from bessemer.spec.document import parse
+from bessemer.spec.load import dump_spec, named, validate
 
-TARGETS: dict[str, Target] = {
-    "slurm": cast(Target, slurm), "kubernetes": cast(Target, kubernetes), "sky": cast(Target, sky),
-    "modal": cast(Target, modal), "ssh": cast(Target, ssh), "local": cast(Target, local),
+TARGETS: dict[str, LaunchTarget] = {
+    "slurm": cast(LaunchTarget, slurm), "kubernetes": cast(LaunchTarget, kubernetes), "sky": cast(LaunchTarget, sky),
+    "modal": cast(LaunchTarget, modal), "ssh": cast(LaunchTarget, ssh), "local": cast(LaunchTarget, local),
 }  # fmt: skip
 ENDED = (
     "ENDED",
@@ -37,7 +44,7 @@ ENDED = (
 )
 
 
-def generate(request: Request) -> dict[str, str]:
+def generate(request: LaunchRequest) -> dict[str, str]:
     """Every file of the request, by name. UserError if a secret is in one of them."""
     target = TARGETS[request.on]
     spec, there = request.spec, request
@@ -52,7 +59,7 @@ def generate(request: Request) -> dict[str, str]:
     return files
 
 
-def write_files(request: Request, files: dict[str, str]) -> None:
+def write_files(request: LaunchRequest, files: dict[str, str]) -> None:
     try:
         request.folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -61,7 +68,7 @@ def write_files(request: Request, files: dict[str, str]) -> None:
         raise UserError(f"{request.folder}: cannot be written: {error.strerror}; set `runs` in the spec") from None
 
 
-def refuse_second(request: Request) -> None:
+def refuse_second(request: LaunchRequest) -> None:
     """Two jobs must not write one run; the run's lock would stop the second one, hours later."""
     path = request.folder / RECORD
     if not path.exists():
@@ -78,11 +85,11 @@ def refuse_second(request: Request) -> None:
         )
 
 
-def active(state: State) -> bool:
+def active(state: JobState) -> bool:
     return not state.state.upper().startswith(ENDED)
 
 
-def submit(request: Request, tell: Callable[[str], None]) -> Job | None:
+def submit(request: LaunchRequest, tell: Callable[[str], None]) -> LaunchJob | None:
     """Write and submit. None where the client is missing: what to run, and where, is told."""
     files = generate(request)
     refuse_second(request)
@@ -97,7 +104,7 @@ def submit(request: Request, tell: Callable[[str], None]) -> Job | None:
         tell(f"{target.CLIENT} is not on this machine. Where it is, run:\n  {shlex.join(command)}")
         return None
     printed = call(command)
-    job = Job(
+    job = LaunchJob(
         request.on, request.name, target.job_id(request, printed), str(request.folder), time.time(), request.nodes,
         request.gpus, request.namespace or (request.hosts[0] if request.hosts else ""),
     )  # fmt: skip
@@ -105,9 +112,49 @@ def submit(request: Request, tell: Callable[[str], None]) -> Job | None:
     return job
 
 
-def show_logs(job: Job) -> int:
+def show_logs(job: LaunchJob) -> int:
     """The client's own output, as it comes; its exit code."""
     command = TARGETS[job.on].logs(job)
     if shutil.which(command[0]) is None:
         call(command)  # says so
     return subprocess.run(command).returncode
+
+
+PLANNED = ("slurm", "kubernetes", "sky", "modal", "ssh")
+SKY_CLOUDS = ("aws", "gcp", "azure", "lambda", "runpod")
+WITH_REGIONS = ("aws", "gcp", "azure")
+
+
+def planned_request(
+    path: Path, text: str, on: str, cluster: Cluster, price: Price | None, options: Mapping[str, str | None]
+) -> LaunchRequest:
+    """Where the planned run goes; `text` is its spec. `options` are those that only the user knows: image, volume,
+    install, hosts."""
+    if on not in PLANNED:
+        raise UserError(f"--emit {on}: write one of {', '.join(PLANNED)}")
+    given = {key: text for key, text in options.items() if text}
+    hosts = tuple(host.strip() for host in given.pop("hosts", "").split(",") if host.strip())
+    if hosts and len(hosts) != cluster.nodes:
+        raise UserError(f"--hosts: names {len(hosts)} machines, and the plan has {cluster.nodes} nodes: name as many")
+    more: dict[str, str] = {}
+    if on in ("sky", "modal"):
+        more["gpu_type"] = cluster.gpu.name.replace(" ", "")
+    if on == "sky" and price is not None and price.provider in SKY_CLOUDS:
+        more["cloud"] = f"{price.provider}/{price.region}" if price.provider in WITH_REGIONS else price.provider
+    firm = on == "sky" and price is not None and price.term != "spot"
+    run = named(validate(parse(text, str(path))), path)
+    request = LaunchRequest(run, on, cluster.nodes, cluster.per_node, on_demand=firm, hosts=hosts)
+    request = replace(request, **given, **more)  # type: ignore[arg-type]
+    try:
+        return check(request)
+    except UserError as fault:
+        raise UserError(str(fault).replace("--on ", "--emit ")) from None
+
+
+def write_planned(request: LaunchRequest, tell: Callable[[str], None]) -> None:
+    """All files, and the command that submits them."""
+    files = generate(request)
+    write_files(request, files)
+    for name in files:
+        tell(f"written  {request.folder / name}")
+    tell(f"start    {shlex.join(TARGETS[request.on].submit(request))}")

@@ -1,21 +1,190 @@
-"""Attention with grouped queries, and multi-head latent attention; a key-value cache for both.
+"""softmax(q k^T) v under a mask, a bias and a cap: the reference in plain torch, and the fused kernels.
+
+`serving` is the one rule by which a call goes to another backend than the chosen one.
+Legend: B batch, T queries, S keys, N query heads, K key-value heads, D head size, E value size.
+
+Attention with grouped queries, and multi-head latent attention; a key-value cache for both.
 
 Legend: B batch, T time, S keys so far, N query heads, K key-value heads, D head size, E value size, W width.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bessemer.model.attend import attend
-from bessemer.model.norm import RMSNorm, make_norm
-from bessemer.model.rotary import rotate
-from bessemer.model.sight import Sight
+from bessemer.model.attention_mask import TILE, AttentionMask
+from bessemer.model.layers import RMSNorm, make_norm
+from bessemer.model.positions import rotate
 from bessemer.spec.shape import ModelShape
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+BACKENDS = ("sdpa", *KERNELS, "flex", "varlen", "math")  # sdpa: the kernel that torch picks; math: the reference
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What decides which backends can serve a call."""
+
+    T: int
+    S: int
+    D: int
+    E: int
+    dtype: torch.dtype
+    device: str
+    masked: bool = False  # by more than causality
+    scattered: bool = False  # by a prefix or blocks, which documents and windows cannot say
+    capped: bool = False
+    bias: bool = False
+    learned: bool = False  # the bias has a gradient
+    dropout: bool = False
+
+
+def unfit(backend: str, call: AttentionCall) -> str | None:
+    """Why a backend cannot serve a call; None if it can."""
+    assert backend in BACKENDS, backend
+    if backend == "math" or (backend == "sdpa" and not call.capped):
+        return None
+    half, even = call.dtype in (torch.bfloat16, torch.float16), call.D == call.E and call.D <= 256 and call.D % 8 == 0
+    faults = {
+        "no soft-cap": call.capped and backend != "flex",
+        "needs a GPU": call.device != "cuda",
+        "fewer queries than keys (generation)": call.T != call.S,
+        "needs bfloat16 or float16": not half and backend in ("cudnn", "flash", "varlen"),
+        "needs keys and values of one size, a multiple of 8 up to 256": not even and backend in ("flash", "varlen"),
+        "no masks": call.masked and backend == "flash",
+        "masked rows must be a multiple of 8": call.masked and call.T % 8 and backend in KERNELS,
+        f"rows must be a multiple of {TILE}": call.T % TILE and backend == "flex",
+        "no prefixes or blocks": call.scattered and backend == "varlen",
+        "no bias": call.bias and backend in ("flash", "varlen"),
+        "no gradient of a bias": call.learned and backend in ("cudnn", "flex"),
+        "no dropout": call.dropout and backend in ("flex", "varlen"),
+    }
+    return next((fault for fault, true in faults.items() if true), None)
+
+
+def serving(backend: str, call: AttentionCall) -> str:
+    """The chosen backend if it can; else torch's choice of kernel; else (soft-caps) the reference. Both make masks of
+    B * T * S bytes, and the reference logits of B * N * T * S * 4: for generation and odd rows, not for long ones."""
+    names = ("sdpa", "math") if backend == "auto" else (backend, "sdpa", "math")
+    return next(name for name in names if unfit(name, call) is None)
+
+
+def attend(
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, sight: AttentionMask, window: int,
+    scale: float, cap: float | None = None,
+    bias_1NTS: Tensor | None = None, dropout: float = 0.0, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """(B, T, N, E). `bias_1NTS` is added to the scaled logits; `cap` bounds them by a tanh before that."""
+    T, S, device = q_BTND.shape[1], k_BSKD.shape[1], q_BTND.device
+    call = AttentionCall(
+        T, S, q_BTND.shape[-1], v_BSKE.shape[-1], v_BSKE.dtype, device.type, masked=not sight.plain(window, S),
+        scattered=sight.prefix_BT is not None or sight.blocks[0] > 0, capped=cap is not None,
+        bias=bias_1NTS is not None, learned=bias_1NTS is not None and bias_1NTS.requires_grad, dropout=dropout > 0,
+    )  # fmt: skip
+    served = serving(backend, call)
+    if served == "varlen":
+        return varlen(q_BTND, k_BSKD, v_BSKE, sight, window, scale)
+    q_BNTD, k_BKSD, v_BKSE = q_BTND.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKE.transpose(1, 2)
+    if served == "flex":
+        return flex(q_BNTD, k_BKSD, v_BKSE, sight, window, scale, cap, bias_1NTS).transpose(1, 2)
+    causal = sight.causal and T > 1
+    fused = served != "math" and bias_1NTS is None and not call.masked and (T == S or not causal)
+    mask = None if fused or (T == 1 and not call.masked) else sight.mask(window, T, S, device)
+    if served == "math":
+        return reference(q_BNTD, k_BKSD, v_BKSE, mask, scale, cap, bias_1NTS, dropout).transpose(1, 2)
+    if bias_1NTS is not None:
+        bias = bias_1NTS.to(v_BSKE.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+    groups = q_BNTD.shape[1] // k_BKSD.shape[1]
+    # The memory-efficient kernel has no grouped queries: unhelped, torch's choice under a mask would be logits in full.
+    if groups > 1 and (served == "efficient" or (served == "sdpa" and mask is not None and device.type == "cuda")):
+        k_BKSD, v_BKSE, groups = k_BKSD.repeat_interleave(groups, 1), v_BKSE.repeat_interleave(groups, 1), 1
+    with sdpa_kernel(KERNELS[served]) if served in KERNELS else nullcontext():
+        out_BNTE = F.scaled_dot_product_attention(
+            q_BNTD, k_BKSD, v_BKSE, mask, dropout, is_causal=causal and fused, scale=scale, enable_gqa=groups > 1
+        )
+    return out_BNTE.transpose(1, 2)
+
+
+def flex( q_BNTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, sight: AttentionMask, window: int, scale: float, cap: float
+| None = None, bias_1NTS: Tensor | None = None, ) -> Tensor:  # fmt: skip
+    """FlexAttention: any mask in no memory, blind tiles skipped. Compiled on a GPU; on a CPU it has no backward."""
+    B, N, T, _ = q_BNTD.shape
+    bias_BNTS = None if bias_1NTS is None else bias_1NTS.expand(B, N, T, T)
+
+    def score(logit: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if cap is not None:
+            logit = cap * torch.tanh(logit / cap)
+        return logit if bias_BNTS is None else logit + bias_BNTS[b, h, q, k]
+
+    dtype = v_BKSE.dtype  # autocast does not reach inside, and norms may have left q and k wider
+    return _flex_attention(q_BNTD.device.type)(
+        q_BNTD.to(dtype), k_BKSD.to(dtype), v_BKSE, score_mod=None if cap is None and bias_1NTS is None else score,
+        block_mask=sight.tiles(window, T, q_BNTD.device), scale=scale, enable_gqa=k_BKSD.shape[1] != N,
+        kernel_options=None if bias_1NTS is None else {"num_stages": 2},  # three stages of a bias overflow an H200
+    )  # fmt: skip
+
+
+@cache
+def _flex_attention(device: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device != "cuda":
+        return flex_attention
+    # One graph for each size, window and mask kind. Beyond the limit (8 by default) torch would fall back to logits in
+    # full; with `fullgraph` it fails instead.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+def varlen(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, sight: AttentionMask, window: int, scale: float) -> Tensor:
+    """Flash attention over documents laid end to end, as if each stood alone."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    B, T = q_BTND.shape[:2]
+    borders, longest = sight.lengths(B, T, q_BTND.device)
+    left = window - 1 if window and window < T else -1
+    q, k, v = (x.to(v_BTKD.dtype).flatten(0, 1) for x in (q_BTND, k_BTKD, v_BTKD))
+    # Grouped queries must be asked for from torch 2.12 on; before, there was nothing to say.
+    grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    sides = (left, 0 if sight.causal else left)
+    out: Any = varlen_attn(q, k, v, borders, borders, longest, longest, scale=scale, window_size=sides, **grouped)
+    return out.unflatten(0, (B, T))
+
+
+def reference(
+    q_BNTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mask_B1TS: Tensor | None, scale: float, cap: float | None = None,
+    bias_1NTS: Tensor | None = None, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Written out, in float32 (float64 for float64): what every other backend is compared with."""
+    groups = q_BNTD.shape[1] // k_BKSD.shape[1]
+    exact = torch.float64 if q_BNTD.dtype == torch.float64 else torch.float32
+    with torch.autocast(q_BNTD.device.type, enabled=False):
+        k_BNSD, v_BNSE = (x.repeat_interleave(groups, dim=1).to(exact) for x in (k_BKSD, v_BKSE))
+        logits_BNTS = (q_BNTD.to(exact) @ k_BNSD.transpose(-1, -2)) * scale
+        if cap is not None:
+            logits_BNTS = cap * torch.tanh(logits_BNTS / cap)
+        if bias_1NTS is not None:
+            logits_BNTS = logits_BNTS + bias_1NTS.to(exact)
+        if mask_B1TS is not None:
+            logits_BNTS = logits_BNTS.masked_fill(~mask_B1TS, float("-inf"))
+        shares_BNTS = F.dropout(logits_BNTS.softmax(dim=-1), dropout, training=dropout > 0)
+        return (shares_BNTS @ v_BNSE).to(q_BNTD.dtype)
+
 
 Rotary = tuple[Tensor, Tensor]
 LATENT_EPS = 1e-6  # DeepSeek's norms inside the waist keep this whatever the model's own epsilon is
@@ -25,7 +194,7 @@ LATENT_EPS = 1e-6  # DeepSeek's norms inside the waist keep this whatever the mo
 class Place:
     """What a layer knows of its batch besides the hidden states."""
 
-    sight: Sight
+    sight: AttentionMask
     rotary: Rotary | None = None  # of plain layers
     local: Rotary | None = None  # of windowed layers where they have their own
     bias_1NTS: Tensor | None = None  # ALiBi's or T5's

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bessemer.model.attention import Attention, LatentAttention, LayerCache, Place, Rotary
-from bessemer.model.ffn import FeedForward
+from bessemer.model.layers import FeedForward, make_norm
 from bessemer.model.mamba import Mamba2, MambaCache
 from bessemer.model.moe import MixtureOfExperts
-from bessemer.model.norm import make_norm
 from bessemer.spec.shape import ModelShape
 
 Cache = LayerCache | MambaCache
@@ -24,12 +23,12 @@ class Compiled(Protocol):
     """`Block.enter` and `Block.leave` as faster functions, for the inputs that they serve. Attention's own kernel runs
     between them, so that no mask and no border of a document is part of what was compiled."""
 
-    def serves(self, block: Block, x_BTW: Tensor) -> bool: ...
-    def enter(self, block: Block, x_BTW: Tensor, rotary: Rotary | None) -> Entered: ...
-    def leave(self, block: Block, x_BTW: Tensor, h_BTW: Tensor | None, out_BTNE: Tensor) -> Tensor: ...
+    def serves(self, block: TransformerBlock, x_BTW: Tensor) -> bool: ...
+    def enter(self, block: TransformerBlock, x_BTW: Tensor, rotary: Rotary | None) -> Entered: ...
+    def leave(self, block: TransformerBlock, x_BTW: Tensor, h_BTW: Tensor | None, out_BTNE: Tensor) -> Tensor: ...
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """`attention_norm` and `ffn_norm` stand before their branch, or after the sum with placement `post`;
     `attention_out_norm` and `ffn_out_norm` on what a branch adds."""
 

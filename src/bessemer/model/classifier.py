@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bessemer.model.sight import Sight
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
 
@@ -38,7 +38,7 @@ class Classifier(nn.Module):
         self.pooler = nn.Linear(width, width) if hidden else None
         self.score = nn.Linear(width, labels, bias=kind == "token" or pool != "last")
 
-    def forward(self, tokens_BT: Tensor, sight: Sight | None = None, types_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, sight: AttentionMask | None = None, types_BT: Tensor | None = None) -> Tensor:
         """Logits (B, T, L) of tokens, or (D, L) of texts: one for each document of the sight, row by row, and for each
         row where it has none. Padding must have the document number -1."""
         x = self.body(tokens_BT, sight, types_BT=types_BT)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from bessemer.errors import UserError
 from bessemer.model.attention import Attention, LayerCache, Place
-from bessemer.model.block import Block, Cache
-from bessemer.model.norm import make_norm
+from bessemer.model.attention_mask import AttentionMask
+from bessemer.model.block import Cache, TransformerBlock
+from bessemer.model.layers import make_norm
 from bessemer.model.positions import RelativeBias
-from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
 
@@ -28,7 +28,7 @@ _NEEDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Read(NamedTuple):
+class EncoderOutput(NamedTuple):
     """What the encoder gives: hidden states, and which of them each position of the decoder may see (None: all)."""
 
     hidden_BSW: Tensor
@@ -60,14 +60,16 @@ class CrossAttention(Attention):
         return self.out(out_BNTD.transpose(1, 2).flatten(2))
 
 
-class CrossBlock(Block):
+class CrossBlock(TransformerBlock):
     """A decoder's layer: attention to its own past, then to the encoder, then the feed-forward part."""
 
     def __init__(self, shape: ModelShape, layer: int = 0) -> None:
         super().__init__(shape, layer)
         self.cross_norm, self.cross = make_norm(shape), CrossAttention(shape, layer)
 
-    def forward(self, x_BTW: Tensor, place: Place, cache: Cache | None = None, read: Read | None = None) -> Tensor:
+    def forward(
+        self, x_BTW: Tensor, place: Place, cache: Cache | None = None, read: EncoderOutput | None = None
+    ) -> Tensor:
         x_BTW = x_BTW + self.mix(self.attention_norm(x_BTW), place, cache)
         if isinstance(cache, CrossCache):
             kv_BKSD, mask_B1TS = cache.read_BKSD, cache.mask_B1TS
@@ -94,14 +96,14 @@ class EncoderDecoder(Decoder):
 
     def read(
         self, tokens_BS: Tensor, documents_BS: Tensor | None = None, decoder_documents_BT: Tensor | None = None
-    ) -> Read:
+    ) -> EncoderOutput:
         """The encoder. Without documents of its own the decoder sees all but padding, else the same document."""
-        sight = Sight(documents_BS, causal=False)
+        sight = AttentionMask(documents_BS, causal=False)
         x_BSW, S = self.embed(tokens_BS, sight), tokens_BS.shape[1]
         place = Place(sight, bias_1NTS=self.encoder_relative(S, S, x_BSW.device))
         for block in list(self.blocks)[: self.shape.layers]:
             x_BSW = block(x_BSW, place)
-        return Read(self.encoder_norm(x_BSW), cross_mask(documents_BS, decoder_documents_BT))
+        return EncoderOutput(self.encoder_norm(x_BSW), cross_mask(documents_BS, decoder_documents_BT))
 
     def new_caches(self, tokens_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> list[Cache]:
         """For generation: the text is read once, and its keys are kept in every block of the decoder."""
@@ -114,14 +116,14 @@ class EncoderDecoder(Decoder):
     def forward(
         self,
         tokens_BT: Tensor,
-        sight: Sight | None = None,
+        sight: AttentionMask | None = None,
         caches: list[Cache] | None = None,
         types_BT: Tensor | None = None,
         encoder_tokens_BS: Tensor | None = None,
         encoder_documents_BS: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, T, W) of the decoder; with caches of `new_caches` the encoder's part is in them."""
-        sight, read, start = sight or Sight(), None, caches[0].length if caches else 0
+        sight, read, start = sight or AttentionMask(), None, caches[0].length if caches else 0
         sight.causal = True
         if caches is None:
             assert encoder_tokens_BS is not None, "nothing to read"

@@ -7,18 +7,22 @@ small    N(0, sqrt(2 / 5 width)), outputs 2 / (layers sqrt(width)) (Nguyen and S
 xavier   variance 2 / (fan in + fan out)
 kaiming  variance 2 / fan in
 mup      variance 1 / fan in for hidden matrices; learning rates and the head are scaled to go with it (docs/models.md)
+
+Weights in half precision as float32 for a while: a step that is run again in full precision needs all of it so.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
+from bessemer.model.layers import RMSNorm
 from bessemer.model.mamba import Mamba2, init_mamba
-from bessemer.model.norm import RMSNorm
 from bessemer.spec.shape import ModelShape
 
 OUTPUTS = ("out.weight", "ffn.down.weight", "ffn.down", "shared.down.weight")  # of residual branches
@@ -87,3 +91,17 @@ def deviation(name: str, parameter: Tensor, shape: ModelShape, kind: str) -> flo
         return 0.02
     layer = int(name.split(".")[1]) if kind == "depth" and name.startswith("blocks.") else layers - 1
     return 0.02 / math.sqrt(2 * (layer + 1))
+
+
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """Costs four bytes a weight; none where the weights are float32 already. Gradients do not outlast it."""
+    half = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    held = [parameter.data for parameter in half]
+    try:
+        for parameter in half:
+            parameter.grad, parameter.data = None, parameter.data.float()
+        yield
+    finally:
+        for parameter, data in zip(half, held, strict=True):
+            parameter.grad, parameter.data = None, data

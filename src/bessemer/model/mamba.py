@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bessemer.errors import UserError
-from bessemer.model.norm import RMSNorm
-from bessemer.model.sight import Sight
+from bessemer.model.attention_mask import AttentionMask
+from bessemer.model.layers import RMSNorm
 from bessemer.spec.shape import Mamba
 
 # Of the parts here in Hugging Face's Mamba2Mixer; shapes are the same.
@@ -61,7 +61,7 @@ class Mamba2(nn.Module):
     def new_cache(self) -> MambaCache:
         return MambaCache()
 
-    def forward(self, x_BTW: Tensor, sight: Sight | None = None, cache: MambaCache | None = None) -> Tensor:
+    def forward(self, x_BTW: Tensor, sight: AttentionMask | None = None, cache: MambaCache | None = None) -> Tensor:
         """Always causal. Neither the convolution nor the state crosses from one document of the sight to the next."""
         projected, kind = self.input(x_BTW), x_BTW.device.type
         with torch.autocast("cpu" if kind == "meta" else kind, enabled=False):  # it knows no meta device
@@ -106,7 +106,7 @@ class Mamba2(nn.Module):
         return out if self.conv.bias is None else out + self.conv.bias.to(out.dtype)
 
 
-def _breaks(x_BTW: Tensor, sight: Sight | None) -> Tensor:
+def _breaks(x_BTW: Tensor, sight: AttentionMask | None) -> Tensor:
     """(B, T), 1 where a document begins in the middle of the row."""
     breaks_BT = torch.zeros(x_BTW.shape[:2], dtype=torch.int32, device=x_BTW.device)
     if sight is not None and sight.documents_BT is not None:

@@ -14,13 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bessemer.model.attention import Place, Rotary
-from bessemer.model.block import Block, Cache
-from bessemer.model.ffn import ACTIVATIONS
+from bessemer.model.attention_mask import AttentionMask
+from bessemer.model.block import Cache, TransformerBlock
 from bessemer.model.init import init_weights
-from bessemer.model.norm import make_norm
-from bessemer.model.positions import RelativeBias, alibi_bias, alibi_rounded, alibi_slopes, sinusoidal
-from bessemer.model.rotary import RotaryTable
-from bessemer.model.sight import Sight
+from bessemer.model.layers import ACTIVATIONS, make_norm
+from bessemer.model.positions import RelativeBias, RotaryTable, alibi_bias, alibi_rounded, alibi_slopes, sinusoidal
 from bessemer.spec.shape import ModelShape
 
 
@@ -44,7 +42,7 @@ class HeadTransform(nn.Module):
         return self.norm(self.activate(self.linear(x_BTW)))
 
 
-class Chain(Protocol):
+class LayerChain(Protocol):
     """All blocks and the norm behind them as one faster function, for the inputs that it serves."""
 
     def serves_all(self, model: Decoder, x_BTW: Tensor) -> bool: ...
@@ -57,7 +55,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape, self.dropout = shape, 0.0
-        self.chain: Chain | None = None
+        self.chain: LayerChain | None = None
         self._table: Tensor | None = None
         self.embedding = Embedding(shape.vocab, shape.width)
         if shape.positions == "learned":
@@ -70,7 +68,7 @@ class Decoder(nn.Module):
             self.types = Embedding(shape.token_types, shape.width)
         if shape.embedding_norm:
             self.embedding_norm = make_norm(shape)
-        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape, layer) for layer in range(shape.layers))
         if shape.norm_place != "post":
             self.norm = make_norm(shape)
         if shape.head_transform:
@@ -92,7 +90,7 @@ class Decoder(nn.Module):
     def new_caches(self) -> list[Cache]:
         return [block.new_cache() for block in self.blocks]  # type: ignore[operator]
 
-    def embed(self, tokens_BT: Tensor, sight: Sight, start: int = 0, types_BT: Tensor | None = None) -> Tensor:
+    def embed(self, tokens_BT: Tensor, sight: AttentionMask, start: int = 0, types_BT: Tensor | None = None) -> Tensor:
         """What the first block reads."""
         shape = self.shape
         x_BTW = self.embedding(tokens_BT)
@@ -122,7 +120,7 @@ class Decoder(nn.Module):
             )
         return table
 
-    def place(self, x_BTW: Tensor, sight: Sight, start: int = 0, length: int | None = None) -> Place:
+    def place(self, x_BTW: Tensor, sight: AttentionMask, start: int = 0, length: int | None = None) -> Place:
         """What every block is told, of `length` columns where `x_BTW` is only a part of them."""
         T = length or x_BTW.shape[1]
         S, columns = sight.reach(start, T), sight.columns(start, T, x_BTW.device)
@@ -148,12 +146,12 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens_BT: Tensor,
-        sight: Sight | None = None,
+        sight: AttentionMask | None = None,
         caches: list[Cache] | None = None,
         types_BT: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, T, W) that the head multiplies."""
-        sight = sight or Sight()
+        sight = sight or AttentionMask()
         sight.causal, sight.blocks = self.shape.causal, self.shape.blocks
         start = caches[0].length if caches else 0
         x_BTW = self.embed(tokens_BT, sight, start, types_BT)
@@ -186,9 +184,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def network(shape: ModelShape) -> Decoder:
     """The module that a shape describes."""
     if shape.wrapped:
-        from bessemer.model.wrapped import Wrapped
+        from bessemer.model.wrapped import WrappedModel
 
-        return Wrapped(shape)
+        return WrappedModel(shape)
     if shape.decoder_layers:
         from bessemer.model.encoder_decoder import EncoderDecoder
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from bessemer.errors import UserError
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.families.folder import Folder
-from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
 
@@ -52,7 +52,7 @@ class WrappedCache:
         return self.body(self.tokens_BT, use_cache=False).last_hidden_state[:, -T:]
 
 
-class Wrapped(Decoder):
+class WrappedModel(Decoder):
     """Parameters are float32 under transformers' names after `inner.`."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -61,7 +61,7 @@ class Wrapped(Decoder):
         self.inner = _module(json.loads(shape.wrapped))
         self._apart: str | None = None
 
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Wrapped:
+    def to_empty(self, *, device: Any, recurse: bool = True) -> WrappedModel:
         """Made anew: tables that are buffers would be left without their values."""
         with torch.device(device):
             self.inner = _module(json.loads(self.shape.wrapped))
@@ -88,7 +88,11 @@ class Wrapped(Decoder):
         return [WrappedCache(self.body)]
 
     def forward(
-        self, tokens_BT: Tensor, sight: Sight | None = None, caches: list[Any] | None = None, types_BT: Any = None
+        self,
+        tokens_BT: Tensor,
+        sight: AttentionMask | None = None,
+        caches: list[Any] | None = None,
+        types_BT: Any = None,
     ) -> Tensor:
         if caches:
             return caches[0].read(tokens_BT)
@@ -99,7 +103,7 @@ class Wrapped(Decoder):
         self._apart = self._apart or self._way_to_keep_apart()
         return self._packed(tokens_BT, sight, self._apart)
 
-    def _packed(self, tokens_BT: Tensor, sight: Sight, way: str) -> Tensor:
+    def _packed(self, tokens_BT: Tensor, sight: AttentionMask, way: str) -> Tensor:
         T, device = tokens_BT.shape[1], tokens_BT.device
         inputs: dict[str, Any] = {"use_cache": False}
         if "position_ids" in inspect.signature(self.body.forward).parameters:
@@ -134,7 +138,7 @@ class Wrapped(Decoder):
         documents_1T = torch.tensor([[0] * 5 + [1] * 7], device=tokens_1T.device)
         with _exactly(self, tokens_1T.device):
             try:
-                together = self._packed(tokens_1T, Sight(documents_1T), way)
+                together = self._packed(tokens_1T, AttentionMask(documents_1T), way)
             except (TypeError, ValueError, IndexError, RuntimeError):  # it takes no such input
                 return False
             alone = [self.body(part, use_cache=False).last_hidden_state for part in tokens_1T.split((5, 7), dim=1)]
@@ -225,7 +229,7 @@ def read_wrapped(path: str | Path) -> ModelShape:
     )  # fmt: skip
 
 
-def load_wrapped(model: Wrapped, path: str | Path) -> None:
+def load_wrapped(model: WrappedModel, path: str | Path) -> None:
     """Fill the model from the folder's safetensors and verify it. Holds the weights twice for a moment."""
     Folder(path).tensors  # noqa: B018, a pickled or damaged folder is refused here
     auto = _transformers()
@@ -243,10 +247,10 @@ def load_wrapped(model: Wrapped, path: str | Path) -> None:
     model.verify()
 
 
-def wrap(path: str | Path, device: torch.device | str) -> Wrapped:
+def wrap(path: str | Path, device: torch.device | str) -> WrappedModel:
     """The folder's model on a device, ready to train."""
     with torch.device(device):
-        model = Wrapped(read_wrapped(path))
+        model = WrappedModel(read_wrapped(path))
     load_wrapped(model, path)
     return model
 

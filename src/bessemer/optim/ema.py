@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bessemer.optim.guarded import Named
-from bessemer.optim.parts import held, of_whole
+from bessemer.optim.low_memory import held, of_whole
 
 
 class Ema:

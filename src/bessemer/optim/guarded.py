@@ -1,27 +1,55 @@
-"""An optimizer whose update a verdict can withhold. The verdict is a float32 tensor, exactly 0 or 1.
+"""torch's optimizers without their torch.compile wrappers. The first call of a wrapped method imports torch._dynamo,
+which takes 1.7 s on one core; no optimizer is compiled here. The wrapped functions run as they are: no number changes.
+
+An optimizer whose update a verdict can withhold. The verdict is a float32 tensor, exactly 0 or 1.
 
 Three paths lead there. Fused kernels take the verdict as `found_inf` and the clip divisor as `grad_scale`: no host
 sync. For the rest the verdict is read once on the host before the step; or weights and state are copied, the step is
 taken, and the copies are chosen back: no host sync, at the price of the memory. On each a rejected step leaves weights,
 moments and counts bit-untouched even under NaN; `choose.py` proves that on one parameter at start.
+
+Updates inside the backward pass: each parameter as soon as its gradient is known, which is then freed.
+
+There is never a whole set of gradients, so there is no norm before the update: nothing can be clipped, and a verdict
+comes too late. What is left is that a gradient with NaN or Inf in it does not touch its own parameter.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bessemer.optim.parts import held, of_whole
+from bessemer.errors import UserError
+from bessemer.optim.low_memory import LowMemoryOptimizer, held, of_whole
+
+
+class Eager(Optimizer):
+    """Comes before an optimizer in a class's bases."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        inspect.unwrap(Optimizer.add_param_group)(self, param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return inspect.unwrap(super().step.__func__)(self, closure)  # type: ignore[attr-defined]
+
+
+def eager(kind: type[Optimizer]) -> type[Optimizer]:
+    """The same optimizer, under the same name."""
+    return type(kind.__name__, (Eager, kind), {})
+
 
 Named = Iterable[tuple[str, nn.Parameter]]
 FUSED, HOST, SELECT = "fused", "host read", "copy and select"
 
 
-class Guarded:
+class GuardedOptimizer:
     """One or two torch optimizers over the trained parameters, stepped together or not at all.
 
     Their state has to be there already: an optimizer that makes it in its first step would have nothing to withhold
@@ -187,3 +215,65 @@ class Guarded:
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
     """What gradients are divided by so that their norm is at most `limit`."""
     return torch.clamp(norm.float() / limit, min=1.0)
+
+
+class InBackward(GuardedOptimizer):
+    """Updates in the one backward pass that follows `arm`; gradients that others compute (a replay, a trial) stay, and
+    `step` treats them as any other optimizer does."""
+
+    judged_first = False
+
+    def __init__(
+        self,
+        named: Named,
+        optimizers: Sequence[Optimizer],
+        path: str,
+        fallback_reason: str | None = None,
+        parts: Sequence[nn.Parameter] | None = None,
+    ) -> None:
+        super().__init__(named, optimizers, path, fallback_reason, parts)
+        assert isinstance(self.optimizers[0], LowMemoryOptimizer)
+        self.lean, self.armed = self.optimizers[0], False
+        self.one = torch.ones((), device=self.lean.device)
+        self.norms: dict[nn.Parameter, Tensor] = {}
+        self.rates: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def arm(self, lr: float) -> None:
+        """The next backward pass updates, at this learning rate."""
+        self.set_lr(lr)
+        self.norms, self.armed = {}, True
+        numbers = [(group, self.lean.numbers(group)) for group in self.lean.param_groups]
+        self.rates = {parameter: rates for group, rates in numbers for parameter in group["params"]}
+        if self.lean.shuttle:
+            self.lean.shuttle.begin()
+
+    @torch.no_grad()
+    def _ready(self, parameter: Tensor) -> None:
+        if not self.armed:
+            return
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        if parameter in self.norms:
+            raise UserError(
+                "memory.update: in_backward cannot add up micro-batches: write budget.micro_batch as large as the batch"
+            )
+        grad, parameter.grad = parameter.grad, None
+        norm = self.norms[parameter] = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        reject = (~norm.isfinite()).float()
+        self.lean.step_one(parameter, grad, reject, self.one, *self.rates[parameter])
+        self.lean.state[parameter]["step"] += 1 - reject
+
+    def grad_norm(self) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack(list(self.norms.values()))) if self.armed else super().grad_norm()
+
+    def step(self, lr: float, reject: Tensor, divisor: Tensor) -> None:
+        """Ends an armed step, whose update is past vetoing."""
+        if self.armed:
+            self.armed = False
+        else:
+            super().step(lr, reject, divisor)
+
+    def discard(self) -> None:
+        self.armed = False
+        super().discard()

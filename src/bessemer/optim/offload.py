@@ -43,7 +43,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return tensor
 
 
-class Shuttle:
+class HostOffload:
     """Room on the device for the state of three pieces, and the way there and back. On a CPU: plain copies. Each tensor
     of a piece has memory of its own: torch does not compile a step that changes two types in one."""
 

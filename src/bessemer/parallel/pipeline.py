@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 
 from bessemer.model.moe import routing_terms
 from bessemer.model.transformer import Decoder, compute_dtype
-from bessemer.parallel.parts import local
+from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
 from bessemer.spec.parallel import PipelineSpec
 
@@ -36,7 +36,7 @@ SCHEDULES: dict[str, Any] = {
 BEHIND = ("norm", "transform", "head")  # parts of a decoder that stand behind its blocks; the others stand before them
 
 
-class Elsewhere(nn.Module):
+class RemoteLayer(nn.Module):
     """A layer that another process holds."""
 
 
@@ -135,7 +135,7 @@ class Pipeline:
         held = {layer for i in self.numbers for layer in layers[i]}
         for i in range(len(model.blocks)):
             if i not in held:
-                model.blocks[i] = Elsewhere()
+                model.blocks[i] = RemoteLayer()
         has = {name for stage in self.stages for name, _ in stage.named_children()}
         for name, _ in list(model.named_children()):
             if name != "blocks" and name not in has:

@@ -1,4 +1,8 @@
-"""Whole replicas of a model: how they add up their gradients, and how they may share out an optimizer's state.
+"""Replicas whose weights are kept in bf16 and whose gradients add up in fp32. DDP's buckets have the type of the
+weights, and refuse any other: here each gradient is sent as soon as it is known, in fp32, and the backward pass ends
+when all of them have arrived.
+
+Whole replicas of a model: how they add up their gradients, and how they may share out an optimizer's state.
 
 Gradients are sums, never means. What is sent may be rounded to bf16 or approximated by matrices of low rank (PowerSGD):
 both change the losses. An optimizer that is divided (ZeRO-1) does not: each replica keeps the moments of some of the
@@ -15,14 +19,45 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bessemer.errors import UserError
-from bessemer.optim.choose import make_optimizer
-from bessemer.optim.groups import freeze, lr_scales
-from bessemer.optim.guarded import Guarded
-from bessemer.optim.lean import to_low_precision
-from bessemer.parallel.wide import WideSums
+from bessemer.optim.choose import freeze, lr_scales, make_optimizer
+from bessemer.optim.guarded import GuardedOptimizer
+from bessemer.optim.low_memory import to_low_precision
 from bessemer.parallel.world import World
 from bessemer.spec.parallel import ReplicasSpec
 from bessemer.spec.schema import RunSpec
+
+
+class Fp32Reduce:
+    """Adds up the gradients of a model over a group. All processes run the same graph, and so send in one order."""
+
+    def __init__(self, model: nn.Module, group: Any) -> None:
+        self.group, self.now = group, True
+        self.under_way: list[tuple[Tensor, Tensor, Any]] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._ready)
+        model.set_requires_gradient_sync = self.switch  # type: ignore[assignment]
+
+    def switch(self, now: bool) -> None:
+        """Whether the next backward pass sends; see `shard.send_gradients`."""
+        self.now = now
+
+    @torch.no_grad()
+    def _ready(self, parameter: Tensor) -> None:
+        if not self.now or parameter.grad is None:
+            return
+        if not self.under_way:
+            torch.autograd.Variable._execution_engine.queue_callback(self._arrive)  # type: ignore[attr-defined]
+        wide = parameter.grad.float()  # itself, where it is fp32 already
+        self.under_way.append((parameter.grad, wide, dist.all_reduce(wide, group=self.group, async_op=True)))
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        for gradient, wide, work in self.under_way:
+            work.wait()
+            if wide is not gradient:
+                gradient.copy_(wide)
+        self.under_way = []
+
 
 EXACT_STEPS = 3  # before PowerSGD: with fewer, DDP has not yet settled on its buckets, and sizes do not match
 ROUND = 64 << 20  # bytes of weights that are sent round together
@@ -38,7 +73,7 @@ def add_up_gradients(model: Any, world: World, asked: ReplicasSpec) -> Told | No
             raise UserError(
                 f"parallel.replicas.compress: {asked.compress}: memory.weights keeps bf16: write none, or fp32"
             )
-        WideSums(model, mesh.get_group())
+        Fp32Reduce(model, mesh.get_group())
         return None
     from torch.distributed._composable.replicate import replicate
 
@@ -111,7 +146,7 @@ class LowRank:
         torch.where(when(directions), self._fresh[index], directions, out=directions)
 
 
-def optimizer_of_replicas(model: nn.Module, spec: RunSpec, world: World) -> Guarded:
+def optimizer_of_replicas(model: nn.Module, spec: RunSpec, world: World) -> GuardedOptimizer:
     """As `optim.choose.optimizer_for`, with the state of this replica's share of the parameters alone. After a step
     each sends its share round, also after a vetoed one: nobody reads the verdict on the host."""
     assert world.mesh is not None
@@ -128,7 +163,7 @@ def optimizer_of_replicas(model: nn.Module, spec: RunSpec, world: World) -> Guar
             "replicas: write false"
         )
     held = make_optimizer(mine, spec.optimizer, lr_scales(model, spec), spec.memory, spec.seed)
-    guarded = Guarded(named, held.optimizers, held.path, held.fallback_reason)
+    guarded = GuardedOptimizer(named, held.optimizers, held.path, held.fallback_reason)
     shares = [
         [parameter.detach() for (_, parameter), owner in zip(named, owners, strict=True) if owner == each]
         for each in range(mesh.size())

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from bessemer.model.block import Block
+from bessemer.model.block import TransformerBlock
 from bessemer.spec.shape import ModelShape
 
 COLUMNS = Shard(1)  # of (B, T, W)
@@ -80,7 +80,7 @@ def divide_tensors(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
             plan[name] = Whole()
     parallelize_module(model, mesh, plan)
     for i, block in enumerate(model.blocks):
-        if not isinstance(block, Block):  # held by another stage
+        if not isinstance(block, TransformerBlock):  # held by another stage
             continue
         _divide_block(block, mesh, sequence)
         if i == 0 and sequence:
@@ -106,7 +106,7 @@ def _note(module: nn.Module, mesh: DeviceMesh, placement: Any, only: str | None 
             module.register_parameter(key, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
-def _divide_block(block: Block, mesh: DeviceMesh, sequence: bool) -> None:
+def _divide_block(block: TransformerBlock, mesh: DeviceMesh, sequence: bool) -> None:
     """Norms that stand before a branch gather; those behind work on what the branch adds, which is scattered."""
     leaves = RowwiseParallel(output_layouts=COLUMNS if sequence else Replicate())
     before = Gathered() if sequence else Whole()

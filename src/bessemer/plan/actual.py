@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bessemer.plan.expect import BAR, Expected
-from bessemer.run.directory import Run
-from bessemer.run.finding import Finding
+from bessemer.plan.expect import BAR, ExpectedRun
+from bessemer.run.directory import Finding, Run
 from bessemer.run.journal import number
 from bessemer.spec.quantity import human_bytes, human_time
 
@@ -24,7 +23,7 @@ EXPECTED, RECENT = "expected.json", 1024  # of a run: the plan's numbers; steps 
 
 
 @dataclass(frozen=True)
-class Actual:
+class ActualRun:
     """Of the steps after the first few. `own_s` is without waiting for data, at the median step; `jumps_s` is what
     steps that take many times as long add to each."""
 
@@ -39,7 +38,7 @@ class Actual:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class HostLoad:
     """What the machine says of itself. None: it does not."""
 
     others_busy: float | None = None  # share of the host's cores that other processes use
@@ -59,7 +58,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One number: what was said and what is. `ratio` is measured over said."""
 
     name: str
@@ -72,7 +71,7 @@ class Row:
         return self.actual / self.expected if self.expected else None
 
 
-def actual(records: Iterable[dict[str, Any]], skip: int = WARM_UP) -> Actual | None:
+def actual(records: Iterable[dict[str, Any]], skip: int = WARM_UP) -> ActualRun | None:
     """From a start's step records, as the loop writes them; None before there are enough."""
     keys = ("step_s", "data_wait_s", "tokens_per_s", "mfu", "memory_bytes")
     read = [[number(record.get(key)) for key in keys] for record in records][skip:]
@@ -84,7 +83,7 @@ def actual(records: Iterable[dict[str, Any]], skip: int = WARM_UP) -> Actual | N
     own = [max(0.0, row[0] - row[1]) for row in rows]
     middle = median(own)
     jumps = sum(one - middle for one in own if one > LONG * middle)
-    return Actual(
+    return ActualRun(
         steps=len(rows),
         step_s=seconds / len(rows),
         own_s=middle,
@@ -96,7 +95,7 @@ def actual(records: Iterable[dict[str, Any]], skip: int = WARM_UP) -> Actual | N
     )
 
 
-def side_by_side(expected: Expected, found: Actual) -> list[Row]:
+def side_by_side(expected: ExpectedRun, found: ActualRun) -> list[ComparisonRow]:
     """Memory, tokens a second, utilisation and the time of all steps."""
     time_s = expected.total_steps * found.step_s
     pairs = (
@@ -106,12 +105,12 @@ def side_by_side(expected: Expected, found: Actual) -> list[Row]:
         ("time", expected.time_s, time_s, human_time),
     )
     return [
-        Row(name, said, is_now, ("-" if said is None else words(said), words(is_now)))  # type: ignore[operator]
+        ComparisonRow(name, said, is_now, ("-" if said is None else words(said), words(is_now)))  # type: ignore[operator]
         for name, said, is_now, words in pairs
     ]
 
 
-def comparison_lines(expected: Expected, found: Actual) -> list[str]:
+def comparison_lines(expected: ExpectedRun, found: ActualRun) -> list[str]:
     lines = [f"{'':<10}{'plan':>12}{'run':>12}{'run/plan':>10}"]
     for row in side_by_side(expected, found):
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
@@ -123,7 +122,7 @@ def comparison_lines(expected: Expected, found: Actual) -> list[str]:
     return lines
 
 
-def comparison_line(expected: Expected, found: Actual) -> str:
+def comparison_line(expected: ExpectedRun, found: ActualRun) -> str:
     """The same in one line: what is known of the plan stands beside each number, what is not is left out."""
     words = [
         f"{row.name} {row.words[1]}" + (f" (plan {row.words[0]})" if row.expected is not None else "")
@@ -132,17 +131,17 @@ def comparison_line(expected: Expected, found: Actual) -> str:
     return ", ".join(words) + (f"; withheld of the plan: {expected.withheld}" if expected.withheld else "")
 
 
-def comparison_json(expected: Expected, found: Actual) -> dict[str, Any]:
+def comparison_json(expected: ExpectedRun, found: ActualRun) -> dict[str, Any]:
     rows = side_by_side(expected, found)
     numbers = {row.name: {"plan": row.expected, "run": row.actual, "ratio": row.ratio} for row in rows}
     known = {"error_bar": expected.bar, "basis": expected.basis, "steps": found.steps}
     return {**numbers, **known, **({"withheld": expected.withheld} if expected.withheld else {})}
 
 
-def compare_run(run: Run) -> tuple[Expected, Actual] | None:
+def compare_run(run: Run) -> tuple[ExpectedRun, ActualRun] | None:
     """From a run's folder, also while it goes: the plan, and its last steps. None where either is missing."""
     try:
-        expected = Expected.from_json((run.folder / EXPECTED).read_text())
+        expected = ExpectedRun.from_json((run.folder / EXPECTED).read_text())
     except (OSError, ValueError, TypeError):  # none, or of another version
         return None
     last: deque[dict[str, Any]] = deque(run.metrics(), maxlen=RECENT)
@@ -151,7 +150,7 @@ def compare_run(run: Run) -> tuple[Expected, Actual] | None:
     return (expected, found) if found else None
 
 
-def speed_gap(expected: Expected, found: Actual) -> float | None:
+def speed_gap(expected: ExpectedRun, found: ActualRun) -> float | None:
     """Run over plan, of a step's time, where that is beyond the bar; else None."""
     if expected.step_s is None or expected.bar is None:
         return None
@@ -159,14 +158,14 @@ def speed_gap(expected: Expected, found: Actual) -> float | None:
     return ratio if abs(ratio - 1) > expected.bar else None
 
 
-def memory_gap(expected: Expected, found: Actual) -> float | None:
+def memory_gap(expected: ExpectedRun, found: ActualRun) -> float | None:
     if not expected.memory_bytes:
         return None
     ratio = found.memory_bytes / expected.memory_bytes
     return ratio if abs(ratio - 1) > BAR * expected.memory_error else None
 
 
-def findings(expected: Expected, found: Actual, look: Callable[[], Surroundings]) -> dict[str, Finding]:
+def findings(expected: ExpectedRun, found: ActualRun, look: Callable[[], HostLoad]) -> dict[str, Finding]:
     """One for each number that is beyond its bar, by what it is of; `look` is asked only if speed is."""
     told = {}
     if (ratio := speed_gap(expected, found)) is not None:
@@ -185,7 +184,7 @@ def findings(expected: Expected, found: Actual, look: Callable[[], Surroundings]
     return told
 
 
-def _slow_or_fast(expected: Expected, found: Actual, around: Surroundings, ratio: float) -> Finding:
+def _slow_or_fast(expected: ExpectedRun, found: ActualRun, around: HostLoad, ratio: float) -> Finding:
     assert expected.tokens_per_s is not None and expected.bar is not None
     rates = f"{found.tokens_per_s:,.0f} tokens/s instead of {expected.tokens_per_s:,.0f}"
     evidence: dict[str, Any] = {
@@ -205,7 +204,7 @@ def _slow_or_fast(expected: Expected, found: Actual, around: Surroundings, ratio
     return Finding(symptom, evidence | {"reason": reason}, cause, confidence, fix)
 
 
-def likely_reason(expected: Expected, found: Actual, around: Surroundings) -> tuple[str, str, float, str]:
+def likely_reason(expected: ExpectedRun, found: ActualRun, around: HostLoad) -> tuple[str, str, float, str]:
     """Of a slow run: (in two words, in a sentence, how sure, what to do). The first that explains half of the gap, or
     that the machine itself admits."""
     lost = max(1e-9, found.step_s - (expected.step_s or 0.0))

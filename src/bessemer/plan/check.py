@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.plan.efficiency import Constants
+from bessemer.plan.cost_model.operators import Constants, gpt
+from bessemer.plan.cost_model.step_time import StepSetup, step_time
 from bessemer.plan.hardware import Cluster, find_gpu
-from bessemer.plan.layout import Layout
-from bessemer.plan.steptime import Setup, step_time
-from bessemer.plan.work import gpt
+from bessemer.plan.search.layout import Layout
 
 VTRAIN = {
     "gpus": "# GPUs", "rows": "global batch", "micro": "micro batch", "width": "hidden size", "layers": "# layers",
@@ -42,12 +41,12 @@ HDR_4, HDR_8, NDR_8 = 100e9, 200e9, 400e9  # bytes/s of a node
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckCase:
     """One row: what ran, where, and how many seconds a step took."""
 
     number: int
     words: str
-    setup: Setup
+    setup: StepSetup
     cluster: Cluster
     measured_s: float
     kind: str
@@ -55,8 +54,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Checked:
-    case: Case
+class CheckedCase:
+    case: CheckCase
     predicted_s: float
     parts: dict[str, float]
 
@@ -66,26 +65,26 @@ class Checked:
         return self.predicted_s / self.case.measured_s - 1
 
 
-def check_file(path: Path, known: Constants | None = None) -> list[Checked]:
+def check_file(path: Path, known: Constants | None = None) -> list[CheckedCase]:
     return check(read_rows(path), known, f"{path}: ")
 
 
-def check(cases: Iterable[Case], known: Constants | None = None, place: str = "") -> list[Checked]:
+def check(cases: Iterable[CheckCase], known: Constants | None = None, place: str = "") -> list[CheckedCase]:
     found = []
     for case in cases:
         try:
             time = step_time(case.setup, case.cluster, known)
         except UserError as fault:
             raise UserError(f"{place}row {case.number}: {fault}") from None
-        found.append(Checked(case, time.total_s, time.parts))
+        found.append(CheckedCase(case, time.total_s, time.parts))
     return found
 
 
-def mean_absolute_error(found: list[Checked]) -> float:
+def mean_absolute_error(found: list[CheckedCase]) -> float:
     return sum(abs(one.error) for one in found) / len(found)
 
 
-def to_json(found: list[Checked]) -> dict[str, Any]:
+def to_json(found: list[CheckedCase]) -> dict[str, Any]:
     rows = [
         {
             "row": one.case.number,
@@ -100,7 +99,7 @@ def to_json(found: list[Checked]) -> dict[str, Any]:
     return {"mean_absolute_error": mean_absolute_error(found), "rows": rows}
 
 
-def table(found: list[Checked]) -> list[str]:
+def table(found: list[CheckedCase]) -> list[str]:
     """Lines to print: a row each, and the mean."""
     width = max(len(one.case.words) for one in found)
     lines = [f"{'row':>4}  {'configuration':<{width}}  {'predicted':>10}  {'measured':>10}  {'error':>7}"]
@@ -111,7 +110,7 @@ def table(found: list[Checked]) -> list[str]:
     return lines
 
 
-def read_rows(path: Path) -> list[Case]:
+def read_rows(path: Path) -> list[CheckCase]:
     """Every row of a table in either form; a row that cannot be read or be true is refused by its number (the header is
     row 1, as an editor counts)."""
     try:
@@ -122,7 +121,7 @@ def read_rows(path: Path) -> list[Case]:
         raise UserError(f"{path}: cannot be read as text ({fault})") from fault
     table = csv.DictReader(text.splitlines())
     columns = set(table.fieldnames or ())
-    read: Callable[[dict[str, str], int], Case]
+    read: Callable[[dict[str, str], int], CheckCase]
     if {*VTRAIN.values(), VTRAIN_TIME} <= columns:
         read = _vtrain
     elif {*FOUNDRY, FOUNDRY_RATE} <= columns:
@@ -169,7 +168,7 @@ def _flag(row: dict[str, str], column: str) -> bool:
     return words[row[column].strip().lower()]
 
 
-def _vtrain(row: dict[str, str], number: int) -> Case:
+def _vtrain(row: dict[str, str], number: int) -> CheckCase:
     """Megatron-LM on nodes of eight A100-80GB. The rest is assumed: fp16, unfused attention, GPT-2's vocabulary, four
     HDR adapters a node.
 
@@ -186,7 +185,7 @@ def _vtrain(row: dict[str, str], number: int) -> Case:
     several = n["gpus"] > 8
     if several and n["gpus"] % 8:
         raise UserError(f"{n['gpus']} GPUs are no whole nodes of 8")
-    setup = Setup(
+    setup = StepSetup(
         work=gpt(n["width"], n["layers"], n["heads"], GPT2_VOCAB, n["context"], pads_vocab=several),
         layout=Layout(dp_replicate=n["dp"], tp=n["tp"], pp=n["pp"]),
         micro_batch=n["micro"],
@@ -205,10 +204,10 @@ def _vtrain(row: dict[str, str], number: int) -> Case:
     words = (
         f"h {n['width']} L {n['layers']} tp {n['tp']} dp {n['dp']} pp {n['pp']} micro {n['micro']} batch {n['rows']}"
     )
-    return Case(number, words, setup, cluster, step_s, "megatron", row)
+    return CheckCase(number, words, setup, cluster, step_s, "megatron", row)
 
 
-def _foundry(row: dict[str, str], number: int) -> Case:
+def _foundry(row: dict[str, str], number: int) -> CheckCase:
     """MPT: FSDP over all GPUs, Triton's flash attention, learned positions, nodes of eight."""
     name, gpu_name = row["Model"].strip().lower(), row["GPU"].strip().lower()
     if name not in MPT:
@@ -227,7 +226,7 @@ def _foundry(row: dict[str, str], number: int) -> Case:
     if sharding not in ("FULL_SHARD", "SHARD_GRAD_OP"):
         raise UserError(f"Sharding Strategy is {row['Sharding Strategy']!r}: write FULL_SHARD or SHARD_GRAD_OP")
     hopper = gpu_name.startswith("h100")
-    setup = Setup(
+    setup = StepSetup(
         work=gpt(width, layers, heads, MPT_VOCAB, context),
         layout=Layout(dp_shard=count),
         micro_batch=micro,
@@ -247,4 +246,4 @@ def _foundry(row: dict[str, str], number: int) -> Case:
     step_s = setup.global_batch * context / _number(row, FOUNDRY_RATE)
     words = f"{name} T {context} {count} x {gpu.name} micro {micro} x {batches} {precision} {sharding.lower()}"
     words += " recompute" if setup.recompute == "full" else ""
-    return Case(number, words, setup, cluster, step_s, "fsdp", row)
+    return CheckCase(number, words, setup, cluster, step_s, "fsdp", row)

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from bessemer.errors import UserError
+from bessemer.plan.cost_model.memory import Passes, decide_micro_batch
 from bessemer.plan.decision import EMPIRICAL, Plan
-from bessemer.plan.layout import ALONE, Layout
-from bessemer.plan.machine import Machine
-from bessemer.plan.memory import Passes, decide_room
+from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
-from bessemer.plan.recipe.answer import BASES
+from bessemer.plan.recipe.fine_tuning import BASES
 from bessemer.plan.recipe.rates import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
+from bessemer.plan.search.layout import ALONE, Layout
 from bessemer.spec.mixture import Mixture
+from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count, human_time, span_steps
-from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
@@ -335,7 +335,7 @@ def decide_training(
     smallest = max(1, smallest // layout.pp)  # a pipeline wants a micro-batch for each stage
     dense = compile != "off" and not (shape.moe or shape.mamba)
     passes = Passes(context // layout.cp, 1, precision, "none", dense, machine.device, shards=layout.held)
-    passes = decide_room(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
+    passes = decide_micro_batch(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
     peak_lr = decide_lr(spec, shape, tokens, rows * context, plan, previous)
     warmup = decide_warmup(spec, total_steps, rows * context, plan)
     every = spec.evaluate.every

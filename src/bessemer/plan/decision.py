@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from bessemer.plan.recipe.answer import Basis
+from bessemer.plan.recipe.fine_tuning import Basis
 
 EMPIRICAL: Basis = "empirical at this scale"
 

@@ -1,4 +1,7 @@
-"""What a run will do, said before it does: memory, tokens a second, utilisation and time, with an error bar.
+"""What runs really did on a kind of machine, kept beside the numbers of `bessemer bench`: the next plan is corrected by
+it. A line for each run, so that several at once do not undo each other's.
+
+What a run will do, said before it does: memory, tokens a second, utilisation and time, with an error bar.
 
 The hardware catalogue gives a step's time, and what earlier runs on this machine did corrects it. On a device that is
 in no catalogue it follows from a short measurement before the first step, from earlier runs, or from `bessemer bench`.
@@ -7,25 +10,141 @@ in no catalogue it follows from a short measurement before the first step, from 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bessemer.errors import UserError
+from bessemer.plan.cost_model.memory import Passes, estimate
+from bessemer.plan.cost_model.operators import constants, work_of
+from bessemer.plan.cost_model.rank_memory import rank_needs
+from bessemer.plan.cost_model.step_time import StepSetup, padded_rows, step_time
 from bessemer.plan.decide import TrainPlan, keeping, tokens_after
 from bessemer.plan.decision import Plan
-from bessemer.plan.efficiency import constants
-from bessemer.plan.hardware import Cluster, find_gpu, kept_ceilings, with_ceilings
-from bessemer.plan.history import Correction, RunRecord, correction
-from bessemer.plan.layout import Layout
-from bessemer.plan.machine import Machine
-from bessemer.plan.memory import Passes, estimate
-from bessemer.plan.per_rank import rank_needs
-from bessemer.plan.steptime import Setup, padded_rows, step_time
-from bessemer.plan.work import work_of
-from bessemer.spec.memory import optimizer_bytes
+from bessemer.plan.hardware import Cluster, Machine, ceilings_path, find_gpu, kept_ceilings, same_gpu, with_ceilings
+from bessemer.plan.search.layout import Layout
+from bessemer.spec.optimizer import optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+
+NEWEST = 5  # runs that a correction is the median of
+NEAR = 8.0  # times as many parameters, or as few: beyond that a run says little of another
+SEEN_ONCE, LEAST_ERROR = 0.15, 0.05  # said of a correction until three runs show how far apart they lie, and then
+SUFFIX = ".runs.jsonl"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. `base_s` is what the plan would have said of a step without a correction (None: nothing), `step_s` what
+    a step took, without waiting for data. `cause` is what held it up, if anything did that is none of the machine's."""
+
+    date: str
+    run: str
+    machine: str
+    precision: str
+    processes: int
+    parameters: int
+    context: int
+    compiled: bool
+    flops: float  # of a step
+    base_s: float | None
+    step_s: float
+    estimated_bytes: int
+    peak_bytes: int
+    cause: str = ""
+
+    def resembles(self, precision: str, processes: int, parameters: int, compiled: bool) -> bool:
+        near = 1 / NEAR <= self.parameters / max(1, parameters) <= NEAR
+        return (self.precision, self.processes, self.compiled) == (precision, processes, compiled) and near
+
+
+@dataclass(frozen=True)
+class Correction:
+    """By what earlier runs were slower (or larger) than said; `error` is how far they lay apart."""
+
+    step: float | None  # measured over said; None: nothing had been said
+    flops_per_s: float  # that they reached
+    memory: float  # measured over estimated
+    beside_bytes: int  # measured less estimated
+    runs: int
+    error: float
+
+    @property
+    def source(self) -> str:
+        return f"{self.runs} earlier run{'s' * (self.runs > 1)} on this machine"
+
+
+def history_path(name: str, count: int, torch_version: str) -> Path:
+    path = ceilings_path(name, count, torch_version)
+    return path.with_name(path.name.removesuffix(".json") + SUFFIX)
+
+
+def keep_record(path: Path, record: RunRecord) -> str | None:
+    """Appended; in words why not, where it cannot be: a run has ended well without it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+    except OSError as fault:
+        return f"{path}: cannot be written ({fault.strerror}): set XDG_CACHE_HOME to a folder of yours"
+    return None
+
+
+def load_records(path: Path) -> list[RunRecord]:
+    """Oldest first. Lines that cannot be read are told of and passed over."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as fault:
+        warnings.warn(f"{path}: not readable ({fault}): plans go uncorrected", stacklevel=2)
+        return []
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(RunRecord(**json.loads(line)))
+        except (ValueError, TypeError):
+            warnings.warn(f"{path}: line {number} is no run: remove it", stacklevel=2)
+    return found
+
+
+def correction(
+    records: list[RunRecord], precision: str, processes: int, parameters: int, compiled: bool
+) -> Correction | None:
+    """From the newest runs that resemble the planned one and were not held up; None where there are none."""
+    alike = [one for one in records if not one.cause and one.resembles(precision, processes, parameters, compiled)]
+    newest = alike[-NEWEST:]
+    if not newest:
+        return None
+    ratios = [one.step_s / one.base_s for one in newest if one.base_s]
+    reached = [one.flops / one.step_s for one in newest]
+    apart = ratios if len(ratios) == len(newest) else reached
+    middle = median(apart)
+    spread = max(abs(one / middle - 1) for one in apart)
+    return Correction(
+        step=median(ratios) if ratios else None,
+        flops_per_s=median(reached),
+        memory=median(one.peak_bytes / max(1, one.estimated_bytes) for one in newest),
+        beside_bytes=int(median(one.peak_bytes - one.estimated_bytes for one in newest)),
+        runs=len(newest),
+        error=max(SEEN_ONCE if len(newest) < 3 else LEAST_ERROR, spread),
+    )
+
+
+def with_history(cluster: Cluster, precision: str, parameters: int) -> Cluster:
+    """The cluster with what compiled runs of such a size on as many of its GPUs have shown, by whatever torch, as far
+    as this user keeps them."""
+    folder = ceilings_path("any", 1, "any").parent
+    kept = [one for path in sorted(folder.glob(f"*{SUFFIX}")) for one in load_records(path)]
+    same = sorted((one for one in kept if same_gpu(cluster.gpu, one.machine)), key=lambda one: one.date)
+    found = correction(same, precision, cluster.count, parameters, compiled=True)
+    if found is None or not found.step:
+        return cluster
+    return replace(cluster, slower=found.step, slower_error=found.error, slower_source=found.source)
+
 
 MEMORY_ERROR = 0.05  # of a GPU's peak; the bar is twice that, the worst of all peaks in docs/planner-accuracy.md
 PROCESS_ERROR = 0.15  # of a process on a CPU, whose libraries take more than a small model
@@ -35,7 +154,7 @@ LATER = "predictions begin once a run has ended here, or after `bessemer bench`"
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedRun:
     """None is what nobody knows. `error` is the mean error of the step's time, as a fraction; without one the time is
     only a bound: no run can be faster. `base_s` and `estimated_bytes` are before any correction."""
 
@@ -57,8 +176,8 @@ class Expected:
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
-    def from_json(text: str) -> Expected:
-        return Expected(**json.loads(text))
+    def from_json(text: str) -> ExpectedRun:
+        return ExpectedRun(**json.loads(text))
 
     @property
     def bar(self) -> float | None:
@@ -96,7 +215,7 @@ class Occasion:
         return float(self.shape.flops_per_token(context) * self.rows * context)
 
 
-def expect(occasion: Occasion, records: list[RunRecord], measured_s: float | None = None) -> Expected:
+def expect(occasion: Occasion, records: list[RunRecord], measured_s: float | None = None) -> ExpectedRun:
     """The prediction; `records` are of earlier runs on this machine, `measured_s` the time of a step as measured just
     now (`train/speed.py`), which is used where the catalogue says nothing."""
     shape, training, machine = occasion.shape, occasion.training, occasion.machine
@@ -117,7 +236,7 @@ def expect(occasion: Occasion, records: list[RunRecord], measured_s: float | Non
     tokens = occasion.rows * training.context
     rate = tokens / step_s if step_s else None
     all_tokens = tokens_after(training.batch_rows, training.total_steps) * training.context
-    return Expected(
+    return ExpectedRun(
         step_s=step_s,
         tokens_per_s=rate,
         mfu=mfu,
@@ -173,7 +292,7 @@ def _catalogued(occasion: Occasion) -> tuple[float, float, str] | str:
     try:
         gpu = find_gpu(occasion.machine.name)
         cluster = Cluster(gpu, layout.size, occasion.per_node, gpu.network_bandwidth, gpu.network_name)
-        setup = Setup(
+        setup = StepSetup(
             work_of(shape), layout, training.micro_rows, padded_rows(occasion.rows, layout, training.micro_rows),
             training.context, training.precision,
             how,  # type: ignore[arg-type]
@@ -212,7 +331,7 @@ def _corrected_memory(machine: Machine, estimated: int, found: Correction | None
     return max(0, estimated + found.beside_bytes) if found else None, PROCESS_ERROR
 
 
-def note_expected(expected: Expected, plan: Plan) -> None:
+def note_expected(expected: ExpectedRun, plan: Plan) -> None:
     """Into the plan, with the error bar."""
     source = "prediction"
     if expected.step_s is None:
@@ -231,7 +350,7 @@ def note_expected(expected: Expected, plan: Plan) -> None:
         plan.add("expected.memory", human_bytes(expected.memory_bytes), f"at a step's peak, {bar}", source)
 
 
-def record_of(occasion: Occasion, expected: Expected, measured: dict[str, Any]) -> RunRecord:
+def record_of(occasion: Occasion, expected: ExpectedRun, measured: dict[str, Any]) -> RunRecord:
     """For the history: `measured` has date, run, step_s, peak_bytes and cause."""
     training = occasion.training
     return RunRecord(

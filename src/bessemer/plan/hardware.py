@@ -1,5 +1,11 @@
 """The hardware catalogue: what GPUs, links and networks promise on paper (data/hardware.json, each with its source),
 and the words a user writes for a cluster ("8xA100-80GB"). What `bessemer bench` measured on a machine goes before it.
+
+What the planner knows of the machine: facts measured elsewhere, and the table of published peaks.
+
+What a machine does at most: the numbers of `bessemer bench`, kept for each user and each kind of machine.
+
+The planner and the profiler count from them; `bench/ceilings.py` measures them.
 """
 
 from __future__ import annotations
@@ -8,7 +14,8 @@ import difflib
 import json
 import os
 import re
-from dataclasses import dataclass, field, replace
+import warnings
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from math import gcd
@@ -16,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.plan.ceilings import Ceilings, ceilings_path, load_ceilings
+from bessemer.run.directory import write_whole
 
 MOST_GPUS = 1_000_000
 FORMS = "write it as 8xA100-80GB, '64 x H100' or '2 nodes of 8 A100'"
@@ -276,3 +283,172 @@ def same_gpu(gpu: Gpu, name: str) -> bool:
     known, names, _ = _catalogue()
     plain = _plain(name)
     return plain in names and known[names[plain]].name == gpu.name
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """A device's data sheet: dense FLOP/s in bf16 and fp8, and bytes a second of its memory. None: it has no such
+    units, or variants of one name differ."""
+
+    bf16: float
+    fp8: float | None = None
+    memory: float | None = None
+
+    @property
+    def tf32(self) -> float:
+        return self.bf16 / 2  # on every device here that has it
+
+
+# In TFLOP/s and GB/s, without sparsity; matched as words of the device's name, the first that fits: the special before
+# the general. V100 and T4 have no bf16 units, theirs are fp16. MI250 and MI250X are of one of the card's two dies: each
+# is a device of its own to torch. fp8 of GeForce is with fp32 accumulation.
+SHEETS: tuple[tuple[str, float, float | None, float | None], ...] = (
+    ("GB200", 2500, 5000, 8000), ("B200", 2250, 4500, 8000), ("GH200", 989, 1979, None),
+    ("H200 NVL", 835, 1671, 4800), ("H200", 989, 1979, 4800),
+    ("H100 PCIe", 756, 1513, 2000), ("H100 NVL", 835, 1671, 3900), ("H100", 989, 1979, 3350),
+    ("H800", 989, 1979, None), ("H20", 148, 296, 4000),
+    ("A100-SXM4-80GB", 312, None, 2039), ("A100 80GB PCIe", 312, None, 1935), ("A100-SXM4-40GB", 312, None, 1555),
+    ("A100-PCIE-40GB", 312, None, 1555), ("A100", 312, None, None),
+    ("A800", 312, None, None), ("A40", 150, None, 696), ("A30", 165, None, 933),
+    ("A10G", 70, None, 600), ("A10", 125, None, 600),
+    ("L40S", 362, 733, 864), ("L40", 181, 362, 864), ("L4", 121, 242, 300),
+    ("RTX 6000 Ada", 364, 728, 960), ("A6000", 155, None, 768),
+    ("RTX 5090", 209, 419, 1792), ("RTX 4090", 165, 330, 1008), ("RTX 3090", 71, None, 936),
+    ("V100", 125, None, 900), ("T4", 65, None, None),
+    ("MI325X", 1307, 2615, 6000), ("MI300X", 1307, 2615, 5300), ("MI250X", 191.5, None, 1600),
+    ("MI250", 181, None, 1600),
+)  # fmt: skip
+
+
+def data_sheet(name: str) -> DataSheet | None:
+    """Of the device of that name, or None when it is not in the table."""
+    for key, bf16, fp8, memory in SHEETS:
+        if re.search(rf"\b{key}\b", name, re.I):
+            return DataSheet(bf16 * 1e12, fp8 and fp8 * 1e12, memory and memory * 1e9)
+    return None
+
+
+def published_peak(name: str) -> float | None:
+    """Dense bf16 FLOP/s of that device, or None when it is not in the table."""
+    return sheet.bf16 if (sheet := data_sheet(name)) else None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device as measured at start, or by `bessemer bench` before. `matmul` maps precision to measured FLOP/s."""
+
+    device: str
+    name: str
+    memory_bytes: int
+    threads: int
+    matmul: dict[str, float] = field(default_factory=dict)
+    training: dict[str, float] = field(
+        default_factory=dict
+    )  # precision -> tokens/s of a short stack of the run's shape
+    source: str = "measured at start"
+
+    def peak(self, precision: str) -> tuple[float, str]:
+        """FLOP/s that utilisation is counted against, and where the number is from. That of fp8 is counted against
+        bf16, as in every published table but a few: a faster precision should show as a higher utilisation."""
+        counted = "bf16" if precision.startswith("fp8") else precision
+        sheet = data_sheet(self.name) if self.device == "cuda" else None
+        if sheet and counted in ("bf16", "fp16"):
+            return sheet.bf16, f"data sheet of {self.name}"
+        if sheet and counted == "tf32":
+            return sheet.tf32, f"data sheet of {self.name}"
+        # A device without bf16 has no rate for it, and fp16 is as fast where both are.
+        measured = next(
+            key for key in (counted, "bf16" if counted == "fp16" else "fp32", "fp32") if self.matmul.get(key)
+        )
+        return self.matmul[measured], f"{measured} matmul of this machine, {self.source}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+HEADER = f"{'what':<22} {'size':<20} {'rate':>16} {'sheet':>5}  note"
+
+
+@dataclass(frozen=True)
+class CeilingReading:
+    """One rate. `key` says of what: matmul_bf16, attention_forward_64, attention_both_64, copy, to_device_pinned,
+    disk_write, all_reduce and so on; sizes and kernels share one."""
+
+    key: str
+    size: str
+    rate: float | None  # None: not measured, and `note` says why
+    unit: str  # FLOP/s or B/s
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    device: str
+    name: str
+    count: int  # GPUs; on a CPU its threads
+    date: str
+    versions: dict[str, str]
+    readings: tuple[CeilingReading, ...] = ()
+
+    @property
+    def source(self) -> str:
+        return f"measured on {self.date[:10]} by bessemer bench"
+
+    def best(self) -> dict[str, float]:
+        """The highest rate of each key: the roofline."""
+        ranked = sorted((reading.rate, reading.key) for reading in self.readings if reading.rate is not None)
+        return {key: rate for rate, key in ranked}
+
+    def matmul(self) -> dict[str, float]:
+        """Precision -> FLOP/s."""
+        return {key.removeprefix("matmul_"): rate for key, rate in self.best().items() if key.startswith("matmul_")}
+
+    def line(self, reading: CeilingReading) -> str:
+        """One row of the printed table, with the share of what the data sheet promises."""
+        scale, prefix = next((pair for pair in ((1e12, "T"), (1e9, "G")) if (reading.rate or 0) >= pair[0]), (1e6, "M"))
+        rate = "-" if reading.rate is None else f"{reading.rate / scale:,.4g} {prefix}{reading.unit}"
+        peak = self._promised(reading.key)
+        share = f"{reading.rate / peak:.0%}" if reading.rate and peak else ""
+        return f"{reading.key.replace('_', ' '):<22} {reading.size:<20} {rate:>16} {share:>5}  {reading.note}".rstrip()
+
+    def _promised(self, key: str) -> float | None:
+        sheet = data_sheet(self.name) if self.device == "cuda" else None
+        if sheet is None:
+            return None
+        known = {"matmul_fp8": sheet.fp8, "matmul_tf32": sheet.tf32, "copy": sheet.memory}
+        like_bf16 = key in ("matmul_bf16", "matmul_fp16") or key.startswith("attention")
+        return sheet.bf16 if like_bf16 else known.get(key)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Ceilings:
+        data = json.loads(text)
+        return Ceilings(**data | {"readings": tuple(CeilingReading(**reading) for reading in data["readings"])})
+
+
+def ceilings_path(name: str, count: int, torch_version: str) -> Path:
+    """Machines of one kind share a file: a cluster with one home folder is measured once."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "bessemer/machines" / (re.sub(r"[^\w.+-]+", "-", f"{name} x{count} torch {torch_version}") + ".json")
+
+
+def store_ceilings(ceilings: Ceilings, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, ceilings.to_json())
+    except OSError as fault:
+        fix = "set XDG_CACHE_HOME to a folder of yours, or use --no-save"
+        raise UserError(f"{path}: cannot be written ({fault.strerror}): {fix}") from fault
+
+
+def load_ceilings(path: Path) -> Ceilings | None:
+    """None where nothing was measured. A damaged file is told of and passed over: a run must start without it."""
+    try:
+        return Ceilings.from_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as fault:
+        warnings.warn(f"{path}: not readable ({fault}): run bessemer bench again", stacklevel=2)
+        return None

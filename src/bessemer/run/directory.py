@@ -1,4 +1,6 @@
-"""Run: one directory, one writer, many readers.
+"""Finding: what is wrong and what to do. Guard, trial and diagnose all speak it.
+
+Run: one directory, one writer, many readers.
 
     runs/NAME/
       spec.yaml  plan.json           what was asked, what was decided
@@ -19,7 +21,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,21 @@ from bessemer.errors import UserError
 from bessemer.run.journal import Journal, Record, last_record, last_records, number, read_records
 from bessemer.run.lock import Lock, is_alive, read_owner
 from bessemer.run.snapshot import Snapshot, put_back, put_back_start
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A symptom with its evidence. `confidence` is between 0 and 1; `cause` may be empty when it is not known."""
+
+    symptom: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+    cause: str = ""
+    confidence: float = 0.0
+    fix: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 MEAN_OF = 32  # steps over which a shown loss is averaged
 LAYOUT = "layout.json"  # of a run of several processes

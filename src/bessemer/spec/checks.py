@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 
-from bessemer.spec.clean.step import StepSpec
+from bessemer.spec.curate.step import StepSpec
 from bessemer.spec.document import Path
-from bessemer.spec.memory import memory_faults
-from bessemer.spec.model import ModelSpec
-from bessemer.spec.optimizer import FUSED, SETTINGS
+from bessemer.spec.model import ModelSpec, model_shape
+from bessemer.spec.optimizer import FUSED, SETTINGS, memory_faults
 from bessemer.spec.quantity import listed
-from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import preset
 

@@ -1,15 +1,122 @@
-"""What is read, how it is curated, tokenized and mixed."""
+"""The steps that `clean` lists may name, and how an entry of such a list is read.
+
+How documents become the rows of a batch: order, packing, padding and noise.
+
+What is read, how it is curated, tokenized and mixed.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+import difflib
+import functools
+import operator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from bessemer.spec.clean.steps import CleanStep
-from bessemer.spec.part import Part, Paths, ShortPart
-from bessemer.spec.quantity import AutoContext, AutoVocab, Bytes, Count, Share
-from bessemer.spec.rows import CurriculumSpec, NoiseSpec, PaddingSpec
+from bessemer.spec.curate import dedup, text
+from bessemer.spec.curate import dedup as privacy
+from bessemer.spec.curate import scores as score
+from bessemer.spec.curate import text as sift
+from bessemer.spec.curate.step import StepSpec
+from bessemer.spec.quantity import AutoContext, AutoVocab, Bytes, Count, Paths, Share, ShortSection, SpecSection, shown
+
+STEPS: dict[str, type[StepSpec]] = {
+    spec.step: spec
+    for module in (text, sift, score, privacy, dedup)
+    for spec in vars(module).values()
+    if isinstance(spec, type) and issubclass(spec, StepSpec) and spec.step
+}
+
+
+def _name(value: Any) -> str | None:
+    if isinstance(value, StepSpec):
+        return value.step
+    if isinstance(value, dict) and len(value) == 1:
+        return str(next(iter(value)))
+    return value if isinstance(value, str) else None
+
+
+def _known(value: Any) -> Any:
+    name = _name(value)
+    if name is None:
+        raise ValueError(
+            f"expected a step's name, or its name and settings such as length: {{min_chars: 100}}; got {shown(value)}"
+        )
+    if name not in STEPS:
+        near = difflib.get_close_matches(name, STEPS, n=1, cutoff=0.5)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"no step {shown(name)}{meant} (there are {', '.join(STEPS)})")
+    return value
+
+
+def _union() -> Any:
+    """Every step's section, told apart by the name."""
+    return functools.reduce(operator.or_, [Annotated[spec, Tag(name)] for name, spec in STEPS.items()])
+
+
+if TYPE_CHECKING:  # a type checker sees what all steps have in common
+    CleanStep = StepSpec
+else:
+    CleanStep = Annotated[_union(), Discriminator(_name), BeforeValidator(_known)]
+
+
+class PaddingSpec(SpecSection):
+    """Used with `packing: pad`, where every row is one document."""
+
+    to: Literal["longest", "context"] = Field(
+        "longest", description="pad to the longest row of the micro-batch, or to the context", examples=["longest"]
+    )
+    multiple_of: int = Field(8, ge=1, le=65536, description="round the padded length up to a multiple", examples=[8])
+    side: Literal["right", "left"] = Field("right", description="where the padding goes", examples=["right"])
+    long: Literal["split", "truncate"] = Field(
+        "split",
+        description="a document longer than the context: split into several rows, or truncate to one",
+        examples=["truncate"],
+    )
+    buckets: int = Field(1, ge=1, le=65536, description="group documents by length into so many buckets", examples=[8])
+
+
+class CurriculumSpec(SpecSection):
+    """The order inside an epoch: shuffled, or by a measure of the documents."""
+
+    by: Literal["none", "length", "label"] = Field("none", description="none, length or label", examples=["length"])
+    label: str | None = Field(None, description="the label that a step gave, such as quality", examples=["quality"])
+    descending: bool = Field(False, description="largest first", examples=[False])
+    groups: int = Field(
+        8, ge=1, le=65536, description="documents are shuffled inside so many groups of rising measure", examples=[8]
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> CurriculumSpec:
+        if self.by == "label" and not self.label:
+            raise ValueError("by: label needs the label to go by: write label: quality, or by: length")
+        return self
+
+
+class NoiseSpec(SpecSection):
+    """Noise on the inputs, the targets staying true; drawn from the seed and the position, so it replays.
+
+    Shares are of all tokens but the first of each document, and together below 1.
+    """
+
+    mask_spans: float = Field(0.0, ge=0, lt=1, description="share of tokens in masked spans", examples=[0.15])
+    span_length: float = Field(3.0, ge=1, le=1e6, description="mean length of a masked span", examples=[3.0])
+    mask: list[str] = Field(
+        [],
+        description="special token that stands for a masked span; several are used in turn, as sentinels",
+        examples=[["<mask>"]],
+    )
+    replace: float = Field(0.0, ge=0, lt=1, description="share of tokens replaced by random ones", examples=[0.05])
+    delete: float = Field(0.0, ge=0, lt=1, description="share of tokens deleted with their targets", examples=[0.05])
+
+    @model_validator(mode="after")
+    def _something_stays(self) -> NoiseSpec:
+        total = self.mask_spans + self.replace + self.delete
+        if total >= 1:
+            raise ValueError(f"mask_spans, replace and delete add up to {total:g}: lower them to less than 1")
+        return self
+
 
 Format = Literal[
     "text", "source", "jsonl", "csv", "parquet", "arrow", "hf", "webdataset", "mds", "tfrecord", "warc", "html"
@@ -18,7 +125,7 @@ Domain = Literal["web", "code", "math", "science", "books", "reference", "dialog
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 
 
-class TokenizerSpec(Part):
+class TokenizerSpec(SpecSection):
     """Trained on the run's own data unless a tokenizer is given."""
 
     path: str | None = Field(
@@ -47,7 +154,7 @@ class TokenizerSpec(Part):
     sample: Bytes = Field(64_000_000, description="text to train the tokenizer on, at most", examples=["64MB"])
 
 
-class SourceSpec(ShortPart):
+class SourceSpec(ShortSection):
     """A named body of text. `name: PATH` is short for `name: {path: PATH}`."""
 
     path: Paths = Field(
@@ -88,7 +195,7 @@ class SourceSpec(ShortPart):
         return {"path": value} if isinstance(value, (str, list)) else value
 
 
-class MixPhase(Part):
+class MixPhase(SpecSection):
     """From a position of the stream on, another mixture."""
 
     start: Count = Field(description="tokens of the stream before this phase", examples=["10M tokens"])
@@ -97,7 +204,7 @@ class MixPhase(Part):
     )
 
 
-class DataSpec(Part):
+class DataSpec(SpecSection):
     """What is read, how it is curated and mixed, and the length of a training sequence."""
 
     sources: dict[str, SourceSpec] = Field(description="named sources", examples=[{"code": "src/"}])

@@ -1,4 +1,7 @@
-"""The guard's section: what makes a step an outlier, how far a repair may go, how long a trial may take."""
+"""Thresholds of the detectors that watch a run from the host.
+
+The guard's section: what makes a step an outlier, how far a repair may go, how long a trial may take.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,112 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from bessemer.spec.detect import DetectSpec
-from bessemer.spec.part import Part
-from bessemer.spec.quantity import AutoInterval, Seconds, Share, StepCount
+from bessemer.spec.quantity import AutoInterval, Seconds, Share, SpecSection, StepCount
 
 
-class LadderSpec(Part):
+def _factor(default: float, description: str) -> float:
+    """A threshold above 1: how many times larger or smaller than usual."""
+    found: float = Field(default, gt=1, le=1e12, description=description, examples=[default])
+    return found
+
+
+def _share(default: float, description: str) -> float:
+    found: float = Field(default, description=description, examples=[f"{100 * default:g}%"])
+    return found
+
+
+class HangSpec(SpecSection):
+    """When a step that does not end counts as hung."""
+
+    factor: float = _factor(5.0, "a step may take so many times the longest of the recent ones")
+    least: Seconds = Field(
+        30.0,
+        gt=0,
+        description="and always at least this long; after it, several processes look whether one of them is frozen",
+        examples=["60s"],
+    )
+    first: Seconds = Field(
+        1800.0,
+        gt=0,
+        description="limit of the first step and of evaluations and saves, which may compile or wait for storage",
+        examples=["30 min"],
+    )
+    end: Seconds | None = Field(
+        600.0,
+        gt=0,
+        description="how long after that several processes end, for the launcher to start them again; null: never",
+        examples=["10 min"],
+    )
+
+
+class DetectSpec(SpecSection):
+    """When a watched number counts as trouble. The defaults hold from 1M to 70B parameters."""
+
+    window: int = Field(
+        512, ge=128, le=65536, description="accepted steps that slow changes are compared with", examples=[512]
+    )
+    warmup: int = Field(
+        128, ge=64, le=1_000_000, description="accepted steps before slow changes are looked for", examples=[128]
+    )
+    spike_rise: float = Field(0.5, ge=0, le=1e9, description="rise of the loss that makes a spike", examples=[0.5])
+    spike_tail: float = _factor(
+        4.0, "a spike lies so many times beyond the largest deviation of the last thousands of steps"
+    )
+    divergence_rise: Share = _share(0.05, "lasting rise of the loss that is reported")
+    divergence_rollback: Share = _share(0.2, "lasting rise of the loss that asks for a rollback")
+    divergence_sum: float = Field(
+        10.0,
+        gt=0,
+        le=1e9,
+        description="robust deviations, summed over blocks of 16 steps (CUSUM), that make a rise significant",
+        examples=[10.0],
+    )
+    oscillation_power: Share = _share(0.4, "share of the loss's variance in one period that makes an oscillation")
+    oscillation_swing: Share = _share(0.1, "and its size from trough to crest, as a share of the loss")
+    plateau_span: Share = _share(0.35, "share of the run over which the loss has to fall")
+    plateau_least: StepCount = Field(4000, description="and at least so many steps", examples=[4000])
+    plateau_fall: Share = _share(0.005, "by at least this")
+    gradient_factor: float = _factor(10.0, "lasting rise of the gradient norm that counts as exploding")
+    gradient_vanish: float = _factor(30.0, "lasting fall of the gradient norm that counts as vanishing")
+    layer_factor: float = _factor(
+        30.0, "the same of one layer's gradient, activation or update against its own past and its peers"
+    )
+    update_high: float = Field(
+        0.3, gt=0, le=1e9, description="largest change of a layer in one step, against its weights", examples=[0.3]
+    )
+    update_low: float = Field(
+        1e-8, ge=0, le=1, description="smallest such change while the learning rate is high", examples=[1e-8]
+    )
+    dead_units: Share = _share(0.25, "share of a layer's units that never open")
+    saturated_units: Share = _share(0.25, "share of a layer's units whose gate is always fully open")
+    attention_logit: float = Field(
+        100.0, gt=0, le=1e9, description="attention logit beyond which its growth is reported", examples=[100.0]
+    )
+    attention_entropy: Share = _share(
+        0.03, "mean attention entropy, of the largest possible, below which a layer has collapsed"
+    )
+    router_balance: Share = _share(0.25, "share of the experts that are in effect used (exp of the entropy)")
+    overfit_rise: Share = _share(0.01, "rise of the validation loss above its best while training still falls")
+    loss_scale_least: float = Field(
+        1.0, gt=0, le=2.0**32, description="fp16 loss scale below which gradients are lost", examples=[1.0]
+    )
+    lr_jump: float = _factor(3.0, "learning rate against the planned one that asks for a rollback")
+    slowdown: float = _factor(2.0, "time of a token against the usual one")
+    data_wait: Share = _share(0.25, "share of the time that is spent waiting for data")
+    straggler: float = _factor(1.33, "time of a rank against the median rank")
+    weights: StepCount | None = Field(
+        100,
+        description="steps between comparisons of the weights that several processes hold alike; null: never",
+        examples=[100],
+    )
+    slow_for: Seconds = Field(30.0, description="how long slowness has to last to be reported", examples=["30s"])
+    clock_jump: Seconds = Field(
+        5.0, gt=0, description="difference between wall clock and steady clock in one step", examples=["5s"]
+    )
+    hang: HangSpec = Field(default_factory=HangSpec, description="steps that do not end")
+
+
+class LadderSpec(SpecSection):
     """What is done when a veto is not enough: roll back and skip, roll back further with a gentler step, stop."""
 
     rollbacks: int = Field(
@@ -32,7 +135,7 @@ class LadderSpec(Part):
     careful: StepCount = Field(200, description="steps after an incident with more frequent saves", examples=[200])
 
 
-class TrialSpec(Part):
+class TrialSpec(SpecSection):
     """The trial of a suspicious step."""
 
     enabled: bool = Field(True, description="try suspicious steps while the run goes on", examples=[True])
@@ -41,7 +144,7 @@ class TrialSpec(Part):
     exclude: bool = Field(True, description="leave convicted documents out for the rest of the run", examples=[True])
 
 
-class ForgetSpec(Part):
+class ForgetSpec(SpecSection):
     """What a run that goes on from trained weights must not unlearn: held-out losses against those before step 0."""
 
     sources: list[str] = Field(
@@ -58,7 +161,7 @@ class ForgetSpec(Part):
     )
 
 
-class GuardSpec(Part):
+class GuardSpec(SpecSection):
     """Judges every step before the update; a bad one is vetoed, and what a veto cannot cure is rolled back."""
 
     enabled: bool = Field(True, description="judge steps", examples=[True])

@@ -1,4 +1,6 @@
-"""Classic mistakes: specs that would run and should not, one named rule each, with the numbers that speak against them.
+"""A look at the first rows of a source, where its files lie on this machine: how many repeat an earlier one.
+
+Classic mistakes: specs that would run and should not, one named rule each, with the numbers that speak against them.
 
 `bessemer spec check` prints them as warnings. A rule that is wrong for a run is silenced in its spec:
 `lints: {silence: [no_warmup]}`. Rules say nothing where the spec leaves the matter to the planner.
@@ -7,15 +9,24 @@
 from __future__ import annotations
 
 import difflib
+import gzip
+import hashlib
+import json
 import math
+import os
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
+from typing import IO
 
+from bessemer.spec.data import SourceSpec
 from bessemer.spec.document import Path as KeyPath
-from bessemer.spec.domains import domain_of
-from bessemer.spec.lint_rows import repeated_share
+from bessemer.spec.mixture import domain_of
+from bessemer.spec.model import model_shape
 from bessemer.spec.published import (
     best_vocabulary_parameters,
     published_batch,
@@ -25,9 +36,53 @@ from bessemer.spec.published import (
     worth_of_epochs,
 )
 from bessemer.spec.quantity import human_count, human_time
-from bessemer.spec.resolve import model_shape
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+
+ROWS = 2000
+LONGEST_ROW = 1 << 20
+_FEWEST = 20  # below it a share says nothing
+
+
+def repeated_share(folder: Path, source: SourceSpec) -> tuple[float, int]:
+    """(share of rows that were there before, rows looked at) among the first rows of a source's JSONL files; (0, 0)
+    where there are none to look at."""
+    seen: set[bytes] = set()
+    rows = repeated = 0
+    with suppress(OSError, ValueError, EOFError, zlib.error):  # a file that cannot be read is reported by other checks
+        for text in islice(_texts(folder, source), ROWS):
+            key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            repeated += key in seen
+            seen.add(key)
+            rows += 1
+    return (repeated / rows, rows) if rows >= _FEWEST else (0.0, 0)
+
+
+def _texts(folder: Path, source: SourceSpec) -> Iterator[str]:
+    if source.format not in ("auto", "jsonl"):
+        return
+    for path in source.path:
+        if "://" in path or any(mark in path for mark in "*?["):
+            continue
+        place = folder / os.path.expanduser(path)  # an absolute path replaces the folder
+        files = sorted(islice(place.glob("*.jsonl*"), 20)) if place.is_dir() else [place]
+        for file in files:
+            if file.is_file() and file.name.endswith((".jsonl", ".jsonl.gz")):
+                yield from _rows(file, source.text_field)
+
+
+def _rows(file: Path, field: str) -> Iterator[str]:
+    """Texts of a file."""
+    opened: Callable[..., IO[str]] = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rt", encoding="utf-8", errors="replace") as lines:
+        while line := lines.readline(LONGEST_ROW):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get(field), str):
+                yield row[field]
+
 
 OLD_GPUS = ("p100", "v100", "t4", "titan", "2080", "1080")  # without bf16
 USUAL_VOCAB = 32_000  # where a tokenizer is yet to be trained: only for counting
@@ -45,7 +100,7 @@ class Lint:
 
 
 @dataclass
-class Facts:
+class LintFacts:
     """What a spec settles, for the rules to read."""
 
     spec: RunSpec
@@ -93,7 +148,7 @@ THEY = "GPT-3, TinyLlama, Llama 2 and 3"
 ADAMS = ("adamw", "adam", "nadam", "radam")
 
 
-def fp16_on_new_hardware(facts: Facts) -> Found:
+def fp16_on_new_hardware(facts: LintFacts) -> Found:
     if facts.spec.precision == "fp16" and not any(old in facts.gpu.lower() for old in OLD_GPUS):
         where = f" on {facts.gpu}" if facts.gpu else ""
         why = (
@@ -103,7 +158,7 @@ def fp16_on_new_hardware(facts: Facts) -> Found:
         yield ("precision",), why
 
 
-def no_warmup(facts: Facts) -> Found:
+def no_warmup(facts: LintFacts) -> Found:
     warmup, optimizer = facts.spec.schedule.warmup, facts.spec.optimizer
     if warmup in (0, 0.0, "0 tokens") and optimizer.name != "sgd":
         settings = optimizer.settings()
@@ -115,7 +170,7 @@ def no_warmup(facts: Facts) -> Found:
         yield ("schedule", "warmup"), why
 
 
-def rate_of_a_smaller_model(facts: Facts) -> Found:
+def rate_of_a_smaller_model(facts: LintFacts) -> Found:
     lr = facts.spec.optimizer.lr
     if lr == "auto" or not facts.fresh or not facts.shape or facts.spec.optimizer.name not in ADAMS:
         return
@@ -130,7 +185,7 @@ def rate_of_a_smaller_model(facts: Facts) -> Found:
         yield ("optimizer", "lr"), why
 
 
-def lion_at_adams_rate(facts: Facts) -> Found:
+def lion_at_adams_rate(facts: LintFacts) -> Found:
     lr = facts.spec.optimizer.lr
     if facts.spec.optimizer.name != "lion" or lr == "auto" or not facts.shape:
         return
@@ -143,7 +198,7 @@ def lion_at_adams_rate(facts: Facts) -> Found:
         yield ("optimizer", "lr"), why
 
 
-def continued_at_the_peak(facts: Facts) -> Found:
+def continued_at_the_peak(facts: LintFacts) -> Found:
     lr = facts.spec.optimizer.lr
     if facts.fresh or lr == "auto" or facts.spec.optimizer.name not in ADAMS:
         return
@@ -157,7 +212,7 @@ def continued_at_the_peak(facts: Facts) -> Found:
         yield ("optimizer", "lr"), why
 
 
-def batch_too_small(facts: Facts) -> Found:
+def batch_too_small(facts: LintFacts) -> Found:
     batch = facts.spec.budget.batch
     if not isinstance(batch, int) or not facts.fresh or facts.parameters < 500e6:
         return
@@ -171,7 +226,7 @@ def batch_too_small(facts: Facts) -> Found:
         yield ("budget", "batch"), why
 
 
-def nobody_watches(facts: Facts) -> Found:
+def nobody_watches(facts: LintFacts) -> Found:
     guard = facts.spec.guard
     if not guard.enabled:
         why = (
@@ -181,7 +236,7 @@ def nobody_watches(facts: Facts) -> Found:
         yield ("guard", "enabled"), why
 
 
-def no_clipping(facts: Facts) -> Found:
+def no_clipping(facts: LintFacts) -> Found:
     clip = facts.spec.optimizer.clip
     if clip >= 100:
         yield (
@@ -190,7 +245,7 @@ def no_clipping(facts: Facts) -> Found:
         )
 
 
-def no_dedup(facts: Facts) -> Found:
+def no_dedup(facts: LintFacts) -> Found:
     if facts.steps_named("dedup"):
         return
     for name, source in facts.spec.data.sources.items():
@@ -217,7 +272,7 @@ def no_dedup(facts: Facts) -> Found:
         yield ("data", "clean"), why
 
 
-def contaminated_evaluation(facts: Facts) -> Found:
+def contaminated_evaluation(facts: LintFacts) -> Found:
     for name, source in facts.spec.data.sources.items():
         for path in source.path:
             known = next((bench for bench in BENCHMARKS if bench in f"{name} {path}".lower()), None)
@@ -237,12 +292,12 @@ def contaminated_evaluation(facts: Facts) -> Found:
         yield ("data", "clean"), why
 
 
-def no_validation(facts: Facts) -> Found:
+def no_validation(facts: LintFacts) -> Found:
     if facts.spec.data.validation == 0:
         yield ("data", "validation"), ("0: nothing is held out, so that memorising and learning look alike: write 1%")
 
 
-def tokenizer_not_audited(facts: Facts) -> Found:
+def tokenizer_not_audited(facts: LintFacts) -> Found:
     tokenizer, data = facts.spec.tokenizer, facts.spec.data
     if tokenizer.path is None or not facts.fresh:
         return
@@ -258,7 +313,7 @@ def tokenizer_not_audited(facts: Facts) -> Found:
         yield ("tokenizer", "path"), why
 
 
-def vocabulary_outweighs_the_model(facts: Facts) -> Found:
+def vocabulary_outweighs_the_model(facts: LintFacts) -> Found:
     vocab = facts.spec.tokenizer.vocab
     if not isinstance(vocab, int) or not facts.shape:
         return
@@ -272,7 +327,7 @@ def vocabulary_outweighs_the_model(facts: Facts) -> Found:
         yield ("tokenizer", "vocab"), why
 
 
-def too_many_epochs(facts: Facts) -> Found:
+def too_many_epochs(facts: LintFacts) -> Found:
     epochs = facts.spec.budget.epochs
     if epochs and epochs > 4.5 and facts.fresh and facts.parameters >= 30e6:
         why = (
@@ -282,7 +337,7 @@ def too_many_epochs(facts: Facts) -> Found:
         yield ("budget", "epochs"), why
 
 
-def too_few_tokens(facts: Facts) -> Found:
+def too_few_tokens(facts: LintFacts) -> Found:
     tokens = facts.tokens
     if tokens and facts.fresh and facts.parameters >= 50e6 and tokens < 2 * facts.parameters:
         best = human_count(math.sqrt(facts.parameters * tokens / 20))
@@ -293,7 +348,7 @@ def too_few_tokens(facts: Facts) -> Found:
         yield ("budget", "tokens" if isinstance(facts.spec.budget.tokens, int) else "steps"), why
 
 
-def rotary_base_too_small(facts: Facts) -> Found:
+def rotary_base_too_small(facts: LintFacts) -> Found:
     context, shape = facts.spec.data.context, facts.shape
     if not isinstance(context, int) or shape is None or shape.positions != "rope" or shape.rope.scaling != "none":
         return
@@ -306,7 +361,7 @@ def rotary_base_too_small(facts: Facts) -> Found:
         yield ("data", "context"), why
 
 
-def decay_in_the_gradient(facts: Facts) -> Found:
+def decay_in_the_gradient(facts: LintFacts) -> Found:
     optimizer = facts.spec.optimizer
     if optimizer.name == "adam" and (optimizer.weight_decay or 0) > 0:
         why = (
@@ -316,7 +371,7 @@ def decay_in_the_gradient(facts: Facts) -> Found:
         yield ("optimizer", "weight_decay"), why
 
 
-def sgd_on_a_transformer(facts: Facts) -> Found:
+def sgd_on_a_transformer(facts: LintFacts) -> Found:
     if facts.spec.optimizer.name == "sgd":
         why = (
             "sgd hardly learns rare tokens, which most of a text consists of (Kunstner et al. 2024), and its rates and "
@@ -325,7 +380,7 @@ def sgd_on_a_transformer(facts: Facts) -> Found:
         yield ("optimizer", "name"), why
 
 
-def slow_second_moment(facts: Facts) -> Found:
+def slow_second_moment(facts: LintFacts) -> Found:
     betas = facts.spec.optimizer.betas
     if facts.spec.optimizer.name in ADAMS and betas and betas[1] >= 0.999 and facts.parameters >= 1e9 and facts.fresh:
         why = (
@@ -335,7 +390,7 @@ def slow_second_moment(facts: Facts) -> Found:
         yield ("optimizer", "betas"), why
 
 
-def loss_scale_without_fp16(facts: Facts) -> Found:
+def loss_scale_without_fp16(facts: LintFacts) -> Found:
     scale, precision = facts.spec.loss_scale, facts.spec.precision
     if scale != "dynamic" and precision not in ("fp16", "auto"):
         yield (
@@ -344,7 +399,7 @@ def loss_scale_without_fp16(facts: Facts) -> Found:
         )
 
 
-def hasty_stop(facts: Facts) -> Found:
+def hasty_stop(facts: LintFacts) -> Found:
     patience = facts.spec.budget.stop.patience
     if patience is not None and patience < 3:
         why = (
@@ -354,7 +409,7 @@ def hasty_stop(facts: Facts) -> Found:
         yield ("budget", "stop", "patience"), why
 
 
-def rare_saves(facts: Facts) -> Found:
+def rare_saves(facts: LintFacts) -> Found:
     every = facts.spec.checkpoint.every
     if isinstance(every, str) and every != "auto" and float(every.split()[0]) > 4 * 3600:
         seconds = float(every.split()[0])
@@ -365,7 +420,7 @@ def rare_saves(facts: Facts) -> Found:
         yield ("checkpoint", "every"), why
 
 
-RULES: dict[str, Callable[[Facts], Found]] = {
+RULES: dict[str, Callable[[LintFacts], Found]] = {
     rule.__name__: rule
     for rule in (
         fp16_on_new_hardware, no_warmup, rate_of_a_smaller_model, lion_at_adams_rate, continued_at_the_peak,
@@ -380,7 +435,7 @@ RULES: dict[str, Callable[[Facts], Found]] = {
 def lint(spec: RunSpec, folder: Path | None = Path(), gpu: str = "") -> list[Lint]:
     """Warnings about a valid spec, those silenced left out. `folder` is where relative paths of its data start; None
     where its files are not on this machine."""
-    facts = Facts(spec, folder, gpu)
+    facts = LintFacts(spec, folder, gpu)
     found = []
     for name in spec.lints.silence:
         if name not in RULES:

@@ -20,8 +20,7 @@ from pydantic_core import ErrorDetails
 from bessemer.errors import UserError
 from bessemer.spec import hints
 from bessemer.spec.checks import check
-from bessemer.spec.clean.steps import STEPS
-from bessemer.spec.data import SourceSpec
+from bessemer.spec.data import STEPS, SourceSpec
 from bessemer.spec.document import Document, override, parse, scalar
 from bessemer.spec.document import Path as KeyPath
 from bessemer.spec.quantity import shown
@@ -57,7 +56,7 @@ class SpecError(UserError):
 
 
 @dataclass
-class Loaded:
+class LoadedSpec:
     """A valid spec, and the document it came from."""
 
     spec: RunSpec
@@ -302,7 +301,7 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {reason}") from None
 
 
-def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Loaded:
+def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedSpec:
     """Read, override, validate."""
     path = Path(path)
     document = parse(read_text(path), str(path))
@@ -318,7 +317,7 @@ def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ())
         raise SpecError([*error.problems, *problems]) from None
     if problems:
         raise SpecError(problems)
-    return Loaded(named(spec, path), document)
+    return LoadedSpec(named(spec, path), document)
 
 
 def named(spec: RunSpec, path: Path) -> RunSpec:

@@ -1,17 +1,188 @@
-"""The network as a user asks for it: a preset, a Hugging Face folder, or a design. What is left out comes from there.
+"""From the spec's model section to a shape: the preset, or a given shape, with the user's fields laid over it.
+
+What is learnt from a row of tokens: the objectives of pre-training, the loss over them, and dropout.
+
+The network as a user asks for it: a preset, a Hugging Face folder, or a design. What is left out comes from there.
 
 Every key of `shape.ModelShape` that a design may choose is here under the same name; `resolve.py` lays them over it.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from bessemer.spec.part import Part, ShortPart
-from bessemer.spec.quantity import MOST_CONTEXT
-from bessemer.spec.shape import ALIASES, PRESETS, Activation, Positions, Scaling, preset
+from bessemer.spec.quantity import MOST_CONTEXT, ShortSection, SpecSection
+from bessemer.spec.shape import (
+    ALIASES,
+    PRESETS,
+    Activation,
+    Mamba,
+    Mla,
+    ModelShape,
+    Moe,
+    Positions,
+    Rope,
+    Scaling,
+    preset,
+)
+
+PARTS: dict[str, type] = {"rope": Rope, "moe": Moe, "mla": Mla, "mamba": Mamba}
+
+
+def model_shape(model: ModelSpec, vocab: int, given: ModelShape | None = None) -> ModelShape:
+    """The shape asked for; `given` is what a folder of weights says. Without it and without a preset: as many KV heads
+    as heads, ffn 8/3 of the width, tied below width 2048."""
+    named = given or (preset(model.preset) if model.preset else None)
+    width = model.width or (named.width if named else 0)
+    heads = model.heads or (named.heads if named else 1)
+    resized = model.width is not None or model.heads is not None
+    base = named or ModelShape(0, width, 1, heads, heads, 1, 0)
+    head_dim = base.head_dim if named and not resized else max(1, width // heads)
+    kv_heads = base.kv_heads if named and not model.heads else heads
+    ffn = base.ffn if named and not model.width else -(-8 * width // (3 * 32)) * 32
+    tied = base.tied if named else width < 2048
+    base = replace(
+        base, vocab=vocab, width=width, heads=heads, head_dim=head_dim, kv_heads=kv_heads, ffn=ffn, tied=tied
+    )
+    for field in fields(ModelShape):
+        written = getattr(model, field.name, None)
+        if written is not None:
+            base = replace(base, **{field.name: _laid_over(field.name, written, base)})
+    if model.init == "mup":
+        # The head's logits shrink as the width grows, so that one learning rate serves all widths.
+        base = replace(base, logit_scale=base.logit_scale * model.mup_width / base.width)
+    return base
+
+
+def _laid_over(name: str, written: Any, base: ModelShape) -> Any:
+    """A part of the spec over the part of the shape, key by key."""
+    if not isinstance(written, SpecSection):
+        return tuple(written) if isinstance(written, list) else written
+    keys = {key: tuple(v) if isinstance(v, list) else v for key, v in written.model_dump(exclude_none=True).items()}
+    before = getattr(base, name)
+    if before is not None:
+        return replace(before, **keys)
+    if name == "moe":
+        keys.setdefault("ffn", base.ffn)
+    return PARTS[name](**keys)
+
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+# What each objective takes, and the value where none is written.
+SETTINGS: dict[str, dict[str, float]] = {
+    "causal": {},
+    "masked": {"rate": 0.15, "mask": 0.8, "random": 0.1},
+    "denoise": {"rate": 0.15, "span": 3.0},
+    "prefix": {},
+    "infill": {"rate": 0.5, "suffix_first": 0.5},
+}
+TOKENS = {"masked": ["<mask>"], "infill": ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"]}
+
+
+class ObjectiveSpec(ShortSection):
+    """What is learnt from a row. `causal` is short for `{kind: causal}`. Of several objectives, each row has one,
+    chosen by a hash of its position; a key that the kind does not have is refused.
+    """
+
+    kind: Literal["causal", "masked", "denoise", "prefix", "infill"] = Field(
+        "causal",
+        description="causal (the next token), masked (BERT), denoise (T5: spans behind sentinels), prefix (prefix-LM) "
+        "or infill (fill-in-the-middle)",
+        examples=["causal"],
+    )
+    share: float = Field(
+        1.0, gt=0, le=1e9, description="share of the rows, relative to other objectives", examples=[0.5]
+    )
+    sources: list[str] = Field(
+        [],
+        description="only rows of these sources; a named source has no objectives but those that name it",
+        examples=[["code"]],
+    )
+    rate: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="masked, denoise: share of tokens to restore (0.15); infill: share of documents rearranged (0.5)",
+        examples=[0.15],
+    )
+    mask: float | None = Field(
+        None, ge=0, le=1, description="masked: share of these that the mask token hides (0.8)", examples=[0.8]
+    )
+    random: float | None = Field(
+        None, ge=0, le=1, description="masked: share of these replaced at random (0.1); the rest stay", examples=[0.1]
+    )
+    span: float | None = Field(None, ge=1, le=1e6, description="denoise: mean tokens in a span (3)", examples=[3.0])
+    suffix_first: float | None = Field(
+        None, ge=0, le=1, description="infill: share of the rearranged with the suffix first (0.5)", examples=[0.5]
+    )
+    tokens: list[str] = Field(
+        [],
+        description="special tokens to use: masked: <mask>; infill: <fim_prefix>, <fim_middle>, <fim_suffix>; denoise: "
+        "<extra_id_0>, <extra_id_1> and so on, as many as a row has spans",
+        examples=[["[MASK]"]],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> ObjectiveSpec:
+        for key in ("rate", "mask", "random", "span", "suffix_first"):
+            if getattr(self, key) is not None and key not in SETTINGS[self.kind]:
+                owners = " and ".join(kind for kind, keys in SETTINGS.items() if key in keys)
+                raise ValueError(f"{key} belongs to {owners}: remove it, or write kind: {owners.split()[0]}")
+        settings = self.settings()
+        if self.kind in ("masked", "denoise") and settings["rate"] >= 1:
+            raise ValueError(f"rate {settings['rate']:g} leaves nothing to go by: write less than 1, such as 0.15")
+        if self.kind == "masked" and settings["mask"] + settings["random"] > 1 + 1e-9:
+            total = settings["mask"] + settings["random"]
+            raise ValueError(f"mask and random add up to {total:g}: lower them to 1 or less")
+        wanted = len(TOKENS.get(self.kind, []))
+        if self.tokens and self.kind != "denoise" and len(self.tokens) != wanted:
+            names = ", ".join(TOKENS.get(self.kind, [])) or "none"
+            raise ValueError(f"{self.kind} uses {wanted} tokens ({names}), not {len(self.tokens)}: write as many")
+        if len(set(self.tokens)) < len(self.tokens):
+            raise ValueError(f"tokens names one twice: {', '.join(self.tokens)}; write different ones")
+        return self
+
+    def settings(self) -> dict[str, float]:
+        """The parameters of the kind, as written or as its paper has them."""
+        written = {key: getattr(self, key) for key in SETTINGS[self.kind]}
+        return {key: SETTINGS[self.kind][key] if value is None else value for key, value in written.items()}
+
+    def special_tokens(self, context: int) -> list[str]:
+        """The names that the tokenizer must have; a document of denoise can be as long as the context."""
+        if self.kind == "denoise" and not self.tokens:
+            return [f"<extra_id_{k}>" for k in range(spans_of(context, **self.settings())[1])]
+        return self.tokens or TOKENS.get(self.kind, [])
+
+
+def spans_of(length: int, rate: float, span: float) -> tuple[int, int]:
+    """(tokens in spans, spans) of a text of at least 2 tokens, by the rule of T5's random_spans_noise_mask."""
+    noise = min(max(round(length * rate), 1), length - 1)
+    return noise, min(max(round(noise / span), 1), length - noise)
+
+
+class LossSpec(SpecSection):
+    """What is added to the cross-entropy that is minimised; the loss that is shown and judged stays plain."""
+
+    smoothing: Probability = Field(0.0, description="label smoothing", examples=[0.1])
+    focal: float = Field(0.0, ge=0, le=100, description="focal loss: times (1 - p) to this power", examples=[2.0])
+    z: float = Field(0.0, ge=0, le=1e3, description="z-loss: this times the squared log of the sum", examples=[1e-4])
+
+
+class DropoutSpec(SpecSection):
+    """Chance of each value to be zeroed in training; drawn from the seed and the step, so it replays."""
+
+    embedding: Probability = Field(0.0, description="of the embeddings", examples=[0.1])
+    attention: Probability = Field(0.0, description="of the attention weights", examples=[0.1])
+    residual: Probability = Field(0.0, description="of what each branch adds to the residual stream", examples=[0.1])
+
 
 LARGEST_SIDE = 1_000_000  # of a matrix: a slip of the finger is refused here rather than counted for ever
 LARGEST_FACTOR = 1e6
@@ -25,7 +196,7 @@ QkNorm = Annotated[
 Init = Literal["gpt", "depth", "small", "xavier", "kaiming", "mup"]
 
 
-class RopeSpec(Part):
+class RopeSpec(SpecSection):
     """Rotary positions, and how they are stretched to a longer context than the model was trained with."""
 
     theta: float | None = Field(None, gt=1, le=1e12, description="base", examples=[500_000.0])
@@ -49,7 +220,7 @@ class RopeSpec(Part):
     long: list[Factor] | None = Field(None, description="longrope: divisors beyond it", examples=[[1.2]])
 
 
-class MoeSpec(Part):
+class MoeSpec(SpecSection):
     """A mixture of experts in place of the feed-forward part."""
 
     experts: Side | None = Field(None, description="experts of a layer", examples=[8])
@@ -73,7 +244,7 @@ class MoeSpec(Part):
     router_z: float | None = Field(None, ge=0, le=1e3, description="weight of the router's z-loss", examples=[0.001])
 
 
-class MlaSpec(Part):
+class MlaSpec(SpecSection):
     """Multi-head latent attention (DeepSeek): keys and values through a narrow waist."""
 
     kv_rank: Side = Field(description="size of the waist", examples=[512])
@@ -83,7 +254,7 @@ class MlaSpec(Part):
     q_rank: Side | None = Field(None, description="size of the queries' waist; left out: none", examples=[1536])
 
 
-class MambaSpec(Part):
+class MambaSpec(SpecSection):
     """A selective state-space mixer (Mamba-2), for layers whose `mixers` entry is mamba."""
 
     heads: Side = Field(description="heads; heads times head_dim is its inner width", examples=[24])
@@ -94,7 +265,7 @@ class MambaSpec(Part):
     chunk: Side = Field(128, description="positions that are scanned together", examples=[128])
 
 
-class ModelSpec(ShortPart):
+class ModelSpec(ShortSection):
     """The network. `model: 10M` is short for `model: {preset: 10M}`; any field overrides the preset, or what a Hugging
     Face folder says."""
 

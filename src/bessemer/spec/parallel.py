@@ -6,13 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bessemer.spec.part import Part
-from bessemer.spec.quantity import AutoDegree, AutoThreads, Seconds
+from bessemer.spec.quantity import AutoDegree, AutoThreads, Seconds, SpecSection
 
 Degree = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-class ReplicasSpec(Part):
+class ReplicasSpec(SpecSection):
     """How whole replicas add up their gradients (`dp_replicate` alone, torch's DDP)."""
 
     bucket_mb: int = Field(25, ge=1, le=4096, description="MiB of gradients that are sent together", examples=[50])
@@ -29,7 +28,7 @@ class ReplicasSpec(Part):
     )
 
 
-class ShardSpec(Part):
+class ShardSpec(SpecSection):
     """How a divided replica is gathered for computing (`dp_shard`, torch's FSDP2)."""
 
     reshard: Literal["auto", "always", "never"] = Field(
@@ -44,7 +43,7 @@ class ShardSpec(Part):
     )
 
 
-class PipelineSpec(Part):
+class PipelineSpec(SpecSection):
     """How micro-batches flow through the stages (`pp`)."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = Field(
@@ -55,7 +54,7 @@ class PipelineSpec(Part):
     )
 
 
-class DeepSpeedSpec(Part):
+class DeepSpeedSpec(SpecSection):
     """What DeepSpeed divides and where that lies (`engine: deepspeed`)."""
 
     zero: Literal[0, 1, 2, 3] = Field(2, description="0 to 3: nothing, moments, gradients, weights", examples=[3])
@@ -65,7 +64,7 @@ class DeepSpeedSpec(Part):
     folder: str | None = Field(None, description="folder on the fast disk, with offload: nvme", examples=["/local"])
 
 
-class ParallelSpec(Part):
+class ParallelSpec(SpecSection):
     """Where it runs. The degrees say how a model lies over the processes that a launcher started."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(

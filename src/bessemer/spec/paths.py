@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bessemer.errors import UserError
-from bessemer.spec.clean.step import StepSpec
+from bessemer.spec.curate.step import StepSpec
 from bessemer.spec.document import Path
 from bessemer.spec.quantity import shown
 from bessemer.spec.schema import RunSpec

@@ -4,6 +4,8 @@ Each parser takes what YAML gave (a number or a string) and returns a plain int 
 ValueError with the accepted forms. K, M, B, T are powers of ten for counts of tokens and parameters; batch and context
 sizes are usually powers of two, so `Ki`/`Mi` are powers of 1024; bytes follow the same rule (`64MB`, `64MiB`).
 Arithmetic is exact: 2.3M is 2,300,000 and nothing near it.
+
+What every section of a spec is made of.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, PlainSerializer, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 LARGEST = 10**18  # more than any run trains on, and inside 64 bits
 LONGEST_S = 10**10  # three centuries
@@ -269,3 +273,21 @@ AutoThreads = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="threads
 AutoSpan = Annotated[int | float | str, *_or_auto(parse_span, "2%")]
 AutoInterval = Annotated[int | str, *_or_auto(parse_interval, "500 steps")]
 AutoNumber = Annotated[float | Auto, *_or_auto(partial(parse_number, most=HIGHEST_RATE), "3e-4")]
+
+
+Paths = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+
+class SpecSection(BaseModel):
+    """A section of the spec: strict types, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=False, allow_inf_nan=False)
+
+
+class ShortSection(SpecSection):
+    """A section that may also be written as one word; the schema says so to editors."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        full = handler.resolve_ref_schema(handler(core))
+        return {"anyOf": [{"type": "string"}, full], "description": full.get("description", "")}

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from bessemer.spec.clean.step import StepSpec
-from bessemer.spec.clean.steps import STEPS
+from bessemer.spec.curate.step import StepSpec
+from bessemer.spec.data import STEPS
 from bessemer.spec.schema import RunSpec
 
 

@@ -1,4 +1,6 @@
-"""RunSpec: one run in one document. Every field says what it is, its unit and its default; `auto` goes to the planner.
+"""The checkpoint section: when the run is saved, how, where to, and what is kept.
+
+RunSpec: one run in one document. Every field says what it is, its unit and its default; `auto` goes to the planner.
 
 Field descriptions feed the error messages, `bessemer spec schema` and the configuration reference, so they are written
 for users. Combinations that cannot work are refused by the named checks in `checks.py`.
@@ -8,17 +10,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from bessemer.spec.checkpoint import CheckpointSpec
 from bessemer.spec.data import DataSpec, TokenizerSpec
 from bessemer.spec.guard import GuardSpec
-from bessemer.spec.memory import MemorySpec
-from bessemer.spec.model import ModelSpec
-from bessemer.spec.objectives import DropoutSpec, LossSpec, ObjectiveSpec
-from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec
+from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.parallel import ParallelSpec
-from bessemer.spec.part import Part
 from bessemer.spec.quantity import (
     AutoBatch,
     AutoCount,
@@ -26,20 +24,75 @@ from bessemer.spec.quantity import (
     AutoSequences,
     AutoSpan,
     BatchTokens,
+    Bytes,
     Seconds,
     Share,
+    SpecSection,
     StepCount,
 )
 
 
-class BatchChange(Part):
+class CheckpointSpec(SpecSection):
+    """When the run is saved and what is kept. A checkpoint stays if any of the keep rules asks for it."""
+
+    every: AutoInterval = Field(
+        "auto",
+        description="interval of saves; auto weighs what a save costs against what a failure would",
+        examples=["500 steps"],
+    )
+    asynchronous: bool | Literal["auto"] = Field(
+        "auto",
+        description="train on while a copy of the state is written; auto does so where it shortens the stall",
+        examples=[True],
+    )
+    keep_last: int = Field(2, ge=1, le=1_000_000, description="newest checkpoints kept", examples=[2])
+    keep_best: bool = Field(
+        True,
+        description="also keep the one with the best validation loss; each evaluation that is a new best saves, beside "
+        "`every`",
+        examples=[True],
+    )
+    keep_every: StepCount | None = Field(
+        None, description="also keep the first one of every so many steps", examples=[10000]
+    )
+    keep_age: Seconds | None = Field(None, gt=0, description="also keep those younger than this", examples=["24h"])
+    keep_bytes: Bytes | None = Field(
+        None,
+        description="room for them all: beyond it the oldest go first, but never the newest, confirmed, best or tagged",
+        examples=["500GB"],
+    )
+    archive_model_only: bool = Field(
+        False, description="what keep_every keeps is a copy of the weights alone, a third of the size", examples=[True]
+    )
+    remote: str | None = Field(
+        None,
+        description="an fsspec URL that checkpoints are copied to in the background, under the run's name; "
+        "credentials come from the environment",
+        examples=["s3://bucket/checkpoints"],
+    )
+    remote_keep_last: int | None = Field(
+        None, ge=1, le=1_000_000, description="newest checkpoints kept there (default: keep_last)", examples=[5]
+    )
+
+    @field_validator("remote")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        scheme, mark, rest = (value or "").partition("://")
+        if value is not None and not (scheme and mark and rest.strip("/")):
+            raise ValueError("a URL such as s3://bucket/checkpoints or file:///mnt/durable/checkpoints")
+        if "@" in rest.partition("/")[0]:
+            raise ValueError("the address holds a password; set it in the environment")
+        return value
+
+
+class BatchChange(SpecSection):
     """From a step on, another batch size."""
 
     from_step: StepCount = Field(description="first step of the new size", examples=[1000])
     batch: BatchTokens = Field(description="tokens in a batch from there on", examples=["512K"])
 
 
-class StopSpec(Part):
+class StopSpec(SpecSection):
     """Rules that end a run as finished, before its budget is spent."""
 
     validation_loss: float | None = Field(None, gt=0, le=1e6, description="stop when reached", examples=[2.5])
@@ -49,7 +102,7 @@ class StopSpec(Part):
     time: Seconds | None = Field(None, gt=0, description="stop after so much training time", examples=["2h"])
 
 
-class BudgetSpec(Part):
+class BudgetSpec(SpecSection):
     """How much is trained: tokens, or steps, or epochs; and in what portions."""
 
     tokens: AutoCount = Field("auto", description="tokens to train on", examples=["20M"])
@@ -65,7 +118,7 @@ class BudgetSpec(Part):
     stop: StopSpec = Field(default_factory=StopSpec, description="rules that end the run early")
 
 
-class ScheduleSpec(Part):
+class ScheduleSpec(SpecSection):
     """Learning rate over the run: warm-up from zero, then decay to a floor."""
 
     kind: Literal["cosine", "linear", "constant"] = Field(
@@ -75,26 +128,26 @@ class ScheduleSpec(Part):
     floor: Share = Field(0.1, description="last learning rate as a share of the peak", examples=["10%"])
 
 
-class ObserveSpec(Part):
+class ObserveSpec(SpecSection):
     """What is shown while it runs."""
 
     line_every: Seconds = Field(5.0, description="interval of lines when not in a terminal", examples=["5s"])
 
 
-class EvaluateSpec(Part):
+class EvaluateSpec(SpecSection):
     """Validation inside the run, on the held-out documents."""
 
     every: AutoInterval = Field("auto", description="interval of evaluations", examples=["500 steps"])
     tokens: AutoCount = Field("auto", description="held-out tokens in one evaluation", examples=["1M"])
 
 
-class LintsSpec(Part):
+class LintsSpec(SpecSection):
     """Warnings of `bessemer spec check` about settings that would run and should not."""
 
     silence: list[str] = Field([], description="rules that are wrong for this run", examples=[["no_warmup"]])
 
 
-class RunSpec(Part):
+class RunSpec(SpecSection):
     """One run, whatever its objective."""
 
     name: str = Field(

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.plan.ceilings import Ceilings, ceilings_path, load_ceilings
-from bessemer.plan.machine import Machine
+from bessemer.plan.hardware import Ceilings, Machine, ceilings_path, load_ceilings
 from bessemer.spec.parallel import ParallelSpec
 
 

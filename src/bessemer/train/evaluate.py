@@ -8,20 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from bessemer.data.concat import ConcatRows
-from bessemer.data.order import Order, Phase
-from bessemer.data.rows import Rows
-from bessemer.data.shards import ShardedStore
-from bessemer.data.steps import BatchPhase, Steps
-from bessemer.data.store import TokenStore
-from bessemer.data.stream import BatchStream
+from bessemer.data.store.shards import ShardedStore
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.stream.batches import BatchStream
+from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
+from bessemer.data.stream.rows import ConcatRows, Rows
 from bessemer.model.transformer import Decoder
 from bessemer.parallel.shard import drop_gathered
 from bessemer.parallel.world import World
 from bessemer.spec.mixture import quantise
+from bessemer.train.compile import compute_in
 from bessemer.train.objective import Pretrain
-from bessemer.train.passage import Passage
-from bessemer.train.precision import compute_in
+from bessemer.train.pipeline_runner import PipelineRunner
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutSet:
     """Rows to validate on, of how many tokens, and how many bytes of text a token stands for, ends of documents
     counted among the tokens."""
 
@@ -45,8 +43,8 @@ class HeldOut:
     bytes_per_token: float
 
     @staticmethod
-    def of_store(store: TokenStore | ShardedStore, context: int) -> HeldOut:
-        return HeldOut(ConcatRows(store, context), store.tokens, store.text_bytes / max(1, store.tokens))
+    def of_store(store: TokenStore | ShardedStore, context: int) -> HeldOutSet:
+        return HeldOutSet(ConcatRows(store, context), store.tokens, store.text_bytes / max(1, store.tokens))
 
 
 class Evaluator:
@@ -54,7 +52,7 @@ class Evaluator:
 
     def __init__(
         self,
-        held_out: Mapping[str, HeldOut | TokenStore | ShardedStore],
+        held_out: Mapping[str, HeldOutSet | TokenStore | ShardedStore],
         context: int,
         tokens: int,
         micro_rows: int,
@@ -64,7 +62,7 @@ class Evaluator:
     ) -> None:
         self.world = world or World()
         found = {
-            name: held if isinstance(held, HeldOut) else HeldOut.of_store(held, context)
+            name: held if isinstance(held, HeldOutSet) else HeldOutSet.of_store(held, context)
             for name, held in held_out.items()
         }
         self.held_out = {name: held for name, held in found.items() if held.rows.count}
@@ -74,8 +72,8 @@ class Evaluator:
         for name, held in self.held_out.items():
             sequences = held.rows.count
             rows = min(micro_rows, sequences)
-            order = Order([Phase(0, quantise({name: 1.0}))], {name: sequences}, seed=0)
-            stream = BatchStream({name: held.rows}, order, context, Steps([BatchPhase(0, rows)]))
+            order = StreamOrder([MixturePhase(0, quantise({name: 1.0}))], {name: sequences}, seed=0)
+            stream = BatchStream({name: held.rows}, order, context, StepPositions([BatchPhase(0, rows)]))
             wanted = min(sequences, tokens / context * held.tokens / available)
             self.parts[name] = (stream, max(1, int(wanted // rows)))
 
@@ -85,7 +83,7 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(
-        self, model: Decoder, objective: Pretrain, pipeline: Passage | None = None,
+        self, model: Decoder, objective: Pretrain, pipeline: PipelineRunner | None = None,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> Validation:  # fmt: skip
         """Costs one forward pass over the chosen tokens; changes nothing. `on_batch` is given the passes done and their
@@ -98,7 +96,7 @@ class Evaluator:
             drop_gathered(model)  # these weights may be averages, which are put back
 
     def _evaluate(
-        self, model: Decoder, objective: Pretrain, pipeline: Passage | None, on_batch: Callable[[int, int], None]
+        self, model: Decoder, objective: Pretrain, pipeline: PipelineRunner | None, on_batch: Callable[[int, int], None]
     ) -> Validation:
         world, together = self.world, self.world.layout.pp
         sums: dict[str, tuple[float, float, int]] = {}

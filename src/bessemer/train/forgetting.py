@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from bessemer.checkpoint.lineage import read_tags
-from bessemer.checkpoint.manifest import Damaged, verify
-from bessemer.checkpoint.shelf import TAGS
+from bessemer.checkpoint.manifest import DamagedCheckpoint, verify
+from bessemer.checkpoint.store import TAGS
 from bessemer.errors import UserError
 from bessemer.guard.detect.alarm import Alarm
-from bessemer.guard.forget import Record, forgetting, loss_of, since_start, standings
-from bessemer.observe.plot import Lines, svg_file
-from bessemer.observe.words import short_path
+from bessemer.guard.forgetting import Record, forgetting, loss_of, since_start, standings
+from bessemer.observe.figure import Lines, svg_file
+from bessemer.observe.format import short_path
 from bessemer.run.directory import write_whole
 from bessemer.spec.guard import ForgetSpec
 from bessemer.train.job import Job, Outcome
@@ -112,7 +112,7 @@ def _go_back(job: Job, alarm: Alarm) -> tuple[int, str]:
             continue
         try:
             verify(folder)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             job.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
             continue
         said = {"to_step": manifest.step, "origin": folder.name, "abandoned": job.saver.abandon(job, manifest.step)}

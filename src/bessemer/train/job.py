@@ -13,32 +13,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bessemer.checkpoint.shelf import Shelf
-from bessemer.data.own_stream import ForwardStream
-from bessemer.data.stream import Batch, BatchStream
+from bessemer.checkpoint.store import CheckpointStore
+from bessemer.data.stream.batches import Batch, BatchStream
+from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.guard.detect.alarm import Alarm
-from bessemer.guard.detect.watch import Watch
-from bessemer.guard.hang import Watchdog
-from bessemer.guard.inside import Inside
+from bessemer.guard.detect.watch import Detectors
 from bessemer.guard.judge import Judge
-from bessemer.guard.ladder import Ladder
-from bessemer.guard.pace import Pace
-from bessemer.guard.recovery import Recovering
-from bessemer.guard.replicas import Alike
-from bessemer.guard.whereabouts import Whereabouts
+from bessemer.guard.ladder import Ladder, RecoveryCheck
+from bessemer.guard.layer_stats import LayerStats
+from bessemer.guard.replica_check import ReplicaCheck
+from bessemer.guard.watchdog import PhaseTracker, StepPace, Watchdog
 from bessemer.model.transformer import Decoder
 from bessemer.optim.ema import Ema
-from bessemer.optim.guarded import Guarded
+from bessemer.optim.guarded import GuardedOptimizer
 from bessemer.optim.schedule import Schedule
 from bessemer.parallel.world import World
 from bessemer.plan.decide import Interval, TrainPlan
 from bessemer.run.directory import RunWriter
 from bessemer.spec.schema import RunSpec
-from bessemer.train.copies import Copies
 from bessemer.train.evaluate import Evaluator
+from bessemer.train.lowp.loss_scale import LossScale
+from bessemer.train.memory.snapshots import MemorySnapshots
 from bessemer.train.objective import Pretrain
-from bessemer.train.passage import Passage
-from bessemer.train.scaling import LossScale
+from bessemer.train.pipeline_runner import PipelineRunner
 
 
 class View(Protocol):
@@ -61,7 +58,7 @@ class View(Protocol):
 class Saver(Protocol):
     """Makes checkpoints of the job."""
 
-    shelf: Shelf
+    shelf: CheckpointStore
 
     def save(self, job: Job, step: int, validation_loss: float | None) -> str | None:
         """The checkpoint's name, or None when the disk refused (said in an event)."""
@@ -87,7 +84,7 @@ class Saver(Protocol):
         """Delete what was saved after a step that the run went back to; the names."""
         ...
 
-    def save_scene(self, job: Job, shelf: Shelf, step: int) -> Path:
+    def save_scene(self, job: Job, shelf: CheckpointStore, step: int) -> Path:
         """The judged state of a step, outside of the run's own checkpoints."""
         ...
 
@@ -196,29 +193,29 @@ class Job:
     device: torch.device
     model: Decoder
     objective: Pretrain
-    optimizer: Guarded
+    optimizer: GuardedOptimizer
     schedule: Schedule
     judge: Judge
-    stream: BatchStream | ForwardStream
+    stream: BatchStream | IterableStream
     evaluator: Evaluator
     run: RunWriter
     view: View
     saver: Saver
     flops_per_token: int
     peak_flops: float
-    watch: Watch
-    inside: Inside
+    watch: Detectors
+    inside: LayerStats
     ladder: Ladder
     decode: Callable[[list[int]], str]
     ema: Ema | None = None
     world: World = field(default_factory=World)
-    pipeline: Passage | None = None  # where layers are held in turn
+    pipeline: PipelineRunner | None = None  # where layers are held in turn
     scaling: LossScale | None = None  # with fp16
-    copies: Copies | None = None
+    copies: MemorySnapshots | None = None
     watchdog: Watchdog | None = None
-    where: Whereabouts = field(default_factory=Whereabouts)
-    pace: Pace | None = None  # of several processes, as is `alike`
-    alike: Alike | None = None
+    where: PhaseTracker = field(default_factory=PhaseTracker)
+    pace: StepPace | None = None  # of several processes, as is `alike`
+    alike: ReplicaCheck | None = None
     faults: Faults | None = None
     profiler: Profiler | None = None
     examine: Callable[[Any, dict[str, float]], Any] | None = None  # the documents of a suspect step; see Responder
@@ -226,7 +223,7 @@ class Job:
     progress: Progress = field(default_factory=Progress)
     start_step: int = 0
     adjustments: list[Adjustment] = field(default_factory=list)
-    recovering: list[Recovering] = field(default_factory=list)
+    recovering: list[RecoveryCheck] = field(default_factory=list)
     last_trouble: int = -1  # step of the last incident
     unwritten: str = ""  # why records wait in memory, as last told
     disk_refuses: bool = False  # records wait, and a save has failed: the loop leaves

@@ -14,19 +14,18 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bessemer.data.prefetch import Prefetch
+from bessemer.data.stream.prefetch import Prefetch
 from bessemer.guard.detect.alarm import Alarm
 from bessemer.guard.judge import ACCEPT, REASONS, Verdict
 from bessemer.run.journal import last_record
-from bessemer.train.blame import Found, by_document, ranked
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import end_of, judge_forgetting, rises, watched
 from bessemer.train.job import Abandoned, Clock, Incident, Job, Outcome
+from bessemer.train.lowp.loss_scale import OVERFLOW
+from bessemer.train.memory.fit import release
 from bessemer.train.profile import span
-from bessemer.train.ranks import balance, by_rank, in_own_place, rank_record
-from bessemer.train.room import release
-from bessemer.train.scaling import OVERFLOW
-from bessemer.train.step import Attempt, attempt_step, judge_and_update
+from bessemer.train.rank_report import Found, balance, by_document, by_rank, in_own_place, rank_record, ranked
+from bessemer.train.step import StepResult, attempt_step, judge_and_update
 
 FULL_DISK = "full disk"  # in the place of a signal's name
 # That end a run; of several the first one here is its reason.
@@ -34,7 +33,9 @@ SIGNALS = (FULL_DISK, "SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 CAREFUL = 4  # times as many saves after an incident
 
 
-def out_of_room(job: Job, step: int, pending: Attempt | None, validation: dict[str, Any] | None, fault: str) -> Outcome:
+def out_of_room(
+    job: Job, step: int, pending: StepResult | None, validation: dict[str, Any] | None, fault: str
+) -> Outcome:
     """The end of a run whose next step does not fit. Its state is whole, unless updates were part of the passes."""
     if pending and (incident := report_step(job, pending)):
         return Outcome("incident", incident.symptom, step, validation, incident)
@@ -44,7 +45,7 @@ def out_of_room(job: Job, step: int, pending: Attempt | None, validation: dict[s
     return Outcome("failed", fault if kept else f"{fault}; the last checkpoint stands", step, validation)
 
 
-def abandon(job: Job, step: int, pending: Attempt | None, validation: dict[str, Any] | None) -> Outcome:
+def abandon(job: Job, step: int, pending: StepResult | None, validation: dict[str, Any] | None) -> Outcome:
     """The end of a run that was told to leave in the middle of a step: its state is saved as it was before the step,
     which the next start computes from its beginning."""
     release(job)
@@ -60,7 +61,7 @@ def save(job: Job, done: int, validation_loss: float | None) -> bool:
     return job.saver.save(job, done, validation_loss) is not None
 
 
-def report_step(job: Job, attempt: Attempt) -> Incident | None:
+def report_step(job: Job, attempt: StepResult) -> Incident | None:
     """Read a step's numbers, write them down; an incident if the run must not simply go on."""
     assert attempt.sent is not None
     loss, norm, correct, *judged = attempt.sent.read()
@@ -138,7 +139,7 @@ def tell_unwritten(job: Job) -> None:
     job.unwritten = fault
 
 
-def _own_documents(job: Job, attempt: Attempt) -> Found:
+def _own_documents(job: Job, attempt: StepResult) -> Found:
     """Of those that compute the same losses one speaks; of those that share rows each of its columns."""
     if not job.world.speaks:
         return {}
@@ -147,7 +148,7 @@ def _own_documents(job: Job, attempt: Attempt) -> Found:
     return by_document(job.stream, attempt.batches, attempt.losses, part)
 
 
-def raise_alarms(job: Job, attempt: Attempt, record: dict[str, Any]) -> list[Alarm]:
+def raise_alarms(job: Job, attempt: StepResult, record: dict[str, Any]) -> list[Alarm]:
     """What the detectors say of a step, each alarm an event."""
     alarms = job.alike.compare(attempt.step, job.watch.hosts) if job.alike else []
     if attempt.tokens:
@@ -219,7 +220,7 @@ def forgotten(job: Job, validation: dict[str, Any], changes: dict[int, str]) -> 
     return end_of(job, alarm, validation)
 
 
-def out_of_time(job: Job, attempt: Attempt) -> bool:
+def out_of_time(job: Job, attempt: StepResult) -> bool:
     limit = job.spec.budget.stop.time
     return limit is not None and job.progress.elapsed_s + attempt.step_s >= limit
 
@@ -265,7 +266,7 @@ class Due:
     signal: str | None = None  # that ends the run; read here once a step, since it may come at any moment
 
 
-def agree(job: Job, attempt: Attempt, due: Due) -> Due:
+def agree(job: Job, attempt: StepResult, due: Due) -> Due:
     """What is due for one is due for all, a signal too; time and memory are the first one's, since alarms are raised by
     them. One message of the hosts, while the devices compute."""
     world, clocks = job.world, (time.time(), time.monotonic())
@@ -297,7 +298,7 @@ def agree(job: Job, attempt: Attempt, due: Due) -> Due:
     return Due(look, copy, leaving, evaluating, saving, signal)
 
 
-def settle(job: Job, step: int, pending: Attempt | None, changes: dict[int, str], copying: bool) -> Incident | None:
+def settle(job: Job, step: int, pending: StepResult | None, changes: dict[int, str], copying: bool) -> Incident | None:
     """Before the update of a step: the verdict of the one before, which may end it all, and a copy of the state."""
     with span(job, "report"):
         incident = report_step(job, pending) if pending else None
@@ -326,7 +327,7 @@ def train_loop(job: Job) -> Outcome:
         validation = validate(job, 0)
     elif 0 < job.start_step < total and evaluations.by_steps(job.start_step) and not evaluated(job, job.start_step):
         validation = validate(job, job.start_step)  # a signal or an incident came before it
-    pending: Attempt | None = None
+    pending: StepResult | None = None
     job.judge.expect(job.stream.steps.rows(job.start_step))
     if job.alike:
         job.alike.start(job.start_step)

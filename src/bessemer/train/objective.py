@@ -15,23 +15,22 @@ import xxhash
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bessemer.data.stream import Batch
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.stream.batches import Batch
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.model.attention_mask import AttentionMask, document_borders
 from bessemer.model.moe import routing_terms
-from bessemer.model.sight import Sight, document_borders
 from bessemer.model.transformer import Decoder
-from bessemer.parallel.context import Columns
-from bessemer.parallel.parts import local
-from bessemer.spec.objectives import LossSpec
+from bessemer.parallel.context import ContextColumns
+from bessemer.parallel.shard import local
+from bessemer.spec.model import LossSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.loss import LossOptions, Words, linear_cross_entropy
-from bessemer.train.objectives.mix import Mix, make_objective
-from bessemer.train.objectives.rewritten import Objective
+from bessemer.train.objectives import Mix, Objective, make_objective
 
 
 @dataclass
-class Terms:
+class LossTerms:
     """Of one micro-batch. `loss` is what is minimised and `nll` the plain cross-entropy, which is reported and judged;
     both are already divided by the step's count. Only `loss` has gradients. `nll_BT` is in the batch's own columns.
     `rows_2B` holds each row's sum of weighted losses, and of weights, over this process's columns."""
@@ -44,19 +43,19 @@ class Terms:
 
 
 @dataclass
-class Feed:
+class ModelInputs:
     """A micro-batch on the device. `count` is the sum of its weights."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
     weights_BT: Tensor
-    sight: Sight
+    sight: AttentionMask
     count: float
     origin_BT: Tensor | None = None  # the batch's column that a target came from, where it was rewritten
     more: dict[str, Tensor] = field(default_factory=dict)  # an encoder's tokens and documents
     seed: int | None = None  # of dropout
 
-    def without_weight(self) -> Feed:
+    def without_weight(self) -> ModelInputs:
         """The same for nothing: what fills up a pipeline."""
         return replace(self, weights_BT=torch.zeros_like(self.weights_BT), count=0.0)
 
@@ -74,7 +73,7 @@ class Pretrain:
     ) -> None:
         self.cross_documents, self.settings = cross_documents, loss or LossSpec()
         self.rewriting, self.dropout_seed = rewriting, dropout_seed
-        self.columns: Columns | None = None  # where processes share rows
+        self.columns: ContextColumns | None = None  # where processes share rows
         self.tensors: DeviceMesh | None = None  # where they share every tensor
 
     def on(self, source: str) -> Pretrain:
@@ -85,7 +84,7 @@ class Pretrain:
         alone.columns, alone.tensors = self.columns, self.tensors
         return alone
 
-    def feed(self, batch: Batch, device: torch.device) -> Feed:
+    def feed(self, batch: Batch, device: torch.device) -> ModelInputs:
         """Copy a batch to the device; pinned and asynchronous for CUDA."""
 
         def move(array: np.ndarray) -> Tensor:
@@ -98,10 +97,10 @@ class Pretrain:
         made = self.rewriting.rewrite(batch) if self.rewriting else batch
         apart = not self.cross_documents and not made.single_document
         borders = document_borders(torch.from_numpy(made.documents)) if apart and device.type == "cuda" else None
-        sight = Sight(move(made.documents) if apart else None, borders=borders)
+        sight = AttentionMask(move(made.documents) if apart else None, borders=borders)
         if not made.weights.all():
             sight.counted_BT = move(made.weights) > 0
-        feed = Feed(move(made.tokens), move(made.targets), move(made.weights), sight, made.count, seed=seed)
+        feed = ModelInputs(move(made.tokens), move(made.targets), move(made.weights), sight, made.count, seed=seed)
         if not isinstance(made, Batch):
             feed.origin_BT = move(made.origin)
             prefix = np.ones(made.tokens.shape, np.bool_) if made.prefix is None and not made.causal else made.prefix
@@ -114,7 +113,7 @@ class Pretrain:
                 }
         return self._part(feed) if self.columns else feed
 
-    def _part(self, feed: Feed) -> Feed:
+    def _part(self, feed: ModelInputs) -> ModelInputs:
         """This process's columns. Attention sees whole rows, and their documents stay whole."""
         assert self.columns is not None
         part, sight = self.columns.part(feed.tokens_BT.shape[1], feed.tokens_BT.device), feed.sight
@@ -124,12 +123,12 @@ class Pretrain:
         tokens_Bt, targets_Bt, weights_Bt = (x[:, part] for x in (feed.tokens_BT, feed.targets_BT, feed.weights_BT))
         return replace(feed, tokens_BT=tokens_Bt, targets_BT=targets_Bt, weights_BT=weights_Bt)
 
-    def loss(self, model: Decoder, feed: Feed, count: float) -> Terms:
+    def loss(self, model: Decoder, feed: ModelInputs, count: float) -> LossTerms:
         if feed.seed is not None and model.training:
             torch.manual_seed(feed.seed)
         return self.judge(model, feed, model(feed.tokens_BT, feed.sight, **feed.more), count)
 
-    def judge(self, model: Decoder, feed: Feed, hidden_BTW: Tensor, count: float) -> Terms:
+    def judge(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
         """From what the model made of a batch to what is minimised."""
         head_VW, words = model.head_weight, None
         bias_V: Tensor | None = model.head_bias
@@ -159,7 +158,7 @@ class Pretrain:
         if feed.origin_BT is not None:
             learnt_BT = nll_BT * (feed.weights_BT > 0)
             nll_BT = torch.zeros_like(nll_BT).scatter_add(1, feed.origin_BT.clamp(min=0), learnt_BT)
-        return Terms(loss, nll, (correct_R * counted_R).sum(), nll_BT, rows_2B)
+        return LossTerms(loss, nll, (correct_R * counted_R).sum(), nll_BT, rows_2B)
 
 
 def make_pretrain(

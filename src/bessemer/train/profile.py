@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bessemer.observe.trace import PREFIX, WINDOW
+from bessemer.observe.profile import PREFIX, WINDOW
 from bessemer.train.device import synchronize
 
 if TYPE_CHECKING:

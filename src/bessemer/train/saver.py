@@ -19,15 +19,15 @@ from typing import Any
 import psutil
 import torch
 
-from bessemer.checkpoint.background import Staging, State, in_background, state_bytes
-from bessemer.checkpoint.manifest import Damaged, Manifest
-from bessemer.checkpoint.remote import Remote
-from bessemer.checkpoint.shelf import Shelf
-from bessemer.data.own_stream import ForwardStream
-from bessemer.plan.save_interval import interruptions, mean_time_to_interruption, save_interval
+from bessemer.checkpoint.dcp import Staging, State, in_background, state_bytes
+from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest
+from bessemer.checkpoint.remote import RemoteCheckpoints
+from bessemer.checkpoint.store import CheckpointStore
+from bessemer.data.stream.user_dataset import IterableStream
+from bessemer.plan.cost_model.goodput import interruptions, mean_time_to_interruption, save_interval
 from bessemer.run.snapshot import NAME as RUN_COPY
-from bessemer.train.copies import CONFIRMED_STEPS, processes_here
 from bessemer.train.job import Job
+from bessemer.train.memory.snapshots import CONFIRMED_STEPS, processes_here
 
 PACKAGES = ("bessemer", "torch", "numpy", "tokenizers", "pydantic", "pyarrow")
 # A CPU's save goes to the background when it stood in the way for so long; below, the copy is not worth its memory.
@@ -47,7 +47,7 @@ def package_versions() -> dict[str, str]:
 
 
 @dataclass
-class Save:
+class PendingSave:
     """A save under way, or one that has ended."""
 
     step: int
@@ -61,13 +61,13 @@ class Save:
 class CheckpointSaver:
     """Writes checkpoints of one job to its shelf, copies them to the remote tier and thins both out."""
 
-    def __init__(self, shelf: Shelf, spec_fingerprint: str, remote: Remote | None = None) -> None:
+    def __init__(self, shelf: CheckpointStore, spec_fingerprint: str, remote: RemoteCheckpoints | None = None) -> None:
         self.shelf, self.spec_fingerprint, self.remote = shelf, spec_fingerprint, remote
         self._staging = Staging()
-        self._saving: tuple[Save, Future[None]] | None = None
+        self._saving: tuple[PendingSave, Future[None]] | None = None
         self._uploading: tuple[Path, Future[dict[str, Any]]] | None = None
         self._next_upload: Path | None = None
-        self._last: Save | None = None  # the last that succeeded
+        self._last: PendingSave | None = None  # the last that succeeded
         self._interruptions: int | None = None
         self._unconfirmed: list[tuple[int, Path]] | None = None  # None: not looked up yet
 
@@ -79,7 +79,7 @@ class CheckpointSaver:
             batch_rows=[[phase.from_step, phase.rows] for phase in job.stream.steps.batch_phases],
             progress=job.progress.to_json(), threads=torch.get_num_threads(), device=job.device.type,
             versions=package_versions(), time=time.time(), validation_loss=validation_loss,
-            stream_state=job.stream.state(step) if isinstance(job.stream, ForwardStream) else None,
+            stream_state=job.stream.state(step) if isinstance(job.stream, IterableStream) else None,
             guard=copy.deepcopy(job.guard_state()),  # it is written later, and the guard goes on
             layout={key: degree for key, degree in asdict(job.world.layout).items() if degree > 1},
         )  # fmt: skip
@@ -93,7 +93,7 @@ class CheckpointSaver:
 
         began_s = time.perf_counter()
         self.wait(job)
-        save = Save(step, self.shelf.reserve(step), began_s)
+        save = PendingSave(step, self.shelf.reserve(step), began_s)
         state, manifest = job.state(), self.manifest(job, step, validation_loss)
         staged = self._stage(job, state) if self._goes_behind(job, state) else None
         if not all(job.world.gather(staged is not None)):  # one that has no room writes at once, and so do all
@@ -131,7 +131,7 @@ class CheckpointSaver:
             self._staging = Staging()
             return None
 
-    def _work(self, job: Job, save: Save, state: State, manifest: Manifest) -> Callable[[], None]:
+    def _work(self, job: Job, save: PendingSave, state: State, manifest: Manifest) -> Callable[[], None]:
         """What is to be done with a state that no longer changes. Reads nothing of the job that the loop changes."""
         rules, confirming, run = job.spec.checkpoint, job.spec.guard.enabled, job.run
         snapshot = run.snapshot()
@@ -194,7 +194,7 @@ class CheckpointSaver:
             self._tell_upload(job)
         return saved
 
-    def _tell_save(self, job: Job, save: Save) -> None:
+    def _tell_save(self, job: Job, save: PendingSave) -> None:
         self._last = save
         if self._unconfirmed is not None:
             self._unconfirmed.append((save.step, save.folder))
@@ -219,7 +219,7 @@ class CheckpointSaver:
         folder, future = self._uploading
         try:
             job.event("uploaded", checkpoint=folder.name, **future.result())
-        except (OSError, Damaged) as error:  # the local one stands; the next save tries again
+        except (OSError, DamagedCheckpoint) as error:  # the local one stands; the next save tries again
             job.event("upload_failed", checkpoint=folder.name, reason=str(error))
         finally:
             self._uploading = None
@@ -238,7 +238,7 @@ class CheckpointSaver:
             except OSError as error:  # it is not lost, only not yet trusted
                 job.event("save_failed", step=done, reason=f"{folder.name} cannot be confirmed: {error}")
 
-    def save_scene(self, job: Job, shelf: Shelf, step: int) -> Path:
+    def save_scene(self, job: Job, shelf: CheckpointStore, step: int) -> Path:
         """The judged state of a step on a shelf of its own. Raises OSError if the disk refuses."""
         self.wait(job)  # one save at a time: processes tell each other of theirs on one channel
         return shelf.save(job.state(), self.manifest(job, step, None))

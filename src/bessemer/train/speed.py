@@ -1,4 +1,8 @@
-"""How fast a shape really trains here: a few true steps on random tokens, timed."""
+"""How fast a shape really trains here: a few true steps on random tokens, timed.
+
+What `bessemer plan SPEC` needs of the machine it runs on: its GPUs in the catalogue's words, or a plan by a short
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,20 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from bessemer.data.stream import Batch
+from bessemer.data.stream.batches import Batch
 from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
+from bessemer.plan.expect import history_path, load_records
+from bessemer.plan.hardware import gpus, same_gpu
+from bessemer.plan.local import LocalPlan, plan_here
+from bessemer.plan.request import PlanRequest
 from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.device import synchronize
+from bessemer.train.compile import compute_in
+from bessemer.train.device import bench_count, measure, name_and_memory, pick_device, synchronize, use_threads
 from bessemer.train.objective import Pretrain
-from bessemer.train.precision import compute_in
 
 LONGEST_S = 2.0  # of a row that is measured as it is, by its products alone
 SHORTEST = 64  # tokens of a row; fewer make products of another kind
@@ -73,3 +82,28 @@ def training_rate(
         if now > end and step >= 2:
             break
     return batch.count / statistics.median(times)
+
+
+def catalogued_gpus(parallel: ParallelSpec) -> str | None:
+    """Such as "8 x H100"; None where a run here would use another device."""
+    device = pick_device(parallel)
+    if device.type != "cuda":
+        return None
+    name = name_and_memory(device)[0]
+    known = next((gpu.name for gpu in gpus().values() if same_gpu(gpu, name)), None)
+    return known and f"{torch.cuda.device_count()} x {known}"
+
+
+def plan_measured(asked: PlanRequest) -> LocalPlan:
+    """The plan for this machine; takes a few seconds, in which short runs of the model's shape are timed."""
+    use_threads(asked.spec.parallel)
+    device = pick_device(asked.spec.parallel)
+    machine = measure(device)
+
+    def rate_of(shape: ModelShape, context: int, precision: str) -> float | None:
+        if shape.wrapped or shape.decoder_layers:  # not built from its shape alone, or not fed with plain rows
+            return None
+        return rate_here(shape, context, precision, device, machine.matmul["fp32"])
+
+    records = load_records(history_path(machine.name, bench_count(device), torch.__version__))
+    return plan_here(asked, machine, rate_of, records)

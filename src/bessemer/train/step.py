@@ -10,24 +10,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bessemer.data.stream import Batch
-from bessemer.guard.inside import Look
+from bessemer.data.stream.batches import Batch
+from bessemer.guard.layer_stats import LayerSample
 from bessemer.model.moe import update_choice_bias
 from bessemer.optim.guarded import clip_divisor
-from bessemer.parallel.experts import add_up_experts
-from bessemer.parallel.parts import square_of
-from bessemer.parallel.shard import send_gradients
+from bessemer.parallel.shard import add_up_experts, send_gradients, square_of
+from bessemer.train.compile import compute_in
 from bessemer.train.device import Sent
 from bessemer.train.job import Job
-from bessemer.train.precision import compute_in
+from bessemer.train.memory.fit import is_compiled, out_of_memory, shrink_micro_batch, split
 from bessemer.train.profile import span
-from bessemer.train.room import is_compiled, make_room, out_of_memory, split
 
 LOOK_ROWS = 2  # sequences of a look inside the model
 
 
 @dataclass
-class Attempt:
+class StepResult:
     """A step whose numbers are still on the device."""
 
     step: int
@@ -37,7 +35,7 @@ class Attempt:
     batches: list[Batch]
     losses: list[Tensor]
     wait_s: float
-    rows: list[Tensor] = field(default_factory=list)  # (2, R) of each micro-batch, as in `Terms`
+    rows: list[Tensor] = field(default_factory=list)  # (2, R) of each micro-batch, as in `LossTerms`
     step_s: float = 0.0
     memory_bytes: int = 0
     clocks: tuple[float, float] = (0.0, 0.0)
@@ -47,10 +45,10 @@ class Attempt:
     clip: float = 0.0
     scaled: bool = False  # by fp16's loss scale
     sent: Sent | None = None  # loss, gradient norm, correct, the verdict's numbers if it was judged, the loss scale
-    look: Look | None = None
+    look: LayerSample | None = None
 
 
-def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt:
+def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -> StepResult:
     """Losses and gradients of a step; nothing is updated yet."""
     if job.faults:
         job.faults.before_step(job, step)
@@ -94,10 +92,10 @@ def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -
     add_up_experts(job.model, job.world)
     if job.faults:
         job.faults.after_backward(job, step)
-    return Attempt(step, int(count), loss, correct, batches, losses, wait_s, rows, scaled=scaling is not None)
+    return StepResult(step, int(count), loss, correct, batches, losses, wait_s, rows, scaled=scaling is not None)
 
 
-def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> Attempt | str:
+def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> StepResult | str:
     """Losses and gradients, in smaller micro-batches where memory runs out; in words why not even so. Abandoned where a
     signal comes in between."""
     while True:
@@ -109,11 +107,11 @@ def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> At
                 raise
             said = str(error).split("\n")[0]
         # Out of `except`, whose traceback holds all that the failed pass had made.
-        if fault := make_room(job, step, said):
+        if fault := shrink_micro_batch(job, step, said):
             return fault
 
 
-def step_totals(job: Job, attempt: Attempt) -> Tensor:
+def step_totals(job: Job, attempt: StepResult) -> Tensor:
     """The step's gradient norm; over several processes its loss, what it got right and its rows too, in one sum on the
     device."""
     world = job.world
@@ -136,7 +134,7 @@ def step_totals(job: Job, attempt: Attempt) -> Tensor:
     return numbers[2].sqrt().float()
 
 
-def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
+def judge_and_update(job: Job, attempt: StepResult, looking: bool) -> None:
     """The verdict, and the update unless it is vetoed; no host sync where the optimizer allows."""
     step = attempt.step
     scaling = job.scaling
@@ -174,7 +172,7 @@ def judge_and_update(job: Job, attempt: Attempt, looking: bool) -> None:
         attempt.look = look_inside(job, attempt.batches)
 
 
-def look_inside(job: Job, batches: list[Batch]) -> Look:
+def look_inside(job: Job, batches: list[Batch]) -> LayerSample:
     feed = job.objective.feed(batches[0].part(0, LOOK_ROWS), job.device)
     with compute_in(job.plan.precision, job.device):
         return job.inside.look(job.model, feed.tokens_BT, feed.sight, **feed.more)

@@ -7,11 +7,11 @@ import time
 
 import torch
 
-from bessemer.data.own_stream import ForwardStream
+from bessemer.data.stream.user_dataset import IterableStream
+from bessemer.train.compile import compute_in
 from bessemer.train.device import median_s, synchronize
 from bessemer.train.job import Job
-from bessemer.train.precision import compute_in
-from bessemer.train.room import release
+from bessemer.train.memory.fit import release
 from bessemer.train.speed import LONGEST_S, random_batch, rate_here
 
 MEASURE_S = 1.0  # for the passes of a row
@@ -41,7 +41,7 @@ def step_seconds(job: Job, rows: int, matmul_rate: float) -> float | None:
 
 def _row_seconds(job: Job) -> float:
     """Of forward and backward: the median of as many as fit in MEASURE_S."""
-    if isinstance(job.stream, ForwardStream):  # which cannot be read ahead of its turn
+    if isinstance(job.stream, IterableStream):  # which cannot be read ahead of its turn
         batch = random_batch(job.model.shape.vocab, 1, job.plan.context)
     else:
         batch = job.stream.micro_batches(job.start_step, job.plan.micro_rows)[0].part(0, 1)

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from bessemer.data.stream import Batch
+from bessemer.data.stream.batches import Batch
 from bessemer.run.journal import json_ready
 
 Verdict = Literal["data", "data x state", "numerics", "hardware", "learning rate", "undetermined"]
 
 
 @dataclass(frozen=True)
-class Normal:
+class NormalRange:
     """What was usual before the step: centre and robust scale of the loss and of the log of the gradient norm, and
     how many scales make an outlier."""
 
@@ -29,7 +29,7 @@ class Normal:
 
 
 @dataclass
-class Scene:
+class StepScene:
     """A step as it was judged. The job's weights are those it was computed with: no update was made since."""
 
     step: int
@@ -37,13 +37,13 @@ class Scene:
     lr: float
     loss: float
     grad_norm: float
-    normal: Normal
+    normal: NormalRange
     batches: list[Batch]  # its micro-batches
     history: Sequence[dict[str, Any]]  # records of the steps before, as in the metrics, oldest first
 
 
 @dataclass(frozen=True)
-class Earlier:
+class EarlierState:
     """A healthy state from before. `load` puts it into the job's model and optimizer."""
 
     step: int
@@ -52,7 +52,7 @@ class Earlier:
 
 
 @dataclass(frozen=True)
-class Accused:
+class AccusedDocument:
     """A document of the step: where it is, what it has to do with the loss and the gradient, and how it reads."""
 
     source: str
@@ -81,7 +81,7 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerEvidence:
     """A module or parameter and how far it was from normal: the value at the scene, the same on a normal batch."""
 
     name: str
@@ -98,9 +98,9 @@ class Trial:
     confidence: float
     reason: str
     state_healthy: bool  # the weights behave on other batches: no rollback is needed
-    accused: list[Accused] = field(default_factory=list)
+    accused: list[AccusedDocument] = field(default_factory=list)
     experiments: list[Experiment] = field(default_factory=list)
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerEvidence] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     spread: float | None = None  # relative, of the repeats: what counts as the same result on this device
     began_at: int | None = None  # the step whose update did the damage, where it is not the judged one
@@ -129,7 +129,7 @@ class Recovery:
 
 
 @dataclass
-class Case:
+class IncidentCase:
     """Everything about one incident. It is written when the trial ends, and again when recovery is proven or not."""
 
     run: str
@@ -137,7 +137,7 @@ class Case:
     time: float
     symptom: str
     observed: dict[str, float]  # loss, grad_norm, lr, and deviations loss_z, grad_z
-    normal: Normal
+    normal: NormalRange
     trial: Trial | None
     actions: list[Action] = field(default_factory=list)
     recovery: Recovery | None = None

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.stream import Batch, BatchStream
+from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.train.job import Job
-from bessemer.train.step import Attempt
-from bessemer.trial.attribute import Part, accuse, parts_of
+from bessemer.train.step import StepResult
+from bessemer.trial.attribute import DocumentPart, accuse, parts_of
 from bessemer.trial.case import Experiment, Trial
 from bessemer.trial.measure import token_losses, whole_rows, whole_step
 
@@ -107,7 +107,7 @@ def guess_losses(tokens: npt.NDArray[np.int64], frequency: npt.NDArray[np.float6
     return -np.log((PRIOR * frequency[tokens] + seen) / (PRIOR + np.arange(tokens.size)))
 
 
-def examine_parts(job: Job, parts: Sequence[Part], step: int) -> list[Deviation | None]:
+def examine_parts(job: Job, parts: Sequence[DocumentPart], step: int) -> list[Deviation | None]:
     """How far each document is from others of its source; None where it cannot be read as a whole, or by too few."""
     left_out = set(job.stream.banned) | {(part.source, part.origin.document) for part in parts}
     result: dict[int, Deviation | None] = {}
@@ -121,13 +121,13 @@ def examine_parts(job: Job, parts: Sequence[Part], step: int) -> list[Deviation 
     return [result.get(id(part)) for part in parts]
 
 
-def _with_step(part: Part, whole: Read) -> Read:
+def _with_step(part: DocumentPart, whole: Read) -> Read:
     """A document as it was in the step, at the weights that judged it, and as a whole: at most as much of either."""
     ids, losses = np.array(part.learnt[:MOST_TOKENS], np.int64), np.array(part.losses[:MOST_TOKENS])
     return np.concatenate((ids, whole[0])), np.concatenate((losses, whole[1]))
 
 
-def _drawn(job: Job, part: Part, step: int) -> list[int]:
+def _drawn(job: Job, part: DocumentPart, step: int) -> list[int]:
     """Documents of the part's source: any, or of the steps before where reading others would fetch their shards."""
     assert isinstance(job.stream, BatchStream)
     if getattr(job.stream.sources[part.source], "far", False):
@@ -137,7 +137,7 @@ def _drawn(job: Job, part: Part, step: int) -> list[int]:
     return list(dict.fromkeys(draw.tolist()))
 
 
-def _store(job: Job, part: Part) -> Any:
+def _store(job: Job, part: DocumentPart) -> Any:
     """The tokens of the part's source, if its document is among them and trained on as it lies there."""
     assert isinstance(job.stream, BatchStream)
     if any(transform.identity for transform in job.stream.transforms):
@@ -146,7 +146,7 @@ def _store(job: Job, part: Part) -> Any:
     return store if store is not None and part.origin.document < store.documents else None
 
 
-def _read(job: Job, part: Part, documents: Sequence[int]) -> list[Read]:
+def _read(job: Job, part: DocumentPart, documents: Sequence[int]) -> list[Read]:
     """Documents of the part's source and their losses: all of their tokens, or rows spread over their length."""
     stream = job.stream
     assert isinstance(stream, BatchStream)
@@ -185,7 +185,7 @@ def _spread(first: int, stop: int, length: int) -> list[int]:
 
 
 def examine_step(
-    job: Job, attempt: Attempt, usual: float, decode: Callable[[list[int]], str] | None = None
+    job: Job, attempt: StepResult, usual: float, decode: Callable[[list[int]], str] | None = None
 ) -> tuple[Trial | None, list[str]]:
     """The trial of a step that was accepted and is suspect, None if no document of it is convicted; and what was seen
     of each that was examined. `usual` is the loss that was to be expected. All processes call it."""
@@ -214,6 +214,6 @@ def examine_step(
     return trial, seen
 
 
-def whole_document(part: Part, away: Deviation) -> Experiment:
+def whole_document(part: DocumentPart, away: Deviation) -> Experiment:
     question = f"Is {part.origin.file}:{part.origin.row} as a whole like others of its source?"
     return Experiment("whole document", question, away.loss, None, not away.far, str(away))

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from bessemer.data.stream import Batch
+from bessemer.data.stream.batches import Batch
 from bessemer.run.journal import number
 from bessemer.train.job import Job
 from bessemer.trial import layers
-from bessemer.trial.attribute import Part, gradient_shares, heaviest, parts_of, pattern, stand_out, weigh
-from bessemer.trial.case import Earlier, Experiment, Layer, Scene
+from bessemer.trial.attribute import DocumentPart, gradient_shares, heaviest, parts_of, pattern, stand_out, weigh
+from bessemer.trial.case import EarlierState, Experiment, LayerEvidence, StepScene
 from bessemer.trial.examine import examine_parts, whole_document
-from bessemer.trial.measure import Measured, Yardstick, mean_of, measure, put_back, whole_step
+from bessemer.trial.measure import Measurement, Yardstick, mean_of, measure, put_back, whole_step
 from bessemer.trial.verdict import Evidence
 
 REPEATS = 3
@@ -26,28 +26,28 @@ OTHERS = 3
 
 
 @dataclass
-class Hearing:
+class TrialContext:
     """One trial in progress."""
 
     job: Job
-    scene: Scene
-    earlier: list[Earlier]  # newest first
+    scene: StepScene
+    earlier: list[EarlierState]  # newest first
     kept: dict[str, Tensor]
     deadline: float
     yard: Yardstick
     evidence: Evidence
     alike_from: int = 0  # steps from here on were computed as they are here: on as many processes, the same device
     experiments: list[Experiment] = field(default_factory=list)
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerEvidence] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     pass_s: float = 0.0
     spread: float | None = None
-    at_scene: Measured | None = None
+    at_scene: Measurement | None = None
     references: list[list[Batch]] = field(default_factory=list)  # of accepted steps before
-    normal_parts: list[Part] = field(default_factory=list)  # their documents, on the judged weights
-    accused: list[Part] = field(default_factory=list)
-    proven: list[Part] = field(default_factory=list)  # of these, those that can be convicted
+    normal_parts: list[DocumentPart] = field(default_factory=list)  # their documents, on the judged weights
+    accused: list[DocumentPart] = field(default_factory=list)
+    proven: list[DocumentPart] = field(default_factory=list)  # of these, those that can be convicted
     shares: dict[int, float] = field(default_factory=dict)
     total_loss: float = math.nan
     began_at: int | None = None
@@ -57,7 +57,7 @@ class Hearing:
         return self.job.world.agree(time.monotonic() + passes * self.pass_s <= self.deadline)
 
     def note(
-        self, name: str, question: str, measured: Measured, detail: str = "", yard: Yardstick | None = None
+        self, name: str, question: str, measured: Measurement, detail: str = "", yard: Yardstick | None = None
     ) -> float:
         """Write an experiment down; its excess."""
         excess = (yard or self.yard).of_measured(measured)
@@ -66,7 +66,7 @@ class Hearing:
         return excess
 
 
-def repeat(h: Hearing) -> None:
+def repeat(h: TrialContext) -> None:
     """The same batch on the same weights: does the result come back?"""
     results, began = [], time.monotonic()
     for k in range(REPEATS):
@@ -95,7 +95,7 @@ def repeat(h: Hearing) -> None:
     h.evidence.repeat = h.note("repeat", question, typical, detail)
 
 
-def other_batches(h: Hearing) -> None:
+def other_batches(h: TrialContext) -> None:
     """The same weights on accepted batches before and on those to come: is it the weights?"""
     accepted = [record for record in h.scene.history if not record.get("veto")]
     usual = [record for record in accepted if _excess_then(h, record) <= h.yard.limit] or accepted
@@ -123,17 +123,17 @@ def other_batches(h: Hearing) -> None:
         h.evidence.after = statistics.median(map(h.yard.of_measured, after))
 
 
-def _excess_then(h: Hearing, record: dict[str, object]) -> float:
+def _excess_then(h: TrialContext, record: dict[str, object]) -> float:
     loss, norm = number(record.get("loss")), number(record.get("grad_norm"))
     return math.inf if loss is None or norm is None else h.yard.excess(loss, norm)
 
 
-def in_fp32(h: Hearing) -> None:
+def in_fp32(h: TrialContext) -> None:
     measured = measure(h.job, h.scene.batches, precision="fp32")
     h.evidence.fp32 = h.note("fp32", "Is the step normal in fp32?", measured)
 
 
-def look_inside(h: Hearing) -> None:
+def look_inside(h: TrialContext) -> None:
     """Where the trouble starts: against a normal batch, or against earlier weights where these are damaged."""
     h.layers += layers.damaged_weights(h.job)
     bad = layers.look(h.job, h.scene.batches)
@@ -148,7 +148,7 @@ def look_inside(h: Hearing) -> None:
     h.layers += layers.compare(bad, normal)
 
 
-def documents(h: Hearing) -> None:
+def documents(h: TrialContext) -> None:
     """Shares of loss and gradient, and the batch without the documents that stand out."""
     assert h.at_scene is not None, "the step is repeated first"
     found = accuse_documents(h, h.scene.batches, h.at_scene, h.normal_parts, "the step")
@@ -156,14 +156,14 @@ def documents(h: Hearing) -> None:
 
 
 def accuse_documents(
-    h: Hearing, batches: Sequence[Batch], measured: Measured, normal_parts: Sequence[Part], which: str
-) -> tuple[list[Part], float | None]:
+    h: TrialContext, batches: Sequence[Batch], measured: Measurement, normal_parts: Sequence[DocumentPart], which: str
+) -> tuple[list[DocumentPart], float | None]:
     """The documents of some batches that stand out, and how abnormal the batches are without those that can be
     convicted: which are unlike their source as a whole, or have more of the gradient than others."""
     parts = parts_of(h.job.stream, batches, measured.nll)
     h.total_loss = sum(part.loss for part in parts)
     accused = stand_out(parts, normal_parts, h.yard.low)
-    heavy: list[Part] = []
+    heavy: list[DocumentPart] = []
     excess = _without(h, batches, accused, f"Is {which} normal without those whose loss stands out?")
     if h.evidence.normal(excess):
         if h.room(2):
@@ -184,8 +184,13 @@ def accuse_documents(
 
 
 def _proven(
-    h: Hearing, batches: Sequence[Batch], accused: list[Part], heavy: Sequence[Part], excess: float | None, which: str
-) -> tuple[list[Part], float | None]:
+    h: TrialContext,
+    batches: Sequence[Batch],
+    accused: list[DocumentPart],
+    heavy: Sequence[DocumentPart],
+    excess: float | None,
+    which: str,
+) -> tuple[list[DocumentPart], float | None]:
     """The accused, and how abnormal the batches are without those of them that can be convicted."""
     h.proven = []
     if not h.evidence.normal(excess):
@@ -199,7 +204,7 @@ def _proven(
     return accused, _without(h, batches, h.proven, question)
 
 
-def _without(h: Hearing, batches: Sequence[Batch], accused: Sequence[Part], question: str) -> float | None:
+def _without(h: TrialContext, batches: Sequence[Batch], accused: Sequence[DocumentPart], question: str) -> float | None:
     rest = weigh(batches, accused, only=False) if accused else []
     if not rest or not h.room():
         return None
@@ -210,7 +215,7 @@ def _without(h: Hearing, batches: Sequence[Batch], accused: Sequence[Part], ques
     return h.note("without the accused", question, measure(h.job, rest), detail)
 
 
-def earlier_weights(h: Hearing) -> None:
+def earlier_weights(h: TrialContext) -> None:
     """The experiment of PaLM: the same batch on other weights. States that find other batches abnormal, as the first
     steps of a run do, say nothing; of the others the one that takes the batch best counts."""
     found: list[float] = []

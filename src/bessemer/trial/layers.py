@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bessemer.data.stream import Batch
-from bessemer.optim.parts import place_of
-from bessemer.parallel.parts import local
+from bessemer.data.stream.batches import Batch
+from bessemer.optim.low_memory import place_of
+from bessemer.parallel.shard import local
 from bessemer.train.job import Job
-from bessemer.trial.case import Layer
+from bessemer.trial.case import LayerEvidence
 from bessemer.trial.measure import clear_gradients, run_pass
 
 NOTABLE = 1.5  # times the normal value
@@ -23,7 +23,7 @@ MOST = 5
 
 
 @dataclass(frozen=True)
-class Look:
+class LayerSample:
     """One pass seen from inside: (rms, largest, non-finite) of each module's output in the order they ran first, and
     the gradient norm of each parameter."""
 
@@ -55,7 +55,7 @@ def _watching(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]
             handle.remove()
 
 
-def look(job: Job, batches: Sequence[Batch]) -> Look:
+def look(job: Job, batches: Sequence[Batch]) -> LayerSample:
     """One pass over the batches with eyes open. Inner modules come before those that hold them."""
     seen: dict[str, list[Tensor]] = {}
     clear_gradients(job)
@@ -75,7 +75,7 @@ def look(job: Job, batches: Sequence[Batch]) -> Look:
                 sums[name] = [known[0] + squares, known[1] + count, max(known[2], largest), known[3] + bad]
     outputs = {name: (math.sqrt(s / max(1.0, count)), largest, bad) for name, (s, count, largest, bad) in sums.items()}
     squares_of = {name: norm**2 for name, norm in norms.items()}
-    return Look(outputs, {name: math.sqrt(square) for name, square in sum_of_parts(job, squares_of).items()})
+    return LayerSample(outputs, {name: math.sqrt(square) for name, square in sum_of_parts(job, squares_of).items()})
 
 
 def sum_of_parts(job: Job, numbers: Mapping[str, float]) -> dict[str, float]:
@@ -94,14 +94,14 @@ def _ratio(value: float, normal: float) -> float:
     return value / normal if normal > 0 and math.isfinite(normal) else math.inf if value > 0 else 0.0
 
 
-def compare(bad: Look, normal: Look) -> list[Layer]:
+def compare(bad: LayerSample, normal: LayerSample) -> list[LayerEvidence]:
     """The first module with non-finite outputs, or the first that is notably off and the one that is most; then the
     parameters whose gradients grew most."""
     layers = []
     for name, (_, _, count) in bad.outputs.items():
         if count:
             usual = normal.outputs.get(name, (0.0, 0.0, 0.0))[2]
-            layers.append(Layer(name, "non-finite outputs", count, usual))
+            layers.append(LayerEvidence(name, "non-finite outputs", count, usual))
             break
     for place, quantity in enumerate(("output rms", "largest output")):
         ratios = {
@@ -114,17 +114,17 @@ def compare(bad: Look, normal: Look) -> list[Layer]:
             continue
         first = next(name for name in ratios if ratios[name] >= max(NOTABLE, ratios[worst] ** 0.5))
         for name in dict.fromkeys((first, worst)):
-            layers.append(Layer(name, quantity, bad.outputs[name][place], normal.outputs[name][place]))
+            layers.append(LayerEvidence(name, quantity, bad.outputs[name][place], normal.outputs[name][place]))
     growth = {name: _ratio(norm, normal.gradients.get(name, 0.0)) for name, norm in bad.gradients.items()}
     for name in sorted(growth, key=lambda name: -growth[name])[:MOST]:
         if growth[name] >= NOTABLE:
-            layers.append(Layer(name, "gradient norm", bad.gradients[name], normal.gradients.get(name, 0.0)))
+            layers.append(LayerEvidence(name, "gradient norm", bad.gradients[name], normal.gradients.get(name, 0.0)))
     return layers
 
 
-def damaged_weights(job: Job) -> list[Layer]:
+def damaged_weights(job: Job) -> list[LayerEvidence]:
     """Tensors that hold NaN or Inf, with how many."""
     named = [(name, local(parameter.detach())) for name, parameter in job.model.named_parameters()]
     counts = torch.stack([(~weight.isfinite()).sum() for _, weight in named]).tolist()
     found = sum_of_parts(job, {name: float(count) for (name, _), count in zip(named, counts, strict=True)})
-    return [Layer(name, "non-finite weights", count, 0.0) for name, count in found.items() if count]
+    return [LayerEvidence(name, "non-finite weights", count, 0.0) for name, count in found.items() if count]

@@ -18,17 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bessemer.data.stream import Batch
-from bessemer.model.widened import widened
-from bessemer.parallel.experts import add_up_experts
-from bessemer.parallel.parts import local
-from bessemer.parallel.shard import drop_gathered, send_gradients
+from bessemer.data.stream.batches import Batch
+from bessemer.model.init import widened
+from bessemer.parallel.shard import add_up_experts, drop_gathered, local, send_gradients
 from bessemer.parallel.world import World
+from bessemer.train.compile import compute_in, compute_type, use_tf32
 from bessemer.train.job import Job
-from bessemer.train.precision import compute_in, compute_type, use_tf32
-from bessemer.train.scaling import scaled
-from bessemer.train.step import Attempt, step_totals
-from bessemer.trial.case import Normal, Scene
+from bessemer.train.lowp.loss_scale import scaled
+from bessemer.train.step import StepResult, step_totals
+from bessemer.trial.case import NormalRange, StepScene
 
 
 class Apart(RuntimeError):
@@ -37,7 +35,7 @@ class Apart(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Loss, gradient norm and every token's loss of one pass."""
 
     loss: float
@@ -66,13 +64,15 @@ def _padding(like: Batch) -> Batch:
     return Batch(**row | {name: row[name] - 1 for name in ("positions", "sources", "sequences")})
 
 
-def run_pass(job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None) -> Measured:
+def run_pass(
+    job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None
+) -> Measurement:
     """Forward and backward exactly as the loop does it; the gradients are left in the parameters, added to what is
     there. The batches are a whole step's, of which each process takes its share, and what is measured is the whole's.
     `count` is what the loss is divided by: the batches' own weight where it is not given."""
     with _failing_together(job):
         loss, norm, losses = _pass(job, share_of(job.world, batches), count, precision)
-    return Measured(loss, norm, whole_rows(job, losses)[: len(batches)])
+    return Measurement(loss, norm, whole_rows(job, losses)[: len(batches)])
 
 
 def token_losses(job: Job, batches: Sequence[Batch]) -> list[npt.NDArray[np.float64]]:
@@ -104,13 +104,13 @@ def whole_rows(job: Job, losses: Sequence[Tensor]) -> list[npt.NDArray[np.float6
     ]
 
 
-def run_step(job: Job, step: int) -> Measured:
+def run_step(job: Job, step: int) -> Measurement:
     """The same of a step of the stream, of which each process reads its own rows, without the tokens' losses."""
     world, stream = job.world, job.stream
     mine = stream.micro_batches(step, job.plan.micro_rows, world.dp_rank, world.layout.dp)
     with _failing_together(job):
         loss, norm, _ = _pass(job, mine, stream.step_count(step))
-    return Measured(loss, norm, [])
+    return Measurement(loss, norm, [])
 
 
 @contextmanager
@@ -144,13 +144,15 @@ def _pass(
             loss += terms.nll
             losses.append(terms.nll_BT)
         add_up_experts(job.model, job.world)
-    attempt = Attempt(0, 0, loss, correct, [], losses, 0.0)
+    attempt = StepResult(0, 0, loss, correct, [], losses, 0.0)
     norm = step_totals(job, attempt)  # which makes the loss that of all processes too
     numbers = torch.stack((attempt.loss, norm.float())).tolist()
     return numbers[0], numbers[1], losses
 
 
-def measure(job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None) -> Measured:
+def measure(
+    job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None
+) -> Measurement:
     """The same, leaving no gradients. In fp32 weights that are kept in bf16 are widened for it."""
     clear_gradients(job)
     wide = compute_type(precision or job.plan.precision) == torch.float32
@@ -178,12 +180,12 @@ class Yardstick:
     what counts.
     """
 
-    normal: Normal
+    normal: NormalRange
     limit: float
     low: bool = False
 
     @classmethod
-    def of(cls, scene: Scene) -> Yardstick:
+    def of(cls, scene: StepScene) -> Yardstick:
         high = cls(scene.normal, 1.0)
         low = replace(high, low=True)
         sunk = high.excess(scene.loss, scene.grad_norm) < 0.5 and low.excess(scene.loss, scene.grad_norm) > 1
@@ -199,19 +201,19 @@ class Yardstick:
         grad_z = math.log(max(grad_norm, 1e-30) / max(normal.grad_norm, 1e-30)) / normal.grad_scale
         return max(0.0, loss_z / normal.loss_sigma, grad_z / normal.grad_sigma)
 
-    def of_measured(self, measured: Measured) -> float:
+    def of_measured(self, measured: Measurement) -> float:
         return self.excess(measured.loss, measured.grad_norm)
 
-    def centred_on(self, measured: Measured) -> Yardstick:
+    def centred_on(self, measured: Measurement) -> Yardstick:
         """The same scales around other values: what is normal for other weights."""
         return replace(self, normal=replace(self.normal, loss=measured.loss, grad_norm=measured.grad_norm))
 
 
-def mean_of(results: Sequence[Measured]) -> Measured:
+def mean_of(results: Sequence[Measurement]) -> Measurement:
     """The mean loss, and the geometric mean of the gradient norms."""
     norms = [math.log(max(result.grad_norm, 1e-30)) for result in results]
     loss = sum(result.loss for result in results) / len(results)
-    return Measured(loss, math.exp(sum(norms) / len(norms)), [])
+    return Measurement(loss, math.exp(sum(norms) / len(norms)), [])
 
 
 def held(job: Job) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bessemer.errors import UserError
 from bessemer.optim.guarded import clip_divisor
-from bessemer.optim.parts import place_of
-from bessemer.parallel.parts import local
+from bessemer.optim.low_memory import place_of
+from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
 from bessemer.run.journal import number
 from bessemer.train.job import Job
@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedStep:
     """A step as it came out in the replay."""
 
     step: int
@@ -40,7 +40,7 @@ def replay_to(
     start: int | None = None,
     lr: Callable[[Record], float] | None = None,
     veto: Callable[[int, float, float], bool] | None = None,
-) -> list[Replayed]:
+) -> list[ReplayedStep]:
     """Run steps `start` (where the job's weights are: `job.start_step`) to `target_step - 1` as they were recorded.
 
     Recorded vetoes and learning rates are honoured. `lr` gives another rate for a record; `veto` is asked with step,
@@ -61,7 +61,7 @@ def replay_to(
         rate = lr(record) if lr else float(record["lr"])
         measured = run_step(job, step)
         vetoed = bool(record.get("veto")) or (veto is not None and veto(step, measured.loss, measured.grad_norm))
-        path.append(Replayed(step, rate, measured.loss, measured.grad_norm, vetoed))
+        path.append(ReplayedStep(step, rate, measured.loss, measured.grad_norm, vetoed))
         if vetoed:
             clear_gradients(job)
             continue
@@ -146,7 +146,7 @@ def beyond_spread(found: Mapping[str, Difference], spread: Mapping[str, Differen
     return ratios
 
 
-def first_unlike(records: Sequence[Record], path: Sequence[Replayed], again: Sequence[Replayed]) -> int | None:
+def first_unlike(records: Sequence[Record], path: Sequence[ReplayedStep], again: Sequence[ReplayedStep]) -> int | None:
     """The step whose update (or the moment before whose pass) brought the difference in: from the first recorded loss
     or gradient norm that two replays agree on with each other but not with the record."""
     known = {int(record["step"]): record for record in records}

@@ -1,4 +1,6 @@
-"""The anomaly report: a pure function of the `Case`, as Markdown, HTML and JSON.
+"""A case in sentences: the two that open its report, the line for the team's channel, and what to do about it.
+
+The anomaly report: a pure function of the `Case`, as Markdown, HTML and JSON.
 
 Written for somebody who was woken by it: what happened and what was done come first, the evidence after.
 """
@@ -9,18 +11,167 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 
-from bessemer.data.exclude import FILE_NAME, Exclusion, convicted_shards
-from bessemer.observe.words import short_path
+from bessemer.data.stream.exclusions import FILE_NAME, Exclusion, convicted_shards
+from bessemer.observe.format import short_path
+from bessemer.observe.page import (
+    Block,
+    Code,
+    Curve,
+    Items,
+    Section,
+    Table,
+    Text,
+    excerpt,
+    html_page,
+    markdown,
+    share,
+    shown,
+    visible,
+)
 from bessemer.run.directory import write_whole
 from bessemer.run.journal import number
 from bessemer.spec.quantity import human_time
-from bessemer.trial.case import Accused, Case
-from bessemer.trial.report_html import html_page
-from bessemer.trial.report_page import Block, Code, Curve, Items, Section, Table, Text, excerpt, markdown, share, shown
-from bessemer.trial.report_words import advice, convicted, no_trial, one_line, recovery, summary
+from bessemer.trial.case import AccusedDocument, Action, IncidentCase
+
+_LINE_CHARS = 700
+_MOST_FILES, _MOST_RANGES = 3, 6
+
+ADVICE = {
+    "data": "Read the excerpts: if more documents of that kind are in the data, a step in data.clean removes them all "
+    "before training, while an exclusion list only names those that were caught.",
+    "data x state": "These documents do no harm on other weights, so to exclude them is no cure: to skip the batch was "
+    "enough. If such steps come back, lower optimizer.lr or optimizer.clip, or lengthen schedule.warmup.",
+    "numerics": "The same step is normal in fp32, so rounding or overflow makes it: train with precision: fp32, or "
+    "bound what grows in the layers named here (model.qk_norm: true bounds attention logits). The data is innocent.",
+    "hardware": "The same step gives different results on this machine: take the host out of the run and test its "
+    "memory and accelerators (on NVIDIA: dcgmi diag -r 3, and the ECC counters of nvidia-smi -q). Checkpoints written "
+    "since it began to err are suspect. The data is innocent.",
+    "learning rate": "The step is normal with a lower rate: lower optimizer.lr or lengthen schedule.warmup, and see "
+    "what changed the rate lately.",
+    "undetermined": "No cause was proven, and nothing is excluded on a guess. To look further, give trials more time "
+    "(guard: {trial: {budget: 300s}}) or repeat this one by hand with bessemer replay.",
+}
+
+
+def summary(case: IncidentCase) -> str:
+    """Two sentences: what happened, and why and what became of it."""
+    what = ", ".join([f"At step {case.step:,} of run {case.run}: {case.symptom.rstrip('.')}", *deviations(case)])
+    if case.trial is None:
+        why = f"It was not put on trial ({no_trial(case)})"
+    else:
+        why = f"The trial says {case.trial.verdict} (confidence {shown(case.trial.confidence, '.2f')})"
+        why += f": {_documents(found)}" if (found := convicted(case)) else ""
+    done = _done([action for action in case.actions if action.kind != "skip"])
+    return f"{what}. {'; '.join([why, *done, recovery(case, numbers=False)])}."
+
+
+def deviations(case: IncidentCase) -> list[str]:
+    """Loss and gradient norm of the step beside what is normal."""
+    seen, normal, clauses = case.observed, case.normal, []
+    for name, key, z, usual in (
+        ("loss", "loss", "loss_z", normal.loss),
+        ("gradient norm", "grad_norm", "grad_z", normal.grad_norm),
+    ):
+        if key in seen:
+            sigmas = f" ({shown(seen[z], ',.0f')} sigma)" if z in seen else ""
+            clauses.append(f"{name} {shown(seen[key])} where {shown(usual)} is normal{sigmas}")
+    return clauses
+
+
+def one_line(case: IncidentCase) -> str:
+    """The message for the team's channel."""
+    parts = [f"{case.run} step {case.step:,}: {case.symptom}", *_done(case.actions), recovery(case)]
+    if case.trial is None:
+        parts.append(f"no trial: {no_trial(case)}")
+    else:
+        found = convicted(case)
+        why = _documents(found) if found else case.trial.reason
+        parts.append(f"verdict: {case.trial.verdict} ({shown(case.trial.confidence, '.2f')}): {why}")
+        for one in case.trial.experiments:
+            if one.name == "without the accused" and one.normal:
+                parts.append("without these rows the batch is normal")
+            elif one.name == "earlier weights":
+                parts.append(f"on earlier weights the same batch is {'normal' if one.normal else 'no better'}")
+    line = visible(" ".join("; ".join(dict.fromkeys(parts)).split()))
+    return line if len(line) <= _LINE_CHARS else line[: _LINE_CHARS - 1] + "…"
+
+
+def advice(case: IncidentCase) -> list[str]:
+    """What prevents it the next time: what the case itself says, and what follows from the verdict."""
+    return [*case.prevention, ADVICE[case.trial.verdict if case.trial else "undetermined"]]
+
+
+def convicted(case: IncidentCase) -> list[AccusedDocument]:
+    return [found for found in case.trial.accused if found.convicted] if case.trial else []
+
+
+def no_trial(case: IncidentCase) -> str:
+    """Why there was none: the reasons of actions of the kind `no trial`, each once."""
+    reasons = [action.reason for action in case.actions if action.kind == "no trial"]
+    return "; ".join(dict.fromkeys(reasons)) or "no reason was recorded"
+
+
+def recovery(case: IncidentCase, numbers: bool = True) -> str:
+    found = case.recovery
+    if found is None:
+        return "whether the loss rejoins its trend is not known yet"
+    told = numbers and found.loss is not None
+    against = f" (loss {shown(found.loss)}, trend {shown(found.trend)})" if told else ""
+    if found.rejoined_at is None:
+        return f"the loss has not rejoined its trend{against}"
+    after = "" if found.steps is None else f", after {found.steps:,} steps"
+    return f"the loss rejoined its trend at step {found.rejoined_at:,}{after}{against}"
+
+
+def _documents(documents: Sequence[AccusedDocument]) -> str:
+    """`web-0017.jsonl rows 45,000-45,127 (91.0% of the loss), one 3-token pattern repeated 4,812 times`."""
+    by_file: dict[str, list[AccusedDocument]] = {}
+    for found in documents:
+        by_file.setdefault(found.file, []).append(found)
+    told = []
+    for file, group in list(by_file.items())[:_MOST_FILES]:
+        name = "/".join(file.split("/")[-2:])  # the tables have the whole path
+        text = f"{name} row{'s' * (len(group) > 1)} {_ranges([found.row for found in group])}"
+        if shares := [found.loss_share for found in group if found.loss_share is not None]:
+            text += f" ({share(sum(shares))} of the loss)"
+        # The trial writes a repetition before the text of an excerpt.
+        pattern = re.match(r"\[(one \d+-token pattern repeated \d+ times)\]", group[0].excerpt)
+        told.append(f"{text}, {pattern[1]}" if pattern else text)
+    more = len(by_file) - _MOST_FILES
+    return "; ".join([*told, f"and {more} more files"] if more > 0 else told)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`5,000-5,003, 5,007`."""
+    places = enumerate(sorted(set(numbers)))
+    runs = [[value for _, value in run] for _, run in groupby(places, lambda place: place[1] - place[0])]
+    told = [f"{run[0]:,}-{run[-1]:,}" if len(run) > 1 else f"{run[0]:,}" for run in runs[:_MOST_RANGES]]
+    more = len(runs) - _MOST_RANGES
+    return ", ".join([*told, f"{more} more"] if more > 0 else told)
+
+
+def _done(actions: Sequence[Action]) -> list[str]:
+    """The actions as short clauses. Of the details, `to_step` of a rollback and `position` of a skip are read."""
+    clauses = []
+    if vetoed := [action.step for action in actions if action.kind == "veto"]:
+        clauses.append(f"step{'s' * (len(set(vetoed)) > 1)} {_ranges(vetoed)} vetoed, weights untouched")
+    for action in actions:
+        to, position = number(action.details.get("to_step")), number(action.details.get("position"))
+        if action.kind == "rollback":
+            clauses.append("rolled back" if to is None else f"rolled back to step {to:,.0f}")
+        elif action.kind == "skip":
+            clauses.append("data skipped" + ("" if position is None else f" up to position {position:,.0f}"))
+        elif action.kind == "stop":
+            clauses.append(f"the run was stopped: {action.reason}")
+        elif action.kind not in ("veto", "save", "no trial"):
+            clauses.append(action.reason or action.kind)
+    return list(dict.fromkeys(clauses))
+
 
 __all__ = ["exclusions_of", "one_line", "report_sections", "write_report"]
 
@@ -28,7 +179,7 @@ _MOST_DOCUMENTS = 30  # in a table: a whole shard may be accused, and the JSON l
 _MOST_EXCERPTS = 8
 
 
-def write_report(folder: Path, case: Case) -> dict[str, Path]:
+def write_report(folder: Path, case: IncidentCase) -> dict[str, Path]:
     """Writes reports/anomaly-STEP.md, .html and .json in the run's folder, or writes them again when the case went on.
     Each is replaced as a whole."""
     title = f"{case.run}: anomaly at step {case.step:,}"
@@ -46,7 +197,7 @@ def write_report(folder: Path, case: Case) -> dict[str, Path]:
     return paths
 
 
-def exclusions_of(case: Case, from_step: int) -> list[Exclusion]:
+def exclusions_of(case: IncidentCase, from_step: int) -> list[Exclusion]:
     """What the case adds to the run's exclusion list: its convicted documents."""
     verdict = f"{case.trial.verdict} ({case.trial.confidence:.2f})" if case.trial else "no trial"
     return [
@@ -58,7 +209,7 @@ def exclusions_of(case: Case, from_step: int) -> list[Exclusion]:
     ]  # fmt: skip
 
 
-def report_sections(case: Case, list_path: str = FILE_NAME) -> list[Section]:
+def report_sections(case: IncidentCase, list_path: str = FILE_NAME) -> list[Section]:
     """Everything that a report says, in its order. `list_path` is the run's exclusion list."""
     sections: list[Section] = [
         ("What happened", [Text(summary(case)), Text(f"When: {_when(case.time)}."), *_curves(case)]),
@@ -86,7 +237,7 @@ def _when(time: float) -> str:
         return "not known"
 
 
-def _bands(case: Case) -> list[tuple[float, float]]:
+def _bands(case: IncidentCase) -> list[tuple[float, float]]:
     """The accepted ranges of the loss and of the gradient norm, whose scale is of its log."""
     normal = case.normal
     width, factor = normal.loss_sigma * normal.loss_scale, normal.grad_sigma * normal.grad_scale
@@ -94,7 +245,7 @@ def _bands(case: Case) -> list[tuple[float, float]]:
     return [(normal.loss - width, normal.loss + width), (normal.grad_norm / spread, normal.grad_norm * spread)]
 
 
-def _curves(case: Case) -> list[Block]:
+def _curves(case: IncidentCase) -> list[Block]:
     rollbacks = [number(action.details.get("to_step")) for action in case.actions if action.kind == "rollback"]
     marks = [(to, "rolled back to here") for to in rollbacks if to is not None and math.isfinite(to)]
     if case.recovery and case.recovery.rejoined_at is not None:
@@ -109,7 +260,7 @@ def _curves(case: Case) -> list[Block]:
     return curves
 
 
-def _magnitude(case: Case) -> Table:
+def _magnitude(case: IncidentCase) -> Table:
     seen, rows = dict(case.observed), []
     usual = ("loss", case.normal.loss, "loss_z"), ("grad_norm", case.normal.grad_norm, "grad_z")
     for (key, normal, z), (low, high) in zip(usual, _bands(case), strict=True):
@@ -120,7 +271,7 @@ def _magnitude(case: Case) -> Table:
     return Table(["", "at the step", "normal", "accepted", "distance"], rows)
 
 
-def _verdict(case: Case) -> list[Block]:
+def _verdict(case: IncidentCase) -> list[Block]:
     trial = case.trial
     if trial is None:
         return [Text(f"None: the step was not put on trial ({no_trial(case)}).")]
@@ -142,7 +293,7 @@ def _verdict(case: Case) -> list[Block]:
     return blocks
 
 
-def _actions(case: Case) -> Block:
+def _actions(case: IncidentCase) -> Block:
     rows = []
     for action in case.actions:
         details = ", ".join(f"{key} {value}" for key, value in action.details.items())
@@ -150,7 +301,7 @@ def _actions(case: Case) -> Block:
     return Table(["step", "action", "reason", "details"], rows) if rows else Text("Nothing.")
 
 
-def _prevention(case: Case, list_path: str) -> list[Block]:
+def _prevention(case: IncidentCase, list_path: str) -> list[Block]:
     blocks: list[Block] = []
     if convicted(case):
         path = list_path if re.fullmatch(r"[\w./-]+", list_path) else json.dumps(list_path)
@@ -162,7 +313,7 @@ def _prevention(case: Case, list_path: str) -> list[Block]:
     return [*blocks, Items(advice(case))]
 
 
-def _accused(accused: list[Accused]) -> list[Block]:
+def _accused(accused: list[AccusedDocument]) -> list[Block]:
     if not accused:
         return [Text("None is accused.")]
     listed = sorted(accused, key=lambda found: not found.convicted)[:_MOST_DOCUMENTS]
@@ -181,7 +332,7 @@ def _accused(accused: list[Accused]) -> list[Block]:
     return [*blocks, *(Code(excerpt(one.excerpt), f"{one.file}:{one.row}") for one in read)]
 
 
-def _unknown(case: Case) -> list[str]:
+def _unknown(case: IncidentCase) -> list[str]:
     found = []
     if case.trial is None:
         found.append(f"The cause: there was no trial ({no_trial(case)}).")

@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 
 from bessemer.data.curate.corpus import Corpus
-from bessemer.data.curate.engine import Here
+from bessemer.data.curate.engine import LocalEngine, Meter
 from bessemer.data.curate.passes import Split
-from bessemer.data.curate.progress import Meter
+from bessemer.data.curate.step import is_global, make_step
 from bessemer.data.read import list_files, read_part
-from bessemer.data.step import is_global, make_step
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec
 
 SPLIT = Split(0, 0.05)
 
 
-class Watched(Here):
+class Watched(LocalEngine):
     """Remembers which steps were run on which part."""
 
     def __init__(self) -> None:

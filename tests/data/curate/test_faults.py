@@ -18,10 +18,9 @@ import pytest
 
 import bessemer
 from bessemer.data.curate.corpus import Corpus
-from bessemer.data.curate.engine import Engine, Here, Pool
-from bessemer.data.curate.files import load_arrays, save_arrays
+from bessemer.data.curate.engine import Engine, LocalEngine, Meter, ProcessPool
+from bessemer.data.curate.ledger import load_arrays, save_arrays
 from bessemer.data.curate.passes import Split
-from bessemer.data.curate.progress import Meter
 from bessemer.data.curate.report import read_report
 from bessemer.data.prepare import Prepared, prepare
 from bessemer.data.read import list_files
@@ -52,7 +51,7 @@ def spec_of(clean: list[Any], part: int = 10_000, **sources: Any) -> DataSpec:
 
 
 def build(data: DataSpec, cache: Path, engine: Engine | None = None) -> Prepared:
-    return prepare(data, TokenizerSpec(), cache, 300, 0, engine=engine or Here())
+    return prepare(data, TokenizerSpec(), cache, 300, 0, engine=engine or LocalEngine())
 
 
 # A full disk. A small file system of its own, in a namespace that goes with the process.
@@ -148,7 +147,7 @@ def test_a_killed_worker_is_named_with_its_part_and_the_next_run_finishes(tmp_pa
     write(files[2], ["DEADLY " + one for one in some_texts(8, seed=9)])
     score = {"score": {"function": f"{tmp_path}/scorer.py:score", "keep": "best 75%"}}
     data = spec_of(["whitespace", score], 1_000, web=str(tmp_path / "in"))
-    pool = Pool(2)
+    pool = ProcessPool(2)
     with pytest.raises(
         UserError, match=r"^source 'web', .*2\.jsonl.*: the worker was ended by SIGKILL.*goes on"
     ) as told:
@@ -203,7 +202,7 @@ def filled_in(step: Any, home: Path) -> Any:
 
 def curate(data: DataSpec, cache: Path, engine: Engine | None = None) -> Corpus:
     files = {name: list_files(source) for name, source in data.sources.items()}
-    corpus = Corpus(data, files, cache, engine or Here(), Meter())
+    corpus = Corpus(data, files, cache, engine or LocalEngine(), Meter())
     corpus.curate(Split(0, 0.1))
     return corpus
 
@@ -248,7 +247,7 @@ def test_one_source_of_which_nothing_is_left_is_named(emptied: Path, tmp_path: P
 # What is collected once.
 
 
-class Watched(Here):
+class Watched(LocalEngine):
     """Remembers which steps collected."""
 
     def __init__(self) -> None:
@@ -290,7 +289,7 @@ def test_another_keep_of_a_score_calls_the_function_no_more(tmp_path: Path) -> N
 # Order.
 
 
-class Backwards(Here):
+class Backwards(LocalEngine):
     """Finishes the last task first."""
 
     def run(self, function: Any, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -374,7 +373,7 @@ def test_a_lost_ledger_brings_no_document_back(tmp_path: Path) -> None:
     assert lost
     for file in lost:
         file.unlink()
-    again = prepare(data, TokenizerSpec(), tmp_path / "cache", 310, 0, engine=Here())
+    again = prepare(data, TokenizerSpec(), tmp_path / "cache", 310, 0, engine=LocalEngine())
     assert [note for note in again.notes if str(lost[0]) in note and "run again on this part" in note]
     for prepared in (first, again):
         stored = sum(side["web"].documents for side in (prepared.train, prepared.validation))

@@ -7,16 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from bessemer.data.curate.ledger import LedgerWriter, Tally, Touch, read_json, read_tally, read_touches, write_json
+from bessemer.data.curate.ledger import (
+    DocumentChange,
+    LedgerWriter,
+    StepCounts,
+    read_json,
+    read_tally,
+    read_touches,
+    write_json,
+)
+from bessemer.data.curate.step import Drop
 from bessemer.data.document import Document
-from bessemer.data.step import Drop
 from bessemer.errors import UserError
 
 
 def test_touches_come_back_in_order_over_many_batches(tmp_path: Path) -> None:
     writer = LedgerWriter(tmp_path / "k")
     touches = [
-        Touch(n, n % 2 == 0, None if n % 2 == 0 else "é" * 3_000 + str(n), None, '{"a": 1}') for n in range(4000)
+        DocumentChange(n, n % 2 == 0, None if n % 2 == 0 else "é" * 3_000 + str(n), None, '{"a": 1}')
+        for n in range(4000)
     ]
     for touch in touches:
         writer.add(touch)
@@ -32,7 +41,7 @@ def test_the_same_touches_are_the_same_bytes(tmp_path: Path) -> None:
         writer = LedgerWriter(tmp_path / name / "k")
         writer.tally.dropped(Document("text", "f", 3), Drop("too short", 4.0), 4)
         for number in range(100):
-            writer.add(Touch(number, False, f"text {number}", None, None))
+            writer.add(DocumentChange(number, False, f"text {number}", None, None))
         writer.commit()
     for suffix in (".arrow", ".json"):
         assert (tmp_path / f"a/k{suffix}").read_bytes() == (tmp_path / f"b/k{suffix}").read_bytes()
@@ -50,7 +59,7 @@ def test_a_step_that_touched_nothing_has_only_its_counts(tmp_path: Path) -> None
 def test_discarding_leaves_nothing(tmp_path: Path) -> None:
     writer = LedgerWriter(tmp_path / "k")
     for number in range(2000):
-        writer.add(Touch(number, False, "x" * 4000, None, None))
+        writer.add(DocumentChange(number, False, "x" * 4000, None, None))
     writer.discard()
     assert list(tmp_path.iterdir()) == []
 
@@ -60,7 +69,7 @@ def test_a_damaged_ledger_is_named(tmp_path: Path, damage: str) -> None:
     for name in ("k", "other"):
         writer = LedgerWriter(tmp_path / name)
         writer.tally.documents_in = 1
-        writer.add(Touch(len(name), True, None, None, None))
+        writer.add(DocumentChange(len(name), True, None, None, None))
         writer.commit()
     path = tmp_path / "k.arrow"
     whole = path.read_bytes()
@@ -79,10 +88,10 @@ def test_a_ledger_of_an_earlier_version_is_read_and_missed(tmp_path: Path) -> No
     """Its counts have no digest, but say whether there was anything to write."""
     writer = LedgerWriter(tmp_path / "k")
     writer.tally.documents_in = 1
-    writer.add(Touch(0, True, None, None, None))
+    writer.add(DocumentChange(0, True, None, None, None))
     writer.commit()
     counts = read_json(tmp_path / "k.json")
-    (tmp_path / "k.json").write_text(json.dumps({key: counts[key] for key in Tally.__dataclass_fields__}))
+    (tmp_path / "k.json").write_text(json.dumps({key: counts[key] for key in StepCounts.__dataclass_fields__}))
     assert len(list(read_touches(tmp_path / "k"))) == 1
     (tmp_path / "k.arrow").unlink()
     with pytest.raises(UserError, match=r"k\.arrow: missing"):
@@ -99,7 +108,7 @@ def test_counts_under_another_name_are_damaged(tmp_path: Path) -> None:
 
 def test_tallies_of_parts_add_up() -> None:
     documents = [Document("a" * n, "file", n) for n in range(1, 31)]
-    whole, first, second = Tally(), Tally(), Tally()
+    whole, first, second = StepCounts(), StepCounts(), StepCounts()
     for document in documents:
         drop = Drop("short" if document.row < 20 else "long", float(document.row))
         for tally in (whole, first if document.row <= 11 else second):

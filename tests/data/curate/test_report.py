@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from bessemer.data.curate.ledger import LENGTH_BINS, Tally
-from bessemer.data.curate.page import page
-from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, human_bytes, read_report, source_table, table
+from bessemer.data.curate.ledger import LENGTH_BINS, StepCounts
+from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, human_bytes, page, read_report, source_table, table
+from bessemer.data.curate.step import Drop
 from bessemer.data.document import Document
 from bessemer.data.prepare import Prepared, prepare
-from bessemer.data.step import Drop
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec, TokenizerSpec
 
@@ -152,7 +151,7 @@ def test_the_report_does_not_depend_on_parts_but_for_their_number(
 
 def test_of_many_the_examples_are_drawn_by_place_alone() -> None:
     documents = [Document(f"text {n}", "file", n) for n in range(200)]
-    forward, backward = Tally(), Tally()
+    forward, backward = StepCounts(), StepCounts()
     for document in documents:
         forward.dropped(document, Drop("poor", 0.123456), 1)
     for document in reversed(documents):

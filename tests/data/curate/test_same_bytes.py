@@ -110,10 +110,10 @@ from functools import partial
 from pathlib import Path
 import pyarrow.ipc
 from bessemer.data.curate.engine import Here
-from bessemer.data.step import make_step
+from bessemer.data.curate.step import make_step
 from bessemer.plan.decision import Plan
 from bessemer.spec.load import load_spec
-from bessemer.supervise.data import prepare_data
+from bessemer.session.data import prepare_data
 
 def end_at(name):
     if name not in ended_at and ".scratch-" not in name:  # a judgement on all parts is one stretch

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.data.read import BadRow, Document, divide, list_files, read_part, rows
-from bessemer.data.read.tfrecord import parse_example
+from bessemer.data.read.records import parse_example
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.read import BadRow, Document, FileEntry, Part, Piece, divide, list_files, read_part
-from bessemer.data.read.divide import line_starts
+from bessemer.data.read import BadRow, Document, FileEntry, FilePiece, SourcePart, divide, list_files, read_part
+from bessemer.data.read.parts import line_starts
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -154,7 +154,7 @@ def entry(name: str, size_bytes: int, kind: Any = "text", **more: Any) -> FileEn
     return FileEntry(name, size_bytes, kind, more.pop("mtime_ns", 7), **more)
 
 
-def sizes(parts: list[Part]) -> list[list[int]]:
+def sizes(parts: list[SourcePart]) -> list[list[int]]:
     return [[piece.size_bytes for piece in part.pieces] for part in parts]
 
 
@@ -176,22 +176,22 @@ def test_a_huge_corpus_gets_larger_parts() -> None:
 
 
 def test_the_key_is_of_what_is_read() -> None:
-    part = Part("web", (Piece(entry("/a.txt", 3), 3),))
-    assert part.key == Part("other", part.pieces).key  # not of the source's name
+    part = SourcePart("web", (FilePiece(entry("/a.txt", 3), 3),))
+    assert part.key == SourcePart("other", part.pieces).key  # not of the source's name
     others = [
-        Part("web", (Piece(entry("/b.txt", 3), 3),)),
-        Part("web", (Piece(entry("/a.txt", 4), 3),)),
-        Part("web", (Piece(entry("/a.txt", 3, "html"), 3),)),
-        Part("web", (Piece(entry("/a.txt", 3, mtime_ns=8), 3),)),
-        Part("web", (Piece(entry("/a.txt", 3, version="v"), 3),)),
-        Part("web", (Piece(entry("/a.txt", 3), 3, 1),)),
-        Part("web", (Piece(entry("/a.txt", 3), 3, 0, 2),)),
-        Part("web", (Piece(entry("/a.txt", 3), 3, 0, -1, 2),)),
-        Part("web", part.pieces * 2),
+        SourcePart("web", (FilePiece(entry("/b.txt", 3), 3),)),
+        SourcePart("web", (FilePiece(entry("/a.txt", 4), 3),)),
+        SourcePart("web", (FilePiece(entry("/a.txt", 3, "html"), 3),)),
+        SourcePart("web", (FilePiece(entry("/a.txt", 3, mtime_ns=8), 3),)),
+        SourcePart("web", (FilePiece(entry("/a.txt", 3, version="v"), 3),)),
+        SourcePart("web", (FilePiece(entry("/a.txt", 3), 3, 1),)),
+        SourcePart("web", (FilePiece(entry("/a.txt", 3), 3, 0, 2),)),
+        SourcePart("web", (FilePiece(entry("/a.txt", 3), 3, 0, -1, 2),)),
+        SourcePart("web", part.pieces * 2),
     ]
     assert len({part.key, *(other.key for other in others)}) == len(others) + 1
     signed = [entry(f"https://a.example/a.txt?X-Amz-Signature={n}", 3, version='"tag"', mtime_ns=n) for n in (1, 2)]
-    assert len({Part("web", (Piece(file, 3),)).key for file in signed}) == 1
+    assert len({SourcePart("web", (FilePiece(file, 3),)).key for file in signed}) == 1
 
 
 def test_a_part_survives_pickle(tmp_path: Path) -> None:

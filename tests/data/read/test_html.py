@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.data.read import Document, divide, list_files, read_part
-from bessemer.data.read.whole import decode_html
+from bessemer.data.read.rows import decode_html
 from bessemer.spec.data import SourceSpec
 
 

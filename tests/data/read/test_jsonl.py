@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bessemer.data.read import BadRow, Document, divide, list_files, read_documents, read_part, rows
-from bessemer.data.read.unpack import compression_of
+from bessemer.data.read.compression import compression_of
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bessemer.data.read import BadRow, Document, blocks, divide, list_files, read_part
-from bessemer.data.read.blocks import RemoteFile
+from bessemer.data.read import BadRow, Document, divide, list_files, read_part
+from bessemer.data.read import remote as blocks
+from bessemer.data.read.remote import RemoteFile
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bessemer.data.read import blocks, divide, list_files, read_part
+from bessemer.data.read import divide, list_files, read_part
+from bessemer.data.read import remote as blocks
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 

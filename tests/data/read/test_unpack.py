@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.data.read import divide, list_files, read_part
-from bessemer.data.read.unpack import compression_of, unpacked
+from bessemer.data.read.compression import compression_of, unpacked
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 

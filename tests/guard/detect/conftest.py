@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bessemer.guard.detect.alarm import Alarm
-from bessemer.guard.detect.watch import Watch
+from bessemer.guard.detect.watch import Detectors
 from bessemer.spec.guard import GuardSpec
 
 GIB = 2**30
@@ -153,9 +153,9 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-def replay(trace: Trace, spec: GuardSpec | None = None, watch: Watch | None = None) -> list[Alarm]:
+def replay(trace: Trace, spec: GuardSpec | None = None, watch: Detectors | None = None) -> list[Alarm]:
     """Every alarm of a run."""
-    watch = watch or Watch(spec or GuardSpec(), LIMIT, len(trace.loss))
+    watch = watch or Detectors(spec or GuardSpec(), LIMIT, len(trace.loss))
     found: list[Alarm] = []
     for record in trace.records():
         if record["step"] in trace.reopen:

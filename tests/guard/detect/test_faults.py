@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from bessemer.guard.detect.block import BLOCK, Block
-from bessemer.guard.detect.curve import Overfitting
-from bessemer.guard.detect.machine import Memory
+from bessemer.guard.detect.alarm import BLOCK, StepBlock
+from bessemer.guard.detect.losses import OverfittingDetector
+from bessemer.guard.detect.machine import MemoryDetector
 from bessemer.spec.guard import GuardSpec
 
 STEPS = 3000
@@ -141,7 +141,7 @@ def test_99_of_100_faults_are_found_in_time(families, play, fault, kind, delay):
 
 def block_of(memory, start):
     usual = {"loss": 2.0, "grad_norm": 1.0, "veto": None}
-    return Block([usual | {"step": i, "memory_bytes": memory[i]} for i in range(start, start + BLOCK)])
+    return StepBlock([usual | {"step": i, "memory_bytes": memory[i]} for i in range(start, start + BLOCK)])
 
 
 def leaks(trials):
@@ -153,7 +153,7 @@ def leaks(trials):
         t = np.arange(int(onset + lasts))
         memory = 40e9 + rng.choice([0.0, 2e8]) * rng.standard_normal(len(t))
         memory += 40e9 * np.maximum(0, t - onset) / lasts
-        watch, alarms = Memory(GuardSpec(), int(80e9), 100_000), []
+        watch, alarms = MemoryDetector(GuardSpec(), int(80e9), 100_000), []
         for start in range(0, len(t) - BLOCK, BLOCK):
             alarms += watch.block(block_of(memory, start))
         yield onset, onset + lasts, alarms
@@ -172,7 +172,7 @@ def test_memory_without_a_limit_or_a_line_is_left_alone():
     walk = 70e9 + np.cumsum(2e6 * rng.standard_normal(100_000))
     settling = 79e9 - 20e9 * np.exp(-np.arange(4000) / 300)
     for memory, limit in ((walk, int(80e9)), (settling, int(80e9)), (np.arange(4000) * 1e8, None)):
-        watch = Memory(GuardSpec(), limit, 10**6)
+        watch = MemoryDetector(GuardSpec(), limit, 10**6)
         for start in range(0, len(memory), BLOCK):
             assert watch.block(block_of(memory, start)) == []
 
@@ -184,7 +184,7 @@ def test_99_of_100_overfitting_runs_are_found_within_six_validations():
         best, noise = int(rng.integers(4, 15)), rng.uniform(0.0005, 0.003)
         fall, rise = -0.08 * np.arange(best), rng.uniform(0.03, 0.1, 12).cumsum()
         losses = 3 + np.append(fall, fall[-1] + rise)
-        watch = Overfitting(GuardSpec())
+        watch = OverfittingDetector(GuardSpec())
         found = [
             i
             for i, loss in enumerate(losses * (1 + noise * rng.standard_normal(len(losses))))

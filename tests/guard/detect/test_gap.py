@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from bessemer.guard.detect.gap import REARM, WINDOW, PlanGap
-from bessemer.guard.detect.watch import Watch
-from bessemer.plan.actual import WARM_UP, Surroundings
-from bessemer.plan.expect import Expected
+from bessemer.guard.detect.machine import PLAN_REARM, WINDOW, PlanGapDetector
+from bessemer.guard.detect.watch import Detectors
+from bessemer.plan.actual import WARM_UP, HostLoad
+from bessemer.plan.expect import ExpectedRun
 from bessemer.spec.guard import GuardSpec
 
-EXPECTED = Expected(
+EXPECTED = ExpectedRun(
     step_s=1.0, tokens_per_s=100.0, mfu=0.4, time_s=1000.0, memory_bytes=10**9, error=0.05, memory_error=0.05,
     basis="", base_s=1.0, estimated_bytes=10**9, flops=1e12, total_steps=1000,
 )  # fmt: skip
@@ -20,15 +20,15 @@ def records(count, seconds, first=0, wait=0.0, memory=10**9):
 
 
 def test_the_first_steps_are_not_compared():
-    gap = PlanGap(EXPECTED, Surroundings)
+    gap = PlanGapDetector(EXPECTED, HostLoad)
     told = [gap.step(record) for record in records(WARM_UP, 60.0) + records(10 * WINDOW, 1.02)]
     assert not any(told)
 
 
 def test_a_gap_is_told_once_with_its_reason_and_again_after_it_closed():
     looks = []
-    gap = PlanGap(EXPECTED, lambda: looks.append(1) or Surroundings(others_busy=0.6))
-    slow, good = records(3 * WINDOW, 1.4), records(REARM * WINDOW, 1.0)
+    gap = PlanGapDetector(EXPECTED, lambda: looks.append(1) or HostLoad(others_busy=0.6))
+    slow, good = records(3 * WINDOW, 1.4), records(PLAN_REARM * WINDOW, 1.0)
     told = [alarm for record in records(WARM_UP, 1.0) + slow + good + slow for alarm in gap.step(record)]
     assert [alarm.kind for alarm in told] == ["plan_speed", "plan_speed"] and len(looks) == 2
     assert told[0].severity == "note" and "40% slower than planned" in told[0].finding.symptom
@@ -36,21 +36,21 @@ def test_a_gap_is_told_once_with_its_reason_and_again_after_it_closed():
 
 
 def test_memory_beyond_the_plan_is_told_of_too():
-    gap = PlanGap(EXPECTED, Surroundings)
+    gap = PlanGapDetector(EXPECTED, HostLoad)
     told = [alarm for record in records(WARM_UP + WINDOW, 1.0, memory=2 * 10**9) for alarm in gap.step(record)]
     assert [alarm.kind for alarm in told] == ["plan_memory"] and "100% more memory" in told[0].finding.symptom
 
 
 def test_without_a_prediction_nothing_is_told():
     nothing = replace(EXPECTED, step_s=None, error=None, memory_bytes=None)
-    gap = PlanGap(nothing, Surroundings)
+    gap = PlanGapDetector(nothing, HostLoad)
     assert not any(gap.step(record) for record in records(WARM_UP + WINDOW, 9.0))
 
 
 def test_the_watch_passes_it_on_and_saves_none_of_it():
-    watch = Watch(GuardSpec(), None, 1000)
+    watch = Detectors(GuardSpec(), None, 1000)
     before = watch.state()
-    watch.gap = PlanGap(EXPECTED, Surroundings)
+    watch.gap = PlanGapDetector(EXPECTED, HostLoad)
     assert watch.state() == before
     waiting = records(WARM_UP + WINDOW, 2.0, wait=0.9)
     found = [alarm for record in waiting for alarm in watch.step(record)]
@@ -58,5 +58,5 @@ def test_the_watch_passes_it_on_and_saves_none_of_it():
 
 
 def test_a_run_that_is_faster_than_planned_raises_no_alarm():
-    gap = PlanGap(EXPECTED, Surroundings)
+    gap = PlanGapDetector(EXPECTED, HostLoad)
     assert not [alarm for record in records(WARM_UP + 4 * WINDOW, 0.2) for alarm in gap.step(record)]

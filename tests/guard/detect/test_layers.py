@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bessemer.guard.detect.watch import Watch
+from bessemer.guard.detect.watch import Detectors
 from bessemer.spec.guard import GuardSpec
 
 LAYERS = ["embedding", *(f"blocks.{i}" for i in range(12)), "norm"]
@@ -36,7 +36,7 @@ def look_at(rng, t):
 
 def watching(look_of, looks=60, seed=0):
     rng = np.random.default_rng(seed)
-    watch = Watch(GuardSpec(), None, 10**6)
+    watch = Detectors(GuardSpec(), None, 10**6)
     watch.settings.lr = 1e-3
     return [alarm for t in range(looks) for alarm in watch.inside(50 * t, look_of(rng, t))]
 

@@ -6,11 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from bessemer.guard.detect.alarm import ADVICE, alarm, fires
-from bessemer.guard.detect.block import median, spread, spread_around_line, theil_sen
-from bessemer.guard.detect.watch import Watch
-from bessemer.spec.detect import DetectSpec
-from bessemer.spec.guard import GuardSpec
+from bessemer.guard.detect.alarm import ADVICE, alarm, fires, median, spread, spread_around_line, theil_sen
+from bessemer.guard.detect.watch import Detectors
+from bessemer.spec.guard import DetectSpec, GuardSpec
 
 
 def record(step, loss=2.0, norm=0.5, **more):
@@ -32,7 +30,7 @@ def noisy(level, count, seed=0):
 @pytest.fixture
 def watch():
     """It has seen 640 good steps."""
-    made = Watch(GuardSpec(), None, 100_000)
+    made = Detectors(GuardSpec(), None, 100_000)
     assert run(made, noisy(2.0, 640)) == []
     return made
 
@@ -96,12 +94,12 @@ def test_after_a_rollback_the_same_trouble_is_reported_again(watch):
 
 
 def test_nothing_is_said_of_the_first_steps():
-    watch = Watch(GuardSpec(), None, 1000)
+    watch = Detectors(GuardSpec(), None, 1000)
     assert run(watch, [*noisy(2.0, 60), 15.0, *noisy(4.0, 60)]) == []
 
 
 def test_a_not_finite_step_is_reported_at_once_and_a_streak_asks_for_a_rollback():
-    watch = Watch(GuardSpec(max_vetoes=5), None, 1000)
+    watch = Detectors(GuardSpec(max_vetoes=5), None, 1000)
     bad = [math.nan, math.inf, math.nan, math.nan, math.nan, math.nan]
     found = run(watch, [2.0, *bad])
     assert [(a.step, a.severity) for a in found] == [(1, "warning"), (5, "rollback")]
@@ -109,7 +107,7 @@ def test_a_not_finite_step_is_reported_at_once_and_a_streak_asks_for_a_rollback(
 
 
 def test_an_overflow_is_how_fp16_finds_its_scale():
-    watch = Watch(GuardSpec(), None, 1000)
+    watch = Detectors(GuardSpec(), None, 1000)
     assert watch.step(record(0, norm=math.inf, loss_scale=65536.0)) == []
     assert watch.step(record(1, loss=math.nan, loss_scale=65536.0)) != []
 
@@ -127,14 +125,14 @@ def test_an_overflow_is_how_fp16_finds_its_scale():
     ],
 )
 def test_the_learning_rate_is_held_against_its_plan(lr, more, severity):
-    watch = Watch(GuardSpec(), None, 1000)
+    watch = Detectors(GuardSpec(), None, 1000)
     watch.step(record(0))
     found = watch.step(record(1) | {"lr": lr} | more)
     assert [a.severity for a in found if a.kind == "learning_rate"] == ([severity] if severity else [])
 
 
 def test_a_clock_that_jumps_is_noted_and_a_slow_step_is_not():
-    watch = Watch(GuardSpec(), None, 1000)
+    watch = Detectors(GuardSpec(), None, 1000)
     clocks = [(1000.0, 5.0), (1001.0, 6.0), (1900.0, 905.0), (5501.0, 906.0), (5502.0, 907.0), (1903.0, 908.0)]
     found = [
         (step, a.finding.evidence["seconds"]) for step, c in enumerate(clocks) for a in watch.step(record(step), c)
@@ -143,7 +141,7 @@ def test_a_clock_that_jumps_is_noted_and_a_slow_step_is_not():
 
 
 def test_a_clock_of_another_process_is_no_jump():
-    first, second = Watch(GuardSpec(), None, 1000), Watch(GuardSpec(), None, 1000)
+    first, second = Detectors(GuardSpec(), None, 1000), Detectors(GuardSpec(), None, 1000)
     first.step(record(0), (1000.0, 900.0))
     second.load(first.state())
     assert second.step(record(1), (1001.0, 3.0)) == []
@@ -155,7 +153,7 @@ def test_a_resumed_watch_says_what_an_uninterrupted_one_says(families, play):
     trace.loss[1800:] *= 1.4
     trace.norm[2000:] *= 30
     records = list(trace.records())
-    whole, first, second = (Watch(GuardSpec(), 2**36, 2400) for _ in range(3))
+    whole, first, second = (Detectors(GuardSpec(), 2**36, 2400) for _ in range(3))
     expected = [a for r in records for a in whole.step(r)]
     found = [a for r in records[:1813] for a in first.step(r)]
     second.load(json.loads(json.dumps(first.state(), allow_nan=False)))
@@ -167,7 +165,7 @@ def test_a_resumed_watch_says_what_an_uninterrupted_one_says(families, play):
 def test_a_state_is_a_copy(watch):
     before = watch.state()
     text = json.dumps(before)
-    other = Watch(GuardSpec(), None, 100_000)
+    other = Detectors(GuardSpec(), None, 100_000)
     other.load(before)
     run(other, noisy(2.5, 200, 1), 640)
     run(watch, noisy(2.5, 200, 1), 640)
@@ -176,11 +174,11 @@ def test_a_state_is_a_copy(watch):
 
 def test_a_plateau_is_noted_once_and_a_slow_fall_is_none():
     spec = GuardSpec(detect=DetectSpec(plateau_least=1600))
-    flat = Watch(spec, None, 4000)
+    flat = Detectors(spec, None, 4000)
     assert kinds(run(flat, noisy(3.0, 4000))) == [("plateau", "note")]
-    falls = Watch(spec, None, 4000)
+    falls = Detectors(spec, None, 4000)
     assert run(falls, noisy(np.linspace(3.0, 2.8, 4000), 4000)) == []
-    resting = Watch(spec, None, 4000)  # at the end of the schedule a flat loss is what one expects
+    resting = Detectors(spec, None, 4000)  # at the end of the schedule a flat loss is what one expects
     rates = np.where(np.arange(4000) < 800, 1e-3, 1e-4).tolist()
     found = [a for i, x in enumerate(noisy(3.0, 4000)) for a in resting.step(record(i, float(x)) | {"lr": rates[i]})]
     assert found == []
@@ -212,7 +210,7 @@ FALLING = [3 - 0.1 * i for i in range(14)]
     ids=["overfits", "learns", "diverges", "strays"],
 )
 def test_overfitting_is_validation_that_rises_while_training_falls(losses, training, at):
-    found = [a for a in validations(Watch(GuardSpec(), None, 10**6), losses, training) if a.kind == "overfitting"]
+    found = [a for a in validations(Detectors(GuardSpec(), None, 10**6), losses, training) if a.kind == "overfitting"]
     assert [a.step for a in found] == ([64 * at] if at else [])
     if found:
         rises = found[0].finding.evidence["rise_per_source"]

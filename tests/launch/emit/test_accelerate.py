@@ -15,11 +15,11 @@ from bessemer.errors import UserError
 from bessemer.launch.emit import emit, render, write_files
 from bessemer.launch.emit.feed import EmittedRun, load_model, open_emitted
 from bessemer.launch.emit.initial import write_initial
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import ResolvedRun
 from bessemer.model.transformer import build
 from bessemer.run.directory import Run
+from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import train
 from bessemer.train.objective import Pretrain
 
 pytest.importorskip("transformers")
@@ -77,7 +77,7 @@ def test_a_stopped_script_goes_on_with_the_same_losses(tiny: Callable[..., RunSp
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_accelerate_reads_the_config(resolved: Callable[..., Resolved], tmp_path: Path, device: str) -> None:
+def test_accelerate_reads_the_config(resolved: Callable[..., ResolvedRun], tmp_path: Path, device: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     parallel = {"device": device, "dp_replicate": 2, "dp_shard": 4}

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from bessemer.launch.emit import render
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import ResolvedRun
 
-Resolve = Callable[..., Resolved]
+Resolve = Callable[..., ResolvedRun]
 
 
 def test_the_file_says_the_run(resolved: Resolve) -> None:

@@ -14,16 +14,16 @@ import torch
 from bessemer.errors import UserError
 from bessemer.launch.emit import emit, render, write_files
 from bessemer.launch.emit.feed import open_emitted
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import ResolvedRun
 from bessemer.run.directory import Run
+from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise.session import train
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-Resolve = Callable[..., Resolved]
+Resolve = Callable[..., ResolvedRun]
 
 
-def config_of(run: Resolved) -> dict[str, Any]:
+def config_of(run: ResolvedRun) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(render("deepspeed", run).files["ds_config.json"])
     return found
 

@@ -10,12 +10,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from bessemer.errors import UserError
-from bessemer.launch.emit import FRAMEWORKS, Emitted, render
+from bessemer.launch.emit import FRAMEWORKS, EmittedFiles, render
 from bessemer.launch.emit import resolve as module
-from bessemer.launch.emit.ledger import Ledger, written_keys
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import KeyLedger, ResolvedRun, written_keys
+from bessemer.session import dry_run as dry
 from bessemer.spec.schema import RunSpec
-from bessemer.supervise import dry
 
 # Say nothing of training, name what is not there, are worth nothing alone, or are done with once data is prepared.
 LEFT_OUT = {
@@ -78,7 +77,7 @@ OUR_BATCHES = ("accelerate", "deepspeed", "torchtitan")
 THROUGH_THE_SPEC = {"seed", "schedule.kind", "schedule.floor", "model.init"}
 
 
-def code(framework: str, made: Emitted) -> dict[str, Any]:
+def code(framework: str, made: EmittedFiles) -> dict[str, Any]:
     """What the framework goes by: its files without comments, which repeat the notes, and what is read of ours."""
     found: dict[str, Any] = {
         name: "\n".join(line.split("  # ")[0] for line in text.splitlines() if not line.startswith("#"))
@@ -174,7 +173,7 @@ def test_every_key_is_said_or_noted(tiny: Callable[..., RunSpec], base: dict[str
 
 
 def test_a_key_that_nobody_speaks_of_becomes_a_note(tiny: Callable[..., RunSpec]) -> None:
-    ledger = Ledger(with_key(tiny, "optimizer.ema", 0.99), "somewhere")
+    ledger = KeyLedger(with_key(tiny, "optimizer.ema", 0.99), "somewhere")
     ledger.covers("data", "model")
     line = "optimizer.ema: 0.99 has no counterpart in somewhere: weights are not averaged"
     assert line in ledger.notes()
@@ -184,7 +183,7 @@ def test_a_key_that_nobody_speaks_of_becomes_a_note(tiny: Callable[..., RunSpec]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_no_secret_and_no_notes_are_lost(resolved: Callable[..., Resolved], framework: str) -> None:
+def test_no_secret_and_no_notes_are_lost(resolved: Callable[..., ResolvedRun], framework: str) -> None:
     made = render(framework, resolved(optimizer={"ema": 0.99}))
     for note in made.notes:
         assert note in made.files["NOTES.md"]

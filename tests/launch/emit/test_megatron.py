@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from bessemer.launch.emit import render
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import ResolvedRun
 
-Resolve = Callable[..., Resolved]
+Resolve = Callable[..., ResolvedRun]
 
 
-def arguments_of(run: Resolved, folder: Path) -> list[str]:
+def arguments_of(run: ResolvedRun, folder: Path) -> list[str]:
     """The arguments as bash hands them to torchrun, which is stood in for by a script that prints them."""
     (folder / "torchrun").write_text('#!/bin/bash\nfor a in "$@"; do echo "$a"; done\n')
     (folder / "torchrun").chmod(0o755)

@@ -14,11 +14,11 @@ import torch
 from bessemer.launch.emit import emit, render, write_files
 from bessemer.launch.emit.feed import open_emitted
 from bessemer.launch.emit.initial import write_initial
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import ResolvedRun
 from bessemer.model.transformer import build
 from bessemer.spec.schema import RunSpec
 
-Resolve = Callable[..., Resolved]
+Resolve = Callable[..., ResolvedRun]
 
 
 def titan(name: str) -> Any:

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
-from bessemer.model.families.convert import expected_shapes, load_weights, theirs
-from bessemer.model.families.folder import Folder
+from bessemer.model.attention_mask import AttentionMask
+from bessemer.model.families.folder import Folder, expected_shapes, load_weights, theirs
 from bessemer.model.generate import Sampling, generate
-from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
 
 transformers = pytest.importorskip("transformers")
@@ -186,7 +185,7 @@ def check_packing(pair, lengths=(7, 11, 2, 4)):
     """Documents packed in a row are to us what each alone is to them."""
     row = pair.tokens(1, sum(lengths))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    packed = logits_of_ours(pair.ours_exact, row, Sight(documents))
+    packed = logits_of_ours(pair.ours_exact, row, AttentionMask(documents))
     alone = [logits_of_theirs(pair.theirs_exact, part) for part in row.split(lengths, dim=1)]
     close(packed, torch.cat(alone, dim=1), 1e-9)
 

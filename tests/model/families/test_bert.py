@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from bessemer.errors import UserError
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.classifier import Classifier
 from bessemer.model.families import registry
-from bessemer.model.families.bert import BERT
 from bessemer.model.families.classified import Classified, Headless, classified
-from bessemer.model.families.convert import load_weights, theirs
-from bessemer.model.families.folder import Folder
+from bessemer.model.families.encoders import BERT
+from bessemer.model.families.folder import Folder, load_weights, theirs
 from bessemer.model.families.llama import LLAMA
-from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
 
 transformers = pytest.importorskip("transformers")
@@ -83,7 +82,7 @@ def test_segments_and_padding():
     seen = (torch.arange(12) < torch.tensor([[12], [7]])).long()
     with parity.exact():
         expected = pair.theirs_exact(tokens, attention_mask=seen, token_type_ids=types).logits
-    found = pair.ours_exact.logits(pair.ours_exact(tokens, Sight(seen - 1), types_BT=types))
+    found = pair.ours_exact.logits(pair.ours_exact(tokens, AttentionMask(seen - 1), types_BT=types))
     parity.close(found[seen.bool()], expected[seen.bool()], 1e-9)
 
 
@@ -149,7 +148,7 @@ def test_classes(family, kind, tmp_path, monkeypatch):
     tokens = torch.randint(1, 61, (3, 12), generator=torch.Generator().manual_seed(5)) * seen
     with parity.exact():
         expected = exact(tokens, attention_mask=seen).logits
-    found = ours(tokens, Sight(seen - 1))
+    found = ours(tokens, AttentionMask(seen - 1))
     real = seen.bool() if kind == "Token" else slice(None)
     parity.close(found[real], expected[real], 1e-9)
 
@@ -166,7 +165,7 @@ def test_classes(family, kind, tmp_path, monkeypatch):
     packed = torch.cat([row[:length] for row, length in zip(tokens, lengths, strict=True)])[None]
     documents = torch.repeat_interleave(torch.arange(3), lengths)[None]
     alone = found[real] if kind == "Token" else found
-    parity.close(ours(packed, Sight(documents)).flatten(0, -2), alone, 1e-9)
+    parity.close(ours(packed, AttentionMask(documents)).flatten(0, -2), alone, 1e-9)
 
     saved, state = load_file(tmp_path / "model.safetensors"), ours.float().state_dict()
     written = dict(theirs(state.__getitem__, ours.shape, read))

@@ -8,7 +8,7 @@ from parity import Pair, check_all, check_config, check_export, check_logits
 from transformers import BloomConfig
 
 from bessemer.errors import UserError
-from bessemer.model.families.bloom import BLOOM
+from bessemer.model.families.gpt import BLOOM
 
 BLOOM_560M = {  # as on the Hub: names of two times
     "apply_residual_connection_post_layernorm": False, "architectures": ["BloomForCausalLM"],

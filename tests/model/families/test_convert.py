@@ -9,10 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bessemer.errors import UserError
-from bessemer.model.families.convert import load_weights, theirs
-from bessemer.model.families.folder import Folder
-from bessemer.model.families.llama import LLAMA
-from bessemer.model.families.phi3 import PHI3
+from bessemer.model.families.folder import Folder, load_weights, theirs
+from bessemer.model.families.llama import LLAMA, PHI3
 from bessemer.model.families.registry import family_of
 from bessemer.model.transformer import Decoder
 

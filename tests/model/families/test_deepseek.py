@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from bessemer.errors import UserError
-from bessemer.model.families.convert import check_folder, expected_shapes
-from bessemer.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from bessemer.model.families.folder import Folder
+from bessemer.model.families.experts_llama import DEEPSEEK_V2, DEEPSEEK_V3
+from bessemer.model.families.folder import Folder, check_folder, expected_shapes
 from bessemer.model.families.registry import families_for
 from bessemer.model.transformer import Decoder
-from bessemer.spec import count
+from bessemer.spec import shape as count
 
 transformers = pytest.importorskip("transformers")
 

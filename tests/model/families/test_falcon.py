@@ -7,7 +7,7 @@ from parity import Pair, check_all, check_config, check_export, check_logits, lo
 from transformers import FalconConfig
 
 from bessemer.errors import UserError
-from bessemer.model.families.falcon import FALCON
+from bessemer.model.families.gpt import FALCON
 
 SMALL = {"vocab_size": 53, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}

@@ -10,10 +10,9 @@ from parity import Pair, check_all, check_config, check_export, check_logits, tr
 from transformers import Gemma2Config, Gemma3TextConfig
 
 from bessemer.errors import UserError
-from bessemer.model.families.convert import load_weights
-from bessemer.model.families.folder import Folder
+from bessemer.model.attention_mask import AttentionMask
+from bessemer.model.families.folder import Folder, load_weights
 from bessemer.model.families.gemma import GEMMA2, GEMMA3
-from bessemer.model.sight import Sight
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import Rope
 
@@ -93,7 +92,7 @@ def test_embedding_is_scaled_in_the_type_of_the_weights():
     pair = Pair(Gemma2Config(**SMALL | {"hidden_size": 12}), GEMMA2)
     tokens = pair.tokens()
     ours, theirs = pair.ours.bfloat16(), pair.theirs.bfloat16()
-    assert torch.equal(ours.embed(tokens, Sight()), theirs.model.embed_tokens(tokens))
+    assert torch.equal(ours.embed(tokens, AttentionMask()), theirs.model.embed_tokens(tokens))
 
 
 @pytest.mark.parametrize(

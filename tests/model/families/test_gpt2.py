@@ -9,10 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config
 
 from bessemer.errors import UserError
-from bessemer.model.families.bare import complete_names
-from bessemer.model.families.convert import load_weights
-from bessemer.model.families.folder import Folder
-from bessemer.model.families.gpt2 import GPT2
+from bessemer.model.families.folder import Folder, complete_names, load_weights
+from bessemer.model.families.gpt import GPT2
 from bessemer.model.transformer import Decoder
 
 SMALL = {"vocab_size": 53, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}

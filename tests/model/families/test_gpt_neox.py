@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from parity import Pair, check_all, check_config, check_export, check_logits
 from transformers import GPTNeoXConfig
 
-from bessemer.model.families.gpt_neox import GPT_NEOX
+from bessemer.model.families.gpt import GPT_NEOX
 from bessemer.spec.shape import Rope
 
 SMALL = {

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.model.families.mixtral import MIXTRAL
+from bessemer.model.families.experts_llama import MIXTRAL
 from bessemer.model.families.registry import families_for
-from bessemer.spec import count
+from bessemer.spec import shape as count
 from bessemer.spec.shape import PRESETS, Moe
 
 transformers = pytest.importorskip("transformers")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.model.families.olmo2 import OLMO2
+from bessemer.model.families.llama import OLMO2
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.model.families.phi3 import PHI3
+from bessemer.model.families.llama import PHI3
 
 transformers = pytest.importorskip("transformers")
 

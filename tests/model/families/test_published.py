@@ -10,11 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from bessemer.model.backends import set_backend
+from bessemer.model.attention_backends import set_backend
 from bessemer.model.families.registry import FAMILIES, read_shape
 from bessemer.model.transformer import build, network
-from bessemer.spec.count import active
-from bessemer.spec.shape import ModelShape
+from bessemer.spec.shape import ModelShape, active
 
 FIRST = list({one.config["model_type"]: one for one in reversed(PUBLISHED)}.values())[::-1]  # one of each family
 ROW = 512  # two chunks of a state space: a single one has no state to pass on

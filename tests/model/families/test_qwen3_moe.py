@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.model.families.qwen3_moe import QWEN3_MOE
-from bessemer.spec import count
+from bessemer.model.families.experts_llama import QWEN3_MOE
+from bessemer.spec import shape as count
 
 transformers = pytest.importorskip("transformers")
 

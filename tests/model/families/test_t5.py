@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.encoder_decoder import EncoderDecoder
+from bessemer.model.families.encoders import T5
 from bessemer.model.families.folder import Folder
-from bessemer.model.families.t5 import T5
-from bessemer.model.sight import Sight
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,7 +130,7 @@ def test_packed_texts_are_texts_alone(pair):
     read, written = (5, 10, 4), (6, 1, 7)
     numbers = [torch.repeat_interleave(torch.tensor([4, 2, 9]), torch.tensor(sizes))[None] for sizes in (read, written)]
     hidden = pair.ours_exact(
-        decoder, Sight(numbers[1]), encoder_tokens_BS=encoder, encoder_documents_BS=numbers[0]
+        decoder, AttentionMask(numbers[1]), encoder_tokens_BS=encoder, encoder_documents_BS=numbers[0]
     )  # fmt: skip
     parts = zip(encoder.split(read, dim=1), decoder.split(written, dim=1), strict=True)
     alone = [logits_of(*both(pair), *part)[1] for part in parts]

@@ -3,8 +3,8 @@
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.recipe import tuning
-from bessemer.plan.recipe.adapters import lora, lora_parameters
+from bessemer.plan.recipe import fine_tuning as tuning
+from bessemer.plan.recipe.fine_tuning import lora, lora_parameters
 from bessemer.spec.shape import preset, with_vocab
 
 LLAMA_2, LLAMA_3 = (with_vocab(preset(name), vocab) for name, vocab in (("7B", 32_000), ("8B", 128_256)))  # type: ignore[arg-type]

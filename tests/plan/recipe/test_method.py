@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.recipe.method import choose_method, method_bytes
+from bessemer.plan.recipe.fine_tuning import choose_method, method_bytes
 
 GB = 1e9
 BRANCHES: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bessemer.errors import UserError
 from bessemer.plan.recipe.shape import design
-from bessemer.plan.recipe.vocabulary import vocabulary
+from bessemer.plan.recipe.tokens import vocabulary
 from bessemer.spec.checks import check
 from bessemer.spec.published import rope_base_needed, rope_reach
 from bessemer.spec.schema import RunSpec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from bessemer.data.stream import Batch
+from bessemer.data.stream.batches import Batch
 
 EOS, FIRST = 1, 1000  # the text of column c is the token FIRST + c
 

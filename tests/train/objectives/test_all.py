@@ -8,14 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.stream import Batch
-from bessemer.model.sight import Sight
-from bessemer.spec.objectives import ObjectiveSpec
-from bessemer.train.blame import blame
-from bessemer.train.objectives.denoise import Denoise
-from bessemer.train.objectives.in_place import Causal, Infill, Masked, Prefix
-from bessemer.train.objectives.mix import Mix
-from bessemer.train.objectives.rewritten import Rewritten
+from bessemer.data.stream.batches import Batch
+from bessemer.model.attention_mask import AttentionMask
+from bessemer.spec.model import ObjectiveSpec
+from bessemer.train.objectives import Causal, Denoise, Infill, Masked, Mix, ObjectiveBatch, Prefix
+from bessemer.train.rank_report import blame
 
 EOS, FIRST, MASK, VOCAB = 1, 1000, 7, 2000
 MARKS, SENTINELS = (11, 12, 13), tuple(range(100, 160))
@@ -43,7 +40,7 @@ def take(batch: Batch, rows: list[int]) -> Batch:
     return Batch(**{name: array[rows] for name, array in vars(batch).items()})
 
 
-def row_of(made: Rewritten, row: int) -> dict[str, list]:
+def row_of(made: ObjectiveBatch, row: int) -> dict[str, list]:
     """All that a row holds, without the padding that another row of the batch may force on it."""
     width = int(np.flatnonzero(made.origin[row] >= 0).max(initial=-1)) + 1
     names = ("tokens", "targets", "weights", "documents", "origin", "prefix")
@@ -96,7 +93,7 @@ def test_targets_are_true_and_inputs_do_not_show_them(name, batches, data):
     documents = torch.from_numpy(made.documents)
     prefix = None if made.prefix is None else torch.from_numpy(made.prefix)
     T = made.tokens.shape[1]
-    seen = Sight(documents, prefix, causal=made.causal).mask(0, T, T, torch.device("cpu"))[:, 0].numpy()
+    seen = AttentionMask(documents, prefix, causal=made.causal).mask(0, T, T, torch.device("cpu"))[:, 0].numpy()
     assert ((made.origin >= 0) | (made.weights == 0)).all()
     for row, column in zip(*np.nonzero(made.origin >= 0), strict=True):
         origin, target = made.origin[row, column], made.targets[row, column]

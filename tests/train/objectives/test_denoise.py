@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.data.order import chain
+from bessemer.data.stream.order import chain
 from bessemer.errors import UserError
-from bessemer.spec.objectives import spans_of
-from bessemer.train.objectives.denoise import Denoise, noise_mask
+from bessemer.spec.model import spans_of
+from bessemer.train.objectives import Denoise, noise_mask
 
 EOS, FIRST, START = 1, 1000, 0
 SENTINELS = tuple(range(999, 899, -1))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.train.objectives.in_place import Causal, Infill, Masked, Prefix
+from bessemer.train.objectives import Causal, Infill, Masked, Prefix
 
 EOS, FIRST, MASK, VOCAB = 1, 1000, 7, 2000
 PRE, MID, SUF = MARKS = (11, 12, 13)

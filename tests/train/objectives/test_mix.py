@@ -5,13 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.spec.objectives import ObjectiveSpec
+from bessemer.spec.model import ObjectiveSpec
 from bessemer.spec.shape import PRESETS
-from bessemer.train.objectives.denoise import Denoise
-from bessemer.train.objectives.in_place import Causal, Infill, Masked, Prefix
-from bessemer.train.objectives.mix import Mix, make_objective
+from bessemer.train.objectives import Causal, Denoise, Infill, Masked, Mix, Prefix, make_objective
 
 NAMES = ("books", "code", "web")
 

@@ -17,24 +17,28 @@ from typing import Any
 
 import xxhash
 
-from bessemer.data.curate.engine import Engine, each
-from bessemer.data.curate.files import (
+from bessemer.data.curate.engine import Engine, Meter, each
+from bessemer.data.curate.ledger import (
+    StepCounts,
     collected_path,
     counts_path,
+    ledger_damage,
     ledger_path,
     quarantine_path,
+    read_cached,
+    read_json,
+    read_tally,
     ruling_path,
     save_arrays,
+    write_json,
 )
-from bessemer.data.curate.ledger import Tally, ledger_damage, read_cached, read_json, read_tally, write_json
 from bessemer.data.curate.passes import Census, Op, PassTask, Reading, Split, curated_documents, run_pass
-from bessemer.data.curate.progress import Meter
+from bessemer.data.curate.step import Collected, identity, is_global, make_step
 from bessemer.data.document import Document
-from bessemer.data.read import FileEntry, Part, divide
-from bessemer.data.step import Collected, identity, is_global, make_step
+from bessemer.data.read import FileEntry, SourcePart, divide
 from bessemer.errors import UserError
-from bessemer.spec.clean.step import StepSpec
-from bessemer.spec.clean.text import ExtractSpec
+from bessemer.spec.curate.step import StepSpec
+from bessemer.spec.curate.text import ExtractSpec
 from bessemer.spec.data import DataSpec, SourceSpec
 
 RULES_VERSION = 1  # raise it when the same files and steps would give other documents
@@ -46,7 +50,7 @@ _HASHING_THREADS = 8
 class PartState:
     """A part on its way through the steps."""
 
-    part: Part
+    part: SourcePart
     source: SourceSpec
     read_key: str
     key: str  # after the last step that is done or due
@@ -64,7 +68,7 @@ class Stage:
     step: str
     settings: dict[str, Any]
     source: str | None  # None: all sources together
-    tallies: dict[str, Tally] = field(default_factory=dict)  # by source
+    tallies: dict[str, StepCounts] = field(default_factory=dict)  # by source
     summary: dict[str, Any] = field(default_factory=dict)  # of a global step
 
 
@@ -180,7 +184,7 @@ class Corpus:
             for op, stage in zip(state.due, state.stages[len(state.done) :], strict=True):
                 tallies = self.stages[stage].tallies
                 tally = read_tally(ledger_path(self.cache, op.key))
-                tallies.setdefault(state.part.source, Tally()).add(tally)
+                tallies.setdefault(state.part.source, StepCounts()).add(tally)
             state.done += [op.key for op in state.due]
             state.due = []
 

@@ -1,4 +1,7 @@
-"""What one step did to one part of the corpus, on disk: which documents it dropped or changed, and the counts.
+"""Where the cache of curation keeps things, how they are written, and the few measures of a text that everything
+uses.
+
+What one step did to one part of the corpus, on disk: which documents it dropped or changed, and the counts.
 
 The text of a corpus is never written again after each step. A ledger holds only the documents that a step dropped,
 gave another text or labelled; the state after any number of steps is the files as they are read, with the ledgers
@@ -13,22 +16,143 @@ agree counts as not written: the step is run again on that part.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import uuid
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import xxhash
 
-from bessemer.data.chunk_digests import content_digest
-from bessemer.data.curate.files import writing
+from bessemer.data.curate.step import Drop
 from bessemer.data.document import Document
-from bessemer.data.step import Drop
-from bessemer.data.store_format import file_sum, sync
+from bessemer.data.store.digests import content_digest
+from bessemer.data.store.format import file_sum, sync
 from bessemer.errors import UserError
+
+_HASH_PIECE_CHARS = 1 << 20
+
+
+def ledger_path(cache: Path, key: str) -> Path:
+    return cache / "steps" / key[:2] / key
+
+
+def counts_path(cache: Path, key: str) -> Path:
+    """What was counted: of a ledger, a reading or a census."""
+    return ledger_path(cache, key).with_suffix(".json")
+
+
+def quarantine_path(cache: Path, key: str) -> Path:
+    return ledger_path(cache, key).with_suffix(".quarantine.jsonl")
+
+
+def collected_path(cache: Path, key: str) -> Path:
+    return cache / "collected" / key[:2] / f"{key}.npz"
+
+
+def ruling_path(cache: Path, key: str, part: int) -> Path:
+    return cache / "rulings" / key / f"{part:06d}.npz"
+
+
+def text_hash(text: str, seed: int) -> int:
+    """Of the text in UTF-8; by pieces, so that a long document is not copied whole."""
+    if len(text) <= _HASH_PIECE_CHARS:
+        return int(xxhash.xxh3_64_intdigest(text.encode(), seed=seed))
+    state = xxhash.xxh3_64(seed=seed)
+    for start in range(0, len(text), _HASH_PIECE_CHARS):
+        state.update(text[start : start + _HASH_PIECE_CHARS].encode())
+    return int(state.intdigest())
+
+
+def byte_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+@contextlib.contextmanager
+def space_for(folder: Path) -> Iterator[None]:
+    """A full disk is told in one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        fix = "free some and run again: what was finished is kept"
+        raise UserError(f"no space left for {folder}; {fix}") from error
+
+
+@contextlib.contextmanager
+def naming(name: str, folder: Path) -> Iterator[None]:
+    """Every error says which part it struck."""
+    try:
+        with space_for(folder):
+            yield
+    except UserError as error:
+        raise UserError(f"{name}: {error}" if name not in str(error) else str(error)) from error
+    except OSError as error:
+        raise UserError(f"{name}: {error}") from error
+    except MemoryError as error:
+        raise UserError(f"{name}: out of memory; use fewer workers") from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write what is to be at `path`: it gets there at the end, whole, and a failure leaves nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears at `path`, whole and on the disk, at the end."""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load_arrays(path: Path) -> dict[str, Any]:
+    try:
+        with open_arrays(path) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        fix = f"delete the folder {path.parent} and run again"
+        raise UserError(f"{path}: damaged ({error}); {fix}") from error
+
+
+@contextlib.contextmanager
+def open_arrays(path: Path) -> Iterator[Any]:
+    """What `save_arrays` wrote, for reading some of it. An archive has a checksum of every array in it; its comment is
+    the name that it was written under, so one that was put in another's place is noticed (older ones have none)."""
+    with np.load(path, allow_pickle=False) as arrays:
+        if arrays.zip.comment not in (b"", _identity(path)):
+            raise ValueError(f"it was written as {arrays.zip.comment.decode(errors='replace')}")
+        yield arrays
+
+
+def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    assert not {"file", "allow_pickle"} & set(arrays), "numpy takes these names for its own arguments"
+    with replacing(path) as temporary, open(temporary, "w+b") as file:
+        np.savez(file, **arrays)
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.comment = _identity(path)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _identity(path: Path) -> bytes:
+    return f"{path.parent.name}/{path.name}".encode()
+
 
 _FLUSH_BYTES = 4 << 20
 _EXAMPLES = 3  # of each reason, from each part
@@ -37,7 +161,7 @@ LENGTH_BINS = 40  # powers of two of the number of characters
 
 
 @dataclass
-class Tally:
+class StepCounts:
     """The counts of a step over a part; tallies of parts add up to that of the corpus."""
 
     documents_in: int = 0
@@ -49,7 +173,7 @@ class Tally:
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     labels: dict[str, dict[str, float]] = field(default_factory=dict)  # label: value or "sum": count
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: StepCounts) -> None:
         for name in ("documents_in", "documents_out", "bytes_in", "bytes_out", "changed"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for reason, (documents, size_bytes) in other.reasons.items():
@@ -92,7 +216,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Touch:
+class DocumentChange:
     """One document's line in a ledger: it was dropped, or got another text (or messages) or more labels."""
 
     ordinal: int
@@ -107,14 +231,14 @@ class LedgerWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tally = Tally()
+        self.tally = StepCounts()
         self._touches = 0
-        self._rows: dict[str, list[Any]] = {name: [] for name in Touch.__slots__}
+        self._rows: dict[str, list[Any]] = {name: [] for name in DocumentChange.__slots__}
         self._held_bytes = 0
         self._writer: Any = None
         self._temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
-    def add(self, touch: Touch) -> None:
+    def add(self, touch: DocumentChange) -> None:
         self._touches += 1
         for name, values in self._rows.items():
             values.append(getattr(touch, name))
@@ -158,7 +282,7 @@ class LedgerWriter:
 
 def ledger_damage(path: Path) -> str | None:
     """What is wrong with a ledger, or None: hashes its `.arrow`."""
-    counts, file = read_cached(path.with_suffix(".json"), Tally.__dataclass_fields__), path.with_suffix(".arrow")
+    counts, file = read_cached(path.with_suffix(".json"), StepCounts.__dataclass_fields__), path.with_suffix(".arrow")
     if counts is None:
         return f"{path.with_suffix('.json')}: missing or damaged"
     touched = counts["documents_in"] != counts["documents_out"] or counts["changed"] or counts["labels"]
@@ -171,12 +295,12 @@ def ledger_damage(path: Path) -> str | None:
     return None
 
 
-def read_tally(path: Path) -> Tally:
+def read_tally(path: Path) -> StepCounts:
     counts = read_json(path.with_suffix(".json"))
-    return Tally(**{name: counts[name] for name in Tally.__dataclass_fields__})
+    return StepCounts(**{name: counts[name] for name in StepCounts.__dataclass_fields__})
 
 
-def read_touches(path: Path) -> Iterator[Touch]:
+def read_touches(path: Path) -> Iterator[DocumentChange]:
     """The touches of a committed ledger, in order; verified first."""
     import pyarrow as pa
 
@@ -190,7 +314,7 @@ def read_touches(path: Path) -> Iterator[Touch]:
             for i in range(reader.num_record_batches):
                 columns = [column.to_pylist() for column in reader.get_batch(i).columns]
                 for values in zip(*columns, strict=True):
-                    yield Touch(*values)
+                    yield DocumentChange(*values)
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{file}: damaged ({error}); delete it and its .json, and run again") from error
 

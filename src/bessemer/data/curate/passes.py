@@ -18,13 +18,24 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.curate import files
-from bessemer.data.curate.files import byte_length, counts_path, ledger_path, quarantine_path, text_hash
-from bessemer.data.curate.ledger import LENGTH_BINS, LedgerWriter, Tally, Touch, read_touches, write_json
+from bessemer.data.curate import ledger as files
+from bessemer.data.curate.ledger import (
+    LENGTH_BINS,
+    DocumentChange,
+    LedgerWriter,
+    StepCounts,
+    byte_length,
+    counts_path,
+    ledger_path,
+    quarantine_path,
+    read_touches,
+    text_hash,
+    write_json,
+)
+from bessemer.data.curate.step import Drop, GlobalStep, LocalStep, is_global, make_step
 from bessemer.data.document import BadRow, Document
-from bessemer.data.read import Part, read_part
-from bessemer.data.step import Drop, GlobalStep, LocalStep, is_global, make_step
-from bessemer.spec.clean.step import StepSpec
+from bessemer.data.read import SourcePart, read_part
+from bessemer.spec.curate.step import StepSpec
 from bessemer.spec.data import SourceSpec
 
 _BATCH_CHARS = 1 << 20  # documents that go through the steps together
@@ -53,7 +64,7 @@ class Split:
 class PassTask:
     """One part's pass; everything a worker has to be told."""
 
-    part: Part
+    part: SourcePart
     source: SourceSpec
     cache: Path
     read_key: str
@@ -139,7 +150,7 @@ def run_pass(task: PassTask) -> tuple[Reading, Census | None]:
 
 
 def curated_documents(
-    part: Part, source: SourceSpec, cache: Path, ledgers: Sequence[str], copies: Path | None = None
+    part: SourcePart, source: SourceSpec, cache: Path, ledgers: Sequence[str], copies: Path | None = None
 ) -> Iterator[tuple[int, Document]]:
     """The documents of a part after the steps of `ledgers`, each with its ordinal in the part as it was read."""
     cursors = [_Cursor(ledger_path(cache, key)) for key in ledgers]
@@ -251,7 +262,7 @@ def _run_step(
             outcome = Drop("nothing left of it")
         if isinstance(outcome, Drop):
             tally.dropped(document, outcome, one.size_bytes)
-            writer.add(Touch(one.ordinal, True, None, None, None))
+            writer.add(DocumentChange(one.ordinal, True, None, None, None))
             continue
         messages = None
         if outcome is not None and document.messages is not None:
@@ -266,7 +277,7 @@ def _run_step(
             tally.labelled(labels)
         if outcome is not None or labels:
             found = json.dumps(labels, ensure_ascii=False, sort_keys=True) if labels else None
-            writer.add(Touch(one.ordinal, False, outcome, messages, found))
+            writer.add(DocumentChange(one.ordinal, False, outcome, messages, found))
         kept.append(one)
     tally.documents_out += len(kept)
     tally.bytes_out += sum(one.size_bytes for one in kept)
@@ -290,7 +301,7 @@ def _change_messages(step: LocalStep | GlobalStep, document: Document) -> str | 
 
 def _count(census: Census, batch: Sequence[_Entry], split: Split) -> None:
     limit = int(split.share * 2**64)
-    tally = Tally(labels=census.labels)
+    tally = StepCounts(labels=census.labels)
     for one in batch:
         text = one.document.text
         key = text_hash(text, split.seed)

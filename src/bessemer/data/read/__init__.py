@@ -3,18 +3,17 @@ Everything streams: memory is bounded by the largest document, never by the size
 depends on the files alone, so any number of workers reads the same parts."""
 
 from bessemer.data.document import BadRow, Document
-from bessemer.data.read.divide import divide
-from bessemer.data.read.entry import FileEntry, Part, Piece
-from bessemer.data.read.find import list_files
-from bessemer.data.read.part import read_documents, read_part
+from bessemer.data.read.entry import FileEntry, FilePiece, SourcePart
+from bessemer.data.read.files import list_files
+from bessemer.data.read.parts import divide, read_documents, read_part
 from bessemer.data.read.secrets import check_storage, shown
 
 __all__ = [
     "BadRow",
     "Document",
     "FileEntry",
-    "Part",
-    "Piece",
+    "FilePiece",
+    "SourcePart",
     "check_storage",
     "divide",
     "list_files",

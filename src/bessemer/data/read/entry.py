@@ -41,7 +41,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A file, or a range [start, stop) of it in bytes, row groups or record batches; stop -1 is the file's end."""
 
     file: FileEntry
@@ -59,11 +59,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """Some pieces of one source, in order: the unit of work, and what a cached result is kept for."""
 
     source: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
     @cached_property
     def key(self) -> str:

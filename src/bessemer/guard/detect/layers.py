@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from bessemer.guard.detect.alarm import Alarm, alarm, fires
-from bessemer.guard.detect.block import median, theil_sen
+from bessemer.guard.detect.alarm import Alarm, alarm, fires, median, theil_sen
 from bessemer.spec.guard import GuardSpec
 
 PAST = 16  # looks that a layer is compared with
@@ -22,8 +21,8 @@ Values = dict[str, float]  # by layer
 
 
 @dataclass
-class Looks:
-    """Reads what `Inside` gives; `router`, where a model has one, holds each layer's shares of its experts."""
+class LayerDetector:
+    """Reads what `LayerStats` gives; `router`, where a model has one, holds each layer's shares of its experts."""
 
     guard: GuardSpec
     past: dict[str, list[float]] = field(default_factory=dict)  # "quantity of layer" -> its last values

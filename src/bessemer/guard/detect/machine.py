@@ -1,13 +1,49 @@
-"""The machine and the settings around the mathematics: speed, data wait, slow ranks, memory, clocks, learning rate."""
+"""The run beside its plan: an alarm when speed or memory leave the plan's error bar.
+
+The machine and the settings around the mathematics: speed, data wait, slow ranks, memory, clocks, learning rate.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bessemer.guard.detect.alarm import Alarm, Severity, alarm, fires
-from bessemer.guard.detect.block import BLOCK, Block, Record, median, theil_sen
+from bessemer.guard.detect.alarm import BLOCK, Alarm, Record, Severity, StepBlock, alarm, fires, median, theil_sen
 from bessemer.guard.detect.losses import REARM
+from bessemer.plan.actual import WARM_UP, HostLoad, actual, findings, memory_gap, speed_gap
+from bessemer.plan.expect import ExpectedRun
 from bessemer.spec.guard import GuardSpec
+
+WINDOW = 32  # steps that are compared
+PLAN_REARM = 4  # windows within the bar, after which the same gap is told of again
+
+
+class PlanGapDetector:
+    """Fed with every record. `look` says how the machine is, and is asked only when something is to be told."""
+
+    def __init__(self, expected: ExpectedRun, look: Callable[[], HostLoad]) -> None:
+        self.expected, self.look = expected, look
+        self.seen = 0
+        self._window: deque[Record] = deque(maxlen=WINDOW)
+        self._gaps: dict[str, int] = {}
+
+    def step(self, record: Record) -> list[Alarm]:
+        self.seen += 1
+        if self.seen > WARM_UP:
+            self._window.append(record)
+        if self.seen <= WARM_UP or (self.seen - WARM_UP) % WINDOW:
+            return []
+        found = actual(self._window, skip=0)
+        if found is None:
+            return []
+        gaps = {"plan_speed": speed_gap(self.expected, found), "plan_memory": memory_gap(self.expected, found)}
+        if (ratio := gaps["plan_speed"]) is not None and ratio < 1:  # nothing to do about a run that is faster
+            gaps["plan_speed"] = None
+        new = [kind for kind, gap in gaps.items() if fires(self._gaps, kind, gap is not None, PLAN_REARM)]
+        told = findings(self.expected, found, self.look) if new else {}
+        return [Alarm(kind, int(record["step"]), "note", told[kind]) for kind in new]
+
 
 MATTERS = 0.02  # of a step that a slow rank has to cost the others
 LASTING = 4  # blocks in a row that slowness has to last, besides the seconds in the spec
@@ -16,10 +52,11 @@ AHEAD = 8  # how many times further than it was seen a line of memory is believe
 
 
 @dataclass
-class Speed:
+class SpeedDetector:
     """Time per token against the window, the share of it spent waiting for data, and ranks slower than their peers.
 
-    `rank_step_s` holds each rank's own time, without waiting for the others (`guard/pace.py`). Not every step has it.
+    `rank_step_s` holds each rank's own time, without waiting for the others (`guard/watchdog.py`). Not every step has
+    it.
     """
 
     guard: GuardSpec
@@ -32,11 +69,11 @@ class Speed:
     ranks: dict[str, int] = field(default_factory=dict)  # slow rank -> blocks in a row
     active: dict[str, int] = field(default_factory=dict)
 
-    def block(self, block: Block) -> list[Alarm]:
+    def block(self, block: StepBlock) -> list[Alarm]:
         took_s = sum(record["step_s"] for record in block.attempts)
         return self._slowdown(block, took_s) + self._data_wait(block, took_s) + self._stragglers(block)
 
-    def _slowdown(self, block: Block, took_s: float) -> list[Alarm]:
+    def _slowdown(self, block: StepBlock, took_s: float) -> list[Alarm]:
         detect = self.guard.detect
         keep = detect.window // BLOCK
         now = median([1 / max(record["tokens_per_s"], 1e-9) for record in block.attempts])
@@ -53,7 +90,7 @@ class Speed:
         symptom = f"{1 / now:,.0f} tokens/s, usually {1 / usual:,.0f}"
         return alarm("slowdown", block.step, "warning", symptom, 0.9, tokens_per_s=1 / now, usual=1 / usual)
 
-    def _data_wait(self, block: Block, took_s: float) -> list[Alarm]:
+    def _data_wait(self, block: StepBlock, took_s: float) -> list[Alarm]:
         detect = self.guard.detect
         share = sum(record["data_wait_s"] for record in block.attempts) / max(took_s, 1e-9)
         bad = share > detect.data_wait
@@ -63,7 +100,7 @@ class Speed:
         symptom = f"{100 * share:.0f} % of the time is spent waiting for data"
         return alarm("data_wait", block.step, "warning", symptom, 0.95, share=share)
 
-    def _stragglers(self, block: Block) -> list[Alarm]:
+    def _stragglers(self, block: StepBlock) -> list[Alarm]:
         """Ranks whose own work takes longer than the median rank's, by enough to hold up the rest."""
         told = [record["rank_step_s"] for record in block.attempts if record.get("rank_step_s")]
         if not told:
@@ -93,7 +130,7 @@ class Speed:
 
 
 @dataclass
-class Memory:
+class MemoryDetector:
     """Memory that grows along a line to the limit: Theil-Sen, only where nearly every pair of points rises, and
     the line need not be believed much further than it was seen."""
 
@@ -104,7 +141,7 @@ class Memory:
     blocks: int = 0
     active: dict[str, int] = field(default_factory=dict)
 
-    def block(self, block: Block) -> list[Alarm]:
+    def block(self, block: StepBlock) -> list[Alarm]:
         if self.limit_bytes is None:
             return []
         now = median([record["memory_bytes"] for record in block.attempts])
@@ -135,7 +172,7 @@ class Memory:
 
 
 @dataclass
-class Settings:
+class SettingsDetector:
     """Per step: the learning rate against its plan, the loss scale against its past, the two clocks."""
 
     guard: GuardSpec

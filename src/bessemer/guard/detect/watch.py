@@ -10,13 +10,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from bessemer.guard.detect.alarm import Alarm, Severity, alarm, fires
-from bessemer.guard.detect.block import BLOCK, Block, Record
-from bessemer.guard.detect.curve import Oscillation, Overfitting, Plateau
-from bessemer.guard.detect.gap import PlanGap
-from bessemer.guard.detect.layers import Looks
-from bessemer.guard.detect.losses import Divergence, Gradient, Spike
-from bessemer.guard.detect.machine import Memory, Settings, Speed
+from bessemer.guard.detect.alarm import BLOCK, Alarm, Record, Severity, StepBlock, alarm, fires
+from bessemer.guard.detect.layers import LayerDetector
+from bessemer.guard.detect.losses import (
+    DivergenceDetector,
+    GradientDetector,
+    OscillationDetector,
+    OverfittingDetector,
+    PlateauDetector,
+    SpikeDetector,
+)
+from bessemer.guard.detect.machine import MemoryDetector, PlanGapDetector, SettingsDetector, SpeedDetector
 from bessemer.spec.guard import GuardSpec
 
 KEPT = (
@@ -26,7 +30,7 @@ SEARCH = 4  # times as many overflows of fp16 in a row: from 65,536 down to 1 a 
 FIXED = ("guard", "key", "limit_bytes", "total_steps", "hosts")  # of a detector, from the spec and the machine
 
 
-class Watch:
+class Detectors:
     """`memory_limit_bytes` is what the device (or host, on a CPU) has; None leaves memory unwatched. `hosts` are those
     of the ranks, where there are several."""
 
@@ -34,7 +38,7 @@ class Watch:
         self, spec: GuardSpec, memory_limit_bytes: int | None, total_steps: int, hosts: Sequence[str] = ()
     ) -> None:
         self.hosts = list(hosts)
-        self.gap: PlanGap | None = None  # where there is something to compare with
+        self.gap: PlanGapDetector | None = None  # where there is something to compare with
         self.spec, self.memory_limit_bytes, self.total_steps = spec, memory_limit_bytes, total_steps
         self._begin()
 
@@ -43,11 +47,19 @@ class Watch:
         self._nonfinite = 0  # in a row
         self._active: dict[str, int] = {}
         self._attempts: list[Record] = []  # finite steps since the last evaluation
-        self.settings, self.overfitting, self.looks = Settings(spec), Overfitting(spec), Looks(spec)
-        self.spike, self.grad_spike = Spike(spec, "loss"), Spike(spec, "grad_norm")
-        self.divergence, self.gradient, self.oscillation = Divergence(spec), Gradient(spec), Oscillation(spec)
-        self.plateau, self.speed = Plateau(spec, self.total_steps), Speed(spec, self.hosts)
-        self.memory = Memory(spec, self.memory_limit_bytes, self.total_steps)
+        self.settings, self.overfitting, self.looks = (
+            SettingsDetector(spec),
+            OverfittingDetector(spec),
+            LayerDetector(spec),
+        )
+        self.spike, self.grad_spike = SpikeDetector(spec, "loss"), SpikeDetector(spec, "grad_norm")
+        self.divergence, self.gradient, self.oscillation = (
+            DivergenceDetector(spec),
+            GradientDetector(spec),
+            OscillationDetector(spec),
+        )
+        self.plateau, self.speed = PlateauDetector(spec, self.total_steps), SpeedDetector(spec, self.hosts)
+        self.memory = MemoryDetector(spec, self.memory_limit_bytes, self.total_steps)
 
     def step(self, record: Record, clocks: tuple[float, float] | None = None) -> list[Alarm]:
         """Once per attempted step, in order. `clocks` are time.time() and time.monotonic()."""
@@ -76,7 +88,7 @@ class Watch:
         return alarm("nonfinite", record["step"], severity, symptom, 1.0, which=which, in_a_row=self._nonfinite)
 
     def _evaluate(self) -> list[Alarm]:
-        block, self._attempts = Block(self._attempts), []
+        block, self._attempts = StepBlock(self._attempts), []
         fires(self._active, "nonfinite", False, 1)
         return [
             *self.gradient.block(block), *self.spike.block(block), *self.grad_spike.block(block),
@@ -89,7 +101,7 @@ class Watch:
         return self.overfitting.validation(record, self.divergence.level())
 
     def inside(self, step: int, look: dict[str, Any]) -> list[Alarm]:
-        """With what `Inside` saw at a step."""
+        """With what `LayerStats` saw at a step."""
         return self.looks.look(step, look, self.settings.lr or 0.0)
 
     def reopen(self, reason: str) -> None:

@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bessemer.errors import UserError
-from bessemer.launch.emit.emitted import Emitted, write_files
-from bessemer.launch.emit.ledger import Ledger
+from bessemer.launch.emit.resolve import EmittedFiles, KeyLedger, write_files
 
 if TYPE_CHECKING:
-    from bessemer.launch.emit.resolve import Resolved
+    from bessemer.launch.emit.resolve import ResolvedRun
     from bessemer.spec.schema import RunSpec
 
-__all__ = ["FRAMEWORKS", "Emitted", "emit", "write_files"]
+__all__ = ["FRAMEWORKS", "EmittedFiles", "emit", "write_files"]
 
 FRAMEWORKS = ("accelerate", "deepspeed", "megatron", "torchtitan", "axolotl")
 
 
-def emit(framework: str, spec: RunSpec, folder: str | Path = "", processes: int | None = None) -> Emitted:
+def emit(framework: str, spec: RunSpec, folder: str | Path = "", processes: int | None = None) -> EmittedFiles:
     """The files of a run for one framework, to be written to `folder` (default: `NAME-FRAMEWORK`).
 
     Prepares the spec's data if that has not been done, as training would, and decides what is `auto`. `processes`
@@ -36,10 +35,10 @@ def emit(framework: str, spec: RunSpec, folder: str | Path = "", processes: int 
     return render(framework, resolve(spec, Path(folder or f"{spec.name}-{framework}"), processes))
 
 
-def render(framework: str, run: Resolved) -> Emitted:
+def render(framework: str, run: ResolvedRun) -> EmittedFiles:
     """The files of a run that is decided already; costs nothing."""
-    ledger = Ledger(run.spec, framework)
-    made: Emitted = import_module(f"bessemer.launch.emit.{framework}").write(run, ledger)
+    ledger = KeyLedger(run.spec, framework)
+    made: EmittedFiles = import_module(f"bessemer.launch.emit.{framework}").write(run, ledger)
     lines = "".join(f"- {note}\n" for note in made.notes)
     told = f"# {run.spec.name} for {framework}\n\n```\n{made.command}\n```\n\nWhat is different there:\n\n{lines}"
-    return Emitted(run.shared_files() | made.files | {"NOTES.md": told}, made.command, made.notes)
+    return EmittedFiles(run.shared_files() | made.files | {"NOTES.md": told}, made.command, made.notes)

@@ -10,9 +10,7 @@ import json
 from typing import Any
 
 from bessemer.export.hf import choose_family
-from bessemer.launch.emit.emitted import Emitted, comments, first_weights, script
-from bessemer.launch.emit.ledger import Ledger
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import EmittedFiles, KeyLedger, ResolvedRun, comments, first_weights, script
 
 # Optimizers that torch has, by the names of the spec.
 TORCH = {
@@ -26,7 +24,7 @@ OUR_DATA = ("data", "tokenizer", "seed", "budget.tokens", "budget.steps", "budge
 SCHEDULE = ("schedule", "optimizer.lr", "optimizer.clip")
 
 
-def write(run: Resolved, ledger: Ledger) -> Emitted:
+def write(run: ResolvedRun, ledger: KeyLedger) -> EmittedFiles:
     """accelerate.yaml, train.py and the numbers that train.py reads."""
     cover_transformers(run, ledger)
     ledger.covers(*OUR_DATA, *SCHEDULE, "budget.batch_changes", "parallel.device", "compile")
@@ -47,10 +45,10 @@ def write(run: Resolved, ledger: Ledger) -> Emitted:
         "train.py": script("train_accelerate.py"),
     }
     start = f"accelerate launch --config_file {run.folder}/accelerate.yaml {run.folder}/train.py"
-    return Emitted(files, f"{first_weights(run.folder)} && {start}", notes)
+    return EmittedFiles(files, f"{first_weights(run.folder)} && {start}", notes)
 
 
-def cover_transformers(run: Resolved, ledger: Ledger) -> None:
+def cover_transformers(run: ResolvedRun, ledger: KeyLedger) -> None:
     """The model is exported whole, or refused; what is only training of its experts stays behind."""
     choose_family(run.shape, None)
     ledger.covers("model")
@@ -60,7 +58,7 @@ def cover_transformers(run: Resolved, ledger: Ledger) -> None:
         ledger.differs("model.moe", "experts: balance, router_z, bias_rate and capacity are not trained with")
 
 
-def torch_optimizer(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def torch_optimizer(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     """The class in torch.optim with its settings; AdamW, and a note, where torch has none that is like ours."""
     asked = run.spec.optimizer
     if asked.name not in TORCH:
@@ -72,7 +70,7 @@ def torch_optimizer(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     return {"class": TORCH[asked.name], **asked.settings(), **more}
 
 
-def recomputed(run: Resolved, ledger: Ledger) -> bool:
+def recomputed(run: ResolvedRun, ledger: KeyLedger) -> bool:
     """Whether whole layers are computed again, which is all that transformers can."""
     kept = run.plan.activations
     ledger.covers("memory.activations")
@@ -81,7 +79,7 @@ def recomputed(run: Resolved, ledger: Ledger) -> bool:
     return kept != "none"
 
 
-def mixed_precision(run: Resolved, ledger: Ledger) -> str:
+def mixed_precision(run: ResolvedRun, ledger: KeyLedger) -> str:
     """no, bf16 or fp16."""
     precision = run.plan.precision
     ledger.covers("precision")
@@ -92,7 +90,7 @@ def mixed_precision(run: Resolved, ledger: Ledger) -> str:
     return {"fp32": "no", "tf32": "no", "fp16": "fp16"}.get(precision, "bf16")
 
 
-def _config(run: Resolved, ledger: Ledger) -> list[str]:
+def _config(run: ResolvedRun, ledger: KeyLedger) -> list[str]:
     """The lines of accelerate.yaml."""
     cpu, sharded = run.device == "cpu", run.degree("dp_shard") > 1
     if sharded and cpu:

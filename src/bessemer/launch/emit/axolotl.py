@@ -11,9 +11,7 @@ import yaml
 
 from bessemer.data.read import list_files
 from bessemer.launch.emit.accelerate import cover_transformers, mixed_precision, recomputed
-from bessemer.launch.emit.emitted import Emitted, comments, first_weights
-from bessemer.launch.emit.ledger import Ledger
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import EmittedFiles, KeyLedger, ResolvedRun, comments, first_weights
 
 READERS = {"jsonl": "json", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "text": "text"}
 OPTIMIZERS = {
@@ -22,7 +20,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-def write(run: Resolved, ledger: Ledger) -> Emitted:
+def write(run: ResolvedRun, ledger: KeyLedger) -> EmittedFiles:
     """axolotl.yaml."""
     cover_transformers(run, ledger)
     ledger.covers("tokenizer", "seed", "start_from", "data.context", "compile")
@@ -45,10 +43,10 @@ def write(run: Resolved, ledger: Ledger) -> Emitted:
     start = f"axolotl train {run.folder}/axolotl.yaml"
     if run.ranks > 1:
         start += f" --launcher torchrun -- --nproc-per-node {min(run.world, 8)}"
-    return Emitted({"axolotl.yaml": text + comments(notes)}, f"{first_weights(run.folder)} && {start}", notes)
+    return EmittedFiles({"axolotl.yaml": text + comments(notes)}, f"{first_weights(run.folder)} && {start}", notes)
 
 
-def _data(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _data(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     """Files by source. A mixture is not expressed: axolotl puts its datasets end to end and shuffles."""
     found = []
     for name, source in run.spec.data.sources.items():
@@ -77,7 +75,7 @@ def _data(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def _batches(run: Resolved) -> dict[str, Any]:
+def _batches(run: ResolvedRun) -> dict[str, Any]:
     batches = run.batches()
     return {
         "sequence_len": run.plan.context, "sample_packing": True, "pad_to_sequence_len": True,
@@ -86,7 +84,7 @@ def _batches(run: Resolved) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _optimizer(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _optimizer(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     asked, plan, settings = run.spec.optimizer, run.plan, run.spec.optimizer.settings()
     ledger.covers("schedule", "optimizer.lr", "optimizer.clip", "optimizer.weight_decay")
     name = OPTIMIZERS.get(asked.name)
@@ -116,7 +114,7 @@ def _optimizer(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     return said
 
 
-def _memory(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _memory(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     half = mixed_precision(run, ledger)
     said: dict[str, Any] = {"bf16": half == "bf16", "fp16": half == "fp16", "tf32": run.plan.precision == "tf32"}
     said["gradient_checkpointing"] = recomputed(run, ledger)
@@ -125,7 +123,7 @@ def _memory(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     return said | {"torch_compile": run.plan.compiled, "attn_implementation": "sdpa"}
 
 
-def _layout(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _layout(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     ledger.covers(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "cp")))
     if run.device != "cuda":
         ledger.differs("parallel.device", f"{run.device}: axolotl takes the GPUs it finds")
@@ -146,7 +144,7 @@ def _layout(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     return said
 
 
-def _saves(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _saves(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     ledger.covers("checkpoint.every", "checkpoint.keep_last", "evaluate.every")
     said = {
         "output_dir": str(run.folder.absolute() / "trained"), "save_steps": run.save_steps(),

@@ -11,14 +11,12 @@ import json
 from typing import Any
 
 from bessemer.launch.emit.accelerate import OUR_DATA, SCHEDULE, TORCH, cover_transformers, recomputed
-from bessemer.launch.emit.emitted import Emitted, first_weights, script
-from bessemer.launch.emit.ledger import Ledger
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import EmittedFiles, KeyLedger, ResolvedRun, first_weights, script
 
 NAMES = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion"}  # DeepSpeed's own; others go by torch's names
 
 
-def write(run: Resolved, ledger: Ledger) -> Emitted:
+def write(run: ResolvedRun, ledger: KeyLedger) -> EmittedFiles:
     cover_transformers(run, ledger)
     ledger.covers(*OUR_DATA, *SCHEDULE, "parallel.device", "parallel.dp_replicate", "parallel.dp_shard")
     ledger.covers("checkpoint.every")
@@ -39,10 +37,10 @@ def write(run: Resolved, ledger: Ledger) -> Emitted:
     start = f"deepspeed --num_gpus {run.ranks} {run.folder}/train.py"
     if run.device == "cpu":
         start = f"DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node {run.ranks} {run.folder}/train.py"
-    return Emitted(files, f"{first_weights(run.folder)} && {start}", ledger.notes())
+    return EmittedFiles(files, f"{first_weights(run.folder)} && {start}", ledger.notes())
 
 
-def ds_config(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def ds_config(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     """The configuration as DeepSpeed reads it. train_batch_size = micro x accumulation x ranks."""
     batches, precision = run.batches(), run.plan.precision
     ledger.covers("precision")
@@ -81,7 +79,7 @@ def ds_config(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     return config
 
 
-def _optimizer(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _optimizer(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     asked = run.spec.optimizer
     settings = dict(asked.settings())
     name = NAMES.get(asked.name) or TORCH.get(asked.name)
@@ -93,7 +91,7 @@ def _optimizer(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     return {"type": name, "params": {"lr": run.plan.peak_lr, **settings}}
 
 
-def _scheduler(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _scheduler(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     plan, asked = run.plan, run.spec.schedule
     # One less: DeepSpeed counts updates from one, and our last update has the lowest rate.
     total, warmup = max(2, plan.total_steps - 1), max(2, plan.warmup_steps)
@@ -110,7 +108,7 @@ def _scheduler(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     return {"type": "WarmupDecayLR", "params": {"total_num_steps": total, **rates}}
 
 
-def _zero(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _zero(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     """The stage and its buckets: what is asked of the engine. Where it is torch's, divided replicas are stage 3; plain
     ones share out the optimizer's state, stage 1."""
     parallel, width = run.spec.parallel, run.shape.width

@@ -15,25 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bessemer.data.bans import banned_documents
-from bessemer.data.exclude import read_exclusions
 from bessemer.data.prepare import open_prepared
-from bessemer.data.steps import Segment
-from bessemer.data.stream import Batch, BatchStream
+from bessemer.data.stream.batches import Batch, BatchStream
+from bessemer.data.stream.exclusions import banned_documents, read_exclusions
+from bessemer.data.stream.order import Segment
 from bessemer.errors import UserError
-from bessemer.model.sight import Sight
+from bessemer.model.attention_mask import AttentionMask
 from bessemer.optim.schedule import Schedule
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
+from bessemer.session.data import Data, build_stream, make_rows, open_data
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.supervise.data import Data, open_data
-from bessemer.supervise.feed import build_stream, make_rows
 
 
 @dataclass
-class Micro:
+class MicroBatch:
     """A micro-batch on its device. `inputs` are keyword arguments of a causal language model of transformers."""
 
     inputs: dict[str, Any]
@@ -66,17 +64,17 @@ class EmittedRun:
 
     def micro_batches(
         self, step: int, rank: int, ranks: int, device: torch.device | str, rows: int | None = None
-    ) -> list[Micro]:
+    ) -> list[MicroBatch]:
         """The rank's part of a step, in micro-batches of so many rows (default: as planned); as many on every rank."""
         rows = rows or min(self.plan.micro_rows, -(-self.stream.steps.rows(step) // ranks))
         return [self._micro(batch, device) for batch in self.stream.micro_batches(step, rows, rank, ranks)]
 
-    def _micro(self, batch: Batch, device: torch.device | str) -> Micro:
+    def _micro(self, batch: Batch, device: torch.device | str) -> MicroBatch:
         tokens, targets, weights = (
             torch.from_numpy(part).to(device) for part in (batch.tokens, batch.targets, batch.weights)
         )
         apart = not self.spec.data.cross_documents and not batch.single_document
-        sight = Sight(torch.from_numpy(batch.documents).to(device) if apart else None)
+        sight = AttentionMask(torch.from_numpy(batch.documents).to(device) if apart else None)
         T, windows = tokens.shape[1], sorted({self.shape.window(layer) for layer in range(self.shape.layers)})
         masks = [None if sight.plain(w, T) else sight.mask(w, T, T, tokens.device) for w in windows]
         # Models with both kinds of layers take a mask for each kind.
@@ -85,7 +83,7 @@ class EmittedRun:
             "input_ids": tokens, "attention_mask": both if len(masks) > 1 else masks[0],
             "position_ids": sight.positions(0, T, tokens.device).expand_as(tokens),
         }  # fmt: skip
-        return Micro(inputs, targets, weights)
+        return MicroBatch(inputs, targets, weights)
 
 
 def open_emitted(folder: str | Path) -> EmittedRun:

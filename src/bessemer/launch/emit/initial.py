@@ -11,16 +11,15 @@ import shutil
 import sys
 from pathlib import Path
 
-from bessemer.checkpoint.manifest import Damaged
-from bessemer.checkpoint.shelf import Shelf
+from bessemer.checkpoint.manifest import DamagedCheckpoint
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import stream_model
 from bessemer.errors import UserError
-from bessemer.export.hf import to_hf
-from bessemer.export.source import open_native
+from bessemer.export.hf import open_native, to_hf
 from bessemer.model.transformer import build
+from bessemer.session.start import load_source, open_source
 from bessemer.spec.load import load_spec
 from bessemer.spec.shape import ModelShape
-from bessemer.supervise.start import load_source, open_source
 
 NAME = "model"
 
@@ -40,8 +39,8 @@ def write_initial(folder: str | Path) -> Path:
     if spec.start_from:
         weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
         try:
-            Shelf(Path(spec.start_from).parent).load(Path(spec.start_from), weights)
-        except Damaged as error:
+            CheckpointStore(Path(spec.start_from).parent).load(Path(spec.start_from), weights)
+        except DamagedCheckpoint as error:
             raise UserError(f"start_from: {error}") from None
     elif source:
         load_source(model, source)

@@ -10,9 +10,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from bessemer.launch.emit.emitted import Emitted, comments, first_weights
-from bessemer.launch.emit.ledger import Ledger
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import EmittedFiles, KeyLedger, ResolvedRun, comments, first_weights
 
 Argument = tuple[str, Any, str]  # flag, its value (None: it has none), what it corresponds to
 HOLDS = {
@@ -23,7 +21,7 @@ POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none", "rel
 ADAM = ("adamw", "adam")
 
 
-def write(run: Resolved, ledger: Ledger) -> Emitted:
+def write(run: ResolvedRun, ledger: KeyLedger) -> EmittedFiles:
     """megatron.sh, which ends by starting torchrun with all the arguments."""
     groups = {
         "The network": list(_network(run, ledger)),
@@ -44,10 +42,10 @@ def write(run: Resolved, ledger: Ledger) -> Emitted:
     nodes = 'torchrun --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}"'
     lines.append(f")\n{nodes} \\\n  --nproc-per-node {min(run.world, 8)} pretrain_gpt.py" + ' "${arguments[@]}"\n')
     start = f"{first_weights(run.folder)} && bash {run.folder}/megatron.sh"
-    return Emitted({"megatron.sh": "".join(lines) + comments(notes)}, start, notes)
+    return EmittedFiles({"megatron.sh": "".join(lines) + comments(notes)}, start, notes)
 
 
-def _network(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
+def _network(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
     shape, holds = run.shape, set(HOLDS)
     yield "--num-layers", shape.layers, "model.layers"
     yield "--hidden-size", shape.width, "model.width"
@@ -108,7 +106,7 @@ def _network(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
             ledger.differs(key, how)
 
 
-def _rope(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
+def _rope(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
     rope = run.shape.rope
     yield "--rotary-base", int(rope.theta), "model.rope.theta"
     yield "--rotary-percent", rope.share, "model.rope.share"
@@ -121,7 +119,7 @@ def _rope(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
         ledger.differs("model.rope", f"{rope.scaling} x{rope.factor:g} has no argument: positions are not stretched")
 
 
-def _experts(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
+def _experts(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
     moe = run.shape.moe
     if moe is None:
         return
@@ -152,7 +150,7 @@ def _experts(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
     yield "--expert-model-parallel-size", run.degree("ep"), "parallel.ep"
 
 
-def _batches(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
+def _batches(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
     batches = run.batches()
     yield "--seq-length", run.plan.context, "data.context"
     yield "--micro-batch-size", batches.micro, "budget.micro_batch"
@@ -164,7 +162,7 @@ def _batches(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
         ledger.covers("budget.stop.time")
 
 
-def _optimizer(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
+def _optimizer(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
     asked, plan, settings = run.spec.optimizer, run.plan, run.spec.optimizer.settings()
     ledger.covers("schedule", "optimizer.lr", "optimizer.clip", "optimizer.weight_decay")
     yield "--optimizer", "sgd" if asked.name == "sgd" else "adam", "adam is AdamW there"
@@ -193,7 +191,7 @@ def _optimizer(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
     ledger.differs("schedule.warmup", f"{plan.warmup_steps} steps: Megatron's reaches the peak one iteration later")
 
 
-def _memory(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
+def _memory(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
     precision, kept = run.plan.precision, run.plan.activations
     ledger.covers("precision", "loss_scale", "memory.activations", "memory.offload_optimizer")
     if precision in ("bf16", "fp16"):
@@ -219,7 +217,7 @@ def _memory(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
         yield "--optimizer-cpu-offload", None, "memory.offload_optimizer"
 
 
-def _layout(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
+def _layout(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
     ledger.covers(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "device")))
     yield "--tensor-model-parallel-size", run.degree("tp"), "parallel.tp"
     yield "--pipeline-model-parallel-size", run.degree("pp"), "parallel.pp"
@@ -235,7 +233,7 @@ def _layout(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
         ledger.differs("parallel.device", "Megatron-LM trains on GPUs only")
 
 
-def _data(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
+def _data(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
     spec = run.spec.data
     mixture = run.plan.mixtures[0][1]
     parts = []
@@ -264,7 +262,7 @@ def _data(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
 FIELDS = ("format", "text_field", "id_field", "url_field", "messages_field", "include", "exclude", "storage", "domain")
 
 
-def _saves(run: Resolved, ledger: Ledger) -> Iterator[Argument]:
+def _saves(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
     ledger.covers("checkpoint.every", "checkpoint.asynchronous")
     yield "--save", run.folder.absolute() / "checkpoints", ""
     yield "--load", run.folder.absolute() / "checkpoints", "goes on where it stopped"

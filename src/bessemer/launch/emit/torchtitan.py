@@ -10,15 +10,13 @@ import json
 from typing import Any
 
 from bessemer.launch.emit.accelerate import OUR_DATA, SCHEDULE
-from bessemer.launch.emit.emitted import Emitted, comments, first_weights, script
-from bessemer.launch.emit.ledger import Ledger
-from bessemer.launch.emit.resolve import Resolved
+from bessemer.launch.emit.resolve import EmittedFiles, KeyLedger, ResolvedRun, comments, first_weights, script
 from bessemer.spec.shape import Rope
 
 HOLDS = {"vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "norm_eps", "max_positions"}
 
 
-def write(run: Resolved, ledger: Ledger) -> Emitted:
+def write(run: ResolvedRun, ledger: KeyLedger) -> EmittedFiles:
     """titan.toml, the sizes, and bessemer_titan.py, which has to be importable."""
     flavour = _flavour(run, ledger)
     sections = _config(run, ledger)
@@ -35,10 +33,10 @@ def write(run: Resolved, ledger: Ledger) -> Emitted:
     }
     start = f"torchrun --nproc-per-node {min(run.world, 8)} -m torchtitan.train --job.config_file"
     start = f"PYTHONPATH={run.folder}:$PYTHONPATH {start} {run.folder}/titan.toml"
-    return Emitted(files, f"{first_weights(run.folder)} && {start}", notes)
+    return EmittedFiles(files, f"{first_weights(run.folder)} && {start}", notes)
 
 
-def _flavour(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _flavour(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     """Arguments of torchtitan's Qwen3 network."""
     shape, holds = run.shape, set(HOLDS)
     if shape.qk_norm in ("none", "head"):
@@ -63,7 +61,7 @@ def _flavour(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _config(run: Resolved, ledger: Ledger) -> dict[str, dict[str, Any]]:
+def _config(run: ResolvedRun, ledger: KeyLedger) -> dict[str, dict[str, Any]]:
     plan, spec, batches = run.plan, run.spec, run.batches()
     ledger.covers(
         *OUR_DATA, *SCHEDULE, "compile", "checkpoint.every", "checkpoint.keep_last", "checkpoint.asynchronous"
@@ -98,7 +96,7 @@ def _config(run: Resolved, ledger: Ledger) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _schedule(run: Resolved) -> dict[str, Any]:
+def _schedule(run: ResolvedRun) -> dict[str, Any]:
     warmup, asked = run.plan.warmup_steps, run.spec.schedule
     if asked.kind == "constant":
         return {"warmup_steps": warmup, "decay_ratio": 0.0}
@@ -107,7 +105,7 @@ def _schedule(run: Resolved) -> dict[str, Any]:
     return {"warmup_steps": warmup, "total_steps": total, "decay_type": asked.kind, "min_lr_factor": asked.floor}
 
 
-def _optimizer(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _optimizer(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     asked, settings = run.spec.optimizer, run.spec.optimizer.settings()
     if asked.name not in ("adamw", "adam"):
         ledger.differs("optimizer.name", f"{asked.name} is not there: AdamW with its usual settings stands in")
@@ -123,19 +121,19 @@ def _optimizer(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _early(run: Resolved, ledger: Ledger) -> bool:
+def _early(run: ResolvedRun, ledger: KeyLedger) -> bool:
     ledger.covers("memory.update")
     return run.spec.memory.update == "in_backward"
 
 
-def _offload(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _offload(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     if not run.spec.memory.offload_optimizer:
         return {}
     ledger.differs("memory.offload_optimizer", "weights and gradients go to the host along with the moments")
     return {"enable_cpu_offload": True}
 
 
-def _converters(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _converters(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     ledger.covers("precision")
     precision = run.plan.precision
     if precision in ("fp16", "tf32"):
@@ -148,7 +146,7 @@ def _converters(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     return {}
 
 
-def _recompute(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _recompute(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     kept = run.plan.activations
     ledger.covers("memory.activations")
     if isinstance(kept, float):
@@ -159,7 +157,7 @@ def _recompute(run: Resolved, ledger: Ledger) -> dict[str, Any]:
     return {"mode": kept}
 
 
-def _parallelism(run: Resolved, ledger: Ledger) -> dict[str, Any]:
+def _parallelism(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     ledger.covers(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "device")))
     return {
         "data_parallel_replicate_degree": run.replicas, "data_parallel_shard_degree": run.degree("dp_shard"),

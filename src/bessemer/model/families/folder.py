@@ -2,6 +2,18 @@
 
 Weights come from safetensors alone. A folder is refused before the first tensor is read if its files contradict each
 other (here) or do not fit the model that its config describes (`check_tensors`).
+
+Weights from a Hugging Face folder into a model and back, one piece at a time.
+
+Besides the model only one piece is in memory, so a checkpoint of any size passes. A folder that does not fit the model
+is refused, tensors by name, before the first of them is read.
+
+The Hugging Face folder that a model came from: its conventions and the files that an export gives back.
+
+A run that starts from `model.hf` keeps copies of them in RUN/hf, so that it stays whole when the folder moves.
+
+Files of a bare model, without a head: the first files of GPT-2 and BLOOM are such, and everything that transformers'
+`AutoModel` saves. Their names lack the first part, which the class with the head puts before all others.
 """
 
 from __future__ import annotations
@@ -10,17 +22,22 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bessemer.errors import UserError
+from bessemer.model.families.family import Family
+from bessemer.spec.load import load_spec
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -212,3 +229,128 @@ def _wrong_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
     if len(found) == 2 and found[1:] == expected[1:] and re.search(r"emb|wte|head|shared", name):
         reason = f" (another vocabulary: set vocab_size to {found[0]})"
     return f"{name!r} is {found} and not {expected}{reason}"
+
+
+Progress = Callable[[int, int], None]  # tensors done, and of how many
+
+
+def theirs(tensor_of: Callable[[str], Tensor], shape: ModelShape, family: Family) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as the family's files hold them, made from ours by name, in the order of the pieces."""
+    for piece in family.pieces(shape):
+        found = piece.to_theirs([tensor_of(name).detach() for name in piece.ours])
+        yield from zip(piece.theirs, found, strict=True)
+
+
+def ours(folder: Folder, shape: ModelShape, family: Family) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors by name, in the folder's types. The folder is one that `check_folder` accepts."""
+    for piece in family.pieces(shape):
+        yield from zip(piece.ours, piece.to_ours([folder.read(name) for name in piece.theirs]), strict=True)
+
+
+def expected_shapes(model: nn.Module, family: Family) -> dict[str, tuple[int, ...]]:
+    """Their tensors by name, as a file should hold them: the pieces applied to tensors without data."""
+    blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in theirs(blank.__getitem__, _shape(model), family)}
+
+
+def check_folder(model: nn.Module, folder: Folder, family: Family) -> None:
+    """UserError unless the folder holds the tensors of this model. The model may be on the meta device."""
+    shape = _shape(model)
+    complete_names(folder, shape, family)
+    # An untied model has a head of its own: so we know what a tied one's would be called.
+    loose = {piece.ours: piece.theirs for piece in family.pieces(replace(shape, tied=False))}
+    heads = set(loose.get(("head.weight",), ()))
+    check_tensors(folder.tensors, expected_shapes(model, family), heads, folder.path, "|".join(family.ignored) or "^$")
+    if shape.tied:
+        for head in heads:
+            folder.check_tied(head, *loose["embedding.weight",])
+
+
+def load_weights(model: nn.Module, folder: Folder, family: Family, progress: Progress | None = None) -> None:
+    """Fill a model, which has memory already (`to_empty`), in its own types."""
+    check_folder(model, folder, family)
+    empty, total = model.state_dict(), len(model.state_dict())
+    with torch.no_grad():
+        for name, tensor in ours(folder, _shape(model), family):
+            empty.pop(name).copy_(tensor)
+            if progress is not None:
+                progress(total - len(empty), total)
+    assert not empty, f"no piece of {family.name} fills {sorted(empty)}"
+
+
+def _shape(model: nn.Module) -> ModelShape:
+    shape = model.shape
+    assert isinstance(shape, ModelShape)
+    return shape
+
+
+COPIES = "hf"  # in a run's folder
+
+
+@dataclass(frozen=True)
+class Origin:
+    """`own_tokenizer`: the model still has the folder's tokenizer, perhaps with more tokens. `copied`: the folder is
+    the model's own place, not one that a run was started from."""
+
+    folder: Folder
+    own_tokenizer: bool
+    copied: bool = False
+
+
+def find_origin(place: Path, depth: int = 8) -> Origin | None:
+    """Of a run, an import or a Hugging Face folder. None for a run from random weights, and for one made by an older
+    version whose folder is gone."""
+    if (place / "config.json").is_file():
+        return Origin(Folder(place), True, copied=True)
+    if (place / COPIES / "config.json").is_file():
+        copies = Folder(place / COPIES)
+        return Origin(copies, bool(copies.tokenizer_files))
+    if not (place / "spec.yaml").is_file() or not depth:
+        return None
+    return _of_spec(load_spec(place / "spec.yaml"), depth)
+
+
+def _of_spec(spec: RunSpec, depth: int = 8) -> Origin | None:
+    if spec.model.hf is not None:
+        try:
+            folder = Folder(spec.model.hf)
+        except UserError:  # moved since
+            return None
+        path = spec.tokenizer.path
+        return Origin(folder, path is None or Path(path).resolve().parent == folder.path.resolve())
+    if spec.start_from is not None:
+        parents = Path(spec.start_from).parents
+        places = [place for place in parents[:2] if (place / "model.json").is_file()]
+        return find_origin(places[0], depth - 1) if places else None
+    return None
+
+
+def keep_origin(run: Path, spec: RunSpec) -> None:
+    """Copy the small files of the folder that the run starts from, unless that was done before."""
+    origin = None if (run / COPIES).exists() else _of_spec(spec)
+    if origin is None:
+        return
+    with told(run / COPIES, "written"):
+        partial = run / f".{COPIES}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        files = {"config.json": origin.folder.path / "config.json"}
+        if origin.own_tokenizer:
+            files |= origin.folder.tokenizer_files
+            if origin.folder.generation_config is not None:
+                files["generation_config.json"] = origin.folder.path / "generation_config.json"
+        for name, path in files.items():
+            (partial / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, partial / name)
+        partial.rename(run / COPIES)
+
+
+def complete_names(folder: Folder, shape: ModelShape, family: Family) -> None:
+    """Put that part (`transformer.`, `model.`) before the names of such a folder; another is left as it is."""
+    pieces = list(family.pieces(replace(shape, tied=False)))
+    for embedding in (piece.theirs[0] for piece in pieces if piece.ours == ("embedding.weight",)):
+        prefix, rest = embedding.split(".", 1)
+        if rest in folder.tensors and embedding not in folder.tensors:
+            whole = {name for piece in pieces for name in piece.theirs}
+            tensors = folder.tensors.items()
+            folder.tensors = {name if name in whole else f"{prefix}.{name}": info for name, info in tensors}

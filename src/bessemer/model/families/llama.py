@@ -1,6 +1,10 @@
 """Llama, Mistral, Qwen2 and Qwen3: one decoder that differs in biases, query-key norms and windows.
 
 What most decoders of Hugging Face share stands first, as functions: other families use them.
+
+OLMo 2: norms on what a branch adds, and on all queries and all keys at once.
+
+Phi-3 and Phi-4: a Llama with fused matrices and LongRoPE; small ones rotate a part of each head.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from bessemer.errors import UserError
-from bessemer.model.families.family import Config, Piece, activation, need, read_rope, refuse, same, write_rope
+from bessemer.model.families.family import Config, Piece, activation, joined, need, read_rope, refuse, same, write_rope
 from bessemer.spec.shape import Activation, ModelShape
 
 ACTIVATIONS: dict[Activation, str] = {
@@ -163,3 +167,75 @@ MISTRAL = Llama(
 )  # fmt: skip
 QWEN2 = Llama("qwen2", ("Qwen2ForCausalLM",), biases="qkv", windows="some", defaults=_QWEN)
 QWEN3 = Llama("qwen3", ("Qwen3ForCausalLM",), head_norm=True, windows="some", defaults=_QWEN | {"head_dim": 128})
+
+
+@dataclass(frozen=True)
+class Olmo2:
+    name: str = "olmo2"
+    architectures: tuple[str, ...] = ("Olmo2ForCausalLM",)
+    ignored: tuple[str, ...] = ()
+
+    def shape(self, config: Config) -> ModelShape:
+        said = {**DEFAULTS, "rms_norm_eps": 1e-5, **config}
+        refuse(said, "clip_qkv")
+        biased = bool(said["attention_bias"])
+        return replace(read_dense(said), norm_place="branch", qk_norm="full", qkv_bias=biased, out_bias=biased)
+
+    def config(self, shape: ModelShape) -> dict[str, Any]:
+        return write_dense(shape, self.name, self.architectures[0]) | {"attention_bias": shape.qkv_bias}
+
+    def pieces(self, shape: ModelShape) -> Iterator[Piece]:
+        yield from ends(shape)
+        for i in range(shape.layers):
+            theirs, ours = f"model.layers.{i}", f"blocks.{i}"
+            yield from attention(shape, f"{theirs}.self_attn", f"{ours}.attention")
+            yield same(f"{theirs}.post_attention_layernorm.weight", f"{ours}.attention_out_norm.weight")
+            yield from feed_forward(shape, f"{theirs}.mlp", f"{ours}.ffn")
+            yield same(f"{theirs}.post_feedforward_layernorm.weight", f"{ours}.ffn_out_norm.weight")
+
+
+OLMO2 = Olmo2()
+
+
+@dataclass(frozen=True)
+class Phi3:
+    name: str = "phi3"
+    architectures: tuple[str, ...] = ("Phi3ForCausalLM",)
+    ignored: tuple[str, ...] = ()
+
+    def shape(self, config: Config) -> ModelShape:
+        said = {**DEFAULTS, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **config}
+        said.setdefault("original_max_position_embeddings", 4096)
+        for key in ("rope_scaling", "rope_parameters"):
+            stretch = said.get(key) or {}
+            if stretch.get("rope_type", stretch.get("type")) in ("su", "yarn"):  # the first files' words for it
+                said[key] = {**stretch, "rope_type": "longrope"}
+        refuse(said, "attention_bias", False, why="Phi-3 has none")
+        shape = replace(read_dense(said, partly_rotated=True), windows=(said.get("sliding_window") or 0,))
+        if shape.rope.scaling not in ("none", "longrope"):
+            raise UserError(f"config.json: rope scaling {shape.rope.scaling!r}: Phi-3 has only 'longrope'")
+        return shape
+
+    def config(self, shape: ModelShape) -> dict[str, Any]:
+        return write_dense(shape, self.name, self.architectures[0]) | {
+            # Here it counts for more than inside rope_scaling.
+            "original_max_position_embeddings": shape.rope.original or shape.max_positions,
+            "partial_rotary_factor": shape.rope.share, "sliding_window": shape.window(0) or None,
+        }  # fmt: skip
+
+    def pieces(self, shape: ModelShape) -> Iterator[Piece]:
+        yield from ends(shape)
+        kv_width = shape.kv_heads * shape.head_dim
+        for i in range(shape.layers):
+            theirs, ours = f"model.layers.{i}", f"blocks.{i}"
+            yield same(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
+            qkv = tuple(f"{ours}.attention.{name}.weight" for name in ("query", "key", "value"))
+            yield joined(f"{theirs}.self_attn.qkv_proj.weight", qkv, (shape.attention_width, kv_width, kv_width))
+            yield same(f"{theirs}.self_attn.o_proj.weight", f"{ours}.attention.out.weight")
+            yield same(f"{theirs}.post_attention_layernorm.weight", f"{ours}.ffn_norm.weight")
+            gate_up = f"{ours}.ffn.gate.weight", f"{ours}.ffn.up.weight"
+            yield joined(f"{theirs}.mlp.gate_up_proj.weight", gate_up, (shape.ffn, shape.ffn))
+            yield same(f"{theirs}.mlp.down_proj.weight", f"{ours}.ffn.down.weight")
+
+
+PHI3 = Phi3()

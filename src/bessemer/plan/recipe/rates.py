@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from bessemer.errors import UserError
-from bessemer.plan.recipe.answer import Answer, Basis
+from bessemer.plan.recipe.fine_tuning import Basis, RecipeAnswer
 from bessemer.spec.published import LARGEST, SMALLEST, SOURCE, published_batch, published_rate
 from bessemer.spec.quantity import human_count
 
@@ -50,7 +50,7 @@ def batch_laws(parameters: float, tokens: float) -> tuple[Law, ...]:
     )
 
 
-def learning_rate(parameters: float, tokens: float) -> Answer[float]:
+def learning_rate(parameters: float, tokens: float) -> RecipeAnswer[float]:
     """Peak learning rate of AdamW for a model from random weights."""
     _check(parameters, tokens)
     laws = rate_laws(parameters, tokens)
@@ -59,10 +59,10 @@ def learning_rate(parameters: float, tokens: float) -> Answer[float]:
     value = min(highest, max(lowest, middle.value))
     limited = "" if value == middle.value else f", kept between {lowest:g} and {highest:g}"
     reason = f"the middle of {_listed(laws)}{limited}"
-    return Answer(float(f"{value:.2g}"), reason, LAWS, _basis(laws, parameters))
+    return RecipeAnswer(float(f"{value:.2g}"), reason, LAWS, _basis(laws, parameters))
 
 
-def batch_tokens(parameters: float, tokens: float) -> Answer[int]:
+def batch_tokens(parameters: float, tokens: float) -> RecipeAnswer[int]:
     """Tokens in a batch, never more than a hundredth of the run: fewer than 100 steps teach little."""
     _check(parameters, tokens)
     laws = batch_laws(parameters, tokens)
@@ -70,10 +70,10 @@ def batch_tokens(parameters: float, tokens: float) -> Answer[int]:
     value = min(middle.value, tokens / 100)
     limited = ", at most a hundredth of the run" if value < middle.value else ""
     reason = f"the middle of {_listed(laws)}{limited}"
-    return Answer(max(1, round(value)), reason, LAWS, _basis(laws, parameters))
+    return RecipeAnswer(max(1, round(value)), reason, LAWS, _basis(laws, parameters))
 
 
-def batch_from_noise(noise_tokens: float, waste: float = 0.5) -> Answer[int]:
+def batch_from_noise(noise_tokens: float, waste: float = 0.5) -> RecipeAnswer[int]:
     """Tokens in a batch from the measured noise scale. A batch of B reads 1 + B / noise times the fewest tokens and
     takes 1 + noise / B times the fewest steps: `waste` is how much more text than the fewest may be read."""
     if not (noise_tokens > 0 and math.isfinite(noise_tokens)):
@@ -85,18 +85,20 @@ def batch_from_noise(noise_tokens: float, waste: float = 0.5) -> Answer[int]:
         f"a noise scale of {human_count(noise_tokens)} tokens: {waste:.0%} more text than the fewest, "
         f"{1 + 1 / waste:.2g} times the fewest steps"
     )
-    return Answer(max(1, round(batch)), reason, NOISE, "empirical at this scale")
+    return RecipeAnswer(max(1, round(batch)), reason, NOISE, "empirical at this scale")
 
 
-def rate_for_batch(rate: float, batch: float, other: float) -> Answer[float]:
+def rate_for_batch(rate: float, batch: float, other: float) -> RecipeAnswer[float]:
     """The learning rate of an adaptive optimizer when the batch changes: it follows the square root."""
     value = rate * math.sqrt(other / batch)
     reason = f"{rate:g} at {human_count(batch)} tokens, times the root of {other / batch:.3g}"
     basis: Basis = "established" if 1 / 8 <= other / batch <= 8 else "open question"
-    return Answer(value, reason, "Malladi et al. 2022, square-root scaling of Adam; holds below the noise scale", basis)
+    return RecipeAnswer(
+        value, reason, "Malladi et al. 2022, square-root scaling of Adam; holds below the noise scale", basis
+    )
 
 
-def warmup_steps(steps: int, beta2: float = 0.95) -> Answer[int]:
+def warmup_steps(steps: int, beta2: float = 0.95) -> RecipeAnswer[int]:
     """2 % of the run, at most 2,000 steps, and not fewer than the second moment needs to settle."""
     if steps < 1:
         raise UserError(f"steps: {steps} is no run: write at least 1")
@@ -107,7 +109,7 @@ def warmup_steps(steps: int, beta2: float = 0.95) -> Answer[int]:
     if value < wanted:
         reason += f", here held to a tenth of the run instead of {wanted}"
     source = "Ma and Yarats 2021, untuned warm-up; Llama 2 2023: 2,000 steps"
-    return Answer(value, reason, source, "established")
+    return RecipeAnswer(value, reason, source, "established")
 
 
 def _middle(laws: tuple[Law, ...]) -> Law:

@@ -1,7 +1,7 @@
 """The shape of a model for a size and a context: heads, KV heads, positions, width and depth, counted to within 2 %.
 
 The choices follow the models that others trained and measured; within them the one nearest to the size is taken, and
-`spec/count.py`, from which models are built, says what it comes to.
+`spec/shape.py`, from which models are built, says what it comes to.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bessemer.errors import UserError
-from bessemer.plan.recipe.answer import Answer
-from bessemer.plan.recipe.vocabulary import vocabulary
-from bessemer.spec.count import cache_bytes
+from bessemer.plan.recipe.fine_tuning import RecipeAnswer
+from bessemer.plan.recipe.tokens import vocabulary
 from bessemer.spec.published import rope_base_needed, rope_reach
 from bessemer.spec.quantity import human_bytes, human_count
-from bessemer.spec.shape import ModelShape, Rope
+from bessemer.spec.shape import ModelShape, Rope, cache_bytes
 
 TOLERANCE = 0.02
 SMALLEST, LARGEST = 1e6, 2e12
@@ -39,7 +38,7 @@ class Design:
 
     shape: ModelShape
     context: int
-    answers: dict[str, Answer[object]]
+    answers: dict[str, RecipeAnswer[object]]
 
     @property
     def parameters(self) -> int:
@@ -67,29 +66,29 @@ def design(parameters: float, context: int = 4096, vocab: int | None = None) -> 
             f"embedding alone has {human_count(words * shape.width)}: write a smaller vocabulary, or "
             f"{human_count(shape.parameters)} parameters"
         )
-    answers: dict[str, Answer[object]] = {
-        "model.width": Answer(
+    answers: dict[str, RecipeAnswer[object]] = {
+        "model.width": RecipeAnswer(
             shape.width,
             f"with {shape.layers} layers {shape.parameters:,} parameters, {off:+.2%} of what was asked",
-            "counted by spec/count.py",
+            "counted by spec/shape.py",
             "established",
         ),
-        "model.layers": Answer(
+        "model.layers": RecipeAnswer(
             shape.layers,
             f"width over layers {shape.width / shape.layers:.0f}; from 50 to 150 the loss hardly moves",
             "Kaplan et al. 2020, figure 5; Llama 3 2024",
             "established",
         ),
-        "model.heads": Answer(
+        "model.heads": RecipeAnswer(
             shape.heads, f"heads of {shape.head_dim}, as wide as attention kernels are fastest for", LLAMA_3,
             "established",
         ),
         "model.kv_heads": _kv_answer(shape, context),
-        "model.ffn": Answer(
+        "model.ffn": RecipeAnswer(
             shape.ffn, f"{shape.ffn / shape.width:.2f} of the width, a multiple of {_step(parameters)}",
             "Shazeer 2020, SwiGLU; Llama 2 and 3", "established",
         ),
-        "model.tied": Answer(
+        "model.tied": RecipeAnswer(
             shape.tied,
             f"the embedding is {words * shape.width / shape.parameters:.0%} of the parameters",
             "Llama 3.2 2024: 1B and 3B tied, 8B not", "empirical at this scale",
@@ -97,7 +96,7 @@ def design(parameters: float, context: int = 4096, vocab: int | None = None) -> 
         "model.rope": positions,
     }  # fmt: skip
     if wanted_vocab:
-        answers["tokenizer.vocab"] = Answer(words, wanted_vocab.reason, wanted_vocab.source, wanted_vocab.basis)
+        answers["tokenizer.vocab"] = RecipeAnswer(words, wanted_vocab.reason, wanted_vocab.source, wanted_vocab.basis)
     return Design(shape, context, answers)
 
 
@@ -133,7 +132,7 @@ def _nearest(parameters: float, vocab: int, rope: Rope) -> ModelShape:
     return min(found, key=lambda item: item[0])[1]
 
 
-def _positions(context: int) -> tuple[Rope, Answer[object]]:
+def _positions(context: int) -> tuple[Rope, RecipeAnswer[object]]:
     """The rotary base for the context. Beyond 8K the first training stays at 8K, and the base already suits the end."""
     needed = rope_base_needed(context)
     # Bases in use lie up to three times below the bound and work: Llama 2 has 1e4 at 4K.
@@ -146,17 +145,17 @@ def _positions(context: int) -> tuple[Rope, Answer[object]]:
             "context from the start multiplies the cost"
         )
     value = {"theta": theta, "reach": rope_reach(theta), "first_context": min(context, _SHORT)}
-    return Rope(theta=theta), Answer(value, reason, f"{XU}; {LLAMA_3}", "empirical at this scale")
+    return Rope(theta=theta), RecipeAnswer(value, reason, f"{XU}; {LLAMA_3}", "empirical at this scale")
 
 
-def _kv_answer(shape: ModelShape, context: int) -> Answer[object]:
+def _kv_answer(shape: ModelShape, context: int) -> RecipeAnswer[object]:
     kept = cache_bytes(shape, context)
     full = kept * shape.heads // shape.kv_heads
     reason = (
         f"{human_bytes(kept)} of cache for {context:,} tokens instead of {human_bytes(full)} with a KV head for each "
         "head"
     )
-    return Answer(shape.kv_heads, reason, "Ainslie et al. 2023, grouped-query attention: 8 groups lose little",
+    return RecipeAnswer(shape.kv_heads, reason, "Ainslie et al. 2023, grouped-query attention: 8 groups lose little",
                   "established")  # fmt: skip
 
 

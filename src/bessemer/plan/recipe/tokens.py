@@ -2,6 +2,8 @@
 
 L(N, D) = E + A / N^alpha + B / D^beta. The fit printed in 2022 as approach 3 asks for 93 tokens a parameter at
 Chinchilla's own budget; the replication of 2024 found the mistake, and its constants restore about 20.
+
+How many tokens a vocabulary should have: larger models deserve larger ones.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bessemer.errors import UserError
-from bessemer.plan.recipe.answer import Answer, Basis
-from bessemer.spec.published import worth_of_epochs
+from bessemer.plan.recipe.fine_tuning import Basis, RecipeAnswer
+from bessemer.spec.published import best_vocabulary_parameters, worth_of_epochs
 from bessemer.spec.quantity import human_count
 
 # Besiroglu et al. 2024 (arXiv 2404.10102), the corrected fit of Hoffmann et al. 2022, approach 3.
@@ -60,16 +62,16 @@ def optimal_tokens(parameters: float) -> float:
     return spent / parameters
 
 
-def tokens_for_model(parameters: float) -> Answer[float]:
+def tokens_for_model(parameters: float) -> RecipeAnswer[float]:
     """Tokens with which no other size would have been better for the same compute."""
     _positive("parameters", parameters)
     tokens = optimal_tokens(parameters)
     ratio = tokens / parameters
     reason = f"{ratio:.0f} tokens for each of {human_count(parameters)} parameters: {6 * parameters * tokens:.2g} FLOPs"
-    return Answer(tokens, reason, FITTED, _basis(6 * parameters * tokens))
+    return RecipeAnswer(tokens, reason, FITTED, _basis(6 * parameters * tokens))
 
 
-def model_for_compute(compute: float, served_tokens: float = 0.0) -> Answer[Allocation]:
+def model_for_compute(compute: float, served_tokens: float = 0.0) -> RecipeAnswer[Allocation]:
     """The best model that `compute` FLOPs train, and with `served_tokens` train and serve (2 N FLOPs a token)."""
     _positive("compute", compute)
     if served_tokens < 0:
@@ -78,7 +80,7 @@ def model_for_compute(compute: float, served_tokens: float = 0.0) -> Answer[Allo
         parameters = optimal_parameters(compute)
         found = _allocation(parameters, compute / 6 / parameters)
         reason = f"{compute:.2g} FLOPs: {found.tokens_per_parameter:.0f} tokens a parameter leave the lowest loss"
-        return Answer(found, reason, FITTED, _basis(compute))
+        return RecipeAnswer(found, reason, FITTED, _basis(compute))
 
     def loss(parameters: float) -> float:
         left = (compute - 2 * parameters * served_tokens) / (6 * parameters)
@@ -97,10 +99,10 @@ def model_for_compute(compute: float, served_tokens: float = 0.0) -> Answer[Allo
         f"{compute:.2g} FLOPs for training and for {human_count(served_tokens)} served tokens: a smaller model on "
         f"{found.tokens_per_parameter:.0f} tokens a parameter"
     )
-    return Answer(found, reason, SERVED, _basis(found.compute, found.tokens_per_parameter))
+    return RecipeAnswer(found, reason, SERVED, _basis(found.compute, found.tokens_per_parameter))
 
 
-def cheapest_for_loss(loss: float, served_tokens: float) -> Answer[Allocation]:
+def cheapest_for_loss(loss: float, served_tokens: float) -> RecipeAnswer[Allocation]:
     """The model of a given loss whose training and serving together cost the fewest FLOPs."""
     if not loss > E:
         raise UserError(f"loss {loss:g}: the law's floor is {E:g}, which no model reaches: write more than that")
@@ -116,7 +118,7 @@ def cheapest_for_loss(loss: float, served_tokens: float) -> Answer[Allocation]:
         f"for a loss of {loss:.3f} and {human_count(served_tokens)} served tokens training and serving cost "
         f"{compute(parameters):.2g} FLOPs; {found.tokens_per_parameter:.0f} tokens a parameter"
     )
-    return Answer(found, reason, SERVED, _basis(found.compute, found.tokens_per_parameter))
+    return RecipeAnswer(found, reason, SERVED, _basis(found.compute, found.tokens_per_parameter))
 
 
 def overtraining(parameters: float, tokens: float) -> float:
@@ -140,13 +142,13 @@ def effective_tokens(unique: float, read: float) -> float:
     return unique * worth_of_epochs(read / unique)
 
 
-def tokens_with_data(parameters: float, unique: float) -> Answer[float]:
+def tokens_with_data(parameters: float, unique: float) -> RecipeAnswer[float]:
     """Tokens to read when only `unique` are there: the optimum, by repeating up to where repeats still teach."""
     _positive("unique tokens", unique)
     wanted = optimal_tokens(parameters)
     if wanted <= unique:
         reason = f"{human_count(wanted)} are optimal and {human_count(unique)} are there: nothing is read twice"
-        return Answer(wanted, reason, FITTED, _basis(6 * parameters * wanted))
+        return RecipeAnswer(wanted, reason, FITTED, _basis(6 * parameters * wanted))
     read = min(wanted, FREE_EPOCHS * unique)
     epochs, worth = read / unique, effective_tokens(unique, read)
     reason = f"{epochs:.1f} passes over {human_count(unique)} tokens are worth {human_count(worth)} fresh ones"
@@ -156,10 +158,10 @@ def tokens_with_data(parameters: float, unique: float) -> Answer[float]:
             f"; the optimum of {human_count(wanted)} would be {wanted / unique:.0f} passes, worth "
             f"{human_count(beyond)}: find more text, or take a smaller model"
         )
-    return Answer(read, reason, REPEATED, "empirical at this scale")
+    return RecipeAnswer(read, reason, REPEATED, "empirical at this scale")
 
 
-def model_for_data(unique: float) -> Answer[Allocation]:
+def model_for_data(unique: float) -> RecipeAnswer[Allocation]:
     """The model that four passes over all the text make compute-optimal."""
     _positive("unique tokens", unique)
     worth = effective_tokens(unique, FREE_EPOCHS * unique)
@@ -169,7 +171,7 @@ def model_for_data(unique: float) -> Answer[Allocation]:
         low, high = (middle, high) if optimal_tokens(middle) < worth else (low, middle)
     found = _allocation(low, FREE_EPOCHS * unique)
     reason = f"four passes over {human_count(unique)} tokens are worth {human_count(worth)} fresh ones"
-    return Answer(found, reason, f"{REPEATED}; {FITTED}", "empirical at this scale")
+    return RecipeAnswer(found, reason, f"{REPEATED}; {FITTED}", "empirical at this scale")
 
 
 def _allocation(parameters: float, tokens: float) -> Allocation:
@@ -207,3 +209,38 @@ def _basis(compute: float, tokens_per_parameter: float = 20.0) -> Basis:
 def _positive(name: str, value: float) -> None:
     if not (value > 0 and math.isfinite(value)):
         raise UserError(f"{name}: {value:g} is no amount: write a number above 0, such as 7e9")
+
+
+TAO = "Tao et al. 2024, scaling laws with vocabulary"
+LEAST, MOST = 512, 262_144  # of bytes and merges; the largest in common use (Gemma 3)
+MULTIPLE = 128  # matrices of other heights are slower
+MANY_LANGUAGES = 128_000  # Llama 3, Qwen: below it scripts other than Latin fall apart into bytes
+
+
+def vocabulary(
+    parameters: float, width: float | None = None, corpus_bytes: float | None = None, languages: int = 1
+) -> RecipeAnswer[int]:
+    """Tokens of a vocabulary for a model of so many parameters; less text or a few languages more change it."""
+    if not parameters > 0:
+        raise UserError(f"parameters: {parameters:g} is no size: write a number above 0")
+    width = width or _usual_width(parameters)
+    found = best_vocabulary_parameters(parameters) / width
+    reason = (
+        f"{human_count(found * width)} parameters of vocabulary beside {human_count(parameters)}, width {width:.0f}"
+    )
+    basis: Basis = "empirical at this scale" if 33e6 <= parameters <= 70e9 else "open question"
+    source = TAO
+    if languages > 5 and found < MANY_LANGUAGES and parameters >= 1e9:
+        found, source = MANY_LANGUAGES, f"{TAO}; Llama 3 2024"
+        reason = f"{languages} languages: below {MANY_LANGUAGES:,} other scripts fall apart into bytes"
+    if corpus_bytes is not None and found * 16_000 > corpus_bytes:
+        found = corpus_bytes / 16_000
+        reason = f"{human_count(corpus_bytes)} bytes of text: 16,000 for each token to learn from"
+        source, basis = "rule", "open question"
+    value = max(LEAST, min(MOST, math.ceil(found / MULTIPLE) * MULTIPLE))
+    return RecipeAnswer(value, reason, source, basis)
+
+
+def _usual_width(parameters: float) -> float:
+    """Roughly: 12 L d^2 parameters with a width of 100 layers' worth."""
+    return max(64.0, (parameters * 100 / 12) ** (1 / 3))

@@ -1,0 +1,309 @@
+"""Hashed n-grams of words, the input of the linear classifiers: whole batches of text at once, in numpy alone. Words
+are hashed by differences of a running polynomial hash, so no word ever becomes a Python object: 19,000 texts of 3.6
+KB a second, where a regular expression and memoised hashes make 4,200. Everything is integer arithmetic on UTF-8, the
+same on any machine.
+
+A linear classifier of hashed n-grams: the model behind the steps `quality`, `domain` and `toxicity`. Logistic
+regression for two classes, softmax for more. Weights are integers, and all that follows is integer addition and
+single float64 operations, so that a document's score from a given file is the same bits on any machine, in any batch
+and beside any other documents.
+
+The steps `quality` and `domain`: a classifier trained from the user's own folders looks at each document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bessemer.data.curate.dedup.near import powers
+from bessemer.data.curate.scores.model_file import file_identity, load_model, save_model
+from bessemer.data.curate.scores.threshold import Floats, Ints, ScoredStep, Threshold, Words
+from bessemer.data.curate.step import Drop, Outcome
+from bessemer.data.document import Document
+from bessemer.data.stream.order import mix
+from bessemer.errors import UserError
+from bessemer.spec.curate.scores import DomainSpec, QualitySpec
+
+# A longer document is hashed in pieces of this size, which always begin at multiples of it: what lies across such a
+# cut counts as two words. Short documents are hashed together up to the same size, so that a piece cut inside of a
+# character is always alone. (36 MB/s with 16 KiB, 44 with 64 KiB, 45 with 128 KiB.)
+PIECE_BYTES = 1 << 16
+
+_RATIO = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+_PAIR = np.uint64(0xD6E8FEB86659FD93)
+_SPACE, _WORD, _MARK, _ALONE = 0, 1, 2, 128
+
+
+_POWERS, _INVERSES = powers(_RATIO, PIECE_BYTES + 2)
+
+
+def _tables() -> tuple[Words, npt.NDArray[np.uint8]]:
+    """Of each byte, the number that it is hashed as, and its kind. Letters lose their case (ASCII only) and digits
+    their value; marks stand alone, and so does every character of Chinese, Japanese and Korean, where words are not
+    set apart (the lead bytes E3 to ED)."""
+    values = mix(np.arange(256, dtype=np.uint64) + np.uint64(1 << 32))
+    kinds = np.full(256, _WORD, dtype=np.uint8)
+    for byte in range(128):
+        letter = chr(byte)
+        if letter.isupper():
+            values[byte] = values[ord(letter.lower())]
+        elif letter.isdigit():
+            values[byte] = values[ord("0")]
+        elif byte <= 32 or byte == 127:
+            kinds[byte] = _SPACE
+        elif not letter.islower() and letter != "_":
+            kinds[byte] = _MARK | _ALONE
+    kinds[0xE3:0xEE] = _WORD | _ALONE
+    return values, kinds
+
+
+_VALUES, _KINDS = _tables()
+_FIRST_WIDE, _LAST_WIDE = 0xE3, 0xED
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Hashes of some pieces of documents. Piece i belongs to document `owners[i]`; its hashes of one kind are
+    `hashes[starts[i]:stops[i]]`, where `kinds` lists (hashes, starts, stops)."""
+
+    owners: Ints
+    kinds: list[tuple[Words, Ints, Ints]]
+
+
+def hashed(texts: Sequence[str], words: int, chars: int) -> Iterator[TextChunk]:
+    """The n-grams of all texts: single words, pairs of neighbours too where `words` is 2, and every run of `chars`
+    bytes unless it is 0. Nothing depends on which texts are asked for together."""
+    for buffer, owners, starts, stops in gathered(texts, PIECE_BYTES, b" "):
+        yield TextChunk(owners, _kinds(np.frombuffer(buffer, np.uint8), starts, stops, words, chars))
+
+
+def gathered(
+    texts: Sequence[str], piece_bytes: int, before: bytes, context: int = 0
+) -> Iterator[tuple[bytes, Ints, Ints, Ints]]:
+    """Texts, or pieces of long ones, put together up to so many bytes: a buffer, and the owner, start and stop of each
+    piece. Before a start stands `before`, and as many bytes of the piece before as `context` says."""
+    parts: list[bytes] = []
+    spans: list[tuple[int, int, int]] = []
+    size = 0
+    for owner, text in enumerate(texts):
+        data = text.encode()
+        for at in range(0, len(data), piece_bytes):
+            piece = data[at : at + piece_bytes]
+            if size and size + len(piece) > piece_bytes:
+                yield b"".join(parts), *np.array(spans, dtype=np.int64).T
+                parts, spans, size = [], [], 0
+            head = before + data[max(at - context, 0) : at]
+            parts += [head, piece]
+            spans.append((owner, size + len(head), size + len(head) + len(piece)))
+            size = spans[-1][2]
+    if spans:
+        yield b"".join(parts), *np.array(spans, dtype=np.int64).T
+
+
+def _kinds(
+    text: npt.NDArray[np.uint8], starts: Ints, stops: Ints, words: int, chars: int
+) -> list[tuple[Words, Ints, Ints]]:
+    sums = np.zeros(text.size + 1, dtype=np.uint64)
+    values = _VALUES.take(text)
+    values *= _POWERS[: text.size]
+    np.cumsum(values, out=sums[1:])
+    begin, end = _words(text)
+    single = _between(sums, begin, end)
+    first, last = np.searchsorted(begin, starts), np.searchsorted(begin, stops)
+    found = [(single, first, last)]
+    if words > 1:
+        # The pair that begins with a piece's last word lies outside its range, so no pair spans two pieces.
+        pairs = mix(single[:-1] * _PAIR + single[1:])
+        found.append((pairs, *_range(first, last - 1, pairs.size)))
+    if chars:
+        at = np.arange(max(text.size - chars + 1, 0))
+        # Mixed once more: a run is another feature than a word of the same bytes.
+        runs = mix(_between(sums, at, at + chars))
+        found.append((runs, *_range(starts, stops - chars + 1, runs.size)))
+    return found
+
+
+def _range(starts: Ints, stops: Ints, size: int) -> tuple[Ints, Ints]:
+    """Ranges below `size`, empty where a piece is too short for any."""
+    starts = np.minimum(starts, size)
+    return starts, np.maximum(stops, starts)
+
+
+def _words(text: npt.NDArray[np.uint8]) -> tuple[Ints, Ints]:
+    """Where words begin and end."""
+    codes = _KINDS.take(text)
+    kinds = codes & np.uint8(3)
+    new = codes >= _ALONE
+    new[0] = True
+    new[1:] |= kinds[1:] != kinds[:-1]
+    # A word may follow a wide character at once; each of those has three bytes.
+    new[3:] |= (text[:-3] >= _FIRST_WIDE) & (text[:-3] <= _LAST_WIDE)
+    begin = np.flatnonzero(new)
+    end = np.append(begin[1:], text.size)
+    kept = kinds.take(begin) != _SPACE
+    return begin[kept], end[kept]
+
+
+def _between(sums: Words, begin: Ints, end: Ints) -> Words:
+    """Hashes of text[begin:end], which do not depend on where in the text they stand."""
+    difference = sums.take(end) - sums.take(begin)
+    difference *= _INVERSES.take(begin)
+    return mix(difference)
+
+
+KIND, VERSION = "classifier", 1
+ONE = 1 << 16  # a weight of 1.0
+LARGEST = 30_000.0  # a weight that still fits into 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureShape:
+    """What a model counts: words and pairs of them (`words` 1 or 2), runs of `chars` bytes (or 0); 2^bits buckets."""
+
+    words: int = 2
+    chars: int = 0
+    bits: int = 20
+
+
+@dataclass
+class LinearModel:
+    """`weights` has a row for each class, or a single one (for the first) where there are two."""
+
+    labels: tuple[str, ...]
+    shape: FeatureShape
+    weights: npt.NDArray[np.int32]
+    bias: Ints
+    report: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        assert self.weights.shape == (self.bias.size, 1 << self.shape.bits)
+        assert self.bias.size == (1 if len(self.labels) == 2 else len(self.labels))
+
+    def scores(self, texts: Sequence[str]) -> Floats:
+        """The probability that each text is of the first class, with all classes equally frequent beforehand. A text
+        without a single word gets what the model thinks before it has read anything, near 1 / classes."""
+        return self.probabilities(texts)[:, 0]
+
+    def probabilities(self, texts: Sequence[str]) -> Floats:
+        """A row for each text, a column for each class. Some 13,000 texts of 3.6 KB a second on one core, with two
+        classes."""
+        return probabilities(self.logits(texts))
+
+    def logits(self, texts: Sequence[str]) -> Floats:
+        """The bias and the mean weight of the text's n-grams, so that a long text does not count for more."""
+        sums = np.zeros((len(texts), self.bias.size), dtype=np.int64)
+        counts = np.zeros(len(texts), dtype=np.int64)
+        shift = np.uint64(64 - self.shape.bits)
+        for chunk in hashed(texts, self.shape.words, self.shape.chars):
+            for hashes, starts, stops in chunk.kinds:
+                buckets = (hashes >> shift).view(np.int64)
+                np.add.at(counts, chunk.owners, stops - starts)
+                running = np.zeros(hashes.size + 1, dtype=np.int64)
+                for column, weights in enumerate(self.weights):
+                    np.cumsum(weights.take(buckets), out=running[1:])
+                    np.add.at(sums[:, column], chunk.owners, running[stops] - running[starts])
+        return (sums / np.maximum(counts, 1)[:, None] + self.bias) / ONE
+
+    def save(self, path: Path) -> None:
+        about = {"labels": list(self.labels), **asdict(self.shape), "report": self.report}
+        save_model(path, KIND, VERSION, about, {"weights": self.weights, "bias": self.bias})
+
+
+def load(path: str | Path) -> LinearModel:
+    """A model that `train_classifier` wrote. Its weights stay in the file, shared by all processes."""
+    about, arrays = load_model(path, KIND, VERSION, "`bessemer data classifier`")
+    try:
+        shape = FeatureShape(about["words"], about["chars"], about["bits"])
+        return LinearModel(tuple(about["labels"]), shape, arrays["weights"], arrays["bias"], about["report"])
+    except (KeyError, TypeError, AssertionError) as error:
+        raise UserError(f"{path}: the classifier is damaged ({error!r}); train it again") from error
+
+
+def probabilities(logits: Floats) -> Floats:
+    """Of each class, from one logit (the first of two classes) or one for each."""
+    if logits.shape[1] == 1:
+        small = exp(-np.abs(logits[:, 0]))
+        likely, unlikely = 1.0 / (1.0 + small), small / (1.0 + small)
+        first = logits[:, 0] >= 0
+        return np.stack([np.where(first, likely, unlikely), np.where(first, unlikely, likely)], axis=1)
+    powers = exp(logits - logits.max(axis=1, keepdims=True))
+    total = np.zeros(len(powers))
+    for column in powers.T:  # one after another: the order inside np.sum is not promised
+        total += column
+    return powers / total[:, None]
+
+
+_LN2_HIGH, _LN2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
+_TERMS = [1.0]
+for _n in range(1, 14):
+    _TERMS.append(_TERMS[-1] / _n)
+
+
+def exp(x: Floats) -> Floats:
+    """e to the power of x <= 0, within two units of the last place. Made of additions and multiplications alone, which
+    every machine rounds alike; np.exp does not promise that."""
+    x = np.maximum(x, -700.0)
+    halvings = np.rint(x / _LN2_HIGH)
+    rest = (x - halvings * _LN2_HIGH) - halvings * _LN2_LOW
+    power = np.full_like(rest, _TERMS[-1])
+    for term in _TERMS[-2::-1]:
+        power = power * rest + term
+    return np.ldexp(power, halvings.astype(np.int32))
+
+
+UNSURE = "unsure"
+
+
+class Quality(ScoredStep):
+    """Keeps documents that are probably of the classifier's first class, or the best share of them."""
+
+    judging = ("keep", "per", "better")
+
+    def __init__(self, spec: QualitySpec, seed: int) -> None:
+        self.spec = spec
+        self.model = load(spec.model)
+        self.threshold = Threshold("quality", spec.keep, spec.per, seed)
+
+    @cached_property
+    def identity(self) -> str:
+        return file_identity(self.spec.model)
+
+    def scores(self, documents: Sequence[Document]) -> Floats:
+        return self.model.scores([document.text for document in documents])
+
+
+class Domain:
+    """Labels documents with their class. It needs no other document for that, so it is a local step."""
+
+    version = 1
+
+    def __init__(self, spec: DomainSpec, seed: int) -> None:
+        self.spec = spec
+        self.model = load(spec.model)
+        unknown = [name for name in spec.keep or [] if name not in (*self.model.labels, UNSURE)]
+        if unknown:
+            has = ", ".join(self.model.labels)
+            raise UserError(f"domain.keep: {spec.model} has no class {unknown[0]!r}; it has {has}")
+
+    @cached_property
+    def identity(self) -> str:
+        return file_identity(self.spec.model)
+
+    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
+        chances = self.model.probabilities([document.text for document in documents])
+        outcomes: list[Outcome] = []
+        for document, row in zip(documents, chances, strict=True):
+            most = int(row.argmax())
+            sure = row[most] >= self.spec.min_probability
+            domain = self.model.labels[most] if sure else UNSURE
+            document.labels["domain"] = domain
+            wanted = self.spec.keep is None or domain in self.spec.keep
+            outcomes.append(None if wanted else Drop("domain not among those kept", domain))
+        return outcomes

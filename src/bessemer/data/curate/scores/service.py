@@ -1,0 +1,324 @@
+"""What a service has answered, kept in one SQLite file that all workers of a machine share, with the rate limit. Each
+answer is committed as it comes, so a job that is killed and started again asks for nothing twice. Texts and keys are
+not in it: an answer is found by the hash of what was asked.
+
+Asks a scoring service over HTTP: within its rate limit, again when it fails, and never twice for the same text.
+The limit is kept by all workers of a machine together: before each request a worker takes the next turn in the file
+of answers. A service that asks for patience (Retry-After) gets it from all of them.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import sqlite3
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import xxhash
+
+from bessemer.errors import UserError
+from bessemer.spec.curate.scores import ServiceSpec
+
+_PATIENCE_S = 60.0  # for the lock of another process
+_CLOCK_WENT_BACK_S = 3600.0  # no queue is that long
+_ASKED_AT_ONCE = 500  # SQLite takes 999 values in one statement everywhere
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, score REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS turns (url TEXT PRIMARY KEY, next_s REAL NOT NULL) WITHOUT ROWID;
+"""
+
+
+class AnswerCache:
+    """Safe for several threads and processes; not for several machines, so the file belongs on a local disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._opened: sqlite3.Connection | None = None
+        self._owner = 0
+
+    def get(self, keys: Sequence[bytes]) -> dict[bytes, float]:
+        """The answers that are known."""
+        found: dict[bytes, float] = {}
+        with self._connection() as connection:
+            for at in range(0, len(keys), _ASKED_AT_ONCE):
+                some = keys[at : at + _ASKED_AT_ONCE]
+                asked = f"SELECT key, score FROM answers WHERE key IN ({','.join('?' * len(some))})"
+                found.update(connection.execute(asked, some))
+        return found
+
+    def put(self, answers: Sequence[tuple[bytes, float]]) -> None:
+        with self._connection() as connection, connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", answers)
+
+    def turn(self, url: str, interval_s: float) -> float:
+        """Takes the next turn of this machine's workers at a service; returns how long to wait for it, in seconds."""
+        now_s = time.time()
+        with self._connection() as connection, connection:
+            connection.execute("BEGIN IMMEDIATE")
+            row = connection.execute("SELECT next_s FROM turns WHERE url = ?", (url,)).fetchone()
+            start_s = max(now_s, row[0]) if row else now_s
+            if start_s - now_s > _CLOCK_WENT_BACK_S:
+                start_s = now_s
+            connection.execute("INSERT OR REPLACE INTO turns VALUES (?, ?)", (url, start_s + interval_s))
+        return start_s - now_s
+
+    def hold(self, url: str, wait_s: float) -> None:
+        """No worker's turn comes before that: the service has asked for it."""
+        with self._connection() as connection, connection:
+            connection.execute("BEGIN IMMEDIATE")
+            later = "ON CONFLICT (url) DO UPDATE SET next_s = max(next_s, ?2)"
+            connection.execute(f"INSERT INTO turns VALUES (?1, ?2) {later}", (url, time.time() + wait_s))
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                if self._opened is None or self._owner != os.getpid():  # a connection must not cross a fork
+                    self._opened, self._owner = self._open(), os.getpid()
+                yield self._opened
+            except (sqlite3.Error, OSError) as error:
+                fix = "set service.cache to a file on a local disk, or delete this one"
+                what = f"{self.path}: answers of the scoring service cannot be kept ({error})"
+                raise UserError(f"{what}; {fix}") from error
+
+    def _open(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self.path, _PATIENCE_S, isolation_level=None, check_same_thread=False)
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                # Readers do not block the writer, and a kill loses nothing that was committed.
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.execute("PRAGMA synchronous=NORMAL")
+                connection.executescript(_TABLES)
+                return connection
+            except sqlite3.OperationalError as error:
+                # Several workers create the file at once: this one statement does not wait for its turn.
+                if "locked" not in str(error) or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.05)
+
+
+_RETRIED = {408, 429, 500, 502, 503, 504}
+_MOST_ANSWER_BYTES = 64 << 20
+_SHOWN_CHARS = 200
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would turn the request into another one, and carry the key to another host."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class _Stopped(Exception):
+    """Another request has failed for good."""
+
+
+class Service:
+    """One service as a spec describes it. Nothing is asked, and no key is needed, before the first text."""
+
+    def __init__(self, spec: ServiceSpec, version: str = "") -> None:
+        self.spec = spec
+        parts = urlsplit(spec.url)
+        # Parameters may hold what is not to be shown.
+        self.shown_url = f"{parts.scheme}://{parts.netloc}{parts.path}"
+        self.answers = AnswerCache(_cache_path(spec.cache))
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        asked = [spec.url, spec.request, spec.response, spec.batch > 1, version]
+        self._definition = json.dumps(asked, sort_keys=True).encode()
+
+    def scores(self, texts: Sequence[str], places: Sequence[str]) -> list[float]:
+        """A score for each text; `places` say where the texts come from, for messages. What is known is taken from
+        the file; the rest is asked for, `parallel` requests at a time. A failure that no retry cures is a UserError;
+        answers that came before it are kept."""
+        most = self.spec.max_bytes
+        sent = [text if most is None else text.encode()[:most].decode(errors="ignore") for text in texts]
+        keys = [xxhash.xxh3_128_digest(self._definition + b"\0" + text.encode()) for text in sent]
+        found = self.answers.get(list(dict.fromkeys(keys)))
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}
+        missing = [(key, first[key]) for key in dict.fromkeys(keys) if key not in found]
+        batches = [missing[at : at + self.spec.batch] for at in range(0, len(missing), self.spec.batch)]
+        if batches:
+            found |= self._ask_all(batches, sent, places, self._key())
+        return [found[key] for key in keys]
+
+    def _ask_all(
+        self, batches: list[list[tuple[bytes, int]]], sent: list[str], places: Sequence[str], key: str
+    ) -> dict[bytes, float]:
+        found: dict[bytes, float] = {}
+        stop = threading.Event()
+
+        def ask(batch: list[tuple[bytes, int]]) -> None:
+            rows = [i for _, i in batch]
+            scores = self._ask([sent[i] for i in rows], places[rows[0]], key, stop)
+            answers = list(zip((answer_key for answer_key, _ in batch), scores, strict=True))
+            # Kept before this thread asks again: a kill loses what is on its way and nothing else.
+            self.answers.put(answers)
+            found.update(answers)
+
+        with ThreadPoolExecutor(min(self.spec.parallel, len(batches))) as pool:
+            try:
+                for future in as_completed([pool.submit(ask, batch) for batch in batches]):
+                    future.result()  # the first failure is the one to tell
+            finally:
+                stop.set()
+        return found
+
+    def _ask(self, texts: list[str], place: str, key: str, stop: threading.Event) -> list[float]:
+        """The scores of one request, after as many attempts as the spec allows."""
+        body = json.dumps(_filled(self.spec.request, texts)).encode()
+        why = ""
+        for attempt in range(self.spec.retries + 1):
+            self._wait(0, stop)  # before a turn is taken: turns not used would hold up the next job
+            self._wait(self.answers.turn(self.shown_url, 1 / self.spec.requests_per_s), stop)
+            try:
+                with self._opener.open(self._request(body, key), timeout=self.spec.timeout) as answer:
+                    data = answer.read(_MOST_ANSWER_BYTES)
+                return self._read(data, len(texts), place, key)
+            except urllib.error.HTTPError as error:
+                with error:
+                    why = self._refused(error, place, key)
+                    pause_s = _retry_after(error.headers.get("Retry-After"))
+            except (OSError, http.client.HTTPException) as error:  # no connection, no answer, or half of one
+                if isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError):
+                    raise self._failed(f"its certificate is not valid ({error})", place, key) from error
+                why, pause_s = f"no answer ({getattr(error, 'reason', error) or type(error).__name__})", None
+            if attempt == self.spec.retries:
+                break
+            if pause_s is not None and pause_s > self.spec.longest_wait:
+                why += f", asking for a pause of {pause_s:.0f} s"
+                break
+            if pause_s is not None:
+                self.answers.hold(self.shown_url, pause_s)
+            backoff_s = min(self.spec.backoff * 2**attempt, self.spec.longest_wait)
+            self._wait(backoff_s if pause_s is None else pause_s, stop)
+        attempts = f"{attempt + 1} attempts" if attempt else "one attempt"
+        raise self._failed(f"{why} after {attempts}; run again later, or raise service.retries", place, key)
+
+    def _request(self, body: bytes, key: str) -> urllib.request.Request:
+        url, headers = self.spec.url, {"Content-Type": "application/json", "User-Agent": "bessemer"}
+        if key and self.spec.key_query:
+            url += f"{'&' if urlsplit(url).query else '?'}{quote(self.spec.key_query)}={quote(key, safe='')}"
+        elif key:
+            name, _, value = self.spec.key_header.partition(":")
+            headers[name] = value.strip().replace("{key}", key)
+        return urllib.request.Request(url, body, headers, method="POST")
+
+    def _refused(self, error: urllib.error.HTTPError, place: str, key: str) -> str:
+        """Why the service said no, if another attempt may help; otherwise raises."""
+        said = error.read(_MOST_ANSWER_BYTES)[: 4 * _SHOWN_CHARS].decode(errors="replace")
+        why = f"status {error.code}" + (f" ({_short(said)})" if said.strip() else "")
+        if error.code in _RETRIED:
+            return why
+        if error.code in (401, 403):
+            name = self.spec.key_env
+            why += f"; check the environment variable {name}" if name else "; check service.key_env"
+        elif 300 <= error.code < 400:
+            why += f"; it leads to {error.headers.get('Location', 'another place')}: set service.url to that"
+        else:
+            why += "; check service.request, or drop such documents with an earlier step"
+        raise self._failed(why, place, key) from error
+
+    def _read(self, data: bytes, count: int, place: str, key: str) -> list[float]:
+        try:
+            answer = json.loads(data)
+            found = _at(answer, (self.spec.response or "").split("."))
+            scores = found if self.spec.batch > 1 else [found]
+            if not isinstance(scores, list) or len(scores) != count:
+                raise ValueError(f"expected a list of {count} scores")
+            for score in scores:
+                if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+                    raise ValueError(f"a score is {_short(repr(score))}, not a number")
+            return [float(score) for score in scores]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            shown = _short(data[: 4 * _SHOWN_CHARS].decode(errors="replace"))
+            why = f"no score at {self.spec.response!r} of its answer ({error}): {shown}"
+            raise self._failed(f"{why}; check service.response", place, key) from error
+
+    def _failed(self, why: str, place: str, key: str) -> UserError:
+        message = f"{self.shown_url}: {why} (asked about {place})"
+        for secret in {key, quote(key, safe="")} - {""}:  # a service may repeat what it was sent
+            message = message.replace(secret, "***")
+        return UserError(message)
+
+    def _key(self) -> str:
+        name = self.spec.key_env
+        if name is None:
+            return ""
+        key = os.environ.get(name, "").strip()
+        if not key:
+            raise UserError(f"{self.shown_url}: its key is missing: set the environment variable {name}")
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(f"the environment variable {name} holds characters that no key has; set it again")
+        return key
+
+    @staticmethod
+    def _wait(wait_s: float, stop: threading.Event) -> None:
+        if stop.wait(wait_s) if wait_s > 0 else stop.is_set():
+            raise _Stopped
+
+
+def _cache_path(cache: str) -> Path:
+    if cache != "auto":
+        return Path(cache).expanduser().absolute()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser().absolute() / "bessemer" / "service-answers.sqlite"
+
+
+def _filled(template: Any, texts: list[str]) -> Any:
+    """The request with the text, or the list of texts, in place."""
+    if isinstance(template, dict):
+        return {name: _filled(value, texts) for name, value in template.items()}
+    if isinstance(template, list):
+        return [_filled(value, texts) for value in template]
+    if template == "{texts}":
+        return texts
+    return texts[0] if template == "{text}" else template
+
+
+def _at(answer: Any, path: list[str]) -> Any:
+    """What stands at a path: names of fields, numbers for places in lists, * for all places of a list."""
+    for k, step in enumerate(path):
+        if step == "*":
+            if not isinstance(answer, list):
+                raise ValueError("there is no list at *")
+            return [_at(item, path[k + 1 :]) for item in answer]
+        if isinstance(answer, list):
+            answer = answer[int(step)]
+        elif isinstance(answer, dict) and step in answer:
+            answer = answer[step]
+        else:
+            raise ValueError(f"there is no {step!r}")
+    return answer
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds, from a number of them or from a date."""
+    try:
+        if value is not None and value.strip().endswith("GMT"):
+            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        return None if value is None else max(0.0, float(value))
+    except (ValueError, TypeError):
+        return None
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

@@ -1,1 +1,0 @@
-"""Steps that compare documents with each other or with evaluation sets."""

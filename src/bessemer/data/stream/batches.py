@@ -1,0 +1,273 @@
+"""Batches as a pure function of (stream, segments, step): no iterator state, so any step replays alone.
+
+`StepPositions` turns a step into a range of positions, `StreamOrder` a position into a row of a source, and the
+source's `Rows` the row into tokens. Shapes: R rows of T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bessemer.data.store.arrays import Arrays, spread
+from bessemer.data.store.token_store import TokenSource
+from bessemer.data.stream.order import Ints, StepPositions, StreamOrder
+from bessemer.data.stream.rows import PADDING, ConcatRows, Expecting, Rows, Spans, Transform, sequence_count
+
+if TYPE_CHECKING:
+    from bessemer.data.store.token_store import Origin
+
+__all__ = ["Batch", "BatchStream", "DocumentShare", "TokenSource", "sequence_count"]
+
+Bans = Mapping[tuple[str, int], int] | Collection[tuple[str, int]]
+
+_FORMAT = 1  # raise it when the same inputs give another stream
+_CHUNK = 4096  # positions resolved together
+_CHUNKS_KEPT = 8
+
+
+@dataclass
+class Batch:
+    """One micro-batch. A column belongs to the document of its target: as an input, an EOS opens the next."""
+
+    tokens: npt.NDArray[np.int64]  # (R, T) inputs
+    targets: npt.NDArray[np.int64]  # (R, T)
+    weights: npt.NDArray[np.float32]  # (R, T) of the targets: 0 for padding, masked and banned ones
+    documents: npt.NDArray[np.int32]  # (R, T) number of the target's document within its row: 0, 1, 2, ...
+    positions: Ints  # (R,) in the stream; -1 for a padding row, here and below
+    sources: Ints  # (R,) index into the stream's names
+    sequences: Ints  # (R,) number of the row in its source
+
+    @property
+    def single_document(self) -> bool:
+        """No row has a boundary inside, so plain causal attention is enough."""
+        return not self.documents[:, -1].any()
+
+    @property
+    def count(self) -> float:
+        return float(self.weights.sum(dtype=np.float64))
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Rows [start, stop), as views."""
+        return Batch(**{name: array[start:stop] for name, array in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class DocumentShare:
+    """A document's part in a step: its target tokens (banned or not) and the positions they lie in."""
+
+    source: str
+    file: str
+    row: int
+    document_id: str
+    tokens: int
+    rows: list[int]
+    document: int  # index in the source's store; (source, document) is what can be banned
+
+
+class BatchStream:
+    """Any step's batch on any rank: pure, and the global batch is the same for every world size.
+
+    A source is given by its `Rows`, or by its store alone where rows are to be cut from it as it lies. `banned` holds
+    the first position at which a (source, document index) weighs nothing, from the start for a plain collection of
+    pairs; positions never shift. `transforms` change every micro-batch at the end, one after another. A stream never
+    changes: after a rollback make another with `replace`.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Rows | TokenSource],
+        order: StreamOrder,
+        sequence_length: int,
+        steps: StepPositions,
+        banned: Bans = frozenset(),
+        transforms: Sequence[Transform] = (),
+    ) -> None:
+        self.names, self.order, self.steps = order.names, order, steps
+        self.banned = dict(banned) if isinstance(banned, Mapping) else dict.fromkeys(banned, 0)
+        self.sequence_length, self.transforms = sequence_length, tuple(transforms)
+        self.sources: dict[str, Rows] = {}
+        for name in self.names:
+            source = sources[name]
+            rows = source if isinstance(source, Rows) else ConcatRows(source, sequence_length)
+            if (order.lengths[name], sequence_length) != (rows.count, rows.length):
+                raise ValueError(
+                    f"the order has {order.lengths[name]} sequences of {sequence_length} tokens of {name!r}, "
+                    f"which has {rows.count} of {rows.length}"
+                )
+            self.sources[name] = rows
+        self._rows, self._arrays = list(self.sources.values()), Arrays()
+        self._banned = [_ban_table(self.banned, name) for name in self.names]
+        self._chunk = lru_cache(_CHUNKS_KEPT)(lambda k: order.resolve(k * _CHUNK + np.arange(_CHUNK))[:2])
+        self.identity = self._identity()
+        self.fingerprint = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
+
+    def replace(self, steps: StepPositions | None = None, banned: Bans | None = None) -> BatchStream:
+        """The same stream, with the same fingerprint, under other steps or bans."""
+        steps, banned = steps or self.steps, self.banned if banned is None else banned
+        return BatchStream(self.sources, self.order, self.sequence_length, steps, banned, self.transforms)
+
+    def rows(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Ints:
+        """The positions that the rank reads: equally many on every rank, -1 where there are none left."""
+        if not 0 <= dp_rank < dp_world:
+            raise ValueError(f"rank {dp_rank} is outside a world of {dp_world}")
+        start, stop = self.steps.range(step)
+        share = -(-(stop - start) // dp_world)
+        positions = start + dp_rank * share + np.arange(share)
+        return np.where(positions < stop, positions, -1)
+
+    def batch(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Batch:
+        """All the rank's rows in one batch."""
+        return self._finish(self._assemble(self.rows(step, dp_rank, dp_world)))
+
+    def micro_batches(self, step: int, micro_rows: int, dp_rank: int = 0, dp_world: int = 1) -> list[Batch]:
+        """The rank's rows in batches of exactly `micro_rows`, as many on every rank; the last is padded."""
+        positions = self.rows(step, dp_rank, dp_world)
+        padding = -positions.size % micro_rows
+        whole = self._assemble(np.concatenate([positions, np.full(padding, -1)]))
+        cuts = range(0, positions.size, micro_rows)
+        return [self._finish(whole.part(row, row + micro_rows)) for row in cuts]
+
+    def step_count(self, step: int) -> float:
+        """The sum of the step's target weights over all ranks; reads no tokens."""
+        positions = self.rows(step)
+        sources, sequences = self._resolve(positions)
+        total = 0.0
+        for k, at in _by_source(sources):
+            if self._rows[k].full and not self._banned[k].size:
+                total += at.size * self.sequence_length
+            else:
+                spans = self._rows[k].spans(sequences[at])
+                total += float(spans.weight[~self._is_banned(k, spans, positions[at])].sum())
+        return total
+
+    def origins(self, step: int) -> list[DocumentShare]:
+        """The documents in a step, those with most target tokens first."""
+        positions = self.rows(step)
+        sources, sequences = self._resolve(positions)
+        shares = []
+        for k, at in _by_source(sources):
+            spans = self._rows[k].spans(sequences[at])
+            order = np.argsort(spans.document, kind="stable")
+            order = order[spans.document[order] != PADDING]
+            groups = np.split(order, np.flatnonzero(np.diff(spans.document[order])) + 1)
+            for group in groups if order.size else []:
+                origin = self._rows[k].origin_of_document(int(spans.document[group[0]]))
+                shares.append(
+                    DocumentShare(
+                        source=self.names[k],
+                        file=origin.file,
+                        row=origin.row,
+                        document_id=origin.document_id,
+                        tokens=int(spans.length[group].sum()),
+                        rows=positions[at[spans.row[group]]].tolist(),
+                        document=origin.document,
+                    )
+                )
+        return sorted(shares, key=lambda share: -share.tokens)
+
+    def locate(self, batch: Batch) -> list[tuple[int, int, Origin]]:
+        """(row of the batch, document number in it, origin) for every document of every real row."""
+        found = []
+        for k, at in _by_source(batch.sources):
+            rows, spans = self._rows[k], self._rows[k].spans(batch.sequences[at])
+            for i in np.flatnonzero(spans.document != PADDING).tolist():
+                origin = rows.origin_of_document(int(spans.document[i]))
+                found.append((int(at[spans.row[i]]), int(spans.number[i]), origin))
+        return sorted(found, key=lambda entry: entry[:2])
+
+    def expect(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> None:
+        """The rank will read this step soon: what lies afar is fetched in the background. Costs nothing where all
+        is at hand."""
+        far = [k for k, rows in enumerate(self._rows) if isinstance(rows, Expecting) and rows.far]
+        if far:
+            sources, sequences = self._resolve(self.rows(step, dp_rank, dp_world))
+            for k, at in _by_source(sources):
+                rows = self._rows[k]
+                if k in far and isinstance(rows, Expecting):
+                    rows.expect(sequences[at])
+
+    def _assemble(self, positions: Ints) -> Batch:
+        shape = positions.size, self.sequence_length
+        sources, sequences = self._resolve(positions)
+        groups = list(_by_source(sources))
+        if len(groups) == 1 and groups[0][1].size == positions.size:
+            arrays = self._block(groups[0][0], sequences, positions)  # one source: its arrays are the batch
+            return Batch(*arrays, positions, sources, sequences)
+        tokens, targets, weights, documents = self._arrays.take(shape, np.int64, np.int64, np.float32, np.int32)
+        for array in (tokens, targets, weights, documents):
+            array[sources < 0] = 0
+        for k, at in groups:
+            tokens[at], targets[at], weights[at], documents[at] = self._block(k, sequences[at], positions[at])
+        return Batch(tokens, targets, weights, documents, positions, sources, sequences)
+
+    def _block(self, source: int, sequences: Ints, positions: Ints) -> tuple[Ints, Ints, npt.NDArray[np.float32], Any]:
+        """(tokens, targets, weights, document numbers) of some rows of one source."""
+        block = self._rows[source].assemble(sequences)
+        spans = block.spans
+        weights, documents = self._arrays.take(block.tokens.shape, np.float32, np.int32)
+        counts = (spans.document != PADDING) & ~self._is_banned(source, spans, positions)
+        if counts.all():
+            weights[:] = 1 if block.weights is None else block.weights
+        else:
+            spread(counts.astype(np.float32), spans.length, weights.reshape(-1))
+            if block.weights is not None:
+                weights *= block.weights
+        spread(spans.number.astype(np.int32), spans.length, documents.reshape(-1))
+        return block.tokens, block.targets, weights, documents
+
+    def _finish(self, batch: Batch) -> Batch:
+        for transform in self.transforms:
+            batch = transform(batch)
+        return batch
+
+    def _resolve(self, positions: Ints) -> tuple[Ints, Ints]:
+        """(source, row of the source) at each position, -1 for padding."""
+        sources, sequences = np.full_like(positions, -1), np.full_like(positions, -1)
+        number, offset = np.divmod(positions, _CHUNK)
+        for k in np.unique(number[positions >= 0]).tolist():
+            here = number == k
+            source, sequence = self._chunk(k)
+            sources[here], sequences[here] = source[offset[here]], sequence[offset[here]]
+        return sources, sequences
+
+    def _is_banned(self, source: int, spans: Spans, positions: Ints) -> npt.NDArray[np.bool_]:
+        """Which spans are of banned documents, in rows that lie at the given positions."""
+        documents, since = self._banned[source]
+        if not documents.size:
+            return np.zeros(spans.document.shape, np.bool_)
+        at = np.minimum(np.searchsorted(documents, spans.document), documents.size - 1)
+        return (documents[at] == spans.document) & (positions[spans.row] >= since[at])
+
+    def _identity(self) -> dict[str, Any]:
+        """What decides the tokens at a position, and nothing else: not batch size, steps or bans."""
+        packings = {name: rows.packing for name, rows in self.sources.items()}
+        identity = {
+            "format": _FORMAT,
+            "packing": packings if len(set(packings.values())) > 1 else next(iter(packings.values())),
+            "sequence_length": self.sequence_length,
+            "sources": {name: rows.fingerprint for name, rows in self.sources.items()},
+            **self.order.identity,
+        }
+        for transform in self.transforms:
+            identity |= transform.identity
+        return identity
+
+
+def _ban_table(banned: Mapping[tuple[str, int], int], name: str) -> Ints:
+    """(2, n): the source's banned documents in rising order, and the positions from which they are."""
+    found = sorted((document, since) for (source, document), since in banned.items() if source == name)
+    return np.array(found, np.int64).reshape(-1, 2).T
+
+
+def _by_source(sources: Ints) -> Iterator[tuple[int, Ints]]:
+    """Each source with the rows it gives; padding rows belong to none."""
+    for k in np.unique(sources[sources >= 0]).tolist():
+        yield k, np.flatnonzero(sources == k)

@@ -1,0 +1,283 @@
+"""Exclusion lists: documents that a trial convicted, in a file that later runs can read.
+
+One JSON line for each, naming file and row, since another run has another store: `bans.py` finds them there. They keep
+their place in the stream with weight zero, so positions never shift.
+
+Where the documents of an exclusion list lie in this run's sources: a list names file and row, a stream bans
+(source, document index), and every store numbers its documents anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bessemer.data.store.format import Strings
+from bessemer.data.store.shards import ShardedStore
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.stream.packing import BestFitRows
+from bessemer.data.stream.rows import ConcatRows, Ints, PadRows, Rows
+from bessemer.errors import UserError
+from bessemer.run.directory import write_whole
+from bessemer.run.journal import json_ready
+
+FILE_NAME = "exclusions.jsonl"  # in the run's folder
+EXCERPT_CHARS = 120
+_SHARD_DOCUMENTS = 3  # convicted documents of one file that make the file itself a suspect
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """One line of a list. `row` None means the whole file; an empty `document_id` is not compared."""
+
+    file: str
+    row: int | None
+    document_id: str = ""
+    source: str = ""
+    document: int | None = None  # index in the store of the run that convicted it
+    from_step: int | None = None  # from which step on that run leaves it out
+    run: str = ""
+    step: int | None = None  # at which it was caught
+    reason: str = ""
+    mean_loss: float | None = None
+    excerpt: str = ""
+
+    @property
+    def place(self) -> str:
+        return self.file if self.row is None else f"{self.file}:{self.row}"
+
+    @property
+    def key(self) -> tuple[str, int | None, str]:
+        return self.file, self.row, self.document_id
+
+    def to_line(self) -> str:
+        record = asdict(replace(self, excerpt=self.excerpt[:EXCERPT_CHARS]))
+        line = json.dumps(json_ready(record), ensure_ascii=False)
+        # A text may hold lone surrogates, which are no UTF-8; \udcXX is JSON's own escape for them.
+        return line.encode("utf-8", "backslashreplace").decode()
+
+
+_NUMBERS = dict.fromkeys(("row", "document", "from_step", "step"), (int, type(None)))
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys((field.name for field in fields(Exclusion)), (str,)),
+    **_NUMBERS,
+    "mean_loss": (int, float, str, type(None)),
+}
+
+
+def append_exclusions(path: Path, entries: Iterable[Exclusion]) -> int:
+    """Adds those that the list does not hold yet; how many. The file is replaced as a whole (a list has some hundred
+    lines), so a reader or a crash sees the old or the new one. What a person wrote into it stays as it is."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    known = {entry.key for entry in _parse(path, text) if isinstance(entry, Exclusion)}
+    new: dict[tuple[str, int | None, str], Exclusion] = {}
+    for entry in entries:
+        if entry.key not in known:
+            new.setdefault(entry.key, entry)
+    if new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ended = text if not text or text.endswith("\n") else text + "\n"
+        write_whole(path, ended + "".join(f"{entry.to_line()}\n" for entry in new.values()))
+    return len(new)
+
+
+def read_exclusions(path: str | Path) -> list[Exclusion]:
+    """The entries of a list. A line that is none is refused by its number."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); correct data.exclude or remove the path") from error
+    found = []
+    for entry in _parse(path, text):
+        if isinstance(entry, UserError):
+            raise entry
+        found.append(entry)
+    return found
+
+
+def _parse(path: str | Path, text: str) -> Iterator[Exclusion | UserError]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _entry(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            yield UserError(f"{path}:{number}: not an exclusion ({error}); correct or delete the line")
+
+
+def _entry(record: Any) -> Exclusion:
+    if not isinstance(record, dict) or "file" not in record or "row" not in record:
+        raise ValueError("write an object with file and row; row is null for the whole file")
+    for key, value in record.items():
+        kinds = _KINDS.get(key)
+        if kinds is None:
+            raise ValueError(f"unknown key {key!r}; there are {', '.join(_KINDS)}")
+        if type(value) not in kinds or (key == "row" and value is not None and value < 0):
+            raise ValueError(f"{key} is {json.dumps(value)[:40]}")
+    mean = record.get("mean_loss")  # "nan" and "inf" are strings in JSON
+    return Exclusion(**{**record, "mean_loss": None if mean is None else float(mean)})
+
+
+def convicted_shards(entries: Iterable[Exclusion], seen: Mapping[str, int] | None = None) -> list[Exclusion]:
+    """Entries for whole files of which so many documents were convicted that the file itself is the suspect: at least
+    3, and at least half of those the run has `seen`, where that is known. Only suggestions: a person decides."""
+    entries = list(entries)
+    whole = {entry.file for entry in entries if entry.row is None}
+    counts = Counter(file for file, row in {entry.key[:2] for entry in entries} if row is not None)
+    found = []
+    for file, count in counts.items():
+        if file in whole or count < max(_SHARD_DOCUMENTS, (seen or {}).get(file, 0) / 2):
+            continue
+        first = next(entry for entry in entries if entry.file == file)
+        reason = f"{count} of its documents were convicted"
+        found.append(Exclusion(file, None, source=first.source, run=first.run, step=first.step, reason=reason))
+    return found
+
+
+@dataclass(frozen=True)
+class ExclusionOffer:
+    """Another run's list that convicts documents of this run's files."""
+
+    path: str
+    documents: int
+    files: int  # whole ones
+
+    @property
+    def line(self) -> str:
+        files = f"{self.files} whole file{'s' * (self.files > 1)}" if self.files else ""
+        documents = f"{self.documents} document{'s' * (self.documents > 1)}" if self.documents else ""
+        what = " and ".join(part for part in (files, documents) if part)
+        return f"{self.path} convicts {what} of this data: add `data: {{exclude: [{self.path}]}}` to the spec"
+
+
+def offers(
+    files: Collection[str], runs_folder: str | Path, excluded: Collection[str | Path] = ()
+) -> list[ExclusionOffer]:
+    """Lists in the same runs folder that convict documents of these `files` (names as origins give them) and that the
+    lists in `excluded` do not hold yet; pass the run's own list there too. What cannot be read offers nothing."""
+    own = {Path(path).resolve() for path in excluded}
+    known = {entry.key for path in own if path.exists() for entry in read_exclusions(path)}
+    wanted, found = set(files), []
+    for path in sorted(Path(runs_folder).glob(f"*/{FILE_NAME}")):
+        if path.resolve() in own:
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        entries = {entry.key for entry in _parse(path, text) if isinstance(entry, Exclusion)}
+        new = [key for key in entries - known if key[0] in wanted]
+        if new:
+            whole = sum(row is None for _, row, _ in new)
+            found.append(ExclusionOffer(str(path), len(new) - whole, whole))
+    return found
+
+
+_SCANNED = 1 << 20  # origins held at once: 20 MB
+
+ByFile = Mapping[str, list[Exclusion]]
+Found = tuple[str, Ints, Ints, bool]  # a file, some of its documents, the row of each, whether it was searched
+
+
+def banned_documents(
+    entries: Iterable[Exclusion], rows_by_source: Mapping[str, Rows]
+) -> tuple[set[tuple[str, int]], list[str]]:
+    """(source, document index) of every entry, in each source that holds it, whatever the source is called; and a
+    line for every stale entry, which bans nothing: its file or row is not in this data, or another text is. Sources
+    that are tokenized on the fly are not searched: there a document is found while the files are the same.
+
+    Reads the table of files of every shard, and 20 bytes a document of those that hold an accused file: half a second
+    for a million of either.
+    """
+    by_file: dict[str, list[Exclusion]] = defaultdict(list)
+    for entry in dict.fromkeys(entries):
+        by_file[entry.file].append(entry)
+    banned: set[tuple[str, int]] = set()
+    found: set[Exclusion] = set()
+    why: dict[Exclusion, str] = {}
+    for name, rows in rows_by_source.items():
+        for file, documents, numbers, searched in _places(name, rows, by_file):
+            by_row: dict[int, list[Exclusion]] = defaultdict(list)
+            for entry in by_file[file]:
+                if entry.row is None and searched:
+                    banned.update((name, document) for document in documents.tolist())
+                    found.add(entry)
+                elif entry.row is not None:
+                    by_row[entry.row].append(entry)
+                    why.setdefault(entry, "no training document is in that row")
+            asked = np.isin(numbers, np.array(list(by_row), np.int64))
+            for document, row in zip(documents[asked].tolist(), numbers[asked].tolist(), strict=True):
+                now = rows.origin_of_document(document).document_id
+                for entry in by_row[row]:
+                    if entry.document_id in ("", now):
+                        banned.add((name, document))
+                        found.add(entry)
+                    else:
+                        why[entry] = "another text is in that row now"
+    stale = [entry for group in by_file.values() for entry in group if entry not in found]
+    absent = "not found in this data"
+    return banned, [f"{entry.place}: {why.get(entry, absent)}; it is not excluded" for entry in stale]
+
+
+def _places(name: str, rows: Rows, by_file: ByFile) -> Iterator[Found]:
+    store = rows.store if isinstance(rows, (ConcatRows, BestFitRows, PadRows)) else None
+    if isinstance(store, TokenStore):
+        yield from _in_store(store, 0, by_file)
+    elif isinstance(store, ShardedStore) and not store.far:
+        first = 0
+        for k, about in enumerate(store.abouts):
+            yield from _in_store(store.shard(k), first, by_file)
+            first += about.documents
+    else:  # rows made on the fly, or shards that lie afar: to search them is to read or fetch them all
+        yield from _by_index(name, rows, by_file)
+
+
+def _in_store(store: TokenStore, first: int, by_file: ByFile) -> Iterator[Found]:
+    """The documents of the accused files; `first` is the number of the store's first document."""
+    numbers = find_strings(store._files, by_file)
+    accused = np.zeros(store.about.files, np.bool_)
+    accused[list(numbers)] = True
+    for start in range(0, store.documents, _SCANNED) if numbers else ():
+        origins = store.origins_of(start, min(start + _SCANNED, store.documents))
+        at = np.flatnonzero(accused[origins["file"]])
+        files, rows = origins["file"][at], origins["row"][at].astype(np.int64)
+        for number in np.unique(files).tolist():
+            mine = files == number
+            yield numbers[number], first + start + at[mine], rows[mine], True
+
+
+def find_strings(table: Strings, wanted: Iterable[str]) -> dict[int, str]:
+    """The numbers that these strings have in a table. Eight bytes at a time are compared, from the end on, where paths
+    differ most, for all strings of one length together: a source tree has as many files as documents."""
+    by_length: dict[int, list[bytes]] = defaultdict(list)
+    for text in wanted:
+        data = text.encode("utf-8", "surrogatepass")
+        by_length[len(data)].append(data)
+    lengths, found = np.diff(table.offsets), dict[int, str]()
+    for length, group in by_length.items():
+        at = np.flatnonzero(lengths == length)
+        for stop in range(length, 0, -8):
+            key = np.zeros(at.size, np.uint64)
+            for k in range(max(0, stop - 8), stop):
+                key = key << np.uint64(8) | table.text[table.offsets[at] + k]
+            keys = [int.from_bytes(data[max(0, stop - 8) : stop], "big") for data in group]
+            at = at[np.isin(key, np.array(keys, np.uint64))]
+        found |= {number: table[number] for number in at.tolist() if table[number].encode() in group}
+    return found
+
+
+def _by_index(name: str, rows: Rows, by_file: ByFile) -> Iterator[Found]:
+    """Looks only where the list says that the document was."""
+    for file, group in by_file.items():
+        for entry in group:
+            if entry.source != name or entry.document is None or entry.row is None:
+                continue
+            try:
+                origin = rows.origin_of_document(entry.document)
+            except IndexError:
+                continue
+            if (origin.file, origin.row) == (file, entry.row):
+                yield file, np.array([entry.document]), np.array([entry.row]), False

@@ -1,0 +1,414 @@
+"""A conversation as token ids, and which of them to learn from: what the assistant says and the end of its turn.
+
+A template lays the messages out as parts: text, or a special token. Messages are always text, so that nothing
+somebody wrote can end a turn. Templates of our own are here; Jinja templates are in chat_template.
+
+Chat templates in Jinja, as Hugging Face models bring them, run in a sandbox.
+
+What is learned stands in `{% generation %}` blocks. A template without them is rendered turn by turn, and what a turn
+of the assistant adds is learned; that works if a conversation begins with the rendering of its beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.errors import UserError
+
+ROLES = ("system", "user", "assistant", "tool")
+Message = Mapping[str, Any]
+Learn = Literal["all", "last"]
+Rendered = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSegment:
+    """A stretch of a conversation; the text of special parts is a special token's name."""
+
+    text: str
+    learn: bool = False
+    special: bool = False
+
+
+Layout = Callable[[Sequence[Message], Sequence[bool], Tokenizer], Iterable[ChatSegment]]
+
+
+def render(
+    messages: Sequence[Message], tokenizer: Tokenizer, template: str = "chatml", learn: Learn = "all"
+) -> Rendered:
+    """Ids of the conversation and a mask of the same length: 1 where the loss counts.
+
+    `template` is chatml, llama3, plain, a Jinja file or its source; `learn` takes all turns of the assistant or only
+    the last. A message with weight 0 is not learned from.
+    """
+    return render_batch([messages], tokenizer, template, learn)[0]
+
+
+def render_batch(
+    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, template: str = "chatml", learn: Learn = "all"
+) -> list[Rendered]:
+    """As `render`, with the text of all conversations encoded at once, on all cores."""
+    layout = find_template(template, tokenizer)
+    stretches = [_join(layout(messages, learned_turns(messages, learn), tokenizer)) for messages in conversations]
+    texts = [(part.text, place > 0) for some in stretches for place, part in enumerate(some) if not part.special]
+    encoded = iter(tokenizer.encode_with_offsets([text for text, _ in texts], [later for _, later in texts]))
+    rendered = []
+    for some in stretches:
+        ids: list[int] = []
+        mask: list[int] = []
+        for part in some:
+            if part.special:
+                ids.append(tokenizer.special[part.text])
+                mask.append(int(bool(part.spans)))
+            else:
+                found, offsets = next(encoded)
+                ids += found
+                mask += _mask(offsets, part.spans)
+        rendered.append((np.array(ids, np.uint32), np.array(mask, np.uint8)))
+    return rendered
+
+
+def learned_turns(messages: Sequence[Message], learn: Learn) -> list[bool]:
+    """For each message, whether it is learned from."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if learn == "last":
+        turns = turns[-1:]
+    return [i in set(turns) and message.get("weight", 1) != 0 for i, message in enumerate(messages)]
+
+
+def problems(messages: Any) -> list[str]:
+    """What is wrong with a conversation: each problem by name, then a colon and where. None: it can be rendered."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return [f"not a list of messages: {type(messages).__name__}"]
+    if not messages:
+        return ["no messages: the list is empty"]
+    found = []
+    for number, message in enumerate(messages, start=1):
+        where = f"message {number}"
+        if not isinstance(message, Mapping):
+            found.append(f"not a message: {where} is a {type(message).__name__}, not an object")
+            continue
+        role = message.get("role")
+        if role not in ROLES:
+            found.append(f"unknown role: {where} has {role!r}, not {', '.join(ROLES)}")
+        elif role == "system" and number > 1:
+            found.append(f"system message inside: {where}; it comes first or not at all")
+        try:
+            content = content_of(message)
+        except (TypeError, KeyError):
+            found.append(f"content is not text: {where} has a {type(message.get('content')).__name__}")
+            continue
+        if not content.strip() and not message.get("tool_calls"):
+            found.append(f"empty content: {where}")
+    if not found and not any(message["role"] == "assistant" for message in messages):
+        found.append("no assistant turn: there is nothing to learn from")
+    return found
+
+
+def content_of(message: Message) -> str:
+    """The text of a message, given as a string or as a list of text parts; raises TypeError for anything else."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        texts = [part["text"] for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+    raise TypeError("content is not text")
+
+
+def special_tokens(template: str) -> tuple[str, ...]:
+    """The special tokens that one of our own templates needs, beside the end of a document; a Jinja template's are
+    those it spells."""
+    return _TEMPLATES[template][1] if template in _TEMPLATES else ()
+
+
+def find_template(template: str, tokenizer: Tokenizer) -> Layout:
+    """The layout of one of our own templates, of a Jinja file or of Jinja source; UserError if it cannot be used."""
+    if template not in _TEMPLATES:
+        return jinja_template(read_template(template, tuple(_TEMPLATES)))
+    layout, needed = _TEMPLATES[template]
+    missing = [name for name in needed if name not in tokenizer.special]
+    if missing:
+        raise UserError(
+            f"chat template {template}: the tokenizer has no {', '.join(missing)}; "
+            f"set tokenizer.special to {json.dumps(missing)}"
+        )
+    return layout
+
+
+def _chatml(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+    for message, learn in zip(messages, learned, strict=True):
+        yield ChatSegment("<|im_start|>", special=True)
+        yield ChatSegment(f"{message['role']}\n")
+        yield ChatSegment(content_of(message) + _calls(message, "arguments"), learn)
+        yield ChatSegment("<|im_end|>", learn, special=True)
+        yield ChatSegment("\n")
+
+
+def _llama3(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+    yield ChatSegment("<|begin_of_text|>", special=True)
+    for message, learn in zip(messages, learned, strict=True):
+        yield ChatSegment("<|start_header_id|>", special=True)
+        yield ChatSegment("ipython" if message["role"] == "tool" else message["role"])
+        yield ChatSegment("<|end_header_id|>", special=True)
+        yield ChatSegment("\n\n")
+        yield ChatSegment(content_of(message).strip() + _calls(message, "parameters"), learn)
+        yield ChatSegment("<|eot_id|>", learn, special=True)
+
+
+def _plain(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+    """Names and blank lines; the end of a document ends each turn of the assistant."""
+    for place, (message, learn) in enumerate(zip(messages, learned, strict=True)):
+        yield ChatSegment("\n\n" * (place > 0) + f"{message['role'].capitalize()}:")
+        yield ChatSegment(" " + content_of(message) + _calls(message, "arguments"), learn)
+        if message["role"] == "assistant":
+            yield ChatSegment(tokenizer.eos, learn, special=True)
+
+
+def _calls(message: Message, arguments_name: str) -> str:
+    """Calls of tools, one JSON object a line, as models are taught to write them."""
+    lines = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        given = function["arguments"]
+        given = json.loads(given) if isinstance(given, str) else given
+        body = json.dumps({"name": function["name"], arguments_name: given}, ensure_ascii=False)
+        lines.append(f"\n<tool_call>\n{body}\n</tool_call>" if arguments_name == "arguments" else body)
+    return "".join(lines).removeprefix("\n" if not content_of(message) else "")
+
+
+_TEMPLATES: dict[str, tuple[Layout, tuple[str, ...]]] = {
+    "chatml": (_chatml, ("<|im_start|>", "<|im_end|>")),
+    "llama3": (_llama3, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "plain": (_plain, ()),
+}
+
+
+@dataclass
+class _Stretch:
+    """Text between special tokens, encoded as one, or a special token; learned in the given spans of characters."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    special: bool
+
+
+def _join(parts: Iterable[ChatSegment]) -> list[_Stretch]:
+    joined: list[_Stretch] = []
+    for part in parts:
+        if part.special or not joined or joined[-1].special:
+            joined.append(_Stretch("", [], part.special))
+        last = joined[-1]
+        start = len(last.text)
+        last.text += part.text
+        if part.learn and part.text:
+            last.spans.append((start, len(last.text)))
+    return [stretch for stretch in joined if stretch.text]
+
+
+def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """1 for each token that has a character of a span. A token begins where the one before ended: some tokenizers
+    leave the space of a word out of its offsets."""
+    mask, end, span = [], 0, 0
+    for start, stop in offsets:
+        first, end = min(start, end), max(stop, end)
+        while span < len(spans) and spans[span][1] <= first:
+            span += 1
+        mask.append(int(span < len(spans) and spans[span][0] < max(end, first + 1)))
+    return mask
+
+
+# Private characters, which no rule of a template looks for: around what is learned, and for a special token's name
+# that somebody wrote, which is only text.
+_BEGIN, _END, _NAME = "\ue0b0", "\ue0b1", "\ue0b2"
+
+
+def read_template(template: str, others: Sequence[str]) -> str:
+    """The source of a template: itself, or what a file holds (tokenizer_config.json has it under chat_template)."""
+    if "{%" in template or "{{" in template:
+        return template
+    path = os.path.expanduser(template)
+    if not os.path.isfile(path):
+        raise UserError(
+            f"chat template {template!r}: no such file; write {', '.join(others)} or the path of a Jinja file"
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            source = file.read()
+        return json.loads(source)["chat_template"] if path.endswith(".json") else source
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: holds no chat template ({error}); give a Jinja file") from error
+
+
+@lru_cache(maxsize=8)
+def jinja_template(source: str) -> Layout:
+    """The layout of a template; an error in it, or raised by it, is a UserError."""
+    run = _compile(source)
+    marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+
+    def layout(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+        names = sorted(tokenizer.special, key=len, reverse=True)
+        safe = [_protect(message, names) for message in messages]
+        if marked:
+            text = run(safe, tokenizer, False)
+            turns = [learn for message, learn in zip(messages, learned, strict=True) if message["role"] == "assistant"]
+            return _parts(text, names, turns, tokenizer)
+        text = _mark_turns(safe, learned, names, lambda some, prompt: run(some, tokenizer, prompt))
+        return _parts(text, names, [True] * sum(learned), tokenizer)
+
+    return layout
+
+
+def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool], str]:
+    try:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise UserError("a Jinja chat template needs jinja2; pip install jinja2") from error
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (the way Jinja wants it)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return _BEGIN + caller() + _END
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None, **options: json.dumps(
+        value, ensure_ascii=False, indent=indent, **options
+    )
+    environment.globals["raise_exception"] = refuse
+    try:
+        template = environment.from_string(source)
+    except TemplateError as error:
+        raise UserError(f"chat template: {error}; correct the template") from error
+
+    def run(messages: list[Any], tokenizer: Tokenizer, prompt: bool) -> str:
+        try:
+            return template.render(
+                messages=messages,
+                add_generation_prompt=prompt,
+                tools=None,
+                documents=None,
+                eos_token=tokenizer.eos,
+                bos_token=next((name for name in _BOS if name in tokenizer.special), ""),
+            )
+        except TemplateError as error:
+            raise UserError(f"chat template: {error}; correct the template or the conversation") from error
+
+    return run
+
+
+_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+
+
+def _protect(value: Any, names: Sequence[str]) -> Any:
+    """A copy of a message in which text that spells a special token no longer does, and has none of our marks."""
+    if isinstance(value, str):
+        for mark in (_BEGIN, _END, _NAME):
+            value = value.replace(mark, "\ufffd")
+        for number, name in enumerate(names):
+            value = value.replace(name, f"{_NAME}{number}{_NAME}")
+        return value
+    if isinstance(value, dict):
+        return {key: _protect(item, names) if key != "role" else item for key, item in value.items()}
+    if isinstance(value, list):
+        return [_protect(item, names) for item in value]
+    return value
+
+
+def _mark_turns(
+    messages: list[Any], learned: Sequence[bool], names: Sequence[str], run: Callable[[list[Any], bool], str]
+) -> str:
+    """The rendering, with marks around what each learned turn adds to the one that asks for it."""
+    text = run(messages, False)
+    special = re.compile("|".join(map(re.escape, names)))
+    pieces, done = [], 0
+    for place, learn in enumerate(learned):
+        if not learn:
+            continue
+        before, after = run(messages[:place], True), run(messages[: place + 1], False)
+        if not (after.startswith(before) and text.startswith(after) and len(before) >= done):
+            raise UserError(
+                f"chat template: message {place + 1} is rendered otherwise with what follows than without, so what to "
+                "learn cannot be told; put {% generation %} and {% endgeneration %} around it in the template"
+            )
+        end = len(after)
+        closing = [match.end() for match in special.finditer(text, len(before), end)]
+        if closing and not text[closing[-1] : end].strip():
+            end = closing[-1]  # white space behind the end of the turn is the template's
+        pieces += [text[done : len(before)], _BEGIN, text[len(before) : end], _END]
+        done = end
+    return "".join([*pieces, text[done:]])
+
+
+def _parts(text: str, names: Sequence[str], turns: Sequence[bool], tokenizer: Tokenizer) -> list[ChatSegment]:
+    """Divides a rendering at marks and special tokens. `turns`: whether each marked stretch is learned."""
+    if text.count(_BEGIN) != len(turns):
+        if not all(turns):
+            raise UserError(
+                f"chat template: {text.count(_BEGIN)} generation blocks for {len(turns)} turns of the assistant, so "
+                "a single turn cannot be chosen; write one block a turn or learn from all"
+            )
+        turns = [True] * text.count(_BEGIN)
+    borders = re.compile("|".join([_BEGIN, _END, *map(re.escape, names)]))
+    parts: list[ChatSegment] = []
+    learned = iter(turns)
+    learn, done = False, 0
+    for border in [*borders.finditer(text), None]:
+        stretch = text[done : border.start() if border else None]
+        written = re.sub(f"{_NAME}(\\d+){_NAME}", lambda found: names[int(found[1])], stretch)
+        parts.append(ChatSegment(written, learn))
+        if border is None:
+            break
+        done = border.end()
+        if border.group() in (_BEGIN, _END):
+            learn = border.group() == _BEGIN and next(learned)
+        else:
+            parts.append(ChatSegment(border.group(), learn, special=True))
+    return _swallow_spaces(parts, tokenizer)
+
+
+def _swallow_spaces(parts: list[ChatSegment], tokenizer: Tokenizer) -> list[ChatSegment]:
+    """Some special tokens take the white space around them (lstrip and rstrip in their definition)."""
+    added = tokenizer.inner.get_added_tokens_decoder()
+    for place, part in enumerate(parts):
+        if not part.special:
+            continue
+        token = added[tokenizer.special[part.text]]
+        if token.lstrip:
+            for i in range(place - 1, -1, -1):
+                if parts[i].special or parts[i].text.strip():
+                    parts[i] = parts[i] if parts[i].special else replace(parts[i], text=parts[i].text.rstrip())
+                    break
+                parts[i] = replace(parts[i], text="")
+        if token.rstrip:
+            for i in range(place + 1, len(parts)):
+                if parts[i].special or parts[i].text.strip():
+                    parts[i] = parts[i] if parts[i].special else replace(parts[i], text=parts[i].text.lstrip())
+                    break
+                parts[i] = replace(parts[i], text="")
+    return parts

@@ -1,0 +1,254 @@
+"""Documents in, token ids out, in order: the text is encoded by other threads while the caller writes.
+
+Memory is bounded by batches of so many characters, a few of them under way at a time; a long document is encoded in
+pieces. The ids do not depend on batches or threads.
+
+One part's documents as tokens: what a worker does between curation and the finished stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from bessemer.data.curate.ledger import byte_length, naming, read_cached, text_hash, write_json
+from bessemer.data.curate.passes import curated_documents
+from bessemer.data.document import Document
+from bessemer.data.read import SourcePart
+from bessemer.data.store.format import read_about
+from bessemer.data.store.token_store import StoreWriter, TokenStore, token_dtype
+from bessemer.data.tokenizer.chat import Learn, Rendered, find_template, problems, render_batch
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.errors import UserError
+from bessemer.spec.data import SourceSpec
+
+Ids = npt.NDArray[Any]  # of the store's type
+Mask = npt.NDArray[np.uint8]
+
+# Encoding by `tokenizers` takes some 50 times the memory of the text, so batches are as large as a core needs and no
+# larger, and a long document is encoded in pieces.
+_BATCH_CHARS = 1 << 18
+_PIECE_CHARS = 1 << 17
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A document, or a piece of a long one."""
+
+    document: Document
+    text: str
+    continues: bool = False
+    last: bool = True
+
+
+def encode_documents(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    threads: int | None = None,
+    template: str | None = None,
+    learn: Learn = "all",
+) -> Iterator[tuple[Document, Ids, Mask | None]]:
+    """Each document with its ids and the end of document, as the store keeps them.
+
+    With a chat `template`, a document with messages is laid out by it and has a mask: 1 where the loss counts, 0 on
+    the end of document. Others have none. `threads` encode at a time (default: as many as there are cores).
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = threads or cores
+    # The library spreads a batch over all cores by itself; two batches under way leave none idle at the end of one.
+    spread = tokenizer.fast is None and threads >= cores
+    workers, batch_chars = (2, threads * _BATCH_CHARS // 2) if spread else (threads, _BATCH_CHARS)
+    assemble = _Assembler(tokenizer)
+    waiting: deque[tuple[list[_Piece], Future[list[tuple[Ids, Mask | None]]]]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
+        try:
+            for batch in _batches(documents, tokenizer, template, batch_chars):
+                waiting.append((batch, pool.submit(_encode, batch, tokenizer, template, learn, spread)))
+                if len(waiting) > workers:
+                    pieces, encoded = waiting.popleft()
+                    yield from assemble(pieces, encoded.result())
+            while waiting:
+                pieces, encoded = waiting.popleft()
+                yield from assemble(pieces, encoded.result())
+        finally:
+            for _, encoded in waiting:
+                encoded.cancel()
+
+
+def _batches(
+    documents: Iterable[Document], tokenizer: Tokenizer, template: str | None, most_chars: int
+) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    chars, checked = 0, False
+    for document in documents:
+        whole = template is not None and document.messages is not None
+        if whole and template is not None and not checked:
+            find_template(template, tokenizer)  # one that cannot be used is no document's fault
+            checked = True
+        for piece in [_Piece(document, document.text)] if whole else _cut(document, tokenizer):
+            batch.append(piece)
+            chars += len(piece.text) + 1
+            if chars >= most_chars:
+                yield batch
+                batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _cut(document: Document, tokenizer: Tokenizer) -> Iterator[_Piece]:
+    done = 0
+    for text in tokenizer.cut(document.text, _PIECE_CHARS):
+        done += len(text)
+        yield _Piece(document, text, done > len(text), done == len(document.text))
+
+
+def _encode(
+    batch: Sequence[_Piece], tokenizer: Tokenizer, template: str | None, learn: Learn, spread: bool
+) -> list[tuple[Ids, Mask | None]]:
+    dtype = token_dtype(tokenizer.vocab_size)
+    chats = [i for i, piece in enumerate(batch) if template is not None and piece.document.messages is not None]
+    texts = sorted(set(range(len(batch))) - set(chats))
+    found: list[tuple[Ids, Mask | None]] = [(np.empty(0, dtype), None)] * len(batch)
+    if chats:
+        assert template is not None
+        rendered = _render([batch[i].document for i in chats], tokenizer, template, learn)
+        for i, (ids, mask) in zip(chats, rendered, strict=True):
+            found[i] = ids.astype(dtype), mask
+    for some in [texts] if spread else [[i] for i in texts]:
+        encoded = tokenizer.encode_arrays([batch[i].text for i in some], [batch[i].continues for i in some])
+        for i, ids in zip(some, encoded, strict=True):
+            found[i] = ids.astype(dtype), None
+    return found
+
+
+def _render(documents: Sequence[Document], tokenizer: Tokenizer, template: str, learn: Learn) -> list[Rendered]:
+    try:
+        return render_batch([document.messages or [] for document in documents], tokenizer, template, learn)
+    except (UserError, KeyError, TypeError) as error:
+        if len(documents) > 1:  # which of them?
+            return [_render([document], tokenizer, template, learn)[0] for document in documents]
+        wrong = problems(documents[0].messages)
+        reason = str(error) if isinstance(error, UserError) or not wrong else f"{wrong[0]}; correct or delete it"
+        raise UserError(f"{documents[0].place}: {reason}") from error
+
+
+class _Assembler:
+    """Joins the pieces of a document and adds its end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._end = np.array([tokenizer.eos_id], token_dtype(tokenizer.vocab_size))
+        self._begun: list[Ids] = []
+
+    def __call__(
+        self, pieces: Sequence[_Piece], encoded: Sequence[tuple[Ids, Mask | None]]
+    ) -> Iterator[tuple[Document, Ids, Mask | None]]:
+        for piece, (ids, mask) in zip(pieces, encoded, strict=True):
+            self._begun.append(ids)
+            if not piece.last:
+                continue
+            ended = mask is not None and ids.size and ids[-1] == self._end[0]  # some templates end with it
+            tokens = np.concatenate(self._begun if ended else [*self._begun, self._end])
+            self._begun = []
+            if mask is not None and not ended:
+                mask = np.append(mask, np.uint8(0))
+            yield piece.document, tokens, mask
+
+
+@dataclass(frozen=True)
+class TokenizeTask:
+    """A part, its state, and where its tokens go: `folder/parts/NUMBER.train` and `.validation`."""
+
+    part: SourcePart
+    source: SourceSpec
+    cache: Path
+    ledgers: tuple[str, ...]
+    folder: Path
+    eos: str
+    special: tuple[str, ...]
+    seed: int
+    limit: int  # documents whose hash lies below it are held out
+    number: int
+    alone: bool  # the only worker: it may use all cores
+    template: str  # of conversations
+    learn: Literal["all", "last"]
+    label: str | None  # of the documents, kept as their score
+    copies: Path | None
+
+    @property
+    def name(self) -> str:
+        return f"source {self.part.source!r}, {self.part.name}"
+
+    @property
+    def mark(self) -> Path:
+        return part_mark(self.folder, self.number)
+
+
+def part_prefix(folder: Path, number: int, side: str) -> str:
+    return str(folder / "parts" / f"{number:06d}.{side}")
+
+
+def part_mark(folder: Path, number: int) -> Path:
+    """Written when the part's stores are complete: the digest of each side's store, where it has one."""
+    return folder / "parts" / f"{number:06d}.done"
+
+
+def part_intact(task: TokenizeTask) -> bool:
+    """Whether an earlier call finished the part, and its stores are still what it wrote: reads them whole."""
+    stores = read_cached(task.mark)
+    if stores is None:
+        return False
+    try:
+        for side, digest in stores.items():
+            store = TokenStore(part_prefix(task.folder, task.number, side))
+            store.verify()
+            if store.about.digest != digest:
+                return False
+    except UserError:
+        return False
+    return True
+
+
+def tokenize_part(task: TokenizeTask) -> int:
+    """Writes the part's stores; the number of tokens. A side without documents has no store."""
+    tokenizer = _tokenizer(str(task.folder / "tokenizer.json"), task.eos, task.special)
+    with naming(task.name, task.folder), contextlib.ExitStack() as stack:
+        writers: dict[str, StoreWriter] = {}
+        documents = curated_documents(task.part, task.source, task.cache, task.ledgers, task.copies)
+        for document, tokens, mask in encode_documents(
+            (found for _, found in documents), tokenizer, None if task.alone else 1, task.template, task.learn
+        ):
+            side = "validation" if text_hash(document.text, task.seed) < task.limit else "train"
+            if side not in writers:
+                prefix = part_prefix(task.folder, task.number, side)
+                writers[side] = stack.enter_context(StoreWriter(prefix, tokenizer.vocab_size, tokenizer.fingerprint))
+            writers[side].add(
+                tokens, document.file, document.row, text_hash(document.text, 0), byte_length(document.text),
+                mask=mask, id=document.id, score=_score(document, task.label),
+            )  # fmt: skip
+    write_json(task.mark, {side: read_about(writer.prefix).digest for side, writer in writers.items()})
+    return sum(writer.tokens for writer in writers.values())
+
+
+def _score(document: Document, label: str | None) -> float | None:
+    if label is None:
+        return None
+    value = document.labels.get(label)
+    if isinstance(value, (int, float)):
+        return float(value)
+    known = ", ".join(name for name, found in document.labels.items() if not isinstance(found, str)) or "none"
+    raise UserError(f"{document.place}: data.curriculum.label: no step gave it a number {label!r}; it has {known}")
+
+
+@lru_cache(2)
+def _tokenizer(path: str, eos: str, special: tuple[str, ...]) -> Tokenizer:
+    return Tokenizer.load(path, eos, special)

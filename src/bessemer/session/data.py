@@ -1,0 +1,314 @@
+"""From a spec to prepared data: the size of the tokenizer is decided, everything else is in the spec.
+
+From prepared data to the run's batches: rows as the spec packs them, in the order and with the noise it asks for.
+
+Documents that trials convicted, in earlier runs or this one, left out of this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bessemer.data.curate.engine import Engine
+from bessemer.data.curate.report import some_of
+from bessemer.data.lazy import LazyRows, choose_block, cost_note
+from bessemer.data.on_the_fly import Indexed, index_sources
+from bessemer.data.prepare import Prepared, list_sources, load_tokenizer, prepare, prepared_folder
+from bessemer.data.read import list_files
+from bessemer.data.store.shards import ShardedStore
+from bessemer.data.stream.batches import BatchStream
+from bessemer.data.stream.curriculum import by_score, document_lengths, epoch_note, rank_rows
+from bessemer.data.stream.exclusions import FILE_NAME, banned_documents, offers, read_exclusions
+from bessemer.data.stream.noise import make_noise
+from bessemer.data.stream.order import BatchPhase, CurriculumRanking, MixturePhase, Segment, StepPositions, StreamOrder
+from bessemer.data.stream.packing import BestFitRows, best_fit_rows
+from bessemer.data.stream.rows import ConcatRows, PadRows, Rows, Transform, Trim
+from bessemer.data.stream.user_dataset import IterableStream, UserDatasetRows, is_map_style
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.errors import UserError
+from bessemer.plan.decide import TrainPlan, decide_vocab
+from bessemer.plan.decision import Plan
+from bessemer.plan.mixtures import SourceSize, sources_used
+from bessemer.spec.data import SourceSpec
+from bessemer.spec.schema import RunSpec
+from bessemer.train.evaluate import HeldOutSet
+from bessemer.train.job import Job
+
+OWN = "python"  # the path of a source that is given as an object
+DATA_FILES = "data_files.json"  # in the run's folder: the files that its last start read
+_MOST_FILES = 100_000  # longer listings are not recorded: 100 bytes a file
+_SHOWN_FILES = 5
+
+
+def data_cache(spec: RunSpec) -> Path:
+    """Where a spec's prepared data lives; runs in one folder share it."""
+    return Path(spec.runs) / ".data"
+
+
+def prepare_data(
+    spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, engine: Engine | None = None
+) -> Prepared:
+    """The stores of the spec's sources, made now or found in the cache."""
+    vocab = _vocab(spec, plan)
+    return prepare(spec.data, spec.tokenizer, data_cache(spec), vocab, spec.seed, progress, engine)
+
+
+@dataclass(frozen=True)
+class UserData:
+    """A caller's datasets, by the names that the spec has for them; `NAME.validation` is validated on."""
+
+    tokenizer: Tokenizer
+    train: dict[str, Any]
+    validation: dict[str, Any]
+    folder: Path
+
+
+Data = Prepared | Indexed | UserData
+
+
+def open_data(
+    spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, datasets: Mapping[str, Any] | None = None
+) -> Data:
+    """What a run reads: stores, with `tokenize: on_the_fly` an index of the files, or the caller's own datasets."""
+    if datasets or any(_is_own(source) for source in spec.data.sources.values()):
+        return _own(spec, datasets or {})
+    if spec.data.tokenize == "on_the_fly":
+        vocab = _vocab(spec, plan)
+        return index_sources(spec.data, spec.tokenizer, data_cache(spec), vocab, spec.seed, progress)
+    return prepare_data(spec, plan, progress)
+
+
+def _is_own(source: SourceSpec) -> bool:
+    return source.path == [OWN]
+
+
+def _own(spec: RunSpec, datasets: Mapping[str, Any]) -> UserData:
+    sources = spec.data.sources
+    for name, source in sources.items():
+        if not _is_own(source):
+            raise UserError(f"data.sources.{name}.path: own datasets and files cannot be mixed: write path: {OWN}")
+        if name not in datasets:
+            given = ", ".join(datasets) or "none"
+            raise UserError(
+                f"data.sources.{name}: its path is {OWN}: call bessemer.train_run(spec, datasets={{{name!r}: ...}}) "
+                f"(given: {given})"
+            )
+    wrong = [name for name in datasets if name.removesuffix(".validation") not in sources]
+    if wrong:
+        raise UserError(f"dataset {wrong[0]!r}: the spec has no such source; it has {', '.join(sources)}")
+    tokenizer = load_tokenizer(spec.data, spec.tokenizer)
+    if tokenizer is None:
+        raise UserError("tokenizer.path: datasets from Python need a tokenizer: give its file")
+    train = {name: datasets[name] for name in sources}
+    held_out = {name: data for name in sources if (data := datasets.get(f"{name}.validation")) is not None}
+    return UserData(tokenizer, train, held_out, data_cache(spec))
+
+
+def list_data_files(spec: RunSpec) -> dict[str, list[Any]]:
+    """The files of the spec's sources with what tells their contents apart; empty for a caller's own datasets."""
+    if any(_is_own(source) for source in spec.data.sources.values()):
+        return {}
+    return {entry.name: entry.identity[1:] for entries in list_sources(spec.data).values() for entry in entries}
+
+
+def record_data_files(spec: RunSpec) -> str:
+    """The content of DATA_FILES."""
+    files = list_data_files(spec)
+    return json.dumps(files if len(files) <= _MOST_FILES else {}, indent=0)
+
+
+def describe_file_changes(run_folder: Path, spec: RunSpec) -> str:
+    """The data files that are missing, new or changed since the run's last start; empty if none is, or if the run has
+    no record of its files."""
+    try:
+        recorded = json.loads((run_folder / DATA_FILES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # runs of earlier versions have none, and it only serves messages
+        return ""
+    if not recorded or not isinstance(recorded, dict):
+        return ""
+    current = list_data_files(spec)
+    groups = {
+        "missing": [name for name in recorded if name not in current],
+        "new": [name for name in current if name not in recorded],
+        "changed": [name for name in recorded if name in current and recorded[name] != current[name]],
+    }
+    return "; ".join(f"{kind}: {some_of(names, len(names), _SHOWN_FILES)}" for kind, names in groups.items() if names)
+
+
+def prepared_folder_of(spec: RunSpec, plan: Plan) -> Path:
+    """Where the prepared data of a spec is, or would be."""
+    folder = prepared_folder(spec.data, spec.tokenizer, data_cache(spec), _vocab(spec, plan), spec.seed)
+    if not (folder / "prepared.json").exists():
+        raise UserError(f"{spec.name}: its data is not prepared yet; run `bessemer data prepare` on the same spec")
+    return folder
+
+
+def _vocab(spec: RunSpec, plan: Plan) -> int:
+    if spec.tokenizer.path is not None:
+        return 0
+    sizes = [entry.size_bytes for entries in list_sources(spec.data).values() for entry in entries]
+    return decide_vocab(spec, sum(sizes), plan)
+
+
+_ENDLESS = 10**15
+
+
+def make_rows(spec: RunSpec, data: Data, context: int, plan: Plan, previous: Plan | None = None) -> dict[str, Rows]:
+    """The rows of every source that the run draws from. Best-fit packing is computed once and kept with the data; how
+    much text a row is on the fly is measured once and kept in the plan."""
+    if isinstance(data, UserData):
+        return {
+            name: UserDatasetRows(found, data.tokenizer, context)
+            for name, found in data.train.items()
+            if is_map_style(found)
+        }
+    if isinstance(data, Indexed):
+        return {name: _lazy_rows(data, name, context, plan, previous) for name in sources_used(spec)}
+    return {name: _rows(spec, data, name, context) for name in sources_used(spec)}
+
+
+def _lazy_rows(data: Indexed, name: str, context: int, plan: Plan, previous: Plan | None) -> LazyRows:
+    if name not in data.train:
+        raise UserError(f"source {name!r}: all its documents are held out; lower data.validation or add some")
+    index, key = data.train[name], f"data.sources.{name}.row_bytes"
+    block_bytes = plan.keep(key, "auto", previous)
+    if block_bytes is None:
+        chosen = choose_block(index, data.tokenizer, context)
+        block_bytes = plan.add(key, chosen.block_bytes, cost_note(index, chosen, context), "measured")
+    return LazyRows(index, data.tokenizer, context, block_bytes)
+
+
+def held_out_rows(data: Data, rows: dict[str, Rows], context: int) -> dict[str, HeldOutSet]:
+    """What the run is validated on."""
+    found = {}
+    if isinstance(data, Prepared):
+        return {name: HeldOutSet.of_store(store, context) for name, store in data.validation.items()}
+    if isinstance(data, UserData):
+        for name, dataset in data.validation.items():
+            own = UserDatasetRows(dataset, data.tokenizer, context)
+            found[name] = HeldOutSet(own, own.count * context, 1.0)  # bits per byte are then bits per token
+        return found
+    for name, index in data.validation.items():
+        source = rows.get(name)
+        if isinstance(source, LazyRows):
+            held = LazyRows(index, data.tokenizer, context, source.block_bytes)
+            found[name] = HeldOutSet(held, held.count * context, source.block_bytes / context)
+    return found
+
+
+def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
+    store = prepared.train[name]
+    if spec.data.packing == "best_fit":
+        return best_fit_rows(store, context, prepared.folder / f"{name}.best-fit-{context}")
+    if spec.data.packing == "pad":
+        return PadRows(store, context, spec.data.padding.long, spec.data.padding.side)
+    return ConcatRows(store, context)
+
+
+def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dict[str, SourceSize]:
+    """What the planner counts with."""
+    found = {}
+    for name, source in data.train.items():
+        count = rows[name].count if name in rows else 0
+        tokens = source.tokens if isinstance(source, ShardedStore) else count * context
+        if isinstance(data, UserData) and name not in rows:  # an iterable tells nothing of its length
+            count = tokens = _ENDLESS
+        formats: tuple[str, ...] = ()
+        if spec.data.mix == "auto" and not isinstance(data, UserData):  # they tell what a source holds
+            formats = tuple(sorted({entry.format for entry in list_files(spec.data.sources[name])}))
+        found[name] = SourceSize(tokens, count, formats)
+    return found
+
+
+def explain(spec: RunSpec, rows: dict[str, Rows], training: TrainPlan, plan: Plan) -> None:
+    """What the packing and the curriculum cost, in the plan."""
+    packed = [(name, source.index.padding_share) for name, source in rows.items() if isinstance(source, BestFitRows)]
+    if packed:
+        shares = {name: f"{share:.2%} padding" for name, share in packed}
+        plan.add("data.packing", shares, "whole documents where they fit, none truncated", "computed")
+    curriculum = spec.data.curriculum
+    if curriculum.by != "none":
+        read = training.total_steps * training.batch_rows[0][1]
+        by = curriculum.label or curriculum.by
+        total = sum(source.count for source in rows.values())
+        note = epoch_note(total, read, by, curriculum.descending)
+        plan.add("data.curriculum", by, note or f"{curriculum.groups} groups of rising {by}", "asked")
+
+
+def build_stream(
+    spec: RunSpec, data: Data, rows: dict[str, Rows], plan: TrainPlan, segments: list[Segment]
+) -> BatchStream | IterableStream:
+    """The run's batches."""
+    steps = StepPositions([BatchPhase(start, size) for start, size in plan.batch_rows], segments)
+    if isinstance(data, UserData) and len(rows) < len(data.train):
+        if len(data.train) > 1:
+            raise UserError("data.sources: an iterable dataset cannot be mixed with others; make one of them")
+        return IterableStream(next(iter(data.train.values())), data.tokenizer, plan.context, steps)
+    used = {name for _, mixture in plan.mixtures for name in mixture.names}
+    lengths = {name: source.count for name, source in rows.items() if name in used}
+    rankings = {name: found for name in used if (found := _ranking(spec, data, rows[name], name, plan))}
+    order = StreamOrder(
+        [MixturePhase(start, mixture) for start, mixture in plan.mixtures], lengths, spec.seed, rankings
+    )
+    return BatchStream(rows, order, plan.context, steps, transforms=_transforms(spec, data))
+
+
+def _ranking(spec: RunSpec, data: Data, rows: Rows, name: str, plan: TrainPlan) -> CurriculumRanking | None:
+    if not isinstance(data, Prepared):
+        return None
+    curriculum, padding = spec.data.curriculum, spec.data.padding
+    store, folder = data.train[name], data.folder
+    if curriculum.by == "length":
+        measure = by_score(rows, document_lengths(store))
+        return rank_rows(rows, "length", measure, folder, curriculum.groups, curriculum.descending)
+    if curriculum.by == "label":
+        assert curriculum.label is not None
+        measure = by_score(rows, store.scores)
+        return rank_rows(rows, curriculum.label, measure, folder, curriculum.groups, curriculum.descending)
+    if isinstance(rows, PadRows) and padding.buckets > 1:
+        # Rows of one bucket stay together for a whole step, so that no micro-batch mixes long and short ones.
+        run = plan.batch_rows[0][1]
+        return rank_rows(rows, "row length", rows.row_lengths, folder, padding.buckets, run=run)
+    return None
+
+
+def _transforms(spec: RunSpec, data: Data) -> list[Transform]:
+    """Noise first: it may shorten rows, and what is then padding can be cut off."""
+    found: list[Transform] = []
+    tokenizer = data.tokenizer
+    noise = make_noise(spec.data.noise, spec.seed, tokenizer.vocab_size, tokenizer.special)
+    if noise is not None:
+        found.append(noise)
+    if spec.data.packing == "pad" and spec.data.padding.to == "longest":
+        found.append(Trim(spec.data.padding.multiple_of, spec.data.padding.side))
+    return found
+
+
+def leave_out(job: Job) -> None:
+    """Ban what the spec's lists name: from the start in a new run, from here on in one that goes on, so that past steps
+    still replay. Entries that no longer fit their file are told and ignored."""
+    if not job.spec.data.exclude or not isinstance(job.stream, BatchStream):
+        return
+    entries = [entry for path in job.spec.data.exclude for entry in read_exclusions(path)]
+    found, stale = banned_documents(entries, job.stream.sources)
+    position = job.stream.steps.position(job.start_step)
+    new = found - set(job.stream.banned)
+    if new:
+        job.stream = job.stream.replace(banned={**job.stream.banned, **dict.fromkeys(new, position)})
+    lists = ", ".join(job.spec.data.exclude)
+    job.event("excluded", documents=len(found), reason=f"{len(found)} documents are left out: {lists}")
+    for line in stale:
+        job.event("exclusion_stale", reason=line)
+
+
+def offer(spec: RunSpec, job: Job) -> None:
+    """Tell of other runs' lists that convict documents of this run's files."""
+    if any(source.path == [OWN] for source in spec.data.sources.values()):
+        return
+    files = {entry.name for entries in list_sources(spec.data).values() for entry in entries}
+    for found in offers(files, spec.runs, [*spec.data.exclude, job.run.folder / FILE_NAME]):
+        job.event("exclusions_offered", reason=found.line)

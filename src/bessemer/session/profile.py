@@ -1,0 +1,119 @@
+"""`bessemer train --profile`: a few steps of a run as it stands, looked at and thrown away.
+
+They run in a scratch folder that sees the run's checkpoints and plan. The run itself is only read, so it may even be
+training meanwhile; what is found goes to `profile/` in its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from bessemer.checkpoint.store import CheckpointStore
+from bessemer.errors import UserError
+from bessemer.observe.profile import ProfileFacts, as_json, as_text, read_trace, step_time
+from bessemer.observe.view import RunView
+from bessemer.run.directory import RunWriter, write_whole
+from bessemer.run.journal import Record
+from bessemer.session.session import FORMER_SPEC, Session, run_folder
+from bessemer.spec.schema import RunSpec
+from bessemer.train.device import measure, memory_in_use, memory_limit, stored_ceilings
+from bessemer.train.job import Job, Outcome
+from bessemer.train.loop import train_loop
+from bessemer.train.profile import WARMUP, Profiler
+from bessemer.train.saver import CheckpointSaver
+
+
+class ScratchRun(RunWriter):
+    """The scratch folder has none of the run's metrics, and needs none."""
+
+    def go_back(self, step: int, saved: Mapping[str, bytes]) -> list[Record]:
+        return []
+
+
+class Unsaved(CheckpointSaver):
+    """Saves nothing, and has no say about what is saved."""
+
+    def save(self, job: Job, step: int, validation_loss: float | None) -> str | None:
+        return "nothing"
+
+    def confirm(self, job: Job, done: int) -> None: ...
+
+
+class ProfileSession(Session):
+    """A start of the run that ends after the profiled steps. `text` is the report; with `nsight` there is none, since
+    Nsight and torch's profiler cannot look at once."""
+
+    def __init__(self, spec: RunSpec, view: RunView, steps: int = 3, nsight: bool = False) -> None:
+        if steps < 1:
+            raise UserError(f"--profile-steps {steps}: write 1 or more")
+        alone = spec.checkpoint.model_copy(update={"remote": None})
+        guard = spec.guard.model_copy(update={"forget": None})  # it goes by evaluations, and there are none
+        super().__init__(spec.model_copy(update={"checkpoint": alone, "guard": guard}), view)
+        self.steps, self.nsight, self.text = steps, nsight, ""
+        self.folder = run_folder(self.spec) / "profile"
+
+    def train(self) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="bessemer-profile-") as scratch:
+            folder = Path(scratch) / self.spec.name
+            self._lend(run_folder(self.spec), folder)
+            with ScratchRun(folder) as run, self.view.following(run):
+                outcome = self._train(run)
+        if not (self.text or self.nsight):
+            raise UserError(f"--profile: {outcome.reason}")
+        return outcome
+
+    def _lend(self, run: Path, scratch: Path) -> None:
+        """What a resume needs, unless the run has too few steps left: then the steps are those of its beginning."""
+        if not (run / "settings.json").exists():
+            return
+        committed = CheckpointStore(run / "checkpoints").committed()
+        total = json.loads((run / "settings.json").read_text())["total_steps"]
+        if not committed or committed[-1][1].step + WARMUP + self.steps > total:
+            return
+        (scratch / "checkpoints").mkdir(parents=True)
+        for path, _ in committed:
+            (scratch / "checkpoints" / path.name).symlink_to(path.resolve())
+        for name in (FORMER_SPEC, "plan.json"):
+            shutil.copy(run / name, scratch / name)
+
+    def _loop(self, job: Job) -> Outcome:
+        needed = job.start_step + WARMUP + self.steps
+        if needed > job.plan.total_steps:
+            raise UserError(f"--profile: needs {needed} steps, the run has {job.plan.total_steps}: raise budget.tokens")
+        if self.nsight and job.device.type != "cuda":
+            raise UserError(
+                f"--nsight: marks steps for NVIDIA's tools, and the run is on a {job.device.type}: leave it out"
+            )
+        if job.device.type == "mps":
+            raise UserError("--profile: torch cannot look into Apple GPUs: use parallel.device: cpu, or Instruments")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trace = None if self.nsight else self.folder / "trace.json.gz"
+        job.saver, job.copies = Unsaved(job.saver.shelf, ""), None
+        job.evaluator.parts.clear()
+        job.profiler = profiler = Profiler(job.device, self.steps, trace)
+        while (outcome := train_loop(job)).incident:  # a vetoed step takes as long as another
+            job.start_step = outcome.step
+        if trace:
+            self._report(job, profiler, trace)
+        return outcome
+
+    def _report(self, job: Job, profiler: Profiler, trace: Path) -> None:
+        machine, stored, plan = measure(job.device), stored_ceilings(job.device), job.plan
+        rates = {f"matmul_{key}": rate for key, rate in machine.matmul.items() if rate}
+        weights = sum(parameter.nbytes for parameter in job.optimizer.parameters)
+        moments = sum(tensor.nbytes for tensor in job.optimizer.state().values())
+        facts = ProfileFacts(
+            spec=self.spec, shape=job.model.shape, device=machine.name, precision=plan.precision, context=plan.context,
+            rows=job.stream.steps.rows(job.start_step + WARMUP), micro_rows=plan.micro_rows, steps=self.steps,
+            plain_step_s=profiler.plain_step_s, flops_per_token=job.flops_per_token, peak_flops=job.peak_flops,
+            memory_bytes=memory_in_use(job.device), memory_limit=memory_limit(job.device),
+            update_bytes=3 * weights + 2 * moments, ceilings=rates | (stored.best() if stored else {}),
+        )  # fmt: skip
+        found = as_json(step_time(read_trace(trace)), facts)
+        self.text = as_text(found)
+        write_whole(self.folder / "profile.json", json.dumps(found, indent=1))
+        write_whole(self.folder / "profile.txt", self.text)

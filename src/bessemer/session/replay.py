@@ -1,0 +1,308 @@
+"""The validation loss of any weights of a run's model, on the sequences that the run is validated on.
+
+A past step's batch, rebuilt from the run's own records: the stream is a pure function, so nothing was kept of it.
+
+A past step put on trial by hand: `bessemer replay RUN --step N`.
+
+The state before the step comes from the scene that was kept of it, or from the newest checkpoint before, from which the
+recorded steps are run again in memory. Nothing of the run is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest
+from bessemer.checkpoint.store import CheckpointStore
+from bessemer.data.document import Document
+from bessemer.data.prepare import chat_template, open_prepared
+from bessemer.data.read import BadRow, SourcePart, divide, list_files, read_part
+from bessemer.data.store.token_store import Origin
+from bessemer.data.stream.batches import BatchStream
+from bessemer.data.stream.order import Segment, StepPositions
+from bessemer.data.stream.rows import PADDING
+from bessemer.data.tokenizer.chat import problems, render
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.errors import UserError
+from bessemer.model.transformer import build
+from bessemer.observe.view import RunView
+from bessemer.plan.decide import TrainPlan
+from bessemer.plan.decision import Plan
+from bessemer.run.directory import Run, RunWriter
+from bessemer.run.journal import number
+from bessemer.session.build import JobParts, make_job
+from bessemer.session.data import OWN, Data, build_stream, held_out_rows, make_rows, open_data
+from bessemer.session.restore import bans_of, digits_from, rounds_otherwise, usual
+from bessemer.session.session import existing_run
+from bessemer.session.start import choose_attention
+from bessemer.spec.data import SourceSpec
+from bessemer.spec.parallel import ParallelSpec
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.device import pick_device, use_threads
+from bessemer.train.evaluate import Evaluator
+from bessemer.train.job import Job
+from bessemer.train.objective import make_pretrain
+from bessemer.trial.case import EarlierState, IncidentCase, NormalRange, StepScene
+from bessemer.trial.measure import measure
+from bessemer.trial.replay import replay_to
+from bessemer.trial.trial import run_trial
+
+
+def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
+    """A function from weights, by native names, to the loss. One evaluation costs what one inside the run does."""
+    _, spec = existing_run(folder)
+    run, stream, data, plan = stream_of(folder)
+    device = pick_device(ParallelSpec())
+    held_out = held_out_rows(data, dict(stream.sources), plan.context)
+    sizes = plan.context, plan.evaluate_tokens, plan.micro_rows
+    evaluator = Evaluator(held_out, *sizes, plan.precision, device)
+    if not evaluator.available:
+        raise UserError(f"{folder}: holds out no data to choose by; leave out --greedy, or train with data.validation")
+    about = json.loads((run.folder / "model.json").read_text())
+    model = build(ModelShape.from_dict(about["shape"]), device, spec.seed)
+
+    objective = make_pretrain(spec, stream.order.names, data.tokenizer, model.shape, plan.context)
+
+    @torch.no_grad()
+    def loss(weights: Mapping[str, Tensor]) -> float:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+        return evaluator.evaluate(model, objective).loss
+
+    return loss
+
+
+def stream_of(folder: str | Path) -> tuple[Run, BatchStream, Data, TrainPlan]:
+    """The data stream of an existing run."""
+    run, spec = existing_run(folder)
+    settings = run.folder / "settings.json"
+    if not settings.exists():
+        raise UserError(f"{folder}: the run stopped before its data was prepared; train it first")
+    if any(source.path == [OWN] for source in spec.data.sources.values()):
+        raise UserError(
+            f"{folder}: was trained on a dataset from Python, which only the program that has it can replay"
+        )
+    plan = TrainPlan.from_json(settings.read_text())
+    if spec.data.tokenize == "on_the_fly":
+        data: Data = open_data(spec, Plan())
+    else:
+        data = open_prepared(Path(json.loads((run.folder / "data.json").read_text())["folder"]))
+    decided = Plan.from_json((run.folder / "plan.json").read_text())
+    rows = make_rows(spec, data, plan.context, Plan(), decided)
+    committed = CheckpointStore(run.checkpoints).committed()
+    segments = [Segment.from_json(entry) for entry in committed[-1][1].segments] if committed else [Segment(0, 0)]
+    stream = build_stream(spec, data, rows, plan, segments)
+    assert isinstance(stream, BatchStream), "files can be read again"
+    if committed:
+        stream = stream.replace(banned=bans_of(committed[-1][1]))
+    return run, stream, data, plan
+
+
+def documents_of(folder: str | Path, step: int, texts: bool = False) -> list[dict[str, Any]]:
+    """The documents of a step, those with most tokens first.
+
+    `texts` adds the part of each that was in the batch, and looks it up in the file: `in_file` is `same` where the
+    text stands there as it was trained on, `cleaned` where a step of the spec changed it, and otherwise what prevents
+    the comparison. That costs a reading of each file up to the row.
+    """
+    _, stream, prepared, plan = stream_of(folder)
+    if not 0 <= step < plan.total_steps:
+        raise UserError(f"--step {step}: this run has steps 0 to {plan.total_steps - 1}")
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for share in stream.origins(step):
+        found[share.source, share.file, share.row] = {
+            "source": share.source, "file": share.file, "row": share.row, "document": share.document_id,
+            "tokens": share.tokens,
+        }  # fmt: skip
+    if texts:
+        for source, origin, tokens in _parts(stream, step):
+            text = prepared.tokenizer.decode(tokens)
+            found[source, origin.file, origin.row].setdefault("texts", []).append(text)
+        _compare(list(found.values()), existing_run(folder)[1], prepared.tokenizer)
+    return list(found.values())
+
+
+def _parts(stream: BatchStream, step: int) -> Iterator[tuple[str, Origin, list[int]]]:
+    """The documents' tokens in a step as targets, before noise and without padding."""
+    plain = BatchStream(stream.sources, stream.order, stream.sequence_length, stream.steps)
+    batch = plain.batch(step)
+    for k, name in enumerate(stream.names):
+        rows, at = stream.sources[name], np.flatnonzero(batch.sources == k)
+        if not at.size:
+            continue
+        spans = rows.spans(batch.sequences[at])
+        for i in np.flatnonzero(spans.document != PADDING).tolist():
+            row, column, length = (int(found[i]) for found in (spans.row, spans.column, spans.length))
+            tokens = batch.targets[at[row], column : column + length].tolist()
+            yield name, rows.origin_of_document(int(spans.document[i])), tokens
+
+
+def _compare(documents: list[dict[str, Any]], spec: RunSpec, tokenizer: Tokenizer) -> None:
+    template = chat_template(spec.tokenizer)
+    wanted: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for document in documents:
+        wanted.setdefault((document["source"], document["file"]), []).append(document)
+    for (name, file), group in wanted.items():
+        try:
+            rows = rows_of(spec.data.sources[name], file, {document["row"] for document in group})
+        except UserError as error:
+            for document in group:
+                document["in_file"] = f"not compared: {error}"
+            continue
+        for document in group:
+            row = rows.get(document["row"])
+            text = row.text if row else None
+            if row and row.messages and not problems(row.messages):  # trained on as it is laid out
+                text = tokenizer.decode(render(row.messages, tokenizer, template)[0].tolist())
+            parts = [part.removesuffix(tokenizer.eos) for part in document["texts"]]
+            # A row may begin or end inside a character of several tokens, which then shows as a replacement mark.
+            same = text is not None and all(part.strip("�") in text for part in parts)
+            document["in_file"] = "the row is gone" if text is None else "same" if same else "cleaned"
+            if row and row.decode_error:
+                document["in_file"] = f"the file is {row.decode_error}: U+FFFD was trained on for its invalid bytes"
+
+
+def rows_of(source: SourceSpec, file: str, rows: Iterable[int]) -> dict[int, Document]:
+    """Some rows of one of a source's files, as they stand there now."""
+    entries = [entry for entry in list_files(source) if entry.name == file]
+    if not entries:
+        raise UserError(f"{file}: no longer among the source's files")
+    wanted = set(rows)
+    found: dict[int, Document] = {}
+    pieces = [piece for part in divide("", entries, source) for piece in part.pieces]
+    for i, piece in enumerate(pieces):
+        stop = pieces[i + 1].first_row if i + 1 < len(pieces) else None
+        inside = {row for row in wanted if row >= piece.first_row and (stop is None or row < stop)}
+        for document in read_part(SourcePart("", (piece,)), source) if inside else ():
+            if not isinstance(document, BadRow) and document.row in inside:
+                found[document.row] = document
+                inside.discard(document.row)
+            if not inside:
+                break
+    return found
+
+
+HISTORY = 512
+BY_HAND = "tried by hand"  # the symptom of a step that nothing was wrong with when it ran
+
+
+class ReadOnlyRun(RunWriter):
+    """A run's directory that nothing is written into."""
+
+    def __init__(self, folder: str | Path) -> None:
+        Run.__init__(self, folder)
+
+    def event(self, kind: str, **details: Any) -> dict[str, Any]:
+        return {"kind": kind, **details}
+
+
+def job_of(folder: str | Path, device: str = "auto") -> tuple[Job, RunSpec]:
+    """The job of an existing run, with fresh weights, that writes nothing."""
+    run, spec = existing_run(folder)
+    _, stream, data, plan = stream_of(folder)
+    about = json.loads((run.folder / "model.json").read_text())
+    asked = spec.parallel if device == "auto" else spec.parallel.model_copy(update={"device": device})
+    use_threads(asked)
+    parts = JobParts(plan, ModelShape.from_dict(about["shape"]), stream, {}, data.tokenizer, pick_device(asked), 1.0)
+    job = make_job(spec, parts, ReadOnlyRun(folder), RunView())
+    choose_attention(job, Plan(), Plan.from_json((run.folder / "plan.json").read_text()))
+    return job, spec
+
+
+def try_step(folder: str | Path, step: int, budget_s: float | None = None, device: str = "auto") -> IncidentCase:
+    """What the trial says of a step of a run, vetoed or not."""
+    job, spec = job_of(folder, device)
+    if not 0 <= step < job.plan.total_steps:
+        raise UserError(f"--step {step}: this run has steps 0 to {job.plan.total_steps - 1}")
+    records = list(job.run.metrics())
+    _bring_to(job, step, records)
+    history = [record for record in records if record["step"] < step][-HISTORY:]
+    recorded = next((record for record in records if record["step"] == step), None)
+    batches = job.stream.micro_batches(step, job.plan.micro_rows)
+    if recorded is None:  # rolled back past, or not reached
+        found = measure(job, batches, job.stream.step_count(step))
+        loss, norm, lr = found.loss, found.grad_norm, job.lr(step)
+    else:
+        loss, norm, lr = (number(recorded[key]) or float("nan") for key in ("loss", "grad_norm", "lr"))
+    veto = next((event for event in job.run.events("veto") if event["step"] == step), None)
+    symptom = veto["reason"] if veto else BY_HAND
+    normal = _normal(veto, spec) or usual(history, spec.guard.loss_sigma, spec.guard.grad_sigma)
+    scene = StepScene(step, symptom, lr, loss, norm, normal, batches, history)
+    budget_s = budget_s or spec.guard.trial.budget
+    events = list(job.run.events())
+    trial = run_trial(job, scene, _earlier(job, step), budget_s, events, job.decode, _alike_from(job, events))
+    keys = ("step", "loss", "grad_norm", "lr", "veto")
+    return IncidentCase(
+        run=job.run.name, step=step, time=time.time(), symptom=symptom,
+        observed={"loss": loss, "grad_norm": norm, "lr": lr}, normal=normal, trial=trial,
+        series=[{key: record[key] for key in keys} for record in records if abs(record["step"] - step) <= 100],
+    )  # fmt: skip
+
+
+def _normal(veto: dict[str, Any] | None, spec: RunSpec) -> NormalRange | None:
+    found = veto["statistics"] if veto else {}
+    values = [number(found.get(key)) for key in ("loss_center", "loss_scale", "grad_center", "grad_scale")]
+    if any(value is None or value != value for value in values):
+        return None
+    loss, loss_scale, grad, grad_scale = (float(value) for value in values if value is not None)
+    return NormalRange(loss, loss_scale, grad, grad_scale, spec.guard.loss_sigma, spec.guard.grad_sigma)
+
+
+def _bring_to(job: Job, step: int, records: list[dict[str, Any]]) -> None:
+    """The weights and moments before the step."""
+    scenes = CheckpointStore(job.run.folder / "scenes")
+    for folder, manifest in scenes.committed():
+        if manifest.step == step:
+            _load(job, scenes, folder, manifest)
+            return
+    shelf = CheckpointStore(job.run.checkpoints)
+    for folder, manifest in reversed(shelf.committed()):
+        if manifest.step <= step:
+            try:
+                _load(job, shelf, folder, manifest)
+            except DamagedCheckpoint:
+                continue
+            replay_to(job, step, records)
+            return
+    # From the very beginning, if no step is missing: the first weights follow from the seed.
+    replay_to(job, step, records)
+
+
+def _load(job: Job, shelf: CheckpointStore, folder: Path, manifest: Manifest) -> None:
+    shelf.load(folder, _tensors(job))
+    segments = [Segment.from_json(entry) for entry in manifest.segments]
+    job.stream = job.stream.replace(StepPositions(job.stream.steps.batch_phases, segments), bans_of(manifest))
+    job.start_step = manifest.step
+
+
+def _tensors(job: Job) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in job.state().items() if not name.startswith("guard.")}
+
+
+def _alike_from(job: Job, events: list[dict[str, Any]]) -> int:
+    """The step since which the run computed as this process does: after its last, if it was trained by several."""
+    committed = CheckpointStore(job.run.checkpoints).committed()
+    other = committed and rounds_otherwise(job, committed[-1][1])
+    return job.plan.total_steps if other else digits_from(events)
+
+
+def _earlier(job: Job, step: int) -> list[EarlierState]:
+    shelf = CheckpointStore(job.run.checkpoints)
+    found = []
+    for folder, manifest in reversed(shelf.committed()):
+        if manifest.step < step:
+
+            def load(folder: Path = folder) -> None:
+                shelf.load(folder, _tensors(job))
+
+            found.append(EarlierState(manifest.step, folder.name, load))
+    return found

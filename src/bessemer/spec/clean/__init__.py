@@ -1,1 +1,0 @@
-"""What a curation step can be told: one section of the spec for each named step."""

@@ -1,1 +1,0 @@
-"""Faults injected on purpose, to see that the guard finds each, names its cause and repairs the run."""

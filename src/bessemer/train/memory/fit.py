@@ -1,0 +1,289 @@
+"""Room on the device while it trains: one probing step corrects the planner's estimate, and a step that runs out of
+memory is explained and tried again in smaller pieces.
+
+Nothing is updated before a whole step is summed, so a failed one leaves no trace; its rows and their count stay the
+same, and so does its loss. Several processes are probed together and shrink together; one that runs out of memory in a
+step of the run ends, and the launcher starts all of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from bessemer.data.stream.batches import Batch
+from bessemer.data.stream.user_dataset import IterableStream
+from bessemer.errors import UserError
+from bessemer.model.moe import MixtureOfExperts
+from bessemer.parallel.shard import send_gradients
+from bessemer.plan.cost_model.memory import (
+    ACTIVATIONS,
+    MOST_TOKENS,
+    ROWS,
+    SHARE,
+    STEPS_UP,
+    MemoryNeeds,
+    Passes,
+    estimate,
+)
+from bessemer.plan.decide import TrainPlan
+from bessemer.plan.decision import Plan
+from bessemer.plan.search.proposal import lighter
+from bessemer.spec.optimizer import LEAN
+from bessemer.spec.quantity import human_bytes
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.compile import compute_in
+from bessemer.train.device import memory_limit, synchronize
+from bessemer.train.job import Job
+from bessemer.train.memory import recompute
+from bessemer.train.speed import random_batch
+
+OWN = 2 << 30  # bytes beside torch's: the context and libraries of this process
+# cuBLAS, cuDNN, the CPU's allocator and the driver say it in their own words.
+WORDS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in WORDS)
+
+
+def split(batches: list[Batch], rows: int) -> list[Batch]:
+    """The same rows in micro-batches of at most so many; as they are where they are no larger."""
+    cuts = [(batch, start) for batch in batches for start in range(0, len(batch.positions), rows)]
+    return batches if len(cuts) == len(batches) else [batch.part(start, start + rows) for batch, start in cuts]
+
+
+class MemoryGauge:
+    """A GPU's memory, in bytes, as torch counts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def limit(self) -> int:
+        """What a run may take."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(SHARE["cuda"] * (free + torch.cuda.memory_reserved(self.device)))
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Since `start`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def standing(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+
+def fit(job: Job, plan: Plan, resumed: bool, gauge: MemoryGauge | None = None) -> int | None:
+    """Run one forward and backward pass as planned and correct what the spec leaves open, before a new run's first
+    step; the peak that its steps will have. Only a GPU is probed: elsewhere memory is shared, and the peak nobody's.
+
+    Of several processes the one with the least room decides. Where they meet inside of a pass, one that fails would
+    leave the others waiting in it: there a single row is measured, and the line goes on from that.
+    """
+    open_rows = job.spec.budget.micro_batch == "auto" and job.spec.memory.update == "after"
+    if gauge is None and job.device.type == "cuda":
+        gauge = MemoryGauge(job.device)
+    if gauge is None:
+        return None
+    world, together = job.world, meets_inside(job)
+    static = world.size > 1 and job.spec.parallel.replicas.static_graph  # DDP learns from the first passes
+    if resumed or static or job.pipeline or not job.optimizer.whole or (together and not open_rows):
+        return needs(job).total
+    if not (open_rows or job.spec.memory.activations == "auto"):
+        return needs(job).total
+    if together:
+        resize(job, 1)
+    limit = min(world.gather(gauge.limit()))
+    while (peak := _largest(world.gather(probe(job, gauge)))) is None or (peak > limit and job.plan.micro_rows == 1):
+        if (eased := ease(job, plan, "a probing step ran out of memory")) is None:
+            return needs(job).total  # the first step will explain it
+        job.event("out_of_memory", reason=f"probing: {eased}")
+    if not open_rows:
+        return peak
+    rows, batch = job.plan.micro_rows, -(-min(rows for _, rows in job.plan.batch_rows) // world.layout.dp)
+    gradients = sum(p.numel() * max(4, p.element_size()) for p in job.optimizer.parameters)  # that add up
+    most = max(1, MOST_TOKENS["cuda"] // job.plan.context)
+    standing = max(world.gather(gauge.standing()))
+    best, each = rows_that_fit(peak, rows, standing, gradients, batch, limit, most)
+    resize(job, best)
+    took = f"took {human_bytes(peak)} of {human_bytes(limit)}, {human_bytes(each)} a row"
+    plan.add(ROWS, best, f"a probing step of {rows} rows {took}", "measured")
+    return int(peak + (best - rows) * each)
+
+
+def meets_inside(job: Job) -> bool:
+    """Whether processes exchange anything in a pass: all do but whole replicas, while they add up no gradients."""
+    return job.world.size > job.world.layout.dp_replicate
+
+
+def _largest(peaks: Sequence[int | None]) -> int | None:
+    """Of all processes; None where one has run out of memory."""
+    return None if None in peaks else max(peak for peak in peaks if peak is not None)
+
+
+def rows_that_fit(
+    peak: int, rows: int, standing: int, gradients: int, batch: int, limit: int, most: int
+) -> tuple[int, float]:
+    """The largest divisor of the batch up to `most` whose peak is within the limit, on a line through one measured peak
+    of `rows`; and the bytes of a row. Gradients stand beside activations unless one micro-batch is the whole batch."""
+    each = (peak - standing - gradients * (rows < batch)) / rows
+    sizes = [n for n in range(1, min(batch, most) + 1) if batch % n == 0]
+    return max((n for n in sizes if standing + gradients * (n < batch) + n * each <= limit), default=1), each
+
+
+def probe(job: Job, gauge: MemoryGauge) -> int | None:
+    """Peak bytes of a step's passes, or None where they do not fit. Two, where a second one meets gradients."""
+    rows, world = job.plan.micro_rows, job.world
+    if isinstance(job.stream, IterableStream):  # which cannot be read ahead of its turn
+        batches = [random_batch(job.model.shape.vocab, rows, job.plan.context)] * 2
+    else:  # the real thing: its masks too, and what is compiled for it serves the first step
+        batches = job.stream.micro_batches(0, rows, world.dp_rank, world.layout.dp)[:2]
+    gauge.start()
+    peak = None
+    job.optimizer.accumulate(len(batches) > 1)
+    try:
+        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+            send_gradients(job.model, now=left == 0 and meets_inside(job))
+            with compute_in(job.plan.precision, job.device):
+                terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), batch.count or 1.0)
+            terms.loss.backward()
+        peak = gauge.peak()
+    except RuntimeError as error:
+        if not out_of_memory(error) or meets_inside(job):
+            raise
+    terms = None  # type: ignore[assignment]
+    release(job)
+    return peak
+
+
+def release(job: Job) -> None:
+    """Forget what a step that came to nothing has left behind."""
+    synchronize(job.device)  # copies on their way into memory that is free again
+    job.optimizer.discard()
+    for module in job.model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.routing, module.assigned = None, []
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def resize(job: Job, rows: int) -> None:
+    job.plan = replace(job.plan, micro_rows=rows)
+    for block in job.model.blocks:
+        if (compiled := getattr(block, "compiled", None)) is not None:
+            compiled.size = (rows, job.plan.context)
+
+
+def is_compiled(job: Job) -> bool:
+    return any(getattr(block, "compiled", None) is not None for block in job.model.blocks)
+
+
+def needs(job: Job) -> MemoryNeeds:
+    """The planner's estimate for the job as it stands."""
+    passes = _passes(job.plan, is_compiled(job), job.device, job.world.layout.dp_shard)
+    return estimate(job.spec, job.model.shape, passes)
+
+
+def _passes(plan: TrainPlan, compiled: bool, device: torch.device, shards: int) -> Passes:
+    several = plan.micro_rows < max(rows for _, rows in plan.batch_rows)
+    how = (plan.context, plan.micro_rows, plan.precision, plan.activations, compiled)
+    return Passes(*how, device.type, several, shards)
+
+
+@contextmanager
+def building(spec: RunSpec, shape: ModelShape, plan: TrainPlan, device: torch.device, shards: int) -> Iterator[None]:
+    """A model that is too large to begin with is a fault of the spec, and told in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        need = estimate(spec, shape, _passes(plan, plan.compiled, device, shards))
+        took, way = f"by estimate a step takes {human_bytes(need.total)}: {need.words()}", ""
+        if device.type == "cuda" and shards == 1:
+            usable = MemoryGauge(device).limit()
+            way = lighter(spec, shape, plan.context, plan.precision, usable, int(usable / SHARE["cuda"]))
+        raise UserError(
+            f"out of memory while the model was built: {took}. {_whole(device)}. {way or advice(spec, plan)}"
+        ) from error
+
+
+def _whole(device: torch.device) -> str:
+    """What the device has, and what others have of it."""
+    if device.type != "cuda":
+        return f"The machine has {human_bytes(memory_limit(device))}"
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    told = f"The device has {human_bytes(total)}"
+    return told if others < OWN else f"{told}, and other processes hold {human_bytes(others)} of it"
+
+
+def outside(job: Job, error: RuntimeError) -> str:
+    """Why a run ends that ran out of memory in an update or an evaluation, where nothing can be tried again."""
+    said = str(error).split("\n")[0]
+    reason = f"out of memory outside of a step's passes: by estimate these take {needs(job).words()}"
+    reason = f"{reason}. {_whole(job.device)}. {advice(job.spec, job.plan)}; the last checkpoint stands"
+    job.event("out_of_memory", reason=reason, said=said)
+    return reason
+
+
+def ease(job: Job, plan: Plan, why: str) -> str | None:
+    """Give up the guard's copies; then fewer rows at a time, and at one row more that is computed again, as far as the
+    spec leaves it open. What was done in words, None if nothing is left to do."""
+    if job.copies is not None:
+        job.copies = None
+        return "the guard's copies in memory are given up, and rollbacks read checkpoints"
+    rows, how = job.plan.micro_rows, job.plan.activations
+    if rows > 1 and job.spec.budget.micro_batch == "auto" and job.spec.memory.update == "after":
+        fewer = max(n for n in range(1, rows // 2 + 1) if rows % n == 0)
+        resize(job, fewer)
+        plan.add(ROWS, fewer, f"{why} with {rows}", "measured")
+        return f"{ROWS} is {fewer} instead of {rows}"
+    if job.spec.memory.activations == "auto" and how != STEPS_UP[-1]:
+        more = STEPS_UP[STEPS_UP.index(str(how)) + 1]
+        job.plan = replace(job.plan, activations=more)
+        recompute.apply(job.model, more, job.spec.memory.offload_activations)
+        plan.add(ACTIVATIONS, more, f"{why} with {how} at {rows} rows", "measured")
+        return f"{ACTIVATIONS} is {more} instead of {how}"
+    return None
+
+
+def shrink_micro_batch(job: Job, step: int, said: str) -> str | None:
+    """After a pass that ran out of memory: None where the step can be tried again, else why not and what to change."""
+    release(job)
+    took = needs(job).words()
+    path, eased = job.run.folder / "plan.json", None
+    if job.optimizer.judged_first:  # else some weights have moved already
+        decisions = Plan.from_json(path.read_text())
+        eased = ease(job, decisions, f"step {step} ran out of memory")
+    if eased is None:
+        reason = f"out of memory at step {step}: by estimate {took}. {advice(job.spec, job.plan)}"
+        job.event("out_of_memory", step=step, reason=reason, said=said)
+        return reason
+    job.run.write_file(path.name, decisions.to_json())  # a resume keeps it
+    job.run.write_file("settings.json", job.plan.to_json())
+    job.event("out_of_memory", step=step, reason=f"by estimate {took}. {eased}: the same step again", said=said)
+    return None
+
+
+def advice(spec: RunSpec, plan: TrainPlan) -> str:
+    """What the spec can still give up, the cheapest first."""
+    memory = spec.memory
+    own = spec.optimizer.name in LEAN
+    half = own and plan.precision in ("bf16", "fp8", "fp8_rowwise")
+    ways = {
+        f"budget.micro_batch: {plan.micro_rows // 2}": plan.micro_rows > 1 and memory.update == "after",
+        f"memory.activations: {'selective' if plan.activations == 'none' else 'full'}": plan.activations != "full",
+        "memory.moments: 8bit": own and memory.moments == "fp32",
+        "memory.weights: stochastic": half and memory.kept != "stochastic",
+        "memory.offload_optimizer: true": own and not memory.offload_optimizer,
+        "memory.offload_activations: true": not memory.offload_activations,
+        "a shorter data.context": True,
+    }
+    return "Write " + ", or ".join(way for way, possible in ways.items() if possible)

@@ -1,0 +1,390 @@
+"""What an objective makes of a batch, and what all of them share. Shapes: R rows, T columns.
+
+Objectives are pure: draws are keyed by seed and the row's position in the stream, so a step replays on any number of
+ranks, and the next epoch, at other positions, draws anew. None depends on weights: a ban leaves other documents alone.
+
+Objectives whose rows keep their documents where they are: causal, prefix-LM, masked (BERT) and infill (code).
+
+Span denoising (T5): spans of a document become sentinels, and the model writes what stood there.
+
+For an encoder and a decoder, or for a decoder alone, which sees the corrupted document as a prefix (as in UL2).
+
+Objectives from a spec: one for all rows, or several among which a row's source and a hash of its position decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bessemer.data.stream.batches import Batch
+from bessemer.data.stream.order import Ints, Words, chain
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.errors import UserError
+from bessemer.spec.model import ObjectiveSpec, spans_of
+from bessemer.spec.shape import ModelShape
+
+Flags = npt.NDArray[np.bool_]
+PADDING = -1  # the document number of no document, and the origin of what is not learnt
+
+
+@dataclass
+class ObjectiveBatch:
+    """Documents are numbered as in the batch. Padding behind a document shares its number where attention is causal
+    and never looks there; where it is not, padding has a number of its own."""
+
+    tokens: Ints  # (R, T) inputs; of the decoder where there is an encoder
+    targets: Ints
+    weights: npt.NDArray[np.float32]
+    documents: npt.NDArray[np.int32]
+    origin: Ints  # column of the batch that a target came from; PADDING where nothing is learnt
+    prefix: Flags | None = None  # columns that all of their document may see, whether ahead or not
+    causal: bool = True
+    encoder_tokens: Ints | None = None  # (R, S); the decoder looks at the encoder's columns of the same document
+    encoder_documents: npt.NDArray[np.int32] | None = None
+
+    @property
+    def count(self) -> float:
+        """The sum of the weights: not the batch's, which knows of next tokens alone."""
+        return float(self.weights.sum(dtype=np.float64))
+
+    @property
+    def single_document(self) -> bool:
+        return not (self.documents != self.documents[:, :1]).any()
+
+    def home(self, losses: npt.ArrayLike, batch: Batch) -> tuple[Batch, npt.NDArray[np.float64]]:
+        """The batch with weights where targets came from, and their losses in these columns: for `blame`."""
+        learnt, (rows, columns) = self.weights > 0, batch.tokens.shape
+        cells = (np.arange(rows)[:, None] * columns + self.origin)[learnt]
+        summed: Any = np.bincount(cells, np.asarray(losses, np.float64)[learnt], rows * columns)
+        weights = (np.bincount(cells, minlength=rows * columns) > 0).astype(np.float32)
+        return replace(batch, weights=weights.reshape(rows, columns)), summed.reshape(rows, columns)
+
+
+class Objective(Protocol):
+    def rewrite(self, batch: Batch, /) -> ObjectiveBatch: ...
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The runs of columns that are one document each, row by row; padding behind them is a run as well."""
+
+    row: Ints
+    begin: Ints
+    end: Ints
+    real: Flags  # no padding
+    number: Ints  # (R, T) of the run that a cell belongs to
+    padding: Flags  # (R, T)
+
+
+def pieces(batch: Batch) -> Pieces:
+    # Padding has token and target 0 and no weight. The end of a document looks like that only where it has no weight
+    # either, and then a few columns less of it do no harm.
+    empty = (batch.tokens == 0) & (batch.targets == 0) & (batch.weights == 0)
+    padding = np.logical_and.accumulate(empty[:, ::-1], axis=1)[:, ::-1]
+    begins = np.ones(padding.shape, np.bool_)
+    begins[:, 1:] = (batch.documents[:, 1:] != batch.documents[:, :-1]) | (padding[:, 1:] != padding[:, :-1])
+    row, begin = np.nonzero(begins)
+    end = np.append(begin[1:], 0)
+    end[end == 0] = padding.shape[1]
+    return Pieces(row, begin, end, ~padding[row, begin], np.cumsum(begins).reshape(begins.shape) - 1, padding)
+
+
+def row_keys(batch: Batch, seed: int, purpose: int) -> Words:
+    """(R,) A key for each row; rows that only fill up a batch share one."""
+    return chain(seed % 2**64, purpose, np.maximum(batch.positions, 0))
+
+
+def happens(draws: Words, share: float) -> Flags:
+    """True for this share of the draws, by their upper half."""
+    return (draws >> np.uint64(32)) < round(share * 2**32)
+
+
+def weights_of(batch: Batch, origin: Ints) -> npt.NDArray[np.float32]:
+    """A target weighs what the token it came from weighed."""
+    found = np.take_along_axis(batch.weights, np.maximum(origin, 0), axis=1)
+    return np.where(origin == PADDING, np.float32(0), found)
+
+
+_PREFIX, _MASKED, _INFILL = 0x707265666978, 0x6D61736B6564, 0x696E66696C6C  # keep uses of the seed apart
+_HOW, _TOKEN = 1, 2  # further draws of a masked column
+_WHETHER, _ORDER, _CUTS = 0, 1, slice(2, 4)  # the draws of a document for infill
+_SHORTEST = 6  # tokens of a document for infill, its end not counted; what is shorter is left alone
+
+
+@dataclass(frozen=True)
+class Causal:
+    def rewrite(self, batch: Batch) -> ObjectiveBatch:
+        columns = np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
+        return ObjectiveBatch(batch.tokens, batch.targets, batch.weights, batch.documents, columns)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Of a document's n tokens 1 to n - 1 are its prefix, each number as likely (as T5 has it), with the input before
+    them. The last column of the prefix is the first that predicts."""
+
+    seed: int
+
+    def rewrite(self, batch: Batch) -> ObjectiveBatch:
+        runs = pieces(batch)
+        length = runs.end - runs.begin
+        draws = chain(row_keys(batch, self.seed, _PREFIX)[runs.row], runs.begin)
+        seen = np.where(length > 1, 2 + (draws % np.maximum(length - 1, 1).astype(np.uint64)).astype(np.int64), 1)
+        columns = np.arange(batch.tokens.shape[1])
+        left = (runs.begin + seen)[runs.number] - columns  # of the prefix, this column counted
+        origin = np.where((left <= 1) & ~runs.padding, columns, PADDING)
+        prefix = (left > 0) & ~runs.padding
+        return ObjectiveBatch(batch.tokens, batch.targets, weights_of(batch, origin), batch.documents, origin, prefix)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """`rate` of the tokens are to be restored, at least one in a row, never a special one. Of them, `mask` become
+    `mask_id`, `random` any token that is not special, and the rest stay. An input stands in its own target's column."""
+
+    seed: int
+    vocab: int
+    mask_id: int
+    special_ids: tuple[int, ...]  # the end of a document among them
+    rate: float = 0.15
+    mask: float = 0.8
+    random: float = 0.1
+
+    def rewrite(self, batch: Batch) -> ObjectiveBatch:
+        special, padding = [*self.special_ids, self.mask_id], pieces(batch).padding
+        keys = row_keys(batch, self.seed, _MASKED)[:, None]
+        columns = np.broadcast_to(np.arange(padding.shape[1]), padding.shape)
+        draws, free = chain(keys, columns), ~padding & ~np.isin(batch.targets, special)
+        chosen = free & happens(draws, self.rate)
+        (without,) = np.nonzero(free.any(axis=1) & ~chosen.any(axis=1))
+        chosen[without, np.where(free, draws, np.iinfo(np.uint64).max)[without].argmin(axis=1)] = True
+        how = chain(np.broadcast_to(keys, chosen.shape)[chosen], columns[chosen], _HOW)
+        ordinary = np.delete(np.arange(self.vocab), special)
+        drawn = ordinary[(chain(how, _TOKEN) % np.uint64(max(1, ordinary.size))).astype(np.int64)]
+        hidden, changed = happens(how, self.mask), happens(how, self.mask + self.random)
+        tokens = batch.targets.copy()
+        tokens[chosen] = np.where(hidden, self.mask_id, np.where(changed, drawn, tokens[chosen]))
+        origin = np.where(chosen, columns, PADDING)
+        documents = np.where(padding, np.int32(PADDING), batch.documents)
+        return ObjectiveBatch(tokens, batch.targets, weights_of(batch, origin), documents, origin, causal=False)
+
+
+@dataclass(frozen=True)
+class Infill:
+    """Fill-in-the-middle (Bavarian et al. 2022): `rate` of the documents are cut at two random tokens. They read PRE
+    prefix SUF suffix MID middle or, for `suffix_first` of them, PRE SUF suffix MID prefix middle (PSM and SPM).
+
+    A document keeps its columns: its last three tokens before its end are dropped, and the marks take over their
+    origins and weights. So a row's weights sum to what they did. What a row has of a document counts as a document.
+    """
+
+    seed: int
+    eos_id: int
+    marks: tuple[int, int, int]  # ids of prefix, middle and suffix
+    rate: float = 0.5
+    suffix_first: float = 0.5
+
+    def rewrite(self, batch: Batch) -> ObjectiveBatch:
+        runs = pieces(batch)
+        draws = chain(row_keys(batch, self.seed, _INFILL)[runs.row, None], runs.begin[:, None], np.arange(4))
+        length = runs.end - runs.begin - (batch.targets[runs.row, runs.end - 1] == self.eos_id)
+        chosen = runs.real & (length >= _SHORTEST) & happens(draws[:, _WHETHER], self.rate)
+        suffix_first = happens(draws[:, _ORDER], self.suffix_first)
+        tokens, targets = batch.tokens.copy(), batch.targets.copy()
+        origin = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+        for k in np.flatnonzero(chosen).tolist():
+            row, begin, stop, end = runs.row[k], runs.begin[k], runs.begin[k] + length[k], runs.end[k]
+            kept, (pre, mid, suf) = np.arange(begin, stop - 3), np.arange(stop - 3, stop)[:, None]
+            cuts = np.sort(draws[k, _CUTS] % np.uint64(kept.size + 1)).astype(np.int64)
+            prefix, middle, suffix = np.split(kept, cuts)
+            parts = (pre, suf, suffix, mid, prefix) if suffix_first[k] else (pre, prefix, suf, suffix, mid)
+            origin[row, begin:stop] = order = np.concatenate([*parts, middle])
+            targets[row, stop - 3 : stop] = self.marks
+            targets[row, begin:stop] = targets[row, order]
+            tokens[row, begin + 1 : end] = targets[row, begin : end - 1]
+        return ObjectiveBatch(tokens, targets, weights_of(batch, origin), batch.documents, origin)
+
+
+_DENOISE_PURPOSE = 0x64656E6F697365
+_MULTIPLE = 64  # encoder and decoder are as wide as their longest row, rounded up so that few shapes occur
+
+
+@dataclass(frozen=True)
+class Denoise:
+    """`rate` of each document's tokens lie in spans of `span` tokens on average. The input has a sentinel for a span,
+    the target each sentinel with its span, and both end with EOS. As in T5's code, a document begins with a kept token
+    and ends with a span. Each begins with the first sentinel.
+
+    The text gets longer by that: a decoder alone drops what no longer fits from the document's end (9 % of it at the
+    defaults), an encoder-decoder at most one token. Documents under 3 tokens (6 for a decoder alone) are left out.
+    """
+
+    seed: int
+    eos_id: int
+    sentinels: tuple[int, ...]
+    context: int
+    rate: float = 0.15
+    span: float = 3.0
+    encoder: bool = False  # the model has one; else the decoder reads the input as well
+    start_id: int = 0  # the decoder's first input; T5 has its padding there
+
+    def __post_init__(self) -> None:
+        most = spans_of(self.context, self.rate, self.span)[1]
+        if most > len(self.sentinels):
+            have = f"has up to {most} spans, and there are {len(self.sentinels)} sentinels"
+            fix = "name more in the objective's tokens, raise span or shorten data.context"
+            raise UserError(f"denoise: a row of {self.context} tokens {have}: {fix}")
+
+    def rewrite(self, batch: Batch) -> ObjectiveBatch:
+        runs, (rows, columns) = pieces(batch), batch.tokens.shape
+        draws = chain(row_keys(batch, self.seed, _DENOISE_PURPOSE)[:, None], np.arange(columns))
+        encoder: list[list[Ints]] = [[] for _ in range(rows)]  # tokens and document numbers, document by document
+        decoder: list[list[Ints]] = [[] for _ in range(rows)]  # tokens, targets, origins, document numbers, prefix
+        sizes = runs.end - runs.begin - 1 if self.encoder else self._fitting[runs.end - runs.begin]
+        for k in np.flatnonzero(runs.real & (sizes > 1)).tolist():
+            row, begin, end, size = int(runs.row[k]), int(runs.begin[k]), int(runs.end[k]), int(sizes[k])
+            hidden = noise_mask(size, self.rate, self.span, draws[row, begin : begin + size])
+            inputs, targets, origin = self._corrupt(batch.targets[row, begin : begin + size], hidden)
+            origin = np.append(begin + origin, end - 1)
+            first, number, seen = self.start_id, batch.documents[row, begin], 0
+            if self.encoder:
+                encoder[row].append(np.stack([inputs, np.full(inputs.size, number)]))
+            else:
+                first, seen = batch.tokens[row, begin], inputs.size + 1
+                origin = np.concatenate([np.full(inputs.size, PADDING), origin])
+                targets = np.concatenate([inputs, targets])
+            tokens, prefix = np.append(first, targets[:-1]), np.arange(targets.size) < seen
+            decoder[row].append(np.stack([tokens, targets, origin, np.full(tokens.size, number), prefix]))
+        width = None if self.encoder else columns
+        tokens, targets, origin, numbers, prefix = _lay(decoder, [0, 0, PADDING, PADDING, 0], width)
+        # Padding gets the number of the last document: there too a decoder finds encoder columns to look at.
+        documents = np.maximum.accumulate(numbers, axis=1).astype(np.int32)
+        found = ObjectiveBatch(tokens, targets, weights_of(batch, origin), documents, origin)
+        if self.encoder:
+            found.encoder_tokens, numbers = _lay(encoder, [0, PADDING])
+            found.encoder_documents = numbers.astype(np.int32)
+        else:
+            found.prefix = prefix.astype(np.bool_)
+        return found
+
+    def _corrupt(self, text: Ints, hidden: Flags) -> tuple[Ints, Ints, Ints]:
+        """(input, target, where each token of the target was in the text, its end left out)."""
+        begins = hidden & ~np.append(False, hidden[:-1])
+        first, inside = np.flatnonzero(begins), np.flatnonzero(hidden)
+        marks, before = np.array(self.sentinels[: first.size], np.int64), np.searchsorted(inside, first)
+        inputs = text.copy()
+        inputs[first] = marks
+        inputs = np.append(inputs[~hidden | begins], self.eos_id)
+        targets = np.append(np.insert(text[inside], before, marks), self.eos_id)
+        return inputs, targets, np.insert(inside, before, first)
+
+    @cached_property
+    def _fitting(self) -> Ints:
+        """For each number of columns, the tokens whose input and target fit into them."""
+        need = [size + 2 * spans_of(size, self.rate, self.span)[1] + 2 for size in range(2, self.context + 1)]
+        return np.searchsorted(np.array(need), np.arange(self.context + 1), side="right") + 1
+
+
+def _lay(parts: list[list[Ints]], fill: list[int], width: int | None = None) -> Ints:
+    """(fields, R, width): documents of (fields, length) each, one after another in their rows."""
+    rows = [np.concatenate([np.empty((len(fill), 0), np.int64), *row], axis=1) for row in parts]
+    width = width or -(-max(1, *(row.shape[1] for row in rows)) // _MULTIPLE) * _MULTIPLE
+    laid = np.tile(np.array(fill)[:, None, None], (1, len(rows), width))
+    for k, row in enumerate(rows):
+        laid[:, k, : row.shape[1]] = row
+    return laid
+
+
+def noise_mask(length: int, rate: float, span: float, draws: Words) -> Flags:
+    """Which of at least two tokens lie in spans: T5's random_spans_noise_mask, from a draw for each token.
+
+    The tokens in spans and the others are both cut at random into the same number of parts, which then alternate.
+    """
+    noise, spans = spans_of(length, rate, span)
+    hidden, kept = _cut(noise, spans, draws[: noise - 1]), _cut(length - noise, spans, draws[noise - 1 :])
+    return np.repeat(np.tile([False, True], spans), np.stack([kept, hidden], axis=1).ravel())
+
+
+def _cut(items: int, parts: int, draws: Words) -> Ints:
+    """Lengths of parts of at least one item, every way to cut being as likely: the draws rank the gaps."""
+    gaps = np.sort(np.argsort(draws[: items - 1], kind="stable")[: parts - 1])
+    return np.diff(np.concatenate([[0], gaps + 1, [items]]))
+
+
+_MIX_PURPOSE = 0x6D6978
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One objective for each row, by the shares and sources of its spec. `names` are those of the batches' stream, to
+    which their source numbers refer: a stream of validation has its own, so it takes `replace(mix, names=...)`."""
+
+    seed: int
+    specs: tuple[ObjectiveSpec, ...]
+    objectives: tuple[Objective, ...]
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in [name for name in self.names if not any(self._shares(name))]:
+            raise UserError(f"no objective is left for source {name!r}: name it in one, or add one without sources")
+
+    def rewrite(self, batch: Batch) -> ObjectiveBatch:
+        """Where rows that see both sides meet causal ones, all their columns are a prefix."""
+        choice, shape = self._choose(batch), batch.tokens.shape
+        kinds = (np.int64, np.int64, np.float32, np.int32, np.int64, np.bool_)
+        whole = ObjectiveBatch(*[np.empty(shape, kind) for kind in kinds])  # type: ignore[arg-type]
+        for k in np.unique(choice).tolist():
+            at = np.flatnonzero(choice == k)
+            part = self.objectives[k].rewrite(Batch(**{name: array[at] for name, array in vars(batch).items()}))
+            if part.prefix is None:
+                part.prefix = np.full(part.tokens.shape, not part.causal)
+            for name in ("tokens", "targets", "weights", "documents", "origin", "prefix"):
+                getattr(whole, name)[at] = getattr(part, name)
+        return whole
+
+    def _choose(self, batch: Batch) -> Ints:
+        """The number of each row's objective; rows that only fill up a batch have that of some source."""
+        draws = row_keys(batch, self.seed, _MIX_PURPOSE) >> np.uint64(32)
+        edges = np.array([np.cumsum(self._shares(name)) for name in self.names])
+        edges = np.round(edges / edges[:, -1:] * 2**32)[np.maximum(batch.sources, 0)]
+        return np.asarray((draws[:, None] >= edges).sum(axis=1))
+
+    def _shares(self, name: str) -> list[float]:
+        named = any(name in spec.sources for spec in self.specs)
+        return [spec.share * (name in spec.sources if named else not spec.sources) for spec in self.specs]
+
+
+def make_objective(
+    specs: list[ObjectiveSpec], names: Sequence[str], seed: int, tokenizer: Tokenizer, model: ModelShape, context: int
+) -> Objective:
+    """What the specs ask for, for that model. `names` are the stream's."""
+    encoder, kinds = model.decoder_layers > 0, [spec.kind for spec in specs]
+    only = "denoise" if encoder else "" if model.causal else "masked"  # by others it would see what it is to say
+    if only and (kinds != [only] or specs[0].sources):
+        which = "with an encoder and a decoder" if encoder else "that sees both sides"
+        raise UserError(f"a model {which} learns all sources by {only}, not by {', '.join(kinds)}: write kind: {only}")
+    for name in sorted({name for spec in specs for name in spec.sources} - set(names)):
+        raise UserError(f"an objective names the source {name!r}, but there are only {', '.join(names)}: correct it")
+    found = tuple(_make(spec, seed, tokenizer, context, encoder) for spec in specs)
+    return Mix(seed, tuple(specs), found, tuple(names)) if len(specs) > 1 or specs[0].sources else found[0]
+
+
+def _make(spec: ObjectiveSpec, seed: int, tokenizer: Tokenizer, context: int, encoder: bool) -> Objective:
+    names, settings, eos_id = spec.special_tokens(context), spec.settings(), tokenizer.eos_id
+    for name in [name for name in names if name not in tokenizer.special]:
+        where = "add it to tokenizer.special, or name others in the objective's tokens"
+        raise UserError(f"{spec.kind} needs the special token {name!r}, which the tokenizer has not: {where}")
+    ids = tuple(tokenizer.special[name] for name in names)
+    if spec.kind == "masked":
+        return Masked(seed, tokenizer.vocab_size, ids[0], tuple(tokenizer.special.values()), **settings)
+    if spec.kind == "denoise":
+        return Denoise(seed, eos_id, ids, context, settings["rate"], settings["span"], encoder)
+    if spec.kind == "infill":
+        return Infill(seed, eos_id, (ids[0], ids[1], ids[2]), **settings)
+    return Prefix(seed) if spec.kind == "prefix" else Causal()

@@ -1,0 +1,121 @@
+"""A trained model out of a run, an import or a Hugging Face folder, for generation and what comes after training."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+
+from bessemer.checkpoint.lineage import read_tags
+from bessemer.checkpoint.manifest import DamagedCheckpoint
+from bessemer.checkpoint.store import CheckpointStore
+from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, folder_format, own_format
+from bessemer.errors import UserError
+from bessemer.model.families.folder import Folder, find_origin, load_weights
+from bessemer.model.families.registry import read_shape
+from bessemer.model.generate import Sampling, generate
+from bessemer.model.transformer import Decoder, network
+from bessemer.run.directory import Run
+from bessemer.spec.parallel import ParallelSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.device import pick_device
+
+
+def find_checkpoint(run: Run, which: str) -> Path:
+    """`last`, `best` or a checkpoint's name."""
+    shelf = CheckpointStore(run.checkpoints)
+    which = read_tags(run.checkpoints).get(which, which)
+    names = {path.name: path for path, _ in shelf.committed()}
+    if not names:
+        raise UserError(f"{run.folder}: no checkpoint yet; train it first")
+    if which == "last":
+        return list(names.values())[-1]
+    if which == "best":
+        best = shelf.best()
+        if best is None:
+            raise UserError(f"{run.folder}: no checkpoint has a validation loss; use last")
+        return best
+    names |= {path.name: path for path, _ in shelf.committed("model")}
+    if which not in names:
+        raise UserError(f"{run.folder}: no checkpoint {which!r}; there are last, best, {', '.join(names)}")
+    return names[which]
+
+
+def load_trained(folder: str | Path, which: str = "last", device: str = "auto") -> tuple[Decoder, Tokenizer]:
+    """A model in evaluation mode, and the tokenizer it was trained with: of a run's checkpoint, of an import
+    (`export --to bessemer`), or of a Hugging Face folder."""
+    place = Path(folder)
+    if device not in ("auto", "cpu", "cuda", "mps"):
+        raise UserError(f"device {device!r}: write auto, cpu, cuda or mps")
+    is_run = os.path.exists(place / "events.jsonl")
+    if not is_run and os.path.exists(place / "config.json") and not os.path.exists(place / "model.json"):
+        target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
+        return _load_folder(place, target)
+    if is_run or not os.path.exists(place / "model.json"):
+        run = Run.existing(place)
+        shelf, checkpoint = CheckpointStore(run.checkpoints), find_checkpoint(run, which)
+    else:
+        shelf = CheckpointStore(place)
+        checkpoint = _imported_checkpoint(shelf, place, which)
+    target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
+    about = json.loads((place / "model.json").read_text())
+    model = _empty(ModelShape.from_dict(about["shape"]), target)
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    try:
+        shelf.load(checkpoint, state)
+    except DamagedCheckpoint as error:
+        raise UserError(f"{error}; choose another with --checkpoint") from None
+    if not os.path.exists(place / "tokenizer.json"):
+        raise UserError(f"{place}: has no tokenizer.json to read a prompt with")
+    return model.eval(), Tokenizer.load(place / "tokenizer.json", about["eos"] or None)
+
+
+def _empty(shape: ModelShape, device: torch.device) -> Decoder:
+    """A model with memory and without weights."""
+    with torch.device("meta"):
+        model = network(shape)
+    model.to_empty(device=device)
+    return model
+
+
+def _imported_checkpoint(shelf: CheckpointStore, place: Path, which: str) -> Path:
+    saved = {path.name: path for path, _ in shelf.committed("model")}
+    if not saved or which not in {"last", "best", *saved}:
+        raise UserError(f"{place}: no checkpoint {which!r}; there are {', '.join(saved) or 'none'}")
+    return saved.get(which, list(saved.values())[-1])
+
+
+def _load_folder(path: Path, device: torch.device) -> tuple[Decoder, Tokenizer]:
+    """A Hugging Face folder of a native family, in float32."""
+    folder = Folder(path)
+    family, shape = read_shape(folder.config)
+    model = _empty(shape, device)
+    load_weights(model, folder, family)
+    return model.eval(), Tokenizer.load(path, end_token(path))
+
+
+def prompt_format(folder: str | Path, tokenizer: Tokenizer) -> PromptFormat:
+    """How prompts are written for the model of `load_trained`."""
+    place = Path(folder)
+    origin = find_origin(place)
+    if origin is None or not origin.own_tokenizer:
+        return own_format(tokenizer)
+    return folder_format(origin.folder.path, tokenizer, trained_here=(place / "events.jsonl").exists())
+
+
+def stream_text(
+    model: Decoder, tokenizer: Tokenizer, prompt: list[int], max_tokens: int, ends: Collection[int], sampling: Sampling
+) -> Iterator[str]:
+    """New text after the prompt's ids, piece by piece; a piece waits until its bytes are whole characters."""
+    new: list[int] = []
+    shown = 0
+    for token in generate(model, prompt, max_tokens, ends, sampling):
+        new.append(token)
+        text = tokenizer.decode(new, continues=True)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[shown:]
+            shown = len(text)
+    yield tokenizer.decode(new, continues=True)[shown:]

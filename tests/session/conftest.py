@@ -1,0 +1,87 @@
+"""A tiny corpus and a spec over it: a run of 40 steps takes about a second."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.spec.schema import RunSpec
+from bessemer.train.job import Job
+
+WORDS = [
+    "steel",
+    "iron",
+    "blast",
+    "flame",
+    "ore",
+    "coke",
+    "slag",
+    "heat",
+    "pour",
+    "mould",
+    "ingot",
+    "forge",
+    "anvil",
+    "hammer",
+    "tongs",
+    "bellows",
+]
+
+
+def write_corpus(path: Path, documents: int = 120, seed: int = 0) -> Path:
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(documents):
+            file.write(json.dumps({"text": " ".join(draw.choices(WORDS, k=draw.randint(20, 120)))}) + "\n")
+    return path
+
+
+class Faults:
+    """Faults put into a run through the protocol that `bessemer chaos` uses; none by itself."""
+
+    def attach(self, job: Job, tokenizer: Tokenizer) -> None:
+        job.faults = self
+
+    def before_step(self, job: Job, step: int) -> None: ...
+    def after_backward(self, job: Job, step: int) -> None: ...
+    def lr(self, step: int, planned: float) -> float:
+        return planned
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "words.jsonl")
+
+
+@pytest.fixture
+def make_spec(corpus: Path, tmp_path: Path) -> Callable[..., RunSpec]:
+    """A spec with overrides: make_spec("name", budget={"steps": 10})."""
+
+    def make(name: str = "run", **parts: Any) -> RunSpec:
+        return RunSpec.model_validate(spec_data(name, corpus, tmp_path / "runs", **parts))
+
+    return make
+
+
+def spec_data(name: str, corpus: Path, runs: Path, **parts: Any) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": name,
+        "runs": str(runs),
+        "model": {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64},
+        "tokenizer": {"vocab": 300},
+        "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0.1},
+        "budget": {"steps": 40, "batch": 128},
+        "optimizer": {"lr": 0.01},
+        "precision": "fp32",
+        "parallel": {"device": "cpu", "threads": 1},
+        "guard": {"warmup": 8, "window": 32},
+        "checkpoint": {"every": 10},
+        "evaluate": {"every": 10, "tokens": 512},
+    }
+    for part, values in parts.items():
+        data[part] = {**data[part], **values} if isinstance(values, dict) and part in data else values
+    return data

@@ -1,0 +1,67 @@
+"""A run in fp16 and one in fp8, from the spec to the checkpoint."""
+
+import json
+
+import pytest
+import torch
+
+from bessemer.errors import UserError
+from bessemer.run.directory import Run
+from bessemer.session.session import run_folder, train
+from bessemer.train.lowp import fp8
+from bessemer.train.lowp.loss_scale import OVERFLOW
+from bessemer.train.trained import load_trained
+
+
+def metrics(spec):
+    return list(Run.existing(run_folder(spec)).metrics())
+
+
+def test_fp16_learns_as_fp32_and_a_resumed_run_keeps_its_scale(make_spec):
+    full, half = make_spec("full"), make_spec("half", precision="fp16")
+    for spec in (full, half):
+        assert train(spec).kind == "finished"
+    found = metrics(half)
+    assert found[-1]["loss"] == pytest.approx(metrics(full)[-1]["loss"], rel=0.02)
+    assert all(record["loss_scale"] > 0 for record in found)
+    # The same in two parts: the second goes on with the scale of the first.
+    parts = make_spec("parts", precision="fp16", budget={"steps": 20})
+    train(parts)
+    train(make_spec("parts", precision="fp16"))
+    again = metrics(parts)
+    assert [record["loss_scale"] for record in again] == [record["loss_scale"] for record in found]
+
+
+def test_overflows_are_skipped_and_told_in_the_record_alone(make_spec):
+    spec = make_spec("high", precision="fp16", loss_scale=2.0**30, budget={"steps": 4})
+    train(spec)
+    run = Run.existing(run_folder(spec))
+    assert [record["veto"] for record in run.metrics()] == [OVERFLOW] * 4
+    assert {record["loss_scale"] for record in run.metrics()} == {2.0**30}
+    assert not list(run.events("veto")) and not list(run.events("rollback"))
+
+
+def test_a_run_can_change_to_fp16_and_back(make_spec):
+    train(make_spec("change", precision="bf16", budget={"steps": 10}))
+    assert train(make_spec("change", precision="fp16", budget={"steps": 20})).kind == "finished"
+    assert train(make_spec("change", precision="fp32", budget={"steps": 30})).kind == "finished"
+
+
+def test_fp8_needs_a_gpu(make_spec):
+    with pytest.raises(UserError, match=r"precision: fp8 needs a GPU"):
+        train(make_spec("fp8", precision="fp8"))
+
+
+def test_fp8_trains_plans_its_layers_and_saves_plain_weights(make_spec, monkeypatch):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(fp8.convert, "__defaults__", (1, 16, True))  # emulated, in layers as small as these
+    same = {"model": {"layers": 3}, "optimizer": {"lr": 0.003}}
+    spec, full = make_spec("fp8", precision="fp8", **same), make_spec("fp32", **same)
+    for one in (spec, full):
+        assert train(one).kind == "finished"
+    assert metrics(spec)[-1]["loss"] == pytest.approx(metrics(full)[-1]["loss"], rel=0.02)
+    assert metrics(spec)[0]["loss"] != metrics(full)[0]["loss"]
+    plan = json.loads((run_folder(spec) / "plan.json").read_text())
+    assert "precision.layers" in json.dumps(plan)
+    model, _ = load_trained(run_folder(spec), device="cpu")
+    assert all(type(m) is torch.nn.Linear for m in model.modules() if isinstance(m, torch.nn.Linear))
