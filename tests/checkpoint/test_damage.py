@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import sys
 from pathlib import Path
@@ -212,12 +213,12 @@ def test_a_refusal_at_any_sync_leaves_the_older_checkpoints_and_nothing_else(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of open files from /proc")
 def test_everything_is_on_the_disk_before_the_manifest_appears(shelf, state_of, manifest_of, monkeypatch):
-    """The order that a power cut cannot break: shards, index, manifest under another name, folder; then its name."""
+    """The order that a power cut cannot break: shards, index, folder, manifest under another name; then its name."""
     log, sizes, real_sync, real_replace = [], {}, os.fsync, os.replace
 
     def fsync(descriptor):
         log.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        sizes[log[-1].removesuffix(".tmp")] = os.fstat(descriptor).st_size
+        sizes[re.sub(r"(\.[0-9a-f]{12})?\.tmp$", "", log[-1])] = os.fstat(descriptor).st_size
         real_sync(descriptor)
 
     def replace(source, target):
@@ -230,7 +231,8 @@ def test_everything_is_on_the_disk_before_the_manifest_appears(shelf, state_of, 
     monkeypatch.setattr(os, "replace", replace)
     folder = shelf.save(state_of(1), manifest_of(3))
     at = log.index("commit")
-    assert log[at - 2 :] == [f"{NAME}.tmp", folder.name, "commit", folder.name, shelf.folder.name]
+    assert log[at - 2] == folder.name and re.fullmatch(rf"{NAME}\.[0-9a-f]+\.tmp", log[at - 1])
+    assert log[at:] == ["commit", folder.name, shelf.folder.name]
     assert set(log[: at - 2]) == {shard(folder).name, ".metadata.tmp"}
     for path in folder.iterdir():
         assert sizes[path.name] == path.stat().st_size, f"{path.name} was synced before all of it was written"

@@ -88,7 +88,7 @@ def test_attempts_and_steps_are_ordered_as_numbers(shelf, manifest_of):
 def test_a_folder_without_a_manifest_is_never_listed_and_is_swept(shelf, state_of, manifest_of):
     kept = shelf.save(state_of(1), manifest_of(1))
     killed = shelf.save(state_of(2), manifest_of(2))
-    (killed / NAME).rename(killed / f"{NAME}.tmp")  # as a kill just before the commit leaves it
+    (killed / NAME).rename(killed / f"{NAME}.0123456789ab.tmp")  # as a kill just before the commit leaves it
     assert [path for path, _ in shelf.committed()] == [kept]
     assert list(shelf.newest_first()) == [kept]
     with pytest.raises(DamagedCheckpoint, match="no manifest, the save did not finish"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.run.directory import Finding, Run, RunWriter, list_runs, summarize, write_whole
+from bessemer.run.directory import Finding, Run, RunWriter, list_runs, summarize
 from bessemer.run.lock import Owner
 
 
@@ -146,13 +146,6 @@ def test_a_failed_open_gives_the_lock_back(tmp_path: Path) -> None:
         RunWriter(tmp_path)
     (tmp_path / "events.jsonl").rmdir()
     RunWriter(tmp_path).close()
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    write_whole(tmp_path / "spec.yaml", "old")
-    write_whole(tmp_path / "spec.yaml", "größe")
-    assert (tmp_path / "spec.yaml").read_text(encoding="utf-8") == "größe"
-    assert [path.name for path in tmp_path.iterdir()] == ["spec.yaml"]
 
 
 def test_a_summary(tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ from bessemer.errors import UserError
 from bessemer.export.describe import find_shape
 from bessemer.observe.format import columns
 from bessemer.parent import child_environment
-from bessemer.run.directory import write_whole
 from bessemer.session.dry_run import decide
 from bessemer.session.start import completed
 from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import preset
+from bessemer.storage import write_atomic
 from bessemer.train.device import name_and_memory, pick_device
 from bessemer.train.saver import package_versions
 
@@ -325,5 +325,5 @@ def save(scaling: Scaling, place: Path) -> Path:
     path = place / f"scaling-{scaling.date[:10]}.json" if place.is_dir() or not place.suffix else place
     path.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["bessemer", *sys.argv[1:]])
-    write_whole(path, json.dumps({"command": command, **scaling.to_json()}, indent=1) + "\n")
+    write_atomic(path, json.dumps({"command": command, **scaling.to_json()}, indent=1) + "\n")
     return path

@@ -21,6 +21,7 @@ from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
+from bessemer.storage import sync_file
 from bessemer.train.job import Job
 
 SAVES_WITHIN = 30  # steps for which a disk or a storage stays bad: long enough for a save
@@ -67,8 +68,7 @@ class Injector:
             return None
         with self.log.open("a") as file:
             file.write(json.dumps({"step": step, "kind": fault.kind, "time": time.time()}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
         return fault
 
     def before_step(self, job: Job, step: int) -> None:

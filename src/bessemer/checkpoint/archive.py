@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.errors import UserError
-from bessemer.run.directory import write_whole
+from bessemer.storage import write_atomic
 
 _HASH = re.compile(r"^[0-9a-f]{64}$")
 _SAMPLE = 1 << 20  # bytes of a tensor that tell whether a difference pays
@@ -86,13 +85,7 @@ class TensorArchive:
                 earlier = None
         payload = encode(raw, earlier, item_bytes, codec)
         content = json.dumps(about).encode() + b"\n" + payload
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{key}.{os.getpid()}")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_atomic(path, content, parents=True)
         self.get(key)
         return key, len(content), about["base"] is not None
 
@@ -139,7 +132,7 @@ class TensorArchive:
 
     def write_index(self, name: str, index: dict[str, Any]) -> int:
         text = json.dumps({**index, "sha256": _index_hash(index)}, indent=1)
-        write_whole(self.folder / f"{name}.json", text)
+        write_atomic(self.folder / f"{name}.json", text)
         return len(text)
 
 

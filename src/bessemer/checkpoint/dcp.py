@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from bessemer.checkpoint.manifest import DamagedCheckpoint, hash_file
 from bessemer.dtensor import is_dtensor
+from bessemer.storage import sync_file
 
 # All that an index of tensors names, as torch 2.11 and 2.13 write it. Plain data classes but for the last two lines.
 _ALLOWED = {
@@ -166,7 +167,7 @@ class CheckedWriter(FileSystemWriter):
         """One more file in the folder, which holds no tensor."""
         with self._files.create_stream(Path(str(self.path)) / name, "wb") as stream:
             stream.write(content)
-            os.fsync(stream.fileno())
+            sync_file(stream)
 
     def read_back(self) -> dict[str, dict[str, Any]]:
         """Size and hash of every file, compared with what the disk holds; OSError names one that differs."""

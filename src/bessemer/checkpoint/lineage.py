@@ -20,7 +20,7 @@ from typing import Any
 from bessemer.checkpoint.manifest import NAME, Manifest, commit, verify
 from bessemer.checkpoint.store import TAGS, CheckpointStore, _key
 from bessemer.errors import UserError
-from bessemer.run.directory import write_whole
+from bessemer.storage import write_atomic
 
 LINEAGE = "lineage.json"
 ABANDONED = "abandoned"
@@ -65,7 +65,7 @@ def record_lineage(
     }
     path = run_folder / "checkpoints" / LINEAGE
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps([*_read(path, []), record], indent=1))
+    write_atomic(path, json.dumps([*_read(path, []), record], indent=1))
     return record
 
 
@@ -118,7 +118,7 @@ def tag(folder: Path, checkpoint: str, version: str, move: bool = False) -> None
     tags = read_tags(folder)
     if tags.get(version, checkpoint) != checkpoint and not move:
         raise UserError(f"{version} is {tags[version]} already; choose another version, or pass --move")
-    write_whole(folder / TAGS, json.dumps({**tags, version: checkpoint}, indent=1, sort_keys=True))
+    write_atomic(folder / TAGS, json.dumps({**tags, version: checkpoint}, indent=1, sort_keys=True))
 
 
 def go_back_to(folder: Path, checkpoint: str) -> tuple[Manifest, list[str]]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import xxhash
 
+from bessemer.storage import sync_path, write_atomic
+
 FORMAT = 1
 NAME = "manifest.json"
 DISCARDED = f"{NAME}.discarded"  # what the manifest is called while its checkpoint is being deleted
@@ -73,15 +75,6 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": hash_file(folder / name)} for name in names}
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _hash_of_itself(data: dict[str, Any]) -> str:
     """Of the values, not of the text: what JSON reads back hashes the same, in the order it was written."""
     return str(xxhash.xxh3_128(json.dumps(data).encode()).hexdigest())
@@ -89,16 +82,10 @@ def _hash_of_itself(data: dict[str, Any]) -> str:
 
 def commit(folder: Path, manifest: Manifest) -> None:
     """Write the manifest so that it appears whole or not at all, and survives a power cut."""
-    temporary = folder / f"{NAME}.tmp"
     data = json.loads(json.dumps(asdict(manifest)))
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump({**data, _SELF: _hash_of_itself(data)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
-    os.replace(temporary, folder / NAME)
-    sync_folder(folder)
-    sync_folder(folder.parent)
+    sync_path(folder)  # the names of the shards before the manifest that lists them
+    write_atomic(folder / NAME, json.dumps({**data, _SELF: _hash_of_itself(data)}, indent=1))
+    sync_path(folder.parent)
 
 
 def discard(folder: Path) -> None:
@@ -138,7 +125,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 def verify(folder: Path) -> Manifest:
     """Check every file against the manifest: all there, right size, right hash, nothing added."""
     manifest = read_manifest(folder)
-    present = {path.name for path in folder.iterdir()} - {NAME, CONFIRMED}
+    present = {path.name for path in folder.iterdir() if not path.match(f"{NAME}.*.tmp")} - {NAME, CONFIRMED}
     for name in present - set(manifest.files):
         raise DamagedCheckpoint(f"{folder / name}: not in the manifest")
     for name in manifest.files:

@@ -6,8 +6,6 @@ pauses that grow and differ from node to node.
 
 from __future__ import annotations
 
-import os
-import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,12 +21,12 @@ from bessemer.checkpoint.manifest import (
     discard,
     parse_manifest,
     read_manifest,
-    sync_folder,
     verify,
 )
 from bessemer.checkpoint.store import DOWNLOAD, TAGS, CheckpointStore, entry_of, keep
 from bessemer.errors import UserError
 from bessemer.spec.schema import CheckpointSpec
+from bessemer.storage import commit_folder, retry, sync_path
 
 Result = TypeVar("Result")
 # Folders are only a way of speaking there, and asking for one may make a bucket.
@@ -59,19 +57,23 @@ class RemoteCheckpoints:
 
     def _insist(self, name: str, request: Callable[[], Result]) -> Result:
         """Ask until it is answered. A missing file is an answer; whatever else libraries raise ends as OSError."""
-        for attempt in range(1, self.attempts + 1):
-            try:
-                return request()
-            except (FileNotFoundError, DamagedCheckpoint):
-                raise
-            except Exception as error:  # every library has its own: botocore's, aiohttp's, Google's
-                self.failures += 1
-                if attempt == self.attempts or isinstance(error, PermissionError):
-                    text = " ".join(f"{type(error).__name__}: {error}".split())
-                    times = f"failed {attempt} times, at last" if attempt > 1 else "failed"
-                    raise OSError(f"{self.url}/{name}: {times} with {text}") from error
-            time.sleep(self.pause_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-        raise AssertionError("a request is made at least once")
+        failures = 0
+
+        def should_retry(error: Exception) -> bool:
+            nonlocal failures
+            failures += not isinstance(error, FileNotFoundError | DamagedCheckpoint)
+            return not isinstance(error, FileNotFoundError | DamagedCheckpoint | PermissionError)
+
+        try:
+            return retry(request, attempts=self.attempts, pause_s=self.pause_s, should_retry=should_retry)
+        except (FileNotFoundError, DamagedCheckpoint):
+            raise
+        except Exception as error:  # every library has its own: botocore's, aiohttp's, Google's
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            times = f"failed {failures} times, at last" if failures > 1 else "failed"
+            raise OSError(f"{self.url}/{name}: {times} with {text}") from error
+        finally:
+            self.failures += failures
 
     def _put(self, local: Path, name: str) -> None:
         """Copy a file there and compare the size. Its content is compared when it is fetched, before it is used: to
@@ -191,14 +193,11 @@ class RemoteCheckpoints:
         files = [*manifest.files, NAME] + ([CONFIRMED] if self._confirmed(name) else [])
         for file in files:
             self._get(f"{name}/{file}", temporary / file, manifest.files.get(file, {}).get("bytes"))
-            with (temporary / file).open("rb") as opened:
-                os.fsync(opened.fileno())
+            sync_path(temporary / file)
         verify(temporary)
-        sync_folder(temporary)
         if (shelf.folder / name).exists():
             discard(shelf.folder / name)
-        os.replace(temporary, shelf.folder / name)
-        sync_folder(shelf.folder)
+        commit_folder(temporary, shelf.folder / name)
         if not (shelf.folder / TAGS).exists():
             with suppress(DamagedCheckpoint):  # there are none
                 self._get(TAGS, shelf.folder / TAGS)

@@ -39,11 +39,11 @@ from bessemer.checkpoint.manifest import (
     commit,
     discard,
     read_manifest,
-    sync_folder,
     verify,
 )
 from bessemer.errors import UserError
 from bessemer.spec.schema import CheckpointSpec
+from bessemer.storage import sync_path
 
 HIGH = -0x10000  # the upper half of 32 bits
 
@@ -383,7 +383,7 @@ class CheckpointStore:
             if not (folder / NAME).exists():
                 return False
             (folder / CONFIRMED).touch()
-            sync_folder(folder)
+            sync_path(folder)
             return True
 
     def confirmed(self) -> list[Path]:

@@ -6,23 +6,19 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from bessemer.storage import lock_file
+
 
 @contextlib.contextmanager
 def locked(cache: Path, name: str, say: Callable[[str], None]) -> Iterator[bool]:
-    """Holds the lock of one entry, which the system frees when its holder dies. False: the file system has no locks.
-
-    Lock files stay, since deleting one that another process has just opened would let two hold it.
-    """
-    import fcntl
-
+    """Holds the lock of one entry, which the system frees when its holder dies. Yields False if the file system has no
+    locks: then two processes may do the same work, and the first to finish wins."""
     with open(cache / f".{name}.lock", "w") as file:
+        has_locks = True
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("waiting for another process that prepares the same data")
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield True
-        except OSError:  # a file system without locks: both may work, the first to finish wins
-            yield False
-        else:
-            yield True
+            if not lock_file(file, wait=False):
+                say("waiting for another process that prepares the same data")
+                lock_file(file)
+        except OSError:
+            has_locks = False
+        yield has_locks

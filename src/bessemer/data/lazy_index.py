@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bessemer.data.curate.ledger import byte_length, load_arrays, naming, save_arrays, text_hash, writing
+from bessemer.data.curate.ledger import byte_length, load_arrays, naming, save_arrays, text_hash
 from bessemer.data.document import BadRow, Document
 from bessemer.data.read import FileEntry, FilePiece, SourcePart, divide, read_part
 from bessemer.data.read.compression import compression_of, open_bytes
 from bessemer.data.read.parts import cut, line_starts
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
+from bessemer.storage import atomic_file
 
 Each = Callable[[Callable[[Any], Any], Sequence[Any]], Sequence[Any]]
 Ints = npt.NDArray[np.int64]
@@ -244,7 +245,7 @@ def _join(folder: Path, name: str, tasks: Sequence[_Task], counts: Sequence[dict
     columns: dict[str, list[Ints]] = {column: [] for column in _COLUMNS}
     documents, total = 0, 0
     content = xxhash.xxh3_128()
-    with writing(folder / "ends.bin") as ends, writing(folder / "ordinals.bin") as ordinals:
+    with atomic_file(folder / "ends.bin", parents=True) as ends, atomic_file(folder / "ordinals.bin") as ordinals:
         for task, count in zip(tasks, counts, strict=True):
             arrays = load_arrays(task.out)
             arrays["document"] = arrays["document"] + documents
@@ -267,7 +268,7 @@ def _join(folder: Path, name: str, tasks: Sequence[_Task], counts: Sequence[dict
         # Of the texts, and not of the files' times: a copy of the corpus is the same corpus.
         "fingerprint": content.hexdigest(),
     }
-    with writing(folder / "index.json") as file:
+    with atomic_file(folder / "index.json") as file:
         file.write(json.dumps(about).encode())
 
 

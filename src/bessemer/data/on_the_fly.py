@@ -13,12 +13,12 @@ import xxhash
 
 from bessemer.data.cache import locked
 from bessemer.data.curate.engine import Engine, LocalEngine, Meter, Say, each
-from bessemer.data.curate.ledger import byte_length, replacing, space_for
+from bessemer.data.curate.ledger import byte_length, space_for
 from bessemer.data.curate.report import decoding_note
 from bessemer.data.lazy_index import Index, Side, build_index
 from bessemer.data.prepare import list_sources, load_tokenizer
-from bessemer.data.store.format import sync
 from bessemer.data.tokenizer.tokenizer import DEFAULT_EOS, Tokenizer
+from bessemer.storage import atomic_path
 
 if TYPE_CHECKING:
     from bessemer.spec.data import DataSpec, TokenizerSpec
@@ -87,9 +87,8 @@ def _tokenizer(
         meter.say(f"training a tokenizer of {vocab:,} tokens on at most {spec.sample / 1e6:.0f} MB of text")
         made = Tokenizer.train(_sample(train, spec.sample), vocab, eos, kind=spec.kind, special=spec.special)
         folder.mkdir(exist_ok=True)
-        with replacing(path) as temporary:
+        with atomic_path(path) as temporary:
             made.save(temporary)
-            sync(temporary)
     return Tokenizer.load(path, eos, spec.special)
 
 

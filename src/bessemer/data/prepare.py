@@ -26,18 +26,19 @@ import xxhash
 from bessemer.data.cache import locked
 from bessemer.data.curate.corpus import RULES_VERSION, Corpus, PartState, sweep
 from bessemer.data.curate.engine import Engine, LocalEngine, Meter, ProcessPool, Say, cores
-from bessemer.data.curate.ledger import byte_length, read_cached, read_json, replacing, space_for, text_hash, write_json
+from bessemer.data.curate.ledger import byte_length, read_cached, read_json, space_for, text_hash, write_json
 from bessemer.data.curate.passes import Census, Split
 from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, decoding_note, some_of, write_report
 from bessemer.data.curate.step import identity, make_step
 from bessemer.data.read import FileEntry, list_files
 from bessemer.data.store.format import damaged, file_sum, prepare_again
 from bessemer.data.store.shards import ShardedStore, merge, open_stores, shard_prefixes
-from bessemer.data.store.token_store import FORMAT_VERSION, sync
+from bessemer.data.store.token_store import FORMAT_VERSION
 from bessemer.data.tokenizer.chat import special_tokens
 from bessemer.data.tokenizer.encode import TokenizeTask, part_intact, part_mark, part_prefix, tokenize_part
 from bessemer.data.tokenizer.tokenizer import DEFAULT_EOS, Tokenizer, cut
 from bessemer.errors import UserError
+from bessemer.storage import atomic_path, commit_folder, sync_path
 
 if TYPE_CHECKING:
     from bessemer.spec.data import DataSpec, TokenizerSpec
@@ -270,14 +271,12 @@ def _give_name(work: Path, folder: Path) -> None:
     shutil.rmtree(work / "parts", ignore_errors=True)
     for leftover in work.glob("*.tmp"):  # of killed processes
         leftover.unlink()
-    sync(work)
     try:
-        os.replace(work, folder)
+        commit_folder(work, folder)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         shutil.rmtree(work)  # a process that no lock could hold back was faster, with the same content
-    sync(folder.parent)
 
 
 def _delete(work: Path) -> None:
@@ -331,7 +330,7 @@ class _Job:
         }
         write_report(self.work, self.corpus, self._tokens(about))
         write_json(self.work / PREPARED, about | digests_of(self.work, about))
-        sync(self.work)
+        sync_path(self.work)
 
     def _tokens(self, about: dict[str, Any]) -> dict[str, dict[str, int]]:
         """By source and side."""
@@ -376,9 +375,8 @@ class _Job:
                 size = min(self.spec.sample, sum(source.text_bytes for source in sources.values()))
                 texts = self.meter.counting(self._sample(sources), f"{what}: reading", size, f"{what}: choosing them")
                 tokenizer = Tokenizer.train(texts, self.vocab, eos, kind=self.spec.kind, special=self.special)
-            with replacing(path) as temporary:
+            with atomic_path(path, parents=True) as temporary:
                 tokenizer.save(temporary)
-                sync(temporary)
             write_json(mark, {"sum": file_sum(str(path))})
         return Tokenizer.load(path, eos, self.loaded.special if self.loaded else self.special)
 

@@ -18,11 +18,12 @@ from bessemer.data.curate.ledger import read_json, write_json
 from bessemer.data.prepare import PREPARED, TOKENIZER, digests_of, open_prepared
 from bessemer.data.store.digests import SUFFIX as CHUNKS
 from bessemer.data.store.digests import content_digest, encode_digests, hash_file
-from bessemer.data.store.format import StoreContent, commit, file_sum, prepare_again, sync_file, temporary_path
+from bessemer.data.store.format import StoreContent, commit, file_sum, prepare_again
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.curriculum import digest_path, ranking_damage
 from bessemer.data.stream.packing import PackIndex, read_index
 from bessemer.errors import UserError
+from bessemer.storage import write_atomic
 
 _DOCUMENTS = 1 << 12  # whose tokens are held at once
 
@@ -163,11 +164,7 @@ def _fingerprint(store: TokenStore, advance: Advance) -> str:
 def _add_digests(store: TokenStore) -> None:
     data = encode_digests({suffix: hash_file(f"{store.prefix}.{suffix}") for suffix in store.about.sizes})
     path = f"{store.prefix}.{CHUNKS}"
-    temporary = temporary_path(path)
-    with open(temporary, "wb") as file:
-        file.write(data)
-        sync_file(file)
-    os.replace(temporary, path)
+    write_atomic(path, data)
     sizes = store.about.sizes | {CHUNKS: len(data)}
     commit(store.prefix, replace(store.about, sizes=sizes, sums={CHUNKS: content_digest(data)}))
 

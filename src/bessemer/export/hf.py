@@ -34,8 +34,9 @@ from bessemer.model.families.registry import FAMILIES, families_for, family_of, 
 from bessemer.model.families.writer import _check_target, _write, write_folder
 from bessemer.model.wrapped import WrappedModel, wrap
 from bessemer.observe.progress import ProgressReport, silent
-from bessemer.run.directory import Run, write_whole
+from bessemer.run.directory import Run
 from bessemer.spec.shape import ModelShape, Rope
+from bessemer.storage import commit_folder, write_atomic
 from bessemer.train.trained import find_checkpoint
 
 ROWS, LENGTH = 2, 96  # of the comparison: every weight takes part, and a large vocabulary's logits stay small
@@ -303,7 +304,7 @@ def to_native(
             others = {"generation_config": folder.generation_config, "config": folder.config, "model": about}
             for name, content in others.items():
                 if content is not None:
-                    write_whole(place / f"{name}.json", json.dumps(content, indent=2))
+                    write_atomic(place / f"{name}.json", json.dumps(content, indent=2))
         report(OPENING)
         ours = counted(SavedTensors(made, MODEL).__getitem__, COMPARING, len(blank), report)
         found = check(source, family.architectures[0], shape, ours, tokens_BT, place.parent, mode)
@@ -345,16 +346,13 @@ def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
     """A name beside the target, to be written to; it becomes the target if all goes well, and is removed if not."""
     target = path.resolve()
     _check_target(target, overwrite)
-    waiting, old = (target.with_name(f".{target.name}.{kind}-{os.getpid()}") for kind in ("unchecked", "old"))
+    waiting = target.with_name(f".{target.name}.unchecked-{os.getpid()}")
     try:
         with told(target, "written"):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(waiting, ignore_errors=True)
         yield waiting
         with told(target, "written"):
-            if target.exists():
-                os.rename(target, old)
-            os.rename(waiting, target)
-            shutil.rmtree(old, ignore_errors=True)
+            commit_folder(waiting, target, overwrite=True)
     finally:
         shutil.rmtree(waiting, ignore_errors=True)

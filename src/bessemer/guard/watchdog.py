@@ -42,8 +42,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bessemer.run.directory import Finding, write_whole
+from bessemer.run.directory import Finding
 from bessemer.spec.guard import HangSpec
+from bessemer.storage import write_atomic
 
 
 @dataclass
@@ -200,14 +201,14 @@ def leave_report(logs: Path, report: WaitReport, stacks: str, collectives: str =
     """For the other ranks and for whoever looks later."""
     logs.mkdir(parents=True, exist_ok=True)
     if collectives:
-        write_whole(logs / f"collectives-rank-{report.rank}.json", collectives)
-    write_whole(report_path(logs, report.rank), f"{json.dumps(asdict(report))}\n\n{stacks}")
+        write_atomic(logs / f"collectives-rank-{report.rank}.json", collectives)
+    write_atomic(report_path(logs, report.rank), f"{json.dumps(asdict(report))}\n\n{stacks}")
 
 
 def give_sign(logs: Path, rank: int, start: float, beat: int) -> None:
     """A sign of life of a process that waits for the end of what follows its beat of this number."""
     logs.mkdir(parents=True, exist_ok=True)
-    write_whole(logs / f"alive-rank-{rank}.json", json.dumps([start, beat]))
+    write_atomic(logs / f"alive-rank-{rank}.json", json.dumps([start, beat]), durable=False)
 
 
 def without_sign(logs: Path, size: int, start: float, beat: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from bessemer.errors import UserError
 from bessemer.launch.request import LaunchRequest
-from bessemer.run.directory import write_whole
+from bessemer.storage import write_atomic
 
 RECORD = "job.json"
 
@@ -31,7 +31,7 @@ class LaunchJob:
     where: str = ""
 
     def save(self) -> None:
-        write_whole(Path(self.folder) / RECORD, json.dumps(asdict(self), indent=1) + "\n")
+        write_atomic(Path(self.folder) / RECORD, json.dumps(asdict(self), indent=1) + "\n")
 
 
 @dataclass(frozen=True)

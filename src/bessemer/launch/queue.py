@@ -8,7 +8,6 @@ place of a dead owner is free at once. Runs without a GPU take turns one at a ti
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from bessemer.errors import UserError
+from bessemer.storage import lock_file, write_atomic
 
 POLL_S = 1.0
 
@@ -93,7 +93,7 @@ class Queue:
         except OSError as error:
             raise UserError(f"{self.folder}: {error.strerror}; set BESSEMER_QUEUE to a folder of yours") from None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            lock_file(fd)
             yield
         finally:
             os.close(fd)
@@ -118,9 +118,7 @@ class Queue:
         return tickets
 
     def _write(self, ticket: Ticket) -> None:
-        temporary = self.folder / f".{ticket.number}.{os.getpid()}"
-        temporary.write_text(json.dumps(asdict(ticket)))
-        os.replace(temporary, self._path(ticket.number))
+        write_atomic(self._path(ticket.number), json.dumps(asdict(ticket)), durable=False)
 
     def tickets(self) -> list[Ticket]:
         if not self.folder.is_dir():

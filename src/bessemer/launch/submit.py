@@ -22,9 +22,9 @@ from bessemer.launch.queue import Queue
 from bessemer.launch.request import LaunchRequest, check, refuse_secrets
 from bessemer.plan.cost_model.cost import Price
 from bessemer.plan.hardware import Cluster
-from bessemer.run.directory import write_whole
 from bessemer.spec.document import parse
 from bessemer.spec.load import dump_spec, named, validate
+from bessemer.storage import write_atomic
 
 TARGETS: dict[str, LaunchTarget] = {
     "slurm": cast(LaunchTarget, slurm), "kubernetes": cast(LaunchTarget, kubernetes), "sky": cast(LaunchTarget, sky),
@@ -63,7 +63,7 @@ def write_files(request: LaunchRequest, files: dict[str, str]) -> None:
     try:
         request.folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            write_whole(request.folder / name, text)
+            write_atomic(request.folder / name, text)
     except OSError as error:
         raise UserError(f"{request.folder}: cannot be written: {error.strerror}; set `runs` in the spec") from None
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.run.directory import write_whole
+from bessemer.storage import write_atomic
 
 MOST_GPUS = 1_000_000
 FORMS = "write it as 8xA100-80GB, '64 x H100' or '2 nodes of 8 A100'"
@@ -437,7 +437,7 @@ def ceilings_path(name: str, count: int, torch_version: str) -> Path:
 def store_ceilings(ceilings: Ceilings, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, ceilings.to_json())
+        write_atomic(path, ceilings.to_json())
     except OSError as fault:
         fix = "set XDG_CACHE_HOME to a folder of yours, or use --no-save"
         raise UserError(f"{path}: cannot be written ({fault.strerror}): {fix}") from fault

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from bessemer.errors import UserError
 from bessemer.run.journal import Journal, Record, last_record, last_records, number, read_records
 from bessemer.run.lock import Lock, is_alive, read_owner
 from bessemer.run.snapshot import Snapshot, put_back, put_back_start
+from bessemer.storage import write_atomic
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,6 @@ def _life(event: Record) -> str | None:
 def _step(record: Record) -> float:
     step = number(record.get("step"))
     return math.inf if step is None else step
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, sees the old or the new one, never half."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 class Run:
@@ -248,7 +238,7 @@ class RunWriter(Run):
         return [self.event("records_missing", file=self._key(self.steps_path), step=step, reason=reason)]
 
     def write_file(self, name: str, text: str) -> None:
-        write_whole(self.folder / name, text)
+        write_atomic(self.folder / name, text)
 
     def sync(self) -> None:
         """Make everything written so far survive a power cut. Raises OSError if a record cannot be written."""

@@ -19,6 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bessemer.storage import write_atomic
+
 Record = dict[str, Any]
 
 
@@ -157,12 +159,7 @@ class Journal:
     def replace(self, content: bytes) -> None:
         """Put other content in place of the file's; a crash leaves the old or the new one."""
         with self._lock:
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
+            write_atomic(self.path, content)
             os.close(self._fd)
             self._open()
 

@@ -10,8 +10,6 @@ host's owner counts as dead when its heartbeat is older than STALE_S.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -23,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from bessemer.errors import UserError
+from bessemer.storage import lock_file, write_atomic
 
 HEARTBEAT_S = 15.0
 STALE_S = 120.0
@@ -96,9 +95,7 @@ class Lock:
             before = read_owner(self.folder)  # again: it may have left while the lock was taken
             if before and is_alive(before, self.folder):
                 raise UserError(self._refusal(before))
-            temporary = self.folder / f"owner.json.{os.getpid()}"
-            temporary.write_text(json.dumps(asdict(Owner.me())))
-            os.replace(temporary, self.folder / "owner.json")
+            write_atomic(self.folder / "owner.json", json.dumps(asdict(Owner.me())), durable=False)
         except BaseException:
             os.close(fd)
             raise
@@ -111,11 +108,10 @@ class Lock:
         give_up = time.monotonic() + LAST_BREATH_S
         while True:
             try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    return  # ENOLCK, EOPNOTSUPP: this file system has no locks; the owner file decides alone
+                if lock_file(fd, wait=False, per_process=True):
+                    return
+            except OSError:
+                return  # this file system has no locks; the owner file decides alone
             owner = read_owner(self.folder)
             if owner is None or is_alive(owner, self.folder) or time.monotonic() > give_up:
                 raise UserError(self._refusal(owner))

@@ -16,10 +16,11 @@ from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
 from bessemer.observe.profile import ProfileFacts, as_json, as_text, read_trace, step_time
 from bessemer.observe.view import RunView
-from bessemer.run.directory import RunWriter, write_whole
+from bessemer.run.directory import RunWriter
 from bessemer.run.journal import Record
 from bessemer.session.session import FORMER_SPEC, Session, run_folder
 from bessemer.spec.schema import RunSpec
+from bessemer.storage import write_atomic
 from bessemer.train.device import measure, memory_in_use, memory_limit, stored_ceilings
 from bessemer.train.job import Job, Outcome
 from bessemer.train.loop import train_loop
@@ -115,5 +116,5 @@ class ProfileSession(Session):
         )  # fmt: skip
         found = as_json(step_time(read_trace(trace)), facts)
         self.text = as_text(found)
-        write_whole(self.folder / "profile.json", json.dumps(found, indent=1))
-        write_whole(self.folder / "profile.txt", self.text)
+        write_atomic(self.folder / "profile.json", json.dumps(found, indent=1))
+        write_atomic(self.folder / "profile.txt", self.text)

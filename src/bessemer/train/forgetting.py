@@ -16,8 +16,8 @@ from bessemer.guard.detect.alarm import Alarm
 from bessemer.guard.forgetting import Record, forgetting, loss_of, since_start, standings
 from bessemer.observe.figure import Lines, svg_file
 from bessemer.observe.format import short_path
-from bessemer.run.directory import write_whole
 from bessemer.spec.guard import ForgetSpec
+from bessemer.storage import write_atomic
 from bessemer.train.job import Job, Outcome
 
 PLOT, REPORT = "reports/forgetting.svg", "reports/forgetting.md"
@@ -75,7 +75,7 @@ def _keep_newest(job: Job) -> None:
     try:
         tags = read_tags(shelf.folder)
         if (committed := shelf.committed()) and tags.get(REMEMBERS) != (newest := committed[-1][0].name):
-            write_whole(shelf.folder / TAGS, json.dumps({**tags, REMEMBERS: newest}, indent=1, sort_keys=True))
+            write_atomic(shelf.folder / TAGS, json.dumps({**tags, REMEMBERS: newest}, indent=1, sort_keys=True))
     except (OSError, UserError) as error:
         job.event("save_failed", reason=f"the tag {REMEMBERS}: {error}")
 

@@ -33,9 +33,9 @@ from bessemer.observe.page import (
     shown,
     visible,
 )
-from bessemer.run.directory import write_whole
 from bessemer.run.journal import number
 from bessemer.spec.quantity import human_time
+from bessemer.storage import write_atomic
 from bessemer.trial.case import AccusedDocument, Action, IncidentCase
 
 _LINE_CHARS = 700
@@ -193,7 +193,7 @@ def write_report(folder: Path, case: IncidentCase) -> dict[str, Path]:
     paths = {kind: folder / "reports" / f"anomaly-{case.step:06d}.{kind}" for kind in texts}
     (folder / "reports").mkdir(parents=True, exist_ok=True)
     for kind, path in paths.items():
-        write_whole(path, texts[kind])
+        write_atomic(path, texts[kind])
     return paths
 
 

@@ -18,13 +18,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
-import uuid
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -32,8 +30,9 @@ import xxhash
 from bessemer.data.curate.step import Drop
 from bessemer.data.document import Document
 from bessemer.data.store.digests import content_digest
-from bessemer.data.store.format import file_sum, sync
+from bessemer.data.store.format import file_sum
 from bessemer.errors import UserError
+from bessemer.storage import atomic_file, commit_file, temporary_path, write_atomic
 
 _HASH_PIECE_CHARS = 1 << 20
 
@@ -99,28 +98,6 @@ def naming(name: str, folder: Path) -> Iterator[None]:
         raise UserError(f"{name}: out of memory; use fewer workers") from error
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what is to be at `path`: it gets there at the end, whole, and a failure leaves nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears at `path`, whole and on the disk, at the end."""
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def load_arrays(path: Path) -> dict[str, Any]:
     try:
         with open_arrays(path) as arrays:
@@ -142,12 +119,10 @@ def open_arrays(path: Path) -> Iterator[Any]:
 
 def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
     assert not {"file", "allow_pickle"} & set(arrays), "numpy takes these names for its own arguments"
-    with replacing(path) as temporary, open(temporary, "w+b") as file:
+    with atomic_file(path, parents=True) as file:
         np.savez(file, **arrays)
         with zipfile.ZipFile(file, "a") as archive:
             archive.comment = _identity(path)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _identity(path: Path) -> bytes:
@@ -236,7 +211,7 @@ class LedgerWriter:
         self._rows: dict[str, list[Any]] = {name: [] for name in DocumentChange.__slots__}
         self._held_bytes = 0
         self._writer: Any = None
-        self._temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        self._temporary = temporary_path(path)
 
     def add(self, touch: DocumentChange) -> None:
         self._touches += 1
@@ -251,9 +226,8 @@ class LedgerWriter:
         digest = None
         if self._writer is not None:
             self._writer.close()
-            sync(self._temporary)  # on the disk before the tally that vouches for it
             digest = file_sum(str(self._temporary))
-            os.replace(self._temporary, self.path.with_suffix(".arrow"))
+            commit_file(self._temporary, self.path.with_suffix(".arrow"))  # before the tally that vouches for it
         counts = {**self.tally.to_json(), "touches": self._touches, "arrow": digest}
         write_json(self.path.with_suffix(".json"), counts)
 
@@ -321,9 +295,8 @@ def read_touches(path: Path) -> Iterator[DocumentChange]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Atomically: a reader sees all of it or nothing. With a digest of the content and the file's name."""
-    with writing(path) as file:
-        sealed = {**value, "digest": _digest(path, value)}
-        file.write(json.dumps(sealed, indent=1, ensure_ascii=False).encode())
+    sealed = {**value, "digest": _digest(path, value)}
+    write_atomic(path, json.dumps(sealed, indent=1, ensure_ascii=False), parents=True)
 
 
 def read_json(path: Path, fix: str = "delete it and run again") -> dict[str, Any]:

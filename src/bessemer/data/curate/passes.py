@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +35,7 @@ from bessemer.data.document import BadRow, Document
 from bessemer.data.read import SourcePart, read_part
 from bessemer.spec.curate.step import StepSpec
 from bessemer.spec.data import SourceSpec
+from bessemer.storage import commit_file, temporary_path
 
 _BATCH_CHARS = 1 << 20  # documents that go through the steps together
 _BATCH_DOCUMENTS = 1024
@@ -194,7 +193,7 @@ def _documents(task: PassTask, reading: Reading) -> Iterator[tuple[int, Document
     cursors = [_Cursor(ledger_path(task.cache, key)) for key in task.done]
     quarantine = quarantine_path(task.cache, task.read_key)
     quarantine.parent.mkdir(parents=True, exist_ok=True)
-    temporary = quarantine.with_name(f"{quarantine.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = temporary_path(quarantine)
     empty: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         aside = None
@@ -221,7 +220,7 @@ def _documents(task: PassTask, reading: Reading) -> Iterator[tuple[int, Document
         reading.empty = empty["empty"]
         if aside is not None:
             aside.close()
-            os.replace(temporary, quarantine)
+            commit_file(temporary, quarantine)
     write_json(counts_path(task.cache, task.read_key), dataclasses.asdict(reading))
 
 

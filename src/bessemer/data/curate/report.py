@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.data.curate.corpus import Corpus, Stage
-from bessemer.data.curate.ledger import StepCounts, quarantine_path, read_json, write_json, writing
+from bessemer.data.curate.ledger import StepCounts, quarantine_path, read_json, write_json
 from bessemer.errors import UserError
+from bessemer.storage import atomic_file
 
 REPORT = "report.json"
 PAGE = "report.html"
@@ -26,14 +27,14 @@ QUARANTINE = "quarantine.jsonl"
 def write_report(folder: Path, corpus: Corpus, tokens: Mapping[str, Mapping[str, int]]) -> None:
     """The report of a curated corpus; `tokens` by source, then train and validation. Also gathers the quarantine."""
     report = build_report(corpus, tokens)
-    with writing(folder / QUARANTINE) as gathered:
+    with atomic_file(folder / QUARANTINE, parents=True) as gathered:
         for state in corpus.parts:
             aside = quarantine_path(corpus.cache, state.read_key)
             if aside.exists():
                 with open(aside, "rb") as file:
                     shutil.copyfileobj(file, gathered)
     write_json(folder / REPORT, report)
-    with writing(folder / PAGE) as file:
+    with atomic_file(folder / PAGE, parents=True) as file:
         file.write(page(report).encode())
 
 

@@ -15,7 +15,6 @@ import io
 import os
 import shutil
 import tempfile
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from bessemer.data.curate.ledger import replacing
 from bessemer.data.read.entry import FileEntry
 from bessemer.data.read.secrets import environment_for, redacted, shown
 from bessemer.data.store.format import file_sum
 from bessemer.errors import UserError
+from bessemer.storage import atomic_file, retry, write_atomic
 
 _INSTALL = {
     "s3": "'bessemer[s3]'", "s3a": "'bessemer[s3]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
@@ -295,26 +294,27 @@ class RemoteFile(io.RawIOBase):
 
     def _fetch(self, start: int, length: int) -> bytes:
         """From the server, tried again when the connection fails: a job of days meets every kind of hiccup."""
-        for left in reversed(range(_TRIES)):
-            try:
-                with told(self._file.path):
-                    if self._opened is None:
-                        self._opened = self._open()
-                    self._opened.seek(start)
-                    data: bytes = self._opened.read(length)
-                if len(data) == length:
-                    return data
-                problem = RemoteError(f"{len(data)} of {length} bytes came from offset {start}")
-            except RemoteFileChanged:
-                raise
-            except RemoteError as error:
-                if isinstance(error.__cause__, ValueError):  # the server's answer, not the connection
-                    raise
-                problem = error
+
+        def request() -> bytes:
+            with told(self._file.path):
+                if self._opened is None:
+                    self._opened = self._open()
+                self._opened.seek(start)
+                data: bytes = self._opened.read(length)
+            if len(data) != length:
+                raise RemoteError(f"{len(data)} of {length} bytes came from offset {start}")
+            return data
+
+        def should_retry(error: Exception) -> bool:
+            # A ValueError is the server's answer; everything else may be the connection.
+            if not isinstance(error, RemoteError) or isinstance(error, RemoteFileChanged):
+                return False
+            if isinstance(error.__cause__, ValueError):
+                return False
             self._drop()
-            if left:
-                time.sleep(_PAUSE_S * 2 ** (_TRIES - 1 - left))
-        raise problem
+            return True
+
+        return retry(request, attempts=_TRIES, pause_s=_PAUSE_S, should_retry=should_retry)
 
     def _open(self) -> Any:
         fs, path = file_system(self._file.path, self._storage)
@@ -343,8 +343,7 @@ class RemoteFile(io.RawIOBase):
             return
         try:
             path = self._folder / f"{number:08d}"
-            with replacing(path) as partial:
-                partial.write_bytes(data + _checksum(path, data))
+            write_atomic(path, data + _checksum(path, data), parents=True, durable=False)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -389,10 +388,9 @@ def _copied(file: FileEntry, storage: Mapping[str, Any], folder: Path | None) ->
         _download(fs, path, file, target)
         target.seek(0)
         return target
-    with replacing(folder / "whole") as partial, open(partial, "wb") as kept:
+    with atomic_file(folder / "whole", parents=True, durable=False) as kept:
         _download(fs, path, file, kept)
-    with replacing(folder / "whole.sum") as partial:
-        partial.write_text(file_sum(str(folder / "whole")))
+    write_atomic(folder / "whole.sum", file_sum(str(folder / "whole")), durable=False)
     return open(folder / "whole", "rb")
 
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import uuid
 from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -46,6 +45,7 @@ import xxhash
 from bessemer.data.store.digests import SUFFIX as CHUNKS
 from bessemer.data.store.digests import content_digest
 from bessemer.errors import UserError
+from bessemer.storage import write_atomic
 
 _ALIGNMENT = 8
 _COPY_BYTES = 1 << 22
@@ -261,17 +261,7 @@ def read_about(prefix: str) -> StoreInfo:
 
 def commit(prefix: str, about: StoreInfo) -> None:
     """Makes the files a store. They have been synced; from here on a crash no longer loses it."""
-    temporary = temporary_path(f"{prefix}.json")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(about.to_json(), file, indent=1)
-        sync_file(file)
-    os.replace(temporary, f"{prefix}.json")
-    sync(os.path.dirname(prefix) or ".")
-
-
-def temporary_path(path: str) -> str:
-    """A name that no other writer uses, on this machine or another: a process that was given up may still write."""
-    return f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+    write_atomic(f"{prefix}.json", json.dumps(about.to_json(), indent=1))
 
 
 def damaged(prefix: str, suffix: str, what: str) -> UserError:
@@ -346,20 +336,6 @@ def remove_store(prefix: str) -> None:
     """Deletes a store; the `.json` goes first, so it never claims too much."""
     for suffix in ("json", *SUFFIXES):
         Path(f"{prefix}.{suffix}").unlink(missing_ok=True)
-
-
-def sync(path: str | Path) -> None:
-    """Makes a file's content, or the names inside a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def file_sum(path: str) -> str:

@@ -33,6 +33,7 @@ from bessemer.data.store.format import StoreInfo, commit, file_sum
 from bessemer.data.store.shards import ShardedStore
 from bessemer.data.store.token_store import TokenStore
 from bessemer.errors import UserError
+from bessemer.storage import lock_file, retry
 
 _BLOCK_BYTES = 16 << 20
 
@@ -107,20 +108,23 @@ class Transfer:
             os.close(descriptor)
 
     def _insist(self, url: str, request: Callable[[], Result]) -> Result:
-        for attempt in range(1, self.attempts + 1):
-            try:
-                with told(url):
-                    return request()
-            except (FileNotFoundError, PermissionError) as error:  # asking again would not help
-                raise UserError(f"{shown(url)}: {error}; publish it again, or correct the address") from error
-            except OSError as error:
-                if attempt == self.attempts:
-                    raise UserError(
-                        f"{shown(url)}: failed {attempt} times, at last with: {error}; "
-                        "check the network and the storage service, then run again"
-                    ) from error
-            time.sleep(self.pause_s * 2 ** (attempt - 1))
-        raise AssertionError("a transfer is attempted at least once")
+        def attempt() -> Result:
+            with told(url):
+                return request()
+
+        permanent = (FileNotFoundError, PermissionError)
+        try:
+            return retry(
+                attempt, attempts=self.attempts, pause_s=self.pause_s,
+                should_retry=lambda error: isinstance(error, OSError) and not isinstance(error, permanent),
+            )  # fmt: skip
+        except permanent as error:
+            raise UserError(f"{shown(url)}: {error}; publish it again, or correct the address") from error
+        except OSError as error:
+            raise UserError(
+                f"{shown(url)}: failed {self.attempts} times, at last with: {error}; "
+                "check the network and the storage service, then run again"
+            ) from error
 
 
 _IDLE_S = 10.0  # a shard that was not read for so long is not in use
@@ -353,7 +357,6 @@ class ShardCache:
             return True
 
     def _open_lock(self, name: str) -> IO[bytes]:
-        """Lock files stay: deleting one that another process has just opened would let two hold it."""
         return open(self.folder / ".locks" / name, "wb")
 
 
@@ -368,17 +371,12 @@ def _name(url: str, about: StoreInfo) -> str:
 
 def _lock(file: IO[bytes], shared: bool = False, wait: bool = True) -> bool:
     """Locks a file, or changes the kind of lock; False where it would have to wait and may not."""
-    import fcntl
-
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
+        return lock_file(file, shared=shared, wait=wait)
     except OSError as error:
         raise UserError(
             f"{file.name}: its file system has no locks ({error}); put the cache on a local disk"
         ) from error
-    return True
 
 
 def upload(store: TokenStore | ShardedStore, url: str, transfer: Transfer | None = None) -> None:

@@ -38,12 +38,11 @@ from bessemer.data.store.format import (
     mask_run,
     mask_windows,
     read_about,
-    sync,
     token_dtype,
 )
 from bessemer.data.store.writer import StoreWriter
 
-__all__ = ["FORMAT_VERSION", "Origin", "StoreWriter", "TokenSource", "TokenStore", "sync", "token_dtype"]
+__all__ = ["FORMAT_VERSION", "Origin", "StoreWriter", "TokenSource", "TokenStore", "token_dtype"]
 
 _DTYPES = {"starts": OFFSET, "origins": ORIGIN, "mask": RECORD, "scores": SCORE}  # of other files: bytes
 _LONG_RUN = 256  # tokens, on average, from which on runs are copied one by one

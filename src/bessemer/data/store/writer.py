@@ -24,11 +24,10 @@ from bessemer.data.store.format import (
     StringsWriter,
     commit,
     remove_store,
-    sync_file,
-    temporary_path,
     token_dtype,
     write_index,
 )
+from bessemer.storage import sync_file, temporary_path
 
 
 class StoreFiles:
@@ -46,7 +45,7 @@ class StoreFiles:
         self._digests = DigestWriter()
 
     def open(self, suffix: str) -> IO[bytes]:
-        self._paths[suffix] = temporary_path(f"{self.prefix}.{suffix}")
+        self._paths[suffix] = str(temporary_path(f"{self.prefix}.{suffix}"))
         self._files[suffix] = self._digests.open(suffix, self._paths[suffix])
         return self._files[suffix]
 
@@ -61,7 +60,7 @@ class StoreFiles:
             sync_file(file)
             file.close()
         digests = self._digests.content()
-        self._paths[CHUNKS] = temporary_path(f"{self.prefix}.{CHUNKS}")
+        self._paths[CHUNKS] = str(temporary_path(f"{self.prefix}.{CHUNKS}"))
         with open(self._paths[CHUNKS], "wb") as file:
             file.write(digests)
             sync_file(file)

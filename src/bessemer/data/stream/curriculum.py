@@ -6,7 +6,6 @@ Computed once, by a radix sort on disk, and kept in a file: memory does not grow
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,12 @@ import numpy.typing as npt
 import xxhash
 
 from bessemer.data.curate.ledger import read_cached, write_json
-from bessemer.data.store.format import file_sum, sync
+from bessemer.data.store.format import file_sum
 from bessemer.data.store.token_store import TokenSource
 from bessemer.data.stream.order import CurriculumRanking
 from bessemer.data.stream.rows import PADDING, Ints, Rows
 from bessemer.errors import UserError
+from bessemer.storage import commit_file
 
 # Of documents, by their index in the source; NaN where there is none.
 Score = Callable[[Ints], npt.NDArray[Any]]
@@ -56,9 +56,8 @@ def rank_rows(
                     f"data.curriculum: no document has a {by!r} to go by: add the step that gives it, or choose length"
                 )
             _sort(keys, scratch, descending)
-            sync(scratch)
             digest_path(path).unlink(missing_ok=True)
-            os.replace(scratch, path)
+            commit_file(scratch, path)
             write_json(digest_path(path), {"sum": file_sum(str(path))})
         finally:
             for leftover in folder.glob(f"{scratch.name}*"):

@@ -24,8 +24,8 @@ from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.packing import BestFitRows
 from bessemer.data.stream.rows import ConcatRows, Ints, PadRows, Rows
 from bessemer.errors import UserError
-from bessemer.run.directory import write_whole
 from bessemer.run.journal import json_ready
+from bessemer.storage import write_atomic
 
 FILE_NAME = "exclusions.jsonl"  # in the run's folder
 EXCERPT_CHARS = 120
@@ -83,7 +83,7 @@ def append_exclusions(path: Path, entries: Iterable[Exclusion]) -> int:
     if new:
         path.parent.mkdir(parents=True, exist_ok=True)
         ended = text if not text or text.endswith("\n") else text + "\n"
-        write_whole(path, ended + "".join(f"{entry.to_line()}\n" for entry in new.values()))
+        write_atomic(path, ended + "".join(f"{entry.to_line()}\n" for entry in new.values()))
     return len(new)
 
 

@@ -33,10 +33,10 @@ import xxhash
 from bessemer.data.store.arrays import Arrays
 from bessemer.data.store.digests import SUFFIX as CHUNKS
 from bessemer.data.store.digests import CheckedFile, DigestWriter, GroupDigests, content_digest
-from bessemer.data.store.format import sync, sync_file
 from bessemer.data.store.token_store import Origin, TokenSource, map_file, run_indices
 from bessemer.data.stream.rows import PADDING, RowBlock, Spans
 from bessemer.errors import UserError
+from bessemer.storage import sync_file, write_atomic
 
 Ints = npt.NDArray[np.int64]
 
@@ -259,13 +259,9 @@ def _write(store: TokenSource, length: int, prefix: str) -> PackInfo:
         Path(f"{prefix}.json").unlink(missing_ok=True)
         for suffix in ("pieces", "rows", CHUNKS):
             os.replace(f"{own}.{suffix}", f"{prefix}.{suffix}")
-        with open(f"{own}.json", "w", encoding="utf-8") as json_file:
-            json.dump(asdict(about) | {"digest": about.digest}, json_file, indent=1)
-            sync_file(json_file)
-        os.replace(f"{own}.json", f"{prefix}.json")
-        sync(os.path.dirname(prefix) or ".")
+        write_atomic(f"{prefix}.json", json.dumps(asdict(about) | {"digest": about.digest}, indent=1))
     finally:
-        for suffix in ("pieces", "rows", CHUNKS, "json"):
+        for suffix in ("pieces", "rows", CHUNKS):
             Path(f"{own}.{suffix}").unlink(missing_ok=True)
     return about
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bessemer.errors import UserError
 from bessemer.model.families.folder import DTYPES, INDEX, SINGLE, told
+from bessemer.storage import commit_folder, sync_path
 
 Planned = tuple[str, tuple[int, ...], torch.dtype]
 Plan = Sequence[Planned]
@@ -42,8 +43,7 @@ def write_folder(
     assert len(names) == len(plan) and "config.json" in files
     if len(shards) > 1:
         files = {INDEX: {"metadata": {"total_size": total_bytes}, "weight_map": names}} | dict(files)
-    beside = f"{socket.gethostname()}-{os.getpid()}"
-    partial, old = (target.with_name(f"{target.name}.{kind}-{beside}") for kind in ("partial", "old"))
+    partial = target.with_name(f"{target.name}.partial-{socket.gethostname()}-{os.getpid()}")
     with told(target, "written"):
         target.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(target.parent).free) < total_bytes:
@@ -60,12 +60,7 @@ def write_folder(
         with told(target, "written"):
             for name in sorted(files, key=lambda name: (name == "config.json", name)):
                 _write(partial / name, files[name])
-            _sync(partial)
-            if overwrite and target.exists():
-                os.rename(target, old)
-            os.rename(partial, target)
-            _sync(target.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            commit_folder(partial, target, overwrite=overwrite)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # not there any more when all went well
 
@@ -76,7 +71,7 @@ def _write_shard(path: Path, items: Plan, source: Iterator[tuple[str, Tensor]]) 
         out.write(header)
         for item in items:  # nothing here keeps a tensor while the next one is made
             _write_tensor(out, starts[item[0]], item, *next(source, ("nothing", torch.empty(0))))
-    _sync(path)
+    sync_path(path)
 
 
 def _write_tensor(out: BinaryIO, start: int, planned: Planned, name: str, tensor: Tensor) -> None:
@@ -133,13 +128,4 @@ def _write(path: Path, content: Mapping[str, Any] | str | Path) -> None:
         content = json.dumps(content, indent=2, sort_keys=True) + "\n"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content.read_bytes())
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(path)

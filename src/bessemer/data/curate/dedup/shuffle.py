@@ -21,10 +21,11 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.curate.ledger import open_arrays, replacing
+from bessemer.data.curate.ledger import open_arrays
 from bessemer.data.curate.step import Arrays, Collected, Ints
 from bessemer.data.document import Document
 from bessemer.errors import UserError
+from bessemer.storage import atomic_file
 
 Records = npt.NDArray[Any]  # structured; the field `key` is what they are brought together by
 Words = npt.NDArray[np.uint64]
@@ -198,7 +199,7 @@ def _read(folder: Path, piece: Sequence[tuple[int, int, int]], size: int, dtype:
 
 
 def write_whole(path: Path, blocks: Iterable[npt.NDArray[Any]]) -> None:
-    with replacing(path) as temporary, open(temporary, "wb") as file:
+    with atomic_file(path, parents=True, durable=False) as file:
         for block in blocks:
             block.tofile(file)
 

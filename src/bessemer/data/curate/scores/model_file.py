@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bessemer.data.curate.ledger import replacing
-from bessemer.data.store.format import sync
 from bessemer.errors import UserError
+from bessemer.storage import atomic_path
 
 _DTYPES = {"U64": "<u8", "I64": "<i8", "I32": "<i4", "U8": "u1"}
 _LONGEST_HEADER = 100_000_000  # as in safetensors itself
@@ -27,10 +26,8 @@ def save_model(path: Path, kind: str, version: int, about: dict[str, Any], array
     from safetensors.numpy import save_file
 
     metadata = {"bessemer": json.dumps({"kind": kind, "version": version, **about}, sort_keys=True)}
-    with replacing(path) as partial:
+    with atomic_path(path, parents=True) as partial:
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, partial, metadata)
-        sync(partial)
-    sync(path.parent)
 
 
 def load_model(

@@ -31,6 +31,7 @@ import xxhash
 
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import ServiceSpec
+from bessemer.storage import backoff_s
 
 _PATIENCE_S = 60.0  # for the lock of another process
 _CLOCK_WENT_BACK_S = 3600.0  # no queue is that long
@@ -207,8 +208,9 @@ class Service:
                 break
             if pause_s is not None:
                 self.answers.hold(self.shown_url, pause_s)
-            backoff_s = min(self.spec.backoff * 2**attempt, self.spec.longest_wait)
-            self._wait(backoff_s if pause_s is None else pause_s, stop)
+            else:
+                pause_s = backoff_s(attempt, self.spec.backoff, self.spec.longest_wait)
+            self._wait(pause_s, stop)
         attempts = f"{attempt + 1} attempts" if attempt else "one attempt"
         raise self._failed(f"{why} after {attempts}; run again later, or raise service.retries", place, key)
 
