@@ -146,7 +146,7 @@ def with_history(cluster: Cluster, precision: str, parameters: int) -> Cluster:
     return replace(cluster, slower=found.step, slower_error=found.error, slower_source=found.source)
 
 
-MEMORY_ERROR = 0.05  # of a GPU's peak; the bar is twice that, the worst of all peaks in docs/planner-accuracy.md
+MEMORY_ERROR = 0.05  # of a GPU's peak; the bar is twice that, the worst of all peaks in docs/cost-model.md
 PROCESS_ERROR = 0.15  # of a process on a CPU, whose libraries take more than a small model
 MEASURED_ERROR = 0.125  # of a step's time by one measured row: what is aimed at, not fitted; the bar is twice that
 BAR = 2.0  # times the mean error: nine of ten measured rows lay within 1.4 to 2.8 times it (data/steptime.json)

@@ -3,7 +3,7 @@
 A step is fullest at one of three moments: at the loss, when every block has left what it keeps and the logits are made,
 in the last layer's backward pass, beside what all layers keep, or at its end, when all gradients are there. Activations
 are counted by the tensors that a block keeps; tests compare them with what torch really saves, and the whole with peaks
-measured on an H200 (docs/planner-accuracy.md). A probing step corrects the rest (train/memory/fit.py).
+measured on an H200 (docs/cost-model.md). A probing step corrects the rest (train/memory/fit.py).
 """
 
 from __future__ import annotations
