@@ -121,11 +121,10 @@ def scenarios(files: dict[str, Path]) -> list[Scenario]:
     saves, trials = ("save", "save", "evaluate"), ("trial", "trial", "save")
     return [
         Scenario("before poison", 0.0, before_poison),
-        Scenario("one process", 0.12, spec(), phases=PHASES),
+        Scenario("one process", 0.16, spec(), phases=PHASES),
         Scenario("asynchronous saves", 0.12, spec(checkpoint={"every": 4, "asynchronous": True}), phases=saves),
         Scenario("average, dropout, best-fit packing", 0.1, mixed, phases=saves),
         Scenario("poison: trials and exclusions", 0.12, poisoned, phases=trials),
-        Scenario("tokenized on the fly", 0.04, spec(data={"tokenize": "on_the_fly"}), phases=saves),
         Scenario("2 ranks, replicas", 0.1, spec(parallel={**two, "dp_replicate": 2}), ranks=2, phases=PHASES),
         Scenario("2 ranks, shards", 0.06, spec(parallel={**two, "dp_shard": 2}), ranks=2, phases=saves),
         Scenario("2 ranks, poison", 0.04, {**poisoned, "parallel": {**two, "dp_replicate": 2}}, ranks=2, phases=trials),

@@ -28,7 +28,6 @@ from bessemer.spec.shape import ModelShape
 
 ASKED = {"name": "a", "model": {"width": 16}, "data": {"sources": {"a": "a.txt"}}}
 SPEC = RunSpec.model_validate(ASKED)
-LATE = RunSpec.model_validate(ASKED | {"data": {"sources": {"a": "a.txt"}, "tokenize": "on_the_fly"}})
 TWICE = RunSpec.model_validate(ASKED | {"memory": {"activations": "full"}})
 SLOW = {"matmul_bf16": 2000e12}
 # d 2048, 16 layers, 32 heads, 8 of keys, ffn 8192, vocabulary 128,256: 60.8 M products a layer, 262.7 M in the head.
@@ -78,7 +77,6 @@ def test_a_good_step_is_left_alone() -> None:
     ("time", "changes", "words"),
     [
         (of(data_wait=60), {}, ["data wait is 12%", "faster disk"]),
-        (of(data_wait=60), {"spec": LATE}, ["data.tokenize: ahead"]),
         (of(idle=100, compiled=False), {}, ["waits for the host for 20%", "most in forward", "compile: block"]),
         (of(idle=100), {"rows": 32, "memory_bytes": 40 << 30}, ["budget.micro_batch: 16"]),
         (of(idle=100), {"rows": 32, "memory_bytes": 90 << 30}, ["a larger model"]),

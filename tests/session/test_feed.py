@@ -1,4 +1,4 @@
-"""Whole runs over every way of feeding them: packing, order, noise, mixtures, conversations, on the fly.
+"""Whole runs over every way of feeding them: packing, order, noise, mixtures, conversations.
 
 Each kind of run is trained once for the file; the tests look at its records, and rebuild its batches from them.
 """
@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bessemer.data.lazy import LazyRows
 from bessemer.data.prepare import Prepared
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.packing import BestFitRows
-from bessemer.data.stream.rows import PADDING, ConcatRows, PadRows
+from bessemer.data.stream.rows import PADDING, PadRows
 from bessemer.data.tokenizer.chat import render
 from bessemer.observe.view import RunView
 from bessemer.run.directory import Run
@@ -72,7 +71,6 @@ class Workshop:
         noise = {"replace": 0.1, "delete": 0.1, "mask_spans": 0.15, "mask": ["<mask>"]}
         return {
             "concat": {},
-            "on_the_fly": {"tokenize": "on_the_fly"},
             "best_fit": {"packing": "best_fit"},
             "pad": {"packing": "pad", "padding": {"buckets": 4, "multiple_of": 4}, "context": 256},
             "by_length": {"curriculum": {"by": "length", "groups": 4}},
@@ -113,7 +111,7 @@ class Workshop:
 
 
 KINDS = [
-    "concat", "on_the_fly", "best_fit", "pad", "by_length", "by_label", "noise", "mix_auto", "capped", "chat", "phase",
+    "concat", "best_fit", "pad", "by_length", "by_label", "noise", "mix_auto", "capped", "chat", "phase",
     "cleaned",
 ]  # fmt: skip
 
@@ -157,7 +155,7 @@ def test_a_run_of_each_kind_finishes_with_finite_losses(workshop: Workshop, kind
         assert all(math.isfinite(record["loss"]) for record in Run(folder).validations())
 
 
-@pytest.mark.parametrize("kind", ["on_the_fly", "best_fit", "pad", "by_label", "noise", "chat"])
+@pytest.mark.parametrize("kind", ["best_fit", "pad", "by_label", "noise", "chat"])
 def test_an_interrupted_run_goes_on_with_the_losses_of_an_unbroken_one(workshop: Workshop, kind: str) -> None:
     broken = workshop.spec(kind, f"{kind}-broken")
     assert train_until(broken, 3).kind == "interrupted"
@@ -386,12 +384,3 @@ def test_a_phase_changes_the_source(workshop: Workshop) -> None:
     assert [names(stream.batch(step)) for step in range(STEPS)] == [{"words"}] * 6 + [{"few"}] * 4
     reopened = [event["step"] for event in Run(workshop.run("phase")).events("guard_reopened")]
     assert reopened == [6]
-
-
-def test_on_the_fly_keeps_what_was_measured(workshop: Workshop) -> None:
-    stream, _ = workshop.stream("on_the_fly")
-    rows = stream.sources["words"]
-    assert isinstance(rows, LazyRows) and not isinstance(rows, ConcatRows)
-    plan = {d["key"]: d for d in json.loads((workshop.run("on_the_fly") / "plan.json").read_text())["decisions"]}
-    assert plan["data.sources.words.row_bytes"]["value"] == rows.block_bytes
-    assert "tokenized on the fly" in plan["data.sources.words.row_bytes"]["reason"]

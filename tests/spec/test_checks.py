@@ -59,7 +59,6 @@ PASSES: list[dict[str, Any]] = [
     {"data__context": 1024, "budget__batch": 8192, "budget__micro_batch": 8},
     {"budget__batch_changes": [change(1), change(2)]},
     {"data__phases": [phase(1, web=1), phase(2, code=1, web=0)]},
-    {"data__tokenize": "on_the_fly"},
     {"data__curriculum": {"by": "length"}, "data__packing": "pad"},
     {"data__noise": {"mask_spans": 0.1, "mask": ["<mask>"]}},
     {"data__sources": {"a": {"path": "x", "weight": 0}, "b": {"path": "x", "weight": 1e-9}}},
@@ -148,22 +147,6 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     (
         {"data__validation": 0, "budget__stop__patience": 1, "budget__stop__validation_loss": 2.0},
         {"budget.stop.patience": "needs held-out", "budget.stop.validation_loss": "needs held-out"},
-    ),
-    (
-        {"data__tokenize": "on_the_fly", "data__clean": ["whitespace"], "data__packing": "best_fit"},
-        {"data.clean": "before the run", "data.packing": "best_fit needs the length"},
-    ),
-    (
-        {
-            "data__tokenize": "on_the_fly",
-            "data__curriculum": {"by": "length"},
-            "data__sources": {"chat": {"path": "c", "messages_field": "messages", "clean": ["length"]}},
-        },
-        {
-            "data.curriculum": "tokenize: ahead",
-            "data.sources.chat.clean": "on the fly",
-            "data.sources.chat.messages_field": "on the fly",
-        },
     ),
     (
         {"data__curriculum": {"by": "length"}, "data__packing": "pad", "data__padding": {"buckets": 2}},

@@ -328,8 +328,7 @@ def advice(time: ProfiledStep, facts: ProfileFacts) -> list[str]:
 def _about_waits(time: ProfiledStep, facts: ProfileFacts, rows: dict[str, ProfileRow]) -> list[tuple[float, str]]:
     found, share = [], {part: row.share for part, row in rows.items()}
     if (wait := share.get(DATA, 0.0)) > 0.02:
-        late = facts.spec.data.tokenize == "on_the_fly"
-        cure = "data.tokenize: ahead" if late else "put the runs folder, which holds .data, on a faster disk"
+        cure = "put the runs folder, which holds .data, on a faster disk"
         found.append((wait, f"data wait is {wait:.0%} of the step: {cure}"))
     if (idle := share.get(IDLE, 0.0)) > (0.05 if time.on_device else 0.2):
         where = max(time.idle_in, key=lambda span: time.idle_in[span], default="between steps")

@@ -15,8 +15,6 @@ from typing import Any
 
 from bessemer.data.curate.engine import Engine
 from bessemer.data.curate.report import some_of
-from bessemer.data.lazy import LazyRows, choose_block, cost_note
-from bessemer.data.on_the_fly import Indexed, index_sources
 from bessemer.data.prepare import Prepared, list_sources, load_tokenizer, prepare, prepared_folder
 from bessemer.data.read import list_files
 from bessemer.data.store.shards import ShardedStore
@@ -67,18 +65,15 @@ class UserData:
     folder: Path
 
 
-Data = Prepared | Indexed | UserData
+Data = Prepared | UserData
 
 
 def open_data(
     spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, datasets: Mapping[str, Any] | None = None
 ) -> Data:
-    """What a run reads: stores, with `tokenize: on_the_fly` an index of the files, or the caller's own datasets."""
+    """What a run reads: token stores, or the caller's own datasets."""
     if datasets or any(_is_own(source) for source in spec.data.sources.values()):
         return _own(spec, datasets or {})
-    if spec.data.tokenize == "on_the_fly":
-        vocab = _vocab(spec, plan)
-        return index_sources(spec.data, spec.tokenizer, data_cache(spec), vocab, spec.seed, progress)
     return prepare_data(spec, plan, progress)
 
 
@@ -157,47 +152,26 @@ def _vocab(spec: RunSpec, plan: Plan) -> int:
 _ENDLESS = 10**15
 
 
-def make_rows(spec: RunSpec, data: Data, context: int, plan: Plan, previous: Plan | None = None) -> dict[str, Rows]:
-    """The rows of every source that the run draws from. Best-fit packing is computed once and kept with the data; how
-    much text a row is on the fly is measured once and kept in the plan."""
+def make_rows(spec: RunSpec, data: Data, context: int) -> dict[str, Rows]:
+    """The rows of every source that the run draws from. Best-fit packing is computed once and kept with the data."""
     if isinstance(data, UserData):
         return {
             name: UserDatasetRows(found, data.tokenizer, context)
             for name, found in data.train.items()
             if is_map_style(found)
         }
-    if isinstance(data, Indexed):
-        return {name: _lazy_rows(data, name, context, plan, previous) for name in sources_used(spec)}
     return {name: _rows(spec, data, name, context) for name in sources_used(spec)}
 
 
-def _lazy_rows(data: Indexed, name: str, context: int, plan: Plan, previous: Plan | None) -> LazyRows:
-    if name not in data.train:
-        raise UserError(f"source {name!r}: all its documents are held out; lower data.validation or add some")
-    index, key = data.train[name], f"data.sources.{name}.row_bytes"
-    block_bytes = plan.keep(key, "auto", previous)
-    if block_bytes is None:
-        chosen = choose_block(index, data.tokenizer, context)
-        block_bytes = plan.add(key, chosen.block_bytes, cost_note(index, chosen, context), "measured")
-    return LazyRows(index, data.tokenizer, context, block_bytes)
-
-
-def held_out_rows(data: Data, rows: dict[str, Rows], context: int) -> dict[str, HeldOutSet]:
+def held_out_rows(data: Data, context: int) -> dict[str, HeldOutSet]:
     """What the run is validated on."""
-    found = {}
     if isinstance(data, Prepared):
         return {name: HeldOutSet.of_store(store, context) for name, store in data.validation.items()}
-    if isinstance(data, UserData):
-        for name, dataset in data.validation.items():
-            own = UserDatasetRows(dataset, data.tokenizer, context)
-            found[name] = HeldOutSet(own, own.count * context, 1.0)  # bits per byte are then bits per token
-        return found
-    for name, index in data.validation.items():
-        source = rows.get(name)
-        if isinstance(source, LazyRows):
-            held = LazyRows(index, data.tokenizer, context, source.block_bytes)
-            found[name] = HeldOutSet(held, held.count * context, source.block_bytes / context)
-    return found
+    held_out = {}
+    for name, dataset in data.validation.items():
+        rows = UserDatasetRows(dataset, data.tokenizer, context)
+        held_out[name] = HeldOutSet(rows, rows.count * context, 1.0)  # bits per byte are then bits per token
+    return held_out
 
 
 def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:

@@ -39,7 +39,7 @@ from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import number
 from bessemer.session.build import JobParts, make_job
-from bessemer.session.data import OWN, Data, build_stream, held_out_rows, make_rows, open_data
+from bessemer.session.data import OWN, Data, build_stream, held_out_rows, make_rows
 from bessemer.session.restore import bans_of, digits_from, rounds_otherwise, usual
 from bessemer.session.session import existing_run
 from bessemer.session.start import choose_attention
@@ -62,7 +62,7 @@ def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
     _, spec = existing_run(folder)
     run, stream, data, plan = stream_of(folder)
     device = pick_device(ParallelSpec())
-    held_out = held_out_rows(data, dict(stream.sources), plan.context)
+    held_out = held_out_rows(data, plan.context)
     sizes = plan.context, plan.evaluate_tokens, plan.micro_rows
     evaluator = Evaluator(held_out, *sizes, plan.precision, device)
     if not evaluator.available:
@@ -92,12 +92,8 @@ def stream_of(folder: str | Path) -> tuple[Run, BatchStream, Data, TrainPlan]:
             f"{folder}: was trained on a dataset from Python, which only the program that has it can replay"
         )
     plan = TrainPlan.from_json(settings.read_text())
-    if spec.data.tokenize == "on_the_fly":
-        data: Data = open_data(spec, Plan())
-    else:
-        data = open_prepared(Path(json.loads((run.folder / "data.json").read_text())["folder"]))
-    decided = Plan.from_json((run.folder / "plan.json").read_text())
-    rows = make_rows(spec, data, plan.context, Plan(), decided)
+    data = open_prepared(Path(json.loads((run.folder / "data.json").read_text())["folder"]))
+    rows = make_rows(spec, data, plan.context)
     committed = CheckpointStore(run.checkpoints).committed()
     segments = [Segment.from_json(entry) for entry in committed[-1][1].segments] if committed else [Segment(0, 0)]
     stream = build_stream(spec, data, rows, plan, segments)

@@ -18,7 +18,6 @@ import torch
 from bessemer.checkpoint.lineage import LINEAGE, record_lineage, repair_lineage
 from bessemer.checkpoint.remote import recover
 from bessemer.checkpoint.store import CheckpointStore
-from bessemer.data.on_the_fly import Indexed
 from bessemer.data.prepare import Prepared
 from bessemer.data.stream.order import Segment
 from bessemer.data.stream.user_dataset import NOT_REPLAYABLE, IterableStream
@@ -176,7 +175,7 @@ class Session:
                 self.view.say(f"data  {note}")
                 run.event("data_note", reason=note)
             prepared, shape, context = self._prepare(plan)
-        for note in prepared.notes if isinstance(prepared, (Prepared, Indexed)) else ():
+        for note in prepared.notes if isinstance(prepared, Prepared) else ():
             self.view.say(f"data  {note}")
             run.event("data_note", reason=note)
         if previous is None:
@@ -185,8 +184,8 @@ class Session:
         note_replicas(self.spec, layout, plan)
         world.lay(layout, alone=self.spec.parallel.shard.alone)
         set_patience(timedelta(seconds=self.spec.parallel.patience))
-        rows = make_rows(self.spec, prepared, context, plan, previous)
-        held_out = held_out_rows(prepared, rows, context)
+        rows = make_rows(self.spec, prepared, context)
+        held_out = held_out_rows(prepared, context)
         training = decide_training(
             self.spec, shape, context, machine,
             sizes(self.spec, rows, prepared, context), sum(held.tokens for held in held_out.values()), plan, previous,

@@ -248,23 +248,6 @@ def mup_is_from_the_start(spec: RunSpec) -> Iterator[Problem]:
         yield ("model", "init"), "mup scales the logits of weights that were trained without it: remove init, or hf"
 
 
-def on_the_fly_is_plain(spec: RunSpec) -> Iterator[Problem]:
-    data = spec.data
-    if data.tokenize != "on_the_fly":
-        return
-    fix = "write tokenize: ahead, or remove it"
-    if data.clean:
-        yield ("data", "clean"), f"steps need the documents before the run: {fix}"
-    for name, source in data.sources.items():
-        for key in ("clean", "messages_field"):
-            if getattr(source, key):
-                yield ("data", "sources", name, key), f"cannot be done on the fly: {fix}"
-    if data.packing != "concat":
-        yield ("data", "packing"), f"{data.packing} needs the length of every document in tokens: {fix}"
-    if data.curriculum.by != "none":
-        yield ("data", "curriculum"), f"ranks documents before the run: {fix}"
-
-
 def one_ranking(spec: RunSpec) -> Iterator[Problem]:
     data = spec.data
     if data.curriculum.by != "none" and data.packing == "pad" and data.padding.buckets > 1:
@@ -371,7 +354,6 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (stop_rules_can_be_judged, ("data.validation", "budget.stop")),
     (forgetting_can_be_judged, ("guard", "data", "model", "start_from")),
     (mup_is_from_the_start, ("model",)),
-    (on_the_fly_is_plain, ("data",)),
     (one_ranking, ("data.curriculum", "data.padding", "data.packing")),
     (masked_spans_have_a_token, ("data.noise",)),
     (optimizer_has_these, ("optimizer",)),

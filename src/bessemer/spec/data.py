@@ -230,9 +230,6 @@ class DataSpec(SpecSection):
     padding: PaddingSpec = Field(default_factory=PaddingSpec, description="rows of one document each")
     curriculum: CurriculumSpec = Field(default_factory=CurriculumSpec, description="order inside an epoch")
     noise: NoiseSpec = Field(default_factory=NoiseSpec, description="noise on the inputs")
-    tokenize: Literal["ahead", "on_the_fly"] = Field(
-        "ahead", description="ahead: a token store; on_the_fly: only an index of the rows", examples=["ahead"]
-    )
     validation: Share = Field(0.01, description="share of documents held out, chosen by hash", examples=["1%"])
     exclude: Paths = Field(
         [],
@@ -240,6 +237,14 @@ class DataSpec(SpecSection):
         examples=[["runs/a/exclusions.jsonl"]],
     )
     cross_documents: bool = Field(False, description="let attention cross document boundaries", examples=[False])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_runs(cls, value: Any) -> Any:
+        """The spec.yaml of earlier runs contains `tokenize: ahead`; all data is tokenized ahead now."""
+        if isinstance(value, dict) and value.get("tokenize") == "ahead":
+            return {key: setting for key, setting in value.items() if key != "tokenize"}
+        return value
 
     @field_validator("sources")
     @classmethod

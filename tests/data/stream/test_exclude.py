@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.lazy import LazyRows
-from bessemer.data.on_the_fly import index_sources
 from bessemer.data.prepare import Prepared, prepare
 from bessemer.data.store.shards import ShardedStore, merge
 from bessemer.data.store.token_store import StoreWriter, TokenStore
@@ -122,21 +120,12 @@ def test_what_is_excluded_weighs_nothing_and_nothing_shifts(tmp_path: Path) -> N
     assert 0 < lost == a.count - b.count == a.count - without.step_count(0)
 
 
-@pytest.mark.parametrize("packing", ["pad", "lazy"])
-def test_other_packings(tmp_path: Path, packing: str) -> None:
+def test_padded_rows(tmp_path: Path) -> None:
     one = prepared(corpus(tmp_path), validation=0)
     entries = convict(one, "b.jsonl", (5, 9))
-    if packing == "pad":
-        rows = {name: PadRows(store, 32) for name, store in one.train.items()}
-    else:
-        indexed = index_sources(data_spec(tmp_path, validation=0), TokenizerSpec(), tmp_path / "lazy", 300, 0)
-        rows = {name: LazyRows(index, indexed.tokenizer, 32, 100) for name, index in indexed.train.items()}
+    rows = {name: PadRows(store, 32) for name, store in one.train.items()}
     banned, stale = banned_documents([*entries, Exclusion(entries[0].file, None)], rows)
-    if packing == "pad":
-        assert not stale and len(banned) == 60
-    else:  # not searched: the rows are found where they were, a whole file is not
-        assert len(banned) == 2 and len(stale) == 1 and "b.jsonl: not found" in stale[0]
-        assert {rows[name].origin_of_document(d).row for name, d in banned} == {5, 9}
+    assert not stale and len(banned) == 60
 
 
 def test_stale_entries_are_told_and_passed_over(tmp_path: Path) -> None:

@@ -186,8 +186,8 @@ def banned_documents(
     entries: Iterable[Exclusion], rows_by_source: Mapping[str, Rows]
 ) -> tuple[set[tuple[str, int]], list[str]]:
     """(source, document index) of every entry, in each source that holds it, whatever the source is called; and a
-    line for every stale entry, which bans nothing: its file or row is not in this data, or another text is. Sources
-    that are tokenized on the fly are not searched: there a document is found while the files are the same.
+    line for every stale entry, which bans nothing: its file or row is not in this data, or another text is. A remote
+    store is not searched: there a document is found only where the entry says that it was.
 
     Reads the table of files of every shard, and 20 bytes a document of those that hold an accused file: half a second
     for a million of either.
@@ -231,7 +231,7 @@ def _places(name: str, rows: Rows, by_file: ByFile) -> Iterator[Found]:
         for k, about in enumerate(store.abouts):
             yield from _in_store(store.shard(k), first, by_file)
             first += about.documents
-    else:  # rows made on the fly, or shards that lie afar: to search them is to read or fetch them all
+    else:  # a user's dataset, or a remote store: to search it is to read or fetch all of it
         yield from _by_index(name, rows, by_file)
 
 

@@ -1,7 +1,7 @@
 """What a source gives to the stream: rows of T tokens, numbered, each put together on demand.
 
-`concat` cuts the store into windows, `best_fit` packs whole documents, `pad` gives every document a row of its own and
-`lazy` tokenizes when asked. The stream only knows this protocol: `StreamOrder` says which row comes when.
+`concat` cuts the store into windows, `best_fit` packs whole documents and `pad` gives every document a row of its own.
+The stream only knows this protocol: `StreamOrder` says which row comes when.
 
 Rows cut from a store as it lies: documents one after another, T tokens at a time, nothing lost and nothing padded.
 

@@ -23,8 +23,7 @@ from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.optim.schedule import Schedule
 from bessemer.plan.decide import TrainPlan
-from bessemer.plan.decision import Plan
-from bessemer.session.data import Data, build_stream, make_rows, open_data
+from bessemer.session.data import build_stream, make_rows
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -91,11 +90,8 @@ def open_emitted(folder: str | Path) -> EmittedRun:
     folder = Path(folder)
     spec = load_spec(folder / "spec.yaml")
     plan = TrainPlan.from_json((folder / "settings.json").read_text())
-    if spec.data.tokenize == "on_the_fly":
-        data: Data = open_data(spec, Plan())
-    else:
-        data = open_prepared(Path(json.loads((folder / "data.json").read_text())["folder"]))
-    rows = make_rows(spec, data, plan.context, Plan(), Plan.from_json((folder / "plan.json").read_text()))
+    data = open_prepared(Path(json.loads((folder / "data.json").read_text())["folder"]))
+    rows = make_rows(spec, data, plan.context)
     stream = build_stream(spec, data, rows, plan, [Segment(0, 0)])
     assert isinstance(stream, BatchStream), "files can be read again"
     entries = [entry for path in spec.data.exclude for entry in read_exclusions(path)]

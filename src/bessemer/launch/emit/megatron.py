@@ -242,12 +242,9 @@ def _data(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
         sizes = [store.with_suffix(store.suffix + ".bin").stat().st_size for store in stores]
         for store, size in zip(stores, sizes, strict=True):
             parts += [f"{share * size / sum(sizes):.6g}", shlex.quote(str(store))]
-    if parts:
-        yield "--data-path", " ".join(parts), "share and token files of each source, curated and tokenized"
-        ledger.covers("data.sources.*.weight", "data.sources.*.path", "data.mix", "data.clean", "data.sources.*.clean")
-        ledger.covers("data.validation", "data.bad_rows", "data.part", *(f"data.sources.*.{key}" for key in FIELDS))
-    else:
-        ledger.differs("data.tokenize", "on_the_fly leaves no token files: write data.tokenize: ahead")
+    yield "--data-path", " ".join(parts), "share and token files of each source, curated and tokenized"
+    ledger.covers("data.sources.*.weight", "data.sources.*.path", "data.mix", "data.clean", "data.sources.*.clean")
+    ledger.covers("data.validation", "data.bad_rows", "data.part", *(f"data.sources.*.{key}" for key in FIELDS))
     yield "--split", "100,0,0", "held-out documents are not in these files"
     yield "--tokenizer-type", "HuggingFaceTokenizer", ""
     yield "--tokenizer-model", run.folder.absolute() / "model", "with the tokenizer and the first weights"

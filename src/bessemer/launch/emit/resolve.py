@@ -205,7 +205,7 @@ class ResolvedRun:
     shape: ModelShape
     tokenizer: Tokenizer
     data: Path
-    stores: dict[str, list[Path]]  # prefixes of each source's token files; none where rows are tokenized on the fly
+    stores: dict[str, list[Path]]  # prefixes of each source's token files
     device: str
     folder: Path
     replicas: int
