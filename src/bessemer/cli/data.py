@@ -58,6 +58,51 @@ def prepare(
 
 
 @app.command()
+def publish(
+    spec: Path = typer.Argument(help="The run's YAML file."),
+    url: str | None = typer.Argument(None, help="Where to, such as s3://bucket/corpus (default: data.store)."),
+    settings: list[str] = _SETTINGS,
+    as_json: bool = _JSON,
+) -> None:
+    """Upload the prepared data of a spec to an object store, for runs that have `data.store`.
+
+    Prepares the data first where that is not done. The same command continues an upload that was interrupted.
+    Credentials come from the environment, other options of the file system from `data.store.storage`.
+
+    Example: bessemer data publish my-run.yaml s3://bucket/corpus
+    """
+    import json
+
+    from bessemer.data.read.secrets import shown
+    from bessemer.errors import UserError
+    from bessemer.observe.progress import working
+    from bessemer.plan.decision import Plan
+    from bessemer.session.data import prepare_data, publish_data
+    from bessemer.session.start import completed, decide_shape, open_source
+    from bessemer.spec.load import load_spec
+    from bessemer.spec.quantity import human_bytes
+
+    run_spec = load_spec(spec, settings)
+    if url:
+        key = "data.store.url" if run_spec.data.store and run_spec.data.store.storage else "data.store"
+        run_spec = load_spec(spec, [*settings, f"{key}={url}"])
+    run_spec, store = completed(run_spec), run_spec.data.store
+    if store is None:
+        raise UserError("say where to publish: bessemer data publish SPEC s3://bucket/corpus, or write data.store")
+    run_spec = run_spec.model_copy(update={"data": run_spec.data.model_copy(update={"store": None})})
+    with working("listing the sources") as progress, naming_spec(spec, settings):
+        vocab = prepare_data(run_spec, Plan(), progress).tokenizer.vocab_size
+        _, context = decide_shape(run_spec, open_source(run_spec), vocab, Plan())
+        prepared, size_bytes = publish_data(run_spec, store, context, progress)
+    tokens = {name: source.tokens for name, source in prepared.train.items()}
+    if as_json:
+        print(json.dumps({"url": shown(store.url), "bytes": size_bytes, "tokens": tokens}, indent=1))
+        return
+    print(f"published  {shown(store.url)}  {human_bytes(size_bytes)}, {sum(tokens.values()):,} tokens to train on")
+    print(f"train from it with  --set data.store={shown(store.url)}")
+
+
+@app.command()
 def report(
     spec: Path = typer.Argument(help="The run's YAML file, or a folder of prepared data."),
     settings: list[str] = _SETTINGS,

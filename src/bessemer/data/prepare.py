@@ -16,7 +16,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,9 @@ from bessemer.data.curate.passes import Census, Split
 from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, decoding_note, some_of, write_report
 from bessemer.data.curate.step import identity, make_step
 from bessemer.data.read import FileEntry, list_files
+from bessemer.data.read.secrets import shown
 from bessemer.data.store.format import damaged, file_sum, prepare_again
+from bessemer.data.store.remote import ShardCache, Transfer, open_remote
 from bessemer.data.store.shards import ShardedStore, merge, open_stores, shard_prefixes
 from bessemer.data.store.token_store import FORMAT_VERSION
 from bessemer.data.tokenizer.chat import special_tokens
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from bessemer.spec.data import DataSpec, TokenizerSpec
 
 PREPARED = "prepared.json"
+REMOTE = "remote.json"  # in a mirror of published data: the address of its shards
 TOKENIZER = "tokenizer.json"
 _SAMPLE_PIECE_CHARS = 1 << 14  # the tokenizer's sample takes such pieces of long documents
 _SAMPLE_SPREAD = 16  # of each part, at most so many times its share of the sample is read
@@ -60,6 +63,8 @@ class Prepared:
     folder: Path
     verifiable: bool = True  # False: prepared by an earlier version, without digests
     notes: tuple[str, ...] = ()  # what the user should know: splits that are not read, damage that was mended
+    url: str = ""  # of published data, whose shards are fetched when they are read
+    settings: dict[str, Any] = field(default_factory=dict)  # that published data was prepared with
 
 
 @dataclass(frozen=True)
@@ -154,12 +159,20 @@ def open_prepared(folder: Path) -> Prepared:
         raise UserError(f"{error}; {again}") from error
     if expected is not None and file_sum(str(folder / TOKENIZER)) != expected:
         raise UserError(f"{folder / TOKENIZER}: is not what {PREPARED} says was written; {again}")
-    stores = {
-        side: open_stores(folder, shards, side) for side, shards in (("train", train), ("validation", validation))
-    }
+    shards, url = {"train": train, "validation": validation}, ""
+    if (folder / REMOTE).exists():
+        remote = read_json(folder / REMOTE, "delete it and start the run again")
+        url = remote["url"]
+        cache = ShardCache(folder.parent / "shards", remote["cache_bytes"], Transfer(remote["storage"]))
+        stores = {side: {name: open_remote(f"{url}/{name}.{side}", cache) for name in shards[side]} for side in shards}
+    else:
+        stores = {side: open_stores(folder, shards[side], side) for side in shards}
     if "stores" in about:
         _check_stores(stores, about["stores"], path)
-    return Prepared(tokenizer, stores["train"], stores["validation"], folder, verifiable="stores" in about)
+    return Prepared(
+        tokenizer, stores["train"], stores["validation"], folder, "stores" in about, url=url,
+        settings=about.get("settings", {}),
+    )  # fmt: skip
 
 
 def _check_stores(stores: dict[str, dict[str, ShardedStore]], expected: dict[str, Any], path: Path) -> None:
@@ -168,6 +181,8 @@ def _check_stores(stores: dict[str, dict[str, ShardedStore]], expected: dict[str
         for name, store in sources.items():
             for prefix, about, digest in zip(store.prefixes, store.abouts, expected[side][name], strict=True):
                 if about.digest != digest:
+                    if store.cache:
+                        raise UserError(f"{shown(prefix)}: is not the shard that {PREPARED} names; publish it again")
                     raise damaged(prefix, "json", f"is not the one that {path} names")
 
 
@@ -252,12 +267,12 @@ def _fingerprint(
     }
     definition: Any = loaded.fingerprint if loaded else [vocab, tokenizer.model_dump(mode="json")]
     common = [_step_identity(step) for step in data.clean]
-    rest = [chat_template(tokenizer), tokenizer.learn, seed, data.validation, data.part, _score_label(data)]
+    rest = [chat_template(tokenizer), tokenizer.learn, seed, data.validation, data.part, score_label(data)]
     what = [FORMAT_VERSION, RULES_VERSION, sources, common, definition, rest]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(what, sort_keys=True).encode()))
 
 
-def _score_label(data: DataSpec) -> str | None:
+def score_label(data: DataSpec) -> str | None:
     return data.curriculum.label if data.curriculum.by == "label" else None
 
 
@@ -407,7 +422,7 @@ class _Job:
 
     def _tokenize(self, tokenizer: Tokenizer, sources: dict[str, _Source]) -> None:
         tasks = []
-        template, label = chat_template(self.spec), _score_label(self.data)
+        template, label = chat_template(self.spec), score_label(self.data)
         for i, state in enumerate(self.corpus.parts):
             limit = sources[state.part.source].limit
             task = TokenizeTask(

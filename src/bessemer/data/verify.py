@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.data.curate.ledger import read_json, write_json
-from bessemer.data.prepare import PREPARED, TOKENIZER, digests_of, open_prepared
+from bessemer.data.prepare import PREPARED, REMOTE, TOKENIZER, digests_of, open_prepared
+from bessemer.data.read.secrets import shown
 from bessemer.data.store.digests import SUFFIX as CHUNKS
 from bessemer.data.store.digests import content_digest, encode_digests, hash_file
 from bessemer.data.store.format import StoreContent, commit, file_sum, prepare_again
@@ -45,7 +46,12 @@ class VerifyReport:
 
 def data_bytes(place: Path) -> int:
     """What `verify` will read, about."""
-    return sum(path.stat().st_size for path in _files(place))
+    local_bytes = sum(path.stat().st_size for path in _files(place))
+    if not (place / REMOTE).exists():
+        return local_bytes
+    prepared = open_prepared(place)
+    stores = [*prepared.train.values(), *prepared.validation.values()]
+    return local_bytes + sum(info.size_bytes for store in stores for info in store.abouts)
 
 
 def verify(place: Path, advance: Advance, add_digests: bool = False) -> Iterator[VerifyReport]:
@@ -95,11 +101,14 @@ def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Itera
         damage = () if found == expected else (f"{folder / name}: is not what was written; {again}",)
         clean = clean and not damage
         yield VerifyReport(str(folder / name), _size(folder / name), damage)
-    for name, count in shards.items():
-        for number in range(count):
-            store = _verify_store(f"{folder}/{name}.{number:05d}", advance, add_digests)
-            clean = clean and not store.damage
-            yield store
+    if (folder / REMOTE).exists():
+        stores = _verify_remote(folder, advance)
+    else:
+        prefixes = [f"{folder}/{name}.{number:05d}" for name, count in shards.items() for number in range(count)]
+        stores = (_verify_store(prefix, advance, add_digests) for prefix in prefixes)
+    for store in stores:
+        clean = clean and not store.damage
+        yield store
     if clean and add_digests and "stores" not in about:
         write_json(path, about | digests_of(folder, about))
     damage = ()
@@ -119,6 +128,19 @@ def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Itera
         yield VerifyReport(
             str(ranking), _size(ranking), (f"{wrong}; it is computed again when needed",) if wrong else (), note
         )
+
+
+def _verify_remote(folder: Path, advance: Advance) -> Iterator[VerifyReport]:
+    """Fetches every shard of published data, which compares it with its hashes, and verifies it like a local one."""
+    prepared = open_prepared(folder)
+    for store in [*prepared.train.values(), *prepared.validation.values()]:
+        for number, url in enumerate(store.prefixes):
+            try:
+                prefix = store.shard(number).prefix
+            except UserError as error:
+                yield VerifyReport(shown(url), 0, (str(error),))
+                continue
+            yield replace(_verify_store(prefix, advance, False), path=shown(url))
 
 
 def _verify_store(prefix: str, advance: Advance, add_digests: bool) -> VerifyReport:

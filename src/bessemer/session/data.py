@@ -15,8 +15,18 @@ from typing import Any
 
 from bessemer.data.curate.engine import Engine
 from bessemer.data.curate.report import some_of
-from bessemer.data.prepare import Prepared, list_sources, load_tokenizer, prepare, prepared_folder
+from bessemer.data.prepare import (
+    PREPARED,
+    Prepared,
+    list_sources,
+    load_tokenizer,
+    open_prepared,
+    prepare,
+    prepared_folder,
+)
+from bessemer.data.published import check_fit, mirror, publish, read_manifest
 from bessemer.data.read import list_files
+from bessemer.data.store.digests import content_digest
 from bessemer.data.store.shards import ShardedStore
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.curriculum import by_score, document_lengths, epoch_note, rank_rows
@@ -31,7 +41,7 @@ from bessemer.errors import UserError
 from bessemer.plan.decide import TrainPlan, decide_vocab
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize, sources_used
-from bessemer.spec.data import SourceSpec
+from bessemer.spec.data import SourceSpec, StoreSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.train.evaluate import HeldOutSet
 from bessemer.train.job import Job
@@ -50,7 +60,10 @@ def data_cache(spec: RunSpec) -> Path:
 def prepare_data(
     spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, engine: Engine | None = None
 ) -> Prepared:
-    """The stores of the spec's sources, made now or found in the cache."""
+    """The stores of the spec's sources, made from their files now or found in the cache."""
+    for name, source in spec.data.sources.items():
+        if not source.path:
+            raise UserError(f"data.sources.{name}.path: missing: preparing data needs its files")
     vocab = _vocab(spec, plan)
     return prepare(spec.data, spec.tokenizer, data_cache(spec), vocab, spec.seed, progress, engine)
 
@@ -68,12 +81,39 @@ class UserData:
 Data = Prepared | UserData
 
 
+def open_published(spec: RunSpec) -> Prepared:
+    """The data that the spec's `data.store` names. Shards are fetched when they are read."""
+    assert spec.data.store is not None
+    prepared = open_prepared(mirror(spec.data.store, data_cache(spec)))
+    check_fit(spec.data, spec.tokenizer, prepared)
+    return prepared
+
+
+def publish_data(
+    spec: RunSpec, store: StoreSpec, context: int, progress: Callable[[str], None]
+) -> tuple[Prepared, int]:
+    """Prepares the spec's data and packs its rows if that is not done yet, and uploads both; the data and its size."""
+    prepared = prepare_data(spec, Plan(), progress)
+    for name, rows in make_rows(spec, prepared, context).items():
+        rank_documents(spec, prepared, rows, name)
+    formats = {name: sorted({entry.format for entry in entries}) for name, entries in list_sources(spec.data).items()}
+    return prepared, publish(prepared, spec.data, spec.tokenizer, store, formats, progress)
+
+
 def open_data(
     spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, datasets: Mapping[str, Any] | None = None
 ) -> Data:
-    """What a run reads: token stores, or the caller's own datasets."""
+    """What a run reads: token stores prepared here or published, or the caller's own datasets."""
     if datasets or any(_is_own(source) for source in spec.data.sources.values()):
+        if spec.data.store is not None:
+            raise UserError("data.store: cannot be mixed with datasets from Python: remove it, or the datasets")
         return _own(spec, datasets or {})
+    if spec.data.store is not None:
+        prepared = open_published(spec)
+        tokens = sum(source.tokens for source in prepared.train.values())
+        note = f"published data: {tokens:,} tokens, {prepared.settings['validation']:.3g} of the documents held out"
+        plan.add("data.store", spec.data.store.url, note, "found")
+        return prepared
     return prepare_data(spec, plan, progress)
 
 
@@ -105,6 +145,8 @@ def _own(spec: RunSpec, datasets: Mapping[str, Any]) -> UserData:
 
 def list_data_files(spec: RunSpec) -> dict[str, list[Any]]:
     """The files of the spec's sources with what tells their contents apart; empty for a caller's own datasets."""
+    if spec.data.store is not None:
+        return {f"{spec.data.store.url.rstrip('/')}/{PREPARED}": [content_digest(read_manifest(spec.data.store))]}
     if any(_is_own(source) for source in spec.data.sources.values()):
         return {}
     return {entry.name: entry.identity[1:] for entries in list_sources(spec.data).values() for entry in entries}
@@ -126,6 +168,8 @@ def describe_file_changes(run_folder: Path, spec: RunSpec) -> str:
     if not recorded or not isinstance(recorded, dict):
         return ""
     current = list_data_files(spec)
+    if spec.data.store is not None and not recorded.keys() & current.keys():  # that start read another place
+        return ""
     groups = {
         "missing": [name for name in recorded if name not in current],
         "new": [name for name in current if name not in recorded],
@@ -136,6 +180,8 @@ def describe_file_changes(run_folder: Path, spec: RunSpec) -> str:
 
 def prepared_folder_of(spec: RunSpec, plan: Plan) -> Path:
     """Where the prepared data of a spec is, or would be."""
+    if spec.data.store is not None:
+        return open_published(spec).folder
     folder = prepared_folder(spec.data, spec.tokenizer, data_cache(spec), _vocab(spec, plan), spec.seed)
     if not (folder / "prepared.json").exists():
         raise UserError(f"{spec.name}: its data is not prepared yet; run `bessemer data prepare` on the same spec")
@@ -177,7 +223,14 @@ def held_out_rows(data: Data, context: int) -> dict[str, HeldOutSet]:
 def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
     store = prepared.train[name]
     if spec.data.packing == "best_fit":
-        return best_fit_rows(store, context, prepared.folder / f"{name}.best-fit-{context}")
+        index = f"{name}.best-fit-{context}"
+        if prepared.url and not (prepared.folder / f"{index}.json").exists():
+            packed = sorted(path.stem.rpartition("-")[2] for path in prepared.folder.glob(f"{name}.best-fit-*.json"))
+            raise UserError(
+                f"data.context: {context}: the published store {prepared.url} has no best_fit packing of {name!r} for "
+                f"this context (it has {', '.join(packed) or 'none'}): publish it with this spec, or change the context"
+            )
+        return best_fit_rows(store, context, prepared.folder / index)
     if spec.data.packing == "pad":
         return PadRows(store, context, spec.data.padding.long, spec.data.padding.side)
     return ConcatRows(store, context)
@@ -192,8 +245,9 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
         if isinstance(data, UserData) and name not in rows:  # an iterable tells nothing of its length
             count = tokens = _ENDLESS
         formats: tuple[str, ...] = ()
-        if spec.data.mix == "auto" and not isinstance(data, UserData):  # they tell what a source holds
-            formats = tuple(sorted({entry.format for entry in list_files(spec.data.sources[name])}))
+        if spec.data.mix == "auto" and isinstance(data, Prepared):  # they tell what a source holds
+            entries = [] if data.url else list_files(spec.data.sources[name])
+            formats = tuple(sorted({entry.format for entry in entries} or data.settings["formats"][name]))
         found[name] = SourceSize(tokens, count, formats)
     return found
 
@@ -231,11 +285,9 @@ def build_stream(
     return BatchStream(rows, order, plan.context, steps, transforms=_transforms(spec, data))
 
 
-def _ranking(spec: RunSpec, data: Data, rows: Rows, name: str, plan: TrainPlan) -> CurriculumRanking | None:
-    if not isinstance(data, Prepared):
-        return None
-    curriculum, padding = spec.data.curriculum, spec.data.padding
-    store, folder = data.train[name], data.folder
+def rank_documents(spec: RunSpec, data: Prepared, rows: Rows, name: str) -> CurriculumRanking | None:
+    """The order that the spec's curriculum gives to a source's rows; computed once and kept with the data."""
+    curriculum, store, folder = spec.data.curriculum, data.train[name], data.folder
     if curriculum.by == "length":
         measure = by_score(rows, document_lengths(store))
         return rank_rows(rows, "length", measure, folder, curriculum.groups, curriculum.descending)
@@ -243,11 +295,18 @@ def _ranking(spec: RunSpec, data: Data, rows: Rows, name: str, plan: TrainPlan) 
         assert curriculum.label is not None
         measure = by_score(rows, store.scores)
         return rank_rows(rows, curriculum.label, measure, folder, curriculum.groups, curriculum.descending)
-    if isinstance(rows, PadRows) and padding.buckets > 1:
+    return None
+
+
+def _ranking(spec: RunSpec, data: Data, rows: Rows, name: str, plan: TrainPlan) -> CurriculumRanking | None:
+    if not isinstance(data, Prepared):
+        return None
+    buckets = spec.data.padding.buckets
+    if spec.data.curriculum.by == "none" and isinstance(rows, PadRows) and buckets > 1:
         # Rows of one bucket stay together for a whole step, so that no micro-batch mixes long and short ones.
         run = plan.batch_rows[0][1]
-        return rank_rows(rows, "row length", rows.row_lengths, folder, padding.buckets, run=run)
-    return None
+        return rank_rows(rows, "row length", rows.row_lengths, data.folder, buckets, run=run)
+    return rank_documents(spec, data, rows, name)
 
 
 def _transforms(spec: RunSpec, data: Data) -> list[Transform]:
@@ -281,7 +340,7 @@ def leave_out(job: Job) -> None:
 
 def offer(spec: RunSpec, job: Job) -> None:
     """Tell of other runs' lists that convict documents of this run's files."""
-    if any(source.path == [OWN] for source in spec.data.sources.values()):
+    if spec.data.store is not None or any(source.path == [OWN] for source in spec.data.sources.values()):
         return
     files = {entry.name for entries in list_sources(spec.data).values() for entry in entries}
     for found in offers(files, spec.runs, [*spec.data.exclude, job.run.folder / FILE_NAME]):

@@ -186,7 +186,7 @@ def sources_have_names_and_files(spec: RunSpec) -> Iterator[Problem]:
         if not re.fullmatch(r"\w[\w.-]{0,99}", name):
             fix = "use letters, digits, '.', '_' and '-', 100 at most, beginning with a letter or digit"
             yield ("data", "sources", name), f"not a source's name: {fix}"
-        if not any(path.strip() for path in source.path):
+        if spec.data.store is None and not any(path.strip() for path in source.path):
             yield ("data", "sources", name, "path"), "names no file: write a file, a folder or a glob"
 
 
@@ -346,7 +346,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (micro_batch_fits, ("data.context", "budget.batch", "budget.micro_batch")),
     (memory_fits, ("memory", "optimizer", "precision", "budget", "data.context")),
     (batch_changes_rise, ("budget.batch_changes",)),
-    (sources_have_names_and_files, ("data.sources",)),
+    (sources_have_names_and_files, ("data.sources", "data.store")),
     (a_source_has_weight, ("data.sources",)),
     (phases_name_sources, ("data.sources", "data.phases")),
     (phases_rise, ("data.phases",)),

@@ -158,7 +158,7 @@ class SourceSpec(ShortSection):
     """A named body of text. `name: PATH` is short for `name: {path: PATH}`."""
 
     path: Paths = Field(
-        description="files, folders, globs or URLs (s3://, gs://, az://, https://)", examples=["data/*.jsonl.gz"]
+        [], description="files, folders, globs or URLs (s3://, gs://, az://, https://)", examples=["data/*.jsonl.gz"]
     )
     format: Literal["auto", Format] = Field(
         "auto", description="auto, or one of " + ", ".join(get_args(Format)), examples=["jsonl"]
@@ -195,6 +195,33 @@ class SourceSpec(ShortSection):
         return {"path": value} if isinstance(value, (str, list)) else value
 
 
+class StoreSpec(ShortSection):
+    """Data that `bessemer data publish` uploaded. `store: URL` is short for `store: {url: URL}`."""
+
+    url: str = Field(description="where it was published (s3://, gs://, az://, ...)", examples=["s3://bucket/corpus"])
+    storage: dict[str, Any] = Field(
+        {}, description="options of the remote file system; secrets go in the environment", examples=[{"anon": True}]
+    )
+    cache: Bytes | None = Field(
+        None, description="disk space for downloaded shards; without it, room for all of them", examples=["50GB"]
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        scheme, mark, rest = value.partition("://")
+        if not (scheme and mark and rest.strip("/")):
+            raise ValueError("a URL such as s3://bucket/corpus or file:///mnt/corpus")
+        if "@" in rest.partition("/")[0]:
+            raise ValueError("the address holds a password; set it in the environment")
+        return value
+
+
 class MixPhase(SpecSection):
     """From a position of the stream on, another mixture."""
 
@@ -208,6 +235,11 @@ class DataSpec(SpecSection):
     """What is read, how it is curated and mixed, and the length of a training sequence."""
 
     sources: dict[str, SourceSpec] = Field(description="named sources", examples=[{"code": "src/"}])
+    store: StoreSpec | None = Field(
+        None,
+        description="published data to train from instead of the sources' files; sources then need no path",
+        examples=["s3://bucket/corpus"],
+    )
     clean: list[CleanStep] = Field(
         [],
         description="curation steps for all sources together, in order",

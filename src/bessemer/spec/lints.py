@@ -302,7 +302,7 @@ def tokenizer_not_audited(facts: LintFacts) -> Found:
     if tokenizer.path is None or not facts.fresh:
         return
     special = {"code", "math", "multilingual"}
-    found = [name for name, source in data.sources.items() if domain_of(name, source)[0] in special]
+    found = [name for name, source in data.sources.items() if source.path and domain_of(name, source)[0] in special]
     if found:
         pairs = " ".join(f"{name}={data.sources[name].path[0]}" for name in found[:2])
         why = (

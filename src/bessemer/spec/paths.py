@@ -47,12 +47,13 @@ class NamedPath:
 
 def named_paths(spec: RunSpec) -> Iterator[NamedPath]:
     """Every local path that the spec reads from."""
-    for name, source in spec.data.sources.items():
+    prepares = spec.data.store is None  # published data is read, or files are
+    for name, source in spec.data.sources.items() if prepares else ():
         for path in source.path:
             if path != OBJECT:
                 yield NamedPath(("data", "sources", name, "path"), path, wildcards=True)
         yield from _step_paths(("data", "sources", name, "clean"), source.clean)
-    yield from _step_paths(("data", "clean"), spec.data.clean)
+    yield from _step_paths(("data", "clean"), spec.data.clean if prepares else [])
     for path in spec.data.exclude:
         yield NamedPath(("data", "exclude"), path, "file")
     if spec.model.hf is not None:

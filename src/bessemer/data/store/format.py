@@ -269,10 +269,13 @@ def damaged(prefix: str, suffix: str, what: str) -> UserError:
     return UserError(f"{prefix}.{suffix}: {what}; {prepare_again(folder)}")
 
 
+LOCKS = ".locks"  # the folder of locks in a cache of remote shards
 PREPARE_COMMAND = "bessemer data prepare SPEC"  # commands that know the spec put its path in
 
 
 def prepare_again(folder: str | Path) -> str:
+    if (Path(folder).parent / LOCKS).exists():  # a shard of published data
+        return f"delete the folder {folder}; the next start fetches it again"
     return f"delete the folder {folder} and prepare the data again: {PREPARE_COMMAND}"
 
 

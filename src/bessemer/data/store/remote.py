@@ -29,7 +29,7 @@ import xxhash
 
 from bessemer.data.read.remote import file_system, told
 from bessemer.data.read.secrets import shown
-from bessemer.data.store.format import StoreInfo, commit, file_sum
+from bessemer.data.store.format import LOCKS, StoreInfo, commit, file_sum
 from bessemer.data.store.shards import ShardedStore
 from bessemer.data.store.token_store import TokenStore
 from bessemer.errors import UserError
@@ -158,7 +158,7 @@ class ShardCache:
 
     def __init__(self, folder: str | Path, limit_bytes: int | None = None, transfer: Transfer | None = None) -> None:
         self.folder, self.limit_bytes, self.transfer = Path(folder), limit_bytes, transfer or Transfer()
-        (self.folder / ".locks").mkdir(parents=True, exist_ok=True)
+        (self.folder / LOCKS).mkdir(parents=True, exist_ok=True)
         self._leases: dict[str, Lease] = {}
         self._mutex = threading.Lock()
         self._wanted: SimpleQueue[tuple[str, StoreInfo] | None] = SimpleQueue()
@@ -328,7 +328,7 @@ class ShardCache:
         ages: list[tuple[float, str]] = []
         for entry in os.scandir(self.folder):
             name, dot, _ = entry.name.partition(".partial-")
-            if entry.name == ".locks" or "-" not in name:
+            if entry.name == LOCKS or "-" not in name:
                 continue
             if dot and self._deleted(name, entry.name):
                 continue
@@ -357,7 +357,7 @@ class ShardCache:
             return True
 
     def _open_lock(self, name: str) -> IO[bytes]:
-        return open(self.folder / ".locks" / name, "wb")
+        return open(self.folder / LOCKS / name, "wb")
 
 
 class _NoRoom(Exception):
@@ -379,9 +379,9 @@ def _lock(file: IO[bytes], shared: bool = False, wait: bool = True) -> bool:
         ) from error
 
 
-def upload(store: TokenStore | ShardedStore, url: str, transfer: Transfer | None = None) -> None:
+def upload(store: TokenStore | ShardedStore, url: str, transfer: Transfer | None = None) -> list[StoreInfo]:
     """Publishes a store under `url`: its shards as `url.00000` and so on, and then `url.shards.json`, which tells of
-    them all with their hashes. An upload that was interrupted goes on where it stopped."""
+    them all with their hashes and is returned. An upload that was interrupted goes on where it stopped."""
     transfer = transfer or Transfer()
     count = len(store.prefixes) if isinstance(store, ShardedStore) else 1
     abouts = []
@@ -393,6 +393,7 @@ def upload(store: TokenStore | ShardedStore, url: str, transfer: Transfer | None
         _publish(shard.prefix, abouts[-1], _shard_url(url, number), transfer)
     manifest = {"shards": [about.to_json() for about in abouts]}
     transfer.write(json.dumps(manifest).encode(), f"{url}.shards.json")
+    return abouts
 
 
 def open_remote(url: str, cache: ShardCache) -> ShardedStore:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from bessemer.data.read import list_files
+from bessemer.errors import UserError
 from bessemer.launch.emit.accelerate import cover_transformers, mixed_precision, recomputed
 from bessemer.launch.emit.resolve import EmittedFiles, KeyLedger, ResolvedRun, comments, first_weights
 
@@ -51,6 +52,8 @@ def _data(run: ResolvedRun, ledger: KeyLedger) -> dict[str, Any]:
     found = []
     for name, source in run.spec.data.sources.items():
         key = f"data.sources.{name}"
+        if not source.path:
+            raise UserError(f"{key}.path: missing: axolotl reads the files, not the published store")
         entries = list_files(source)
         kinds = {entry.format for entry in entries}
         if len(kinds) != 1 or not kinds <= set(READERS):

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from bessemer.errors import UserError
 from bessemer.launch.emit.resolve import EmittedFiles, KeyLedger, ResolvedRun, comments, first_weights
 
 Argument = tuple[str, Any, str]  # flag, its value (None: it has none), what it corresponds to
@@ -242,6 +243,8 @@ def _data(run: ResolvedRun, ledger: KeyLedger) -> Iterator[Argument]:
         sizes = [store.with_suffix(store.suffix + ".bin").stat().st_size for store in stores]
         for store, size in zip(stores, sizes, strict=True):
             parts += [f"{share * size / sum(sizes):.6g}", shlex.quote(str(store))]
+    if not parts:
+        raise UserError("data.store: Megatron-LM reads local token files: remove data.store to prepare them here")
     yield "--data-path", " ".join(parts), "share and token files of each source, curated and tokenized"
     ledger.covers("data.sources.*.weight", "data.sources.*.path", "data.mix", "data.clean", "data.sources.*.clean")
     ledger.covers("data.validation", "data.bad_rows", "data.part", *(f"data.sources.*.{key}" for key in FIELDS))
