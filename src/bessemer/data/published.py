@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ def publish(
     data: DataSpec,
     tokenizer: TokenizerSpec,
     store: StoreSpec,
-    formats: Mapping[str, list[str]],
+    formats: Mapping[str, Sequence[str]],
     progress: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Uploads prepared data to `store.url`; returns its size in bytes. Continues an interrupted upload."""

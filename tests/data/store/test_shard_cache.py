@@ -371,7 +371,7 @@ KILLED = """
 import sys, threading, os
 from bessemer.data.store.remote import open_remote
 from bessemer.data.store.remote import ShardCache, _name
-from bessemer.data import shard_cache
+from bessemer.data.store import remote as shard_cache
 from bessemer.data.store.remote import Transfer
 folder, server, limit = sys.argv[1:]
 remote = open_remote(
