@@ -58,26 +58,26 @@ class Timed(Session):
         self.copy_s: list[float] = []
 
     def _loop(self, job: Job) -> Outcome:
-        job.saver, job.evaluator.parts = NoSaves(), {}  # type: ignore[assignment]
+        job.saver, job.data.evaluator.parts = NoSaves(), {}  # type: ignore[assignment]
         never = Interval(None, None)
-        copies = job.copies or MemorySnapshots()
+        copies = job.guard.snapshots or MemorySnapshots()
         for number in range(2 * (self.rounds + 1)):
             on = number % 2 == 0
-            job.spec.guard.enabled, job.copies = on, copies if on else None
+            job.spec.guard.enabled, job.guard.snapshots = on, copies if on else None
             first, last = number * self.block, (number + 1) * self.block
             job.start_step = first
-            job.plan = dataclasses.replace(job.plan, total_steps=last, evaluate=never, save=never)
-            synchronize(job.device)
+            job.engine.plan = dataclasses.replace(job.plan, total_steps=last, evaluate=never, save=never)
+            synchronize(job.engine.device)
             began = time.perf_counter()
             train_loop(job)
-            synchronize(job.device)
+            synchronize(job.engine.device)
             if number >= 2:  # the first of each warms up
                 self.seconds[on].append((time.perf_counter() - began) / self.block)
         for _ in range(3):
-            synchronize(job.device)
+            synchronize(job.engine.device)
             began = time.perf_counter()
             copies.take(job, 10**6)
-            synchronize(job.device)
+            synchronize(job.engine.device)
             self.copy_s.append(time.perf_counter() - began)
         return Outcome("finished", "measured", last)
 

@@ -259,8 +259,8 @@ class OwnPages:
                     ids, str(self.folder.with_suffix(".jsonl")), row, xxhash.xxh3_64_intdigest(text.encode()), len(text)
                 )
         store = TokenStore(prefix)
-        rows = ConcatRows(store, job.stream.sequence_length)
-        start, end = (job.stream.steps.position(step) for step in (job.start_step, job.plan.total_steps))
+        rows = ConcatRows(store, job.data.stream.sequence_length)
+        start, end = (job.data.stream.steps.position(step) for step in (job.start_step, job.plan.total_steps))
         spans = rows.spans(np.arange(rows.count))
         planted = np.unique(spans.row[np.isin(spans.document, list(self.bad))])
         others = np.random.default_rng(len(self.texts)).permutation(np.setdiff1d(np.arange(rows.count), planted))
@@ -268,7 +268,7 @@ class OwnPages:
         if self.by_length:
             first, last = store.extents(store.document_of(order * rows.length + 1))
             order = order[np.lexsort((order, last - first))]
-        job.stream = own_stream(job.stream, rows, order, start)
+        job.data.stream = own_stream(job.data.stream, rows, order, start)
         watch_rows(self.bad, self.steps)
 
 
@@ -309,9 +309,9 @@ def watch_rows(bad: set[int], steps: list[dict[str, Any]]) -> None:
 
     def noted(job: Any, attempt: Any) -> Any:
         tokens, losses, planted = [], [], []
-        for batch, nll in zip(attempt.batches, attempt.losses, strict=True):
+        for batch, nll in zip(attempt.batches, attempt.losses.token_losses, strict=True):
             guilty = np.zeros(batch.weights.shape)
-            for row, number, origin in job.stream.locate(batch):
+            for row, number, origin in job.data.stream.locate(batch):
                 if origin.row in bad:
                     guilty[row] += batch.documents[row] == number
             weights = np.maximum(batch.weights, guilty)  # what a run has convicted still counts for its harm
@@ -326,7 +326,7 @@ def watch_rows(bad: set[int], steps: list[dict[str, Any]]) -> None:
             rest = statistics.median([entry["rest"] for entry in steps[-16:]] or [loss / count])
         rise = loss / count / rest - 1 if bad_count else 0.0
         result = report(job, attempt)
-        record = job.history[-1]
+        record = job.recorder.history[-1]
         steps.append(
             {"step": attempt.step, "rise": rise, "rest": rest, "veto": record["veto"], "norm": record["grad_norm"],
              "tokens": tokens, "losses": losses, "planted": [n for n, _ in planted]}

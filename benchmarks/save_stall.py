@@ -102,12 +102,15 @@ def fake_job(state: dict[str, torch.Tensor], device: torch.device, asynchronous:
     """As much of a job as a saver asks for."""
     rules = CheckpointSpec(asynchronous=asynchronous, keep_last=1)
     events: list[dict[str, Any]] = []
+    stream = SimpleNamespace(fingerprint="", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[]))
+    run = SimpleNamespace(sync=lambda: None, unwritten="", snapshot=lambda: SimpleNamespace(pack=lambda: b""))
     return SimpleNamespace(
         world=World(), spec=SimpleNamespace(checkpoint=rules, guard=SimpleNamespace(enabled=False)),
-        stream=SimpleNamespace(fingerprint="", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[])),
-        run=SimpleNamespace(sync=lambda: None, unwritten="", snapshot=lambda: SimpleNamespace(pack=lambda: b"")),
-        progress=Progress(), device=device, state=lambda: state,
-        guard_state=dict, events=events, event=lambda kind, **more: events.append({"kind": kind, **more}),
+        engine=SimpleNamespace(device=device), data=SimpleNamespace(stream=stream),
+        recorder=SimpleNamespace(
+            run=run, progress=Progress(), event=lambda kind, **more: events.append({"kind": kind, **more})
+        ),
+        state=lambda: state, guard_state=dict, events=events,
     )  # fmt: skip
 
 

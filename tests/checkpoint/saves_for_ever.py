@@ -69,15 +69,19 @@ def train_for_ever(folder: Path, told: Told, asynchronous: bool) -> None:
     job = SimpleNamespace(
         world=World(),
         spec=SimpleNamespace(checkpoint=CheckpointSpec(asynchronous=asynchronous), guard=SimpleNamespace(enabled=True)),
-        stream=SimpleNamespace(fingerprint="f", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[])),
-        run=SimpleNamespace(
-            sync=lambda: None, unwritten="", snapshot=lambda: SimpleNamespace(pack=lambda: b"records" * 100)
+        engine=SimpleNamespace(device=torch.device("cpu")),
+        data=SimpleNamespace(
+            stream=SimpleNamespace(fingerprint="f", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[]))
         ),
-        progress=Progress(),
-        device=torch.device("cpu"),
+        recorder=SimpleNamespace(
+            run=SimpleNamespace(
+                sync=lambda: None, unwritten="", snapshot=lambda: SimpleNamespace(pack=lambda: b"records" * 100)
+            ),
+            progress=Progress(),
+            event=event,
+        ),
         state=begin,
         guard_state=dict,
-        event=event,
     )
     saver = CheckpointSaver(shelf, "s")
     while True:

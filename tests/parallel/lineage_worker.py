@@ -28,14 +28,14 @@ class Recorder:
         self.folder.mkdir(exist_ok=True)
         name = f"start-{start:03d}-rank-{job.world.rank}.jsonl"
         self.file = (self.folder / name).open("a", buffering=1)
-        assemble, job.faults = job.stream.micro_batches, self
+        assemble, job.faults = job.data.stream.micro_batches, self
 
         def micro_batches(step: int, *arguments: Any) -> Any:
             batches = assemble(step, *arguments)
             self.read[step] = [int(at) for batch in batches for at in batch.positions if at >= 0]
             return batches
 
-        job.stream.micro_batches = micro_batches
+        job.data.stream.micro_batches = micro_batches
 
     def before_step(self, job: Any, step: int) -> None: ...
 

@@ -74,7 +74,7 @@ def flip_at(at: int) -> Callable[[Any, int], None]:
     def flip(job: Any, step: int) -> None:
         if step == at and not done:
             done.append(step)
-            weight = dict(job.model.named_parameters())["blocks.1.ffn.up.weight"]
+            weight = dict(job.engine.model.named_parameters())["blocks.1.ffn.up.weight"]
             held = weight.to_local() if hasattr(weight, "to_local") else weight
             held.detach().view(torch.int32)[0, 3] ^= 8
 

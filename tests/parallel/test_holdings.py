@@ -144,7 +144,7 @@ def test_every_few_steps_each_tells_how_it_keeps_up(ranks: Ranks, folder: Path) 
         class Sleepy:
             def attach(self, job: Job, tokenizer: Any) -> None:
                 if job.world.rank == 1:
-                    job.model.blocks[0].ffn.register_forward_pre_hook(lambda *_: time.sleep(0.15))
+                    job.engine.model.blocks[0].ffn.register_forward_pre_hook(lambda *_: time.sleep(0.15))
 
         return Session(spec, faults=Sleepy()).train().kind
 

@@ -96,7 +96,7 @@ class Faults:
     def after_backward(self, job: Job, step: int) -> None:
         if step == self.step and job.world.rank == self.rank and not self.done:
             self.done = True
-            for parameter in job.model.parameters():
+            for parameter in job.engine.model.parameters():
                 assert parameter.grad is not None
                 local(parameter.grad).mul_(self.value)
 

@@ -28,7 +28,7 @@ class Gauge(room.MemoryGauge):
 
     def __init__(self, job: Job, rows: list[int]) -> None:
         self.job, self.rows = job, rows[job.world.rank]
-        self.gradients = 4 * sum(parameter.numel() for parameter in job.optimizer.parameters)
+        self.gradients = 4 * sum(parameter.numel() for parameter in job.engine.optimizer.parameters)
 
     def limit(self) -> int:
         return self.gradients + self.rows * ROW + ROW // 2

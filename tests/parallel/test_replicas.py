@@ -83,7 +83,7 @@ def judged(spec: RunSpec, poisoned: tuple[int, ...]) -> dict[str, Any]:
             while self.hooks:
                 self.hooks.pop().remove()
             if step in poisoned and job.world.rank == 1:  # before DDP sees the gradient
-                weight = max(job.optimizer.parameters, key=torch.Tensor.numel)
+                weight = max(job.engine.optimizer.parameters, key=torch.Tensor.numel)
                 self.hooks.append(weight.register_hook(lambda gradient: gradient * math.nan))
 
         def after_backward(self, job: Job, step: int) -> None: ...
@@ -94,18 +94,18 @@ def judged(spec: RunSpec, poisoned: tuple[int, ...]) -> dict[str, Any]:
     class Attached:
         def attach(self, job: Job, tokenizer: Any) -> None:
             job.faults = Poison()
-            genuine = job.optimizer.step
+            genuine = job.engine.optimizer.step
 
             def step(lr: float, reject: torch.Tensor, divisor: torch.Tensor) -> None:
                 def now() -> list[torch.Tensor]:
-                    return [t.clone() for t in (*job.model.parameters(), *job.optimizer.state().values())]
+                    return [t.clone() for t in (*job.engine.model.parameters(), *job.engine.optimizer.state().values())]
 
                 before = now()
                 genuine(lr, reject, divisor)
                 if bool(reject):
                     kept.append((before, now()))
 
-            job.optimizer.step = step  # type: ignore[method-assign]
+            job.engine.optimizer.step = step  # type: ignore[method-assign]
 
     outcome = Session(spec, faults=Attached()).train()
     same_bits = all(torch.equal(a, b) for before, after in kept for a, b in zip(before, after, strict=True))
@@ -147,7 +147,7 @@ def held_moments(spec: RunSpec) -> int:
 
     class Count:
         def attach(self, job: Job, tokenizer: Any) -> None:
-            counted.append(sum(tensor.numel() for tensor in job.optimizer.state().values() if tensor.ndim))
+            counted.append(sum(tensor.numel() for tensor in job.engine.optimizer.state().values() if tensor.ndim))
 
     Session(spec, faults=Count()).train()
     return counted[0]

@@ -84,19 +84,19 @@ class Spoil(Faults):
 
     def after_backward(self, job: Job, step: int) -> None:
         if step in self.steps:
-            job.model.norm.weight.grad *= float("nan")
+            job.engine.model.norm.weight.grad *= float("nan")
 
 
 @torch.no_grad()
 def flip(job: Job) -> None:
     """The top exponent bit of one weight: a value below 2 becomes 2^128 times as large."""
-    weight = job.model.blocks[0].ffn.down.weight.view(-1)
+    weight = job.engine.model.blocks[0].ffn.down.weight.view(-1)
     weight[5:6].view(torch.int32).bitwise_xor_(1 << 30)
 
 
 @torch.no_grad()
 def wipe(job: Job) -> None:
-    job.model.blocks[0].ffn.down.weight.fill_(float("nan"))
+    job.engine.model.blocks[0].ffn.down.weight.fill_(float("nan"))
 
 
 def events(spec: RunSpec, *kinds: str) -> list[dict[str, Any]]:
@@ -285,7 +285,7 @@ def test_a_damaged_checkpoint_is_passed_over_in_a_rollback(make: Make) -> None:
 
     def damage(job: Job) -> None:
         flip(job)
-        newest = CheckpointStore(job.run.checkpoints).confirmed()[0]
+        newest = CheckpointStore(job.recorder.run.checkpoints).confirmed()[0]
         shard = newest / "__0_0.distcp"
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1

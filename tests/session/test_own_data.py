@@ -117,7 +117,7 @@ class Wipe(Faults):
         if step == 44 and not self.done:
             self.done = True
             with torch.no_grad():
-                job.model.blocks[0].ffn.down.weight.fill_(float("nan"))
+                job.engine.model.blocks[0].ffn.down.weight.fill_(float("nan"))
 
 
 def endless() -> Any:

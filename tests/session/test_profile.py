@@ -92,7 +92,7 @@ class Spoil(Faults):
 
     def after_backward(self, job: Job, step: int) -> None:
         if step == 6:
-            job.model.norm.weight.grad *= float("nan")  # type: ignore[operator,union-attr]
+            job.engine.model.norm.weight.grad *= float("nan")  # type: ignore[operator,union-attr]
 
 
 def test_a_vetoed_step_does_not_end_a_profile(make_spec: Callable[..., RunSpec]) -> None:

@@ -97,7 +97,7 @@ def test_a_resumed_run_has_the_records_that_trials_compare_with(make_spec: Make)
 
     class Peek(Faults):
         def attach(self, job: Job, tokenizer: Any) -> None:
-            seen.extend(job.history)
+            seen.extend(job.recorder.history)
 
     spec = make_spec(budget={"steps": 20})
     train_until(spec, 9)
@@ -355,7 +355,7 @@ def test_without_a_fused_optimizer_the_run_says_so_and_still_vetoes(
     class Infinite(Faults):
         def after_backward(self, job: Job, step: int) -> None:
             if step == 20:
-                job.model.norm.weight.grad *= float("inf")
+                job.engine.model.norm.weight.grad *= float("inf")
 
     assert Session(spec, faults=Infinite()).train().kind == "finished"
     assert "read on the host" in events(spec, "optimizer_fallback")[0]["reason"]

@@ -15,15 +15,16 @@ from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.low_memory import to_low_precision
 from bessemer.optim.schedule import Schedule
-from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.train.engine import Engine
+from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.loss import linear_cross_entropy
 from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
-from bessemer.train.step import StepResult, forward_backward, judge_and_update
+from bessemer.train.step import StepResult, compute_step, judge_and_update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = ModelShape(512, 128, 2, 4, 2, 32, 256)
@@ -35,33 +36,26 @@ def make_job(precision: str = "fp32", seed: int = 0, weights: str = "fp32") -> A
     if weights != "fp32":
         to_low_precision(model)
     schedule = Schedule(1e-3, 2, 100)
-    return SimpleNamespace(
-        world=World(),
-        device=device,
-        model=model,
-        objective=Pretrain(cross_documents=False),
-        optimizer=make_optimizer(model.named_parameters(), OptimizerSpec(), memory=MemorySpec(weights=weights)),
-        schedule=schedule,
-        lr=schedule.lr,
-        clip=lambda step: 1.0,
-        judge=Judge(GuardSpec(), device),
-        stream=SimpleNamespace(step_count=lambda step: 8.0 * 64),
-        plan=SimpleNamespace(precision=precision),
-        spec=SimpleNamespace(guard=GuardSpec(), optimizer=SimpleNamespace(clip=1.0)),
-        faults=None,
-        scaling=None,
-        ema=None,
-        pipeline=None,
-        view=RunView(),
-        start_step=-1,
-        check_interrupt=lambda: None,
+    spec: Any = SimpleNamespace(guard=GuardSpec(), optimizer=SimpleNamespace(clip=1.0))
+    optimizer = make_optimizer(model.named_parameters(), OptimizerSpec(), memory=MemorySpec(weights=weights))
+    plan, nothing, stream = (
+        SimpleNamespace(precision=precision),
+        None,
+        SimpleNamespace(step_count=lambda step: 8.0 * 64),
     )
+    parts: Any = (
+        Engine(spec, plan, device, model, Pretrain(cross_documents=False), optimizer, schedule),  # type: ignore[arg-type]
+        DataFeed(stream, nothing, str),  # type: ignore[arg-type]
+        Guard(Judge(GuardSpec(), device), nothing, nothing, nothing),  # type: ignore[arg-type]
+        Recorder(nothing, RunView(), 1, 1.0),  # type: ignore[arg-type]
+    )
+    return Job(*parts, saver=nothing, start_step=-1)  # type: ignore[arg-type]
 
 
 def attempt_step(job: Any, step: int, batches: list[Batch]) -> StepResult:
     """What the loop does of a step, without the records."""
-    attempt = forward_backward(job, step, batches, 0.0)
-    judge_and_update(job, attempt, looking=False)
+    attempt = compute_step(job, step, batches, 0.0)
+    judge_and_update(job, attempt, sample_layers=False)
     return attempt
 
 
@@ -89,12 +83,14 @@ def test_a_vetoed_step_leaves_every_bit(precision: str, weights: str) -> None:
     job, batch = make_job(precision, weights=weights), random_batch(SHAPE.vocab, 8, 64)
     for step in range(3):
         attempt_step(job, step, [batch])
-    before = [p.detach().clone() for p in job.model.parameters()] + [t.clone() for t in job.optimizer.state().values()]
-    hook = job.model.norm.weight.register_hook(lambda g: g * float("nan"))
+    before = [p.detach().clone() for p in job.engine.model.parameters()] + [
+        t.clone() for t in job.engine.optimizer.state().values()
+    ]
+    hook = job.engine.model.norm.weight.register_hook(lambda g: g * float("nan"))
     attempt = attempt_step(job, 3, [batch])
     hook.remove()
-    after = [p.detach() for p in job.model.parameters()] + list(job.optimizer.state().values())
-    assert attempt.sent.read()[3] == 1
+    after = [p.detach() for p in job.engine.model.parameters()] + list(job.engine.optimizer.state().values())
+    assert attempt.scalars.read()["guard.code"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -103,7 +99,7 @@ def test_bf16_follows_fp32() -> None:
     losses = {}
     for precision in ("fp32", "bf16"):
         job = make_job(precision)
-        losses[precision] = [float(attempt_step(job, step, [batch]).loss) for step in range(30)]
+        losses[precision] = [float(attempt_step(job, step, [batch]).losses.loss) for step in range(30)]
     gaps = [abs(a - b) for a, b in zip(losses["fp32"], losses["bf16"], strict=True)]
     assert losses["fp32"][-1] < losses["fp32"][0] - 0.5
     assert max(gaps) < 0.05

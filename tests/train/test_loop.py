@@ -19,8 +19,9 @@ from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.schema import BudgetSpec, CheckpointSpec, StopSpec
 from bessemer.train import job as job_module
+from bessemer.train.engine import Engine
 from bessemer.train.evaluate import Evaluator
-from bessemer.train.job import Adjustment, Clock, Job
+from bessemer.train.job import Adjustment, Clock, DataFeed, Guard, Job, Recorder
 from bessemer.train.loop import train_loop
 from bessemer.train.memory.snapshots import MemorySnapshots
 from bessemer.train.objective import Pretrain
@@ -43,7 +44,7 @@ class Saves(list):
     """Stands for the disk: (step, validation loss, steps written down by then)."""
 
     def save(self, job, step, validation_loss):
-        self.append((step, validation_loss, [record["step"] for record in job.run.metrics()]))
+        self.append((step, validation_loss, [record["step"] for record in job.recorder.run.metrics()]))
         return f"step-{step}"
 
     def poll(self, job): ...
@@ -64,7 +65,7 @@ class Spoil:
     def before_step(self, job, step): ...
     def after_backward(self, job, step):
         if step in self.steps:
-            job.model.norm.weight.grad *= float("nan")
+            job.engine.model.norm.weight.grad *= float("nan")
 
     def lr(self, step, planned):
         self.asked.append(step)
@@ -93,26 +94,15 @@ def make_job(tmp_path, shape, store_of, stream_of):
             budget=BudgetSpec(stop=StopSpec(**(stop or {}))),
         )
         opened.append(RunWriter(tmp_path / f"run{len(opened)}"))
+        optimizer = make_optimizer(model.named_parameters(), OptimizerSpec())
+        stream = stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4)
+        evaluator = Evaluator({"v": store_of("v", [9] * 10, seed=5)}, 8, 200, 4, "fp32", CPU)
         return Job(
-            spec=spec,
-            plan=plan,
-            device=CPU,
-            model=model,
-            objective=Pretrain(False),
-            optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()),
-            schedule=Schedule(1e-2, 4, STEPS),
-            judge=Judge(spec.guard, CPU),
-            stream=stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4),
-            evaluator=Evaluator({"v": store_of("v", [9] * 10, seed=5)}, 8, 200, 4, "fp32", CPU),
-            run=opened[-1],
-            view=Quiet(),
+            Engine(spec, plan, CPU, model, Pretrain(False), optimizer, Schedule(1e-2, 4, STEPS)),
+            DataFeed(stream, evaluator, str),
+            Guard(Judge(spec.guard, CPU), Detectors(spec.guard, None, STEPS), LayerStats(model), Ladder(spec.guard)),
+            Recorder(opened[-1], Quiet(), 1000, 1e9),
             saver=Saves(),
-            flops_per_token=1000,
-            peak_flops=1e9,
-            watch=Detectors(spec.guard, None, STEPS),
-            inside=LayerStats(model),
-            ladder=Ladder(spec.guard),
-            decode=str,
             faults=faults,
         )
 
@@ -122,11 +112,11 @@ def make_job(tmp_path, shape, store_of, stream_of):
 
 
 def steps_of(job):
-    return [record["step"] for record in job.run.metrics()]
+    return [record["step"] for record in job.recorder.run.metrics()]
 
 
 def events_of(job, kind):
-    return list(job.run.events(kind))
+    return list(job.recorder.run.events(kind))
 
 
 def run_through(job):
@@ -140,7 +130,7 @@ def run_through(job):
 
 
 def weights(job):
-    return [parameter.detach().clone() for parameter in job.model.parameters()]
+    return [parameter.detach().clone() for parameter in job.engine.model.parameters()]
 
 
 def same(a, b):
@@ -152,12 +142,12 @@ def test_every_step_is_written_down_once_and_before_its_save(make_job):
     outcome = train_loop(job)
     assert (outcome.kind, outcome.step) == ("finished", STEPS)
     assert steps_of(job) == list(range(STEPS))
-    assert [record["step"] for record in job.run.validations()] == [0, 10, 20, 24]
+    assert [record["step"] for record in job.recorder.run.validations()] == [0, 10, 20, 24]
     assert all(written == list(range(step)) for step, _, written in job.saver)
     assert {7, 14, 21, 24} <= {step for step, _, _ in job.saver}
-    assert job.progress.tokens == STEPS * 32
+    assert job.recorder.progress.tokens == STEPS * 32
     scored = {step: loss for step, loss, _ in job.saver if loss is not None}
-    measured = {record["step"]: record["loss"] for record in job.run.validations()}
+    measured = {record["step"]: record["loss"] for record in job.recorder.run.validations()}
     assert scored.items() <= measured.items()
 
 
@@ -166,13 +156,13 @@ def test_vetoed_steps_keep_their_number_and_the_weights(make_job):
     outcome, incidents = run_through(job)
     assert (outcome.kind, outcome.step) == ("finished", STEPS)
     assert [(found.step, found.severity) for found in incidents] == [(6, "veto"), (7, "veto"), (8, "veto")]
-    records = list(job.run.metrics())
+    records = list(job.recorder.run.metrics())
     assert [record["step"] for record in records] == list(range(STEPS))
     assert [record["step"] for record in records if record["veto"]] == [6, 7, 8]
-    assert [record["lr"] for record in records] == [job.schedule.lr(step) for step in range(STEPS)]
-    assert float(job.optimizer.state()["norm.weight.step"]) == STEPS - 3
-    assert job.progress.vetoes == 3
-    assert [record["step"] for record in job.history] == list(range(STEPS))
+    assert [record["lr"] for record in records] == [job.engine.schedule.lr(step) for step in range(STEPS)]
+    assert float(job.engine.optimizer.state()["norm.weight.step"]) == STEPS - 3
+    assert job.recorder.progress.vetoes == 3
+    assert [record["step"] for record in job.recorder.history] == list(range(STEPS))
 
 
 @pytest.mark.parametrize("save", [None, 7], ids=["within", "at a boundary"])
@@ -182,26 +172,26 @@ def test_at_an_incident_the_weights_are_those_that_the_step_was_judged_with(make
     assert (outcome.kind, outcome.step, outcome.incident.step) == ("incident", 7, 6)
     assert outcome.incident.symptom == "non-finite loss or gradient" == outcome.incident.record["veto"]
     assert outcome.incident.statistics["streak"] == 1
-    wanted = job.stream.micro_batches(6, 2)
+    wanted = job.data.stream.micro_batches(6, 2)
     for ours, theirs in zip(outcome.incident.batches, wanted, strict=True):
         assert (ours.tokens == theirs.tokens).all()
     assert steps_of(job) == list(range(7)), "the step that was under way is not written down"
-    assert all(parameter.grad is None for parameter in job.model.parameters())
+    assert all(parameter.grad is None for parameter in job.engine.model.parameters())
     good.plan.total_steps = 6
     train_loop(good)
     assert same(weights(job), weights(good))
-    assert float(job.optimizer.state()["norm.weight.step"]) == 6
+    assert float(job.engine.optimizer.state()["norm.weight.step"]) == 6
 
 
 def test_what_was_under_way_at_an_incident_is_done_again_and_nothing_else(make_job):
     """A run that stands still at an alarm and goes on equals one that never stood still."""
     job, whole = make_job(), make_job()
-    genuine = job.watch.step
+    genuine = job.guard.detectors.step
 
     def cry(record, clocks):
         return alarm("divergence", 9, "rollback", "it leaves", 1.0) if record["step"] == 9 else genuine(record, clocks)
 
-    job.watch.step = cry
+    job.guard.detectors.step = cry
     outcome, (incident,) = run_through(job)
     assert outcome.kind == "finished"
     assert (incident.step, incident.severity, incident.symptom) == (9, "rollback", "it leaves")
@@ -216,7 +206,9 @@ def test_what_was_under_way_at_an_incident_is_done_again_and_nothing_else(make_j
 @pytest.mark.parametrize("severity", ["note", "warning"])
 def test_an_alarm_that_asks_for_nothing_is_only_an_event(make_job, severity):
     job = make_job()
-    job.watch.step = lambda record, _: alarm("plateau", 9, severity, "flat", 0.5) if record["step"] == 9 else []
+    job.guard.detectors.step = lambda record, _: (
+        alarm("plateau", 9, severity, "flat", 0.5) if record["step"] == 9 else []
+    )
     assert train_loop(job).kind == "finished"
     assert [event["severity"] for event in events_of(job, "alarm")] == [severity]
 
@@ -228,21 +220,21 @@ def test_a_run_whose_last_step_is_vetoed_is_still_evaluated_and_saved(make_job, 
     assert (outcome.kind, outcome.step) == ("finished", STEPS)
     assert len(incidents) == len(bad)
     assert job.saver[-1][0] == STEPS and job.saver[-1][2] == list(range(STEPS))
-    assert outcome.validation["step"] == STEPS == list(job.run.validations())[-1]["step"]
+    assert outcome.validation["step"] == STEPS == list(job.recorder.run.validations())[-1]["step"]
 
 
 def test_a_guard_that_is_off_reports_no_incident(make_job):
     job = make_job(faults=Spoil(6), look=5, enabled=False)
     assert train_loop(job).kind == "finished"
-    assert [record["veto"] for record in job.run.metrics()] == [None] * STEPS
-    assert not all(parameter.isfinite().all() for parameter in job.model.parameters())
+    assert [record["veto"] for record in job.recorder.run.metrics()] == [None] * STEPS
+    assert not all(parameter.isfinite().all() for parameter in job.engine.model.parameters())
     assert not events_of(job, "veto") and not events_of(job, "alarm")
 
 
 def test_a_look_inside_changes_no_digit(make_job):
     looked, plain = make_job(look=3), make_job()
     seen = []
-    looked.watch.inside = lambda step, look: seen.append((step, look)) or []
+    looked.guard.detectors.inside = lambda step, look: seen.append((step, look)) or []
     train_loop(looked)
     train_loop(plain)
     assert [step for step, _ in seen] == list(range(0, STEPS, 3))
@@ -252,23 +244,25 @@ def test_a_look_inside_changes_no_digit(make_job):
 
 def test_copies_are_of_states_between_steps(make_job):
     job, good = make_job(), make_job()
-    job.copies = MemorySnapshots()
+    job.guard.snapshots = MemorySnapshots()
     train_loop(job)
-    assert [kept.step for kept in job.copies.held] == [16, 20]
+    assert [kept.step for kept in job.guard.snapshots.held] == [16, 20]
     good.plan.total_steps = 16
     train_loop(good)
-    for name, parameter in good.model.named_parameters():
-        assert torch.equal(job.copies.held[0].state[f"model.{name}"], parameter)
+    for name, parameter in good.engine.model.named_parameters():
+        assert torch.equal(job.guard.snapshots.held[0].state[f"model.{name}"], parameter)
     # The step before is read before the copy is taken, so its counters are those of the same moment.
-    assert [kept.progress.tokens for kept in job.copies.held] == [16 * 32, 20 * 32]
+    assert [kept.progress.tokens for kept in job.guard.snapshots.held] == [16 * 32, 20 * 32]
 
 
 def test_a_gentler_step_lasts_as_long_as_it_is_meant_to(make_job):
     job = make_job(faults=Spoil())
-    job.adjustments = [Adjustment(5, 9, 0.5, 0.25), Adjustment(8, 12, 0.5, 1.0)]
+    job.guard.adjustments = [Adjustment(5, 9, 0.5, 0.25), Adjustment(8, 12, 0.5, 1.0)]
     train_loop(job)
-    lrs = {record["step"]: record["lr"] / job.schedule.lr(record["step"]) for record in job.run.metrics()}
-    clips = {record["step"]: record["clip"] for record in job.run.metrics()}
+    lrs = {
+        record["step"]: record["lr"] / job.engine.schedule.lr(record["step"]) for record in job.recorder.run.metrics()
+    }
+    clips = {record["step"]: record["clip"] for record in job.recorder.run.metrics()}
     assert [lrs[step] for step in (4, 5, 8, 9, 11, 12)] == pytest.approx([1.0, 0.5, 0.25, 0.5, 0.5, 1.0])
     assert [clips[step] for step in (4, 5, 8, 9)] == [1.0, 0.25, 0.25, 1.0]
     assert job.faults.asked == list(range(STEPS))
@@ -276,7 +270,7 @@ def test_a_gentler_step_lasts_as_long_as_it_is_meant_to(make_job):
 
 def test_after_an_incident_saves_are_four_times_as_frequent(make_job):
     job = make_job(save=8)
-    job.careful_until = 10
+    job.guard.frequent_saves_until = 10
     train_loop(job)
     assert [step for step, _, _ in job.saver] == [2, 4, 6, 8, 16, 24]
 
@@ -284,13 +278,13 @@ def test_after_an_incident_saves_are_four_times_as_frequent(make_job):
 def test_a_step_without_anything_to_learn_from_changes_nothing(make_job):
     job, calm = make_job(), make_job()
     bare = {("a", document): 5 * 4 for document in range(36)}  # all of them, from step 5 on
-    job.stream = job.stream.replace(banned=bare)
+    job.data.stream = job.data.stream.replace(banned=bare)
     calm.plan.total_steps = 5
     train_loop(job)
     train_loop(calm)
-    records = list(job.run.metrics())
+    records = list(job.recorder.run.metrics())
     assert [record["loss"] for record in records[5:]] == [0.0] * (STEPS - 5)
-    assert job.progress.tokens == 5 * 32 and job.progress.vetoes == 0
+    assert job.recorder.progress.tokens == 5 * 32 and job.recorder.progress.vetoes == 0
     assert same(weights(job), weights(calm))
 
 

@@ -14,11 +14,12 @@ from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import GuardedOptimizer
 from bessemer.optim.schedule import Schedule
-from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.train.engine import Engine
+from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.objective import Pretrain
-from bessemer.train.step import forward_backward, judge_and_update
+from bessemer.train.step import compute_step, judge_and_update
 
 CPU = torch.device("cpu")
 CONTEXT, ROWS = 8, 6
@@ -99,8 +100,8 @@ class Recording(GuardedOptimizer):
 
 def attempt_step(job, step, batches):
     """What the loop does of a step, without the records."""
-    attempt = forward_backward(job, step, batches, 0.0)
-    judge_and_update(job, attempt, looking=False)
+    attempt = compute_step(job, step, batches, 0.0)
+    judge_and_update(job, attempt, sample_layers=False)
     return attempt
 
 
@@ -108,26 +109,15 @@ def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
     model = build(shape, "cpu", 3).to(dtype)
     made = make_optimizer(model.named_parameters(), OptimizerSpec())
     schedule, spec = Schedule(1e-2, 4, 100), OptimizerSpec(**optimizer)
-    return SimpleNamespace(
-        world=World(),
-        pipeline=None,
-        device=CPU,
-        model=model,
-        objective=Pretrain(cross_documents=False),
-        optimizer=Recording(made.named, made.optimizers, made.path),
-        schedule=schedule,
-        lr=schedule.lr,
-        clip=lambda step: spec.clip,
-        judge=Judge(GuardSpec(), CPU),
-        stream=stream,
-        plan=SimpleNamespace(precision=precision),
-        spec=SimpleNamespace(guard=GuardSpec(), optimizer=spec),
-        faults=None,
-        scaling=None,
-        ema=None,
-        view=RunView(),
+    plan, run_spec = SimpleNamespace(precision=precision), SimpleNamespace(guard=GuardSpec(), optimizer=spec)
+    optimizer = Recording(made.named, made.optimizers, made.path)
+    return Job(
+        Engine(run_spec, plan, CPU, model, Pretrain(cross_documents=False), optimizer, schedule),
+        DataFeed(stream, None, str),
+        Guard(Judge(GuardSpec(), CPU), None, None, None),
+        Recorder(None, RunView(), 1, 1.0),
+        saver=None,
         start_step=-1,
-        check_interrupt=lambda: None,
     )
 
 
@@ -141,12 +131,12 @@ def test_a_step_is_the_same_at_any_split(shape, stream, micro_rows, dtype, toler
         assert len(batches) == -(-ROWS // micro_rows)
         a = attempt_step(whole, step, stream.micro_batches(step, ROWS))
         b = attempt_step(split, step, batches)
-        assert abs(float(b.loss - a.loss)) < tolerance * float(a.loss)
-        whole_norm, split_norm = (attempt.sent.read()[1] for attempt in (a, b))
+        assert abs(float(b.losses.loss - a.losses.loss)) < tolerance * float(a.losses.loss)
+        whole_norm, split_norm = (attempt.scalars.read()["grad_norm"] for attempt in (a, b))
         assert abs(split_norm - whole_norm) < 10 * tolerance * whole_norm
-        assert a.correct == b.correct and a.tokens == b.tokens == ROWS * CONTEXT
-        for name, gradient in whole.optimizer.seen.items():
-            torch.testing.assert_close(split.optimizer.seen[name], gradient, rtol=0, atol=tolerance)
+        assert a.losses.correct == b.losses.correct and a.tokens == b.tokens == ROWS * CONTEXT
+        for name, gradient in whole.engine.optimizer.seen.items():
+            torch.testing.assert_close(split.engine.optimizer.seen[name], gradient, rtol=0, atol=tolerance)
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_tokens(shape, stream):
@@ -154,10 +144,12 @@ def test_the_loss_of_a_step_is_the_mean_over_its_tokens(shape, stream):
     model = build(shape, "cpu", 3).double()
     attempt = attempt_step(job, 4, stream.micro_batches(4, 4))
     expected, right = direct(model, stream.batch(4), cross_documents=False)
-    assert float(attempt.loss) == pytest.approx(float(expected.detach()) / (ROWS * CONTEXT), rel=1e-6)
-    assert int(attempt.correct) == right
+    assert float(attempt.losses.loss) == pytest.approx(float(expected.detach()) / (ROWS * CONTEXT), rel=1e-6)
+    assert int(attempt.losses.correct) == right
     gradients = torch.autograd.grad(expected / (ROWS * CONTEXT), list(model.parameters()))
-    assert attempt.sent.read()[1] == pytest.approx(float(torch.cat([g.flatten() for g in gradients]).norm()), rel=1e-6)
+    assert attempt.scalars.read()["grad_norm"] == pytest.approx(
+        float(torch.cat([g.flatten() for g in gradients]).norm()), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("clip", [1e-3, 0.5, 100.0])
@@ -174,10 +166,10 @@ def test_a_step_clips_like_torch(shape, stream, clip):
         (total / (ROWS * CONTEXT)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         for group in plain.param_groups:
-            group["lr"] = job.schedule.lr(step)
+            group["lr"] = job.engine.schedule.lr(step)
         plain.step()
         plain.zero_grad()
-    for ours, theirs in zip(job.model.parameters(), model.parameters(), strict=True):
+    for ours, theirs in zip(job.engine.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=2e-5)
 
 
@@ -186,14 +178,14 @@ def test_a_vetoed_step_changes_no_weight_and_a_guard_that_is_off_lets_it_through
         job = job_of(shape, stream)
         job.spec.guard = GuardSpec(enabled=enabled)
         attempt_step(job, 0, stream.micro_batches(0, 6))
-        before = [p.detach().clone() for p in job.model.parameters()]
-        hook = job.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+        before = [p.detach().clone() for p in job.engine.model.parameters()]
+        hook = job.engine.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
         attempt = attempt_step(job, 1, stream.micro_batches(1, 6))
         hook.remove()
-        assert attempt.sent.read()[3:4] == ([1.0] if enabled else [])
-        same = all(torch.equal(a, b.detach()) for a, b in zip(before, job.model.parameters(), strict=True))
+        assert attempt.scalars.read().get("guard.code") == (1.0 if enabled else None)
+        same = all(torch.equal(a, b.detach()) for a, b in zip(before, job.engine.model.parameters(), strict=True))
         assert same == enabled
-        assert all(p.grad is None for p in job.model.parameters())
+        assert all(p.grad is None for p in job.engine.model.parameters())
 
 
 def test_bf16_follows_fp32(shape, stream):
@@ -201,6 +193,6 @@ def test_bf16_follows_fp32(shape, stream):
     for precision in ("fp32", "bf16"):
         job = job_of(shape, stream, precision)
         attempts = [attempt_step(job, step, stream.micro_batches(step % 3, 3)) for step in range(12)]
-        losses[precision] = np.array([float(attempt.loss) for attempt in attempts])
+        losses[precision] = np.array([float(attempt.losses.loss) for attempt in attempts])
     assert losses["fp32"][-1] < losses["fp32"][0]
     assert 0 < np.abs(losses["fp32"] - losses["bf16"]).max() < 0.03

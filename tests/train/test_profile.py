@@ -1,40 +1,33 @@
 """The loop's ranges cost nothing unless somebody looks; on a GPU the trace has kernels under their parts."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from bessemer.observe.profile import GUARD, HEAD, MATMUL, OPTIMIZER, read_trace, step_time
-from bessemer.train.profile import DONE, WARMUP, Profiler, span
+from bessemer.train.job import Interrupt
+from bessemer.train.profile import DONE, WARMUP, Profiler
 
 
-def test_without_a_profiler_a_span_is_nothing() -> None:
-    assert isinstance(span(SimpleNamespace(profiler=None), "forward"), nullcontext)  # type: ignore[arg-type]
-
-
-def run(profiler: Profiler, device: str, steps: int) -> Any:
+def run(profiler: Profiler, device: str, steps: int) -> None:
     """A loop with the same ranges around a layer, a loss and an optimizer."""
-    job = SimpleNamespace(profiler=profiler, interrupt=SimpleNamespace(signal=None))
+    interrupt = Interrupt()
     layer = torch.nn.Linear(256, 256, device=device)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     for done in range(1, steps + 1):
-        with span(job, "data"):  # type: ignore[arg-type]
+        with profiler.span("data"):
             x, y = torch.randn(512, 256).to(device), torch.randint(256, (512,)).to(device)
-        with span(job, "forward"):  # type: ignore[arg-type]
+        with profiler.span("forward"):
             loss = torch.nn.functional.cross_entropy(layer(x), y)
-        with span(job, "backward"):  # type: ignore[arg-type]
+        with profiler.span("backward"):
             loss.backward()
-        with span(job, "judge"):  # type: ignore[arg-type]
+        with profiler.span("judge"):
             torch.nn.utils.get_total_norm([p.grad for p in layer.parameters() if p.grad is not None])
-            with span(job, "optimizer"):  # type: ignore[arg-type]
+            with profiler.span("optimizer"):
                 optimizer.step()
-        profiler.step(job)  # type: ignore[arg-type]
-        assert (job.interrupt.signal == DONE) == (done == steps)
-    return job
+        profiler.step(interrupt)
+        assert (interrupt.signal == DONE) == (done == steps)
 
 
 def check(trace: Path, on_device: bool) -> None:

@@ -23,19 +23,23 @@ from bessemer.train.saver import CheckpointSaver, PendingSave, package_versions
 def job(store_of, stream_of):
     events, synced = [], []
     state = {"model.x": torch.arange(5.0), "optimizer.m": torch.ones(5)}
+    run = SimpleNamespace(
+        sync=lambda: synced.append(True),
+        events=lambda: iter(()),
+        unwritten="",
+        snapshot=lambda: SimpleNamespace(pack=lambda: b"a copy"),
+    )
     return SimpleNamespace(
         world=World(),
         spec=SimpleNamespace(
             checkpoint=CheckpointSpec(keep_last=2, keep_best=True), guard=SimpleNamespace(enabled=False)
         ),
-        stream=stream_of(store_of("a", [50]), 8, 2),
-        progress=Progress(tokens=512, elapsed_s=1.5, best_validation=2.25),
-        device=torch.device("cpu"),
-        run=SimpleNamespace(
-            sync=lambda: synced.append(True),
-            events=lambda: iter(()),
-            unwritten="",
-            snapshot=lambda: SimpleNamespace(pack=lambda: b"a copy"),
+        engine=SimpleNamespace(device=torch.device("cpu")),
+        data=SimpleNamespace(stream=stream_of(store_of("a", [50]), 8, 2)),
+        recorder=SimpleNamespace(
+            run=run,
+            progress=Progress(tokens=512, elapsed_s=1.5, best_validation=2.25),
+            event=lambda kind, **details: events.append({"kind": kind, **details}),
         ),
         tensors=state,
         state=lambda: state,
@@ -43,7 +47,6 @@ def job(store_of, stream_of):
         guard_state=lambda: adjustments,
         events=events,
         synced=synced,
-        event=lambda kind, **details: events.append({"kind": kind, **details}),
     )
 
 
@@ -73,10 +76,10 @@ def test_a_save_is_committed_with_all_that_a_resume_needs(job, saver):
     assert saver.save(job, 12, 2.25) == "step-00000012.a1"
     manifest = verify(saver.shelf.folder / "step-00000012.a1")
     assert (manifest.step, manifest.attempt, manifest.validation_loss) == (12, 1, 2.25)
-    assert manifest.stream_fingerprint == job.stream.fingerprint and manifest.stream["sequence_length"] == 8
+    assert manifest.stream_fingerprint == job.data.stream.fingerprint and manifest.stream["sequence_length"] == 8
     assert manifest.spec_fingerprint == "spec-fingerprint"
     assert manifest.segments == [{"from_step": 0, "position": 0}]
-    assert Progress(**manifest.progress) == job.progress
+    assert Progress(**manifest.progress) == job.recorder.progress
     assert manifest.versions == package_versions() and manifest.versions["torch"] == torch.__version__
     (event,) = job.events
     assert (event["kind"], event["step"], event["checkpoint"]) == ("saved", 12, "step-00000012.a1")
@@ -115,13 +118,13 @@ def test_metrics_that_cannot_be_synced_are_a_failed_save(job, saver):
     def refuse():
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    job.run.sync = refuse
+    job.recorder.run.sync = refuse
     assert saver.save(job, 1, None) is None
     assert job.events[-1]["kind"] == "save_failed" and os.listdir(saver.shelf.folder) == []
-    assert not job.disk_refuses
-    job.run.unwritten = "steps.jsonl: No space left on device"
+    assert not job.recorder.disk_full
+    job.recorder.run.unwritten = "steps.jsonl: No space left on device"
     saver.save(job, 1, None)
-    assert job.disk_refuses
+    assert job.recorder.disk_full
 
 
 def test_an_old_one_that_cannot_be_removed_does_not_undo_the_save(job, saver, monkeypatch):
@@ -295,7 +298,7 @@ def test_the_interval_follows_the_measured_stall_and_the_runs_own_failures(job, 
     assert calm == pytest.approx(young_daly(0.02, mean_time_to_interruption(1, 0, 1.5)))
     failing = CheckpointSaver(saver.shelf, "s")
     failing._last = saver._last
-    job.run.events = lambda: iter([{"kind": "started"}] * 10)
+    job.recorder.run.events = lambda: iter([{"kind": "started"}] * 10)
     assert failing.interval_s(job) == pytest.approx(calm / 10**0.5, rel=1e-3), "nine kills: ten times the rate"
     job.spec.checkpoint = CheckpointSpec(every="50 steps")
     assert saver.interval_s(job) is None

@@ -1,6 +1,5 @@
 """What a step's record says of itself, against numbers computed by hand."""
 
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -8,14 +7,13 @@ import torch
 
 from bessemer.guard.detect.alarm import alarm
 from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE
-from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.device import Sent
-from bessemer.train.job import Progress
-from bessemer.train.loop import report_step
-from bessemer.train.step import StepResult
+from bessemer.train.device import ScalarTransfer
+from bessemer.train.engine import Engine, PassResult
+from bessemer.train.job import DataFeed, Guard, Job, Progress, Recorder
+from bessemer.train.step import StepResult, report_step
 
 
 class Log(list):
@@ -31,37 +29,33 @@ class Log(list):
 def job(store_of, stream_of):
     events = []
     shape = ModelShape(vocab=100, width=8, layers=3, heads=2, kv_heads=1, head_dim=4, ffn=10)
-    return SimpleNamespace(
-        spec=SimpleNamespace(guard=GuardSpec(max_vetoes=3), optimizer=OptimizerSpec(clip=1.0)),
-        progress=Progress(tokens=1000, elapsed_s=10.0, vetoes=2, clipped=1),
-        device=torch.device("cpu"),
-        run=Log(),
-        view=Log(),
-        events=events,
-        event=lambda kind, **details: events.append({"kind": kind, **details}),
-        flops_per_token=shape.flops_per_token(16),
-        peak_flops=2e9,
-        watch=SimpleNamespace(step=lambda record, clocks: []),
-        lr=lambda step: 3e-4,
-        optimizer=SimpleNamespace(judged_first=True),
-        world=World(),
-        pipeline=None,
-        alike=None,
-        unwritten="",
-        objective=SimpleNamespace(columns=None),
-        history=deque(),
-        recovering=[],
-        stream=stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4),
+    spec = SimpleNamespace(guard=GuardSpec(max_vetoes=3), optimizer=OptimizerSpec(clip=1.0))
+    objective, optimizer = SimpleNamespace(columns=None), SimpleNamespace(judged_first=True)
+    job = Job(
+        Engine(spec, None, torch.device("cpu"), None, objective, optimizer, None),
+        DataFeed(stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4), None, str),
+        Guard(None, SimpleNamespace(step=lambda record, clocks: []), None, None),
+        Recorder(Log(), Log(), shape.flops_per_token(16), 2e9),
+        saver=None,
     )
+    job.recorder.progress = Progress(tokens=1000, elapsed_s=10.0, vetoes=2, clipped=1)
+    job.lr, job.events = lambda step: 3e-4, events
+    job.recorder.event = lambda kind, **details: events.append({"kind": kind, **details})
+    return job
 
 
 def attempt_of(
     job, code=ACCEPT, loss=2.5, norm=0.5, correct=16.0, streak=0.0, reopened=0.0, gave_way=0.0, step=7, suspect=0.0
 ):
-    known = [1.25, 2.4, 0.05, -0.5, 0.45, 0.25, 0.75, 0.04, 0.01]
-    numbers = torch.tensor([code, streak, reopened, gave_way, suspect, *known])
-    seen = torch.tensor([loss, norm, correct])
-    batches = job.stream.micro_batches(step, 2)
+    verdict = {
+        "code": code, "streak": streak, "reopened": reopened, "gave_way": gave_way, "suspect": suspect, "loss_z": 1.25,
+        "loss_center": 2.4, "loss_scale": 0.05, "grad_z": -0.5, "grad_center": 0.45, "grad_scale": 0.25, "row_z": 0.75,
+        "row_center": 0.04, "row_scale": 0.01,
+    }  # fmt: skip
+    scalars = {"loss": loss, "grad_norm": norm, "correct": correct}
+    if job.spec.guard.enabled:
+        scalars |= {f"guard.{name}": value for name, value in verdict.items()}
+    batches = job.data.stream.micro_batches(step, 2)
     losses = [torch.full(batch.targets.shape, 2.5) for batch in batches]
     return StepResult(
         step=step,
@@ -69,11 +63,9 @@ def attempt_of(
         clip=1.0,
         tokens=64,
         memory_bytes=5_000_000,
-        sent=Sent(torch.cat((seen, numbers)) if job.spec.guard.enabled else seen),
-        loss=torch.tensor(loss),
-        correct=torch.tensor(correct),
+        scalars=ScalarTransfer({name: torch.tensor(float(value)) for name, value in scalars.items()}),
+        losses=PassResult(torch.tensor(loss), torch.tensor(correct), losses),
         batches=batches,
-        losses=losses,
         wait_s=0.001,
         step_s=0.5,
     )
@@ -81,10 +73,10 @@ def attempt_of(
 
 def test_throughput_and_utilisation_by_hand(job):
     assert report_step(job, attempt_of(job)) is None
-    (record,) = job.run
+    (record,) = job.recorder.run
     # 100 x 8 embedding, 3 layers of 8 x (2 x 8 + 2 x 4) + 3 x 8 x 10: 2,096 in products; seven norms of 8 are in none.
     flops_per_token = 6 * 2096 + 12 * 3 * 8 * 16
-    assert job.flops_per_token == flops_per_token
+    assert job.recorder.flops_per_token == flops_per_token
     assert record["tokens_per_s"] == 128.0  # 64 tokens in half a second
     assert record["mfu"] == round(128 * flops_per_token / 2e9, 4) == 0.0011
     assert record["accuracy"] == 0.25
@@ -93,21 +85,21 @@ def test_throughput_and_utilisation_by_hand(job):
     assert (record["step"], record["loss"], record["grad_norm"], record["lr"]) == (7, 2.5, 0.5, 3e-4)
     assert record["veto"] is None and record["clipped"] is False
     assert record["memory_bytes"] > 1e6
-    assert list(job.view) == list(job.run) and job.events == []
+    assert list(job.recorder.view) == list(job.recorder.run) and job.events == []
 
 
 def test_utilisation_is_one_when_the_peak_is_reached(job):
-    job.peak_flops = 64 * job.flops_per_token / 0.5
+    job.recorder.peak_flops = 64 * job.recorder.flops_per_token / 0.5
     report_step(job, attempt_of(job))
-    assert job.run[0]["mfu"] == 1.0
+    assert job.recorder.run[0]["mfu"] == 1.0
 
 
 def test_totals_add_up_over_steps(job):
     for step in range(4):
         report_step(job, attempt_of(job, norm=0.5 + step, step=step))
-    assert job.progress == Progress(tokens=1256, elapsed_s=12.0, vetoes=2, clipped=4)
-    assert [record["clipped"] for record in job.run] == [False, True, True, True]
-    assert [record["tokens"] for record in job.run] == [1064, 1128, 1192, 1256]
+    assert job.recorder.progress == Progress(tokens=1256, elapsed_s=12.0, vetoes=2, clipped=4)
+    assert [record["clipped"] for record in job.recorder.run] == [False, True, True, True]
+    assert [record["tokens"] for record in job.recorder.run] == [1064, 1128, 1192, 1256]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +114,7 @@ def test_a_veto_is_an_event_with_its_statistics_and_documents(job, code, word):
     attempt = attempt_of(job, code, loss=9.0, norm=4.0, streak=1.0)
     incident = report_step(job, attempt)
     assert (incident.step, incident.symptom, incident.severity) == (7, word, "veto")
-    assert incident.record is job.run[0] and incident.batches is attempt.batches and incident.alarm is None
+    assert incident.record is job.recorder.run[0] and incident.batches is attempt.batches and incident.alarm is None
     (event,) = job.events
     assert incident.statistics == event["statistics"]
     assert (event["kind"], event["step"], event["reason"]) == ("veto", 7, word)
@@ -134,20 +126,20 @@ def test_a_veto_is_an_event_with_its_statistics_and_documents(job, code, word):
         },
         abs=1e-4,
     )  # fmt: skip
-    shares = {(share.file, share.row): share.tokens for share in job.stream.origins(7)}
+    shares = {(share.file, share.row): share.tokens for share in job.data.stream.origins(7)}
     blamed = {(entry["file"], entry["row"]): entry["tokens"] for entry in event["documents"]}
     assert len(blamed) == min(8, len(shares)) and blamed.items() <= shares.items()
-    assert job.run[0]["veto"] == word and job.progress.vetoes == 3
+    assert job.recorder.run[0]["veto"] == word and job.recorder.progress.vetoes == 3
 
 
 def test_a_norm_that_is_not_finite_was_not_clipped(job):
     report_step(job, attempt_of(job, NONFINITE, norm=float("inf"), streak=1.0))
-    assert job.run[0]["clipped"] is False and job.progress.clipped == 1
+    assert job.recorder.run[0]["clipped"] is False and job.recorder.progress.clipped == 1
 
 
 def test_an_alarm_is_an_incident_when_it_asks_for_more_than_a_note(job):
     said = {}
-    job.watch.step = lambda record, clocks: said.get(record["step"], [])
+    job.guard.detectors.step = lambda record, clocks: said.get(record["step"], [])
     said[1] = alarm("plateau", 1, "note", "flat", 0.5)
     said[2] = alarm("divergence", 2, "rollback", "leaving", 0.9)
     said[3] = alarm("divergence", 3, "stop", "gone", 0.9)
@@ -161,27 +153,29 @@ def test_an_alarm_is_an_incident_when_it_asks_for_more_than_a_note(job):
 
 
 def test_an_alarm_on_a_vetoed_step_sets_how_far_to_go_and_not_the_symptom(job):
-    job.watch.step = lambda record, clocks: alarm("nonfinite", 7, "rollback", "five in a row", 1.0)
+    job.guard.detectors.step = lambda record, clocks: alarm("nonfinite", 7, "rollback", "five in a row", 1.0)
     incident = report_step(job, attempt_of(job, NONFINITE, loss=float("nan"), streak=5.0))
     assert (incident.symptom, incident.severity) == ("non-finite loss or gradient", "rollback")
 
 
 def test_the_learning_rate_that_was_used_is_watched_against_the_planned_one(job):
     seen = []
-    job.watch.step = lambda record, clocks: seen.append(record) or []
+    job.guard.detectors.step = lambda record, clocks: seen.append(record) or []
     job.lr = lambda step: 1e-5
     report_step(job, attempt_of(job))
     assert (seen[0]["lr"], seen[0]["lr_planned"]) == (3e-4, 1e-5)
-    assert "lr_planned" not in job.run[0]
+    assert "lr_planned" not in job.recorder.run[0]
 
 
 def test_a_recovery_is_watched_until_it_is_told(job):
     asked = []
-    job.recovering = [SimpleNamespace(step=lambda record: asked.append(record["step"]) or record["step"] == 2)]
+    job.guard.recovery_checks = [
+        SimpleNamespace(step=lambda record: asked.append(record["step"]) or record["step"] == 2)
+    ]
     for step in range(4):
         report_step(job, attempt_of(job, step=step))
-    assert asked == [0, 1, 2] and job.recovering == []
-    assert [record["step"] for record in job.history] == [0, 1, 2, 3]
+    assert asked == [0, 1, 2] and job.guard.recovery_checks == []
+    assert [record["step"] for record in job.recorder.history] == [0, 1, 2, 3]
 
 
 def test_a_window_that_starts_anew_is_an_event(job):
@@ -198,7 +192,7 @@ def test_a_guard_that_gives_way_says_so(job):
 def test_with_the_guard_off_nothing_is_called_a_veto(job):
     job.spec.guard = GuardSpec(enabled=False)
     assert report_step(job, attempt_of(job, NONFINITE, streak=9.0)) is None
-    assert job.run[0]["veto"] is None and job.progress.vetoes == 2 and job.events == []
+    assert job.recorder.run[0]["veto"] is None and job.recorder.progress.vetoes == 2 and job.events == []
 
 
 def test_with_the_guard_off_its_window_is_nobody_s_concern(job):
@@ -209,10 +203,12 @@ def test_with_the_guard_off_its_window_is_nobody_s_concern(job):
 
 def test_a_suspect_step_is_an_incident_only_if_its_documents_are_convicted(job):
     asked, found = [], []
-    job.examine = lambda attempt, statistics: asked.append((attempt.step, statistics["row_z"])) or (found or [None])[0]
+    job.guard.examine = lambda attempt, statistics: (
+        asked.append((attempt.step, statistics["row_z"])) or (found or [None])[0]
+    )
     assert report_step(job, attempt_of(job)) is None and asked == []
     assert report_step(job, attempt_of(job, suspect=1.0)) is None and asked == [(7, 0.75)]
     found.append("a trial")
     incident = report_step(job, attempt_of(job, suspect=1.0, step=8))
     assert (incident.step, incident.severity, incident.trial) == (8, "suspect", "a trial")
-    assert job.run[-1]["veto"] is None
+    assert job.recorder.run[-1]["veto"] is None

@@ -20,12 +20,13 @@ from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
 from bessemer.optim.schedule import Schedule
-from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.mixture import quantise
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import compute_in
+from bessemer.train.engine import Engine
+from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.objective import Pretrain
 from bessemer.trial.case import EarlierState, NormalRange, StepScene
 
@@ -55,25 +56,28 @@ def make_stream(folder: Path, seed: int, change: Callable[[int, np.ndarray], np.
 
 def make_job(
     stream: BatchStream, seed: int, precision="fp32", peak=1e-2, warmup=10, optimizer=None, device="cpu"
-) -> SimpleNamespace:
+) -> Job:
     spec = OptimizerSpec(**(optimizer or {}))
     shape = ModelShape(vocab=VOCAB, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=64)
     device = torch.device(device)
     model = build(shape, device, seed)
     optimizer = make_optimizer(model.named_parameters(), spec)
-    judge, schedule = Judge(GuardSpec(), device), Schedule(peak, warmup, 200)
-
-    def state():
-        found = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-        found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
-        return found | {f"guard.{name}": tensor for name, tensor in judge.state().items()}
-
-    return SimpleNamespace(
-        spec=SimpleNamespace(optimizer=spec), plan=SimpleNamespace(precision=precision, micro_rows=4),
-        device=device, model=model, objective=Pretrain(False), optimizer=optimizer,
-        schedule=schedule, lr=schedule.lr, progress=SimpleNamespace(tokens=0), judge=judge, stream=stream,
-        state=state, start_step=0, scaling=None, world=World(),
-    )  # fmt: skip
+    plan = SimpleNamespace(precision=precision, micro_rows=4)
+    return Job(
+        Engine(
+            SimpleNamespace(optimizer=spec),
+            plan,
+            device,
+            model,
+            Pretrain(False),
+            optimizer,
+            Schedule(peak, warmup, 200),
+        ),
+        DataFeed(stream, None, str),
+        Guard(Judge(GuardSpec(), device), None, None, None),
+        Recorder(None, None, 1, 1.0),
+        saver=None,
+    )
 
 
 def normal_of(records: list[dict]) -> NormalRange:
@@ -116,25 +120,26 @@ def run_to(job, last: int, faults: Faults, copies) -> tuple[StepScene, list[Earl
             earlier.append(memory_copy(job, step))
         if step in faults.before:
             faults.before[step](job)
-        batches = job.stream.micro_batches(step, job.plan.micro_rows)
-        count, loss = job.stream.step_count(step), torch.zeros((), device=job.device)
+        batches = job.data.stream.micro_batches(step, job.plan.micro_rows)
+        count, loss = job.data.stream.step_count(step), torch.zeros((), device=job.engine.device)
         for batch in batches:
-            with compute_in(job.plan.precision, job.device):
-                terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), count)
+            engine = job.engine
+            with compute_in(job.plan.precision, engine.device):
+                terms = engine.objective.loss(engine.model, engine.objective.feed(batch, engine.device), count)
             terms.loss.backward()
             loss += terms.nll
         if step in faults.gradients:
             faults.gradients[step](job)
-        norm = job.optimizer.grad_norm()
-        lr = job.schedule.lr(step) * faults.rates.get(step, 1.0)
+        norm = job.engine.optimizer.grad_norm()
+        lr = job.engine.schedule.lr(step) * faults.rates.get(step, 1.0)
         value, size = float(loss), float(norm)
         if step == last:
-            job.model.zero_grad(set_to_none=True)
+            job.engine.model.zero_grad(set_to_none=True)
             normal = normal_of(records[: faults.normal_until])
             return StepScene(step, "loss outlier", lr, value, size, normal, batches, records), earlier
         veto = faults.guarded and step > 30 and outlier(normal_of(records), value, size)
-        job.optimizer.step(
-            lr, torch.tensor(float(veto), device=job.device), clip_divisor(norm, job.spec.optimizer.clip)
+        job.engine.optimizer.step(
+            lr, torch.tensor(float(veto), device=job.engine.device), clip_divisor(norm, job.spec.optimizer.clip)
         )
         reason = "loss outlier" if veto else None
         records.append({"step": step, "lr": lr, "veto": reason, "loss": value, "grad_norm": size})
@@ -142,10 +147,10 @@ def run_to(job, last: int, faults: Faults, copies) -> tuple[StepScene, list[Earl
 
 
 def memory_copy(job, step: int) -> EarlierState:
-    kept = {name: tensor.clone() for name, tensor in job.state().items() if not name.startswith("guard.")}
+    kept = {name: tensor.clone() for name, tensor in job.engine.state().items()}
 
     def load():
-        state = job.state()
+        state = job.engine.state()
         for name, tensor in kept.items():
             state[name].copy_(tensor)
 

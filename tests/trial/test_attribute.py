@@ -22,13 +22,13 @@ from bessemer.trial.measure import measure
 @pytest.fixture
 def step(stage):
     job, scene, _ = stage(3, last=34)
-    measured = measure(job, scene.batches)
-    return job, scene.batches, measured, parts_of(job.stream, scene.batches, measured.nll)
+    measured = measure(job.engine, scene.batches)
+    return job, scene.batches, measured, parts_of(job.data.stream, scene.batches, measured.nll)
 
 
 def test_parts_are_the_step_s_documents_and_their_losses_its_loss(step):
     job, _batches, measured, parts = step
-    origins = {share.row: share.tokens for share in job.stream.origins(34)}
+    origins = {share.row: share.tokens for share in job.data.stream.origins(34)}
     assert {part.origin.row: part.tokens for part in parts} == origins
     assert sum(part.loss for part in parts) / 256 == pytest.approx(measured.loss, rel=1e-5)
     for part in parts:
@@ -42,15 +42,15 @@ def test_with_and_without_make_the_whole(step):
     only, rest = weigh(batches, chosen, only=True), weigh(batches, chosen, only=False)
     assert sum(b.count for b in only) == tokens and sum(b.count for b in rest) == 256 - tokens
     expected = sum(part.loss for part in others) / (256 - tokens)
-    assert measure(job, rest).loss == pytest.approx(expected, rel=1e-5)
+    assert measure(job.engine, rest).loss == pytest.approx(expected, rel=1e-5)
     assert weigh(batches, parts, only=False) == []
 
 
 def test_shares_of_the_gradient_add_up_to_one(step):
     job, batches, _, parts = step
-    shares = gradient_shares(job, batches, [[part] for part in parts], lambda: True)
+    shares = gradient_shares(job.engine, batches, [[part] for part in parts], lambda: True)
     assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
-    assert all(parameter.grad is None for parameter in job.model.parameters())
+    assert all(parameter.grad is None for parameter in job.engine.model.parameters())
 
 
 def test_halving_finds_the_heavy_document_with_the_share_it_has_alone(step):
@@ -58,16 +58,16 @@ def test_halving_finds_the_heavy_document_with_the_share_it_has_alone(step):
     heavy = max(parts, key=lambda part: part.tokens)
     for k, row, number in heavy.places:  # 20 times the weight: nothing else matters
         batches[k].weights[row][batches[k].documents[row] == number] = 20.0
-    alone = gradient_shares(job, batches, [[heavy]], lambda: True)[id(heavy)]
+    alone = gradient_shares(job.engine, batches, [[heavy]], lambda: True)[id(heavy)]
     calls = []
-    found = gradient_shares(job, batches, [parts], lambda: not calls.append(1))
+    found = gradient_shares(job.engine, batches, [parts], lambda: not calls.append(1))
     assert found[id(heavy)] == pytest.approx(alone, rel=1e-3) and alone > 0.8
     assert len(calls) < MOST_PASSES and heaviest(parts, found, 10.0, 256) == [heavy]
 
 
 def test_without_room_nothing_is_claimed(step):
     job, batches, _, parts = step
-    assert gradient_shares(job, batches, [parts], lambda: False) == {}
+    assert gradient_shares(job.engine, batches, [parts], lambda: False) == {}
 
 
 @pytest.mark.parametrize(

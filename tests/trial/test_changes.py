@@ -20,12 +20,12 @@ def test_a_quiet_run_has_no_changes(quiet):
 
 def test_rates_batches_skips_phases_and_epochs(quiet):
     job, scene, _ = quiet
-    rows = job.stream.sources["a"]
+    rows = job.data.stream.sources["a"]
     sizes = {"a": rows.count, "b": rows.count}
     phases = [MixturePhase(0, quantise({"a": 1.0})), MixturePhase(200, quantise({"a": 0.5, "b": 0.5}))]
     steps = StepPositions([BatchPhase(0, 8), BatchPhase(26, 16)]).skip(28, 300)
     stream = BatchStream({"a": rows, "b": rows}, StreamOrder(phases, sizes, 0), 32, steps)
-    job.stream = stream
+    job.data.stream = stream
     scene.history[20]["lr"] *= 10
     found = what_changed(job, scene)
     assert "step 25: data phase 2 begins (a 50.0%, b 50.0%)" in found
@@ -37,8 +37,8 @@ def test_rates_batches_skips_phases_and_epochs(quiet):
 
 def test_a_new_epoch_is_told(quiet):
     job, scene, _ = quiet
-    count = job.stream.sources["a"].count
-    job.stream = job.stream.replace(StepPositions([BatchPhase(0, 8)]).skip(30, count - 20))
+    count = job.data.stream.sources["a"].count
+    job.data.stream = job.data.stream.replace(StepPositions([BatchPhase(0, 8)]).skip(30, count - 20))
     assert "step 32: epoch 2 of source a begins" in what_changed(job, scene)
 
 

@@ -36,7 +36,7 @@ class Staged:
     def accused_rightly(self, named: set[int]) -> bool:
         """No innocent, and every guilty one that is more than a few tokens of the step."""
         step = self.scene.step if self.began_at is None else self.began_at
-        tokens = {document.row: document.tokens for document in self.job.stream.origins(step)}
+        tokens = {document.row: document.tokens for document in self.job.data.stream.origins(step)}
         guilty = self.rows or set()
         return named <= guilty and all(row in named for row in guilty if tokens.get(row, 0) >= 8)
 
@@ -92,7 +92,7 @@ def wrong_labels(stage, documents_at, seed):
     rows = {
         origin.row
         for batch in scene.batches
-        for row, _, origin in job.stream.locate(batch)
+        for row, _, origin in job.data.stream.locate(batch)
         if batch.sequences[row] in sequences
     }
     return Staged(*stage(seed, transforms=[WrongLabels(sequences)]), ("data",), rows)
@@ -104,7 +104,7 @@ def flipped_bit(stage, documents_at, seed):
     when = SCENE_AT - int(rng.integers(0, 4))
 
     def flip(job):
-        named = [p for n, p in job.model.named_parameters() if "blocks" in n or n == "norm.weight"]
+        named = [p for n, p in job.engine.model.named_parameters() if "blocks" in n or n == "norm.weight"]
         bits = named[int(rng.integers(len(named)))].detach().view(-1).view(torch.int32)
         bits[int(rng.integers(bits.numel()))] ^= 1 << 30
 
@@ -117,7 +117,7 @@ def flipped_line(stage, documents_at, seed):
     when = SCENE_AT - int(rng.integers(0, 4))
 
     def flip(job):
-        weight = job.model.get_parameter(("blocks.0.ffn.down.weight", "embedding.weight")[seed % 2])
+        weight = job.engine.model.get_parameter(("blocks.0.ffn.down.weight", "embedding.weight")[seed % 2])
         bits = weight.detach().view(-1).view(torch.int32)
         start = int(rng.integers(bits.numel() - 512))
         bits[start : start + 512] ^= 1 << 25
@@ -134,7 +134,7 @@ def nan_once(stage, documents_at, seed):
             output.view(-1)[seed % 7] = float("nan") if seed % 2 else float("inf")
             return output
 
-        handle = job.model.blocks[seed % 2].ffn.register_forward_hook(hook)
+        handle = job.engine.model.blocks[seed % 2].ffn.register_forward_hook(hook)
 
     return Staged(*stage(seed, faults={"before": {SCENE_AT: spoil}}), ("hardware",))
 
@@ -143,7 +143,7 @@ def bad_gradient(stage, documents_at, seed):
     """One element of a gradient is large on the judged step."""
 
     def spoil(job):
-        job.model.blocks[seed % 2].attention.out.weight.grad.view(-1)[seed] = 10.0 ** (2 + seed % 4) * 50
+        job.engine.model.blocks[seed % 2].attention.out.weight.grad.view(-1)[seed] = 10.0 ** (2 + seed % 4) * 50
 
     return Staged(*stage(seed, faults={"gradients": {SCENE_AT: spoil}}), ("hardware",))
 
@@ -153,7 +153,7 @@ def bad_gradient_accepted(stage, documents_at, seed):
     first = SCENE_AT - 6
 
     def spoil(job):
-        for parameter in job.model.parameters():
+        for parameter in job.engine.model.parameters():
             parameter.grad.neg_()
 
     gradients = dict.fromkeys(range(first, SCENE_AT), spoil)
@@ -172,7 +172,7 @@ def bf16_overflow(stage, documents_at, seed):
         def hook(_, __, output):
             return output * float("inf") if torch.is_autocast_enabled("cpu") else output
 
-        job.model.blocks[seed % 2].attention.register_forward_hook(hook)
+        job.engine.model.blocks[seed % 2].attention.register_forward_hook(hook)
 
     return Staged(*stage(seed, faults={"before": {SCENE_AT: wrap}}, precision="bf16"), ("numerics",))
 
@@ -299,7 +299,7 @@ def test_an_accepted_poison_that_did_its_damage_later_is_found_by_replay(stage, 
 def test_a_flipped_bit_names_its_tensor(stage, documents_at):
     job, scene, earlier = stage(2)
     name = "blocks.1.ffn.up.weight"
-    job.model.get_parameter(name).detach().view(-1)[7] = 1e30
+    job.engine.model.get_parameter(name).detach().view(-1)[7] = 1e30
     scene.loss = scene.grad_norm = float("nan")
     trial = run_trial(job, scene, earlier, BUDGET_S)
     assert trial.verdict == "hardware" and not trial.state_healthy
@@ -310,7 +310,7 @@ def test_a_flipped_bit_names_its_tensor(stage, documents_at):
 
 def test_weights_that_are_not_numbers_are_named(stage):
     job, scene, earlier = stage(0)
-    job.model.blocks[0].ffn.gate.weight.detach()[3, :5] = float("nan")
+    job.engine.model.blocks[0].ffn.gate.weight.detach()[3, :5] = float("nan")
     scene.loss = scene.grad_norm = float("nan")
     trial = run_trial(job, scene, earlier, BUDGET_S)
     found = [(layer.name, layer.value) for layer in trial.layers if layer.quantity == "non-finite weights"]
@@ -323,7 +323,7 @@ def test_an_experiment_that_raises_is_named_and_leaves_nothing_behind(stage, doc
 
     def break_things(hearing):
         with torch.no_grad():
-            for parameter in hearing.job.model.parameters():
+            for parameter in hearing.job.engine.model.parameters():
                 parameter.zero_()
                 parameter.grad = torch.ones_like(parameter)
         torch.rand(3)
@@ -335,7 +335,7 @@ def test_an_experiment_that_raises_is_named_and_leaves_nothing_behind(stage, doc
     trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
     assert sum("RuntimeError: out of memory" in line for line in trial.cut_short) == len(fails)
     assert same(before, bits(staged.job))
-    assert all(parameter.grad is None for parameter in staged.job.model.parameters())
+    assert all(parameter.grad is None for parameter in staged.job.engine.model.parameters())
 
 
 def test_an_interrupt_leaves_nothing_behind_either(stage, documents_at, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 
 from bessemer.trial.attribute import parts_of
 from bessemer.trial.examine import deviation, examine_parts, examine_step, guess_losses
-from bessemer.trial.measure import token_losses, whole_step
+from bessemer.trial.measure import global_batches, token_losses
 
 from .conftest import SCENE_AT, VOCAB, chain_text
 
@@ -97,17 +97,17 @@ def parts_at(job, rows):
     """The part of each document in any step that it is in."""
     found = {}
     for step in range(SCENE_AT):
-        batches = whole_step(job, step)
-        for part in parts_of(job.stream, batches, token_losses(job, batches)):
+        batches = global_batches(job.engine, job.data.stream, step)
+        for part in parts_of(job.data.stream, batches, token_losses(job.engine, batches)):
             if part.origin.row in rows:
                 found.setdefault(part.origin.row, part)
     return list(found.values())
 
 
 def attempt_at(job, step):
-    batches = whole_step(job, step)
-    losses = [torch.tensor(nll) for nll in token_losses(job, batches)]
-    return SimpleNamespace(step=step, batches=batches, losses=losses)
+    batches = global_batches(job.engine, job.data.stream, step)
+    losses = [torch.tensor(nll) for nll in token_losses(job.engine, batches)]
+    return SimpleNamespace(step=step, batches=batches, losses=SimpleNamespace(token_losses=losses))
 
 
 @pytest.mark.parametrize(("make", "far"), [(noise, True), (ruled, False), (one_odd_row, False)])
@@ -115,17 +115,17 @@ def test_noise_is_far_from_its_source_and_odd_rows_of_an_honest_page_are_not(sta
     rows = set(range(100, 400, 20))
     job, _, _ = stage(0, long_documents(rows, make))
     parts = parts_at(job, rows)
-    found = examine_parts(job, parts, SCENE_AT)
+    found = examine_parts(job.engine, job.data.stream, parts, SCENE_AT)
     assert len(parts) >= 3 and [away.far for away in found] == [far] * len(parts), found
 
 
 def test_a_suspect_step_names_its_noise_by_forward_passes_that_leave_no_trace(stage):
     rows = set(range(100, 400, 20))
     job, scene, _ = stage(0, long_documents(rows, noise))
-    step = next(s for s in range(SCENE_AT) if any(o.row in rows and o.tokens > 24 for o in job.stream.origins(s)))
-    guilty = {origin.row for origin in job.stream.origins(step) if origin.row in rows}
-    gradients = {name: torch.randn_like(parameter) for name, parameter in job.model.named_parameters()}
-    for name, parameter in job.model.named_parameters():
+    step = next(s for s in range(SCENE_AT) if any(o.row in rows and o.tokens > 24 for o in job.data.stream.origins(s)))
+    guilty = {origin.row for origin in job.data.stream.origins(step) if origin.row in rows}
+    gradients = {name: torch.randn_like(parameter) for name, parameter in job.engine.model.named_parameters()}
+    for name, parameter in job.engine.model.named_parameters():
         parameter.grad = gradients[name]
     before = {name: tensor.clone() for name, tensor in job.state().items()}
     numbers = torch.get_rng_state()
@@ -133,7 +133,7 @@ def test_a_suspect_step_names_its_noise_by_forward_passes_that_leave_no_trace(st
     assert {one.row for one in trial.accused if one.convicted} == guilty
     assert trial.verdict == "data" and trial.state_healthy and len(seen) == len(trial.accused)
     assert all(torch.equal(tensor, before[name]) for name, tensor in job.state().items() if "guard" not in name)
-    assert all(parameter.grad is gradients[name] for name, parameter in job.model.named_parameters())
-    assert torch.equal(numbers, torch.get_rng_state()) and job.model.training
-    clean, none = next(s for s in range(SCENE_AT) if not any(o.row in rows for o in job.stream.origins(s))), None
+    assert all(parameter.grad is gradients[name] for name, parameter in job.engine.model.named_parameters())
+    assert torch.equal(numbers, torch.get_rng_state()) and job.engine.model.training
+    clean, none = next(s for s in range(SCENE_AT) if not any(o.row in rows for o in job.data.stream.origins(s))), None
     assert examine_step(job, attempt_at(job, clean), scene.normal.loss)[0] is none

@@ -10,11 +10,11 @@ from bessemer.trial import layers
 @pytest.fixture
 def looks(stage):
     job, scene, _ = stage(0, last=34)
-    normal = layers.look(job, scene.batches)
+    normal = layers.look(job.engine, scene.batches)
 
     def make(change):
-        change(job.model)
-        return layers.compare(layers.look(job, scene.batches), normal)
+        change(job.engine.model)
+        return layers.compare(layers.look(job.engine, scene.batches), normal)
 
     return job, make
 
@@ -24,7 +24,7 @@ def test_the_first_module_that_is_not_finite(looks):
     found = make(lambda model: model.blocks[1].attention.query.weight.detach()[0, 0].fill_(math.inf))
     assert (found[0].name, found[0].quantity) == ("blocks.1.attention.query", "non-finite outputs")
     assert found[0].value > 0 == found[0].normal
-    assert layers.damaged_weights(job)[0].name == "blocks.1.attention.query.weight"
+    assert layers.damaged_weights(job.engine)[0].name == "blocks.1.attention.query.weight"
 
 
 def test_the_first_module_with_large_outputs_and_the_gradients_that_grew(looks):
@@ -38,5 +38,5 @@ def test_the_first_module_with_large_outputs_and_the_gradients_that_grew(looks):
 def test_nothing_is_named_where_nothing_changed_and_no_hook_stays(looks):
     job, make = looks
     assert make(lambda model: None) == []
-    assert not any(module._forward_hooks for module in job.model.modules())
-    assert all(parameter.grad is None for parameter in job.model.parameters())
+    assert not any(module._forward_hooks for module in job.engine.model.modules())
+    assert all(parameter.grad is None for parameter in job.engine.model.parameters())

@@ -15,7 +15,7 @@ def weights(job):
 
 def test_a_replay_ends_at_the_run_s_weights_with_its_vetoes_and_rates(stage):
     def spoil(job):
-        job.model.norm.weight.grad.fill_(math.nan)
+        job.engine.model.norm.weight.grad.fill_(math.nan)
 
     job, scene, earlier = stage(1, faults={"gradients": {50: spoil}, "rates": {47: 0.5, 55: 3.0}})
     assert scene.history[50]["veto"]
@@ -43,7 +43,7 @@ def test_other_rates_and_vetoes_change_what_they_say(stage):
     earlier[1].load()
     path = replay_to(job, 50, scene.history, 45, veto=lambda step, loss, norm: True)
     assert all(step.vetoed for step in path) and not differences(start, job.state())
-    assert all(parameter.grad is None for parameter in job.model.parameters())
+    assert all(parameter.grad is None for parameter in job.engine.model.parameters())
 
 
 def test_a_missing_record_is_named(stage):

@@ -36,7 +36,7 @@ from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import memory_in_use, pick_device, synchronize
-from bessemer.train.job import Job, Outcome
+from bessemer.train.job import Interrupt, Job, Outcome
 from bessemer.train.loop import train_loop
 
 Word = TypeVar("Word")
@@ -98,12 +98,12 @@ class Stopwatch:
     def span(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def step(self, job: Job) -> None:
+    def step(self, interrupt: Interrupt) -> None:
         if len(self.ends_s) + 1 in (WARMUP, WARMUP + self.steps):
             synchronize(self.device)
         self.ends_s.append(time.perf_counter())
         if len(self.ends_s) == WARMUP + self.steps:
-            job.interrupt.signal = DONE
+            interrupt.signal = DONE
 
 
 class ScalingSession(Session):
@@ -129,15 +129,15 @@ class ScalingSession(Session):
         return prepared, replace(shape, vocab=max(shape.vocab, self.vocab or 0)), context
 
     def _loop(self, job: Job) -> Outcome:
-        job.saver, job.copies = Unsaved(job.saver.shelf, ""), None
-        job.evaluator.parts.clear()
-        job.profiler = watch = Stopwatch(job.device, self.steps)
+        job.saver, job.guard.snapshots = Unsaved(job.saver.shelf, ""), None
+        job.data.evaluator.parts.clear()
+        job.recorder.profiler = watch = Stopwatch(job.engine.device, self.steps)
         outcome = train_loop(job)
-        rows = job.stream.steps.rows(0)
+        rows = job.data.stream.steps.rows(0)
         self.found = {
-            "step_s": watch.step_s, "tokens": rows * job.plan.context, "parameters": job.model.shape.parameters,
+            "step_s": watch.step_s, "tokens": rows * job.plan.context, "parameters": job.engine.model.shape.parameters,
             "micro_rows": job.plan.micro_rows, "precision": job.plan.precision,
-            "memory_bytes": max(job.world.gather(memory_in_use(job.device))),
+            "memory_bytes": max(job.world.gather(memory_in_use(job.engine.device))),
         }  # fmt: skip
         return outcome
 

@@ -46,11 +46,11 @@ class Injector:
 
     def attach(self, job: Job, tokenizer: Tokenizer) -> None:
         """Put the faults into a job that is ready to start."""
-        if not isinstance(job.stream, BatchStream):
+        if not isinstance(job.data.stream, BatchStream):
             raise UserError("chaos needs data that can be read again: files, or a dataset with __getitem__")
         poisons = [fault for fault in self.faults.values() if fault.kind.startswith("poison")]
-        poison = make_poison(job.stream, poisons, tokenizer, job.run.folder / "poison")
-        job.stream = PoisonedStream.of(job.stream, poison)
+        poison = make_poison(job.data.stream, poisons, tokenizer, job.recorder.run.folder / "poison")
+        job.data.stream = PoisonedStream.of(job.data.stream, poison)
         job.faults = self
         for fault in self.faults.values():
             if fault.kind == "overflow":
@@ -84,7 +84,7 @@ class Injector:
                 self._spoil_layer(job, fault)
             case "flip-weight":
                 generator = torch.Generator().manual_seed(fault.seed)
-                flip_bit([p.detach() for p in job.model.parameters() if p.ndim > 1], generator)
+                flip_bit([p.detach() for p in job.engine.model.parameters() if p.ndim > 1], generator)
             case "lr-jump":
                 self._lr = fault
             case "flip-gradient":
@@ -105,7 +105,7 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGTERM)
             case "truncated-checkpoint":
                 job.saver.wait(job)
-                cut_newest(CheckpointStore(job.run.checkpoints))
+                cut_newest(CheckpointStore(job.recorder.run.checkpoints))
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def after_backward(self, job: Job, step: int) -> None:
@@ -127,7 +127,7 @@ class Injector:
     def _spoil_layer(self, job: Job, fault: Fault) -> None:
         """One element of one layer's output, for one forward pass."""
         value = float("nan") if fault.kind == "nan" else float("inf")
-        block = job.model.blocks[fault.seed % len(job.model.blocks)]
+        block = job.engine.model.blocks[fault.seed % len(job.engine.model.blocks)]
 
         def spoil(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             changed = output.clone()
@@ -138,8 +138,8 @@ class Injector:
 
     def _overflow(self, job: Job, fault: Fault) -> None:
         """A layer that leaves the range of a low precision on the batch of one step, whenever it is computed."""
-        assert isinstance(job.stream, BatchStream)
-        marked = torch.from_numpy(job.stream.batch(fault.step).tokens[0]).to(job.device)
+        assert isinstance(job.data.stream, BatchStream)
+        marked = torch.from_numpy(job.data.stream.batch(fault.step).tokens[0]).to(job.engine.device)
         seen = [False]
 
         def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -150,8 +150,8 @@ class Injector:
             low = torch.is_autocast_enabled(output.device.type)
             return output * float("inf") if seen[0] and low else output
 
-        job.model.register_forward_pre_hook(look)
-        job.model.blocks[fault.seed % len(job.model.blocks)].register_forward_hook(overflow)
+        job.engine.model.register_forward_pre_hook(look)
+        job.engine.model.blocks[fault.seed % len(job.engine.model.blocks)].register_forward_hook(overflow)
 
 
 def flip_bit(tensors: Sequence[Tensor], generator: torch.Generator) -> None:
@@ -168,7 +168,7 @@ def flip_bit(tensors: Sequence[Tensor], generator: torch.Generator) -> None:
 
 
 def flip_gradient(job: Job, fault: Fault) -> None:
-    gradients = [p.grad for p in job.model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in job.engine.model.parameters() if p.grad is not None]
     flip_bit(gradients, torch.Generator().manual_seed(fault.seed))
 
 

@@ -46,20 +46,11 @@ class Verdict:
     """What the guard says of a step, still on the device. `reject` is exactly 0 or 1."""
 
     reject: Tensor
-    numbers: Tensor
-
-    NAMES = (
-        "code", "streak", "reopened", "gave_way", "suspect", "loss_z", "loss_center", "loss_scale", "grad_z",
-        "grad_center", "grad_scale", "row_z", "row_center", "row_scale",
-    )  # fmt: skip
+    scalars: dict[str, Tensor]
 
     def read(self) -> dict[str, float]:
         """One transfer to the host, which waits for the device."""
-        return self.named(self.numbers.tolist())
-
-    @classmethod
-    def named(cls, numbers: list[float]) -> dict[str, float]:
-        return dict(zip(cls.NAMES, numbers, strict=True))
+        return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
 
 class Judge:
@@ -163,8 +154,10 @@ class Judge:
         # Of outliers only: steps that are not finite are never the data, however often they come.
         self.vetoed_N = torch.where(self._age_N == self.judged % self.spec.window, reject * finite, self.vetoed_N)
         self.judged = self.judged + 1
-        parts = (
-            code.float(), self.streak, reopened.float(), gave_way.float(), suspect.float(), z_3[0], center_3[0],
-            scale_3[0], z_3[1], center_3[1].exp(), scale_3[1], z_3[2], center_3[2], scale_3[2],
-        )  # fmt: skip
-        return Verdict(reject, torch.stack(parts))
+        return Verdict(reject, {
+            "code": code.float(), "streak": self.streak, "reopened": reopened.float(), "gave_way": gave_way.float(),
+            "suspect": suspect.float(),
+            "loss_z": z_3[0], "loss_center": center_3[0], "loss_scale": scale_3[0],
+            "grad_z": z_3[1], "grad_center": center_3[1].exp(), "grad_scale": scale_3[1],
+            "row_z": z_3[2], "row_center": center_3[2], "row_scale": scale_3[2],
+        })  # fmt: skip

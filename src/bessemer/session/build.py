@@ -46,8 +46,9 @@ from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import FP8, compile_blocks, compute_in, compute_type
 from bessemer.train.device import memory_limit, synchronize
+from bessemer.train.engine import Engine
 from bessemer.train.evaluate import Evaluator, HeldOutSet
-from bessemer.train.job import Job
+from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.loss import linear_cross_entropy
 from bessemer.train.lowp.fp8 import convert
 from bessemer.train.lowp.loss_scale import LossScale
@@ -139,32 +140,28 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     if world.layout.tp > 1:
         assert world.mesh is not None
         objective.tensors = world.mesh["tp"]
-    passage = PipelineRunner(pipeline, model, objective, plan.precision, spec.parallel.sequence) if pipeline else None
+    runner = PipelineRunner(pipeline, model, objective, plan.precision, spec.parallel.sequence) if pipeline else None
+    engine = Engine(
+        spec, plan, device, model, objective, optimizer,
+        Schedule(plan.peak_lr, plan.warmup_steps, plan.total_steps, spec.schedule.kind, spec.schedule.floor), world,
+        Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None, runner,
+        LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
+    )  # fmt: skip
+    evaluator = Evaluator(
+        parts.held_out, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device, world
+    )
+    # Apple's backend has no median that skips NaN: there the judge runs on the CPU, at the price of a sync.
+    judge_device = torch.device("cpu") if device.type == "mps" else device
+    guard = Guard(
+        Judge(spec.guard, judge_device, parts.stream.steps.rows(0)),
+        Detectors(spec.guard, memory_limit(device), plan.total_steps, world.gather(socket.gethostname())),
+        LayerStats(model, optimizer.remainders(), world), Ladder(spec.guard),
+    )  # fmt: skip
+    remote = open_remote(spec, run.folder) if world.main else None
     return Job(
-        spec=spec, plan=plan, device=device, model=model, objective=objective,
-        optimizer=optimizer,
-        schedule=Schedule(
-            plan.peak_lr, plan.warmup_steps, plan.total_steps, spec.schedule.kind, spec.schedule.floor
-        ),
-        # Apple's backend has no median that skips NaN: there the judge sits on the CPU, at the price of a sync.
-        judge=Judge(
-            spec.guard, torch.device("cpu") if device.type == "mps" else device, parts.stream.steps.rows(0)
-        ),
-        stream=parts.stream,
-        evaluator=Evaluator(
-            parts.held_out, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device, world
-        ),
-        run=run, view=view,
-        saver=CheckpointSaver(
-            CheckpointStore(run.checkpoints, world), fingerprint, open_remote(spec, run.folder) if world.main else None
-        ),
-        flops_per_token=parts.shape.flops_per_token(plan.context), peak_flops=parts.peak_flops,
-        watch=Detectors(spec.guard, memory_limit(device), plan.total_steps, world.gather(socket.gethostname())),
-        inside=LayerStats(model, optimizer.remainders(), world),
-        ladder=Ladder(spec.guard), decode=parts.tokenizer.decode,
-        ema=Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None,
-        world=world, pipeline=passage,
-        scaling=LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
+        engine, DataFeed(parts.stream, evaluator, parts.tokenizer.decode), guard,
+        Recorder(run, view, parts.shape.flops_per_token(plan.context), parts.peak_flops),
+        CheckpointSaver(CheckpointStore(run.checkpoints, world), fingerprint, remote),
     )  # fmt: skip
 
 

@@ -324,18 +324,18 @@ def _transforms(spec: RunSpec, data: Data) -> list[Transform]:
 def leave_out(job: Job) -> None:
     """Ban what the spec's lists name: from the start in a new run, from here on in one that goes on, so that past steps
     still replay. Entries that no longer fit their file are told and ignored."""
-    if not job.spec.data.exclude or not isinstance(job.stream, BatchStream):
+    if not job.spec.data.exclude or not isinstance(job.data.stream, BatchStream):
         return
     entries = [entry for path in job.spec.data.exclude for entry in read_exclusions(path)]
-    found, stale = banned_documents(entries, job.stream.sources)
-    position = job.stream.steps.position(job.start_step)
-    new = found - set(job.stream.banned)
+    found, stale = banned_documents(entries, job.data.stream.sources)
+    position = job.data.stream.steps.position(job.start_step)
+    new = found - set(job.data.stream.banned)
     if new:
-        job.stream = job.stream.replace(banned={**job.stream.banned, **dict.fromkeys(new, position)})
+        job.data.stream = job.data.stream.replace(banned={**job.data.stream.banned, **dict.fromkeys(new, position)})
     lists = ", ".join(job.spec.data.exclude)
-    job.event("excluded", documents=len(found), reason=f"{len(found)} documents are left out: {lists}")
+    job.recorder.event("excluded", documents=len(found), reason=f"{len(found)} documents are left out: {lists}")
     for line in stale:
-        job.event("exclusion_stale", reason=line)
+        job.recorder.event("exclusion_stale", reason=line)
 
 
 def offer(spec: RunSpec, job: Job) -> None:
@@ -343,5 +343,5 @@ def offer(spec: RunSpec, job: Job) -> None:
     if spec.data.store is not None or any(source.path == [OWN] for source in spec.data.sources.values()):
         return
     files = {entry.name for entries in list_sources(spec.data).values() for entry in entries}
-    for found in offers(files, spec.runs, [*spec.data.exclude, job.run.folder / FILE_NAME]):
-        job.event("exclusions_offered", reason=found.line)
+    for found in offers(files, spec.runs, [*spec.data.exclude, job.recorder.run.folder / FILE_NAME]):
+        job.recorder.event("exclusions_offered", reason=found.line)

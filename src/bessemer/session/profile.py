@@ -85,17 +85,17 @@ class ProfileSession(Session):
         needed = job.start_step + WARMUP + self.steps
         if needed > job.plan.total_steps:
             raise UserError(f"--profile: needs {needed} steps, the run has {job.plan.total_steps}: raise budget.tokens")
-        if self.nsight and job.device.type != "cuda":
+        if self.nsight and job.engine.device.type != "cuda":
             raise UserError(
-                f"--nsight: marks steps for NVIDIA's tools, and the run is on a {job.device.type}: leave it out"
+                f"--nsight: marks steps for NVIDIA's tools, and the run is on a {job.engine.device.type}: leave it out"
             )
-        if job.device.type == "mps":
+        if job.engine.device.type == "mps":
             raise UserError("--profile: torch cannot look into Apple GPUs: use parallel.device: cpu, or Instruments")
         self.folder.mkdir(parents=True, exist_ok=True)
         trace = None if self.nsight else self.folder / "trace.json.gz"
-        job.saver, job.copies = Unsaved(job.saver.shelf, ""), None
-        job.evaluator.parts.clear()
-        job.profiler = profiler = Profiler(job.device, self.steps, trace)
+        job.saver, job.guard.snapshots = Unsaved(job.saver.shelf, ""), None
+        job.data.evaluator.parts.clear()
+        job.recorder.profiler = profiler = Profiler(job.engine.device, self.steps, trace)
         while (outcome := train_loop(job)).incident:  # a vetoed step takes as long as another
             job.start_step = outcome.step
         if trace:
@@ -103,15 +103,17 @@ class ProfileSession(Session):
         return outcome
 
     def _report(self, job: Job, profiler: Profiler, trace: Path) -> None:
-        machine, stored, plan = measure(job.device), stored_ceilings(job.device), job.plan
+        machine, stored, plan = measure(job.engine.device), stored_ceilings(job.engine.device), job.plan
         rates = {f"matmul_{key}": rate for key, rate in machine.matmul.items() if rate}
-        weights = sum(parameter.nbytes for parameter in job.optimizer.parameters)
-        moments = sum(tensor.nbytes for tensor in job.optimizer.state().values())
+        weights = sum(parameter.nbytes for parameter in job.engine.optimizer.parameters)
+        moments = sum(tensor.nbytes for tensor in job.engine.optimizer.state().values())
         facts = ProfileFacts(
-            spec=self.spec, shape=job.model.shape, device=machine.name, precision=plan.precision, context=plan.context,
-            rows=job.stream.steps.rows(job.start_step + WARMUP), micro_rows=plan.micro_rows, steps=self.steps,
-            plain_step_s=profiler.plain_step_s, flops_per_token=job.flops_per_token, peak_flops=job.peak_flops,
-            memory_bytes=memory_in_use(job.device), memory_limit=memory_limit(job.device),
+            spec=self.spec, shape=job.engine.model.shape, device=machine.name, precision=plan.precision,
+            context=plan.context,
+            rows=job.data.stream.steps.rows(job.start_step + WARMUP), micro_rows=plan.micro_rows, steps=self.steps,
+            plain_step_s=profiler.plain_step_s, flops_per_token=job.recorder.flops_per_token,
+            peak_flops=job.recorder.peak_flops,
+            memory_bytes=memory_in_use(job.engine.device), memory_limit=memory_limit(job.engine.device),
             update_bytes=3 * weights + 2 * moments, ceilings=rates | (stored.best() if stored else {}),
         )  # fmt: skip
         found = as_json(step_time(read_trace(trace)), facts)

@@ -210,7 +210,7 @@ def job_of(folder: str | Path, device: str = "auto") -> tuple[Job, RunSpec]:
     use_threads(asked)
     parts = JobParts(plan, ModelShape.from_dict(about["shape"]), stream, {}, data.tokenizer, pick_device(asked), 1.0)
     job = make_job(spec, parts, ReadOnlyRun(folder), RunView())
-    choose_attention(job, Plan(), Plan.from_json((run.folder / "plan.json").read_text()))
+    choose_attention(job.engine, Plan(), Plan.from_json((run.folder / "plan.json").read_text()))
     return job, spec
 
 
@@ -219,26 +219,26 @@ def try_step(folder: str | Path, step: int, budget_s: float | None = None, devic
     job, spec = job_of(folder, device)
     if not 0 <= step < job.plan.total_steps:
         raise UserError(f"--step {step}: this run has steps 0 to {job.plan.total_steps - 1}")
-    records = list(job.run.metrics())
+    records = list(job.recorder.run.metrics())
     _bring_to(job, step, records)
     history = [record for record in records if record["step"] < step][-HISTORY:]
     recorded = next((record for record in records if record["step"] == step), None)
-    batches = job.stream.micro_batches(step, job.plan.micro_rows)
+    batches = job.data.stream.micro_batches(step, job.plan.micro_rows)
     if recorded is None:  # rolled back past, or not reached
-        found = measure(job, batches, job.stream.step_count(step))
+        found = measure(job.engine, batches, job.data.stream.step_count(step))
         loss, norm, lr = found.loss, found.grad_norm, job.lr(step)
     else:
         loss, norm, lr = (number(recorded[key]) or float("nan") for key in ("loss", "grad_norm", "lr"))
-    veto = next((event for event in job.run.events("veto") if event["step"] == step), None)
+    veto = next((event for event in job.recorder.run.events("veto") if event["step"] == step), None)
     symptom = veto["reason"] if veto else BY_HAND
     normal = _normal(veto, spec) or usual(history, spec.guard.loss_sigma, spec.guard.grad_sigma)
     scene = StepScene(step, symptom, lr, loss, norm, normal, batches, history)
     budget_s = budget_s or spec.guard.trial.budget
-    events = list(job.run.events())
-    trial = run_trial(job, scene, _earlier(job, step), budget_s, events, job.decode, _alike_from(job, events))
+    events = list(job.recorder.run.events())
+    trial = run_trial(job, scene, _earlier(job, step), budget_s, events, job.data.decode, _alike_from(job, events))
     keys = ("step", "loss", "grad_norm", "lr", "veto")
     return IncidentCase(
-        run=job.run.name, step=step, time=time.time(), symptom=symptom,
+        run=job.recorder.run.name, step=step, time=time.time(), symptom=symptom,
         observed={"loss": loss, "grad_norm": norm, "lr": lr}, normal=normal, trial=trial,
         series=[{key: record[key] for key in keys} for record in records if abs(record["step"] - step) <= 100],
     )  # fmt: skip
@@ -255,12 +255,12 @@ def _normal(veto: dict[str, Any] | None, spec: RunSpec) -> NormalRange | None:
 
 def _bring_to(job: Job, step: int, records: list[dict[str, Any]]) -> None:
     """The weights and moments before the step."""
-    scenes = CheckpointStore(job.run.folder / "scenes")
+    scenes = CheckpointStore(job.recorder.run.folder / "scenes")
     for folder, manifest in scenes.committed():
         if manifest.step == step:
             _load(job, scenes, folder, manifest)
             return
-    shelf = CheckpointStore(job.run.checkpoints)
+    shelf = CheckpointStore(job.recorder.run.checkpoints)
     for folder, manifest in reversed(shelf.committed()):
         if manifest.step <= step:
             try:
@@ -274,31 +274,29 @@ def _bring_to(job: Job, step: int, records: list[dict[str, Any]]) -> None:
 
 
 def _load(job: Job, shelf: CheckpointStore, folder: Path, manifest: Manifest) -> None:
-    shelf.load(folder, _tensors(job))
+    shelf.load(folder, job.engine.state())
     segments = [Segment.from_json(entry) for entry in manifest.segments]
-    job.stream = job.stream.replace(StepPositions(job.stream.steps.batch_phases, segments), bans_of(manifest))
+    job.data.stream = job.data.stream.replace(
+        StepPositions(job.data.stream.steps.batch_phases, segments), bans_of(manifest)
+    )
     job.start_step = manifest.step
-
-
-def _tensors(job: Job) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in job.state().items() if not name.startswith("guard.")}
 
 
 def _alike_from(job: Job, events: list[dict[str, Any]]) -> int:
     """The step since which the run computed as this process does: after its last, if it was trained by several."""
-    committed = CheckpointStore(job.run.checkpoints).committed()
+    committed = CheckpointStore(job.recorder.run.checkpoints).committed()
     other = committed and rounds_otherwise(job, committed[-1][1])
     return job.plan.total_steps if other else digits_from(events)
 
 
 def _earlier(job: Job, step: int) -> list[EarlierState]:
-    shelf = CheckpointStore(job.run.checkpoints)
+    shelf = CheckpointStore(job.recorder.run.checkpoints)
     found = []
     for folder, manifest in reversed(shelf.committed()):
         if manifest.step < step:
 
             def load(folder: Path = folder) -> None:
-                shelf.load(folder, _tensors(job))
+                shelf.load(folder, job.engine.state())
 
             found.append(EarlierState(manifest.step, folder.name, load))
     return found

@@ -42,15 +42,15 @@ def digits_from(events: Iterable[Mapping[str, Any]]) -> int:
 
 def refill_history(job: Job) -> None:
     """After a restore: the records of the steps before, as if no process had ended. Trials compare with such steps."""
-    size = job.history.maxlen or 0
-    records = [r for r in job.run.metrics() if r["step"] < job.start_step][-size:] if job.world.main else []
-    job.history.extend(job.world.agree(records))
+    size = job.recorder.history.maxlen or 0
+    records = [r for r in job.recorder.run.metrics() if r["step"] < job.start_step][-size:] if job.world.main else []
+    job.recorder.history.extend(job.world.agree(records))
 
 
 def recent(job: Job) -> list[dict[str, Any]]:
     """What a report shows of the last steps."""
     keys = ("step", "loss", "grad_norm", "lr", "veto")
-    return [{key: record[key] for key in keys} for record in job.history]
+    return [{key: record[key] for key in keys} for record in job.recorder.history]
 
 
 def usual(history: Iterable[dict[str, Any]], loss_sigma: float, grad_sigma: float) -> NormalRange:
@@ -157,12 +157,12 @@ def restore_newest(job: Job, shelf: CheckpointStore, former: RunSpec | None) -> 
         try:
             load_checkpoint(job, shelf, folder, former)
         except DamagedCheckpoint as error:
-            job.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
+            job.recorder.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
             faults.append(str(error))
             continue
         return folder.name
-    refuse_start_over(job.run, shelf, faults)
-    job.run.cut_after(0)
+    refuse_start_over(job.recorder.run, shelf, faults)
+    job.recorder.run.cut_after(0)
     return None
 
 
@@ -201,15 +201,17 @@ def start_from(job: Job, folder: Path) -> None:
         raise UserError(
             f"start_from: {folder} is not a checkpoint; give a folder such as runs/x/checkpoints/step-00001000.a1"
         )
-    weights = {name: t for name, t in job.targets().items() if name.startswith("model.") or name.endswith(".remainder")}
+    weights = {
+        name: t for name, t in job.load_targets().items() if name.startswith("model.") or name.endswith(".remainder")
+    }
     try:
         CheckpointStore(folder.parent).load(folder, weights)
     except DamagedCheckpoint as error:
         raise UserError(f"start_from: {error}") from None
-    job.put_back(weights)
-    if job.ema:
-        job.ema.restart()
-    job.event("started_from", checkpoint=folder.name, reason=f"weights of {folder}")
+    job.engine.finish_load(weights)
+    if job.engine.ema:
+        job.engine.ema.restart()
+    job.recorder.event("started_from", checkpoint=folder.name, reason=f"weights of {folder}")
 
 
 def load_checkpoint(
@@ -218,43 +220,41 @@ def load_checkpoint(
     """Verify it and put it into the job, and its records into the run. Raises Damaged, or UserError where it belongs to
     other data. `former` is the spec of a checkpoint that has no copy of its own. Without `rewind` an iterable stays
     where it has been read to: some cannot be put back, and a rollback skips what has passed."""
-    state, saved = job.targets(), run_files(folder)
+    state, saved = job.load_targets(), run_files(folder)
     former = _spec(saved, folder) or former
     if former and former.guard.window != job.spec.guard.window:  # another window starts empty
         state = {name: tensor for name, tensor in state.items() if not name.startswith("guard.")}
     had_ema = former is None or former.optimizer.ema is not None
-    if job.ema and not had_ema:  # an average that begins now
+    if job.engine.ema and not had_ema:  # an average that begins now
         state = {name: tensor for name, tensor in state.items() if not name.startswith("ema.")}
     if former and (former.precision, former.loss_scale) != ("fp16", "dynamic"):  # a scale that begins now
         state = {name: tensor for name, tensor in state.items() if not name.startswith("scaling.")}
     refuse_other_data(job, read_manifest(folder), folder)
     manifest = shelf.load(folder, state, optional=("guard.rows",))  # which earlier versions did not save
-    job.put_back(state)
-    if job.ema and not had_ema:
-        job.ema.restart()
+    job.engine.finish_load(state)
+    if job.engine.ema and not had_ema:
+        job.engine.ema.restart()
     accept_state(job, state, manifest, rewind)
-    for repair in job.run.go_back(manifest.step, saved):
-        job.view.event(repair)
+    for repair in job.recorder.run.go_back(manifest.step, saved):
+        job.recorder.view.event(repair)
     return manifest
 
 
 def accept_state(job: Job, state: dict[str, torch.Tensor], manifest: Manifest, rewind: bool = True) -> None:
     """Everything besides weights and moments, which are loaded in place."""
-    guard = {name.removeprefix("guard."): state[name] for name in state if name.startswith("guard.")}
-    if guard:
-        job.judge.load(guard)
+    job.guard.load_tensors(state)
     if manifest.guard:
-        job.load_guard_state(manifest.guard)
-    job.stream = job.stream.replace(
-        StepPositions(job.stream.steps.batch_phases, [Segment.from_json(s) for s in manifest.segments]),
+        job.guard.load_state(manifest.guard)
+    job.data.stream = job.data.stream.replace(
+        StepPositions(job.data.stream.steps.batch_phases, [Segment.from_json(s) for s in manifest.segments]),
         bans_of(manifest),
     )
-    if rewind and isinstance(job.stream, IterableStream):
-        job.stream.resume(manifest.step, manifest.stream_state)
-    job.progress = Progress(**manifest.progress)
+    if rewind and isinstance(job.data.stream, IterableStream):
+        job.data.stream.resume(manifest.step, manifest.stream_state)
+    job.recorder.progress = Progress(**manifest.progress)
     job.start_step = manifest.step
     if changed := rounds_otherwise(job, manifest):
-        job.event(
+        job.recorder.event(
             "digits_may_differ", step=manifest.step,
             reason=f"{changed}: the losses go on, their last digits may differ from an unbroken run's",
         )  # fmt: skip
@@ -264,7 +264,7 @@ def rounds_otherwise(job: Job, manifest: Manifest) -> str:
     """What of this start makes sums in another order than those that a checkpoint came from; empty if nothing does."""
     degrees = ({key: n for key, n in asdict(job.world.layout).items() if n > 1}, manifest.layout)
     words = [" x ".join(f"{key} {degree}" for key, degree in found.items()) or "one process" for found in degrees]
-    here = {"threads": torch.get_num_threads(), "device": job.device.type, "torch": package_versions()["torch"]}
+    here = {"threads": torch.get_num_threads(), "device": job.engine.device.type, "torch": package_versions()["torch"]}
     there = {"threads": manifest.threads, "device": manifest.device, "torch": manifest.versions["torch"]}
     here["layout"], there["layout"] = words
     return ", ".join(f"{key} {there[key]} -> {here[key]}" for key in here if here[key] != there[key])
@@ -277,17 +277,17 @@ def bans_of(manifest: Manifest) -> dict[tuple[str, int], int]:
 
 def refuse_other_data(job: Job, manifest: Manifest, folder: Path) -> None:
     """Positions must mean the same tokens, and past steps must have read the same positions."""
-    if manifest.stream_fingerprint != job.stream.fingerprint:
-        changed = differences(manifest.stream, json.loads(json.dumps(job.stream.identity)))
+    if manifest.stream_fingerprint != job.data.stream.fingerprint:
+        changed = differences(manifest.stream, json.loads(json.dumps(job.data.stream.identity)))
         what = "; ".join(f"{key} was {old}, is {new}" for key, (old, new) in changed.items())
-        if files := describe_file_changes(job.run.folder, job.spec):
+        if files := describe_file_changes(job.recorder.run.folder, job.spec):
             what = f"data files {files}; {what}"
         raise UserError(
             f"{folder}: was trained on another data stream ({what}): its positions mean other tokens now. "
             "Put these back, or give the run another name"
         )
     past = [entry for entry in manifest.batch_rows if entry[0] < manifest.step]
-    now = [[p.from_step, p.rows] for p in job.stream.steps.batch_phases if p.from_step < manifest.step]
+    now = [[p.from_step, p.rows] for p in job.data.stream.steps.batch_phases if p.from_step < manifest.step]
     if past != now:
         was, asked = (rows[-1][1] * job.plan.context for rows in (past, now))
         raise UserError(

@@ -71,11 +71,11 @@ from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import FP8, use_tf32
 from bessemer.train.device import measure, pick_device, use_threads
 from bessemer.train.job import Interrupt, Job, Outcome
-from bessemer.train.loop import evaluated, train_loop
+from bessemer.train.loop import is_evaluated, train_loop
 from bessemer.train.lowp.fp8 import converted
-from bessemer.train.memory.fit import building, fit, out_of_memory, outside
+from bessemer.train.memory.fit import building, fit, out_of_memory, report_out_of_memory
 from bessemer.train.memory.snapshots import MemorySnapshots, fits_snapshots
-from bessemer.train.rank_report import tell_holdings
+from bessemer.train.rank_report import report_rank_memory
 from bessemer.train.saver import package_versions
 from bessemer.train.speed import training_rate
 
@@ -208,10 +208,10 @@ class Session:
         with building(kept, shape, training, device, world.layout.dp_shard):
             self.view.activity("building the model")
             job = make_job(self.spec, parts, run, self.view)
-            choose_attention(job, plan, previous)
+            choose_attention(job.engine, plan, previous)
         if training.precision in FP8:
             reason = "the linear layers of inner blocks; the first and last block and the head stay in bf16"
-            plan.add("precision.layers", len(converted(job.model)), reason, "rule")
+            plan.add("precision.layers", len(converted(job.engine.model)), reason, "rule")
         with use_tf32(training.precision):
             self.view.activity("measuring the memory of a step")
             peak = fit(job, plan, resumed=previous is not None)
@@ -220,9 +220,11 @@ class Session:
         job.interrupt = self.interrupt
         if world.size > 1:
             guard = self.spec.guard
-            job.pace = StepPace(job.model.blocks, device)
-            job.alike = ReplicaCheck(job.model, world, guard.detect.weights if guard.enabled else None)
-        note_groups(job.model, job.spec, plan)
+            job.guard.step_pace = StepPace(job.engine.model.blocks, device)
+            job.guard.replica_check = ReplicaCheck(
+                job.engine.model, world, guard.detect.weights if guard.enabled else None
+            )
+        note_groups(job.engine.model, job.spec, plan)
         self.view.activity("loading weights")
         with world.first_alone():
             restored = restore_newest(job, CheckpointStore(run.checkpoints, world), former)
@@ -234,14 +236,14 @@ class Session:
             self._load_source(job, self.source)
         if world.main:
             if damage := repair_lineage(run.folder):
-                job.event("records_repaired", file=f"checkpoints/{LINEAGE}", reason=damage)
+                job.recorder.event("records_repaired", file=f"checkpoints/{LINEAGE}", reason=damage)
             record_lineage(
                 run.folder, stream_fingerprint=stream.fingerprint, spec_fingerprint=spec_fingerprint(self.spec),
                 versions=package_versions(), resumed_from=restored, started_from=self.spec.start_from,
             )  # fmt: skip
         world.wait()
         leave_out(job)
-        for line in tell_holdings(job, plan):
+        for line in report_rank_memory(job.engine, job.recorder, plan):
             self.view.log(f"ranks  {line}")
         run.write_file(FORMER_SPEC, dump_spec(self.spec))
         run.write_file("plan.json", plan.to_json())
@@ -255,17 +257,17 @@ class Session:
             keep_origin(run.folder, self.spec)
         if run.lock.taken_from:
             owner = run.lock.taken_from
-            job.event("lock_taken", reason=f"process {owner.pid} on {owner.host} died without its last word")
+            job.recorder.event("lock_taken", reason=f"process {owner.pid} on {owner.host} died without its last word")
         if former and (changed := differences(former.model_dump(mode="json"), self.spec.model_dump(mode="json"))):
-            job.event("spec_changed", changes=changed, versions=package_versions())
-        job.event(
+            job.recorder.event("spec_changed", changes=changed, versions=package_versions())
+        job.recorder.event(
             "started", step=job.start_step, total_steps=training.total_steps, parameters=shape.parameters,
             device=device.type, resumed_from=restored, versions=package_versions(), machine=machine.to_json(),
         )  # fmt: skip
         if isinstance(stream, IterableStream):
-            job.event("not_replayable", reason=NOT_REPLAYABLE)
-        if job.optimizer.fallback_reason:
-            job.event("optimizer_fallback", reason=job.optimizer.fallback_reason)
+            job.recorder.event("not_replayable", reason=NOT_REPLAYABLE)
+        if job.engine.optimizer.fallback_reason:
+            job.recorder.event("optimizer_fallback", reason=job.engine.optimizer.fallback_reason)
         offer(self.spec, job)
         self._copies(job, peak)
         if self.faults:
@@ -276,7 +278,7 @@ class Session:
         self.view.planned(plan.rows(), summary(shape, training))
         if against.duration is not None:
             self.view.say(f"time  {against.duration}")
-        if job.start_step >= training.total_steps and evaluated(job, job.start_step):
+        if job.start_step >= training.total_steps and is_evaluated(job, job.start_step):
             return Outcome("finished", "the budget was spent already; raise budget.tokens to train on", job.start_step)
         with use_tf32(training.precision):
             outcome = self._loop(job)
@@ -289,13 +291,13 @@ class Session:
             return
         if job.spec.parallel.engine == "deepspeed":  # the plan says so
             return
-        fits, needed, free = fits_snapshots(job, peak)
+        fits, needed, free = fits_snapshots(job.state(), job.engine.device, job.world, peak)
         if all(self.world.gather(fits)):
-            job.copies = MemorySnapshots()
+            job.guard.snapshots = MemorySnapshots()
         else:
             room = f"two copies of the state need {human_bytes(needed)}, {human_bytes(free)} are free"
             reason = f"{room}: rollbacks will read checkpoints"
-            job.event("no_copies", reason=reason)
+            job.recorder.event("no_copies", reason=reason)
 
     def _take_stock(self, run: RunWriter) -> None:
         """Bring the run's checkpoints into the state that this start goes by."""
@@ -327,17 +329,17 @@ class Session:
         return prepared, *decide_shape(spec, self.source, prepared.tokenizer.vocab_size, plan)
 
     def _load_source(self, job: Job, source: WeightSource) -> None:
-        with job.optimizer.opened(job.model):
-            added = load_source(job.model, source)
-        if job.ema:
-            job.ema.restart()
+        with job.engine.optimizer.opened(job.engine.model):
+            added = load_source(job.engine.model, source)
+        if job.engine.ema:
+            job.engine.ema.restart()
         more = f"; {added} tokens more, which begin as the mean of the others" if added else ""
-        job.event("started_from", checkpoint=str(source.folder.path), reason=f"{source.name} weights{more}")
+        job.recorder.event("started_from", checkpoint=str(source.folder.path), reason=f"{source.name} weights{more}")
 
     def _loop(self, job: Job) -> Outcome:
         """The loop, and what is done about each incident, until the run ends."""
         responder = IncidentResponder(job, job.saver.shelf)
-        job.examine = responder.examine
+        job.guard.examine = responder.examine
         hung = HangResponse(job, self.view.log)
         hang, several = job.spec.guard.detect.hang, job.world.size > 1
         with (
@@ -348,7 +350,7 @@ class Session:
                 on_end=hung.end if several else None,
                 on_pause=hung.paused,
                 peers=hung if several else None,
-            ) as job.watchdog,
+            ) as job.guard.watchdog,
         ):
             while True:
                 try:
@@ -358,11 +360,15 @@ class Session:
                     if not isinstance(error, RuntimeError) or not out_of_memory(error) or job.world.size > 1:
                         raise
                     self.view.log(traceback.format_exc())
-                    return Outcome("failed", outside(job, error), job.history[-1]["step"] + 1 if job.history else 0)
+                    return Outcome(
+                        "failed",
+                        report_out_of_memory(job, error),
+                        job.recorder.history[-1]["step"] + 1 if job.recorder.history else 0,
+                    )
                 if outcome.incident is None:
                     return outcome
-                job.last_trouble = outcome.incident.step
-                job.watchdog.beat(outcome.step, long=True)
+                job.guard.last_incident_step = outcome.incident.step
+                job.guard.watchdog.beat(outcome.step, long=True)
                 self.view.activity(f"looking into step {outcome.incident.step:,}")
                 ended = responder.respond(outcome)
                 if ended is not None:
@@ -382,7 +388,7 @@ class Session:
             if self.interrupt.signal and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.interrupt.signal = signal.Signals(number).name
-            what = "stopping at the next micro-batch" if job.can_abandon else "finishing the step"
+            what = "stopping at the next micro-batch" if job.engine.can_abandon_step else "finishing the step"
             self.view.say(f"{what} and saving; press Ctrl-C again to leave at once")
 
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]

@@ -28,7 +28,7 @@ from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import compute_type
-from bessemer.train.job import Job
+from bessemer.train.engine import Engine
 
 GROWN = ("embedding.weight", "head.weight", "head_bias")  # one row for each token
 
@@ -167,22 +167,22 @@ def set_dropout(model: nn.Module, embedding: float, attention: float, residual: 
             module.dropout = residual
 
 
-def choose_attention(job: Job, plan: Plan, previous: Plan | None) -> None:
+def choose_attention(engine: Engine, plan: Plan, previous: Plan | None) -> None:
     """The kernel that is fastest here and right, by measurement; a resumed run keeps the one it had."""
-    if job.device.type != "cuda" or job.model.shape.wrapped:
+    if engine.device.type != "cuda" or engine.model.shape.wrapped:
         plan.add("attention", "sdpa", "torch's own choice; nothing to measure here", "rule")
         return
-    if job.world.layout.cp > 1 and job.spec.parallel.context == "ring":
+    if engine.world.layout.cp > 1 and engine.spec.parallel.context == "ring":
         plan.add("attention", "sdpa", "a ring attends block by block, with kernels that say their log-sum-exp", "rule")
         return
     name = plan.keep("attention", "auto", previous)
     if name is None:
-        dtype = compute_type(job.plan.precision)
-        tasks = {task.kind for task in job.spec.tasks}
-        packed, prefix = not job.spec.data.cross_documents, not tasks <= {"causal", "infill"}
+        dtype = compute_type(engine.plan.precision)
+        tasks = {task.kind for task in engine.spec.tasks}
+        packed, prefix = not engine.spec.data.cross_documents, not tasks <= {"causal", "infill"}
         choice = choose(
-            job.model.shape, job.plan.context, job.plan.micro_rows, dtype, job.device, packed, prefix=prefix,
-            dropout=job.spec.dropout.attention > 0,
+            engine.model.shape, engine.plan.context, engine.plan.micro_rows, dtype, engine.device, packed,
+            prefix=prefix, dropout=engine.spec.dropout.attention > 0,
         )  # fmt: skip
         name = plan.add("attention", choice.name, choice.reason, "measured")
-    set_backend(job.model, str(name))
+    set_backend(engine.model, str(name))

@@ -8,7 +8,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -162,22 +162,27 @@ def memory_limit(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-class Sent:
-    """Numbers on their way to the host. Reading them waits for the device to have computed them, and for nothing that
-    was given to it since: `tensor.tolist()` would wait for all of it, and leave the device idle afterwards."""
+class ScalarTransfer:
+    """Named scalars on their way to the host, packed into one tensor. Reading them waits for the device to compute
+    them, but not for work queued since: `tensor.tolist()` would wait for all of it and leave the device idle."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, scalars: Mapping[str, Tensor]) -> None:
+        by_device: dict[torch.device, list[str]] = {}
+        for name, scalar in scalars.items():
+            by_device.setdefault(scalar.device, []).append(name)
+        self._names = [name for names in by_device.values() for name in names]
+        parts = [torch.stack([scalars[name].float() for name in names]) for names in by_device.values()]
+        packed = torch.cat([part.to(parts[0].device) for part in parts]) if len(parts) > 1 else parts[0]
         self._event: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self._numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._numbers.copy_(tensor, non_blocking=True)
+        if packed.device.type == "cuda":
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
+            self._event.record(torch.cuda.current_stream(packed.device))
         else:
-            self._numbers = tensor
+            self._host = packed
 
-    def read(self) -> list[float]:
+    def read(self) -> dict[str, float]:
         if self._event is not None:
             self._event.synchronize()
-        found: list[float] = self._numbers.tolist()
-        return found
+        return dict(zip(self._names, self._host.tolist(), strict=True))

@@ -16,20 +16,21 @@ from bessemer.guard.detect.alarm import Alarm
 from bessemer.guard.forgetting import Record, forgetting, loss_of, since_start, standings
 from bessemer.observe.figure import Lines, svg_file
 from bessemer.observe.format import short_path
-from bessemer.spec.guard import ForgetSpec
+from bessemer.spec.guard import ForgetSpec, GuardSpec
 from bessemer.storage import write_atomic
+from bessemer.train.evaluate import Evaluator
 from bessemer.train.job import Job, Outcome
 
 PLOT, REPORT = "reports/forgetting.svg", "reports/forgetting.md"
 REMEMBERS = "remembers"  # tag of a checkpoint within the limit
 
 
-def watched(job: Job) -> ForgetSpec | None:
-    """What the spec asks to be watched. Refused where there is nothing to watch it by."""
-    spec = job.spec.guard.forget if job.spec.guard.enabled else None
+def check_watched_sources(guard: GuardSpec, evaluator: Evaluator) -> ForgetSpec | None:
+    """The sources whose loss must not rise; None if the spec names none. Refuses a source without held-out data."""
+    spec = guard.forget if guard.enabled else None
     for name in spec.sources if spec else ():
-        if name not in job.evaluator.parts:
-            known = ", ".join(job.evaluator.parts) or "none"
+        if name not in evaluator.parts:
+            known = ", ".join(evaluator.parts) or "none"
             raise UserError(
                 f"guard.forget.sources: {name!r} has no held-out part (there are: {known}): name one of data.sources, "
                 "and raise data.validation if it is small"
@@ -39,30 +40,30 @@ def watched(job: Job) -> ForgetSpec | None:
 
 def _evaluations(job: Job, *newest: Record) -> list[Record]:
     """From the one before step 0 on, which checkpoints hold too: the run may go on elsewhere, without its metrics."""
-    records = [*job.run.validations(), *newest]
-    first: Record = {"step": 0, "per_source": job.progress.first_validation}
-    return since_start(records) or ([first, *records] if job.progress.first_validation else [])
+    records = [*job.recorder.run.validations(), *newest]
+    first: Record = {"step": 0, "per_source": job.recorder.progress.first_validation}
+    return since_start(records) or ([first, *records] if job.recorder.progress.first_validation else [])
 
 
 def rises(job: Job, record: Record) -> dict[str, float]:
     """How far the watched sources are above where they began, for whoever reads the evaluation."""
-    spec = watched(job)
+    spec = check_watched_sources(job.spec.guard, job.data.evaluator)
     found = standings(spec, _evaluations(job, record)) if spec else []
     return {standing.source: standing.rise for standing in found}
 
 
 def judge_forgetting(job: Job, done: int, changes: dict[int, str]) -> Alarm | None:
     """After an evaluation. `changes` are steps to mark in the figure."""
-    spec = watched(job)
+    spec = check_watched_sources(job.spec.guard, job.data.evaluator)
     if spec is None:
         return None
     records = _evaluations(job)
     if not records:  # nothing was held out when it began
         reason = "the run was not evaluated before step 0: there is nothing to compare with"
-        job.event("forgetting_not_judged", step=done, reason=reason)
+        job.recorder.event("forgetting_not_judged", step=done, reason=reason)
         return None
     _write(job, PLOT, svg_file(curves(spec, records, changes).svg()))
-    position = job.stream.steps.position(done - 1)
+    position = job.data.stream.steps.position(done - 1)
     mixture = [mixture for start, mixture in job.plan.mixtures if start <= position][-1]
     if spec.action == "rollback" and not any(standing.in_a_row for standing in standings(spec, records)):
         _keep_newest(job)
@@ -77,7 +78,7 @@ def _keep_newest(job: Job) -> None:
         if (committed := shelf.committed()) and tags.get(REMEMBERS) != (newest := committed[-1][0].name):
             write_atomic(shelf.folder / TAGS, json.dumps({**tags, REMEMBERS: newest}, indent=1, sort_keys=True))
     except (OSError, UserError) as error:
-        job.event("save_failed", reason=f"the tag {REMEMBERS}: {error}")
+        job.recorder.event("save_failed", reason=f"the tag {REMEMBERS}: {error}")
 
 
 def curves(spec: ForgetSpec, records: Sequence[Record], changes: dict[int, str]) -> Lines:
@@ -89,7 +90,7 @@ def curves(spec: ForgetSpec, records: Sequence[Record], changes: dict[int, str])
     return Lines("held-out loss", [record["step"] for record in records], series, "step", marks=marks)
 
 
-def end_of(job: Job, alarm: Alarm, validation: dict[str, Any]) -> Outcome | None:
+def end_forgetting_run(job: Job, alarm: Alarm, validation: dict[str, Any]) -> Outcome | None:
     """How the run ends: at the last checkpoint that remembers if asked and if there is one, else saved as it is. None
     where the alarm is only a note."""
     if alarm.severity == "note":
@@ -99,8 +100,8 @@ def end_of(job: Job, alarm: Alarm, validation: dict[str, Any]) -> Outcome | None
         step, name = alarm.step, job.saver.save(job, alarm.step, validation["loss"])
         saved = f"saved as {name}" if job.saver.wait(job, uploads=True) and name else "which could not be saved"
         acted = f"{acted}stopped at step {step:,}, {saved}"
-    _write(job, REPORT, report(job.run.name, alarm, _evaluations(job), acted))
-    where = short_path(str(job.run.folder / REPORT))
+    _write(job, REPORT, report(job.recorder.run.name, alarm, _evaluations(job), acted))
+    where = short_path(str(job.recorder.run.folder / REPORT))
     return Outcome("stopped", f"{alarm.finding.symptom}; {acted}; see {where}", step, validation)
 
 
@@ -113,10 +114,10 @@ def _go_back(job: Job, alarm: Alarm) -> tuple[int, str]:
         try:
             verify(folder)
         except DamagedCheckpoint as error:
-            job.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
+            job.recorder.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
             continue
         said = {"to_step": manifest.step, "origin": folder.name, "abandoned": job.saver.abandon(job, manifest.step)}
-        job.event("rollback", step=alarm.step, reason=alarm.finding.symptom, **said)
+        job.recorder.event("rollback", step=alarm.step, reason=alarm.finding.symptom, **said)
         return manifest.step, f"went back to {folder.name} and stopped there"
     return 0, "found no checkpoint from before, "
 
@@ -140,6 +141,6 @@ def report(run: str, alarm: Alarm, records: Sequence[Record], acted: str) -> str
 
 def _write(job: Job, name: str, text: str) -> None:
     try:
-        job.run.write_file(name, text)
+        job.recorder.run.write_file(name, text)
     except OSError as error:  # a full disk must not be what ends the run
-        job.event("save_failed", reason=f"{name}: {error}")
+        job.recorder.event("save_failed", reason=f"{name}: {error}")

@@ -1,16 +1,18 @@
-"""Job: everything that the loop works with, put together once. The loop itself is in `loop.py`."""
+"""Job: one run, ready to train. Its parts are the engine that computes, the data, the guard and the recorder.
+
+The loop in `loop.py` works on a Job; functions that need only one part take that part.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from bessemer.checkpoint.store import CheckpointStore
@@ -23,49 +25,43 @@ from bessemer.guard.ladder import Ladder, RecoveryCheck
 from bessemer.guard.layer_stats import LayerStats
 from bessemer.guard.replica_check import ReplicaCheck
 from bessemer.guard.watchdog import PhaseTracker, StepPace, Watchdog
-from bessemer.model.transformer import Decoder
-from bessemer.optim.ema import Ema
-from bessemer.optim.guarded import GuardedOptimizer
-from bessemer.optim.schedule import Schedule
 from bessemer.parallel.world import World
 from bessemer.plan.decide import Interval, TrainPlan
 from bessemer.run.directory import RunWriter
 from bessemer.spec.schema import RunSpec
+from bessemer.train.engine import Engine
 from bessemer.train.evaluate import Evaluator
-from bessemer.train.lowp.loss_scale import LossScale
 from bessemer.train.memory.snapshots import MemorySnapshots
-from bessemer.train.objective import Pretrain
-from bessemer.train.pipeline_runner import PipelineRunner
 
 
 class View(Protocol):
-    """Who watches: a terminal, a log."""
+    """Shows a run: a terminal, a log."""
 
     def step(self, record: dict[str, Any]) -> None: ...
     def validation(self, record: dict[str, Any]) -> None: ...
     def event(self, record: dict[str, Any]) -> None: ...
 
     def micro_batch(self, step: int, done: int, total: int, tokens: int) -> None:
-        """So many of a step's micro-batches are given to the device; 0 when the step begins. `tokens` are the whole
-        step's. Called for every one of them: it must cost nothing."""
+        """`done` of the step's micro-batches are queued on the device; 0 when the step begins. `tokens` are those of
+        the whole step. Called for each micro-batch, so it must cost nothing."""
         ...
 
     def activity(self, what: str, done: int = 0, total: int = 0) -> None:
-        """What is done outside of steps, such as saving."""
+        """Work between steps, such as saving."""
         ...
 
 
 class Saver(Protocol):
-    """Makes checkpoints of the job."""
+    """Writes checkpoints of a job."""
 
     shelf: CheckpointStore
 
     def save(self, job: Job, step: int, validation_loss: float | None) -> str | None:
-        """The checkpoint's name, or None when the disk refused (said in an event)."""
+        """The checkpoint's name, or None when the disk refused, which is also an event."""
         ...
 
     def poll(self, job: Job) -> None:
-        """Tell of a save that ended in the background."""
+        """Report a save that ended in the background."""
         ...
 
     def wait(self, job: Job, uploads: bool = False) -> bool:
@@ -73,31 +69,31 @@ class Saver(Protocol):
         ...
 
     def interval_s(self, job: Job) -> float | None:
-        """Seconds between saves where the spec leaves that open."""
+        """Seconds between saves if the spec leaves the interval open."""
         ...
 
     def confirm(self, job: Job, done: int) -> None:
-        """Mark a checkpoint as healthy when enough quiet steps have come after it."""
+        """Mark a checkpoint as healthy once enough accepted steps have followed it."""
         ...
 
     def abandon(self, job: Job, after_step: int) -> list[str]:
-        """Delete what was saved after a step that the run went back to; the names."""
+        """Delete checkpoints of later steps after a rollback; their names."""
         ...
 
     def save_scene(self, job: Job, shelf: CheckpointStore, step: int) -> Path:
-        """The judged state of a step, outside of the run's own checkpoints."""
+        """Save the state that a step was judged with, outside of the run's own checkpoints."""
         ...
 
 
 class Faults(Protocol):
-    """What `bessemer chaos` does to a run on purpose. Called by the loop at the places where things go wrong."""
+    """Injects faults for `bessemer chaos`. Called where such faults happen in practice."""
 
     def before_step(self, job: Job, step: int) -> None:
         """Before the forward pass: weights, layers, the process itself."""
         ...
 
     def after_backward(self, job: Job, step: int) -> None:
-        """Gradients are there, and not yet measured."""
+        """After the last backward pass, before the gradient norm is computed."""
         ...
 
     def lr(self, step: int, planned: float) -> float:
@@ -106,20 +102,20 @@ class Faults(Protocol):
 
 
 class Profiler(Protocol):
-    """Who looks at where a step's time goes; see `profile.py`."""
+    """Measures where the time of a step goes; see `profile.py`."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Around a part of a step."""
+        """A named range around a part of a step."""
         ...
 
-    def step(self, job: Job) -> None:
+    def step(self, interrupt: Interrupt) -> None:
         """After a step."""
         ...
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """A gentler step for a while after a rollback: factors on the learning rate and on the clipping limit."""
+    """Temporary factors on the learning rate and on the clipping limit after a rollback."""
 
     from_step: int
     until_step: int
@@ -129,7 +125,7 @@ class Adjustment:
 
 @dataclass
 class Progress:
-    """What has been done over all starts of the run; saved with every checkpoint."""
+    """Counters over all starts of the run; saved with every checkpoint."""
 
     tokens: int = 0
     elapsed_s: float = 0.0
@@ -139,7 +135,7 @@ class Progress:
     evaluations_since_best: int = 0
     rollbacks: int = 0
     trial_s: float = 0.0
-    first_validation: dict[str, float] = field(default_factory=dict)  # of each source, before the first step
+    first_validation: dict[str, float] = field(default_factory=dict)  # loss by source, before the first step
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -147,36 +143,36 @@ class Progress:
 
 @dataclass
 class Interrupt:
-    """Set by a signal; the loop abandons the step between two micro-batches where it can, and else finishes it; then it
-    saves and leaves."""
+    """Set by a signal handler. The loop abandons the step between two micro-batches if it can, otherwise finishes it;
+    then it saves and returns."""
 
     signal: str | None = None
 
 
 class Abandoned(Exception):
-    """A step or an evaluation was left between two micro-batches, because of a signal."""
+    """A signal ended a step or an evaluation between two micro-batches."""
 
 
 @dataclass
 class Clock:
-    """When an interval, in steps or seconds, is due."""
+    """Tells when an interval, in steps or seconds, is due."""
 
     interval: Interval
     last_s: float = field(default_factory=time.monotonic)
 
     def due(self, done: int, hurry: int = 1, seconds: float | None = None) -> bool:
-        """After `done` steps; `hurry` times as often as usual; `seconds` where they are only known as the run goes."""
+        """After `done` steps; `hurry` times as often as usual; `seconds` replaces the interval's own."""
         seconds = seconds or self.interval.seconds
-        return self.by_steps(done, hurry) or (
+        return self.due_by_steps(done, hurry) or (
             seconds is not None and (time.monotonic() - self.last_s) * hurry >= seconds
         )
 
-    def by_steps(self, done: int, hurry: int = 1) -> bool:
-        """Whether it is due by the number of steps, which is the same at every start."""
+    def due_by_steps(self, done: int, hurry: int = 1) -> bool:
+        """Whether the number of steps makes it due, which is the same at every start."""
         return self.interval.steps is not None and done % max(1, self.interval.steps // hurry) == 0
 
     def both_due(self, done: int) -> bool:
-        """When so many steps and so much time have passed, for what must stay cheap in fast and in slow runs."""
+        """Whether both the steps and the seconds have passed, for work that must stay cheap in fast and slow runs."""
         steps, seconds = self.interval.steps, self.interval.seconds
         return done % (steps or 1) == 0 and time.monotonic() - self.last_s >= (seconds or 0.0)
 
@@ -185,97 +181,38 @@ class Clock:
 
 
 @dataclass
-class Job:
-    """One run, ready to go on from `start_step`."""
+class DataFeed:
+    """Training batches, the held-out evaluation, and the tokenizer's `decode`."""
 
-    spec: RunSpec
-    plan: TrainPlan
-    device: torch.device
-    model: Decoder
-    objective: Pretrain
-    optimizer: GuardedOptimizer
-    schedule: Schedule
-    judge: Judge
     stream: BatchStream | IterableStream
     evaluator: Evaluator
-    run: RunWriter
-    view: View
-    saver: Saver
-    flops_per_token: int
-    peak_flops: float
-    watch: Detectors
-    inside: LayerStats
-    ladder: Ladder
     decode: Callable[[list[int]], str]
-    ema: Ema | None = None
-    world: World = field(default_factory=World)
-    pipeline: PipelineRunner | None = None  # where layers are held in turn
-    scaling: LossScale | None = None  # with fp16
-    copies: MemorySnapshots | None = None
+
+
+@dataclass
+class Guard:
+    """Everything that watches a run and remembers what it did about incidents."""
+
+    judge: Judge
+    detectors: Detectors
+    layer_stats: LayerStats
+    ladder: Ladder
+    phase_tracker: PhaseTracker = field(default_factory=PhaseTracker)
+    snapshots: MemorySnapshots | None = None
     watchdog: Watchdog | None = None
-    where: PhaseTracker = field(default_factory=PhaseTracker)
-    pace: StepPace | None = None  # of several processes, as is `alike`
-    alike: ReplicaCheck | None = None
-    faults: Faults | None = None
-    profiler: Profiler | None = None
-    examine: Callable[[Any, dict[str, float]], Any] | None = None  # the documents of a suspect step; see Responder
-    interrupt: Interrupt = field(default_factory=Interrupt)
-    progress: Progress = field(default_factory=Progress)
-    start_step: int = 0
+    step_pace: StepPace | None = None  # with several ranks, as is `replica_check`
+    replica_check: ReplicaCheck | None = None
+    examine: Callable[[Any, dict[str, float]], Any] | None = None  # documents of a suspect step; IncidentResponder
     adjustments: list[Adjustment] = field(default_factory=list)
-    recovering: list[RecoveryCheck] = field(default_factory=list)
-    last_trouble: int = -1  # step of the last incident
-    unwritten: str = ""  # why records wait in memory, as last told
-    disk_refuses: bool = False  # records wait, and a save has failed: the loop leaves
-    careful_until: int = 0  # saves are more frequent before this step
-    clocks: dict[str, Clock] = field(default_factory=dict)
-    history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=1024))  # records of the last steps
+    recovery_checks: list[RecoveryCheck] = field(default_factory=list)
+    last_incident_step: int = -1
+    frequent_saves_until: int = 0  # step
 
-    def state(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint, by name. Everything else about a run is closed-form or in the manifest. Where an
-        engine keeps weights and moments its own way they are copies, made by all processes together."""
-        state = {f"model.{name}": tensor for name, tensor in self.optimizer.weights(self.model).items()}
-        state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        return state | self._beside()
+    def lr_scale(self, step: int) -> float:
+        return self._scale(step, "lr_scale")
 
-    def targets(self) -> dict[str, Tensor]:
-        """The same tensors, or room for them, to load into; then `put_back`."""
-        return self.optimizer.targets(self.model) | self._beside()
-
-    def put_back(self, state: dict[str, Tensor]) -> None:
-        """After a load into `targets`, or into some of them."""
-        self.optimizer.put_back(self.model, state)
-
-    def _beside(self) -> dict[str, Tensor]:
-        """Of a checkpoint, all but weights and moments."""
-        state: dict[str, Tensor] = {}
-        if self.ema:
-            state |= {f"ema.{name}": tensor for name, tensor in self.ema.state().items()}
-        if self.scaling:
-            state |= {f"scaling.{name}": tensor for name, tensor in self.scaling.state().items()}
-        state |= {f"guard.{name}": tensor for name, tensor in self.judge.state().items()}
-        return state
-
-    def guard_state(self) -> dict[str, Any]:
-        """What the guard has to remember besides its window, for the manifest."""
-        return {
-            "adjustments": [asdict(adjustment) for adjustment in self.adjustments],
-            "ladder": self.ladder.state(),
-            "watch": self.watch.state(),
-            "careful_until": self.careful_until,
-            # Those of the spec's lists too: past steps replay, and are gone back to, as they were.
-            "bans": [[*document, position] for document, position in dict(self.stream.banned).items()],
-        }
-
-    def load_guard_state(self, state: dict[str, Any]) -> None:
-        self.adjustments = [Adjustment(**entry) for entry in state["adjustments"]]
-        self.ladder.load(state["ladder"])
-        self.watch.load(state["watch"])
-        self.careful_until = state["careful_until"]
-
-    def clock(self, name: str, interval: Interval) -> Clock:
-        """One that goes on over incidents: trouble every few minutes must not put off saves for ever."""
-        return self.clocks.setdefault(name, Clock(interval))
+    def clip_scale(self, step: int) -> float:
+        return self._scale(step, "clip_scale")
 
     def _scale(self, step: int, key: str) -> float:
         scale = 1.0
@@ -284,33 +221,124 @@ class Job:
                 scale *= getattr(adjustment, key)
         return scale
 
-    def lr(self, step: int) -> float:
-        """The learning rate of a step: the schedule's, and gentler for a while after a rollback."""
-        return self.schedule.lr(step) * self._scale(step, "lr_scale")
+    def tensors(self) -> dict[str, Tensor]:
+        """The judge's window, as a checkpoint names it."""
+        return {f"guard.{name}": tensor for name, tensor in self.judge.state().items()}
 
-    def clip(self, step: int) -> float:
-        return self.spec.optimizer.clip * self._scale(step, "clip_scale")
+    def load_tensors(self, state: dict[str, Tensor]) -> None:
+        """Load the window from a checkpoint's tensors, if they have one."""
+        if window := {name.removeprefix("guard."): state[name] for name in state if name.startswith("guard.")}:
+            self.judge.load(window)
 
-    @property
-    def can_abandon(self) -> bool:
-        """Whether a step may end between two micro-batches without a trace: one process decides alone, and nothing is
-        updated before the backward passes are over."""
-        return self.world.size == 1 and self.optimizer.judged_first and self.optimizer.whole
+    def state(self) -> dict[str, Any]:
+        """What the manifest keeps besides the window."""
+        return {
+            "adjustments": [asdict(adjustment) for adjustment in self.adjustments],
+            "ladder": self.ladder.state(),
+            "watch": self.detectors.state(),
+            "careful_until": self.frequent_saves_until,
+        }
 
-    def check_interrupt(self) -> None:
-        """Between two micro-batches: raises Abandoned where a signal asks to leave and that is possible here."""
-        if self.interrupt.signal and self.can_abandon:
-            raise Abandoned
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.adjustments = [Adjustment(**entry) for entry in state["adjustments"]]
+        self.ladder.load(state["ladder"])
+        self.detectors.load(state["watch"])
+        self.frequent_saves_until = state["careful_until"]
+
+
+@dataclass
+class Recorder:
+    """Writes what happens into the run's directory and shows it."""
+
+    run: RunWriter
+    view: View
+    flops_per_token: int
+    peak_flops: float
+    progress: Progress = field(default_factory=Progress)
+    history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=1024))  # records of the last steps
+    profiler: Profiler | None = None
+    write_error: str = ""  # why records wait in memory, as last reported
+    disk_full: bool = False  # records wait and a save has failed: the loop ends
 
     def event(self, kind: str, **details: Any) -> None:
-        """Into the run's events, and in front of whoever watches."""
+        """Add to the run's events and show it."""
         self.view.event(self.run.event(kind, **details))
+
+    def report_write_error(self) -> None:
+        """An event when the disk begins to refuse records. They wait in memory; if the next save fails too, the run
+        ends."""
+        error = self.run.unwritten
+        if error and not self.write_error:
+            self.event("write_failed", reason=f"{error}; records wait in memory until there is room")
+        self.write_error = error
+
+
+@dataclass
+class Job:
+    """One run, ready to continue from `start_step`."""
+
+    engine: Engine
+    data: DataFeed
+    guard: Guard
+    recorder: Recorder
+    saver: Saver
+    start_step: int = 0
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    faults: Faults | None = None
+    clocks: dict[str, Clock] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.engine.spec
+
+    @property
+    def plan(self) -> TrainPlan:
+        return self.engine.plan
+
+    @property
+    def world(self) -> World:
+        return self.engine.world
+
+    def lr(self, step: int) -> float:
+        """The schedule's learning rate, lowered for a while after a rollback."""
+        return self.engine.schedule.lr(step) * self.guard.lr_scale(step)
+
+    def clip(self, step: int) -> float:
+        return self.spec.optimizer.clip * self.guard.clip_scale(step)
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors of a checkpoint, by name. The rest of a run is closed-form or in the manifest."""
+        return self.engine.state() | self.guard.tensors()
+
+    def load_targets(self) -> dict[str, Tensor]:
+        """Tensors for a load to write into; then call `engine.finish_load`."""
+        return self.engine.load_targets() | self.guard.tensors()
+
+    def guard_state(self) -> dict[str, Any]:
+        """What the manifest keeps of the guard, with all banned documents: past steps replay as they were."""
+        banned = [[*document, position] for document, position in dict(self.data.stream.banned).items()]
+        return {**self.guard.state(), "bans": banned}
+
+    def clock(self, name: str, interval: Interval) -> Clock:
+        """A clock that runs on over incidents: frequent incidents must not postpone saves for ever."""
+        return self.clocks.setdefault(name, Clock(interval))
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Around a part of a step: notes the phase for the watchdog, and marks it for an attached profiler."""
+        self.guard.phase_tracker.enter(name)
+        profiler = self.recorder.profiler
+        return nullcontext() if profiler is None else profiler.span(name)
+
+    def check_interrupt(self) -> None:
+        """Between two micro-batches: raises Abandoned if a signal arrived and the step can be abandoned."""
+        if self.interrupt.signal and self.engine.can_abandon_step:
+            raise Abandoned
 
 
 @dataclass
 class Incident:
-    """Why the loop stood still: a step that was vetoed, or an alarm that asks for more than a note. Nothing was updated
-    since the step was judged, so the job's weights are those it was computed with."""
+    """Why the loop stopped: a vetoed step, or an alarm that needs more than a note. Nothing was updated since the step
+    was judged, so the weights are those that it was computed with."""
 
     step: int
     symptom: str
@@ -319,13 +347,13 @@ class Incident:
     statistics: dict[str, float]
     batches: list[Batch]
     alarm: Alarm | None = None
-    trial: Any = None  # a `trial.case.Trial` that was held already
+    trial: Any = None  # a `trial.case.Trial` that was already held
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the loop ended: finished, interrupted, failed, or at an incident that somebody has to deal with before it can
-    go on. `step` steps are done."""
+    """How the loop ended: finished, interrupted, failed, stopped, or at an incident that the caller must handle before
+    it calls the loop again. `step` steps are done."""
 
     kind: str
     reason: str

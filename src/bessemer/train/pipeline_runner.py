@@ -40,8 +40,9 @@ class PipelineRunner:
         return self.model.embedding.weight if apart else None
 
     def run(
-        self, feeds: Sequence[ModelInputs], count: float, scale: Tensor | None = None, objective: Pretrain | None = None
-    ) -> list[LossTerms]:
+        self, feeds: Sequence[ModelInputs], count: float, scale: Tensor | float | None = None,
+        objective: Pretrain | None = None,
+    ) -> list[LossTerms]:  # fmt: skip
         """Losses of all micro-batches where the last stage is, elsewhere nothing; gradients where they are wanted."""
         chosen = objective or self.objective
 

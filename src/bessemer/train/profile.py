@@ -1,13 +1,14 @@
 """Profiling a few steps of a run: torch's trace of them with the loop's own ranges, or only the ranges for Nsight.
 
-The loop calls `span` around its parts, which costs nothing unless a profiler is attached, and `step` after each step.
+The loop calls `Job.span` around its parts, which costs nothing unless a profiler is attached, and `step` after each
+step.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,10 @@ from bessemer.observe.profile import PREFIX, WINDOW
 from bessemer.train.device import synchronize
 
 if TYPE_CHECKING:
-    from bessemer.train.job import Job
+    from bessemer.train.job import Interrupt
 
 WARMUP = 5  # steps before: compiling and choosing kernels, then two that are timed without the profiler's own cost
 DONE = "profiled"  # what ends the loop, in the place of a signal's name
-
-
-def span(job: Job, name: str) -> AbstractContextManager[None]:
-    """A named range around a part of a step, while the job is being profiled; and the phase that it is in."""
-    if (where := getattr(job, "where", None)) is not None:
-        where.enter(name)
-    profiler = getattr(job, "profiler", None)
-    return nullcontext() if profiler is None else profiler.span(name)
 
 
 class Profiler:
@@ -50,7 +43,7 @@ class Profiler:
         with record_function(PREFIX + name), nvtx:
             yield
 
-    def step(self, job: Job) -> None:
+    def step(self, interrupt: Interrupt) -> None:
         """After a step. The device is waited for where something begins or ends, so that its work is inside."""
         self.done += 1
         if self.done == WARMUP - 3:
@@ -68,7 +61,7 @@ class Profiler:
             if self._torch:
                 self._torch.stop()
                 self._torch.export_chrome_trace(str(self.trace))
-            job.interrupt.signal = DONE
+            interrupt.signal = DONE
 
     def _now(self) -> float:
         synchronize(self.device)

@@ -29,17 +29,18 @@ from bessemer.plan.cost_model.rank_memory import CONTEXT
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import LAYOUT
 from bessemer.spec.quantity import human_bytes
-from bessemer.train.job import Job
+from bessemer.train.engine import Engine
+from bessemer.train.job import Recorder
 
 # Of each process: work of its own in a step, what it waited for, and in a pipeline what it stood idle between stages.
 NUMBERS = ("own_s", "data_wait_s", "memory_bytes", "bubble_s")
 
 
-def in_own_place(world: World, numbers: list[float]) -> list[float]:
-    """A list for all processes with this one's numbers in it, to be added up."""
-    places = [0.0] * (world.size * len(numbers))
-    places[world.rank * len(numbers) : (world.rank + 1) * len(numbers)] = numbers
-    return places
+def in_own_slot(world: World, numbers: list[float]) -> list[float]:
+    """A list with a slot for every rank and this rank's numbers in its slot, to be summed over ranks."""
+    slots = [0.0] * (world.size * len(numbers))
+    slots[world.rank * len(numbers) : (world.rank + 1) * len(numbers)] = numbers
+    return slots
 
 
 def by_rank(places: list[float]) -> dict[str, list[float]]:
@@ -56,15 +57,17 @@ def balance(own_s: list[float]) -> float | None:
     return round(max(own_s) * len(own_s) / sum(own_s), 4) if sum(own_s) > 0 else None
 
 
-def tell_holdings(job: Job, plan: Plan) -> list[str]:
+def report_rank_memory(engine: Engine, recorder: Recorder, plan: Plan) -> list[str]:
     """Into layout.json and the plan; a large weight that stayed whole is an event. The lines of a table, for the log.
     All processes take part."""
-    world = job.world
-    if world.size == 1 or job.spec.parallel.engine != "torch":  # another engine's state is not ours to count
+    world = engine.world
+    if world.size == 1 or engine.spec.parallel.engine != "torch":  # another engine's state is not ours to count
         return []
-    averages = job.ema.state() if job.ema else None
-    found = gather_holdings(world, held_here(world, job.model.named_parameters(), job.optimizer.state(), averages))
-    job.run.write_file(LAYOUT, json.dumps({"layout": asdict(world.layout), "ranks": found}, indent=1))
+    averages = engine.ema.state() if engine.ema else None
+    found = gather_holdings(
+        world, held_here(world, engine.model.named_parameters(), engine.optimizer.state(), averages)
+    )
+    recorder.run.write_file(LAYOUT, json.dumps({"layout": asdict(world.layout), "ranks": found}, indent=1))
     most = max(found, key=lambda each: int(each["bytes"]))
     sizes = {kind: most[kind]["divided"]["bytes"] + most[kind]["whole"]["bytes"] for kind in KINDS}
     value = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in sizes.items() if size)
@@ -75,7 +78,7 @@ def tell_holdings(job: Job, plan: Plan) -> list[str]:
             whole.setdefault(words, []).append(each["rank"])
     for words, ranks in whole.items():
         fix = "parallel.dp_shard above 1 divides every weight"
-        job.event("left_whole", reason=f"{words}, in ranks {spans(ranks)}: {fix}", ranks=ranks)
+        recorder.event("left_whole", reason=f"{words}, in ranks {spans(ranks)}: {fix}", ranks=ranks)
     return holdings_table(found)
 
 
@@ -142,7 +145,7 @@ def _device_state(device: torch.device) -> tuple[float | None, float | None]:
     return now / most, busy / 100
 
 
-Found = dict[tuple[str, str, int], dict[str, Any]]
+DocumentLosses = dict[tuple[str, str, int], dict[str, Any]]
 
 
 def blame(
@@ -157,10 +160,10 @@ def by_document(
     batches: list[Batch],
     losses: list[Tensor],
     columns: slice | np.ndarray = slice(None),
-) -> Found:
+) -> DocumentLosses:
     """Tokens and loss of each document in some micro-batches, and how many of its losses are not finite. `columns` says
     which of the batches' the losses are of."""
-    found: Found = {}
+    found: DocumentLosses = {}
     for batch, loss in zip(batches, losses, strict=True):
         nll_RT = np.asarray(loss.float().cpu(), dtype=np.float64)
         for row, number, origin in stream.locate(batch):
@@ -175,10 +178,10 @@ def by_document(
     return found
 
 
-def ranked(parts: list[Found], most: int = 8) -> list[dict[str, Any]]:
+def ranked(parts: list[DocumentLosses], most: int = 8) -> list[dict[str, Any]]:
     """What several processes found, together. Documents with non-finite losses come first, with the number of such
     tokens; shares are of the finite loss."""
-    found: Found = {}
+    found: DocumentLosses = {}
     for part in parts:
         for key, entry in part.items():
             whole = found.setdefault(key, dict.fromkeys(entry, 0))

@@ -73,13 +73,13 @@ class CheckpointSaver:
 
     def manifest(self, job: Job, step: int, validation_loss: float | None) -> Manifest:
         return Manifest(
-            step=step, attempt=0, stream_fingerprint=job.stream.fingerprint, stream=job.stream.identity,
+            step=step, attempt=0, stream_fingerprint=job.data.stream.fingerprint, stream=job.data.stream.identity,
             spec_fingerprint=self.spec_fingerprint,
-            segments=[segment.to_json() for segment in job.stream.steps.segments],
-            batch_rows=[[phase.from_step, phase.rows] for phase in job.stream.steps.batch_phases],
-            progress=job.progress.to_json(), threads=torch.get_num_threads(), device=job.device.type,
+            segments=[segment.to_json() for segment in job.data.stream.steps.segments],
+            batch_rows=[[phase.from_step, phase.rows] for phase in job.data.stream.steps.batch_phases],
+            progress=job.recorder.progress.to_json(), threads=torch.get_num_threads(), device=job.engine.device.type,
             versions=package_versions(), time=time.time(), validation_loss=validation_loss,
-            stream_state=job.stream.state(step) if isinstance(job.stream, IterableStream) else None,
+            stream_state=job.data.stream.state(step) if isinstance(job.data.stream, IterableStream) else None,
             guard=copy.deepcopy(job.guard_state()),  # it is written later, and the guard goes on
             layout={key: degree for key, degree in asdict(job.world.layout).items() if degree > 1},
         )  # fmt: skip
@@ -121,19 +121,19 @@ class CheckpointSaver:
         # The copy must leave room for the data path and the file cache: 70B parameters on 64 GPUs are 13 GB a rank.
         room = psutil.virtual_memory().available > 2 * state_bytes(state) * processes_here(job.world)
         slow = self._last is not None and self._last.stall_s > WORTH_STAGING_S
-        return room and (job.device.type == "cuda" or slow)
+        return room and (job.engine.device.type == "cuda" or slow)
 
     def _stage(self, job: Job, state: State) -> State | None:
         try:
             return self._staging.copy(state)
         except RuntimeError as error:  # no such memory left: the save must still happen
-            job.event("staging_failed", reason=f"{str(error).splitlines()[0]}: the save is synchronous")
+            job.recorder.event("staging_failed", reason=f"{str(error).splitlines()[0]}: the save is synchronous")
             self._staging = Staging()
             return None
 
     def _work(self, job: Job, save: PendingSave, state: State, manifest: Manifest) -> Callable[[], None]:
         """What is to be done with a state that no longer changes. Reads nothing of the job that the loop changes."""
-        rules, confirming, run = job.spec.checkpoint, job.spec.guard.enabled, job.run
+        rules, confirming, run = job.spec.checkpoint, job.spec.guard.enabled, job.recorder.run
         snapshot = run.snapshot()
         main, alone = job.world.main, job.world.size == 1
         uploads = [self._uploading[0]] if self._uploading else []
@@ -186,8 +186,8 @@ class CheckpointSaver:
                 self._tell_save(job, save)
             except OSError as error:
                 saved = False
-                job.event("save_failed", step=save.step, reason=str(error))
-                job.disk_refuses = bool(job.run.unwritten)  # neither records nor states can be written
+                job.recorder.event("save_failed", step=save.step, reason=str(error))
+                job.recorder.disk_full = bool(job.recorder.run.unwritten)  # neither records nor states can be written
             finally:
                 self._saving = None
         while uploads and self._uploading:
@@ -198,7 +198,7 @@ class CheckpointSaver:
         self._last = save
         if self._unconfirmed is not None:
             self._unconfirmed.append((save.step, save.folder))
-        job.event(
+        job.recorder.event(
             "saved", step=save.step, checkpoint=save.folder.name, stall_s=round(save.stall_s, 3),
             seconds=round(save.seconds, 3), **save.details,
         )  # fmt: skip
@@ -218,9 +218,9 @@ class CheckpointSaver:
         assert self._uploading
         folder, future = self._uploading
         try:
-            job.event("uploaded", checkpoint=folder.name, **future.result())
+            job.recorder.event("uploaded", checkpoint=folder.name, **future.result())
         except (OSError, DamagedCheckpoint) as error:  # the local one stands; the next save tries again
-            job.event("upload_failed", checkpoint=folder.name, reason=str(error))
+            job.recorder.event("upload_failed", checkpoint=folder.name, reason=str(error))
         finally:
             self._uploading = None
         self._start_upload(job)
@@ -230,13 +230,13 @@ class CheckpointSaver:
         if self._unconfirmed is None:
             known = set(self.shelf.confirmed())
             self._unconfirmed = [(m.step, path) for path, m in self.shelf.committed() if path not in known]
-        while self._unconfirmed and done - max(self._unconfirmed[0][0], job.last_trouble) > CONFIRMED_STEPS:
+        while self._unconfirmed and done - max(self._unconfirmed[0][0], job.guard.last_incident_step) > CONFIRMED_STEPS:
             _, folder = self._unconfirmed.pop(0)
             try:
                 if job.world.main:
                     self.shelf.confirm(folder)
             except OSError as error:  # it is not lost, only not yet trusted
-                job.event("save_failed", step=done, reason=f"{folder.name} cannot be confirmed: {error}")
+                job.recorder.event("save_failed", step=done, reason=f"{folder.name} cannot be confirmed: {error}")
 
     def save_scene(self, job: Job, shelf: CheckpointStore, step: int) -> Path:
         """The judged state of a step on a shelf of its own. Raises OSError if the disk refuses."""
@@ -254,7 +254,7 @@ class CheckpointSaver:
             try:
                 self.remote.abandon(after_step, self.shelf.tagged())
             except OSError as error:  # the next upload thins it out
-                job.event("upload_failed", reason=f"abandoned checkpoints are still there: {error}")
+                job.recorder.event("upload_failed", reason=f"abandoned checkpoints are still there: {error}")
         return names
 
     def interval_s(self, job: Job) -> float | None:
@@ -265,7 +265,7 @@ class CheckpointSaver:
         if job.spec.checkpoint.every != "auto":
             return None
         if self._interruptions is None:
-            self._interruptions = interruptions(job.run.events())
-        mtti_s = mean_time_to_interruption(1, self._interruptions, job.progress.elapsed_s)
+            self._interruptions = interruptions(job.recorder.run.events())
+        mtti_s = mean_time_to_interruption(1, self._interruptions, job.recorder.progress.elapsed_s)
         last = self._last
         return save_interval(last.stall_s if last else None, last.seconds if last else 0.0, mtti_s)

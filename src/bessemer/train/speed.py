@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +25,8 @@ from bessemer.plan.request import PlanRequest
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.compile import compute_in
 from bessemer.train.device import bench_count, measure, name_and_memory, pick_device, synchronize, use_threads
+from bessemer.train.engine import forward_backward
 from bessemer.train.objective import Pretrain
 
 LONGEST_S = 2.0  # of a row that is measured as it is, by its products alone
@@ -66,9 +67,7 @@ def training_rate(
     end = 0.0
     for step in range(10_000):
         began = time.perf_counter()
-        with compute_in(precision, device):
-            terms = objective.loss(model, objective.feed(batch, device), batch.count)
-        terms.loss.backward()
+        forward_backward(model, objective, deque([objective.feed(batch, device)]), batch.count, precision)
         if update:
             optimizer.step(1e-4, accept, clip_divisor(optimizer.grad_norm(), 1.0))
         else:

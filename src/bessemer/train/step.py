@@ -1,27 +1,32 @@
-"""One step on the device: losses and gradients of its micro-batches, the verdict, the update. `loop.py` goes from step
-to step, and reads the numbers of one when the next is under way.
+"""One training step: gradients, verdict and update on the device; then its numbers on the host: read, record, react.
+
+`loop.py` goes from step to step and reads the numbers of one while the next runs on the device.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from bessemer.data.stream.batches import Batch
+from bessemer.guard.detect.alarm import Alarm
+from bessemer.guard.judge import ACCEPT, REASONS
 from bessemer.guard.layer_stats import LayerSample
-from bessemer.model.moe import update_choice_bias
 from bessemer.optim.guarded import clip_divisor
-from bessemer.parallel.shard import add_up_experts, send_gradients, square_of
 from bessemer.train.compile import compute_in
-from bessemer.train.device import Sent
-from bessemer.train.job import Job
-from bessemer.train.memory.fit import is_compiled, out_of_memory, shrink_micro_batch, split
-from bessemer.train.profile import span
+from bessemer.train.device import ScalarTransfer
+from bessemer.train.engine import PassHooks, PassResult
+from bessemer.train.job import Incident, Job, Recorder
+from bessemer.train.lowp.loss_scale import OVERFLOW
+from bessemer.train.memory.fit import out_of_memory, shrink_micro_batch, split
+from bessemer.train.rank_report import DocumentLosses, balance, by_document, rank_record, ranked
 
-LOOK_ROWS = 2  # sequences of a look inside the model
+SAMPLE_ROWS = 2  # sequences of a layer sample
+GUARD = "guard."  # prefix of the verdict's scalars
 
 
 @dataclass
@@ -30,149 +35,256 @@ class StepResult:
 
     step: int
     tokens: int
-    loss: Tensor
-    correct: Tensor
+    losses: PassResult
     batches: list[Batch]
-    losses: list[Tensor]
-    wait_s: float
-    rows: list[Tensor] = field(default_factory=list)  # (2, R) of each micro-batch, as in `LossTerms`
+    wait_s: float  # for the data
     step_s: float = 0.0
     memory_bytes: int = 0
-    clocks: tuple[float, float] = (0.0, 0.0)
-    rank_step_s: list[float] | None = None  # each process's own work, where they told each other
-    ranks: dict[str, list[float]] | None = None  # the same, and what else they told of themselves
+    clocks: tuple[float, float] = (0.0, 0.0)  # wall and monotonic
+    rank_stats: dict[str, list[float]] | None = None  # every few steps, with several ranks
     lr: float = 0.0
     clip: float = 0.0
-    scaled: bool = False  # by fp16's loss scale
-    sent: Sent | None = None  # loss, gradient norm, correct, the verdict's numbers if it was judged, the loss scale
-    look: LayerSample | None = None
+    scalars: ScalarTransfer | None = None
+    layer_sample: LayerSample | None = None
 
 
-def forward_backward(job: Job, step: int, batches: list[Batch], wait_s: float) -> StepResult:
+class StepHooks(PassHooks):
+    """Between micro-batches of a training step: look for a signal, show progress, mark phases."""
+
+    def __init__(self, job: Job, step: int, tokens: int) -> None:
+        self.job, self.step, self.tokens = job, step, tokens
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self.job.span(name)
+
+    def before_micro_batch(self) -> None:
+        self.job.check_interrupt()
+
+    def after_micro_batch(self, done: int, total: int) -> None:
+        self.job.recorder.view.micro_batch(self.step, done, total, self.tokens)
+
+
+def compute_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> StepResult:
     """Losses and gradients of a step; nothing is updated yet."""
+    engine, view = job.engine, job.recorder.view
     if job.faults:
         job.faults.before_step(job, step)
-    with span(job, "data"):
-        feeds = deque(job.objective.feed(batch, job.device) for batch in batches)
-    count = job.stream.step_count(step)
-    if job.objective.rewriting:  # known only once it is made
-        (count,) = job.world.sums([sum(feed.count for feed in feeds)])
-        count /= job.world.size // job.world.layout.dp  # who shares rows has counted the same
-    loss = torch.zeros((), device=job.device)
-    correct = torch.zeros((), device=job.device)
-    losses, rows, scaling = [], [], job.scaling
-    total = left = len(feeds)
-    job.view.micro_batch(step, 0, total, int(count))
-    if step == job.start_step and is_compiled(job):
-        job.view.activity("compiling, with the first micro-batch")
-    job.optimizer.accumulate(len(feeds) > 1)
-    if job.pipeline:
-        with span(job, "pipeline"):
-            found = job.pipeline.run(list(feeds), count or 1.0, scaling.scale if scaling else None)
-        for terms in found:
-            loss += terms.nll
-            correct += terms.correct
-            losses.append(terms.nll_BT)
-            rows.append(terms.rows_2B)
-        feeds.clear()
-    while feeds:  # one by one: its masks go with a feed
-        job.check_interrupt()
-        left -= 1
-        send_gradients(job.model, now=left == 0)
-        with span(job, "forward"), compute_in(job.plan.precision, job.device):
-            # A step whose documents are all banned has nothing to learn from, and a loss of zero.
-            terms = job.objective.loss(job.model, feeds.popleft(), count or 1.0)
-        with span(job, "backward"):
-            job.optimizer.backward(terms.loss if scaling is None else terms.loss * scaling.scale, last=left == 0)
-        loss += terms.nll
-        correct += terms.correct
-        losses.append(terms.nll_BT)
-        rows.append(terms.rows_2B)
-        job.view.micro_batch(step, total - left, total, int(count))
-    add_up_experts(job.model, job.world)
+    with job.span("data"):
+        inputs = engine.inputs(batches)
+    count = engine.token_count(inputs, job.data.stream.step_count(step))
+    view.micro_batch(step, 0, len(inputs), int(count))
+    if step == job.start_step and engine.is_compiled:
+        view.activity("compiling, with the first micro-batch")
+    scale = engine.loss_scale.scale if engine.loss_scale else None
+    losses = engine.compute_gradients(inputs, count, scale=scale, hooks=StepHooks(job, step, int(count)))
     if job.faults:
         job.faults.after_backward(job, step)
-    return StepResult(step, int(count), loss, correct, batches, losses, wait_s, rows, scaled=scaling is not None)
+    return StepResult(step, int(count), losses, batches, wait_s)
 
 
 def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> StepResult | str:
-    """Losses and gradients, in smaller micro-batches where memory runs out; in words why not even so. Abandoned where a
-    signal comes in between."""
+    """`compute_step`, in smaller micro-batches where memory runs out. Returns the reason where even that fails. Raises
+    Abandoned when a signal arrives."""
     while True:
         try:
-            return forward_backward(job, step, split(batches, job.plan.micro_rows), wait_s)
+            return compute_step(job, step, split(batches, job.plan.micro_rows), wait_s)
         except RuntimeError as error:
-            # One of several processes must not go its own way: it ends, and the launcher starts all of them again.
-            if not out_of_memory(error) or job.world.size > 1 or not job.optimizer.whole:
+            # One of several ranks must not retry alone: it ends, and the launcher restarts all of them.
+            if not out_of_memory(error) or job.world.size > 1 or not job.engine.optimizer.whole:
                 raise
-            said = str(error).split("\n")[0]
-        # Out of `except`, whose traceback holds all that the failed pass had made.
-        if fault := shrink_micro_batch(job, step, said):
-            return fault
+            message = str(error).split("\n")[0]
+        # Outside of `except`, whose traceback keeps the failed pass in memory.
+        if reason := shrink_micro_batch(job, step, message):
+            return reason
 
 
-def step_totals(job: Job, attempt: StepResult) -> Tensor:
-    """The step's gradient norm; over several processes its loss, what it got right and its rows too, in one sum on the
-    device."""
-    world = job.world
-    if world.mesh is None:
-        return job.optimizer.grad_norm()
-    square = job.optimizer.square()
-    if square is None:
-        twice = job.pipeline.twice if job.pipeline else None
-        square = square_of((p for p in job.optimizer.parameters if p is not twice), world)
-    mine = 1.0 if world.speaks else 0.0
-    parts = torch.stack((attempt.loss.double() * mine, attempt.correct.double() * mine, square))
-    # A place for every row of the step: processes that share rows add their columns up, and the others add nothing.
-    own = sum(len(batch.tokens) for batch in attempt.batches)
-    rows_2R = torch.zeros(2, own * world.layout.dp, dtype=torch.float64, device=job.device)
-    if world.speaks and attempt.rows:
-        rows_2R[:, own * world.dp_rank :][:, :own] = torch.cat(attempt.rows, 1).double()
-    numbers = world.add(torch.cat((parts, rows_2R.flatten())))
-    attempt.loss, attempt.correct = numbers[0].float(), numbers[1].float()
-    attempt.rows = [numbers[3:].view_as(rows_2R)]
-    return numbers[2].sqrt().float()
-
-
-def judge_and_update(job: Job, attempt: StepResult, looking: bool) -> None:
-    """The verdict, and the update unless it is vetoed; no host sync where the optimizer allows."""
-    step = attempt.step
-    scaling = job.scaling
-    norm = step_totals(job, attempt)
-    norm = norm if scaling is None else norm / scaling.scale
-    attempt.clip, attempt.lr = job.clip(step), job.lr(step)
+def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
+    """Judge the step, and update unless it is vetoed; no host sync where the optimizer allows."""
+    engine, guard, losses, step = job.engine, job.guard, result.losses, result.step
+    loss_scale, device = engine.loss_scale, engine.device
+    norm = engine.reduce(losses, rows=sum(len(batch.tokens) for batch in result.batches))
+    norm = norm if loss_scale is None else norm / loss_scale.scale
+    result.clip, result.lr = job.clip(step), job.lr(step)
     if job.faults:
-        attempt.lr = job.faults.lr(step, attempt.lr)
-    divisor = clip_divisor(norm, attempt.clip)
-    numbers = torch.stack((attempt.loss, norm.float(), attempt.correct))
-    if job.spec.guard.enabled and attempt.tokens:
-        verdict = job.judge.judge(attempt.loss, norm, torch.cat(attempt.rows, 1))
-        numbers = torch.cat((numbers, verdict.numbers.to(job.device)))
-        # What was updated in the backward pass is past withholding, and averages go along.
-        reject = verdict.reject.to(job.device) if job.optimizer.judged_first else torch.zeros((), device=job.device)
+        result.lr = job.faults.lr(step, result.lr)
+    divisor = clip_divisor(norm, result.clip)
+    scalars = {"loss": losses.loss, "grad_norm": norm, "correct": losses.correct}
+    if engine.spec.guard.enabled and result.tokens:
+        verdict = guard.judge.judge(losses.loss, norm, torch.cat(losses.row_sums, 1))
+        scalars |= {GUARD + name: value for name, value in verdict.scalars.items()}
+        # An update inside the backward pass can no longer be withheld, and averages follow it.
+        before = engine.optimizer.judged_first
+        reject = verdict.reject.to(device) if before else torch.zeros((), device=device)
     else:
-        reject = torch.zeros((), device=job.device) if attempt.tokens else torch.ones((), device=job.device)
-    if looking:
-        job.inside.before(1.0 if scaling is None else scaling.scale)
-    if scaling is not None:
-        numbers = torch.cat((numbers, scaling.scale[None]))
-        divisor = divisor * scaling.scale
-        reject = torch.maximum(reject, scaling.update(norm))
-    attempt.sent = Sent(numbers)
-    with span(job, "optimizer"):
-        job.optimizer.step(attempt.lr, reject, divisor)
-        if (moe := job.model.shape.moe) is not None and moe.choice_bias:
-            update_choice_bias(
-                job.model, moe.bias_rate, reject, lambda counts: job.world.add(counts, job.world.readers)
-            )
-        if job.ema:
-            job.ema.update(reject)
-    if looking:
-        job.inside.after()
-        attempt.look = look_inside(job, attempt.batches)
+        reject = torch.zeros((), device=device) if result.tokens else torch.ones((), device=device)
+    if sample_layers:
+        guard.layer_stats.before(1.0 if loss_scale is None else loss_scale.scale)
+    if loss_scale is not None:
+        scalars["loss_scale"] = loss_scale.scale
+    result.scalars = ScalarTransfer(scalars)  # before the scale is updated in place
+    if loss_scale is not None:
+        divisor = divisor * loss_scale.scale
+        reject = torch.maximum(reject, loss_scale.update(norm))
+    with job.span("optimizer"):
+        engine.update(result.lr, reject, divisor)
+    if sample_layers:
+        guard.layer_stats.after()
+        inputs = engine.objective.feed(result.batches[0].part(0, SAMPLE_ROWS), device)
+        with compute_in(engine.plan.precision, device):
+            sample = guard.layer_stats.look(engine.model, inputs.tokens_BT, inputs.sight, **inputs.more)
+        result.layer_sample = sample
 
 
-def look_inside(job: Job, batches: list[Batch]) -> LayerSample:
-    feed = job.objective.feed(batches[0].part(0, LOOK_ROWS), job.device)
-    with compute_in(job.plan.precision, job.device):
-        return job.inside.look(job.model, feed.tokens_BT, feed.sight, **feed.more)
+@dataclass(frozen=True)
+class StepNumbers:
+    """The numbers of a step on the host."""
+
+    loss: float
+    grad_norm: float
+    correct: float
+    loss_scale: float | None
+    verdict: dict[str, float]  # empty if the step was not judged
+    code: int  # of the verdict; an fp16 overflow is accepted
+    overflow: bool
+    clipped: bool
+    vetoed: bool  # before its update
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        """The verdict's numbers for events and reports."""
+        flags = ("code", "reopened", "suspect")
+        return {key: round(value, 4) for key, value in self.verdict.items() if key not in flags}
+
+
+def read_step(job: Job, result: StepResult) -> StepNumbers:
+    """Wait for the step's scalars."""
+    assert result.scalars is not None
+    scalars = result.scalars.read()
+    verdict = {key.removeprefix(GUARD): value for key, value in scalars.items() if key.startswith(GUARD)}
+    loss, norm, loss_scale = scalars["loss"], scalars["grad_norm"], scalars.get("loss_scale")
+    code = int(verdict.get("code", ACCEPT))
+    overflow = loss_scale is not None and not math.isfinite(norm)
+    if overflow and math.isfinite(loss):  # this is how the loss scale is found: no incident
+        code = ACCEPT
+    before = job.engine.optimizer.judged_first
+    return StepNumbers(
+        loss, norm, scalars["correct"], loss_scale, verdict, code, overflow,
+        clipped=before and math.isfinite(norm) and norm > result.clip, vetoed=before and code != ACCEPT,
+    )  # fmt: skip
+
+
+def record_step(job: Job, result: StepResult, numbers: StepNumbers) -> dict[str, Any]:
+    """Write the step into the run's files, show it, and write the guard's events about it; the record."""
+    recorder, guard, progress = job.recorder, job.guard, job.recorder.progress
+    progress.tokens += result.tokens
+    progress.elapsed_s += result.step_s
+    progress.vetoes += numbers.vetoed
+    progress.clipped += numbers.clipped
+    record = step_record(job, result, numbers)
+    if result.rank_stats:
+        recorder.run.rank_numbers(rank_record(result.step, result.rank_stats))
+    recorder.run.step(record)
+    recorder.report_write_error()
+    recorder.view.step(record)
+    recorder.history.append(record)
+    guard.recovery_checks = [check for check in guard.recovery_checks if not check.step(record)]
+    record_verdict(job, result, numbers)
+    return record
+
+
+def step_record(job: Job, result: StepResult, numbers: StepNumbers) -> dict[str, Any]:
+    """A line of metrics/steps.jsonl."""
+    recorder, step_s = job.recorder, result.step_s
+    veto = OVERFLOW if numbers.overflow else None
+    record: dict[str, Any] = {
+        "step": result.step, "loss": numbers.loss, "accuracy": round(numbers.correct / max(1, result.tokens), 5),
+        "grad_norm": numbers.grad_norm, "lr": result.lr, "clip": result.clip, "clipped": numbers.clipped,
+        "veto": REASONS[numbers.code] if numbers.vetoed else veto,
+        "tokens": recorder.progress.tokens,
+        "tokens_per_s": round(result.tokens / step_s, 1),
+        "mfu": round(result.tokens * recorder.flops_per_token / step_s / recorder.peak_flops, 4),
+        "step_s": round(step_s, 5), "data_wait_s": round(result.wait_s, 5), "memory_bytes": result.memory_bytes,
+    }  # fmt: skip
+    if numbers.loss_scale is not None:
+        record["loss_scale"] = numbers.loss_scale
+    if result.rank_stats:
+        record["rank_step_s"] = result.rank_stats["own_s"]
+        record["balance"] = balance(result.rank_stats["own_s"])
+        if job.engine.pipeline:
+            idle_s = result.rank_stats["bubble_s"]
+            record["bubble"] = round(sum(idle_s) / len(idle_s) / step_s, 4)
+    return record
+
+
+def record_verdict(job: Job, result: StepResult, numbers: StepNumbers) -> None:
+    """Events of the guard about a step: a veto with its documents, a window that was reopened, outliers accepted."""
+    event, spec = job.recorder.event, job.spec.guard
+    if numbers.code != ACCEPT:
+        reason = REASONS[numbers.code]
+        event(
+            "veto" if numbers.vetoed else "judged_late", step=result.step,
+            reason=reason if numbers.vetoed else f"{reason}, after its update",
+            loss=numbers.loss, grad_norm=numbers.grad_norm, statistics=numbers.statistics,
+            documents=ranked(job.world.gather(local_document_losses(job, result))),
+        )  # fmt: skip
+    if numbers.verdict.get("reopened"):
+        reason = f"{spec.max_vetoes} vetoes in a row: taken for a lasting change, the window starts anew"
+        event("guard_reopened", step=result.step, loss=numbers.loss, reason=reason)
+    if numbers.verdict.get("gave_way"):
+        reason = f"{spec.veto_share:.0%} of the last {spec.window} steps were vetoed: such steps belong to the data"
+        event("guard_gave_way", step=result.step, loss=numbers.loss, reason=reason)
+
+
+def local_document_losses(job: Job, result: StepResult) -> DocumentLosses:
+    """Only one rank of each replica group reports losses; context-parallel ranks each report their own columns."""
+    if not job.world.speaks:
+        return {}
+    columns = job.engine.objective.columns
+    part = columns.part(job.plan.context).numpy() if columns else slice(None)
+    return by_document(job.data.stream, result.batches, result.losses.token_losses, part)
+
+
+def react_to_step(job: Job, result: StepResult, numbers: StepNumbers, record: dict[str, Any]) -> Incident | None:
+    """Raise alarms about a recorded step; an incident if the run must not simply go on."""
+    alarms = raise_alarms(job, result, numbers, record) if job.spec.guard.enabled else []
+    urgent = next((alarm for alarm in alarms if alarm.severity in ("rollback", "stop")), None)
+    statistics = numbers.statistics
+    if numbers.vetoed or urgent:
+        return Incident(
+            result.step, REASONS[numbers.code] if numbers.vetoed or not urgent else urgent.finding.symptom,
+            urgent.severity if urgent else "veto", record, statistics, result.batches, urgent,
+        )  # fmt: skip
+    examine = job.guard.examine
+    if numbers.verdict.get("suspect") and examine and (trial := examine(result, statistics)):
+        symptom = "documents unlike the rest of their source"
+        return Incident(result.step, symptom, "suspect", record, statistics, result.batches, trial=trial)
+    return None
+
+
+def raise_alarms(job: Job, result: StepResult, numbers: StepNumbers, record: dict[str, Any]) -> list[Alarm]:
+    """Run the detectors on a step; each alarm is an event."""
+    guard = job.guard
+    alarms = guard.replica_check.compare(result.step, guard.detectors.hosts) if guard.replica_check else []
+    if result.tokens:
+        alarms += guard.detectors.step({**record, "lr_planned": job.lr(result.step)}, result.clocks)
+    searching = numbers.overflow and math.isfinite(numbers.loss)  # for the loss scale: its layers are no alarm
+    if result.tokens and result.layer_sample and not searching:
+        alarms += guard.detectors.inside(result.step, result.layer_sample.read())
+    for alarm in alarms:
+        record_alarm(job.recorder, alarm)
+    return alarms
+
+
+def record_alarm(recorder: Recorder, alarm: Alarm) -> None:
+    finding = alarm.finding
+    recorder.event(
+        "alarm", step=alarm.step, alarm=alarm.kind, severity=alarm.severity, reason=finding.symptom,
+        evidence=finding.evidence, cause=finding.cause, confidence=finding.confidence, fix=finding.fix,
+    )  # fmt: skip
+
+
+def report_step(job: Job, result: StepResult) -> Incident | None:
+    """Read, record, react."""
+    numbers = read_step(job, result)
+    record = record_step(job, result, numbers)
+    return react_to_step(job, result, numbers, record)

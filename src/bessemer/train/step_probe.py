@@ -7,10 +7,10 @@ import time
 
 import torch
 
+from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
-from bessemer.train.compile import compute_in
 from bessemer.train.device import median_s, synchronize
-from bessemer.train.job import Job
+from bessemer.train.engine import Engine, forward_backward
 from bessemer.train.memory.fit import release
 from bessemer.train.speed import LONGEST_S, random_batch, rate_here
 
@@ -18,7 +18,9 @@ MEASURE_S = 1.0  # for the passes of a row
 UPDATE_BYTES = 40  # read and written for a parameter by clipping and AdamW's update
 
 
-def step_seconds(job: Job, rows: int, matmul_rate: float) -> float | None:
+def step_seconds(
+    engine: Engine, stream: BatchStream | IterableStream, step: int, rows: int, matmul_rate: float
+) -> float | None:
     """Seconds of a step of `rows` rows, measured on the job's own model and rows before its first step: passes over one
     row, repeated, and the update. Gradients are dropped and the random state is put back, so the run is the same with
     or without it. None where that cannot be measured.
@@ -27,35 +29,34 @@ def step_seconds(job: Job, rows: int, matmul_rate: float) -> float | None:
     1 to 8 rows, where nothing interrupted a pass. A row that would take long is replaced by a short one through the
     first layers.
     """
-    if job.world.size > 1 or not job.optimizer.whole or not job.optimizer.judged_first:
+    if engine.world.size > 1 or not engine.optimizer.whole or not engine.optimizer.judged_first:
         return None
-    context, shape = job.plan.context, job.model.shape
-    update_s = UPDATE_BYTES * sum(p.numel() for p in job.optimizer.parameters) / _memory_rate(job.device)
+    context, shape = engine.plan.context, engine.model.shape
+    update_s = UPDATE_BYTES * sum(p.numel() for p in engine.optimizer.parameters) / _memory_rate(engine.device)
     row_flops = shape.flops_per_token(context) * context
     if row_flops <= LONGEST_S * matmul_rate:
-        return rows * _row_seconds(job) + update_s
+        return rows * _row_seconds(engine, stream, step) + update_s
     if shape.wrapped or shape.decoder_layers:
         return None
-    return rows * context / rate_here(shape, context, job.plan.precision, job.device, matmul_rate) + update_s
+    return rows * context / rate_here(shape, context, engine.plan.precision, engine.device, matmul_rate) + update_s
 
 
-def _row_seconds(job: Job) -> float:
+def _row_seconds(engine: Engine, stream: BatchStream | IterableStream, step: int) -> float:
     """Of forward and backward: the median of as many as fit in MEASURE_S."""
-    if isinstance(job.stream, IterableStream):  # which cannot be read ahead of its turn
-        batch = random_batch(job.model.shape.vocab, 1, job.plan.context)
+    if isinstance(stream, IterableStream):  # which cannot be read ahead of its turn
+        batch = random_batch(engine.model.shape.vocab, 1, engine.plan.context)
     else:
-        batch = job.stream.micro_batches(job.start_step, job.plan.micro_rows)[0].part(0, 1)
+        batch = stream.micro_batches(step, engine.plan.micro_rows)[0].part(0, 1)
 
     times: list[float] = []
     with torch.random.fork_rng([]):
         while not times[1:] or sum(times[1:]) < MEASURE_S:
             began = time.perf_counter()
-            with compute_in(job.plan.precision, job.device):
-                terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), batch.count or 1.0)
-            terms.loss.backward()
-            synchronize(job.device)
+            inputs = engine.inputs([batch])
+            forward_backward(engine.model, engine.objective, inputs, batch.count or 1.0, engine.plan.precision)
+            synchronize(engine.device)
             times.append(time.perf_counter() - began)
-            release(job)
+            release(engine)
     return statistics.median(times[1:])  # the first pays for allocations
 
 

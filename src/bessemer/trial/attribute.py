@@ -25,10 +25,11 @@ from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.parallel.shard import local
 from bessemer.run.journal import number as as_number
+from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 from bessemer.trial.case import AccusedDocument, StepScene
 from bessemer.trial.layers import sum_of_parts
-from bessemer.trial.measure import clear_gradients, run_pass
+from bessemer.trial.measure import run_pass
 
 STANDS_OUT = 5.0  # robust deviations of a document's loss; and twice what one in ten of normal batches has
 FEW = 4  # tokens: fewer say nothing of a document
@@ -122,21 +123,21 @@ def stand_out(parts: Sequence[DocumentPart], normal: Sequence[DocumentPart], low
 
 
 def gradient_shares(
-    job: Job, batches: Sequence[Batch], groups: Sequence[Sequence[DocumentPart]], room: Callable[[], bool]
+    engine: Engine, batches: Sequence[Batch], groups: Sequence[Sequence[DocumentPart]], room: Callable[[], bool]
 ) -> dict[int, float]:
     """Shares of the gradient by id() of the part, for the documents that the halving reached: those with more than
     their tokens' share, worst first, within `room` and MOST_PASSES. It needs memory for one more gradient."""
     count = sum(batch.count for batch in batches)
-    whole = _gradient(job, batches, count)
-    square = _product(job, whole, whole)
+    whole = _gradient(engine, batches, count)
+    square = _product(engine, whole, whole)
     additive = math.isfinite(square) and square > 0
 
     def share(group: Sequence[DocumentPart]) -> float:
-        gradient = _gradient(job, weigh(batches, group, only=True), count)
+        gradient = _gradient(engine, weigh(batches, group, only=True), count)
         if not additive:  # then the question is only who makes it non-finite
             bad = [float(not bool(g.isfinite().all())) for g in gradient.values()]
-            return float(job.world.sums([sum(bad)])[0] > 0)
-        return _product(job, gradient, whole) / square
+            return float(engine.world.sums([sum(bad)])[0] > 0)
+        return _product(engine, gradient, whole) / square
 
     order = iter(range(10**9))  # ties of the heap
     heap: list[tuple[float, int, float, list[DocumentPart]]] = []
@@ -163,19 +164,19 @@ def gradient_shares(
     return result
 
 
-def _gradient(job: Job, batches: Sequence[Batch], count: float) -> dict[str, Tensor]:
-    clear_gradients(job)
+def _gradient(engine: Engine, batches: Sequence[Batch], count: float) -> dict[str, Tensor]:
+    engine.discard_gradients()
     if batches:
-        run_pass(job, batches, count)
-    gradient = {name: local(p.grad) for name, p in job.model.named_parameters() if p.grad is not None}
-    clear_gradients(job)
+        run_pass(engine, batches, count)
+    gradient = {name: local(p.grad) for name, p in engine.model.named_parameters() if p.grad is not None}
+    engine.discard_gradients()
     return gradient
 
 
-def _product(job: Job, a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def _product(engine: Engine, a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """The inner product of two gradients, of which each process holds its parts; what several hold counts once."""
     each = {name: float(torch.sum(a[name].double() * b[name].double())) for name in a if name in b}
-    return sum(sum_of_parts(job, each).values())
+    return sum(sum_of_parts(engine, each).values())
 
 
 def repetition(ids: Sequence[int]) -> tuple[int, float]:
@@ -248,8 +249,8 @@ def what_changed(job: Job, scene: StepScene, events: Sequence[Event] = (), steps
     """One line for each change in the last `steps` steps, in their order."""
     first = max(0, scene.step - steps)
     found = [*_rates(job, scene, first), *_batches(job, scene, first), *_happened(events, first, scene.step)]
-    if isinstance(job.stream, BatchStream):
-        found += _data(job.stream, scene.step, first)
+    if isinstance(job.data.stream, BatchStream):
+        found += _data(job.data.stream, scene.step, first)
     return [line for _, line in sorted(found, key=lambda entry: entry[0])]
 
 
@@ -259,7 +260,7 @@ def _rates(job: Job, scene: StepScene, first: int) -> Iterator[tuple[int, str]]:
         step, before, rate = int(record["step"]), float(last["lr"]), float(record["lr"])
         planned = job.lr(step)
         as_planned = abs(rate / planned - 1) < 0.01
-        growing = as_planned and step <= job.schedule.warmup
+        growing = as_planned and step <= job.engine.schedule.warmup
         if step >= first and not 0.67 <= rate / before <= 1.5 and not growing:
             remark = "" if as_planned else f"; the schedule says {planned:.3g}"
             line = f"learning rate {before:.3g} -> {rate:.3g} (x{rate / before:.3g}{remark})"
@@ -267,7 +268,7 @@ def _rates(job: Job, scene: StepScene, first: int) -> Iterator[tuple[int, str]]:
 
 
 def _batches(job: Job, scene: StepScene, first: int) -> Iterator[tuple[int, str]]:
-    steps = job.stream.steps
+    steps = job.data.stream.steps
     for last, phase in pairwise(steps.batch_phases):
         if first <= phase.from_step <= scene.step:
             yield phase.from_step, f"step {phase.from_step}: batch size {last.rows} -> {phase.rows} sequences"

@@ -21,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bessemer.data.stream.batches import Batch, BatchStream
+from bessemer.data.stream.user_dataset import IterableStream
+from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 from bessemer.train.step import StepResult
 from bessemer.trial.attribute import DocumentPart, accuse, parts_of
 from bessemer.trial.case import Experiment, Trial
-from bessemer.trial.measure import token_losses, whole_rows, whole_step
+from bessemer.trial.measure import gather_rows, global_batches, token_losses
 
 REFERENCES = 48  # documents that one is compared with, and the fewest
 FEWEST = 12
@@ -107,17 +109,21 @@ def guess_losses(tokens: npt.NDArray[np.int64], frequency: npt.NDArray[np.float6
     return -np.log((PRIOR * frequency[tokens] + seen) / (PRIOR + np.arange(tokens.size)))
 
 
-def examine_parts(job: Job, parts: Sequence[DocumentPart], step: int) -> list[Deviation | None]:
+def examine_parts(
+    engine: Engine, stream: BatchStream | IterableStream, parts: Sequence[DocumentPart], step: int
+) -> list[Deviation | None]:
     """How far each document is from others of its source; None where it cannot be read as a whole, or by too few."""
-    left_out = set(job.stream.banned) | {(part.source, part.origin.document) for part in parts}
+    if not isinstance(stream, BatchStream):
+        return [None] * len(parts)
+    left_out = set(stream.banned) | {(part.source, part.origin.document) for part in parts}
     result: dict[int, Deviation | None] = {}
     for source in dict.fromkeys(part.source for part in parts):
-        own = [part for part in parts if part.source == source and _store(job, part) is not None]
+        own = [part for part in parts if part.source == source and _store(stream, part) is not None]
         if own:
-            others = [d for d in _drawn(job, own[0], step) if (source, d) not in left_out][:REFERENCES]
-            read = _read(job, own[0], [*(part.origin.document for part in own), *others])
+            others = [d for d in _drawn(stream, own[0], step) if (source, d) not in left_out][:REFERENCES]
+            read = _read(engine, stream, own[0], [*(part.origin.document for part in own), *others])
             for part, whole in zip(own, read, strict=False):
-                result[id(part)] = deviation(_with_step(part, whole), read[len(own) :], job.model.shape.vocab)
+                result[id(part)] = deviation(_with_step(part, whole), read[len(own) :], engine.model.shape.vocab)
     return [result.get(id(part)) for part in parts]
 
 
@@ -127,37 +133,34 @@ def _with_step(part: DocumentPart, whole: Read) -> Read:
     return np.concatenate((ids, whole[0])), np.concatenate((losses, whole[1]))
 
 
-def _drawn(job: Job, part: DocumentPart, step: int) -> list[int]:
+def _drawn(stream: BatchStream, part: DocumentPart, step: int) -> list[int]:
     """Documents of the part's source: any, or of the steps before where reading others would fetch their shards."""
-    assert isinstance(job.stream, BatchStream)
-    if getattr(job.stream.sources[part.source], "far", False):
-        shares = [share for before in range(max(0, step - 16), step) for share in job.stream.origins(before)]
+    if getattr(stream.sources[part.source], "far", False):
+        shares = [share for before in range(max(0, step - 16), step) for share in stream.origins(before)]
         return list(dict.fromkeys(share.document for share in shares if share.source == part.source))
-    draw = np.random.default_rng(step).integers(_store(job, part).documents, size=4 * REFERENCES)
+    draw = np.random.default_rng(step).integers(_store(stream, part).documents, size=4 * REFERENCES)
     return list(dict.fromkeys(draw.tolist()))
 
 
-def _store(job: Job, part: DocumentPart) -> Any:
+def _store(stream: BatchStream, part: DocumentPart) -> Any:
     """The tokens of the part's source, if its document is among them and trained on as it lies there."""
-    assert isinstance(job.stream, BatchStream)
-    if any(transform.identity for transform in job.stream.transforms):
+    if any(transform.identity for transform in stream.transforms):
         return None
-    store = getattr(job.stream.sources[part.source], "store", None)
+    store = getattr(stream.sources[part.source], "store", None)
     return store if store is not None and part.origin.document < store.documents else None
 
 
-def _read(job: Job, part: DocumentPart, documents: Sequence[int]) -> list[Read]:
+def _read(engine: Engine, stream: BatchStream, part: DocumentPart, documents: Sequence[int]) -> list[Read]:
     """Documents of the part's source and their losses: all of their tokens, or rows spread over their length."""
-    stream = job.stream
-    assert isinstance(stream, BatchStream)
-    store, length, source = _store(job, part), stream.sequence_length, stream.names.index(part.source)
+    store, length, source = _store(stream, part), stream.sequence_length, stream.names.index(part.source)
     starts, stops = store.extents(np.array(documents, np.int64))
     pieces = [  # document, its first target, targets
         (k, int(start), int(min(length, stop - start)))
         for k, (first, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True))
         for start in _spread(first, stop, length)
     ]
-    rows = -(-len(pieces) // job.plan.micro_rows) * job.plan.micro_rows
+    micro_rows = engine.plan.micro_rows
+    rows = -(-len(pieces) // micro_rows) * micro_rows
     tokens, targets = np.zeros((rows, length), np.int64), np.zeros((rows, length), np.int64)
     weights = np.zeros((rows, length), np.float32)
     for row, (_, start, size) in enumerate(pieces):
@@ -169,9 +172,8 @@ def _read(job: Job, part: DocumentPart, documents: Sequence[int]) -> list[Read]:
         weights[row, :size] = 1.0 if kept is None else kept[0]
     numbers = np.arange(rows, dtype=np.int64)
     whole = Batch(tokens, targets, weights, np.zeros((rows, length), np.int32), numbers, np.full(rows, source), numbers)
-    step = job.plan.micro_rows
-    batches = [whole.part(row, row + step) for row in range(0, rows, step)]
-    nll = np.concatenate(token_losses(job, batches))
+    batches = [whole.part(row, row + micro_rows) for row in range(0, rows, micro_rows)]
+    nll = np.concatenate(token_losses(engine, batches))
     of = np.repeat(np.array([*(k for k, _, _ in pieces), *[-1] * (rows - len(pieces))]), length).reshape(rows, length)
     chosen = [(of == k) & (weights > 0) for k in range(len(documents))]
     return [(targets[mask], nll[mask]) for mask in chosen]
@@ -185,16 +187,17 @@ def _spread(first: int, stop: int, length: int) -> list[int]:
 
 
 def examine_step(
-    job: Job, attempt: StepResult, usual: float, decode: Callable[[list[int]], str] | None = None
+    job: Job, result: StepResult, usual: float, decode: Callable[[list[int]], str] | None = None
 ) -> tuple[Trial | None, list[str]]:
     """The trial of a step that was accepted and is suspect, None if no document of it is convicted; and what was seen
     of each that was examined. `usual` is the loss that was to be expected. All processes call it."""
-    began, step = time.monotonic(), attempt.step
-    batches = attempt.batches if job.world.size == 1 else whole_step(job, step)
-    parts = parts_of(job.stream, batches, whole_rows(job, attempt.losses))
+    began, step = time.monotonic(), result.step
+    engine, stream = job.engine, job.data.stream
+    batches = result.batches if job.world.size == 1 else global_batches(engine, stream, step)
+    parts = parts_of(stream, batches, gather_rows(engine, result.losses.token_losses))
     candidates = sorted(parts, key=lambda part: usual * part.tokens - part.loss)[:CANDIDATES]
     candidates = [part for part in candidates if part.loss > usual * part.tokens]
-    found = list(zip(candidates, examine_parts(job, candidates, step), strict=True))
+    found = list(zip(candidates, examine_parts(engine, stream, candidates, step), strict=True))
     seen = [f"{part.origin.file}:{part.origin.row}: {away or 'cannot be compared'}" for part, away in found]
     guilty = [part for part, away in found if away and away.far]
     if not guilty:

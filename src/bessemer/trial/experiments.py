@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from bessemer.data.stream.batches import Batch
+from bessemer.data.stream.batches import Batch, BatchStream
+from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.run.journal import number
+from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 from bessemer.trial import layers
 from bessemer.trial.attribute import DocumentPart, gradient_shares, heaviest, parts_of, pattern, stand_out, weigh
 from bessemer.trial.case import EarlierState, Experiment, LayerEvidence, StepScene
 from bessemer.trial.examine import examine_parts, whole_document
-from bessemer.trial.measure import Measurement, Yardstick, mean_of, measure, put_back, whole_step
+from bessemer.trial.measure import Measurement, Yardstick, global_batches, mean_of, measure, restore_state
 from bessemer.trial.verdict import Evidence
 
 REPEATS = 3
@@ -32,7 +34,7 @@ class TrialContext:
     job: Job
     scene: StepScene
     earlier: list[EarlierState]  # newest first
-    kept: dict[str, Tensor]
+    saved: dict[str, Tensor]  # weights and moments of the judged step
     deadline: float
     yard: Yardstick
     evidence: Evidence
@@ -51,6 +53,14 @@ class TrialContext:
     shares: dict[int, float] = field(default_factory=dict)
     total_loss: float = math.nan
     began_at: int | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self.job.engine
+
+    @property
+    def stream(self) -> BatchStream | IterableStream:
+        return self.job.data.stream
 
     def room(self, passes: float = 1.0) -> bool:
         """Whether so many passes over a step still fit into the time budget, by the clock of the first process."""
@@ -72,7 +82,7 @@ def repeat(h: TrialContext) -> None:
     for k in range(REPEATS):
         if k and not h.room():
             break
-        results.append(measure(h.job, h.scene.batches))
+        results.append(measure(h.engine, h.scene.batches))
         h.pass_s = (time.monotonic() - began) / len(results)
     h.at_scene = results[0]
     typical = mean_of(results)
@@ -106,13 +116,13 @@ def other_batches(h: TrialContext) -> None:
     before, after = [], []
     for step in steps:
         if h.room():
-            batches = whole_step(h.job, step)
-            before.append(measure(h.job, batches))
+            batches = global_batches(h.engine, h.stream, step)
+            before.append(measure(h.engine, batches))
             h.references.append(batches)
-            h.normal_parts += parts_of(h.job.stream, batches, before[-1].nll)
+            h.normal_parts += parts_of(h.stream, batches, before[-1].nll)
     for step in (h.scene.step + 1, h.scene.step + 2):
         if h.room():
-            after.append(measure(h.job, whole_step(h.job, step)))
+            after.append(measure(h.engine, global_batches(h.engine, h.stream, step)))
     if before:
         question = "Are the same weights normal on batches of accepted steps before?"
         h.note("other batches", question, mean_of(before), f"{len(before)} steps")
@@ -129,20 +139,20 @@ def _excess_then(h: TrialContext, record: dict[str, object]) -> float:
 
 
 def in_fp32(h: TrialContext) -> None:
-    measured = measure(h.job, h.scene.batches, precision="fp32")
+    measured = measure(h.engine, h.scene.batches, precision="fp32")
     h.evidence.fp32 = h.note("fp32", "Is the step normal in fp32?", measured)
 
 
 def look_inside(h: TrialContext) -> None:
     """Where the trouble starts: against a normal batch, or against earlier weights where these are damaged."""
-    h.layers += layers.damaged_weights(h.job)
-    bad = layers.look(h.job, h.scene.batches)
+    h.layers += layers.damaged_weights(h.engine)
+    bad = layers.look(h.engine, h.scene.batches)
     if h.evidence.damaged and h.earlier:
         h.earlier[0].load()
-        normal = layers.look(h.job, h.scene.batches)
-        put_back(h.job, h.kept)
+        normal = layers.look(h.engine, h.scene.batches)
+        restore_state(h.engine, h.saved)
     elif h.references:
-        normal = layers.look(h.job, h.references[0])
+        normal = layers.look(h.engine, h.references[0])
     else:
         return
     h.layers += layers.compare(bad, normal)
@@ -160,14 +170,14 @@ def accuse_documents(
 ) -> tuple[list[DocumentPart], float | None]:
     """The documents of some batches that stand out, and how abnormal the batches are without those that can be
     convicted: which are unlike their source as a whole, or have more of the gradient than others."""
-    parts = parts_of(h.job.stream, batches, measured.nll)
+    parts = parts_of(h.stream, batches, measured.nll)
     h.total_loss = sum(part.loss for part in parts)
     accused = stand_out(parts, normal_parts, h.yard.low)
     heavy: list[DocumentPart] = []
     excess = _without(h, batches, accused, f"Is {which} normal without those whose loss stands out?")
     if h.evidence.normal(excess):
         if h.room(2):
-            h.shares = gradient_shares(h.job, batches, [[part] for part in accused[:8]], h.room)
+            h.shares = gradient_shares(h.engine, batches, [[part] for part in accused[:8]], h.room)
         return _proven(h, batches, accused, heavy, excess, which)
     if not h.room(4):
         h.left_out.append("gradient shares")
@@ -175,7 +185,7 @@ def accuse_documents(
     # Those of a repeated pattern first, then by their loss: neighbours in a halving should be alike.
     rest = [part for part in parts if part not in accused]
     rest.sort(key=lambda part: (not pattern(part.ids), -part.mean_loss))
-    h.shares = gradient_shares(h.job, batches, [accused, rest], h.room)
+    h.shares = gradient_shares(h.engine, batches, [accused, rest], h.room)
     growth = measured.grad_norm / h.yard.normal.grad_norm
     if heavy := heaviest(rest, h.shares, growth, sum(part.tokens for part in parts)):
         accused = [*accused, *heavy]
@@ -195,7 +205,7 @@ def _proven(
     h.proven = []
     if not h.evidence.normal(excess):
         return accused, excess
-    found = list(zip(accused, examine_parts(h.job, accused, h.scene.step), strict=True))
+    found = list(zip(accused, examine_parts(h.engine, h.stream, accused, h.scene.step), strict=True))
     h.experiments += [whole_document(part, away) for part, away in found[:8] if away]
     h.proven = [part for part, away in found if part.nonfinite or part in heavy or away is None or away.far]
     if len(h.proven) == len(accused):
@@ -212,7 +222,7 @@ def _without(h: TrialContext, batches: Sequence[Batch], accused: Sequence[Docume
     if words := next(filter(None, (pattern(part.ids) for part in accused)), ""):
         detail += f"; {words}"
         h.remarks.append(words)
-    return h.note("without the accused", question, measure(h.job, rest), detail)
+    return h.note("without the accused", question, measure(h.engine, rest), detail)
 
 
 def earlier_weights(h: TrialContext) -> None:
@@ -224,13 +234,13 @@ def earlier_weights(h: TrialContext) -> None:
             h.left_out.append(f"earlier weights of step {state.step}")
             break
         state.load()
-        usual = [measure(h.job, batches) for batches in h.references[:2]]
+        usual = [measure(h.engine, batches) for batches in h.references[:2]]
         yard = h.yard.centred_on(mean_of(usual)) if usual else h.yard
         if usual and h.yard.of_measured(mean_of(usual)) > max(h.yard.limit, 0.5):
             continue
         question = f"Is the batch normal on the weights of step {state.step}?"
         detail = f"{state.origin}; other batches there: loss {yard.normal.loss:.4g}"
-        found.append(h.note("earlier weights", question, measure(h.job, h.scene.batches), detail, yard))
-    put_back(h.job, h.kept)
+        found.append(h.note("earlier weights", question, measure(h.engine, h.scene.batches), detail, yard))
+    restore_state(h.engine, h.saved)
     if found:
         h.evidence.earlier = min(found)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from bessemer.data.stream.batches import Batch
 from bessemer.optim.low_memory import place_of
 from bessemer.parallel.shard import local
-from bessemer.train.job import Job
+from bessemer.train.engine import Engine
 from bessemer.trial.case import LayerEvidence
-from bessemer.trial.measure import clear_gradients, run_pass
+from bessemer.trial.measure import run_pass
 
 NOTABLE = 1.5  # times the normal value
 MOST = 5
@@ -55,34 +55,34 @@ def _watching(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]
             handle.remove()
 
 
-def look(job: Job, batches: Sequence[Batch]) -> LayerSample:
+def look(engine: Engine, batches: Sequence[Batch]) -> LayerSample:
     """One pass over the batches with eyes open. Inner modules come before those that hold them."""
     seen: dict[str, list[Tensor]] = {}
-    clear_gradients(job)
+    engine.discard_gradients()
     try:
-        with _watching(job.model, seen):
-            run_pass(job, batches)
-        named = [(name, p.grad) for name, p in job.model.named_parameters() if p.grad is not None]
+        with _watching(engine.model, seen):
+            run_pass(engine, batches)
+        named = [(name, p.grad) for name, p in engine.model.named_parameters() if p.grad is not None]
         norms = {name: torch.linalg.vector_norm(local(gradient).float()).item() for name, gradient in named}
     finally:
-        clear_gradients(job)
+        engine.discard_gradients()
     sums: dict[str, list[float]] = {}
     # Of several processes each saw its own rows: a line for each of their micro-batches.
-    for lines in job.world.gather({name: torch.stack(notes).tolist() for name, notes in seen.items()}):
+    for lines in engine.world.gather({name: torch.stack(notes).tolist() for name, notes in seen.items()}):
         for name, table in lines.items():
             for squares, count, largest, bad in table:
                 known = sums.setdefault(name, [0.0, 0.0, 0.0, 0.0])
                 sums[name] = [known[0] + squares, known[1] + count, max(known[2], largest), known[3] + bad]
     outputs = {name: (math.sqrt(s / max(1.0, count)), largest, bad) for name, (s, count, largest, bad) in sums.items()}
     squares_of = {name: norm**2 for name, norm in norms.items()}
-    return LayerSample(outputs, {name: math.sqrt(square) for name, square in sum_of_parts(job, squares_of).items()})
+    return LayerSample(outputs, {name: math.sqrt(square) for name, square in sum_of_parts(engine, squares_of).items()})
 
 
-def sum_of_parts(job: Job, numbers: Mapping[str, float]) -> dict[str, float]:
+def sum_of_parts(engine: Engine, numbers: Mapping[str, float]) -> dict[str, float]:
     """Sums over whole parameters of what each process has summed over its part; what several hold counts once."""
-    places = {name: place_of(parameter).first for name, parameter in job.model.named_parameters()}
+    places = {name: place_of(parameter).first for name, parameter in engine.model.named_parameters()}
     parts: dict[str, dict[int, float]] = {}
-    for found in job.world.gather({(name, places[name]): number for name, number in numbers.items()}):
+    for found in engine.world.gather({(name, places[name]): number for name, number in numbers.items()}):
         for (name, first), number in found.items():
             parts.setdefault(name, {})[first] = number
     return {name: sum(known.values()) for name, known in parts.items()}
@@ -122,9 +122,9 @@ def compare(bad: LayerSample, normal: LayerSample) -> list[LayerEvidence]:
     return layers
 
 
-def damaged_weights(job: Job) -> list[LayerEvidence]:
+def damaged_weights(engine: Engine) -> list[LayerEvidence]:
     """Tensors that hold NaN or Inf, with how many."""
-    named = [(name, local(parameter.detach())) for name, parameter in job.model.named_parameters()]
+    named = [(name, local(parameter.detach())) for name, parameter in engine.model.named_parameters()]
     counts = torch.stack([(~weight.isfinite()).sum() for _, weight in named]).tolist()
-    found = sum_of_parts(job, {name: float(count) for (name, _), count in zip(named, counts, strict=True)})
+    found = sum_of_parts(engine, {name: float(count) for (name, _), count in zip(named, counts, strict=True)})
     return [LayerEvidence(name, "non-finite weights", count, 0.0) for name, count in found.items() if count]

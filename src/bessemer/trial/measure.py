@@ -1,14 +1,13 @@
 """One pass over given micro-batches at the weights as they are, and how far its numbers are from normal.
 
-Nothing here updates a weight. Experiments that load or train other weights do so inside `kept_aside`, which puts
-everything back bit for bit.
+Nothing here updates a weight. Experiments that load or train other weights do so inside `preserve_state`, which
+restores everything bit for bit.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,18 +17,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bessemer.data.stream.batches import Batch
+from bessemer.data.stream.batches import Batch, BatchStream
+from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.model.init import widened
-from bessemer.parallel.shard import add_up_experts, drop_gathered, local, send_gradients
+from bessemer.parallel.shard import drop_gathered, local
 from bessemer.parallel.world import World
 from bessemer.train.compile import compute_in, compute_type, use_tf32
+from bessemer.train.engine import Engine, PassResult
 from bessemer.train.job import Job
 from bessemer.train.lowp.loss_scale import scaled
-from bessemer.train.step import StepResult, step_totals
 from bessemer.trial.case import NormalRange, StepScene
 
 
-class Apart(RuntimeError):
+class RankPassError(RuntimeError):
     """A pass that failed in one of several processes: the others wait in it, so this one has to end, and whoever
     started them starts all of them again. What fails outside of a pass fails everywhere, and can be gone on from."""
 
@@ -43,16 +43,15 @@ class Measurement:
     nll: list[npt.NDArray[np.float64]]  # (R, T) of each micro-batch
 
 
-def whole_step(job: Job, step: int) -> list[Batch]:
-    """The micro-batches of a step, of all processes in their order: each works out its own, and knows of all."""
-    world = job.world
-    ranks = range(world.layout.dp)
-    return [b for rank in ranks for b in job.stream.micro_batches(step, job.plan.micro_rows, rank, world.layout.dp)]
+def global_batches(engine: Engine, stream: BatchStream | IterableStream, step: int) -> list[Batch]:
+    """The micro-batches of a step of all ranks, in rank order. Each rank knows them all and computes its own."""
+    degree = engine.world.layout.dp
+    return [b for rank in range(degree) for b in stream.micro_batches(step, engine.plan.micro_rows, rank, degree)]
 
 
 def share_of(world: World, batches: Sequence[Batch]) -> list[Batch]:
     """Of the micro-batches of a whole step those that this process works out, as many on each: what is missing at the
-    end is padding. Those of `whole_step` fall to the processes that had them."""
+    end is padding. Those of `global_batches` fall to the processes that had them."""
     share = -(-len(batches) // world.layout.dp)
     mine = list(batches[world.dp_rank * share :][:share])
     return mine + [_padding(batches[0])] * (share - len(mine))
@@ -65,38 +64,66 @@ def _padding(like: Batch) -> Batch:
 
 
 def run_pass(
-    job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None
+    engine: Engine, batches: Sequence[Batch], count: float | None = None, precision: str | None = None
 ) -> Measurement:
-    """Forward and backward exactly as the loop does it; the gradients are left in the parameters, added to what is
-    there. The batches are a whole step's, of which each process takes its share, and what is measured is the whole's.
-    `count` is what the loss is divided by: the batches' own weight where it is not given."""
-    with _failing_together(job):
-        loss, norm, losses = _pass(job, share_of(job.world, batches), count, precision)
-    return Measurement(loss, norm, whole_rows(job, losses)[: len(batches)])
+    """The forward and backward pass of training over the micro-batches of all ranks, of which each rank computes its
+    share. Gradients add up in the parameters. `count` is what the loss is divided by: by default the tokens of the
+    batches."""
+    with _failing_together(engine.world):
+        result, norm = _pass(engine, share_of(engine.world, batches), count, precision)
+    return Measurement(*_to_host(result, norm), gather_rows(engine, result.token_losses)[: len(batches)])
 
 
-def token_losses(job: Job, batches: Sequence[Batch]) -> list[npt.NDArray[np.float64]]:
-    """Every token's loss, (R, T) of each micro-batch, by a forward pass alone: gradients in the parameters stay."""
-    mode, losses, precision = job.model.training, [], job.plan.precision
-    job.model.eval()
+def run_step(engine: Engine, stream: BatchStream | IterableStream, step: int) -> Measurement:
+    """The same for a step of the stream, of which each rank reads its own rows; without token losses."""
+    world = engine.world
+    local_batches = stream.micro_batches(step, engine.plan.micro_rows, world.dp_rank, world.layout.dp)
+    with _failing_together(world):
+        result, norm = _pass(engine, local_batches, stream.step_count(step))
+    return Measurement(*_to_host(result, norm), [])
+
+
+def _pass(
+    engine: Engine, batches: Sequence[Batch], count: float | None, precision: str | None = None
+) -> tuple[PassResult, Tensor]:
+    """Loss and gradient norm over all ranks, and this rank's token losses."""
+    inputs = engine.inputs(batches)
+    count = engine.token_count(inputs, count)
+    chosen = precision or engine.plan.precision
+    loss_scale = engine.loss_scale if chosen == "fp16" else None
+    with use_tf32(chosen), scaled(loss_scale, engine.optimizer.parameters) as factor:
+        result = engine.compute_gradients(inputs, count, precision, factor)
+    return result, engine.reduce(result)
+
+
+def _to_host(result: PassResult, norm: Tensor) -> tuple[float, float]:
+    loss, grad_norm = torch.stack((result.loss, norm.float())).tolist()
+    return loss, grad_norm
+
+
+def token_losses(engine: Engine, batches: Sequence[Batch]) -> list[npt.NDArray[np.float64]]:
+    """Every token's loss, (R, T) of each micro-batch, by forward passes alone: gradients in the parameters stay."""
+    model, precision, losses = engine.model, engine.plan.precision, []
+    training = model.training
+    model.eval()
     try:
-        with _failing_together(job), torch.no_grad(), use_tf32(precision):
-            for batch in share_of(job.world, batches):
-                feed = job.objective.feed(batch, job.device)
-                with compute_in(precision, job.device):
-                    losses.append(job.objective.loss(job.model, feed, 1.0).nll_BT)
+        with _failing_together(engine.world), torch.no_grad(), use_tf32(precision):
+            for batch in share_of(engine.world, batches):
+                inputs = engine.objective.feed(batch, engine.device)
+                with compute_in(precision, engine.device):
+                    losses.append(engine.objective.loss(model, inputs, 1.0).nll_BT)
     finally:
-        job.model.train(mode)
-        drop_gathered(job.model)
-    return whole_rows(job, losses)[: len(batches)]
+        model.train(training)
+        drop_gathered(model)
+    return gather_rows(engine, losses)[: len(batches)]
 
 
-def whole_rows(job: Job, losses: Sequence[Tensor]) -> list[npt.NDArray[np.float64]]:
-    """The losses of all processes' micro-batches, in the order of `whole_step`."""
-    world = job.world
-    mine = [np.asarray(nll.float().cpu(), dtype=np.float64) for nll in losses]
-    everyone = dict(world.gather(((world.dp_rank, world.cp_rank), mine)))
-    columns = job.objective.columns  # of rows that processes share
+def gather_rows(engine: Engine, losses: Sequence[Tensor]) -> list[npt.NDArray[np.float64]]:
+    """The losses of all ranks' micro-batches, in the order of `global_batches`."""
+    world = engine.world
+    local_losses = [np.asarray(nll.float().cpu(), dtype=np.float64) for nll in losses]
+    everyone = dict(world.gather(((world.dp_rank, world.cp_rank), local_losses)))
+    columns = engine.objective.columns  # of rows that ranks share
     return [
         columns.whole(parts) if columns else parts[0]
         for rank in range(world.layout.dp)
@@ -104,68 +131,27 @@ def whole_rows(job: Job, losses: Sequence[Tensor]) -> list[npt.NDArray[np.float6
     ]
 
 
-def run_step(job: Job, step: int) -> Measurement:
-    """The same of a step of the stream, of which each process reads its own rows, without the tokens' losses."""
-    world, stream = job.world, job.stream
-    mine = stream.micro_batches(step, job.plan.micro_rows, world.dp_rank, world.layout.dp)
-    with _failing_together(job):
-        loss, norm, _ = _pass(job, mine, stream.step_count(step))
-    return Measurement(loss, norm, [])
-
-
 @contextmanager
-def _failing_together(job: Job) -> Iterator[None]:
+def _failing_together(world: World) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if job.world.size == 1:
+        if world.size == 1:
             raise
-        raise Apart(f"a pass of a trial failed in process {job.world.rank}: {error}") from error
-
-
-def _pass(
-    job: Job, batches: Sequence[Batch], count: float | None, precision: str | None = None
-) -> tuple[float, float, list[Tensor]]:
-    """Loss and gradient norm of all processes, and the losses of this one's tokens."""
-    feeds = deque(job.objective.feed(batch, job.device) for batch in batches)
-    if count is None or job.objective.rewriting:
-        count = job.world.sums([sum(feed.count for feed in feeds)])[0] / (job.world.size // job.world.layout.dp)
-    count = count or 1.0  # all of it is banned: nothing to learn from, and a loss of zero
-    loss, correct = torch.zeros((), device=job.device), torch.zeros((), device=job.device)
-    losses = []
-    precision = precision or job.plan.precision
-    scaling = job.scaling if precision == "fp16" else None
-    with use_tf32(precision), scaled(scaling, job.optimizer.parameters) as factor:
-        while feeds:
-            send_gradients(job.model, now=len(feeds) == 1)
-            with compute_in(precision, job.device):
-                terms = job.objective.loss(job.model, feeds.popleft(), count)
-            (terms.loss * factor).backward()
-            loss += terms.nll
-            losses.append(terms.nll_BT)
-        add_up_experts(job.model, job.world)
-    attempt = StepResult(0, 0, loss, correct, [], losses, 0.0)
-    norm = step_totals(job, attempt)  # which makes the loss that of all processes too
-    numbers = torch.stack((attempt.loss, norm.float())).tolist()
-    return numbers[0], numbers[1], losses
+        raise RankPassError(f"a pass of a trial failed in process {world.rank}: {error}") from error
 
 
 def measure(
-    job: Job, batches: Sequence[Batch], count: float | None = None, precision: str | None = None
+    engine: Engine, batches: Sequence[Batch], count: float | None = None, precision: str | None = None
 ) -> Measurement:
-    """The same, leaving no gradients. In fp32 weights that are kept in bf16 are widened for it."""
-    clear_gradients(job)
-    wide = compute_type(precision or job.plan.precision) == torch.float32
+    """`run_pass` that leaves no gradients. For fp32, weights held in bf16 are widened."""
+    engine.discard_gradients()
+    wide = compute_type(precision or engine.plan.precision) == torch.float32
     try:
-        with widened(job.model) if wide else nullcontext():
-            return run_pass(job, batches, count, precision)
+        with widened(engine.model) if wide else nullcontext():
+            return run_pass(engine, batches, count, precision)
     finally:
-        clear_gradients(job)
-
-
-def clear_gradients(job: Job) -> None:
-    for parameter in job.model.parameters():
-        parameter.grad = None
+        engine.discard_gradients()
 
 
 QUIET = 0.35  # a step below this share of the guard's line is no anomaly
@@ -216,42 +202,40 @@ def mean_of(results: Sequence[Measurement]) -> Measurement:
     return Measurement(loss, math.exp(sum(norms) / len(norms)), [])
 
 
-def held(job: Job) -> dict[str, Tensor]:
-    """The job's state, live, as far as this process holds it."""
+def local_state(engine: Engine) -> dict[str, Tensor]:
+    """The engine's tensors, live, as far as this rank holds them."""
     with torch.no_grad():
-        return {name: local(tensor) for name, tensor in job.state().items()}
+        return {name: local(tensor) for name, tensor in engine.state().items()}
 
 
 @contextmanager
-def kept_aside(job: Job) -> Iterator[dict[str, Tensor]]:
-    """Weights, moments, counts, the guard's window and random states are afterwards as they were, also after an error.
-    The copy (three times the weights; each rank's own shards) lies on the host where the device has no room."""
-    state = held(job)
+def preserve_state(job: Job) -> Iterator[dict[str, Tensor]]:
+    """Restores weights, moments, counts, the guard's window and random states on exit, also after an error. Yields the
+    saved tensors. They take three times the memory of the weights (each rank its shards), on the host where the device
+    has none left."""
+    engine, recorder, judge = job.engine, job.recorder, job.guard.judge
+    device, state, window = engine.device, local_state(engine), judge.state()
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    roomy = job.device.type != "cuda" or torch.cuda.mem_get_info(job.device)[0] > 1.5 * size
-    kept = {
-        name: tensor.detach().to(tensor.device if roomy or name.startswith("guard.") else "cpu", copy=True)
-        for name, tensor in state.items()
-    }
-    numbers = torch.get_rng_state()
-    device_numbers = torch.cuda.get_rng_state(job.device) if job.device.type == "cuda" else None
-    mode, progress = job.model.training, copy.copy(job.progress)
+    fits = device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > 1.5 * size
+    saved = {name: t.detach().to(t.device if fits else "cpu", copy=True) for name, t in state.items()}
+    rng_state = torch.get_rng_state()
+    device_rng_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    training, progress = engine.model.training, copy.copy(recorder.progress)
     try:
-        yield kept
+        yield saved
     finally:
-        put_back(job, kept)
-        job.judge.load({name[6:]: tensor for name, tensor in kept.items() if name.startswith("guard.")})
-        job.model.train(mode)
-        job.progress = progress
-        torch.set_rng_state(numbers)
-        if device_numbers is not None:
-            torch.cuda.set_rng_state(device_numbers, job.device)
+        restore_state(engine, saved)
+        judge.load(window)  # its tensors are never changed in place
+        engine.model.train(training)
+        recorder.progress = progress
+        torch.set_rng_state(rng_state)
+        if device_rng_state is not None:
+            torch.cuda.set_rng_state(device_rng_state, device)
 
 
 @torch.no_grad()
-def put_back(job: Job, kept: dict[str, Tensor]) -> None:
-    """The kept weights and moments into the job again; gradients are cleared."""
-    clear_gradients(job)
-    for name, tensor in held(job).items():
-        if not name.startswith("guard."):
-            tensor.copy_(kept[name])
+def restore_state(engine: Engine, saved: dict[str, Tensor]) -> None:
+    """Copy saved weights and moments back; gradients are cleared."""
+    engine.discard_gradients()
+    for name, tensor in local_state(engine).items():
+        tensor.copy_(saved[name])

@@ -17,7 +17,7 @@ from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
 from bessemer.run.journal import number
 from bessemer.train.job import Job
-from bessemer.trial.measure import clear_gradients, run_step
+from bessemer.trial.measure import run_step
 
 Record = Mapping[str, Any]
 
@@ -53,20 +53,20 @@ def replay_to(
         raise UserError(
             f"step {missing[0]} is not in the run's metrics: steps {start} to {target_step - 1} cannot be replayed"
         )
-    accept = torch.zeros((), device=job.device)
+    accept = torch.zeros((), device=job.engine.device)
     path = []
-    clear_gradients(job)
+    job.engine.discard_gradients()
     for step in range(start, target_step):
         record = known[step]
         rate = lr(record) if lr else float(record["lr"])
-        measured = run_step(job, step)
+        measured = run_step(job.engine, job.data.stream, step)
         vetoed = bool(record.get("veto")) or (veto is not None and veto(step, measured.loss, measured.grad_norm))
         path.append(ReplayedStep(step, rate, measured.loss, measured.grad_norm, vetoed))
         if vetoed:
-            clear_gradients(job)
+            job.engine.discard_gradients()
             continue
-        norm = torch.tensor(measured.grad_norm, device=job.device)
-        job.optimizer.step(rate, accept, clip_divisor(norm, number(record.get("clip")) or job.spec.optimizer.clip))
+        norm = torch.tensor(measured.grad_norm, device=job.engine.device)
+        job.engine.update(rate, accept, clip_divisor(norm, number(record.get("clip")) or job.spec.optimizer.clip))
     return path
 
 

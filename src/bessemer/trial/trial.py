@@ -18,6 +18,7 @@ from typing import Any
 from bessemer.data.stream.user_dataset import NOT_REPLAYABLE, IterableStream
 from bessemer.errors import UserError
 from bessemer.plan.decide import HALF
+from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 from bessemer.trial.attribute import accuse, parts_of, what_changed
 from bessemer.trial.case import EarlierState, StepScene, Trial
@@ -31,7 +32,16 @@ from bessemer.trial.experiments import (
     other_batches,
     repeat,
 )
-from bessemer.trial.measure import QUIET, Apart, Yardstick, held, kept_aside, measure, put_back, whole_step
+from bessemer.trial.measure import (
+    QUIET,
+    RankPassError,
+    Yardstick,
+    global_batches,
+    local_state,
+    measure,
+    preserve_state,
+    restore_state,
+)
 from bessemer.trial.replay import Difference, Record, ReplayedStep, beyond_spread, differences, first_unlike, replay_to
 from bessemer.trial.verdict import CORRUPT, LR_JUMP, Evidence, decide
 
@@ -53,51 +63,50 @@ def run_trial(
     token ids into text for the excerpts. Steps before `alike_from` were computed by other processes or devices, whose
     sums are rounded otherwise.
     """
-    if isinstance(job.stream, IterableStream):
+    if isinstance(job.data.stream, IterableStream):
         raise UserError(f"a trial reads steps again, and the data is {NOT_REPLAYABLE}")
     began = time.monotonic()
     yard = Yardstick.of(scene)
     evidence = Evidence(yard.excess(scene.loss, scene.grad_norm), yard.limit)
     states = sorted((s for s in earlier if s.step < scene.step), key=lambda s: -s.step)
-    with kept_aside(job) as kept:
-        hearing = TrialContext(job, scene, states, kept, began + budget_s, yard, evidence, alike_from)
-        _attempt(hearing, "repeat", repeat, passes=0)
-        _attempt(hearing, "other batches", other_batches)
-        evidence.lr_jump = max(rate_jumps(hearing).values(), default=1.0)
+    with preserve_state(job) as saved:
+        context = TrialContext(job, scene, states, saved, began + budget_s, yard, evidence, alike_from)
+        _attempt(context, "repeat", repeat, passes=0)
+        _attempt(context, "other batches", other_batches)
+        evidence.lr_jump = max(rate_jumps(context).values(), default=1.0)
         if evidence.observed > QUIET and not evidence.transient and evidence.repeat is not None:
-            _question(hearing)
-        evidence.left_out = bool(hearing.left_out)
+            _question(context)
+        evidence.left_out = bool(context.left_out)
     verdict, confidence, reason = decide(evidence)
-    convicted = hearing.proven if evidence.convicted or evidence.normal(evidence.without) else []
-    accused = accuse(hearing.accused, convicted, hearing.total_loss, hearing.shares, decode)
+    convicted = context.proven if evidence.convicted or evidence.normal(evidence.without) else []
+    accused = accuse(context.accused, convicted, context.total_loss, context.shares, decode)
     return Trial(
         verdict=verdict,
         confidence=round(min(1.0, confidence), 3),
-        reason="; ".join(dict.fromkeys([reason, *hearing.remarks])),
+        reason="; ".join(dict.fromkeys([reason, *context.remarks])),
         state_healthy=evidence.state_healthy,
         accused=accused,
-        experiments=hearing.experiments,
-        layers=hearing.layers,
+        experiments=context.experiments,
+        layers=context.layers,
         changes=what_changed(job, scene, events),
-        spread=hearing.spread,
-        began_at=hearing.began_at,
+        spread=context.spread,
+        began_at=context.began_at,
         seconds=job.world.agree(round(time.monotonic() - began, 3)),  # what trials may take counts by it
-        cut_short=hearing.left_out,
+        cut_short=context.left_out,
     )
 
 
-def gathered_in_half(job: Job) -> bool:
+def gathered_in_half(engine: Engine) -> bool:
     """Whether no pass can have weights in fp32, though they are kept so: FSDP rounds them on their way."""
-    divided = job.world.divided
-    return divided and job.device.type == "cuda" and job.plan.precision in HALF
+    return engine.world.divided and engine.device.type == "cuda" and engine.plan.precision in HALF
 
 
 def _question(h: TrialContext) -> None:
     """What is asked when the step is abnormal again. Each answer decides which questions are left."""
     e = h.evidence
-    if gathered_in_half(h.job):
+    if gathered_in_half(h.engine):
         h.left_out.append("fp32: divided layers are gathered in bf16")
-    elif h.job.plan.precision != "fp32":
+    elif h.engine.plan.precision != "fp32":
         _attempt(h, "fp32", in_fp32)
     _attempt(h, "layers", look_inside, passes=3)
     if e.numerical:
@@ -119,11 +128,11 @@ def _attempt(h: TrialContext, name: str, experiment: Callable[[TrialContext], No
         return
     try:
         experiment(h)
-    except Apart:
+    except RankPassError:
         raise
     except Exception as error:  # a trial must not take down the run that it is about
         h.left_out.append(f"{name}: {type(error).__name__}: {error}")
-        put_back(h.job, h.kept)
+        restore_state(h.engine, h.saved)
 
 
 COST = 1.3  # of a replayed step, in passes
@@ -163,10 +172,10 @@ def replays(h: TrialContext) -> None:
     try:
         state.load()
         path = replay_to(h.job, h.scene.step, h.scene.history, state.step)
-        found = differences(h.kept, h.job.state(), h.job.world)
+        found = differences(h.saved, h.engine.state(), h.engine.world)
         question = f"Does a replay from step {state.step} lead to the judged weights?"
         detail = _told(found) if found else "bit for bit the judged weights"
-        h.evidence.replay = h.note("replay", question, measure(h.job, h.scene.batches), detail)
+        h.evidence.replay = h.note("replay", question, measure(h.engine, h.scene.batches), detail)
         h.evidence.corrupt = _corruption(h, state, path, found) if found else 0.0
         # What could have avoided damage is a question only where there is some.
         if h.evidence.corrupt is None or h.evidence.corrupt > CORRUPT or not h.evidence.damaged:
@@ -177,7 +186,7 @@ def replays(h: TrialContext) -> None:
         if not h.evidence.normal(h.evidence.planned_lr) and not h.evidence.normal(h.evidence.vetoed):
             _lower_lr(h, state, path)
     finally:
-        put_back(h.job, h.kept)
+        restore_state(h.engine, h.saved)
 
 
 def _starting_point(h: TrialContext) -> EarlierState | None:
@@ -187,8 +196,8 @@ def _starting_point(h: TrialContext) -> EarlierState | None:
             h.left_out.append(f"replay from step {state.step}")
             return None
         state.load()
-        usual = [measure(h.job, batches) for batches in h.references[:1]]
-        put_back(h.job, h.kept)
+        usual = [measure(h.engine, batches) for batches in h.references[:1]]
+        restore_state(h.engine, h.saved)
         if not usual or h.yard.of_measured(usual[0]) <= max(h.yard.limit, 0.5):
             return state
     h.left_out.append("replay: no healthy earlier state")
@@ -208,10 +217,10 @@ def _corruption(
     if not h.room(COST * len(path)):
         h.left_out.append("second replay")
         return None
-    first = {name: tensor.detach().to("cpu", copy=True) for name, tensor in held(h.job).items()}
+    first = {name: tensor.detach().to("cpu", copy=True) for name, tensor in local_state(h.engine).items()}
     state.load()
     again = replay_to(h.job, h.scene.step, h.scene.history, state.step)
-    ratios = beyond_spread(found, differences(first, h.job.state(), h.job.world))
+    ratios = beyond_spread(found, differences(first, h.engine.state(), h.engine.world))
     worst = max(ratios.values())
     if worst > CORRUPT:
         guilty = {name: gap for name, gap in found.items() if ratios[name] > CORRUPT}
@@ -244,7 +253,7 @@ def _again(
         return None
     state.load()
     replay_to(h.job, h.scene.step, h.scene.history, state.step, lr, veto)
-    return h.note(name, question, measure(h.job, h.scene.batches), f"from step {state.step}")
+    return h.note(name, question, measure(h.engine, h.scene.batches), f"from step {state.step}")
 
 
 def _planned_lr(h: TrialContext, state: EarlierState) -> None:
@@ -267,10 +276,10 @@ def _without_outliers(h: TrialContext, state: EarlierState) -> None:
             return False
         vetoed.append(step)
         if len(vetoed) == 1 and h.room(8):
-            batches = whole_step(h.job, step)
-            measured = measure(h.job, batches)
-            usual = [(other, measure(h.job, other)) for other in h.references[:2]]
-            parts = [part for other, one in usual for part in parts_of(h.job.stream, other, one.nll)]
+            batches = global_batches(h.engine, h.stream, step)
+            measured = measure(h.engine, batches)
+            usual = [(other, measure(h.engine, other)) for other in h.references[:2]]
+            parts = [part for other, one in usual for part in parts_of(h.stream, other, one.nll)]
             h.accused, excess = accuse_documents(h, batches, measured, parts, f"step {step}")
             h.evidence.convicted = h.evidence.normal(excess)
         return True

@@ -1,6 +1,5 @@
 """fp16's loss scale against torch's own GradScaler, and what a step of the loop makes of an overflow."""
 
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,19 +14,18 @@ from bessemer.model.transformer import build
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
-from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import compute_in
-from bessemer.train.job import Progress
-from bessemer.train.loop import report_step
+from bessemer.train.engine import Engine
+from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.loss import linear_cross_entropy
 from bessemer.train.lowp import loss_scale as scaling
 from bessemer.train.lowp.loss_scale import OVERFLOW, START, LossScale, scaled
 from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
-from bessemer.train.step import StepResult, forward_backward, judge_and_update
+from bessemer.train.step import StepResult, compute_step, judge_and_update, report_step
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(vocab=61, width=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=48)
@@ -142,31 +140,34 @@ def make_job(asked: str | float | None, guard: GuardSpec | None = None, device: 
     """What the loop needs of a job for one step; None is fp32."""
     guard, model = guard or GuardSpec(), build(SHAPE, device, 0)
     events: list[dict[str, Any]] = []
-    return SimpleNamespace(
-        world=World(), pipeline=None, alike=None,
-        device=device, model=model, objective=Pretrain(cross_documents=False),
-        optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()), judge=Judge(guard, device),
-        lr=lambda step: 1e-3, clip=lambda step: 1.0,
-        stream=SimpleNamespace(step_count=lambda step: 4.0 * 16, locate=lambda batch: []),
-        plan=SimpleNamespace(precision="fp32" if asked is None else "fp16"), ema=None, faults=None,
-        spec=SimpleNamespace(guard=guard), scaling=None if asked is None else LossScale(asked, device),
-        progress=Progress(), run=Log(), view=RunView(), start_step=-1, check_interrupt=lambda: None, unwritten="",
-        history=deque(), recovering=[], flops_per_token=1, peak_flops=1.0,
-        watch=Detectors(guard, None, 1000), events=events, event=lambda kind,
-        **rest: events.append({"kind": kind, **rest}),
-    )  # fmt: skip
+    spec, plan = SimpleNamespace(guard=guard), SimpleNamespace(precision="fp32" if asked is None else "fp16")
+    optimizer, nothing = make_optimizer(model.named_parameters(), OptimizerSpec()), None
+    stream = SimpleNamespace(step_count=lambda step: 4.0 * 16, locate=lambda batch: [])
+    parts: Any = (
+        Engine(
+            spec, plan, device, model, Pretrain(cross_documents=False), optimizer, nothing,
+            loss_scale=None if asked is None else LossScale(asked, device),
+        ),
+        DataFeed(stream, nothing, str),
+        Guard(Judge(guard, device), Detectors(guard, None, 1000), nothing, nothing),
+        Recorder(Log(), RunView(), 1, 1.0),
+    )  # type: ignore[arg-type]  # fmt: skip
+    job: Any = Job(*parts, saver=nothing, start_step=-1)  # type: ignore[arg-type]
+    job.lr, job.clip = lambda step: 1e-3, lambda step: 1.0
+    job.events, job.recorder.event = events, lambda kind, **rest: events.append({"kind": kind, **rest})
+    return job
 
 
 def attempt_step(job: Any, step: int) -> StepResult:
     batches = [random_batch(SHAPE.vocab, 2, 16, seed=step), random_batch(SHAPE.vocab, 2, 16, seed=step + 100)]
-    attempt = forward_backward(job, step, batches, 0.0)
-    judge_and_update(job, attempt, looking=False)
+    attempt = compute_step(job, step, batches, 0.0)
+    judge_and_update(job, attempt, sample_layers=False)
     attempt.step_s = 1.0
     return attempt
 
 
 def tensors(job: Any) -> list[torch.Tensor]:
-    return [t.detach().clone() for t in (*job.model.parameters(), *job.optimizer.state().values())]
+    return [t.detach().clone() for t in (*job.engine.model.parameters(), *job.engine.optimizer.state().values())]
 
 
 def test_a_step_reports_unscaled_numbers_and_learns_as_fp32_does() -> None:
@@ -174,36 +175,38 @@ def test_a_step_reports_unscaled_numbers_and_learns_as_fp32_does() -> None:
     for step in range(5):
         for job in (half, full):
             assert report_step(job, attempt_step(job, step)) is None
-        (a, b) = half.run[-1], full.run[-1]
+        (a, b) = half.recorder.run[-1], full.recorder.run[-1]
         assert a["loss_scale"] == 1024.0 and "loss_scale" not in b
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-3)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
         assert a["veto"] is None and a["clipped"] == b["clipped"]
     # Adam moves the weights alike whatever the scale of its gradients; its moments tell.
-    sums = [sum(t.norm() for name, t in job.optimizer.state().items() if "exp_avg" in name) for job in (half, full)]
+    sums = [
+        sum(t.norm() for name, t in job.engine.optimizer.state().items() if "exp_avg" in name) for job in (half, full)
+    ]
     assert float(sums[0]) == pytest.approx(float(sums[1]), rel=0.02)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_an_overflow_withholds_the_step_and_is_no_incident(enabled: bool) -> None:
     job = make_job("dynamic", GuardSpec(enabled=enabled))
-    job.scaling.scale.fill_(2.0**40)  # any gradient overflows
+    job.engine.loss_scale.scale.fill_(2.0**40)  # any gradient overflows
     before = tensors(job)
     assert report_step(job, attempt_step(job, 0)) is None
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(job), strict=True))
-    assert float(job.scaling.scale) == 2.0**39
-    (record,) = job.run
-    assert record["veto"] == OVERFLOW and record["loss_scale"] == 2.0**40 and job.progress.vetoes == 0
+    assert float(job.engine.loss_scale.scale) == 2.0**39
+    (record,) = job.recorder.run
+    assert record["veto"] == OVERFLOW and record["loss_scale"] == 2.0**40 and job.recorder.progress.vetoes == 0
     assert job.events == []
-    job.scaling.scale.fill_(1024.0)
+    job.engine.loss_scale.scale.fill_(1024.0)
     assert report_step(job, attempt_step(job, 1)) is None
-    assert job.run[-1]["veto"] is None and not torch.equal(before[0], tensors(job)[0])
+    assert job.recorder.run[-1]["veto"] is None and not torch.equal(before[0], tensors(job)[0])
 
 
 def test_a_loss_that_is_not_finite_is_an_incident_still() -> None:
     job = make_job("dynamic")
     with torch.no_grad():
-        job.model.embedding.weight.fill_(float("nan"))
+        job.engine.model.embedding.weight.fill_(float("nan"))
     incident = report_step(job, attempt_step(job, 0))
     assert incident is not None and incident.symptom == "non-finite loss or gradient"
 
@@ -212,7 +215,7 @@ def test_a_scale_below_one_again_and_again_raises_the_alarm() -> None:
     job, alarms = make_job("dynamic"), []
     for step in range(70):
         record = {"step": step, "loss": 2.0, "grad_norm": float("inf"), "lr": 1e-3, "veto": OVERFLOW}
-        alarms += job.watch.step(record | {"loss_scale": 0.25})
+        alarms += job.guard.detectors.step(record | {"loss_scale": 0.25})
     assert "loss_scale" in {alarm.kind for alarm in alarms}
 
 
@@ -228,4 +231,4 @@ def test_a_scaled_step_never_waits_for_the_device() -> None:
         attempt = attempt_step(job, 3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert report_step(job, attempt) is None and "loss_scale" in job.run[-1]
+    assert report_step(job, attempt) is None and "loss_scale" in job.recorder.run[-1]

@@ -9,7 +9,7 @@ import torch
 from bessemer.guard.judge import Judge
 from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
-from bessemer.train.job import Progress
+from bessemer.train.job import Guard, Progress
 from bessemer.train.memory.snapshots import MemorySnapshots, fits_snapshots
 
 CPU = torch.device("cpu")
@@ -19,20 +19,21 @@ class Small:
     """As much of a job as a copy needs: some weights, a judge, counters."""
 
     def __init__(self):
-        self.device, self.progress = CPU, Progress()
+        self.recorder = SimpleNamespace(progress=Progress())
         self.weights = {"model.w": torch.zeros(3), "optimizer.w.step": torch.zeros(())}
-        self.judge = Judge(GuardSpec(window=16, warmup=8), CPU)
+        self.guard = Guard(Judge(GuardSpec(window=16, warmup=8), CPU), None, None, None)
+        self.engine = SimpleNamespace(state=lambda: self.weights)
 
     def state(self):
-        return self.weights | {f"guard.{name}": tensor for name, tensor in self.judge.state().items()}
+        return self.weights | self.guard.tensors()
 
     def train(self, steps):
         """Every step changes every tensor of the state, and the counters."""
         for _ in range(steps):
             for tensor in self.weights.values():
                 tensor += 1
-            self.judge.judge(torch.tensor(4.0 + float(self.weights["model.w"][0])), torch.tensor(1.0))
-            self.progress.tokens += 10
+            self.guard.judge.judge(torch.tensor(4.0 + float(self.weights["model.w"][0])), torch.tensor(1.0))
+            self.recorder.progress.tokens += 10
 
 
 def frozen(job):
@@ -46,13 +47,13 @@ def equal(a, b):
 def test_a_restored_state_is_the_copied_one_however_long_ago():
     job, copies, seen = Small(), MemorySnapshots(), {}
     for step in range(0, 40, 8):
-        seen[step] = frozen(job), job.progress.tokens
+        seen[step] = frozen(job), job.recorder.progress.tokens
         copies.take(job, step)
         job.train(8)
     assert [kept.step for kept in copies.held] == [24, 32]
     for kept in reversed(copies.held):
         kept.restore(job)
-        assert equal(frozen(job), seen[kept.step][0]) and job.progress.tokens == seen[kept.step][1]
+        assert equal(frozen(job), seen[kept.step][0]) and job.recorder.progress.tokens == seen[kept.step][1]
 
 
 def test_a_copy_can_be_gone_back_to_twice():
@@ -64,7 +65,7 @@ def test_a_copy_can_be_gone_back_to_twice():
     for _ in range(2):
         job.train(5)
         copies.held[0].restore(job)
-        assert equal(frozen(job), before) and job.progress.tokens == 120
+        assert equal(frozen(job), before) and job.recorder.progress.tokens == 120
 
 
 def test_the_memory_of_the_older_copy_is_used_again():
@@ -92,5 +93,4 @@ def test_after_a_rollback_the_copies_of_what_did_not_happen_are_dropped():
 def test_two_copies_must_fit_in_half_of_the_free_memory(monkeypatch, free, fits):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     state = {"a": torch.zeros(200), "b": torch.zeros(25, dtype=torch.int64)}
-    job = SimpleNamespace(device=CPU, world=World(), state=lambda: state)
-    assert fits_snapshots(job) == (fits, 2000, free)
+    assert fits_snapshots(state, CPU, World()) == (fits, 2000, free)

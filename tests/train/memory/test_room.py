@@ -17,15 +17,15 @@ from bessemer.model.transformer import build
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.schedule import Schedule
-from bessemer.parallel.world import World
 from bessemer.plan.decide import Interval
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import RunWriter
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape, Moe
+from bessemer.train.engine import Engine
 from bessemer.train.evaluate import Evaluator
-from bessemer.train.job import Job, Outcome
+from bessemer.train.job import DataFeed, Guard, Job, Outcome, Recorder
 from bessemer.train.loop import train_loop
 from bessemer.train.memory import fit as room
 from bessemer.train.memory.snapshots import MemorySnapshots
@@ -106,15 +106,17 @@ def make_job(tmp_path: Any, shape: ModelShape, store_of: Any, stream_of: Any) ->
         run = RunWriter(tmp_path / f"run{len(opened)}")
         opened.append(run)
         run.write_file("plan.json", Plan().to_json())
+        plan: Any = Planned() if rows == "auto" else Planned(micro_rows=rows)
+        optimizer = make_optimizer(model.named_parameters(), OptimizerSpec())
+        stream = stream_of(store_of(f"a{len(opened)}", [5, 13, 30, 2] * 9), 8, 4)
+        saver: Any = Saves()
         return Job(
-            spec=spec, plan=Planned() if rows == "auto" else Planned(micro_rows=rows), device=CPU, model=model,
-            objective=objective or Full(), optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()),
-            schedule=Schedule(1e-2, 2, STEPS), judge=Judge(spec.guard, CPU),
-            stream=stream_of(store_of(f"a{len(opened)}", [5, 13, 30, 2] * 9), 8, 4),
-            evaluator=Evaluator({}, 8, 200, 4, "fp32", CPU), run=run, view=Quiet(), saver=Saves(),
-            flops_per_token=1000, peak_flops=1e9, watch=Detectors(spec.guard, None, STEPS), inside=LayerStats(model),
-            ladder=Ladder(spec.guard), decode=str,
-        )  # fmt: skip
+            Engine(spec, plan, CPU, model, objective or Full(), optimizer, Schedule(1e-2, 2, STEPS)),
+            DataFeed(stream, Evaluator({}, 8, 200, 4, "fp32", CPU), str),
+            Guard(Judge(spec.guard, CPU), Detectors(spec.guard, None, STEPS), LayerStats(model), Ladder(spec.guard)),
+            Recorder(run, Quiet(), 1000, 1e9),
+            saver,
+        )
 
     yield make
     for run in opened:
@@ -122,12 +124,12 @@ def make_job(tmp_path: Any, shape: ModelShape, store_of: Any, stream_of: Any) ->
 
 
 def losses(job: Job) -> list[float]:
-    assert [record["step"] for record in job.run.metrics()] == list(range(STEPS))
-    return [record["loss"] for record in job.run.metrics()]
+    assert [record["step"] for record in job.recorder.run.metrics()] == list(range(STEPS))
+    return [record["loss"] for record in job.recorder.run.metrics()]
 
 
 def weights(job: Job) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in job.model.parameters()])
+    return torch.cat([p.detach().flatten() for p in job.engine.model.parameters()])
 
 
 @pytest.mark.parametrize(("rows", "call", "events"), [(1, 0, 2), (2, 3, 1), (2, 0, 1)])
@@ -138,7 +140,7 @@ def test_a_step_is_tried_again_with_fewer_rows_and_the_same_numbers(
     assert train_loop(whole).kind == train_loop(cramped).kind == "finished"
     assert losses(cramped) == pytest.approx(losses(whole), rel=1e-5)
     torch.testing.assert_close(weights(cramped), weights(whole), rtol=1e-4, atol=1e-6)
-    told = list(cramped.run.events("out_of_memory"))
+    told = list(cramped.recorder.run.events("out_of_memory"))
     assert len(told) == events and told[0]["step"] == call
     assert told[0]["said"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
     assert "budget.micro_batch is 2 instead of 4" in told[0]["reason"] and "weights" in told[0]["reason"]
@@ -153,17 +155,17 @@ def test_the_guards_copies_go_first(make_job: Any) -> None:
             return terms
 
     job = make_job(Once())
-    job.copies = MemorySnapshots()
-    assert train_loop(job).kind == "finished" and job.copies is None and job.plan.micro_rows == 4
-    (told,) = job.run.events("out_of_memory")
+    job.guard.snapshots = MemorySnapshots()
+    assert train_loop(job).kind == "finished" and job.guard.snapshots is None and job.plan.micro_rows == 4
+    (told,) = job.recorder.run.events("out_of_memory")
     assert "copies in memory are given up, and rollbacks read checkpoints: the same step again" in told["reason"]
 
 
 def test_what_was_found_is_kept_for_the_next_start(make_job: Any) -> None:
     job = make_job(Full(rows=1))
     train_loop(job)
-    assert json.loads((job.run.folder / "settings.json").read_text())["micro_rows"] == 1
-    kept = Plan.from_json((job.run.folder / "plan.json").read_text()).decisions["budget.micro_batch"]
+    assert json.loads((job.recorder.run.folder / "settings.json").read_text())["micro_rows"] == 1
+    kept = Plan.from_json((job.recorder.run.folder / "plan.json").read_text()).decisions["budget.micro_batch"]
     assert (kept.value, kept.source) == (1, "measured") and "step 0 ran out of memory with 2" in kept.reason
 
 
@@ -171,7 +173,7 @@ def test_gradients_of_a_failed_attempt_are_forgotten(make_job: Any) -> None:
     """The second of two micro-batches fails: the first one's gradients must not count twice."""
     whole = make_job(Full(), budget={"micro_batch": 2})
     cramped = make_job(Full(rows=1, from_call=1))
-    cramped.plan = Planned(micro_rows=2)
+    cramped.engine.plan = Planned(micro_rows=2)
     train_loop(whole), train_loop(cramped)
     assert losses(cramped) == pytest.approx(losses(whole), rel=1e-5)
 
@@ -181,7 +183,7 @@ def test_at_one_row_more_is_computed_again(make_job: Any) -> None:
     assert train_loop(job).kind == "finished"
     assert (job.plan.micro_rows, job.plan.activations) == (1, "selective")
     assert losses(job) == pytest.approx(losses_of_a_plain(make_job), rel=1e-5)
-    kept = Plan.from_json((job.run.folder / "plan.json").read_text())
+    kept = Plan.from_json((job.recorder.run.folder / "plan.json").read_text())
     assert kept.value("memory.activations") == "selective"
 
 
@@ -199,7 +201,7 @@ def ended(job: Job) -> tuple[Outcome, torch.Tensor]:
 
 def test_a_written_micro_batch_ends_the_run_after_a_save(make_job: Any) -> None:
     reference = make_job(budget={"micro_batch": 4})
-    reference.plan = Planned(total_steps=3)
+    reference.engine.plan = Planned(total_steps=3)
     _, expected = ended(reference)
     job = make_job(Full(rows=2, from_call=3), budget={"micro_batch": 4}, memory={"activations": "none"})
     outcome, found = ended(job)
@@ -207,15 +209,15 @@ def test_a_written_micro_batch_ends_the_run_after_a_save(make_job: Any) -> None:
     assert outcome.reason.startswith("out of memory at step 3: by estimate ")
     assert "Write budget.micro_batch: 2, or memory.activations: selective, or memory.moments: 8bit" in outcome.reason
     assert "\n" not in outcome.reason
-    assert [record["step"] for record in job.run.metrics()] == [0, 1, 2]
-    assert torch.equal(found, expected) and all(p.grad is None for p in job.model.parameters())
+    assert [record["step"] for record in job.recorder.run.metrics()] == [0, 1, 2]
+    assert torch.equal(found, expected) and all(p.grad is None for p in job.engine.model.parameters())
 
 
 def test_nothing_is_saved_at_the_first_step_or_where_weights_have_moved(make_job: Any) -> None:
     job = make_job(Full(rows=2), budget={"micro_batch": 4}, memory={"activations": "full"})
     assert train_loop(job).kind == "failed" and job.saver == []
     job = make_job(Full(rows=2, from_call=2))
-    job.optimizer.judged_first = False
+    job.engine.optimizer.judged_first = False
     outcome = train_loop(job)
     assert outcome.reason.endswith("the last checkpoint stands") and job.saver == [] and job.plan.micro_rows == 4
 
@@ -241,17 +243,17 @@ def test_experts_forget_a_failed_attempt(make_job: Any, shape: ModelShape) -> No
     from dataclasses import replace
 
     job = make_job(kind=replace(shape, moe=Moe(4, 2, 16, choice_bias=True)))
-    layers = [module for module in job.model.modules() if isinstance(module, MixtureOfExperts)]
-    feed = job.objective.feed(job.stream.micro_batches(0, 4)[0], CPU)
-    job.objective.loss(job.model, feed, 8.0).loss.backward()
+    layers = [module for module in job.engine.model.modules() if isinstance(module, MixtureOfExperts)]
+    feed = job.engine.objective.feed(job.data.stream.micro_batches(0, 4)[0], CPU)
+    job.engine.objective.loss(job.engine.model, feed, 8.0).loss.backward()
     assert all(layer.assigned for layer in layers)
-    room.release(job)
+    room.release(job.engine)
     assert all(layer.assigned == [] and layer.routing is None for layer in layers)
 
 
 def test_rows_are_cut_in_order(make_job: Any) -> None:
     job = make_job()
-    batches = job.stream.micro_batches(0, 4)
+    batches = job.data.stream.micro_batches(0, 4)
     assert room.split(batches, 4) is batches
     parts = room.split(batches, 3)
     assert [len(part.positions) for part in parts] == [3, 1]
@@ -287,29 +289,32 @@ def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
     model, events = build(shape, device, 0), []
     batch = random_batch(shape.vocab, 32, 512)
     spec = RunSpec.model_validate({"name": "x", "model": "1M", "data": {"sources": {"a": "x"}}})
-    job: Any = SimpleNamespace(
-        world=World(),
-        spec=spec, plan=Planned(micro_rows=32, context=512, precision="bf16", batch_rows=((0, 32),)), device=device,
-        model=model, objective=Pretrain(False), optimizer=make_optimizer(model.named_parameters(), OptimizerSpec()),
-        stream=SimpleNamespace(
-            micro_batches=lambda step, rows, *_: room.split([batch], rows), step_count=lambda step: 16_384.0
-        ),
-        event=lambda kind, **details: events.append((kind, details)), faults=None, profiler=None, copies=None,
-        scaling=None, pipeline=None, view=RunView(), start_step=-1, check_interrupt=lambda: None,
-    )  # fmt: skip
+    plan_of_run: Any = Planned(micro_rows=32, context=512, precision="bf16", batch_rows=((0, 32),))
+    optimizer, nothing = make_optimizer(model.named_parameters(), OptimizerSpec()), None
+    stream = SimpleNamespace(
+        micro_batches=lambda step, rows, *_: room.split([batch], rows), step_count=lambda step: 16_384.0
+    )
+    parts: Any = (
+        Engine(spec, plan_of_run, device, model, Pretrain(False), optimizer, nothing),  # type: ignore[arg-type]
+        DataFeed(stream, nothing, str),  # type: ignore[arg-type]
+        Guard(nothing, nothing, nothing, nothing),  # type: ignore[arg-type]
+        Recorder(nothing, RunView(), 1, 1.0),  # type: ignore[arg-type]
+    )
+    job: Any = Job(*parts, saver=nothing, start_step=-1)  # type: ignore[arg-type]
+    job.recorder.event = lambda kind, **details: events.append((kind, details))
     gauge = room.MemoryGauge(device)
-    peak = room.probe(job, gauge)
+    peak = room.probe(job.engine, stream, gauge)
     plan = Plan()
     room.fit(job, plan, resumed=False)
     assert peak and job.plan.micro_rows == 32 and plan.decisions["budget.micro_batch"].source == "measured"
-    expected = float(attempt_step(job, 0, [batch], 0.0).loss)
-    room.release(job)
+    expected = float(attempt_step(job, 0, [batch], 0.0).losses.loss)
+    room.release(job.engine)
     torch.cuda.set_per_process_memory_fraction(0.7 * peak / torch.cuda.get_device_properties(device).total_memory)
     try:
-        assert room.probe(job, gauge) is None
-        while room.probe(job, gauge) is None:
+        assert room.probe(job.engine, stream, gauge) is None
+        while room.probe(job.engine, stream, gauge) is None:
             assert room.ease(job, plan, "a test") is not None
         assert job.plan.micro_rows in (16, 8)
-        assert float(attempt_step(job, 0, [batch], 0.0).loss) == pytest.approx(expected, rel=1e-3)
+        assert float(attempt_step(job, 0, [batch], 0.0).losses.loss) == pytest.approx(expected, rel=1e-3)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

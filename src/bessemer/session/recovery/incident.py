@@ -24,7 +24,7 @@ from bessemer.train.memory.snapshots import CONFIRMED_STEPS
 from bessemer.train.step import StepResult
 from bessemer.trial.case import Action, EarlierState, IncidentCase, NormalRange, Recovery, StepScene, Trial
 from bessemer.trial.examine import examine_step
-from bessemer.trial.measure import run_step, whole_step
+from bessemer.trial.measure import global_batches, run_step
 from bessemer.trial.report import exclusions_of, one_line, write_report
 from bessemer.trial.trial import run_trial
 
@@ -66,7 +66,7 @@ class IncidentResponder:
         if trial and (case.trial is None or trial.confidence >= case.trial.confidence):
             case.trial = trial
         convicted = [accused for accused in trial.accused if accused.convicted] if trial else []
-        rung = job.ladder.decide(
+        rung = job.guard.ladder.decide(
             LadderFacts(
                 step=incident.step, streak=int(incident.statistics.get("streak", 0)),
                 finite=incident.symptom != REASONS[NONFINITE],
@@ -80,7 +80,7 @@ class IncidentResponder:
         ended = self._climb(rung, incident, scene, trial)
         if ended is None and trial and convicted:
             self._exclude(trial)
-        job.careful_until = job.start_step + job.spec.guard.ladder.careful
+        job.guard.frequent_saves_until = job.start_step + job.spec.guard.ladder.careful
         self._write(case)
         if ended is None:
             self._watch_recovery(case, scene)
@@ -100,7 +100,7 @@ class IncidentResponder:
             key: incident.statistics[key] for key in ("loss_z", "grad_z") if key in incident.statistics
         }
         self.case = IncidentCase(
-            run=job.run.name, step=incident.step, time=time.time(), symptom=incident.symptom,
+            run=job.recorder.run.name, step=incident.step, time=time.time(), symptom=incident.symptom,
             observed={"loss": scene.loss, "grad_norm": scene.grad_norm, "lr": scene.lr, **deviations},
             normal=scene.normal, trial=None, series=recent(job)[-SERIES:],
         )  # fmt: skip
@@ -110,7 +110,7 @@ class IncidentResponder:
         """The step as it was judged. An alarm comes after its step was accepted: then the next step is the scene, as it
         looks with the weights of now, against what was usual before the trouble began."""
         job = self.job
-        history = [record for record in job.history if record["step"] < incident.step]
+        history = [record for record in job.recorder.history if record["step"] < incident.step]
         step, batches = incident.step, incident.batches
         record, found = incident.record, incident.statistics
         loss, norm, lr = float(record["loss"]), float(record["grad_norm"]), float(record["lr"])
@@ -124,13 +124,13 @@ class IncidentResponder:
             normal = usual(history, job.spec.guard.loss_sigma, job.spec.guard.grad_sigma)
         replayable = replays(job) is None
         if replayable and job.world.size > 1:  # each has its own rows, and a trial is about all of them
-            batches = whole_step(job, step)
+            batches = global_batches(job.engine, job.data.stream, step)
         if not judged and incident.record["veto"] is None and replayable:
             step = job.start_step
-            history = list(job.history)
-            batches = whole_step(job, step)
-            measured = run_step(job, step)
-            job.optimizer.discard()
+            history = list(job.recorder.history)
+            batches = global_batches(job.engine, job.data.stream, step)
+            measured = run_step(job.engine, job.data.stream, step)
+            job.engine.discard_gradients()
             loss, norm, lr = measured.loss, measured.grad_norm, job.lr(step)
         return StepScene(step, incident.symptom, lr, loss, norm, normal, batches, history)
 
@@ -147,19 +147,19 @@ class IncidentResponder:
         job, began = self.job, time.monotonic()
         if not self._affordable() or replays(job) is not None:
             return None
-        if job.watchdog:
-            job.watchdog.beat(attempt.step, long=True)
-        trial, seen = examine_step(job, attempt, statistics["loss_center"], job.decode)
-        job.progress.trial_s += job.world.agree(time.monotonic() - began)
+        if job.guard.watchdog:
+            job.guard.watchdog.beat(attempt.step, long=True)
+        trial, seen = examine_step(job, attempt, statistics["loss_center"], job.data.decode)
+        job.recorder.progress.trial_s += job.world.agree(time.monotonic() - began)
         numbers = {key: statistics[key] for key in ("loss_z", "row_z")}
-        job.event("examined", step=attempt.step, documents=seen, convicted=bool(trial), **numbers)
+        job.recorder.event("examined", step=attempt.step, documents=seen, convicted=bool(trial), **numbers)
         if trial:
             self._report_trial(attempt.step, trial)
         return trial
 
     def _affordable(self) -> bool:
         """Trials may take a share of the run's time, and one budget in advance."""
-        spec, progress = self.job.spec.guard.trial, self.job.progress
+        spec, progress = self.job.spec.guard.trial, self.job.recorder.progress
         return spec.enabled and progress.trial_s <= spec.budget + spec.share * progress.elapsed_s
 
     def _try(self, scene: StepScene) -> Trial:
@@ -168,16 +168,16 @@ class IncidentResponder:
             EarlierState(target.step, target.origin, lambda target=target: self._load(target))  # type: ignore[misc]
             for target in self._healthy(scene.step - CONFIRMED_STEPS)
         ]
-        events = list(job.run.events()) if job.world.main else []  # for the report, which that one writes
+        events = list(job.recorder.run.events()) if job.world.main else []  # for the report, which that one writes
         alike_from = job.world.agree(digits_from(events))
         budget_s = job.spec.guard.trial.budget
-        trial = run_trial(job, scene, earlier, budget_s, events[-200:], job.decode, alike_from)
-        job.progress.trial_s += trial.seconds
+        trial = run_trial(job, scene, earlier, budget_s, events[-200:], job.data.decode, alike_from)
+        job.recorder.progress.trial_s += trial.seconds
         self._report_trial(scene.step, trial)
         return trial
 
     def _report_trial(self, step: int, trial: Trial) -> None:
-        self.job.event(
+        self.job.recorder.event(
             "trial", step=step, verdict=trial.verdict, confidence=trial.confidence, reason=trial.reason,
             seconds=trial.seconds, state_healthy=trial.state_healthy, began_at=trial.began_at,
             convicted=sum(accused.convicted for accused in trial.accused),
@@ -185,7 +185,7 @@ class IncidentResponder:
 
     def _healthy(self, latest: int) -> list[RollbackTarget]:
         """Confirmed states of step `latest` or before, newest first: those in memory, and checkpoints."""
-        held = self.job.copies.held if self.job.copies else []
+        held = self.job.guard.snapshots.held if self.job.guard.snapshots else []
         found = [RollbackTarget(kept.step, "memory", kept) for kept in held if kept.step <= latest]
         for name, saved in self.job.world.agree(self._confirmed() if self.job.world.main else []):
             known = name in self.damaged or saved in {target.step for target in found}
@@ -219,23 +219,21 @@ class IncidentResponder:
         """Its weights and moments into the job; nothing else."""
         self._verify(target)
         if target.origin == "memory":
-            for name, tensor in self.job.state().items():
-                if not name.startswith("guard."):
-                    tensor.copy_(target.state.state[name])
+            for name, tensor in self.job.engine.state().items():
+                tensor.copy_(target.state.state[name])
         else:
-            state = {name: t for name, t in self.job.state().items() if not name.startswith("guard.")}
-            self.shelf.load(target.state, state)
+            self.shelf.load(target.state, self.job.engine.state())
 
     def _climb(self, rung: Rung, incident: Incident, scene: StepScene, trial: Trial | None) -> Outcome | None:
         job = self.job
         if rung.kind == "go on":
             if trial and any(accused.convicted for accused in trial.accused):
-                job.judge.pardon()  # a veto that was right does not count towards giving way
+                job.guard.judge.pardon()  # a veto that was right does not count towards giving way
             return None
         if rung.kind == "reopen":
-            job.judge.reopen()
-            job.watch.reopen(rung.reason)
-            job.event("guard_reopened", step=incident.step, reason=rung.reason)
+            job.guard.judge.reopen()
+            job.guard.detectors.reopen(rung.reason)
+            job.recorder.event("guard_reopened", step=incident.step, reason=rung.reason)
             self._acted("reopen", incident.step, rung.reason)
             return None
         self._keep_scene(scene)
@@ -246,18 +244,18 @@ class IncidentResponder:
             elif (alike := equal_at(incident)) is not None:
                 latest = alike
             elif incident.severity == "rollback":
-                latest = min(latest, best_before(job.history))
+                latest = min(latest, best_before(job.recorder.history))
             while (target := self._choose(latest, rung.depth)) is not None:
                 try:
                     self._go_back(target, rung, incident)
                     return None
                 except DamagedCheckpoint as error:  # found before anything of it was loaded
                     self.damaged.add(target.origin)
-                    job.event("checkpoint_passed_over", checkpoint=target.origin, reason=str(error))
+                    job.recorder.event("checkpoint_passed_over", checkpoint=target.origin, reason=str(error))
             rung = replace(rung, reason=f"{rung.reason}, and there is no earlier healthy state to go back to")
         self._acted("stop", incident.step, rung.reason)
         name = f"anomaly-{(self.case.step if self.case else incident.step):06d}.md"
-        where = short_path(str(job.run.folder / "reports" / name))
+        where = short_path(str(job.recorder.run.folder / "reports" / name))
         return Outcome("failed", f"{incident.symptom}: {rung.reason}; see {where}", job.start_step)
 
     def _choose(self, latest: int, depth: int) -> RollbackTarget | None:
@@ -272,29 +270,33 @@ class IncidentResponder:
         job, ladder = self.job, self.job.spec.guard.ladder
         job.saver.wait(job)
         self._verify(target)
-        trial_s, elapsed_s, rollbacks = job.progress.trial_s, job.progress.elapsed_s, job.progress.rollbacks
-        read_to = job.stream.steps.range(incident.step)[1]
-        guard, banned = job.guard_state(), dict(job.stream.banned)
+        trial_s, elapsed_s, rollbacks = (
+            job.recorder.progress.trial_s,
+            job.recorder.progress.elapsed_s,
+            job.recorder.progress.rollbacks,
+        )
+        read_to = job.data.stream.steps.range(incident.step)[1]
+        guard, banned = job.guard_state(), dict(job.data.stream.banned)
         if target.origin == "memory":
             target.state.restore(job)
             job.start_step = target.step
-            job.run.cut_after(target.step)
+            job.recorder.run.cut_after(target.step)
         else:
             load_checkpoint(job, self.shelf, target.state, None, rewind=False)
-        job.load_guard_state(guard)  # the ladder and what it adjusted are not undone
-        job.progress.trial_s, job.progress.elapsed_s = trial_s, elapsed_s
-        job.progress.rollbacks = rollbacks + 1
-        job.watch.reopen("rollback")
-        steps = job.stream.steps
-        skip = rung.skip or isinstance(job.stream, IterableStream)
+        job.guard.load_state(guard)  # the ladder and what it adjusted are not undone
+        job.recorder.progress.trial_s, job.recorder.progress.elapsed_s = trial_s, elapsed_s
+        job.recorder.progress.rollbacks = rollbacks + 1
+        job.guard.detectors.reopen("rollback")
+        steps = job.data.stream.steps
+        skip = rung.skip or isinstance(job.data.stream, IterableStream)
         if skip:
             steps = steps.skip(target.step, read_to)
         start = steps.position(target.step)  # what was convicted since is left out when it is read again
-        job.stream = job.stream.replace(steps, {pair: min(since, start) for pair, since in banned.items()})
-        while job.history and job.history[-1]["step"] >= target.step:
-            job.history.pop()
-        if job.copies:
-            job.copies.held = [held for held in job.copies.held if held.step <= target.step]
+        job.data.stream = job.data.stream.replace(steps, {pair: min(since, start) for pair, since in banned.items()})
+        while job.recorder.history and job.recorder.history[-1]["step"] >= target.step:
+            job.recorder.history.pop()
+        if job.guard.snapshots:
+            job.guard.snapshots.held = [held for held in job.guard.snapshots.held if held.step <= target.step]
         abandoned = job.saver.abandon(job, target.step)
         self.targets.append(target.step)
         self.last_step = max(self.last_step, incident.step)
@@ -306,7 +308,7 @@ class IncidentResponder:
             self._acted("skip", target.step, "what was read since is not read again", position=read_to)
         if rung.gentle:
             until = target.step + ladder.gentle
-            job.adjustments.append(Adjustment(target.step, until, ladder.lr_scale, ladder.clip_scale))
+            job.guard.adjustments.append(Adjustment(target.step, until, ladder.lr_scale, ladder.clip_scale))
             reason = f"learning rate x{ladder.lr_scale:g} and clipping x{ladder.clip_scale:g} up to step {until:,}"
             self._acted("lower_lr", target.step, reason)
 
@@ -318,47 +320,47 @@ class IncidentResponder:
         entries = exclusions_of(replace_trial(case, trial), job.start_step)
         try:
             if job.world.main:
-                append_exclusions(job.run.folder / FILE_NAME, entries)
+                append_exclusions(job.recorder.run.folder / FILE_NAME, entries)
         except OSError as error:  # this run leaves them out all the same
-            job.event("save_failed", step=case.step, reason=f"the exclusion list: {error}")
+            job.recorder.event("save_failed", step=case.step, reason=f"the exclusion list: {error}")
         if job.spec.guard.trial.exclude:
-            position = job.stream.steps.position(job.start_step)
-            banned = dict(job.stream.banned)
+            position = job.data.stream.steps.position(job.start_step)
+            banned = dict(job.data.stream.banned)
             for accused in found:
                 banned.setdefault((accused.source, accused.document), position)
-            job.stream = job.stream.replace(banned=banned)
+            job.data.stream = job.data.stream.replace(banned=banned)
         places = [f"{accused.file}:{accused.row}" for accused in found]
         self._acted("exclude", job.start_step, f"{len(found)} documents convicted", documents=places[:20])
 
     def _keep_scene(self, scene: StepScene) -> None:
         """The judged state on disk, for those who want to look at it later."""
         job = self.job
-        shelf = CheckpointStore(job.run.folder / "scenes", job.world)
+        shelf = CheckpointStore(job.recorder.run.folder / "scenes", job.world)
         try:
             for folder, _ in shelf.committed()[: 1 - SCENES_KEPT] if job.world.main else []:
                 discard(folder)
         except OSError as error:  # which the first one alone would hear of
-            job.event("save_failed", step=scene.step, reason=f"an old scene stays: {error}")
+            job.recorder.event("save_failed", step=scene.step, reason=f"an old scene stays: {error}")
         try:
             saved = job.saver.save_scene(job, shelf, scene.step)
-            job.event("scene_saved", step=scene.step, checkpoint=saved.name)
+            job.recorder.event("scene_saved", step=scene.step, checkpoint=saved.name)
         except OSError as error:
-            job.event("save_failed", step=scene.step, reason=f"the scene: {error}")
+            job.recorder.event("save_failed", step=scene.step, reason=f"the scene: {error}")
 
     def _acted(self, kind: str, step: int, reason: str, **details: Any) -> None:
         assert self.case is not None
         self.case.actions.append(Action(kind, step, reason, details))
         if kind != "veto":  # which the loop has told already
-            self.job.event(kind, step=step, reason=reason, **details)
+            self.job.recorder.event(kind, step=step, reason=reason, **details)
 
     def _write(self, case: IncidentCase) -> None:
         if not self.job.world.main:
             return
         try:
-            paths = write_report(self.job.run.folder, case)
-            self.job.event("report", step=case.step, file=str(paths["md"].name), reason=one_line(case))
+            paths = write_report(self.job.recorder.run.folder, case)
+            self.job.recorder.event("report", step=case.step, file=str(paths["md"].name), reason=one_line(case))
         except OSError as error:  # a full disk must not end the run that was just repaired
-            self.job.event("save_failed", step=case.step, reason=f"the report: {error}")
+            self.job.recorder.event("save_failed", step=case.step, reason=f"the report: {error}")
 
     def _watch_recovery(self, case: IncidentCase, scene: StepScene) -> None:
         job, start = self.job, self.job.start_step
@@ -370,14 +372,14 @@ class IncidentResponder:
             case.series += [entry for entry in recent(job) if entry["step"] >= start]
             if rejoined is None:
                 reason = f"the loss has not come back to {scene.normal.loss:.3f}"
-                job.event("not_recovered", step=case.step, reason=reason)
+                job.recorder.event("not_recovered", step=case.step, reason=reason)
             else:
                 reason = f"loss {loss:.3f}, trend {scene.normal.loss:.3f}, {steps} steps after the repair"
-                job.event("recovered", step=rejoined, reason=reason)
+                job.recorder.event("recovered", step=rejoined, reason=reason)
             self._write(case)
 
         watched = RecoveryCheck(since, scene.normal.loss, scene.normal.loss_scale, job.spec.guard.ladder.relapse, told)
-        job.recovering = [other for other in job.recovering if other.since < since] + [watched]
+        job.guard.recovery_checks = [other for other in job.guard.recovery_checks if other.since < since] + [watched]
 
 
 def equal_at(incident: Incident) -> int | None:
@@ -390,7 +392,7 @@ def replays(job: Job) -> str | None:
     """Why the steps of a run cannot be run again as they were; None if they can."""
     asked, layout = job.spec.parallel, job.world.layout
     reasons = {
-        "the data cannot be read again": isinstance(job.stream, IterableStream),
+        "the data cannot be read again": isinstance(job.data.stream, IterableStream),
         "an engine of another kind keeps the weights its own way": asked.engine != "torch",
         "stages of a pipeline hold no trial in this version": layout.pp > 1,
         "what PowerSGD remembers of former gradients is not replayed": job.world.size > 1

@@ -87,14 +87,14 @@ class HangResponse:
         job, finding = self.job, found.finding()
         if job.world.size == 1:
             self._log(found.stacks)
-            job.event("hang", step=found.step, reason=finding.symptom, cause=finding.cause, fix=finding.fix)
+            job.recorder.event("hang", step=found.step, reason=finding.symptom, cause=finding.cause, fix=finding.fix)
             return
-        logs, size = job.run.folder / "logs", job.world.size
+        logs, size = job.recorder.run.folder / "logs", job.world.size
         text = recorded()
         leave_report(logs, self._report(found, text), found.stacks, text)
         reports = wait_for_reports(logs, size, self._start)
         who = who_waits(reports, self._hosts)
-        job.event(
+        job.recorder.event(
             "hang", step=found.step, reason=f"{finding.symptom}: {who}", cause=finding.cause,
             fix="logs/hang-rank-N.txt have the stacks of each rank: look at the one that the others wait for",
             ranks=[
@@ -107,19 +107,19 @@ class HangResponse:
 
     def give_sign(self, beat: int) -> None:
         with contextlib.suppress(OSError):  # on a full disk the others say that it gives no sign
-            give_sign(self.job.run.folder / "logs", self.job.world.rank, self._start, beat)
+            give_sign(self.job.recorder.run.folder / "logs", self.job.world.rank, self._start, beat)
 
     def frozen(self, beat: int) -> bool:
-        return bool(without_sign(self.job.run.folder / "logs", self.job.world.size, self._start, beat))
+        return bool(without_sign(self.job.recorder.run.folder / "logs", self.job.world.size, self._start, beat))
 
     def paused(self, step: int, seconds: float) -> None:
         """This process was stopped, or held up as a whole; of several, the others have said that it gave no sign."""
         reason = f"the process did not run for {seconds:.0f} s after step {step}"
         cause = "it was stopped (SIGSTOP, a debugger), the machine was suspended, or it was starved of processor time"
-        self.job.event("paused", step=step, reason=reason, cause=cause)
+        self.job.recorder.event("paused", step=step, reason=reason, cause=cause)
 
     def _report(self, found: Hang, text: str) -> WaitReport:
-        world, where = self.job.world, self.job.where
+        world, where = self.job.world, self.job.guard.phase_tracker
         collectives, words = last_collective(text)
         return WaitReport(
             self._start, world.rank, socket.gethostname(), os.getpid(), where.step, where.phase, where.entered,
@@ -129,7 +129,7 @@ class HangResponse:
     def end(self, found: Hang) -> NoReturn:
         """Without another word to anybody: what hangs cannot be interrupted otherwise. The last checkpoint stands."""
         reason = f"hung for {found.waited_s:.0f} s after step {found.step}; the processes end, to be started again"
-        self.job.event("failed", reason=reason)
-        self.job.run.sync()
+        self.job.recorder.event("failed", reason=reason)
+        self.job.recorder.run.sync()
         print(f"rank {self.job.world.rank}: {reason}", file=sys.stderr, flush=True)
         os._exit(EXIT)

@@ -14,11 +14,10 @@ from dataclasses import replace
 
 import torch
 
-from bessemer.data.stream.batches import Batch
+from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.errors import UserError
-from bessemer.model.moe import MixtureOfExperts
-from bessemer.parallel.shard import send_gradients
+from bessemer.parallel.world import World
 from bessemer.plan.cost_model.memory import (
     ACTIVATIONS,
     MOST_TOKENS,
@@ -36,8 +35,8 @@ from bessemer.spec.optimizer import LEAN
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.compile import compute_in
 from bessemer.train.device import memory_limit, synchronize
+from bessemer.train.engine import Engine, forward_backward
 from bessemer.train.job import Job
 from bessemer.train.memory import recompute
 from bessemer.train.speed import random_batch
@@ -86,40 +85,43 @@ def fit(job: Job, plan: Plan, resumed: bool, gauge: MemoryGauge | None = None) -
     Of several processes the one with the least room decides. Where they meet inside of a pass, one that fails would
     leave the others waiting in it: there a single row is measured, and the line goes on from that.
     """
-    open_rows = job.spec.budget.micro_batch == "auto" and job.spec.memory.update == "after"
-    if gauge is None and job.device.type == "cuda":
-        gauge = MemoryGauge(job.device)
+    engine, spec = job.engine, job.spec
+    open_rows = spec.budget.micro_batch == "auto" and spec.memory.update == "after"
+    if gauge is None and engine.device.type == "cuda":
+        gauge = MemoryGauge(engine.device)
     if gauge is None:
         return None
-    world, together = job.world, meets_inside(job)
-    static = world.size > 1 and job.spec.parallel.replicas.static_graph  # DDP learns from the first passes
-    if resumed or static or job.pipeline or not job.optimizer.whole or (together and not open_rows):
-        return needs(job).total
-    if not (open_rows or job.spec.memory.activations == "auto"):
-        return needs(job).total
+    world, together = job.world, communicates_in_passes(job.world)
+    static = world.size > 1 and spec.parallel.replicas.static_graph  # DDP learns from the first passes
+    if resumed or static or engine.pipeline or not engine.optimizer.whole or (together and not open_rows):
+        return estimate_needs(engine).total
+    if not (open_rows or spec.memory.activations == "auto"):
+        return estimate_needs(engine).total
     if together:
-        resize(job, 1)
+        resize(engine, 1)
     limit = min(world.gather(gauge.limit()))
-    while (peak := _largest(world.gather(probe(job, gauge)))) is None or (peak > limit and job.plan.micro_rows == 1):
+    while (peak := _largest(world.gather(probe(engine, job.data.stream, gauge)))) is None or (
+        peak > limit and engine.plan.micro_rows == 1
+    ):
         if (eased := ease(job, plan, "a probing step ran out of memory")) is None:
-            return needs(job).total  # the first step will explain it
-        job.event("out_of_memory", reason=f"probing: {eased}")
+            return estimate_needs(engine).total  # the first step will explain it
+        job.recorder.event("out_of_memory", reason=f"probing: {eased}")
     if not open_rows:
         return peak
-    rows, batch = job.plan.micro_rows, -(-min(rows for _, rows in job.plan.batch_rows) // world.layout.dp)
-    gradients = sum(p.numel() * max(4, p.element_size()) for p in job.optimizer.parameters)  # that add up
-    most = max(1, MOST_TOKENS["cuda"] // job.plan.context)
+    rows, batch = engine.plan.micro_rows, -(-min(rows for _, rows in engine.plan.batch_rows) // world.layout.dp)
+    gradients = sum(p.numel() * max(4, p.element_size()) for p in engine.optimizer.parameters)  # that add up
+    most = max(1, MOST_TOKENS["cuda"] // engine.plan.context)
     standing = max(world.gather(gauge.standing()))
     best, each = rows_that_fit(peak, rows, standing, gradients, batch, limit, most)
-    resize(job, best)
+    resize(engine, best)
     took = f"took {human_bytes(peak)} of {human_bytes(limit)}, {human_bytes(each)} a row"
     plan.add(ROWS, best, f"a probing step of {rows} rows {took}", "measured")
     return int(peak + (best - rows) * each)
 
 
-def meets_inside(job: Job) -> bool:
-    """Whether processes exchange anything in a pass: all do but whole replicas, while they add up no gradients."""
-    return job.world.size > job.world.layout.dp_replicate
+def communicates_in_passes(world: World) -> bool:
+    """Whether ranks communicate in a pass that reduces no gradients: all do but full replicas."""
+    return world.size > world.layout.dp_replicate
 
 
 def _largest(peaks: Sequence[int | None]) -> int | None:
@@ -137,57 +139,49 @@ def rows_that_fit(
     return max((n for n in sizes if standing + gradients * (n < batch) + n * each <= limit), default=1), each
 
 
-def probe(job: Job, gauge: MemoryGauge) -> int | None:
-    """Peak bytes of a step's passes, or None where they do not fit. Two, where a second one meets gradients."""
-    rows, world = job.plan.micro_rows, job.world
-    if isinstance(job.stream, IterableStream):  # which cannot be read ahead of its turn
-        batches = [random_batch(job.model.shape.vocab, rows, job.plan.context)] * 2
-    else:  # the real thing: its masks too, and what is compiled for it serves the first step
-        batches = job.stream.micro_batches(0, rows, world.dp_rank, world.layout.dp)[:2]
+def probe(engine: Engine, stream: BatchStream | IterableStream, gauge: MemoryGauge) -> int | None:
+    """Peak bytes of forward and backward passes, or None where they do not fit. Two micro-batches if the step has as
+    many: the second one meets the gradients of the first."""
+    rows, world = engine.plan.micro_rows, engine.world
+    if isinstance(stream, IterableStream):  # cannot be read ahead
+        batches = [random_batch(engine.model.shape.vocab, rows, engine.plan.context)] * 2
+    else:  # real batches: their masks count too, and what is compiled for them serves the first step
+        batches = stream.micro_batches(0, rows, world.dp_rank, world.layout.dp)[:2]
     gauge.start()
     peak = None
-    job.optimizer.accumulate(len(batches) > 1)
+    engine.optimizer.accumulate(len(batches) > 1)
     try:
-        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-            send_gradients(job.model, now=left == 0 and meets_inside(job))
-            with compute_in(job.plan.precision, job.device):
-                terms = job.objective.loss(job.model, job.objective.feed(batch, job.device), batch.count or 1.0)
-            terms.loss.backward()
+        forward_backward(
+            engine.model, engine.objective, engine.inputs(batches), batches[0].count or 1.0, engine.plan.precision,
+            sync_gradients=communicates_in_passes(world),
+        )  # fmt: skip
         peak = gauge.peak()
     except RuntimeError as error:
-        if not out_of_memory(error) or meets_inside(job):
+        if not out_of_memory(error) or communicates_in_passes(world):
             raise
-    terms = None  # type: ignore[assignment]
-    release(job)
+    release(engine)
     return peak
 
 
-def release(job: Job) -> None:
-    """Forget what a step that came to nothing has left behind."""
-    synchronize(job.device)  # copies on their way into memory that is free again
-    job.optimizer.discard()
-    for module in job.model.modules():
-        if isinstance(module, MixtureOfExperts):
-            module.routing, module.assigned = None, []
-    if job.device.type == "cuda":
+def release(engine: Engine) -> None:
+    """Free what a step without an update has left behind."""
+    synchronize(engine.device)  # copies may still be on their way into memory that is free again
+    engine.discard_gradients()
+    if engine.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def resize(job: Job, rows: int) -> None:
-    job.plan = replace(job.plan, micro_rows=rows)
-    for block in job.model.blocks:
+def resize(engine: Engine, rows: int) -> None:
+    engine.plan = replace(engine.plan, micro_rows=rows)
+    for block in engine.model.blocks:
         if (compiled := getattr(block, "compiled", None)) is not None:
-            compiled.size = (rows, job.plan.context)
+            compiled.size = (rows, engine.plan.context)
 
 
-def is_compiled(job: Job) -> bool:
-    return any(getattr(block, "compiled", None) is not None for block in job.model.blocks)
-
-
-def needs(job: Job) -> MemoryNeeds:
-    """The planner's estimate for the job as it stands."""
-    passes = _passes(job.plan, is_compiled(job), job.device, job.world.layout.dp_shard)
-    return estimate(job.spec, job.model.shape, passes)
+def estimate_needs(engine: Engine) -> MemoryNeeds:
+    """The planner's estimate for the engine's present settings."""
+    passes = _passes(engine.plan, engine.is_compiled, engine.device, engine.world.layout.dp_shard)
+    return estimate(engine.spec, engine.model.shape, passes)
 
 
 def _passes(plan: TrainPlan, compiled: bool, device: torch.device, shards: int) -> Passes:
@@ -224,31 +218,32 @@ def _whole(device: torch.device) -> str:
     return told if others < OWN else f"{told}, and other processes hold {human_bytes(others)} of it"
 
 
-def outside(job: Job, error: RuntimeError) -> str:
+def report_out_of_memory(job: Job, error: RuntimeError) -> str:
     """Why a run ends that ran out of memory in an update or an evaluation, where nothing can be tried again."""
     said = str(error).split("\n")[0]
-    reason = f"out of memory outside of a step's passes: by estimate these take {needs(job).words()}"
-    reason = f"{reason}. {_whole(job.device)}. {advice(job.spec, job.plan)}; the last checkpoint stands"
-    job.event("out_of_memory", reason=reason, said=said)
+    reason = f"out of memory outside of a step's passes: by estimate these take {estimate_needs(job.engine).words()}"
+    reason = f"{reason}. {_whole(job.engine.device)}. {advice(job.spec, job.plan)}; the last checkpoint stands"
+    job.recorder.event("out_of_memory", reason=reason, said=said)
     return reason
 
 
 def ease(job: Job, plan: Plan, why: str) -> str | None:
     """Give up the guard's copies; then fewer rows at a time, and at one row more that is computed again, as far as the
     spec leaves it open. What was done in words, None if nothing is left to do."""
-    if job.copies is not None:
-        job.copies = None
+    if job.guard.snapshots is not None:
+        job.guard.snapshots = None
         return "the guard's copies in memory are given up, and rollbacks read checkpoints"
-    rows, how = job.plan.micro_rows, job.plan.activations
-    if rows > 1 and job.spec.budget.micro_batch == "auto" and job.spec.memory.update == "after":
+    engine, spec = job.engine, job.spec
+    rows, how = engine.plan.micro_rows, engine.plan.activations
+    if rows > 1 and spec.budget.micro_batch == "auto" and spec.memory.update == "after":
         fewer = max(n for n in range(1, rows // 2 + 1) if rows % n == 0)
-        resize(job, fewer)
+        resize(engine, fewer)
         plan.add(ROWS, fewer, f"{why} with {rows}", "measured")
         return f"{ROWS} is {fewer} instead of {rows}"
-    if job.spec.memory.activations == "auto" and how != STEPS_UP[-1]:
+    if spec.memory.activations == "auto" and how != STEPS_UP[-1]:
         more = STEPS_UP[STEPS_UP.index(str(how)) + 1]
-        job.plan = replace(job.plan, activations=more)
-        recompute.apply(job.model, more, job.spec.memory.offload_activations)
+        engine.plan = replace(engine.plan, activations=more)
+        recompute.apply(engine.model, more, spec.memory.offload_activations)
         plan.add(ACTIVATIONS, more, f"{why} with {how} at {rows} rows", "measured")
         return f"{ACTIVATIONS} is {more} instead of {how}"
     return None
@@ -256,19 +251,21 @@ def ease(job: Job, plan: Plan, why: str) -> str | None:
 
 def shrink_micro_batch(job: Job, step: int, said: str) -> str | None:
     """After a pass that ran out of memory: None where the step can be tried again, else why not and what to change."""
-    release(job)
-    took = needs(job).words()
-    path, eased = job.run.folder / "plan.json", None
-    if job.optimizer.judged_first:  # else some weights have moved already
+    release(job.engine)
+    took = estimate_needs(job.engine).words()
+    path, eased = job.recorder.run.folder / "plan.json", None
+    if job.engine.optimizer.judged_first:  # else some weights have moved already
         decisions = Plan.from_json(path.read_text())
         eased = ease(job, decisions, f"step {step} ran out of memory")
     if eased is None:
         reason = f"out of memory at step {step}: by estimate {took}. {advice(job.spec, job.plan)}"
-        job.event("out_of_memory", step=step, reason=reason, said=said)
+        job.recorder.event("out_of_memory", step=step, reason=reason, said=said)
         return reason
-    job.run.write_file(path.name, decisions.to_json())  # a resume keeps it
-    job.run.write_file("settings.json", job.plan.to_json())
-    job.event("out_of_memory", step=step, reason=f"by estimate {took}. {eased}: the same step again", said=said)
+    job.recorder.run.write_file(path.name, decisions.to_json())  # a resume keeps it
+    job.recorder.run.write_file("settings.json", job.plan.to_json())
+    job.recorder.event(
+        "out_of_memory", step=step, reason=f"by estimate {took}. {eased}: the same step again", said=said
+    )
     return None
 
 

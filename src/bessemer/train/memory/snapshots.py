@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +37,10 @@ class MemorySnapshot:
 
     def restore(self, job: Job) -> None:
         """Put weights, moments, guard window and counters back."""
-        load_state(job, self.state)
-        job.progress = copy.copy(self.progress)
-
-
-def load_state(job: Job, state: dict[str, Tensor]) -> None:
-    """Fill the job's tensors from `state`, which stays as it is."""
-    for name, tensor in job.state().items():
-        if not name.startswith("guard."):
-            tensor.copy_(state[name])
-    job.judge.load({name.removeprefix("guard."): state[name].clone() for name in state if name.startswith("guard.")})
+        for name, tensor in job.engine.state().items():
+            tensor.copy_(self.state[name])
+        job.guard.load_tensors({name: t.clone() for name, t in self.state.items() if name.startswith("guard.")})
+        job.recorder.progress = copy.copy(self.progress)
 
 
 class MemorySnapshots:
@@ -64,7 +59,7 @@ class MemorySnapshots:
                 room[name].copy_(tensor)
         else:
             room = {name: tensor.detach().clone() for name, tensor in state.items()}
-        self.held = [*kept, MemorySnapshot(step, room, copy.copy(job.progress))]
+        self.held = [*kept, MemorySnapshot(step, room, copy.copy(job.recorder.progress))]
 
 
 def processes_here(world: World) -> int:
@@ -72,15 +67,17 @@ def processes_here(world: World) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
-def fits_snapshots(job: Job, peak: int | None = None) -> tuple[bool, int, int]:
+def fits_snapshots(
+    state: Mapping[str, Tensor], device: torch.device, world: World, peak: int | None = None
+) -> tuple[bool, int, int]:
     """Whether two copies fit in half of the free memory, or beside a step's `peak` where that is known; the bytes they
     need and those that are free. For this process: of several, all must have the room."""
-    needed = 2 * sum(local(tensor).numel() * tensor.element_size() for tensor in job.state().values())
-    if job.device.type == "cuda":
-        free = torch.cuda.mem_get_info(job.device)[0]
+    needed = 2 * sum(local(tensor).numel() * tensor.element_size() for tensor in state.values())
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
         if peak is not None:
-            spare = int(0.95 * (free + torch.cuda.memory_reserved(job.device))) - peak
+            spare = int(0.95 * (free + torch.cuda.memory_reserved(device))) - peak
             return needed <= spare, needed, max(0, spare)
     else:
-        free = int(psutil.virtual_memory().available) // processes_here(job.world)
+        free = int(psutil.virtual_memory().available) // processes_here(world)
     return needed <= free // 2, needed, free

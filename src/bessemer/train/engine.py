@@ -1,0 +1,223 @@
+"""Engine: what computes a training step. Model, objective, optimizer and their settings, with the one forward and
+backward pass that training, trials, memory probes and speed measurements share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bessemer.data.stream.batches import Batch
+from bessemer.model.moe import MixtureOfExperts, update_choice_bias
+from bessemer.model.transformer import Decoder
+from bessemer.optim.ema import Ema
+from bessemer.optim.guarded import GuardedOptimizer
+from bessemer.optim.schedule import Schedule
+from bessemer.parallel.shard import add_up_experts, send_gradients, square_of
+from bessemer.parallel.world import World
+from bessemer.plan.decide import TrainPlan
+from bessemer.spec.schema import RunSpec
+from bessemer.train.compile import compute_in
+from bessemer.train.lowp.loss_scale import LossScale
+from bessemer.train.objective import LossTerms, ModelInputs, Pretrain
+from bessemer.train.pipeline_runner import PipelineRunner
+
+
+@dataclass
+class PassResult:
+    """Losses of the micro-batches of a step, still on the device and divided by the step's token count."""
+
+    loss: Tensor
+    correct: Tensor
+    token_losses: list[Tensor] = field(default_factory=list)  # (R, T) of each micro-batch
+    row_sums: list[Tensor] = field(default_factory=list)  # (2, R) of each micro-batch, as in `LossTerms`
+
+    @classmethod
+    def zeros(cls, device: torch.device) -> PassResult:
+        return cls(torch.zeros((), device=device), torch.zeros((), device=device))
+
+    def add(self, terms: LossTerms) -> None:
+        self.loss += terms.nll
+        self.correct += terms.correct
+        self.token_losses.append(terms.nll_BT)
+        self.row_sums.append(terms.rows_2B)
+
+
+class PassHooks:
+    """Called by `forward_backward` around each micro-batch. These do nothing."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def before_micro_batch(self) -> None: ...
+
+    def after_micro_batch(self, done: int, total: int) -> None: ...
+
+
+def plain_backward(loss: Tensor, last: bool) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def forward_backward(
+    model: Decoder,
+    objective: Pretrain,
+    inputs: deque[ModelInputs],
+    count: float,
+    precision: str,
+    scale: Tensor | float | None = None,
+    backward: Callable[[Tensor, bool], None] = plain_backward,
+    sync_gradients: bool = True,
+    hooks: PassHooks | None = None,
+) -> PassResult:
+    """Run forward and backward over micro-batches. Gradients add up in the parameters; nothing is updated.
+
+    `inputs` is consumed, so that the masks of a micro-batch are freed with it. Losses are divided by `count` and, for
+    the backward pass, multiplied by `scale`. With `sync_gradients` the last backward pass reduces gradients over
+    processes.
+    """
+    hooks, device, total = hooks or PassHooks(), inputs[0].tokens_BT.device, len(inputs)
+    result = PassResult.zeros(device)
+    while inputs:
+        hooks.before_micro_batch()
+        last = len(inputs) == 1
+        send_gradients(model, now=last and sync_gradients)
+        with hooks.span("forward"), compute_in(precision, device):
+            terms = objective.loss(model, inputs.popleft(), count)
+        with hooks.span("backward"):
+            backward(terms.loss if scale is None else terms.loss * scale, last)
+        result.add(terms)
+        hooks.after_micro_batch(total - len(inputs), total)
+    return result
+
+
+@dataclass
+class Engine:
+    """Computes gradients and updates. Its tensors are those of a checkpoint, besides the guard's window."""
+
+    spec: RunSpec
+    plan: TrainPlan
+    device: torch.device
+    model: Decoder
+    objective: Pretrain
+    optimizer: GuardedOptimizer
+    schedule: Schedule
+    world: World = field(default_factory=World)
+    ema: Ema | None = None
+    pipeline: PipelineRunner | None = None
+    loss_scale: LossScale | None = None  # with fp16
+
+    def inputs(self, batches: Sequence[Batch]) -> deque[ModelInputs]:
+        """The micro-batches on the device."""
+        return deque(self.objective.feed(batch, self.device) for batch in batches)
+
+    def token_count(self, inputs: Sequence[ModelInputs], count: float | None) -> float:
+        """The tokens that a step's loss is divided by: `count`, unless only the inputs tell."""
+        if count is not None and not self.objective.rewriting:
+            return count
+        (total,) = self.world.sums([sum(part.count for part in inputs)])
+        return total / (self.world.size // self.world.layout.dp)  # ranks that share rows have counted the same
+
+    def compute_gradients(
+        self,
+        inputs: deque[ModelInputs],
+        count: float,
+        precision: str | None = None,
+        scale: Tensor | float | None = None,
+        hooks: PassHooks | None = None,
+    ) -> PassResult:
+        """Losses and gradients of a step on this rank, through the pipeline where there is one. `precision` other than
+        the plan's is for weights that the caller has widened."""
+        count = count or 1.0  # all documents of the step are banned: a loss of zero
+        if precision is None:  # widened weights have fp32 gradients anyway
+            self.optimizer.accumulate(len(inputs) > 1)
+        if self.pipeline:
+            result = PassResult.zeros(self.device)
+            with (hooks or PassHooks()).span("pipeline"):
+                terms_of_all = self.pipeline.run(list(inputs), count, scale)
+            for terms in terms_of_all:
+                result.add(terms)
+            inputs.clear()
+        else:
+            result = forward_backward(
+                self.model, self.objective, inputs, count, precision or self.plan.precision, scale,
+                self.optimizer.backward, hooks=hooks,
+            )  # fmt: skip
+        add_up_experts(self.model, self.world)
+        return result
+
+    def reduce(self, result: PassResult, rows: int = 0) -> Tensor:
+        """The global gradient norm. Over several ranks also makes the result that of all of them, in one all-reduce:
+        loss, correct, and the sums of `rows` rows a rank."""
+        world = self.world
+        if world.mesh is None:
+            return self.optimizer.grad_norm()
+        square = self.optimizer.square()
+        if square is None:
+            repeated = self.pipeline.twice if self.pipeline else None
+            square = square_of((p for p in self.optimizer.parameters if p is not repeated), world)
+        reports = 1.0 if world.speaks else 0.0
+        scalars = torch.stack((result.loss.double() * reports, result.correct.double() * reports, square))
+        # A slot for every row of the step. Context-parallel ranks add their columns up; the other ranks add zeros.
+        rows_2R = torch.zeros(2, rows * world.layout.dp, dtype=torch.float64, device=self.device)
+        if world.speaks and rows and result.row_sums:
+            rows_2R[:, rows * world.dp_rank :][:, :rows] = torch.cat(result.row_sums, 1).double()
+        sums = world.add(torch.cat((scalars, rows_2R.flatten())))
+        result.loss, result.correct = sums[0].float(), sums[1].float()
+        result.row_sums = [sums[3:].view_as(rows_2R)]
+        return sums[2].sqrt().float()
+
+    def update(self, lr: float, reject: Tensor, divisor: Tensor) -> None:
+        """Update weights, expert biases and averages, unless `reject` is 1; no host sync where the optimizer allows."""
+        self.optimizer.step(lr, reject, divisor)
+        if (moe := self.model.shape.moe) is not None and moe.choice_bias:
+            update_choice_bias(
+                self.model, moe.bias_rate, reject, lambda counts: self.world.add(counts, self.world.readers)
+            )
+        if self.ema:
+            self.ema.update(reject)
+
+    def discard_gradients(self) -> None:
+        """Forget what passes without an update leave behind: gradients, and the expert loads of this step."""
+        self.optimizer.discard()
+        if self.model.shape.moe is not None:
+            for module in self.model.modules():
+                if isinstance(module, MixtureOfExperts):
+                    module.routing, module.assigned = None, []
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, moments, averages and the loss scale by name. Live, except where another engine such as DeepSpeed
+        holds them: then all ranks together make copies."""
+        state = {f"model.{name}": tensor for name, tensor in self.optimizer.weights(self.model).items()}
+        state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        return state | self._averages_and_scale()
+
+    def load_targets(self) -> dict[str, Tensor]:
+        """Tensors for a load to write into; then call `finish_load`."""
+        return self.optimizer.targets(self.model) | self._averages_and_scale()
+
+    def finish_load(self, state: dict[str, Tensor]) -> None:
+        """After a load into all or some of `load_targets`."""
+        self.optimizer.put_back(self.model, state)
+
+    def _averages_and_scale(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        if self.ema:
+            state |= {f"ema.{name}": tensor for name, tensor in self.ema.state().items()}
+        if self.loss_scale:
+            state |= {f"scaling.{name}": tensor for name, tensor in self.loss_scale.state().items()}
+        return state
+
+    @property
+    def can_abandon_step(self) -> bool:
+        """Whether a step may end between two micro-batches without a trace: one rank decides alone, and nothing is
+        updated before the backward passes are over."""
+        return self.world.size == 1 and self.optimizer.judged_first and self.optimizer.whole
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(getattr(block, "compiled", None) is not None for block in self.model.blocks)
