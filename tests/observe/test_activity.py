@@ -55,9 +55,9 @@ def test_short_work_prints_nothing() -> None:
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     code = """
 import time
-from bessemer.observe import activity
-activity.QUIET_S = 0.05
-with activity.working("writing tensors") as report:
+from bessemer.observe import progress
+progress.QUIET_S = 0.05
+with progress.working("writing tensors") as report:
     report("writing tensors", 10, 40)
     print("a result", flush=True)
     time.sleep(0.6)

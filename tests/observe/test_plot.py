@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.observe.figure import Axis, Bars, Figure, Heat, Lines, page, svg_file
+from bessemer.observe.figure import Axis, Figure, Heatmap, Histogram, Lines, svg_file
+from bessemer.observe.page import html_page
 
 ANY = st.floats(allow_nan=True, allow_infinity=True, min_value=None, max_value=None, width=32)
 
@@ -42,7 +43,7 @@ def test_axes() -> None:
     assert Axis.around([1e-4, 1.0], log=True).ticks() == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1])
     assert Axis.around([0.0, 10.0]).ticks() == pytest.approx([0, 2, 4, 6, 8, 10])
     assert Axis.around([1e-6, 1.0], log=True).place(1e-3) == pytest.approx(0.5)
-    assert Axis.around([5.0]).place(5.0) == 0.5 and Axis.around([]).place(1.0) == 0.5
+    assert Axis.around([5.0]).place(5.0) == pytest.approx(0.5) and Axis.around([]).place(1.0) == pytest.approx(0.5)
     assert Axis(0, 1).place(2.0) is None
 
 
@@ -51,15 +52,15 @@ def test_any_numbers_can_be_drawn(values: list[float], log_x: bool, log_y: bool)
     xs = [abs(value) for value in values]
     for figure in (
         Lines("t", xs, {"a": values, "b": xs}, log_x=log_x, log_y=log_y, marks={"m": values[0]}),
-        Heat("t", [0.0, 1.0], [0.0], [[values[0], values[-1]]]),
-        Bars("t", 0.0, 1.0, [value if math.isfinite(value) else 0.0 for value in xs]),
+        Heatmap("t", [0.0, 1.0], [0.0], [[values[0], values[-1]]]),
+        Histogram("t", 0.0, 1.0, [value if math.isfinite(value) else 0.0 for value in xs]),
     ):
         parsed(figure)
         assert figure.text()
 
 
 def test_a_heat_map_has_its_first_row_at_the_bottom() -> None:
-    figure = Heat("h", [0, 1], [0, 1], [[0.0, 1.0], [2.0, 9.0]])
+    figure = Heatmap("h", [0, 1], [0, 1], [[0.0, 1.0], [2.0, 9.0]])
     top, bottom = figure.text().splitlines()[1:]
     assert top == "  ::@@" and bottom == "    .."
     cells = list(parsed(figure).iter("rect"))
@@ -67,14 +68,20 @@ def test_a_heat_map_has_its_first_row_at_the_bottom() -> None:
 
 
 def test_bars_have_heights_by_their_counts() -> None:
-    bars = list(parsed(Bars("b", -1.0, 1.0, [1, 0, 4])).iter("rect"))
+    bars = list(parsed(Histogram("b", -1.0, 1.0, [1, 0, 4])).iter("rect"))
     assert len(bars) == 2
     assert float(bars[1].attrib["height"]) == pytest.approx(4 * float(bars[0].attrib["height"]), rel=0.02)
 
 
 def test_a_page_is_self_contained_and_escapes_its_title() -> None:
-    text = page("a < b", Lines("t", [0, 1], {"y": [0, 1]}).svg())
-    assert "<h1>a &lt; b</h1>" in text and "http" not in text and "<script" not in text
+    text = html_page("a < b", [("", [Lines("t", [0, 1], {"y": [0, 1]})])])
+    assert "<h1>a &lt; b</h1>" in text and "http:" not in text and "<script" not in text
+
+
+def test_the_band_and_the_flagged_points_follow_the_values() -> None:
+    figure = Lines("t", [0, 1, 2], {"y": [1.0, 2.0, 3.0]}, band=(1.0, 3.0), flagged=[1])
+    (band,), (dot,) = parsed(figure).iter("rect"), parsed(figure).iter("circle")
+    assert float(dot.attrib["cy"]) == pytest.approx(float(band.attrib["y"]) + float(band.attrib["height"]) / 2)
 
 
 def test_a_figure_can_be_a_file_of_its_own() -> None:

@@ -36,7 +36,7 @@ def veto(**details: Any) -> dict[str, Any]:
         (
             veto(),
             "veto  step 1,234  loss 9.12 is 31 sigma above 2.50. Weights untouched. "
-            "Batch held data/bad.txt (row 3, 200 tokens, 87% of the loss, 9.50 a token)",
+            "The batch contains data/bad.txt (row 3, 200 tokens, 87% of the loss, 9.50 a token)",
         ),
         (
             veto(reason="gradient-norm outlier", documents=[]),
@@ -50,11 +50,11 @@ def veto(**details: Any) -> dict[str, Any]:
                 documents=[DOCUMENT | {"share": None, "mean_loss": math.nan}],
             ),
             "veto  step 1,234  non-finite loss or gradient (loss nan, gradient norm inf). Weights untouched. "
-            "Batch held data/bad.txt (row 3, 200 tokens)",
+            "The batch contains data/bad.txt (row 3, 200 tokens)",
         ),
         (
             {"kind": "saved", "checkpoint": "step-00000100.a1", "seconds": 1.234, "stall_s": 0.5},
-            "saved step-00000100.a1 in 1.23 s, training stood still for 0.50 s",
+            "saved step-00000100.a1 in 1.23 s, training paused for 0.50 s",
         ),
         ({"kind": "started", "step": 0, "resumed_from": None}, None),
         ({"kind": "started", "step": 0}, None),
@@ -68,7 +68,7 @@ def veto(**details: Any) -> dict[str, Any]:
         ),
         (
             {"kind": "metrics_cut", "steps": 1500, "from_step": 4000, "reason": "x"},
-            "cut   metrics of 1,500 steps from 4,000 on: they are trained again",
+            "cut   metrics of 1,500 steps from 4,000 on: they will be trained again",
         ),
         ({"kind": "lock_taken", "reason": "process 5 on here died"}, "lock taken  process 5 on here died"),
         ({"kind": "swept", "checkpoints": ["a"], "reason": "1 removed"}, "swept  1 removed"),

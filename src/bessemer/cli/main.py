@@ -33,7 +33,7 @@ from bessemer.cli import checkpoints as checkpoint_tools
 from bessemer.cli import data as data_tools
 from bessemer.cli.console import CommandGroup
 from bessemer.errors import RankError, UserError
-from bessemer.observe.output import open_missing_streams, output_fault
+from bessemer.observe.progress import open_missing_streams, output_fault
 from bessemer.parent import end_with_parent
 
 # What only the user's paths can be the cause of, wherever it comes up.

@@ -1,7 +1,4 @@
-"""Events and numbers as the lines that people read, in the terminal and in the log.
-
-What the processes of a run hold and how they keep up, as tables of plain lines.
-"""
+"""Formats events, metrics and per-rank tables as the lines that the terminal and the log show."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def short_path(path: str) -> str:
-    """Relative to here when that is shorter."""
+    """Relative to the working directory if that is shorter."""
     if "://" in path or not path:
         return path
     relative = os.path.relpath(path)
@@ -48,43 +45,43 @@ def perplexity(loss: float) -> str:
 
 
 def _number(value: Any) -> float:
-    """A number of a record, which may have been through JSON."""
-    found = number(value)
-    return math.nan if found is None else found
+    """A number of a record that may have been read from JSON; NaN if it is none."""
+    parsed = number(value)
+    return math.nan if parsed is None else parsed
 
 
 def veto_line(event: dict[str, Any]) -> str:
-    """What was refused, why, and which document made it."""
-    numbers, documents = event["statistics"], event["documents"]
+    """Why a step was vetoed, and the document that contributed most."""
+    statistics, documents = event["statistics"], event["documents"]
     loss, norm = _number(event["loss"]), _number(event["grad_norm"])
     if event["reason"].startswith("loss"):
-        what = f"loss {loss:.2f} is {numbers['loss_z']:.0f} sigma above {numbers['loss_center']:.2f}"
+        cause = f"loss {loss:.2f} is {statistics['loss_z']:.0f} sigma above {statistics['loss_center']:.2f}"
     elif event["reason"].startswith("gradient"):
-        sigmas = f"{numbers['grad_z']:.0f} sigma of its log"
-        what = f"gradient norm {norm:.3g} against {numbers['grad_center']:.3g} ({sigmas})"
+        sigmas = f"{statistics['grad_z']:.0f} sigma of its log"
+        cause = f"gradient norm {norm:.3g} against {statistics['grad_center']:.3g} ({sigmas})"
     else:
-        what = f"{event['reason']} (loss {loss:.4g}, gradient norm {norm:.4g})"
-    line = f"veto  step {event['step']:,}  {what}. Weights untouched."
+        cause = f"{event['reason']} (loss {loss:.4g}, gradient norm {norm:.4g})"
+    line = f"veto  step {event['step']:,}  {cause}. Weights untouched."
     if documents:
         worst = documents[0]
-        about = [f"row {worst['row']}", f"{worst['tokens']} tokens"]
+        details = [f"row {worst['row']}", f"{worst['tokens']} tokens"]
         if worst["share"] is not None:
-            about.append(f"{worst['share']:.0%} of the loss")
+            details.append(f"{worst['share']:.0%} of the loss")
         if math.isfinite(mean := _number(worst["mean_loss"])):
-            about.append(f"{mean:.2f} a token")
-        line += f" Batch held {short_path(worst['file'])} ({', '.join(about)})"
+            details.append(f"{mean:.2f} a token")
+        line += f" The batch contains {short_path(worst['file'])} ({', '.join(details)})"
     return line
 
 
 def event_line(event: dict[str, Any]) -> str | None:
-    """One line for an event, or None for those that are only for the record."""
+    """One line for an event, or None for an event that is only recorded."""
     kind = event["kind"]
-    if kind == "examined":  # a conviction is told by its trial
+    if kind == "examined":  # the event of the trial reports a conviction
         return None
     if kind == "veto":
         return veto_line(event)
     if kind == "saved":
-        stall = f"training stood still for {event['stall_s']:.2f} s"
+        stall = f"training paused for {event['stall_s']:.2f} s"
         return f"saved {event['checkpoint']} in {event['seconds']:.2f} s, {stall}"
     if kind == "trial":
         verdict = f"verdict {event['verdict']} ({event['confidence']:.2f})"
@@ -102,14 +99,14 @@ def event_line(event: dict[str, Any]) -> str | None:
         changes = (f"{key} {old} -> {new}" for key, (old, new) in event["changes"].items())
         return f"spec  changed: {'; '.join(changes)}"
     if kind == "metrics_cut":
-        return f"cut   metrics of {event['steps']:,} steps from {event['from_step']:,} on: they are trained again"
+        return f"cut   metrics of {event['steps']:,} steps from {event['from_step']:,} on: they will be trained again"
     step = f"step {event['step']:,}  " if "step" in event else ""
     checkpoint = f"{event['checkpoint']}  " if "checkpoint" in event else ""
     return f"{kind.replace('_', ' ')}  {step}{checkpoint}{event.get('reason', '')}".rstrip()
 
 
 def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], validation: dict[str, Any] | None) -> str:
-    """One line of progress, for logs. `smooth` has the recent means of loss, rate, utilisation, and seconds left."""
+    """One line of progress, for logs. `smooth` has the recent means of loss, rate, utilisation and seconds left."""
     parts = [
         f"step {record['step'] + 1:,}/{total:,}",
         f"loss {smooth['loss']:.3f} (mean of {smooth['loss_steps']:.0f})",
@@ -117,7 +114,7 @@ def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], vali
         f"acc {record['accuracy']:.1%}",
     ]
     if validation:
-        parts.append(f"val {validation['loss']:.3f}{sources_words(validation)}")
+        parts.append(f"val {validation['loss']:.3f}{format_sources(validation)}")
     parts += [
         f"lr {record['lr']:.2e}",
         f"grad {record['grad_norm']:.2f}",
@@ -131,13 +128,13 @@ def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], vali
 
 def validation_line(record: dict[str, Any]) -> str:
     return (
-        f"val   step {record['step']:,}  loss {record['loss']:.4f}{sources_words(record)}  perplexity "
+        f"val   step {record['step']:,}  loss {record['loss']:.4f}{format_sources(record)}  perplexity "
         f"{perplexity(record['loss'])}  {record['bits_per_byte']:.3f} bits per byte  accuracy {record['accuracy']:.1%}"
     )
 
 
-def sources_words(record: dict[str, Any]) -> str:
-    """Sources side by side where some are watched for forgetting: `  general 2.31 (+1.2%)  domain 1.88`."""
+def format_sources(record: dict[str, Any]) -> str:
+    """Losses of all sources if some are watched for forgetting: `  general 2.31 (+1.2%)  domain 1.88`."""
     rises = record.get("rise") or {}
     parts = {name: f"  {name} {_number(loss):.4g}" for name, loss in record["per_source"].items()} if rises else {}
     return "".join(f"{text} ({_number(rises[name]):+.1%})" if name in rises else text for name, text in parts.items())
@@ -152,17 +149,17 @@ KINDS = ("weights", "gradients", "moments", "averages")
 
 def spans(ranks: Sequence[int]) -> str:
     """0, 1, 2 and 5 as `0-2, 5`."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            found.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+            ranges.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-def amount_words(kind: dict[str, Any]) -> str:
-    """`1.2M divided + 340 whole, 4.8 MB`."""
+def _format_amount(kind: dict[str, Any]) -> str:
+    """`1.2M divided + 340 whole, 4.8 MB`: sharded and replicated numbers, and their size."""
     parts = [f"{human_count(kind[how]['numbers'])} {how}" for how in ("divided", "whole") if kind[how]["numbers"]]
     size = sum(kind[how]["bytes"] for how in ("divided", "whole"))
     return f"{' + '.join(parts)}, {human_bytes(size)}" if parts else "-"
@@ -175,19 +172,19 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def holdings_table(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Processes that hold the same amounts share a line."""
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for each in ranks:
-        cells = tuple(amount_words(each[kind]) for kind in KINDS)
-        alike.setdefault((*cells, human_bytes(each["bytes"])), []).append(each["rank"])
-    shown = [i for i, kind in enumerate(KINDS) if any(cells[i] != "-" for cells in alike)]
-    rows = [["ranks", *(KINDS[i] for i in shown), "in all"]]
-    rows += [[spans(held), *(cells[i] for i in shown), cells[-1]] for cells, held in alike.items()]
+    """Memory of each rank by kind. Ranks with equal amounts share a line."""
+    ranks_by_amounts: dict[tuple[str, ...], list[int]] = {}
+    for record in ranks:
+        cells = tuple(_format_amount(record[kind]) for kind in KINDS)
+        ranks_by_amounts.setdefault((*cells, human_bytes(record["bytes"])), []).append(record["rank"])
+    shown = [i for i, kind in enumerate(KINDS) if any(cells[i] != "-" for cells in ranks_by_amounts)]
+    rows = [["ranks", *(KINDS[i] for i in shown), "total"]]
+    rows += [[spans(members), *(cells[i] for i in shown), cells[-1]] for cells, members in ranks_by_amounts.items()]
     return columns(rows)
 
 
 def pace_table(record: dict[str, Any]) -> list[str]:
-    """A line of metrics/ranks.jsonl: the slowest first, ten at most."""
+    """A record of metrics/ranks.jsonl: the ten slowest ranks, slowest first."""
     order = sorted(range(len(record["own_s"])), key=lambda rank: -record["own_s"][rank])
     rows = [["rank", "own work", "waits for data", "memory"]]
     for rank in order[:10]:
@@ -197,10 +194,10 @@ def pace_table(record: dict[str, Any]) -> list[str]:
 
 
 def processes(layout: dict[str, Any], last: dict[str, Any] | None) -> list[str]:
-    """What the processes of a run hold, and how they kept up when they last told."""
+    """Layout and memory of a run's processes, and their pace at the last report."""
     degrees = [f"{key} {degree}" for key, degree in layout["layout"].items() if degree > 1]
     lines = [f"processes: {len(layout['ranks'])} ({', '.join(degrees)})", *holdings_table(layout["ranks"])]
     if last:
-        balance = f", the slowest has {last['balance']:.2f} times the mean to do" if last.get("balance") else ""
+        balance = f", the slowest rank has {last['balance']:.2f} times the mean work" if last.get("balance") else ""
         lines += ["", f"at step {last['step']:,}{balance}", *pace_table(last)]
     return lines

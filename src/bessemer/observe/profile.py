@@ -1,9 +1,7 @@
-"""A profiler's Chrome trace, and what each moment of the profiled steps was spent on.
+"""Reads torch.profiler's trace, splits the time of the profiled steps into parts, and derives advice.
 
-On a GPU a moment belongs to the kernel that runs; where none does, to what the host was doing. On a CPU it belongs to
-the operation of the loop's own thread. Every moment counts once, so the parts add up to the wall time of the steps.
-
-A profile in words: where a step's time went, how near each part comes to what the device does, what to do first.
+On a GPU each moment belongs to the running kernel, or to what the host was doing if none runs. On a CPU it belongs to
+the operation of the training loop's thread. Every moment counts once: the parts add up to the wall time of the steps.
 """
 
 from __future__ import annotations
@@ -27,16 +25,17 @@ OPTIMIZER, GUARD, COPIES, COMMUNICATION = "optimizer", "norm and guard", "copies
 OTHER, DATA, IDLE = "other", "data wait", "idle"
 PARTS = (MATMUL, ATTENTION, HEAD, MEMORY, OPTIMIZER, GUARD, COPIES, COMMUNICATION, OTHER, DATA, IDLE)
 
-PREFIX = "bessemer."  # how the loop's own ranges are named
+PREFIX = "bessemer."  # of the names of the loop's ranges
 WINDOW = f"{PREFIX}steps"  # the range of the profiled steps
-_SPANS = {"data": DATA, "judge": GUARD, "report": GUARD, "optimizer": OPTIMIZER}  # of the others, the kernels tell
-_RANKS = {COMMUNICATION: 1, COPIES: 2}  # beside a kernel that computes they cost nothing
-_HOST = 3  # nor does the host beside any kernel
+# Ranges of the loop that are one part; others are split by their kernels.
+_SPANS = {"data": DATA, "judge": GUARD, "report": GUARD, "optimizer": OPTIMIZER}
+_RANKS = {COMMUNICATION: 1, COPIES: 2}  # overlapped by a compute kernel they cost nothing
+_HOST = 3  # overlapped by any kernel the host costs nothing
 _IDLE_IN = f"{IDLE} in "
 _FUSED = re.compile(r"^triton_|compiled", re.I)  # what torch.compile leaves in a trace
 
-# The first that matches. Inductor's fused kernels are named after all that went into them. cuDNN does nothing but
-# attention in a language model; multi_tensor kernels are the optimizer's unless the guard launched them.
+# The first match decides. Inductor names fused kernels after everything they contain. In a language model cuDNN runs
+# only attention; multi_tensor kernels belong to the optimizer unless the guard launched them.
 KERNELS = (
     (COMMUNICATION, r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"),
     (COPIES, r"^mem(cpy|set)"),
@@ -70,15 +69,15 @@ class TraceEvent(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """A thread's event with what surrounds it."""
+    """A thread's event with its context."""
 
     event: TraceEvent
     part: str | None
-    span: str  # the loop's range that it is in
+    span: str  # the enclosing range of the loop
 
 
 class TraceSlice(NamedTuple):
-    """A stretch of time that belongs to a part, unless something of lower rank runs beside it."""
+    """A stretch of time that belongs to a part, unless a slice of lower rank overlaps it."""
 
     start: float
     end: float
@@ -90,7 +89,7 @@ class TraceSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, or on a CPU an operation without those inside it, over all profiled steps."""
+    """A kernel, or on a CPU an operation without nested operations, over all profiled steps."""
 
     name: str
     part: str
@@ -111,30 +110,30 @@ class ProfiledStep:
 
 
 def read_trace(path: Path) -> list[TraceEvent]:
-    """What of torch.profiler's trace is the run's time: other events repeat that, or are the profiler's own."""
+    """The events of torch.profiler's trace that are the run's time; the others repeat it or belong to the profiler."""
     kinds = {"cpu_op": "host", "user_annotation": "host", "cuda_runtime": "launch", "cuda_driver": "launch"}
     kinds |= dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), "device")
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        found = json.load(file)["traceEvents"]
+        events = json.load(file)["traceEvents"]
     return [
         TraceEvent(
             kinds[event["cat"]], event["name"], event["ts"], event["ts"] + event["dur"],
             f"{event['pid']}/{event['tid']}", event.get("args", {}).get("correlation", -1),
         )
-        for event in found
+        for event in events
         if event["ph"] == "X" and event.get("cat") in kinds
     ]  # fmt: skip
 
 
 @cache
 def part_of(name: str, table: tuple[tuple[str, str], ...]) -> str | None:
-    """What a kernel's or an operation's name says of it."""
+    """The part that the name of a kernel or an operation belongs to."""
     return next((part for part, pattern in table if re.search(pattern, name, re.I)), None)
 
 
 def _frame(event: TraceEvent, outer: _Frame | None) -> _Frame:
-    """A range of the loop says what it is. Inside, the outermost operation does that is more than memory-bound: a copy
-    within attention is attention."""
+    """A range of the loop decides its part. Inside it the outermost operation that is more than memory-bound decides:
+    a copy within attention counts as attention."""
     part, span = (outer.part, outer.span) if outer else (None, "")
     if event.name.startswith(PREFIX):
         span = event.name.removeprefix(PREFIX)
@@ -145,7 +144,7 @@ def _frame(event: TraceEvent, outer: _Frame | None) -> _Frame:
 
 
 def _innermost(events: Iterable[TraceEvent]) -> Iterator[tuple[float, float, _Frame]]:
-    """One thread's time cut into what was innermost. Each event comes out once without length, as it begins."""
+    """One thread's time split by the innermost event. Each event is also yielded with zero length at its start."""
     stack: list[_Frame] = []
     cursor = 0.0
     for event in [*sorted(events, key=lambda event: (event.start, -event.end)), None]:
@@ -164,7 +163,7 @@ def _innermost(events: Iterable[TraceEvent]) -> Iterator[tuple[float, float, _Fr
 
 
 def split(slices: Iterable[TraceSlice], start: float, end: float) -> dict[str, float]:
-    """The time from start to end by part, each moment once; what no slice covers is idle."""
+    """The time from start to end by part. Each moment counts once; time that no slice covers is idle."""
     edges = []
     for piece in slices:
         key = piece.rank, piece.part
@@ -184,8 +183,8 @@ def split(slices: Iterable[TraceSlice], start: float, end: float) -> dict[str, f
 
 
 def _on_device(events: Iterable[TraceEvent], threads: Iterable[list[TraceEvent]]) -> list[TraceSlice]:
-    """Kernels and copies. What launched them tells those apart that look alike: a product of the loss head, a norm of
-    the guard. The backward pass launches from a thread of its own."""
+    """Kernels and copies. The launching operation distinguishes kernels with equal names: a matmul of the loss head, a
+    norm of the guard. The backward pass launches from its own thread."""
     launched = {
         frame.event.correlation: frame.part
         for thread in threads
@@ -210,9 +209,9 @@ def step_time(events: list[TraceEvent]) -> ProfiledStep:
             threads[event.lane].append(event)
     slices = _on_device((event for event in events if event.kind == "device"), threads.values())
     on_device = bool(slices)
-    told = (DATA, GUARD) if on_device else PARTS  # as what the host's time counts where nothing else runs
+    host_parts = (DATA, GUARD) if on_device else PARTS  # other host time is idle if nothing else runs
     for start, end, frame in _innermost(threads[window.lane]):
-        part = frame.part if frame.part and frame.part in told else _IDLE_IN + frame.span
+        part = frame.part if frame.part and frame.part in host_parts else _IDLE_IN + frame.span
         slices.append(TraceSlice(start, end, _HOST, part, "" if on_device else frame.event.name, int(start == end)))
     spent = split(slices, window.start, window.end)
     idle = {part.removeprefix(_IDLE_IN): us for part, us in spent.items() if part.startswith(_IDLE_IN)}
@@ -223,24 +222,24 @@ def step_time(events: list[TraceEvent]) -> ProfiledStep:
 
 
 def _kernels(slices: Iterable[TraceSlice]) -> list[Kernel]:
-    """The same name may work for several parts. Idle time is no kernel's."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    """Sums by name and part: one name may occur in several parts. Idle time belongs to no kernel."""
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
     for piece in slices:
         if piece.name and piece.part in PARTS:
-            of_name = found[piece.name, piece.part]
-            of_name[0] += piece.calls
-            of_name[1] += piece.end - piece.start
-    kernels = [Kernel(name, part, int(calls), us) for (name, part), (calls, us) in found.items()]
+            calls_and_us = sums[piece.name, piece.part]
+            calls_and_us[0] += piece.calls
+            calls_and_us[1] += piece.end - piece.start
+    kernels = [Kernel(name, part, int(calls), us) for (name, part), (calls, us) in sums.items()]
     return sorted(kernels, key=lambda kernel: -kernel.us)
 
 
 TOP = 10  # kernels that are listed
-EVEN = 64  # tensor cores like sizes that are multiples of this
+ALIGNMENT = 64  # tensor cores are fastest for multiples of this
 
 
 @dataclass(frozen=True)
 class ProfileFacts:
-    """The profiled run: what was asked, what was decided, what was measured."""
+    """Spec, resolved settings and measurements of the profiled run."""
 
     spec: RunSpec
     shape: ModelShape
@@ -272,7 +271,7 @@ class ProfileRow:
 
 
 def attention_flops(shape: ModelShape, context: int) -> float:
-    """Of a token, forward and backward, counting only keys that a causal position sees."""
+    """FLOPs per token, forward and backward, counting only keys that a causal position can attend to."""
     total, value_dim = 0.0, shape.mla.value_dim if shape.mla else shape.head_dim
     for layer in range(shape.layers):
         if shape.mixer(layer) == "attention":
@@ -283,7 +282,7 @@ def attention_flops(shape: ModelShape, context: int) -> float:
 
 
 def _work(facts: ProfileFacts) -> dict[str, tuple[float, str, str]]:
-    """What a step has to do of each part that can be counted, its unit, and the key of its ceiling."""
+    """The work of a step in each part that can be counted, its unit, and the key of its ceiling."""
     shape, tokens = facts.shape, facts.rows * facts.context
     work = {OPTIMIZER: (float(facts.update_bytes), "B/s", "copy")}
     if shape.wrapped or shape.decoder_layers:
@@ -309,45 +308,45 @@ def rows_of(time: ProfiledStep, facts: ProfileFacts) -> list[ProfileRow]:
 
 
 def _more_rows(facts: ProfileFacts) -> str:
-    """A larger micro-batch, where there is room for it."""
+    """The setting for a larger micro-batch, if memory allows it."""
     if facts.micro_rows >= facts.rows or facts.memory_bytes > 0.5 * facts.memory_limit:
         return ""
-    room = f"{human_bytes(facts.memory_bytes)} of {human_bytes(facts.memory_limit)} are in use"
-    return f"budget.micro_batch: {facts.micro_rows * 2} ({room})"
+    memory = f"{human_bytes(facts.memory_bytes)} of {human_bytes(facts.memory_limit)} are in use"
+    return f"budget.micro_batch: {facts.micro_rows * 2} ({memory})"
 
 
 def advice(time: ProfiledStep, facts: ProfileFacts) -> list[str]:
-    """What to do, that first which may win the largest share of the step."""
+    """Advice, ordered by the share of the step that it may save."""
     rows = {row.part: row for row in rows_of(time, facts)}
-    found = _about_waits(time, facts, rows) + _about_work(time, facts, rows)
+    hints = _wait_advice(time, facts, rows) + _work_advice(time, facts, rows)
     busy = sum(rows[part].share for part in (MATMUL, ATTENTION, HEAD) if part in rows)
     calm = f"nothing stands out: products, attention and the loss head take {busy:.0%} of the step"
-    return [text for _, text in sorted(found, reverse=True)] or [calm]
+    return [text for _, text in sorted(hints, reverse=True)] or [calm]
 
 
-def _about_waits(time: ProfiledStep, facts: ProfileFacts, rows: dict[str, ProfileRow]) -> list[tuple[float, str]]:
-    found, share = [], {part: row.share for part, row in rows.items()}
+def _wait_advice(time: ProfiledStep, facts: ProfileFacts, rows: dict[str, ProfileRow]) -> list[tuple[float, str]]:
+    hints, share = [], {part: row.share for part, row in rows.items()}
     if (wait := share.get(DATA, 0.0)) > 0.02:
         cure = "put the runs folder, which holds .data, on a faster disk"
-        found.append((wait, f"data wait is {wait:.0%} of the step: {cure}"))
+        hints.append((wait, f"data wait is {wait:.0%} of the step: {cure}"))
     if (idle := share.get(IDLE, 0.0)) > (0.05 if time.on_device else 0.2):
         where = max(time.idle_in, key=lambda span: time.idle_in[span], default="between steps")
         who = "the GPU waits for the host for" if time.on_device else "Python takes"
         fuse = time.on_device and not time.compiled
         cure = "compile: block" if fuse else _more_rows(facts) or "a larger model or batch keeps the device busy"
-        found.append((idle, f"{who} {idle:.0%} of the step (most in {where}): {cure}"))
+        hints.append((idle, f"{who} {idle:.0%} of the step (most in {where}): {cure}"))
     if (copies := share.get(COPIES, 0.0)) > 0.03:
         text = f"copies take {copies:.0%} of the step: memory.offload_* costs that; without it, see Memcpy in the trace"
-        found.append((copies, text))
+        hints.append((copies, text))
     for part, limit in ((OPTIMIZER, 0.1), (GUARD, 0.05)):
         if (taken := share.get(part, 0.0)) > limit:
             text = f"{part} takes {taken:.0%} of the step, whatever the batch: a larger budget.batch spreads it"
-            found.append((taken / 2, text))
-    return found
+            hints.append((taken / 2, text))
+    return hints
 
 
-def _about_work(time: ProfiledStep, facts: ProfileFacts, rows: dict[str, ProfileRow]) -> list[tuple[float, str]]:
-    found, none, shape = [], ProfileRow("", 0.0, 0.0), facts.shape
+def _work_advice(time: ProfiledStep, facts: ProfileFacts, rows: dict[str, ProfileRow]) -> list[tuple[float, str]]:
+    hints, none, shape = [], ProfileRow("", 0.0, 0.0), facts.shape
     matmul, attention, head = (rows.get(part, none) for part in (MATMUL, ATTENTION, HEAD))
     memory = rows.get(MEMORY, none).share
     faster = facts.ceilings.get("matmul_bf16", 0.0) / facts.ceilings.get(f"matmul_{facts.precision}", float("inf"))
@@ -355,28 +354,28 @@ def _about_work(time: ProfiledStep, facts: ProfileFacts, rows: dict[str, Profile
     if facts.precision in ("fp32", "tf32") and faster > 1.3 and products > 0.2:
         text = f"products in {facts.precision} take {products:.0%} of the step, bf16 is {faster:.1f}x as fast here"
         cure = "precision: bf16" if time.on_device else "precision: auto measures whether the step is, too"
-        found.append((products * (1 - 1 / faster), f"{text}: {cure}"))
+        hints.append((products * (1 - 1 / faster), f"{text}: {cure}"))
     if (near := matmul.of_ceiling) and near < 0.6 and matmul.share > 0.2:
         sizes = {"model.width": shape.width, "model.ffn": shape.ffn, "heads x head size": shape.attention_width}
-        causes = [f"{name} {size} is no multiple of {EVEN}" for name, size in sizes.items() if size % EVEN]
+        causes = [f"{name} {size} is no multiple of {ALIGNMENT}" for name, size in sizes.items() if size % ALIGNMENT]
         if facts.spec.memory.activations not in ("auto", "none"):
             causes.append("memory.activations repeats products, which do not count here")
         cure = ", ".join(causes) or _more_rows(facts) or "larger widths"
         text = f"matmul reaches {near:.0%} of what this device does, in {matmul.share:.0%} of the step"
-        found.append((matmul.share * (0.9 - near), f"{text}: {cure}"))
+        hints.append((matmul.share * (0.9 - near), f"{text}: {cure}"))
     if attention.share > 0.15 and shape.head_dim < 128 and time.on_device:
         text = f"attention takes {attention.share:.0%} of the step with heads of {shape.head_dim}"
-        found.append((attention.share * 0.3, f"{text}: half as many of {2 * shape.head_dim} cost less"))
+        hints.append((attention.share * 0.3, f"{text}: half as many of {2 * shape.head_dim} cost less"))
     if head.share > 0.25:
         text = f"the loss head takes {head.share:.0%} of the step for {shape.vocab:,} tokens at width {shape.width}"
-        found.append((head.share / 2, f"{text}: a smaller tokenizer.vocab shrinks it in proportion"))
+        hints.append((head.share / 2, f"{text}: a smaller tokenizer.vocab shrinks it in proportion"))
     if memory > 0.2 and time.on_device and not time.compiled:
-        found.append((memory / 2, f"memory-bound kernels take {memory:.0%} of the step: compile: block fuses them"))
-    return found
+        hints.append((memory / 2, f"memory-bound kernels take {memory:.0%} of the step: compile: block fuses them"))
+    return hints
 
 
 def as_json(time: ProfiledStep, facts: ProfileFacts) -> dict[str, Any]:
-    """Everything that the text says, as numbers of the mean step."""
+    """The profile as JSON, in numbers of the mean step."""
     tokens = facts.rows * facts.context
     tokens_per_s = tokens / facts.plain_step_s
     return {
@@ -397,19 +396,19 @@ def as_json(time: ProfiledStep, facts: ProfileFacts) -> dict[str, Any]:
 
 
 def as_text(profile: dict[str, Any]) -> str:
-    """The JSON for people."""
-    room = f"{human_bytes(profile['memory_bytes'])} of {human_bytes(profile['memory_limit'])}"
+    """The JSON as text."""
+    memory = f"{human_bytes(profile['memory_bytes'])} of {human_bytes(profile['memory_limit'])}"
     lines = [
         f"{profile['steps']} steps on {profile['device']} in {profile['precision']}: {profile['step_ms']:.1f} ms each "
         f"({profile['profiled_step_ms']:.1f} ms under the profiler), {profile['tokens_per_s']:,.0f} tokens/s, "
-        f"{profile['mfu']:.1%} MFU, {room} of memory",
+        f"{profile['mfu']:.1%} MFU, {memory} of memory",
         "",
         f"{'part':<16}{'ms':>10}{'share':>8}  rate",
     ]
     for row in profile["parts"]:
         lines.append(f"{row['part']:<16}{row['ms']:>10.2f}{row['share']:>8.1%}  {_rate(row)}".rstrip())
     lines.append(f"{'all':<16}{profile['profiled_step_ms']:>10.2f}{1:>8.1%}")
-    idle = sorted(profile["idle_ms"].items(), key=lambda found: -found[1])
+    idle = sorted(profile["idle_ms"].items(), key=lambda item: -item[1])
     lines += ["", "idle in " + ", ".join(f"{span} {ms:.2f} ms" for span, ms in idle if ms >= 0.005), ""]
     lines.append(f"{'ms':>8}{'calls':>8}  {'part':<16}kernel")
     for kernel in profile["kernels"][:TOP]:

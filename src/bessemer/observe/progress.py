@@ -1,34 +1,33 @@
-"""Long work that would otherwise be silent: what is being done, how far it is, how long it takes.
+"""Progress of long work and of a training step, and standard streams that are closed or fail.
 
-Nothing is shown for the first seconds. Then a terminal gets a line that is redrawn in place, with a bar where the end
-is known; a pipe or a log gets a plain line now and then.
-
-How far one step is: micro-batches given to the device, their rate, and what is left of the run at that rate.
+Nothing is shown for the first seconds. Then a terminal gets a line that is redrawn in place, with a bar if the total is
+known; a pipe or a log gets a plain line from time to time.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import IO, TYPE_CHECKING, Protocol, TextIO
 
 from bessemer.spec.quantity import human_time
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-QUIET_S = 3.0  # work that takes no longer is not worth a line
+QUIET_S = 3.0  # shorter work shows nothing
 EVERY_S = 10.0  # between plain lines
 _NUMBERS = re.compile(r"[\d.,:]+")
 
 
 class ProgressReport(Protocol):
-    """Says what is being done now: `report("writing tensors", 12, 290)`. Costs a microsecond."""
+    """Reports the current activity: `report("writing tensors", 12, 290)`. Costs a microsecond."""
 
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
 
@@ -39,21 +38,21 @@ def silent(what: str, done: int = 0, total: int = 0) -> None:
 
 @dataclass
 class Activity:
-    """What is being done, since when (on the steady clock), and how much of it is done where that is known."""
+    """What is being done, since when (monotonic clock), and how much of it is done if that is known."""
 
     what: str = ""
     done: int = 0
     total: int = 0
     began_s: float = field(default_factory=time.monotonic)
-    last_s: float = field(default_factory=time.monotonic)  # when `done` was said
+    last_s: float = field(default_factory=time.monotonic)  # when `done` was reported
 
     def next(self, what: str, done: int = 0, total: int = 0) -> Activity:
-        """The same activity a little later, or another one. Texts that differ in their numbers alone are the same."""
+        """The same activity a little later, or a new one. Texts that differ only in numbers are the same activity."""
         same = _NUMBERS.sub("", what) == _NUMBERS.sub("", self.what)
         return Activity(what, done, total, self.began_s) if same else Activity(what, done, total)
 
     def left_s(self, now_s: float) -> float | None:
-        """Seconds left at the rate so far; None where nobody knows."""
+        """Seconds left at the rate so far; None if unknown."""
         if not (self.done and self.total):
             return None
         each_s = (self.last_s - self.began_s) / self.done
@@ -67,7 +66,7 @@ class Activity:
         return f"{self.what}{counted}" + (f"  {human_time(elapsed_s)}{left}" if elapsed_s >= QUIET_S else "")
 
     def render(self, now_s: float) -> Table:
-        """For a terminal: the line, and a bar where the end is known."""
+        """For a terminal: the line, and a bar if the total is known."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -79,8 +78,8 @@ class Activity:
 
 
 class PlainLines:
-    """Shows a line of the current activity once it has lasted QUIET_S, then every EVERY_S; from a thread, so that one
-    call that takes minutes is seen too. Close it, or use `with`."""
+    """Shows the current activity as a line after QUIET_S and then every EVERY_S. It runs in a thread, so that a single
+    call that takes minutes is shown too. Close it, or use `with`."""
 
     def __init__(self, show: Callable[[str], None], quiet_s: float = QUIET_S, every_s: float = EVERY_S) -> None:
         self.show, self.quiet_s, self.every_s = show, quiet_s, every_s
@@ -94,7 +93,7 @@ class PlainLines:
         self.current = self.current.next(what, done, total)
 
     def due(self, now_s: float) -> str | None:
-        """The line that is to be shown now, if any."""
+        """The line to show now, if any."""
         current = self.current
         if not current.what or now_s < max(current.began_s + self.quiet_s, self.shown_s + self.every_s):
             return None
@@ -119,8 +118,8 @@ class PlainLines:
 
 @contextmanager
 def working(what: str, out: TextIO | None = None) -> Iterator[ProgressReport]:
-    """Shows on `out` (default: stderr) that `what` is being done, for the length of the block. The block may say more
-    with the function that it gets."""
+    """Shows on `out` (default: stderr) that `what` is being done while the block runs. The block gets a function to
+    report details."""
     out = out or sys.stderr
     if out is None:  # closed by the caller
         yield silent
@@ -171,11 +170,11 @@ def _bar(what: str, out: TextIO) -> Iterator[ProgressReport]:
 
 @dataclass
 class StepProgress:
-    """A step that is being computed. Times are those of the host, which a GPU may be a little behind of."""
+    """A step that is being computed. Times are the host's; a GPU may lag behind."""
 
     step: int
     total: int  # micro-batches
-    tokens: int  # of the whole step
+    tokens: int  # of all micro-batches
     began_s: float
     done: int = 0
     first_s: float = 0.0  # when the first micro-batch was done: it may have compiled something
@@ -191,7 +190,7 @@ class StepProgress:
 
     @property
     def micro_batch_s(self) -> float | None:
-        """Seconds of a micro-batch, the first one left out; None before the second."""
+        """Mean seconds of a micro-batch without the first one; None before the second."""
         return max(1e-9, self.last_s - self.first_s) / (self.done - 1) if self.done > 1 else None
 
     @property
@@ -200,7 +199,7 @@ class StepProgress:
         return None if seconds is None else self.tokens / self.total / seconds
 
     def left_s(self, total_steps: int) -> float | None:
-        """Seconds to the end of a run of so many steps of this size."""
+        """Seconds to the end of a run of `total_steps` steps of this size."""
         seconds = self.micro_batch_s
         return None if seconds is None else seconds * (self.total * max(1, total_steps - self.step) - self.done)
 
@@ -211,3 +210,42 @@ class StepProgress:
         if rate is not None and left is not None:
             parts += [f"{rate:,.0f} tok/s", f"eta {human_time(left)}"]
         return "  ".join(parts)
+
+
+def open_missing_streams() -> None:
+    """Opens the null device for a standard stream that was closed at the start (`>&-`). Otherwise the next file that
+    is opened would become the standard output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)
+        try:
+            os.fstat(number)
+        except OSError:  # the descriptor is still free
+            os.dup2(opened, number)
+            os.close(opened)
+            opened = number
+        os.set_inheritable(opened, True)
+        stream = os.fdopen(opened, "w" if number else "r", encoding="utf-8", closefd=False)
+        setattr(sys, name, stream)
+
+
+def silence(stream: IO[str]) -> None:
+    """Redirects a stream to the null device, with what it still buffers, so that no later flush fails."""
+    with suppress(OSError, ValueError):  # ValueError: not a real file
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        stream.flush()
+
+
+def output_fault(probe: str = "") -> OSError | None:
+    """The error of writing to stdout, which is then silenced; None if the output was written. An unbuffered stream
+    has raised its error already: `probe` is written to raise it again."""
+    try:
+        sys.stdout.write(probe)
+        sys.stdout.flush()
+    except OSError as error:
+        silence(sys.stdout)
+        return error
+    return None

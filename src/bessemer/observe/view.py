@@ -1,8 +1,5 @@
-"""Following a run: every line goes to logs/rank-N.log; what is shown besides depends on who watches.
-
-RunView shows nothing (for programs), LineView prints plain lines (pipes, CI), LiveView in live.py redraws a terminal.
-
-The live view of a terminal: a panel that is redrawn in place, with events scrolling above it.
+"""Views of a running training: RunView only writes logs/rank-N.log, LineView also prints plain lines (pipes, CI),
+LiveView redraws a panel in a terminal, with events scrolling above it.
 """
 
 from __future__ import annotations
@@ -24,13 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from bessemer.observe.format import event_line, perplexity, resume_hint, sparkline, step_line, validation_line
-from bessemer.observe.output import silence
-from bessemer.observe.progress import EVERY_S, QUIET_S, Activity, PlainLines, StepProgress
+from bessemer.observe.progress import EVERY_S, QUIET_S, Activity, PlainLines, StepProgress, silence
 from bessemer.run.directory import MEAN_OF, Run, mean_loss
 from bessemer.run.journal import last_records
 from bessemer.spec.quantity import human_bytes, human_time
 
-LONG_STEP_S = 2.0  # from here on a step shows its micro-batches
+LONG_STEP_S = 2.0  # longer steps show their micro-batches
 
 
 class RunView:
@@ -42,14 +38,14 @@ class RunView:
         self.spec_path = spec_path
         self.total = 0
         self.recent: deque[dict[str, Any]] = deque(maxlen=MEAN_OF)
-        self._averaged: deque[dict[str, Any]] = deque(maxlen=MEAN_OF)  # these, and before them those of earlier starts
+        self._averaged: deque[dict[str, Any]] = deque(maxlen=MEAN_OF)  # also of earlier starts of the run
         self.losses: list[float] = []
         self.last_validation: dict[str, Any] | None = None
         self.expected_rate: float | None = None  # tokens/s of the plan
         self.vetoes = self.clipped = self.steps_seen = 0
-        self.within: StepProgress | None = None  # the step that is being computed
-        self.doing = Activity()  # outside of steps
-        self.heard = True  # what is said can be shown
+        self.current_step: StepProgress | None = None
+        self.doing = Activity()  # between steps
+        self.output_works = True
         self._log: TextIO | None = None
         self._run: Run | None = None
         self._line_due = self._micro_line_due = self._progress_due = 0.0
@@ -57,16 +53,16 @@ class RunView:
 
     @contextmanager
     def following(self, run: Run, rank: int = 0) -> Iterator[None]:
-        """Open the log, and the display if there is one."""
+        """Opens the log, and the display if there is one."""
         path = run.folder / "logs" / f"rank-{rank}.log"
-        # A file name in a message may be no text at all: it is shown with escapes rather than not at all.
+        # A file name in a message may not be valid text: it is written with escapes.
         self._log, self._run = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1), run
         self.open()
         try:
             yield
         finally:
             self.close()
-            with contextlib.suppress(OSError):  # lines that a full disk refused before
+            with contextlib.suppress(OSError):  # buffered lines that a full disk refused
                 self._log.close()
             self._log = self._run = None
 
@@ -74,60 +70,60 @@ class RunView:
     def close(self) -> None: ...
 
     def log(self, text: str) -> None:
-        """Into the log file, with the time. A full disk costs a line of the log, not the run."""
+        """Writes to the log file, with the time. A full disk loses the line but does not stop the run."""
         if self._log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             with contextlib.suppress(OSError):
                 self._log.writelines(f"{stamp}  {line}\n" for line in text.splitlines())
 
     def show(self, text: str) -> None:
-        """In front of the user. Here: nobody."""
+        """Shows a line to the user. The base class has no display."""
 
     def say(self, text: str) -> None:
         self.log(text)
-        if not self.heard:
+        if not self.output_works:
             return
         try:
             self.show(text)
-        except OSError as error:  # the run goes on, and so does its log
-            self.heard = False
-            self.unheard(error)
+        except OSError as error:  # the run and its log continue
+            self.output_works = False
+            self.on_output_error(error)
 
-    def unheard(self, error: OSError) -> None:
-        """Nothing more can be shown: the output's disk is full, its reader has left (`| head`) or its terminal."""
+    def on_output_error(self, error: OSError) -> None:
+        """The output failed: its disk is full, or its reader (`| head`) or terminal is gone."""
 
     def activity(self, what: str, done: int = 0, total: int = 0) -> None:
-        """What is being done outside of steps, and how much of it; nothing to end it."""
+        """Sets what is being done between steps, and how much of it; an empty text ends it."""
         self.doing = self.doing.next(what, done, total)
 
     def progress(self, text: str) -> None:
-        """About preparing, before the first step. A new kind of work is a line at once; how far it is, now and then."""
-        former, now = self.doing, time.monotonic()
+        """Progress of the preparation. New work is a line at once, its progress a line from time to time."""
+        previous, now = self.doing, time.monotonic()
         self.activity(text)
-        if self.doing.began_s != former.began_s or now >= self._progress_due:
+        if self.doing.began_s != previous.began_s or now >= self._progress_due:
             self._progress_due = now + EVERY_S
             self.say(f"data  {text}")
 
     def planned(self, rows: list[tuple[str, str, str, str]], summary: str) -> None:
-        """The decisions (key, value, reason, source) and one line that sums them up."""
+        """Logs the decisions (key, value, reason, source) and shows one line that summarizes them."""
         for key, value, reason, source in rows:
             self.log(f"plan  {key} = {value}  ({reason}; {source})")
         self.say(f"plan  {summary}")
 
     def micro_batch(self, step: int, done: int, total: int, tokens: int) -> None:
-        """How far the step is that is being computed. A long one gets lines of its own, fewer once steps are known."""
+        """Progress within a step. A long step gets lines of its own, fewer once the step rate is known."""
         now = time.monotonic()
-        if self.within is None or done == 0:
-            self.within = StepProgress(step, total, tokens, now)
-            self.activity("" if self.recent else f"computing step {step + 1:,}")  # later the rate is known
+        if self.current_step is None or done == 0:
+            self.current_step = StepProgress(step, total, tokens, now)
+            self.activity("" if self.recent else f"computing step {step + 1:,}")  # later the step rate tells
             return
-        self.within.advance(done, now)
+        self.current_step.advance(done, now)
         if self.doing.what:
             self.activity("")
-        wait_s = LONG_STEP_S if done > 1 else self.line_every_s  # the first one says nothing of the rate
-        if now >= max(self._micro_line_due, self.within.began_s + wait_s) and total > 1:
+        wait_s = LONG_STEP_S if done > 1 else self.line_every_s  # the first one may include compilation
+        if now >= max(self._micro_line_due, self.current_step.began_s + wait_s) and total > 1:
             self._micro_line_due = now + self.line_every_s * (6 if self.recent else 1)
-            self.step_shown(self.within.line(self.total))
+            self.show_step(self.current_step.line(self.total))
 
     def step(self, record: dict[str, Any]) -> None:
         self.recent.append(record)
@@ -137,19 +133,19 @@ class RunView:
         self.clipped += record["clipped"]
         if self.steps_seen % self._stride == 0 and isinstance(record["loss"], float):
             self.losses.append(record["loss"])
-            if len(self.losses) > 4096:  # the curve of a long run: keep every second point
+            if len(self.losses) > 4096:  # a long run: keep every second point
                 self.losses, self._stride = self.losses[::2], self._stride * 2
         now = time.monotonic()
         if now >= self._line_due:
             self._line_due = now + self.line_every_s
-            self.step_shown(step_line(record, self.total, self.smooth(), self.last_validation))
+            self.show_step(step_line(record, self.total, self.smooth(), self.last_validation))
 
-    def step_shown(self, line: str) -> None:
+    def show_step(self, line: str) -> None:
         self.log(line)
 
     def smooth(self) -> dict[str, float]:
-        """The mean loss as `bessemer runs` has it; rates over the recent steps of this start."""
-        recent = list(self.recent)  # at once: the display draws in a thread of its own while steps arrive
+        """The mean loss as `bessemer runs` shows it, and rates over the recent steps of this start."""
+        recent = list(self.recent)  # copied: the display reads in another thread while steps arrive
         averaged = list(self._averaged)
         loss = mean_loss(averaged)
         seconds = sum(record["step_s"] for record in recent) or 1e-9
@@ -170,7 +166,7 @@ class RunView:
 
     def event(self, record: dict[str, Any]) -> None:
         self.total = record.get("total_steps", self.total)
-        if record["kind"] in ("started", "rollback") and self._run:  # what was cut is out of the mean
+        if record["kind"] in ("started", "rollback") and self._run:  # steps that were cut leave the mean
             self._averaged = deque(last_records(self._run.steps_path, MEAN_OF), maxlen=MEAN_OF)
         line = event_line(record)
         if line:
@@ -189,7 +185,7 @@ class RunView:
 
 
 class LineView(RunView):
-    """Plain lines, for pipes and logs."""
+    """Prints plain lines, for pipes and CI."""
 
     def __init__(self, spec_path: str | None = None, line_every_s: float = 5.0, out: TextIO | None = None) -> None:
         super().__init__(spec_path)
@@ -211,20 +207,20 @@ class LineView(RunView):
 
     def progress(self, text: str) -> None:
         super().progress(text)
-        if self._waiting:  # which then has nothing to add for a while
+        if self._waiting:  # postpones its next line
             self._waiting.shown_s = time.monotonic()
 
     def show(self, text: str) -> None:
         print(text, file=self.out, flush=True)
 
-    def unheard(self, error: OSError) -> None:
+    def on_output_error(self, error: OSError) -> None:
         silence(self.out)
         if not isinstance(error, BrokenPipeError):
             where = f"; its log is {self._log.name}" if self._log else ""
             with contextlib.suppress(OSError):
-                print(f"the output cannot be written: {error.strerror}. The run goes on{where}", file=sys.stderr)
+                print(f"cannot write to the output: {error.strerror}. The run continues{where}", file=sys.stderr)
 
-    def step_shown(self, line: str) -> None:
+    def show_step(self, line: str) -> None:
         self.say(line)
 
 
@@ -236,11 +232,11 @@ _COLOURS = {
     "val": "cyan",
 }
 
-_CELL = 21  # the widest: `gradient norm 1.2e+03`
+_CELL = 21  # the widest cell: `gradient norm 1.2e+03`
 
 
 class LiveView(RunView):
-    """Redraws four times a second; costs nothing between."""
+    """Redraws a panel four times a second."""
 
     def __init__(self, spec_path: str | None = None, console: Console | None = None) -> None:
         super().__init__(spec_path)
@@ -257,11 +253,11 @@ class LiveView(RunView):
             try:
                 live.stop()
             except OSError as error:
-                self.heard = False
-                self.unheard(error)
+                self.output_works = False
+                self.on_output_error(error)
 
-    def unheard(self, error: OSError) -> None:
-        """The terminal is gone: what would still be drawn goes nowhere."""
+    def on_output_error(self, error: OSError) -> None:
+        """The terminal is gone: sends further output to the null device."""
         silence(self.console.file)
 
     def show(self, text: str) -> None:
@@ -273,23 +269,25 @@ class LiveView(RunView):
         self.activity(text)
 
     def render(self) -> RenderableType:
-        """The panel as it stands now, and below it what is done outside of steps, once that takes long."""
+        """The panel, and below it long work between steps."""
         now, doing = time.monotonic(), self.doing
-        if not (self.recent or self.within):
+        if not (self.recent or self.current_step):
             return doing.render(now) if doing.what else Text("starting", style="dim")
-        waits = doing.what and now - doing.began_s > QUIET_S
-        return Group(self._panel(now), doing.render(now)) if waits else self._panel(now)
+        long = doing.what and now - doing.began_s > QUIET_S
+        return Group(self._panel(now), doing.render(now)) if long else self._panel(now)
 
     def _panel(self, now: float) -> Panel:
-        """Numbers of the last steps; of a step that takes long, its micro-batches."""
-        smooth, within = self.smooth() if self.recent else None, self.within
+        """Numbers of the last steps, and the micro-batches of a long step."""
+        smooth, current_step = self.smooth() if self.recent else None, self.current_step
         done: float = self.recent[-1]["step"] + 1 if self.recent else 0
         left_s = smooth["left_s"] if smooth else None
         step = f"step {max(1, int(done)):,}/{self.total:,}"
-        if within and (not self.recent or now - within.began_s > LONG_STEP_S):
-            done, step = within.step + within.share, f"step {within.step + 1:,}/{self.total:,}"
-            step += f"  micro-batch {within.done}/{within.total}" if within.total > 1 else ""
-            left_s = within.left_s(self.total) if left_s is None else max(0.0, left_s - (now - within.began_s))
+        if current_step and (not self.recent or now - current_step.began_s > LONG_STEP_S):
+            done, step = current_step.step + current_step.share, f"step {current_step.step + 1:,}/{self.total:,}"
+            step += f"  micro-batch {current_step.done}/{current_step.total}" if current_step.total > 1 else ""
+            left_s = (
+                current_step.left_s(self.total) if left_s is None else max(0.0, left_s - (now - current_step.began_s))
+            )
         bar = Table.grid(expand=True, padding=(0, 1))
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -302,7 +300,7 @@ class LiveView(RunView):
         if smooth:
             cells = self._cells(self.recent[-1], smooth)
         else:
-            rate = within.tokens_per_s if within else None
+            rate = current_step.tokens_per_s if current_step else None
             cells = [("tokens/s", f"{rate:,.0f}" if rate else "-")]
         columns = max(1, min(4, (self.console.width - 2) // (_CELL + 2)))
         table = Table.grid(padding=(0, 2))
@@ -312,7 +310,7 @@ class LiveView(RunView):
         return Panel(Group(bar, table), title="training", title_align="left", border_style="dim")
 
     def _cells(self, last: dict[str, Any], smooth: dict[str, float]) -> list[tuple[str, str]]:
-        """(name, value) of each number; none is wider than _CELL, so that a narrow terminal only gets more rows."""
+        """(name, value) of each number; none is wider than _CELL, so that a narrow terminal gets more rows."""
         validation = self.last_validation
         return [
             ("mean loss", f"{smooth['loss']:.4f}"),

@@ -17,11 +17,11 @@ from itertools import groupby
 from pathlib import Path
 
 from bessemer.data.stream.exclusions import FILE_NAME, Exclusion, convicted_shards
+from bessemer.observe.figure import Lines
 from bessemer.observe.format import short_path
 from bessemer.observe.page import (
     Block,
     Code,
-    Curve,
     Items,
     Section,
     Table,
@@ -246,18 +246,25 @@ def _bands(case: IncidentCase) -> list[tuple[float, float]]:
 
 
 def _curves(case: IncidentCase) -> list[Block]:
+    """Loss and gradient norm around the incident, in the order of time: after a rollback the steps start over."""
     rollbacks = [number(action.details.get("to_step")) for action in case.actions if action.kind == "rollback"]
-    marks = [(to, "rolled back to here") for to in rollbacks if to is not None and math.isfinite(to)]
+    marks = {f"rolled back to step {to:,.0f}": to for to in rollbacks if to is not None and math.isfinite(to)}
     if case.recovery and case.recovery.rejoined_at is not None:
-        marks.append((float(case.recovery.rejoined_at), "back on trend"))
-    curves: list[Block] = []
-    for key, band in zip(("loss", "grad_norm"), _bands(case), strict=True):
-        found = [(number(one.get("step")), number(one.get(key)), bool(one.get("veto"))) for one in case.series]
-        points = [(s, v, veto) for s, v, veto in found if s is not None and math.isfinite(s) and v is not None]
+        marks["back on trend"] = float(case.recovery.rejoined_at)
+    charts: list[Block] = []
+    for (key, name), band in zip((("loss", "loss"), ("grad_norm", "gradient norm")), _bands(case), strict=True):
+        records = [(number(one.get("step")), number(one.get(key)), bool(one.get("veto"))) for one in case.series]
+        points = [(s, v, veto) for s, v, veto in records if s is not None and math.isfinite(s) and v is not None]
         if points:
-            name = "loss" if key == "loss" else "gradient norm"
-            curves.append(Curve(name, points, band, marks))
-    return curves
+            steps, values, _ = map(list, zip(*points, strict=True))
+            flagged = [i for i, (_, value, veto) in enumerate(points) if veto or not math.isfinite(value)]
+            finite = [value for value in values if math.isfinite(value)]
+            # A spike would flatten the rest of the curve on a linear scale.
+            log = bool(finite) and min(*finite, *band) > 0 and max(finite) > 4 * min(finite)
+            limits = min([*steps, *marks.values()]), max([*steps, *marks.values()])
+            title = f"{name} (log scale)" if log else name
+            charts.append(Lines(title, steps, {name: values}, "step", False, log, marks, band, flagged, limits))
+    return charts
 
 
 def _magnitude(case: IncidentCase) -> Table:

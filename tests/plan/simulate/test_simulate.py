@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from bessemer.cli.main import app
 from bessemer.errors import UserError
+from bessemer.observe.figure import TIMELINE_LEFT, TIMELINE_WIDTH, svg_file
 from bessemer.plan.cost_model.goodput import Reliability, goodput
 from bessemer.plan.search.proposal import Proposal, propose
 from bessemer.plan.simulate import report as timeline
@@ -304,14 +305,14 @@ def test_letters_are_as_frequent_as_what_they_stand_for() -> None:
 
 def test_the_picture_is_svg_to_scale_without_script(tmp_path: Path) -> None:
     trace = drawn()
-    text = timeline.svg(trace, "A <step>", "25 s & more")
+    text = svg_file(timeline.timeline(trace, "A <step>", "25 s & more").svg())
     root = ET.fromstring(text)
     assert "script" not in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
     boxes = [box.attrib for box in root.iter("{http://www.w3.org/2000/svg}rect")]
-    backward = [box for box in boxes if box["fill"] == timeline.COLOURS["backward"] and float(box["height"]) > 10]
+    backward = [box for box in boxes if box["fill"] == timeline.STYLES["backward"].colour and float(box["height"]) > 10]
     assert len(backward) == 4 * 8
-    assert {round(float(box["width"]) / timeline.WIDTH * trace.total_s, 1) for box in backward} == {2.0}
-    assert all(float(box["x"]) + float(box["width"]) <= timeline.LEFT + timeline.WIDTH + 0.1 for box in boxes[8:])
+    assert {round(float(box["width"]) / TIMELINE_WIDTH * trace.total_s, 1) for box in backward} == {2.0}
+    assert all(float(box["x"]) + float(box["width"]) <= TIMELINE_LEFT + TIMELINE_WIDTH + 0.1 for box in boxes[8:])
     ET.fromstring(picture(played()))
     with pytest.raises(UserError, match=r"write .*step\.svg"):
         simulated(proposal(), path=tmp_path / "step.png")
