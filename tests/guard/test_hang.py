@@ -21,7 +21,7 @@ class Hands:
             on_pause=lambda step, seconds: self.pauses.append((step, seconds)), peers=self,
         )  # fmt: skip
 
-    def give_sign(self, beat):
+    def write_heartbeat(self, beat):
         self.signs.append(beat)
 
     def frozen(self, beat):
@@ -31,7 +31,7 @@ class Hands:
         """As the thread does it: a look every second."""
         for _ in range(int(seconds)):
             self.now += 1.0
-            self.dog.look()
+            self.dog.check()
 
     def steps(self, count, seconds, start=0):
         for step in range(start, start + count):
@@ -91,14 +91,14 @@ def test_a_suspended_machine_is_no_hang(hands):
     """The steady clock may run on or stand still while the process does not: a gap between looks is not waiting."""
     hands.steps(5, 1)
     hands.now += 8 * 3600
-    hands.dog.look()
+    hands.dog.check()
     hands.wait(50)
     assert hands.hangs == []
     assert hands.pauses == [(4, 8 * 3600)]
     hands.dog.beat(5)
     assert hands.dog.limit_s < 300
     hands.now -= 7200  # no steady clock does this; nothing breaks if one did
-    hands.dog.look()
+    hands.dog.check()
     hands.dog.beat(6)
     assert hands.hangs == []
 
@@ -163,9 +163,9 @@ def test_a_stopped_process_says_for_how_long_it_did_not_run(hands):
     hands.steps(5, 1)
     hands.now += 40
     hands.dog.beat(5)  # the loop may be the first to run again
-    hands.dog.look()
+    hands.dog.check()
     assert hands.pauses == []
     hands.now += 90
     hands.dog.beat(6)
-    hands.dog.look()
+    hands.dog.check()
     assert hands.pauses == [(6, 90.0)] and hands.hangs == []

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bessemer.guard.replica_check as replicas
-from bessemer.guard.replica_check import digest, odd_ones_out
+from bessemer.guard.replica_check import digest, minority_ranks
 
 DTYPES = [
     torch.float32,
@@ -78,4 +78,4 @@ def test_large_tensors_are_read_in_chunks(monkeypatch):
     ],
 )  # fmt: skip
 def test_the_majority_decides_where_there_is_one(digests, odd):
-    assert odd_ones_out(digests) == odd
+    assert minority_ranks(digests) == odd

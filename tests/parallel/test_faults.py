@@ -22,15 +22,15 @@ from torch import nn
 from bessemer.errors import UserError
 from bessemer.guard.detect.watch import Detectors
 from bessemer.guard.watchdog import (
-    MEASURED,
-    TOLD,
+    MEASURE_EVERY,
+    REPORT_EVERY,
     PhaseTracker,
     StepPace,
     WaitReport,
-    leave_report,
-    read_reports,
-    wait_for_reports,
-    who_waits,
+    collect_wait_reports,
+    describe_hang,
+    read_wait_reports,
+    write_wait_report,
 )
 from bessemer.run.directory import Run, RunWriter
 from bessemer.session.recovery import restart as again
@@ -142,30 +142,30 @@ HOSTS = ["node0", "node0", "node1", "node1"]
 
 def test_who_waits_for_whom_in_one_line() -> None:
     waiting = [report(rank, 17, "backward", 5) for rank in (0, 1, 3)]
-    assert who_waits([*waiting, report(2, 17, "data", 2)], HOSTS) == (
+    assert describe_hang([*waiting, report(2, 17, "data", 2)], HOSTS) == (
         "rank 2 (node1) is still in step 17, data; waiting for it: ranks 0, 1 and 3 in step 17, backward"
     )
     # In the same phase the one that has entered fewer collectives is behind.
     together = [report(rank, 17, "backward", 5, collectives=811 + (rank != 1)) for rank in range(4)]
-    assert who_waits(together, HOSTS).startswith(
+    assert describe_hang(together, HOSTS).startswith(
         "rank 1 (node0) is still in step 17, backward; waiting for it: ranks 0"
     )
-    assert who_waits(waiting, HOSTS) == (
-        "rank 2 (node1) gives no sign: frozen, ended, or its host is out of reach; "
+    assert describe_hang(waiting, HOSTS) == (
+        "rank 2 (node1) gives no sign: frozen, ended, or its host is unreachable; "
         "waiting for it: ranks 0, 1 and 3 in step 17, backward"
     )
     everyone = [report(rank, 17, "backward", 5) for rank in range(4)]
-    assert who_waits(everyone, HOSTS).startswith("all 4 ranks wait in step 17, backward")
+    assert describe_hang(everyone, HOSTS).startswith("all 4 ranks wait in step 17, backward")
     many = [report(rank, 17, "agree", 9) for rank in range(1, 64)]
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more in" in who_waits([*many, report(0, 17, "data", 2)], ["h"] * 64)
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more in" in describe_hang([*many, report(0, 17, "data", 2)], ["h"] * 64)
 
 
 def test_reports_of_this_start_are_read_and_others_are_not(tmp_path: Path) -> None:
-    leave_report(tmp_path, report(0, 3, "data", 1), "stacks")
-    leave_report(tmp_path, report(1, 3, "data", 1, start=0.5), "stacks of an earlier start")
+    write_wait_report(tmp_path, report(0, 3, "data", 1), "stacks")
+    write_wait_report(tmp_path, report(1, 3, "data", 1, start=0.5), "stacks of an earlier start")
     (tmp_path / "hang-rank-2.txt").write_text("half a li")
-    assert [found.rank for found in read_reports(tmp_path, 4, 1.0)] == [0]
-    assert [found.rank for found in wait_for_reports(tmp_path, 4, 1.0, grace_s=0.1)] == [0]
+    assert [found.rank for found in read_wait_reports(tmp_path, 4, 1.0)] == [0]
+    assert [found.rank for found in collect_wait_reports(tmp_path, 4, 1.0, grace_s=0.1)] == [0]
 
 
 HANG = {"factor": 3.0, "least": "0.7s", "first": "20s"}
@@ -284,7 +284,7 @@ def test_pace_counts_own_work_and_not_the_waiting_between_layers(monkeypatch: py
         block.register_forward_pre_hook(wait)
         block.register_forward_hook(lambda module, inputs, made: made.register_hook(wait) and None)
     pace, where = StepPace(blocks, torch.device("cpu")), PhaseTracker()
-    for step in range(TOLD):
+    for step in range(REPORT_EVERY):
         where.begin(step)
         now[0] += 0.5  # the host, before the first layer
         where.enter("forward")
@@ -297,7 +297,7 @@ def test_pace_counts_own_work_and_not_the_waiting_between_layers(monkeypatch: py
         pace.end(step, where)
     assert all(len(block._forward_hooks) == len(block._forward_pre_hooks) == 1 for block in blocks)
     assert pace.own_s() == 0.5 + 2 * 2 * 3.0
-    assert [step for step in range(64) if StepPace.due(step) and step % MEASURED == 0] == []
+    assert [step for step in range(64) if StepPace.due(step) and step % MEASURE_EVERY == 0] == []
 
 
 @pytest.mark.slow
@@ -320,7 +320,10 @@ def test_noise_is_not_taken_for_a_slow_rank() -> None:
     draw, watch = random.Random(0), Detectors(GuardSpec(), None, 20_000, ["h"] * 8)
 
     def own_s() -> float:
-        times = (draw.lognormvariate(0.0, 0.3) * (5 if draw.random() < 0.1 else 1) for _ in range(TOLD // MEASURED))
+        times = (
+            draw.lognormvariate(0.0, 0.3) * (5 if draw.random() < 0.1 else 1)
+            for _ in range(REPORT_EVERY // MEASURE_EVERY)
+        )
         return 0.1 * statistics.median(times)
 
     for step in range(20_000):

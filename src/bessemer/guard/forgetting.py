@@ -1,8 +1,8 @@
-"""Whether a run that goes on from trained weights unlearns what they knew: held-out losses of the sources that the
-spec names, against those of the evaluation before step 0.
+"""Detects catastrophic forgetting in continued training: held-out losses of the sources that the spec names, against
+the evaluation before step 0.
 
-Judged from the run's validation records alone: a resume and a rollback cut those and keep the first, so they judge as
-an unbroken run does. What is compared is a number that must not rise; a score that must not fall would enter negated.
+It reads only the run's validation records. A resume or rollback cuts those and keeps the first one, so the result is
+that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ REPLAY = 0.05  # share of the old data below which the mixture is the likely cau
 
 @dataclass(frozen=True)
 class ForgettingState:
-    """A source at the last evaluation."""
+    """State of a source at the last evaluation."""
 
     source: str
     before: float
     now: float
-    in_a_row: int  # evaluations beyond the limit up to now
-    since: int  # the first step of them
-    remembered: int  # the last step at which it was within
+    in_a_row: int  # consecutive evaluations beyond the limit, up to the last
+    since: int  # the first step of these
+    remembered: int  # the last step within the limit
 
     @property
     def rise(self) -> float:
@@ -37,21 +37,21 @@ class ForgettingState:
 
 
 def loss_of(record: Record, source: str) -> float:
-    """The held-out loss of a source; NaN where there is none."""
-    found = number(record["per_source"].get(source))
-    return float("nan") if found is None else found
+    """The held-out loss of a source; NaN if there is none."""
+    loss = number(record["per_source"].get(source))
+    return float("nan") if loss is None else loss
 
 
 def since_start(records: Iterable[Record]) -> list[Record]:
-    """Evaluations from the one before step 0 on (the last such: a run may start twice); empty if it is not there."""
-    found = list(records)
-    first = max((i for i, record in enumerate(found) if record["step"] == 0), default=len(found))
-    return found[first:]
+    """Evaluations from the last one before step 0 on (a run may start twice); empty if there is none."""
+    evaluations = list(records)
+    first = max((i for i, record in enumerate(evaluations) if record["step"] == 0), default=len(evaluations))
+    return evaluations[first:]
 
 
 def standings(spec: ForgetSpec, records: Sequence[Record]) -> list[ForgettingState]:
-    """How each watched source stands; `records` as `since_start` gives them."""
-    found = []
+    """The state of each watched source; `records` are those of `since_start`."""
+    states = []
     for source in spec.sources if records else ():
         before, remembered = loss_of(records[0], source), 0
         beyond: list[int] = []
@@ -61,12 +61,12 @@ def standings(spec: ForgetSpec, records: Sequence[Record]) -> list[ForgettingSta
             else:
                 beyond.append(record["step"])
         since = beyond[0] if beyond else records[-1]["step"]
-        found.append(ForgettingState(source, before, loss_of(records[-1], source), len(beyond), since, remembered))
-    return found
+        states.append(ForgettingState(source, before, loss_of(records[-1], source), len(beyond), since, remembered))
+    return states
 
 
 def forgetting(spec: ForgetSpec, records: Sequence[Record], mixture: Mapping[str, float]) -> Alarm | None:
-    """An alarm if a source is beyond the limit for too long: a note once, what asks to stop at every evaluation."""
+    """An alarm if a source stays beyond the limit too long: once for a note, at every evaluation otherwise."""
     late = [standing for standing in standings(spec, records) if standing.in_a_row >= spec.patience]
     if not late or (spec.action == "note" and all(standing.in_a_row > spec.patience for standing in late)):
         return None

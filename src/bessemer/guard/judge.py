@@ -1,18 +1,21 @@
-"""The judge: is this step's loss or gradient norm an outlier against the steps accepted lately?
+"""The judge vetoes a step whose loss or gradient norm is an outlier against the recently accepted steps.
 
 Everything is tensor arithmetic on the device, without a host sync. A window holds the last accepted values of the
-loss, of the log of the gradient norm and of the largest lift: how much the row that does most adds to the loss. The
-centre is the median of its newer half (it lags a falling loss from above, which errs on the side of accepting).
-Deviations are taken from a resistant line through the two halves' medians, so that the trend of early training is not
-taken for noise; the scale is the largest of 1.4826 times their median, their upper 5 % over 1.645 (small batches have
-heavy tails, and a median alone does not see them), and a floor: with the default limit, one odd row of a healthy corpus
-cannot make its step an outlier, however few rows there are. Only high values are outliers. Rejected steps never enter
-the window, but never for ever either: after `max_vetoes` in a row the next finite one is accepted and the window starts
-anew, and where more than `veto_share` of the last steps were vetoed the outliers are the data, and are accepted
-(otherwise the guard would filter a hard source out of the run).
+loss, of the log gradient norm and of the largest lift: how much a single row raises the loss of its step.
 
-A step that is accepted may still be suspect: its loss or its largest lift is more than `suspect_sigma` scales above.
-That only costs a look at its documents (`trial/examine.py`).
+- Centre: the median of the window's newer half. It lags a falling loss from above, which errs towards accepting.
+- Deviations: from a resistant line through the medians of both halves, so that the trend of early training is not
+  taken for noise.
+- Scale: the largest of 1.4826 times the median deviation, the upper 5 % over 1.645 (small batches have heavy tails,
+  which a median does not show) and a floor. With the default limit one unusual row of a healthy corpus cannot make its
+  step an outlier, however few rows there are.
+
+Only high values are outliers. Rejected steps do not enter the window, but rejection is bounded: after `max_vetoes` in a
+row the next finite step is accepted and the window is reset, and if more than `veto_share` of the last steps were
+vetoed, the outliers are the data and are accepted (otherwise the guard would filter a hard source out of the run).
+
+An accepted step may still be suspect: its loss or largest lift is more than `suspect_sigma` scales above the centre.
+Its documents are then examined (`trial/examine.py`).
 """
 
 from __future__ import annotations
@@ -30,20 +33,20 @@ REASONS = {
     LOSS_OUTLIER: "loss outlier",
     GRAD_OUTLIER: "gradient-norm outlier",
 }
-# The scale of the loss is at least 1 % of its centre, and 36 % divided by the rows of a step: the oddest rows of clean
-# code (other scripts, tables) had 4.6 times the usual loss, so one of them lifts a mean over R rows by 3.6 / R.
+# The scale of the loss is at least 1 % of its centre, and 36 % divided by the rows of a step: the most unusual rows of
+# clean code (other scripts, tables) had 4.6 times the usual loss, so one of them raises a mean over R rows by 3.6 / R.
 LOSS_FLOOR, ODD_ROW = 0.01, 0.36
 # That of the log gradient norm is 0.2 and 0.3 divided by the rows: 13 scales are a factor of 13 for many rows, 95 for
 # two and 665 for one, where clean rows of other scripts had 23 and 26 times the usual norm. Clipping bounds the rest.
 GRAD_FLOOR, GRAD_ODD_ROW = 0.2, 0.3
-# A row is measured by how much it lifts the step's loss. Lifts below 1 % of it are not worth a look at its documents.
+# Lifts below 1 % of the loss are not worth an examination.
 ROW_FLOOR = 0.0025
 UPPER, UPPER_NORMAL = 0.95, 1.645  # a quantile, and where it lies in a normal distribution
 
 
 @dataclass
 class Verdict:
-    """What the guard says of a step, still on the device. `reject` is exactly 0 or 1."""
+    """The verdict on a step, still on the device. `reject` is exactly 0 or 1."""
 
     reject: Tensor
     scalars: dict[str, Tensor]
@@ -54,7 +57,7 @@ class Verdict:
 
 
 class Judge:
-    """Holds the window. `judge` is called once a step with all-reduced numbers, so every rank says the same."""
+    """Holds the window. `judge` is called once per step with all-reduced numbers, so all ranks get the same verdict."""
 
     def __init__(self, spec: GuardSpec, device: torch.device, rows: int = 64) -> None:
         """`rows`: sequences of a step."""
@@ -69,35 +72,35 @@ class Judge:
         self.expect(rows)
 
     def expect(self, rows: int) -> None:
-        """From now on a step has so many rows."""
+        """Sets the rows of a step, from now on."""
         floors = [max(LOSS_FLOOR, ODD_ROW / rows), GRAD_FLOOR + GRAD_ODD_ROW / rows, ROW_FLOOR]
         self._floor_3 = torch.tensor(floors, device=self.window_3N.device)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps. These tensors are never changed in place."""
+        """State for a checkpoint. These tensors are never changed in place."""
         return {
             "window": self.window_3N[:2], "rows": self.window_3N[2], "count": self.count, "streak": self.streak,
             "judged": self.judged, "vetoed": self.vetoed_N,
         }  # fmt: skip
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on with a saved window. Without its rows, as earlier versions saved it, these are learnt from here on."""
+        """Restores a saved window. Earlier versions saved no rows; these are then learnt from here on."""
         rows_N = state.get("rows", torch.full_like(state["vetoed"], float("nan")))
         self.window_3N = torch.cat((state["window"], rows_N[None]))
         self.count, self.streak = state["count"], state["streak"]
         self.judged, self.vetoed_N = state["judged"], state["vetoed"]
 
     def reopen(self) -> None:
-        """Forget the window: a known change (data phase, batch size) makes the past a bad reference."""
+        """Resets the window: a known change (data phase, batch size) makes the past a bad reference."""
         self.window_3N = torch.full_like(self.window_3N, float("nan"))
         self.count, self.streak = torch.zeros_like(self.count), torch.zeros_like(self.streak)
 
     def pardon(self) -> None:
-        """The vetoes so far were right, and do not count towards giving way. Their streak goes on."""
+        """The vetoes so far were right: they do not count towards `veto_share`. Their streak continues."""
         self.vetoed_N = torch.zeros_like(self.vetoed_N)
 
     def _center_and_scale(self) -> tuple[Tensor, Tensor]:
-        """For all three. Slot i holds value number i mod N: `newer` marks the newer half, whatever the rotation."""
+        """Of all three quantities. Slot i holds value number i mod N; `newer` marks the newer half."""
         size = self.spec.window
         age_N = (self.count - 1 - self._age_N) % size  # 0 is the newest
         held = torch.clamp(self.count, max=size)
@@ -115,7 +118,7 @@ class Judge:
         return new_3, torch.maximum(scale_3, self._floor_3 * torch.stack((new_3[0].abs(), one, one)))
 
     def _largest_lift(self, rows_2R: Tensor | None, center: Tensor) -> Tensor:
-        """The share by which the row that does most lifts the loss of the step above the centre; NaN if not known."""
+        """The largest share by which one row raises the loss of the step above the centre; NaN if unknown."""
         if rows_2R is None:
             return torch.full_like(center, float("nan"))
         nll_R, weight_R = rows_2R.to(center.device, torch.float32)
@@ -123,8 +126,7 @@ class Judge:
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor, rows_2R: Tensor | None = None) -> Verdict:
-        """The verdict on a step, from its mean loss, its global gradient norm, and every row's sum of losses and of
-        weights."""
+        """The verdict from the mean loss, the global gradient norm and each row's sums of losses and weights."""
         loss, grad_norm = loss.to(self.window_3N.device), grad_norm.to(self.window_3N.device)
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         center_3, scale_3 = self._center_and_scale()
@@ -141,17 +143,17 @@ class Judge:
         code = torch.where(reopened | gave_way, ACCEPT, code)
         code = torch.where(finite, code, NONFINITE)
         reject = (code != ACCEPT).float()
-        known = self.window_3N[2].isfinite().sum() >= self.spec.warmup
-        high = (z_3[0] > self.spec.suspect_sigma) | ((z_3[2] > self.spec.suspect_sigma) & known)
+        lifts_known = self.window_3N[2].isfinite().sum() >= self.spec.warmup
+        high = (z_3[0] > self.spec.suspect_sigma) | ((z_3[2] > self.spec.suspect_sigma) & lifts_known)
         suspect = high & ready & (reject == 0) & ~reopened
 
-        kept_3N = torch.where(reopened, torch.full_like(self.window_3N, float("nan")), self.window_3N)
+        window_3N = torch.where(reopened, torch.full_like(self.window_3N, float("nan")), self.window_3N)
         count = torch.where(reopened, 0, self.count)
-        here_N = (self._age_N == count % self.spec.window) & (reject == 0)
-        self.window_3N = torch.where(here_N, value_3[:, None], kept_3N)
+        slot_N = (self._age_N == count % self.spec.window) & (reject == 0)
+        self.window_3N = torch.where(slot_N, value_3[:, None], window_3N)
         self.count = count + (reject == 0).long()
         self.streak = torch.where(reject == 0, 0.0, self.streak + 1)
-        # Of outliers only: steps that are not finite are never the data, however often they come.
+        # Outliers only: non-finite steps are never the data, however frequent.
         self.vetoed_N = torch.where(self._age_N == self.judged % self.spec.window, reject * finite, self.vetoed_N)
         self.judged = self.judged + 1
         return Verdict(reject, {

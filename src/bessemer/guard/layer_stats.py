@@ -1,8 +1,8 @@
-"""A look inside the model, taken now and then: gradients, updates, activations, units and attention of each layer.
+"""Samples statistics of each layer at some steps: gradients, updates, activations, units and attention.
 
-`before` and `after` stand around the optimizer's step, `look` runs a few rows through the model with hooks that are
-gone afterwards: steps without a look pay nothing, and training's fused attention stays as it is. Everything stays on
-the device until `Look.read`, which is one transfer; read it a step later and nothing waits.
+`before` and `after` surround the optimizer's step; `look` runs a few rows through the model with temporary hooks. Steps
+without a sample cost nothing, and training keeps its fused attention. Everything stays on the device until
+`LayerSample.read`, which is one transfer; reading a step later does not wait.
 Legend: B rows, Q sampled queries, S keys, N query heads, K key-value heads, G query heads to a key, D head size,
 F units, R positions of all rows.
 """
@@ -27,7 +27,7 @@ from bessemer.optim.low_memory import join_weights
 from bessemer.parallel.shard import local, share_of
 from bessemer.parallel.world import World
 
-SAMPLE = 4096  # elements of a parameter whose change is measured
+SAMPLE = 4096  # sampled elements of a parameter
 QUERIES = 64  # positions whose attention is computed in full
 GATE = 8.0  # beyond this, silu is 0 or the identity within 0.3 %
 DEAD = 1e-3  # a unit is dead if its largest output is below this share of the others' (of their 90 % quantile: a few
@@ -36,14 +36,14 @@ DEAD = 1e-3  # a unit is dead if its largest output is below this share of the o
 
 @dataclass
 class LayerSample:
-    """Numbers still on the device, a row per quantity with the layers it was measured in."""
+    """Numbers on the device: for each quantity the layers in which it was measured."""
 
     rows: dict[str, list[str]]
     numbers: Tensor
     router: dict[str, int] = field(default_factory=dict)  # experts of each layer that has them
 
     def read(self) -> dict[str, Any]:
-        """`{"layers": {layer: {quantity: value}}}`, and `router` with the load of experts; one transfer to the host."""
+        """`{"layers": {layer: {quantity: value}}}`, and `router` with the expert loads; one transfer to the host."""
         values = iter(self.numbers.tolist())
         layers: dict[str, dict[str, float]] = {}
         for quantity, names in self.rows.items():
@@ -64,35 +64,34 @@ def layer_of(name: str) -> str:
 
 
 class LayerStats:
-    """Looks at one model. All processes take the same looks: norms are of whole layers, the rest is of the first one's
-    rows."""
+    """Samples one model. All ranks sample the same steps: norms are of full layers, the rest is of rank 0's rows."""
 
     def __init__(
         self, model: Decoder, remainders: Mapping[nn.Parameter, Tensor] | None = None, world: World | None = None
     ) -> None:
         self._world = world or World()
-        self._remainders = remainders or {}  # of weights in bf16: an update may be less than its digits show
+        self._remainders = remainders or {}  # low halves of bf16 weights: an update may be smaller than bf16 resolves
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in named]
-        mine = list(dict.fromkeys(layer_of(name) for name, _ in named))
-        # Stages of a pipeline have other layers, and speak of all.
-        self.layers = list(dict.fromkeys(name for names in self._world.gather(mine) for name in names))
+        local_layers = list(dict.fromkeys(layer_of(name) for name, _ in named))
+        # Pipeline stages hold different layers; each lists the layers of all.
+        self.layers = list(dict.fromkeys(name for names in self._world.gather(local_layers) for name in names))
         at = [self.layers.index(layer_of(name)) for name, _ in named]
-        self._at = torch.tensor(at, device=self.parameters[0].device)  # made once: a copy to a GPU waits for it
-        # Of a sum over all processes, what is held by several counts for each by its share.
+        self._at = torch.tensor(at, device=self.parameters[0].device)  # made once: a copy to a GPU synchronizes
+        # In a sum over all processes, a replicated parameter counts by its share on each.
         shares = [share_of(parameter, self._world) for parameter in self.parameters]
         self._shares = torch.tensor(shares, device=self._at.device)
         self._samples: list[Tensor] = []
-        self._found: dict[str, tuple[list[str], Tensor]] = {}
+        self._quantities: dict[str, tuple[list[str], Tensor]] = {}
 
     def _by_layer(self, tensors: list[Tensor]) -> Tensor:
-        """Norms of layers, from one tensor for each parameter."""
+        """Norms of layers from one tensor per parameter."""
         squares = _exact(torch.stack(torch._foreach_norm([local(tensor) for tensor in tensors]))) ** 2
         squares = squares * self._shares if self._world.size > 1 else squares
         return self._world.add(squares.new_zeros(len(self.layers)).index_add_(0, self._at, squares)).sqrt()
 
     def _sample(self) -> list[Tensor]:
-        """Evenly spaced elements of each parameter; the stride is odd, so that it does not stay in one column."""
+        """Evenly spaced elements of each parameter; the stride is odd so that it does not stay in one column."""
 
         def some(tensor: Tensor) -> Tensor:
             flat = local(tensor.detach()).reshape(-1)
@@ -100,48 +99,48 @@ class LayerStats:
 
         rests = self._remainders
         parts = [join_weights(some(p), some(rests[p])) if p in rests else _exact(some(p)) for p in self.parameters]
-        return list(torch.cat(parts).split([len(part) for part in parts]))  # copied by one kernel, not by hundreds
+        return list(torch.cat(parts).split([len(part) for part in parts]))  # one copy kernel instead of hundreds
 
     @torch.no_grad()
     def before(self, scale: Tensor | float = 1.0) -> None:
-        """Before the optimizer's step, while the gradients are there: their norms before clipping. None counts as 0.
-        `scale` is what they are too large by."""
+        """Before the optimizer's step: gradient norms before clipping. A missing gradient counts as 0; `scale` is the
+        factor that gradients are too large by."""
         grads = [p.new_zeros(1) if p.grad is None else p.grad for p in self.parameters]
-        self._found = {"grad_norm": (self.layers, self._by_layer(grads) / scale)}
+        self._quantities = {"grad_norm": (self.layers, self._by_layer(grads) / scale)}
         self._samples = self._sample()
 
     @torch.no_grad()
     def after(self) -> None:
-        """After it: how far the sampled weights moved, against their norm."""
+        """After the optimizer's step: how far the sampled weights moved, relative to their norm."""
         moved = self._by_layer(list(torch._foreach_sub(self._sample(), self._samples)))
-        self._found["update_ratio"] = (self.layers, moved / self._by_layer(self._samples).clamp(min=1e-12))
-        self._found["weight_norm"] = (self.layers, self._by_layer([p.detach() for p in self.parameters]))
+        self._quantities["update_ratio"] = (self.layers, moved / self._by_layer(self._samples).clamp(min=1e-12))
+        self._quantities["weight_norm"] = (self.layers, self._by_layer([p.detach() for p in self.parameters]))
         self._samples = []
 
     @torch.no_grad()
     def look(
         self, model: Decoder, tokens_BT: Tensor, sight: AttentionMask | None = None, **more: Tensor
     ) -> LayerSample:
-        """Run a row or two under the caller's precision; nothing of training is touched. `more` is for an encoder.
+        """Runs a row or two under the caller's precision, without touching training. `more` is for an encoder.
 
-        On an H200 a look (one transfer aside) took 26 ms at 18M parameters, nearly all of it launching kernels, and
-        35 ms at 1B with 2 of 8 rows: choose the interval by that.
+        On an H200 a sample (without the transfer) took 26 ms at 18M parameters, nearly all of it kernel launches, and
+        35 ms at 1B with 2 of 8 rows: choose the interval accordingly.
         """
         seen: list[dict[str, Tensor]] = [{} for _ in model.blocks]
-        if not self._world.layout.inner:  # nobody has the whole of a layer, or of a row, to look at
+        if not self._world.layout.inner:  # otherwise no process has a full layer or row
             with ExitStack() as hooks:
                 for block, values in zip(model.blocks, seen, strict=True):
                     hooks.enter_context(_watching(block, values))
                 model(tokens_BT, sight, **more)
-        found = dict(self._found)
+        quantities = dict(self._quantities)
         for quantity in dict.fromkeys(quantity for values in seen for quantity in values):
-            having = [i for i, values in enumerate(seen) if quantity in values]  # layers may differ in kind
-            found[quantity] = ([f"blocks.{i}" for i in having], torch.stack([seen[i][quantity] for i in having]))
-        self._found = {}
+            present = [i for i, values in enumerate(seen) if quantity in values]  # layers may differ in type
+            quantities[quantity] = ([f"blocks.{i}" for i in present], torch.stack([seen[i][quantity] for i in present]))
+        self._quantities = {}
         shares = router_shares(model)
-        numbers = self._world.first_word(torch.cat([*(values for _, values in found.values()), *shares.values()]))
+        numbers = self._world.first_word(torch.cat([*(values for _, values in quantities.values()), *shares.values()]))
         router = {name: len(values) for name, values in shares.items()}
-        return LayerSample({quantity: layers for quantity, (layers, _) in found.items()}, numbers, router)
+        return LayerSample({quantity: layers for quantity, (layers, _) in quantities.items()}, numbers, router)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Silent corruption: replicas that must hold the same bits are compared by a digest of those bits.
+"""Detects silent data corruption: ranks that must hold the same bits compare a digest of them.
 
-The digest is integer arithmetic on the device, so it is the same whatever the order of the reduction.
+The digest is integer arithmetic on the device, so it does not depend on the order of the reduction.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from bessemer.guard.detect.alarm import Alarm, alarm
 from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
 
-CHUNK = 1 << 24  # integers worked on at a time: 64 MiB of scratch
-_ODD = 0x9E3779B97F4A7C15  # an odd number is invertible modulo a power of two, so no change can vanish in a product
+CHUNK = 1 << 24  # integers per pass: 64 MiB of scratch memory
+_FACTOR = 0x9E3779B97F4A7C15  # odd, hence invertible modulo a power of two: no change vanishes in a product
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The raw bits as a flat integer tensor, of 32 bits where the size allows."""
+    """The raw bits as a flat integer tensor, of 32 bits if the size allows."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.numel() == 0:
         return flat.new_zeros(0, dtype=torch.int32)
@@ -37,10 +37,10 @@ def _signed(value: int) -> int:
 
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """An int64 scalar on the device. Any single flipped bit changes it, and so do swapped values or tensors.
+    """An int64 scalar on the device. Any flipped bit changes it, and so do swapped values or tensors.
 
-    Each integer is multiplied by an odd number that depends on its place, modulo 2^32: one change in one place always
-    changes its product, and a sum of otherwise equal products with it.
+    Each integer is multiplied by an odd number that depends on its position, modulo 2^32: one change always changes its
+    product, and with it a sum of otherwise equal products.
     """
     total: Tensor | None = None
     places: dict[torch.device, Tensor] = {}
@@ -49,24 +49,24 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
             if part.device not in places or len(places[part.device]) < len(part):
                 places[part.device] = 2 * torch.arange(len(part), dtype=torch.int32, device=part.device) + 1
             products = part.to(torch.int32) * places[part.device][: len(part)]
-            factor = _signed(_ODD * (2 * (number * 1_000_003 + at) + 1))
+            factor = _signed(_FACTOR * (2 * (number * 1_000_003 + at) + 1))
             term = products.sum(dtype=torch.int64) * factor
             total = term if total is None else total + term.to(total.device)
     return total if total is not None else torch.zeros((), dtype=torch.int64)
 
 
-def odd_ones_out(digests: Sequence[int]) -> list[int]:
-    """Which replicas differ from the majority. Without a majority nobody can say, and all are suspect."""
+def minority_ranks(digests: Sequence[int]) -> list[int]:
+    """Replicas that differ from the majority; all of them if there is no majority."""
     if not digests:
         return []
     value, votes = Counter(digests).most_common(1)[0]
     if 2 * votes <= len(digests) and votes < len(digests):
         return list(range(len(digests)))
-    return [rank for rank, found in enumerate(digests) if found != value]
+    return [rank for rank, digest in enumerate(digests) if digest != value]
 
 
-def part_of(parameter: Tensor) -> str:
-    """Which part of a divided tensor this process holds: others that say the same hold the same. Empty for a whole."""
+def shard_of(parameter: Tensor) -> str:
+    """Which shard of a tensor this rank holds; ranks with equal answers hold equal bits. Empty for a full tensor."""
     if not is_dtensor(parameter):
         return ""
     mesh = parameter.device_mesh
@@ -75,27 +75,27 @@ def part_of(parameter: Tensor) -> str:
 
 
 class ReplicaCheck:
-    """What several processes hold alike of a model: whole replicas, and what is whole beside divided tensors.
+    """Compares what several ranks hold in common: full replicas, and replicated tensors next to sharded ones.
 
-    `take` gives work to the device and waits for nothing; `compare` reads it, one step later, with one message of the
-    hosts. On a CPU 10 M parameters take some 60 ms.
+    `take` queues work on the device and waits for nothing; `compare` reads the result one step later, with one message
+    between the hosts. On a CPU 10 M parameters take some 60 ms.
     """
 
     def __init__(self, model: nn.Module, world: World, every: int | None) -> None:
         self.model, self.world, self.every = model, world, every if world.size > 1 else None
-        self.equal_at: int | None = None  # steps done when all were last found alike
+        self.equal_at: int | None = None  # steps done when all were last equal
         self._taken: tuple[int, list[str], Callable[[], list[int]]] | None = None
 
-    def _classes(self) -> dict[str, list[tuple[str, Tensor]]]:
-        """Parameters by the part that is held of them. Experts that lie apart are nobody else's."""
-        found: dict[str, list[tuple[str, Tensor]]] = {}
+    def _by_shard(self) -> dict[str, list[tuple[str, Tensor]]]:
+        """Parameters by the shard that is held of them. Experts of expert parallelism have no replica."""
+        groups: dict[str, list[tuple[str, Tensor]]] = {}
         for name, parameter in self.model.named_parameters():
             if not getattr(parameter, "apart", False):
-                found.setdefault(part_of(parameter), []).append((name, local(parameter.detach())))
-        return found
+                groups.setdefault(shard_of(parameter), []).append((name, local(parameter.detach())))
+        return groups
 
     def start(self, step: int) -> None:
-        """The loop begins at a step. What was loaded is taken to be alike; a rollback goes to such a state."""
+        """The loop begins at a step. Loaded states are taken to be equal; a rollback goes to such a state."""
         self._taken = None
         self.equal_at = step if self.equal_at is None else min(step, self.equal_at)
 
@@ -103,81 +103,81 @@ class ReplicaCheck:
         return self.every is not None and done % self.every == 0
 
     def take(self, step: int) -> None:
-        """Digests after the update of a step, left on the device."""
+        """Computes digests after the update of a step and leaves them on the device."""
         if self.every is None:
             return
-        classes = self._classes()
-        names = [f"stage {self.world.pp_rank} {part} {_signature(held)}" for part, held in classes.items()]
-        digests = [digest(tensor for _, tensor in held) for held in classes.values()]
-        self._taken = step, names, _on_its_way(torch.stack(digests))
+        groups = self._by_shard()
+        names = [f"stage {self.world.pp_rank} {part} {_signature(held)}" for part, held in groups.items()]
+        digests = [digest(tensor for _, tensor in held) for held in groups.values()]
+        self._taken = step, names, _copy_to_host(torch.stack(digests))
 
     def compare(self, step: int, hosts: Sequence[str]) -> list[Alarm]:
-        """What was taken at a step, if anything was: an alarm that names those who differ from the rest."""
+        """Compares the digests of a step, if there are any: an alarm names the ranks that differ from the rest."""
         if self._taken is None or self._taken[0] != step:
             return []
         _, names, read = self._taken
         self._taken = None
-        odd, undecided = differing(self.world.gather(dict(zip(names, read(), strict=True))))
-        if not odd:
+        ranks, undecided = differing_ranks(self.world.gather(dict(zip(names, read(), strict=True))))
+        if not ranks:
             self.equal_at = step + 1
             return []
         tensors = self._differing_tensors()
-        said = " and ".join(f"rank {rank} ({hosts[rank]})" for rank in odd)
+        names = " and ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
         where = f" in {', '.join(tensors[:4])}{' and others' if len(tensors) > 4 else ''}" if tensors else ""
         symptom = (
-            f"{said} differ{where}, without a majority that would tell which is right"
+            f"{names} differ{where}, without a majority that shows which is right"
             if undecided
-            else f"{said} holds other weights than the rest{where}"
+            else f"{names} holds other weights than the rest{where}"
         )
-        symptom += f"; alike after {self.equal_at:,} steps, not after {step + 1:,}"
+        symptom += f"; equal after {self.equal_at:,} steps, not after {step + 1:,}"
         return alarm(
             "weights_differ", step, "rollback", symptom, 1.0,
-            ranks=odd, hosts=[hosts[rank] for rank in odd], tensors=tensors, equal_at=self.equal_at,
+            ranks=ranks, hosts=[hosts[rank] for rank in ranks], tensors=tensors, equal_at=self.equal_at,
         )  # fmt: skip
 
     def _differing_tensors(self) -> list[str]:
-        """Their names, by one digest each; only asked for when something differs."""
-        held = {f"{part}|{name}": int(digest([t])) for part, kept in self._classes().items() for name, t in kept}
-        found = odd_keys(self.world.gather({f"{self.world.pp_rank}|{key}": value for key, value in held.items()}))
-        return sorted({key.split("|")[-1] for key in found})
+        """Names of the tensors that differ, by one digest each; only computed if something differs."""
+        held = {f"{part}|{name}": int(digest([t])) for part, tensors in self._by_shard().items() for name, t in tensors}
+        keys = differing_keys(self.world.gather({f"{self.world.pp_rank}|{key}": value for key, value in held.items()}))
+        return sorted({key.split("|")[-1] for key in keys})
 
 
 def _signature(held: Sequence[tuple[str, Tensor]]) -> str:
     return str(xxhash.xxh3_64("\n".join(f"{name} {tuple(t.shape)}" for name, t in held).encode()).hexdigest())
 
 
-def odd_keys(everyone: Sequence[dict[str, int]]) -> set[str]:
-    """Keys under which not all who have them hold the same."""
+def differing_keys(by_rank: Sequence[dict[str, int]]) -> set[str]:
+    """Keys whose holders have different values."""
     values: dict[str, set[int]] = {}
-    for held in everyone:
+    for held in by_rank:
         for key, value in held.items():
             values.setdefault(key, set()).add(value)
-    return {key for key, found in values.items() if len(found) > 1}
+    return {key for key, distinct in values.items() if len(distinct) > 1}
 
 
-def differing(everyone: Sequence[dict[str, int]]) -> tuple[list[int], bool]:
-    """Ranks that differ from the majority of those with the same key, and whether some key has none."""
-    odd: set[int] = set()
+def differing_ranks(by_rank: Sequence[dict[str, int]]) -> tuple[list[int], bool]:
+    """Ranks that differ from the majority for some key, and whether some key has no majority."""
+    ranks: set[int] = set()
     undecided = False
-    for key in odd_keys(everyone):
-        holders = [rank for rank, held in enumerate(everyone) if key in held]
-        found = odd_ones_out([everyone[rank][key] for rank in holders])
-        odd |= {holders[i] for i in found}
-        undecided = undecided or len(found) == len(holders)
-    return sorted(odd), undecided
+    for key in differing_keys(by_rank):
+        holders = [rank for rank, held in enumerate(by_rank) if key in held]
+        minority = minority_ranks([by_rank[rank][key] for rank in holders])
+        ranks |= {holders[i] for i in minority}
+        undecided = undecided or len(minority) == len(holders)
+    return sorted(ranks), undecided
 
 
-def _on_its_way(numbers: Tensor) -> Callable[[], list[int]]:
-    """Numbers sent to the host; the call waits for the device to have computed them, and for nothing later."""
+def _copy_to_host(numbers: Tensor) -> Callable[[], list[int]]:
+    """Starts an asynchronous copy; the returned function waits for it, and for nothing later on the device."""
     if numbers.device.type != "cuda":
         return numbers.tolist
-    here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    here.copy_(numbers, non_blocking=True)
-    sent = torch.cuda.Event()
-    sent.record()
+    pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    pinned.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
     def read() -> list[int]:
-        sent.synchronize()
-        return here.tolist()
+        copied.synchronize()
+        return pinned.tolist()
 
     return read

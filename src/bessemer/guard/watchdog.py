@@ -1,26 +1,18 @@
-"""Where this process is: step and phase, noted by the loop as it goes. What a hang is told by, and a slow rank.
+"""Detects hangs and slow ranks: the phase of the running step, each rank's own time, and the watchdog.
 
-How long a process works for itself in a step, without waiting for the others: what tells a slow one.
+Own time. Ranks meet in collectives, so all their steps take as long as the slowest rank's. A rank's own work is what
+comes before the first layer (data, host) and the layers' forward and backward passes. The collectives lie in between:
+FSDP gathers a layer before its passes, DDP and some optimizers wait at the end. Tensor and context parallel peers wait
+inside of layers and show the same pace.
 
-Processes of a run pass their collectives together, so all their steps take as long as the slowest's. Work of one's own
-is what comes before the first layer (data, the host), and the layers' forward and backward passes. In between lie the
-collectives: FSDP gathers a layer before its forward and its backward pass, DDP waits at the end, and some optimizers in
-their step. Tensor and context parallel peers wait inside of layers and show the same pace.
+Hangs. A hanging process blocks collectives, so each rank writes its report to the run's logs, where the others read it:
+`logs/hang-rank-N.txt` holds a line of JSON and the stacks of all threads, `logs/collectives-rank-N.json` the last
+collectives that torch recorded.
 
-Who waits for whom. Where processes hang, collectives hang too: each leaves its report as a file in the run's logs,
-and any of them can read the others'.
-
-`logs/hang-rank-N.txt` opens with a line of JSON, the stacks of all threads follow; the last collectives that torch
-recorded are beside it in `logs/collectives-rank-N.json`.
-
-The watchdog: says when a step does not end, with what every thread was doing. Of several processes it may also end
-this one, so that a launcher starts all of them again; alone it never ends anything.
-
-Time counts only while the watchdog could run: a suspended machine or a stopped process gives large gaps between its own
-looks at the steady clock. Those are left out of a step's time and reported by themselves. Evaluations, saves and first
-steps may take long, but a process that is frozen meanwhile is found early: each of several gives a sign of life when it
-has waited for `least`, and those that wait look for the signs of the others a little later. What it cannot see is a
-call that holds the interpreter's lock; collectives and device waits release it.
+Watchdog time counts only while the process could run: a suspended machine leaves large gaps on the monotonic clock,
+which are reported separately. Evaluations, saves and first steps may take long, but a frozen process is found early:
+every rank writes a heartbeat after waiting for `least`, and checks those of the others a little later. A call that
+holds the interpreter lock cannot be seen; collectives and device waits release it.
 """
 
 from __future__ import annotations
@@ -49,49 +41,48 @@ from bessemer.storage import write_atomic
 
 @dataclass
 class PhaseTracker:
-    """`entered` counts phases of the step: all processes of a run pass the same ones, so the lowest is behind."""
+    """Step and phase of this process. All ranks pass the same phases, so the lowest `entered` count is behind."""
 
     step: int = -1
     phase: str = "start"
     entered: int = 0
-    first_s: dict[str, float] = field(default_factory=dict)  # when the step first came to a phase, on the steady clock
+    first_s: dict[str, float] = field(default_factory=dict)  # first entry of each phase
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         self.step, self.entered, self.first_s = step, 0, {}
         self.enter("begin")
 
     def enter(self, phase: str) -> None:
-        """Half a microsecond: it is called a dozen times in a step."""
+        """Costs half a microsecond; called a dozen times per step."""
         self.phase = phase
         self.entered += 1
         self.first_s.setdefault(phase, time.perf_counter())
 
-    def between_s(self, one: str, other: str) -> float:
-        """Seconds from the first entry of one phase to that of another; 0 where the step has not both."""
-        if one not in self.first_s or other not in self.first_s:
+    def between_s(self, first: str, second: str) -> float:
+        """Seconds between the first entries of two phases; 0 if the step lacks one."""
+        if first not in self.first_s or second not in self.first_s:
             return 0.0
-        return max(0.0, self.first_s[other] - self.first_s[one])
+        return max(0.0, self.first_s[second] - self.first_s[first])
 
 
-MEASURED = 2  # every so many steps: the hooks cost some microseconds a layer
-TOLD = 16  # steps between the words to the others: the median of what was measured since the last
+MEASURE_EVERY = 2  # steps: the hooks cost some microseconds per layer
+REPORT_EVERY = 16  # steps between reports to the other ranks
 Mark = float | torch.cuda.Event
 
 
-def first_tensor(found: Any) -> Tensor | None:
-    found = found[0] if isinstance(found, tuple) and found else found
-    return found if isinstance(found, Tensor) else None
+def first_tensor(value: Any) -> Tensor | None:
+    value = value[0] if isinstance(value, tuple) and value else value
+    return value if isinstance(value, Tensor) else None
 
 
 class StepPace:
-    """One process's own time. A GPU's is read from events that have long passed when they are asked for."""
+    """One rank's own time per step. On a GPU it is read from events that have long completed."""
 
     def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
         self._blocks, self._device = list(blocks), device
         self._spans: list[tuple[Mark, Mark]] = []
         self._open: dict[tuple[int, str], Mark] = {}
-        self._measured: list[tuple[float, list[tuple[Mark, Mark]]]] = []  # not yet read
+        self._measured: list[tuple[float, list[tuple[Mark, Mark]]]] = []  # unread: host seconds and spans of a step
 
     def _now(self) -> Mark:
         if self._device.type != "cuda":
@@ -108,25 +99,25 @@ class StepPace:
             self._spans.append((self._open.pop(key), self._now()))
 
     def _hooks(self, i: int, block: nn.Module, stack: ExitStack) -> None:
-        """Around one block: FSDP's own hooks, which wait, were there before and stay outside."""
+        """Hooks of one block. FSDP's hooks, which wait, were registered before and stay outside."""
 
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if torch.is_grad_enabled() and (given := first_tensor(inputs)) is not None and given.requires_grad:
-                given.register_hook(lambda _: self._end((i, "backward")))
+            if torch.is_grad_enabled() and (entering := first_tensor(inputs)) is not None and entering.requires_grad:
+                entering.register_hook(lambda _: self._end((i, "backward")))
             self._begin((i, "forward"))
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             self._end((i, "forward"))
-            if torch.is_grad_enabled() and (made := first_tensor(output)) is not None and made.requires_grad:
-                made.register_hook(lambda _: self._begin((i, "backward")))
+            if torch.is_grad_enabled() and (leaving := first_tensor(output)) is not None and leaving.requires_grad:
+                leaving.register_hook(lambda _: self._begin((i, "backward")))
 
         stack.callback(block.register_forward_pre_hook(before).remove)
         stack.callback(block.register_forward_hook(after).remove)
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[None]:
-        """Around the passes of a step; of most nothing is measured."""
-        if step % MEASURED:
+        """Surrounds the passes of a step; only some steps are measured."""
+        if step % MEASURE_EVERY:
             yield
             return
         self._spans, self._open = [], {}
@@ -135,53 +126,52 @@ class StepPace:
                 self._hooks(i, block, stack)
             yield
 
-    def end(self, step: int, where: PhaseTracker) -> None:
-        """After a step: with the host's part of it, before the first layer, from the phases' times."""
-        if step % MEASURED == 0:
-            self._measured.append((where.between_s("begin", "forward"), self._spans))
+    def end(self, step: int, phases: PhaseTracker) -> None:
+        """After a step: adds the host's time before the first layer."""
+        if step % MEASURE_EVERY == 0:
+            self._measured.append((phases.between_s("begin", "forward"), self._spans))
             self._spans = []
 
     @staticmethod
     def due(step: int) -> bool:
-        """Whether this step's words to the others hold the pace: one that was not measured itself, so that no device
-        is waited for."""
-        return step % TOLD == TOLD - 1
+        """Whether the pace is reported at this step. It is not a measured step, so no device is waited for."""
+        return step % REPORT_EVERY == REPORT_EVERY - 1
 
     def own_s(self) -> float:
-        """Seconds of a step, the median of what was measured since the last call; 0 if nothing was."""
-        found = [host_s + _seconds(spans) for host_s, spans in self._measured]
+        """Median seconds of the steps measured since the last call; 0 if there are none."""
+        seconds = [host_s + _seconds(spans) for host_s, spans in self._measured]
         self._measured = []
-        return statistics.median(found) if found else 0.0
+        return statistics.median(seconds) if seconds else 0.0
 
 
 def _seconds(spans: Iterable[tuple[Mark, Mark]]) -> float:
     total = 0.0
-    for begun, ended in spans:
-        if isinstance(begun, torch.cuda.Event):
-            assert isinstance(ended, torch.cuda.Event)
-            total += begun.elapsed_time(ended) / 1000
+    for start, end in spans:
+        if isinstance(start, torch.cuda.Event):
+            assert isinstance(end, torch.cuda.Event)
+            total += start.elapsed_time(end) / 1000
         else:
-            assert isinstance(ended, float)
-            total += ended - begun
+            assert isinstance(end, float)
+            total += end - start
     return total
 
 
-GRACE_S = 5.0  # for the reports of the others, whose limits differ by a look at the clock
+GRACE_S = 5.0  # for the reports of the other ranks
 
 
 @dataclass(frozen=True)
 class WaitReport:
-    """What one rank was in when its step did not end."""
+    """Where one rank was when its step did not end."""
 
-    start: float  # of the run's processes: a report of an earlier start says nothing of this one
+    start: float  # of the run's processes, to tell reports of earlier starts apart
     rank: int
     host: str
     pid: int
     step: int
     phase: str
     entered: int  # phases of the step
-    collectives: int  # that it has entered so far; 0 where nobody counts them
-    collective: str  # the last one, in words
+    collectives: int  # entered so far; 0 if not counted
+    collective: str  # description of the last one
     waited_s: float
 
     @property
@@ -193,57 +183,57 @@ class WaitReport:
         return f"step {self.step}, {self.phase}"
 
 
-def report_path(logs: Path, rank: int) -> Path:
+def wait_report_path(logs: Path, rank: int) -> Path:
     return logs / f"hang-rank-{rank}.txt"
 
 
-def leave_report(logs: Path, report: WaitReport, stacks: str, collectives: str = "") -> None:
-    """For the other ranks and for whoever looks later."""
+def write_wait_report(logs: Path, report: WaitReport, stacks: str, collectives: str = "") -> None:
+    """Writes the report for the other ranks and for later analysis."""
     logs.mkdir(parents=True, exist_ok=True)
     if collectives:
         write_atomic(logs / f"collectives-rank-{report.rank}.json", collectives)
-    write_atomic(report_path(logs, report.rank), f"{json.dumps(asdict(report))}\n\n{stacks}")
+    write_atomic(wait_report_path(logs, report.rank), f"{json.dumps(asdict(report))}\n\n{stacks}")
 
 
-def give_sign(logs: Path, rank: int, start: float, beat: int) -> None:
-    """A sign of life of a process that waits for the end of what follows its beat of this number."""
+def write_heartbeat(logs: Path, rank: int, start: float, beat: int) -> None:
+    """Records that this rank is alive and waits since its beat of this number."""
     logs.mkdir(parents=True, exist_ok=True)
     write_atomic(logs / f"alive-rank-{rank}.json", json.dumps([start, beat]), durable=False)
 
 
-def without_sign(logs: Path, size: int, start: float, beat: int) -> list[int]:
-    """The ranks that have given no sign of life since that beat of this start."""
+def ranks_without_heartbeat(logs: Path, size: int, start: float, beat: int) -> list[int]:
+    """Ranks without a heartbeat since that beat of this start."""
     silent = []
     for rank in range(size):
         try:
-            seen = json.loads((logs / f"alive-rank-{rank}.json").read_text())
+            heartbeat = json.loads((logs / f"alive-rank-{rank}.json").read_text())
         except (OSError, ValueError):
-            seen = None
-        if seen != [start, beat]:
+            heartbeat = None
+        if heartbeat != [start, beat]:
             silent.append(rank)
     return silent
 
 
-def read_reports(logs: Path, size: int, start: float) -> list[WaitReport]:
-    """Those of this start that are there."""
-    found = []
+def read_wait_reports(logs: Path, size: int, start: float) -> list[WaitReport]:
+    """The reports of this start that exist."""
+    reports = []
     for rank in range(size):
         try:
-            with report_path(logs, rank).open(encoding="utf-8") as file:
+            with wait_report_path(logs, rank).open(encoding="utf-8") as file:
                 report = WaitReport(**json.loads(file.readline()))
         except (OSError, ValueError, TypeError):
             continue
         if report.start == start:
-            found.append(report)
-    return found
+            reports.append(report)
+    return reports
 
 
-def wait_for_reports(logs: Path, size: int, start: float, grace_s: float = GRACE_S) -> list[WaitReport]:
-    """All of them, or those that came in time: a frozen process or a lost host leaves none."""
+def collect_wait_reports(logs: Path, size: int, start: float, grace_s: float = GRACE_S) -> list[WaitReport]:
+    """All reports, or those that arrive in time: a frozen process or a lost host writes none."""
     give_up = time.monotonic() + grace_s
-    while len(found := read_reports(logs, size, start)) < size and time.monotonic() < give_up:
+    while len(reports := read_wait_reports(logs, size, start)) < size and time.monotonic() < give_up:
         time.sleep(0.05)
-    return found
+    return reports
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -256,19 +246,19 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def who_waits(reports: Sequence[WaitReport], hosts: Sequence[str]) -> str:
-    """In one line: who is behind, and who waits for it where."""
+def describe_hang(reports: Sequence[WaitReport], hosts: Sequence[str]) -> str:
+    """One line: which ranks are behind, and which wait for them where."""
     silent = sorted(set(range(len(hosts))) - {report.rank for report in reports})
-    words = []
+    parts = []
     if silent:
-        said = f"{_ranks(silent)} ({', '.join(sorted({hosts[rank] for rank in silent}))})"
-        words.append(f"{said} gives no sign: frozen, ended, or its host is out of reach")
+        names = f"{_ranks(silent)} ({', '.join(sorted({hosts[rank] for rank in silent}))})"
+        parts.append(f"{names} gives no sign: frozen, ended, or its host is unreachable")
     behind = min((report.progress for report in reports), default=None)
     late = [report for report in reports if report.progress == behind]
     others = [report for report in reports if report.progress != behind]
     if others and not silent:
         for report in late[:4]:
-            words.append(f"rank {report.rank} ({report.host}) is still in {report.place}")
+            parts.append(f"rank {report.rank} ({report.host}) is still in {report.place}")
         it = "it" if len(late) == 1 else "them"
     else:
         others, it = list(reports), "it" if len(silent) == 1 else "them"
@@ -276,21 +266,21 @@ def who_waits(reports: Sequence[WaitReport], hosts: Sequence[str]) -> str:
     for report in others:
         places.setdefault(report.place, []).append(report.rank)
     waiting = [f"{_ranks(ranks)} in {place}" for place, ranks in places.items()]
-    if not words:
+    if not parts:
         return f"all {len(hosts)} ranks wait in {'; '.join(places)}: for the network, or for a device"
     if waiting:
-        words.append(f"waiting for {it}: {', '.join(waiting)}")
-    return "; ".join(words)
+        parts.append(f"waiting for {it}: {', '.join(waiting)}")
+    return "; ".join(parts)
 
 
 RECENT = 256  # beats that the limit is learnt from
-SIGN_GRACE_S = 5.0  # for the signs of life of the others
-SLOWER = 1.5  # times the longest recent step: such a step is still no reason to look for frozen processes
+HEARTBEAT_GRACE_S = 5.0
+SLOWER = 1.5  # times the longest recent step: before that, heartbeats are not checked
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A step that has not ended: its number as last beaten, for how long, the limit, and the stacks of all threads."""
+    """A step that has not ended: the last finished step, seconds waited, the limit, and the stacks of all threads."""
 
     step: int
     waited_s: float
@@ -303,12 +293,12 @@ class Hang:
             {"step": self.step, "waited_s": self.waited_s, "limit_s": self.limit_s, "stacks": self.stacks},
             "a collective that one rank never joined, storage that does not answer, or a deadlock",
             0.7,
-            "the stacks show where each thread waits; look at the rank that waits elsewhere than the others",
+            "the stacks show where each thread waits; look at the rank that waits in another place than the others",
         )
 
 
 def all_stacks() -> str:
-    """What every thread is doing, as faulthandler writes it (it needs a real file)."""
+    """The stacks of all threads, as faulthandler writes them (it needs a real file)."""
     with tempfile.TemporaryFile(mode="w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -316,21 +306,21 @@ def all_stacks() -> str:
 
 
 class HangPeers(Protocol):
-    """The other processes of a run, as far as they can be seen without a collective."""
+    """The other ranks of a run, as far as they can be seen without a collective."""
 
-    def give_sign(self, beat: int) -> None:
-        """This process is alive and waits for the end of what follows its beat of this number."""
+    def write_heartbeat(self, beat: int) -> None:
+        """This rank is alive and waits since its beat of this number."""
         ...
 
     def frozen(self, beat: int) -> bool:
-        """Whether a process has given no sign since that beat."""
+        """Whether some rank has written no heartbeat since that beat."""
         ...
 
 
 class Watchdog:
-    """`beat` after each step; `on_hang` is called once per hang, from the watchdog's thread, and `on_end` when it has
-    lasted `end` longer. `on_pause` gets the step and the seconds for which this process did not run. Use it as a
-    context."""
+    """Call `beat` after each step. `on_hang` is called once per hang, in the watchdog's thread, and `on_end` when it
+    has lasted `end` longer (among several ranks, to let the launcher restart all). `on_pause` gets the step and the
+    seconds for which the process did not run. Use it as a context."""
 
     def __init__(
         self,
@@ -347,58 +337,60 @@ class Watchdog:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._intervals: deque[float] = deque(maxlen=RECENT)
         self._on_pause, self._peers = on_pause, peers
-        self._waited_s, self._looked_s, self._paused_s = 0.0, clock(), 0.0
-        self._signed, self._checked = False, False
-        self._beats = 0  # the same in every process of a run
-        self._hung = 0  # steps in a row
-        self._long, self._said, self._step = True, False, -1
+        self._waited_s, self._checked_s, self._paused_s = 0.0, clock(), 0.0
+        self._heartbeat_sent, self._peers_checked = False, False
+        self._beats = 0  # equal on all ranks
+        self._hung = 0  # consecutive steps that hung
+        self._long, self._reported, self._step = True, False, -1
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     @property
     def limit_s(self) -> float:
-        """How long the running step may take."""
+        """Time limit of the running step."""
         if self._long or not self._intervals:
             return self.spec.first
         return max(self.spec.least, self.spec.factor * max(self._intervals))
 
     @property
     def check_s(self) -> float:
-        """When to look for the signs of the others. All give theirs after `least`, whatever their own steps took."""
+        """When to check the heartbeats of the others, which are written after `least`."""
         usual = SLOWER * max(self._intervals, default=0.0)
-        return max(self.spec.least, usual) + min(SIGN_GRACE_S, self.spec.least)
+        return max(self.spec.least, usual) + min(HEARTBEAT_GRACE_S, self.spec.least)
 
     def beat(self, step: int, long: bool = False) -> None:
-        """A step has ended. `long`: what follows (evaluation, save) may take as long as a first step; not learnt."""
+        """A step has ended. `long`: what follows (evaluation, save) may take as long as a first step."""
         with self._lock:
             self._count()
             if not self._long:
-                self._hung = self._hung + 1 if self._said else 0
-                if self._hung != 1:  # one hang is no measure of a step, two in a row are the new pace
+                self._hung = self._hung + 1 if self._reported else 0
+                if self._hung != 1:  # one hang is an outlier, two in a row are the new pace
                     self._intervals.append(self._waited_s)
-            self._waited_s, self._long, self._said, self._step = 0.0, long, False, step
-            self._signed, self._checked = False, False
+            self._waited_s, self._long, self._reported, self._step = 0.0, long, False, step
+            self._heartbeat_sent, self._peers_checked = False, False
             self._beats += 1
 
-    def look(self) -> None:
-        """One look at the clock; the thread does it every second."""
+    def check(self) -> None:
+        """Checks the clock once; the thread does it every second."""
         with self._lock:
             self._count()
             step, beat, waited_s, limit_s = self._step, self._beats, self._waited_s, self.limit_s
-            end = self._said and self.spec.end is not None and waited_s > limit_s + self.spec.end
-            new = not self._said and waited_s > limit_s
-            sign = not self._signed and waited_s > self.spec.least
+            end = self._reported and self.spec.end is not None and waited_s > limit_s + self.spec.end
+            new = not self._reported and waited_s > limit_s
+            sign = not self._heartbeat_sent and waited_s > self.spec.least
             check_s = self.check_s
-            check = not self._checked and not self._said and not new and waited_s > check_s
-            self._said, self._signed, self._checked = self._said or new, self._signed or sign, self._checked or check
+            check = not self._peers_checked and not self._reported and not new and waited_s > check_s
+            self._reported |= new
+            self._heartbeat_sent |= sign
+            self._peers_checked |= check
             paused_s, self._paused_s = self._paused_s, 0.0
         if paused_s and self._on_pause:
             self._on_pause(step, paused_s)
         if self._peers and sign:
-            self._peers.give_sign(beat)
+            self._peers.write_heartbeat(beat)
         if self._peers and check and self._peers.frozen(beat):
             with self._lock:
-                new = self._beats == beat and not self._said  # it may have gone on meanwhile
-                self._said, limit_s = self._said or new, check_s
+                new = self._beats == beat and not self._reported  # the step may have ended in the meantime
+                self._reported, limit_s = self._reported or new, check_s
         if new:
             self._on_hang(Hang(step, waited_s, limit_s, all_stacks()))
         elif end and self._on_end:
@@ -406,15 +398,15 @@ class Watchdog:
 
     def _count(self) -> None:
         now = self._clock()
-        gap_s = max(0.0, now - self._looked_s)
+        gap_s = max(0.0, now - self._checked_s)
         if gap_s > max(self.spec.least, 2 * self._poll_s):
             self._paused_s += gap_s
         self._waited_s += min(gap_s, 2 * self._poll_s)
-        self._looked_s = now
+        self._checked_s = now
 
     def _watch(self) -> None:
         while not self._stop.wait(self._poll_s):
-            self.look()
+            self.check()
 
     def __enter__(self) -> Watchdog:
         self._thread.start()

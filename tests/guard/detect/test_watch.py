@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from bessemer.guard.detect.alarm import ADVICE, alarm, fires, median, spread, spread_around_line, theil_sen
+from bessemer.guard.detect.alarm import ADVICE, alarm, debounce, median, robust_std, robust_std_around_line, theil_sen
 from bessemer.guard.detect.watch import Detectors
 from bessemer.spec.guard import DetectSpec, GuardSpec
 
@@ -219,7 +219,7 @@ def test_overfitting_is_validation_that_rises_while_training_falls(losses, train
 
 def test_a_latch_needs_clear_evaluations_in_a_row():
     active = {}
-    said = [fires(active, "x", bad, 2) for bad in (1, 1, 0, 1, 0, 0, 1)]
+    said = [debounce(active, "x", bad, 2) for bad in (1, 1, 0, 1, 0, 0, 1)]
     assert said == [True, False, False, False, False, False, True]
 
 
@@ -235,7 +235,7 @@ def test_robust_statistics_against_numpy():
         values = rng.standard_normal(n)
         assert median(values.tolist()) == pytest.approx(np.median(values))
         mad = np.median(np.abs(values - np.median(values)))
-        assert spread(values.tolist()) == pytest.approx(1.4826 * mad)
-        assert spread_around_line((3 + 2 * np.arange(n)).tolist()) == pytest.approx(0, abs=1e-9)
+        assert robust_std(values.tolist()) == pytest.approx(1.4826 * mad)
+        assert robust_std_around_line((3 + 2 * np.arange(n)).tolist()) == pytest.approx(0, abs=1e-9)
     slope, tau = theil_sen([1.0, 3.0, 5.0, 100.0, 9.0, 11.0])
     assert slope == 2.0 and tau == pytest.approx((13 - 2) / 15)

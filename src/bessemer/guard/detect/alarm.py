@@ -1,9 +1,7 @@
-"""Sixteen steps at a time: what the slow detectors see, and robust statistics over it.
+"""Alarms of the detectors, and the robust statistics over blocks of 16 steps that they share.
 
-Medians of blocks are nearly normal whatever the tails of single steps. Plain Python: for lists this short numpy's calls
-cost more.
-
-What a detector says: an alarm with its Finding, raised once and again only after the trouble was over.
+Medians of blocks are nearly normal, however heavy the tails of single steps. Plain Python: for lists this short numpy's
+calls cost more. An alarm is raised once, and again only after the trouble was over.
 """
 
 from __future__ import annotations
@@ -22,26 +20,26 @@ Record = dict[str, Any]
 
 @dataclass
 class StepBlock:
-    """Finite steps in a row: `attempts` are all of them, `losses` those of the accepted ones."""
+    """Consecutive finite steps: `attempts` are all of them, `losses` those of the accepted ones."""
 
     attempts: list[Record]
 
     def __post_init__(self) -> None:
         self.accepted = [record for record in self.attempts if record["veto"] is None]
-        self.enough = 2 * len(self.accepted) >= BLOCK  # to say what is usual
+        self.enough = 2 * len(self.accepted) >= BLOCK  # accepted steps for a level
         self.step: int = self.attempts[-1]["step"]
         self.losses: list[float] = [record["loss"] for record in self.accepted]
         self.log_norms = [log_norm(record) for record in self.accepted]
         if self.enough:
-            self.loss, self.loss_spread = median(self.losses), spread(self.losses)
+            self.loss, self.loss_spread = median(self.losses), robust_std(self.losses)
 
 
 def log_norm(record: Record) -> float:
     return math.log(max(record["grad_norm"], 1e-30))
 
 
-def relative(level: float) -> float:
-    """What a rise of the loss is measured against; losses near zero are memorised data, not a small scale."""
+def relative_scale(level: float) -> float:
+    """The reference for a rise of the loss. Losses near zero are memorised data, not a small scale."""
     return max(abs(level), 0.1)
 
 
@@ -51,14 +49,14 @@ def median(values: Sequence[float]) -> float:
     return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
-def spread(values: Sequence[float]) -> float:
-    """The robust standard deviation around the median."""
+def robust_std(values: Sequence[float]) -> float:
+    """Robust standard deviation around the median."""
     center = median(values)
     return SIGMA * median([abs(value - center) for value in values])
 
 
-def spread_around_line(values: Sequence[float]) -> float:
-    """The same around a line through the medians of the two halves, so that a trend is not taken for noise."""
+def robust_std_around_line(values: Sequence[float]) -> float:
+    """Robust standard deviation around a line through the medians of the two halves: a trend is not noise."""
     n = len(values)
     half = n // 2
     old, new = median(values[:half]), median(values[half:])
@@ -68,7 +66,7 @@ def spread_around_line(values: Sequence[float]) -> float:
 
 
 def theil_sen(values: Sequence[float]) -> tuple[float, float]:
-    """Slope per point (the median over all pairs), and Kendall's tau with the time: 1 where every pair rises."""
+    """Slope per point (the median over all pairs), and Kendall's tau with the time: 1 if every pair rises."""
     n = len(values)
     slopes = [(values[j] - values[i]) / (j - i) for i in range(n) for j in range(i + 1, n)]
     rising = sum(slope > 0 for slope in slopes) - sum(slope < 0 for slope in slopes)
@@ -80,7 +78,7 @@ Severity = Literal["note", "warning", "rollback", "stop"]
 
 @dataclass(frozen=True)
 class Alarm:
-    """`severity` is what the detector asks for; what is done is decided elsewhere."""
+    """`severity` is what the detector requests; the ladder decides what is done."""
 
     kind: str
     step: int
@@ -113,8 +111,8 @@ ADVICE = {
     "faster storage",
     "straggler": "a throttled device, a shared host or a slow link on those ranks; look at their hosts and replace "
     "them if it lasts",
-    "weights_differ": "a faulty device or memory, or an update that one process made otherwise; the run goes back to "
-    "where all were alike, take the named host or device out if it happens again",
+    "weights_differ": "a faulty device or memory, or an update that one process made otherwise; roll back to "
+    "a state that was equal on all processes, and remove the named host or device if it happens again",
     "memory_growth": "something keeps what it should release: tensors with their graph, caches; save before that step "
     "and restart, look for lists that collect tensors",
     "clock_jump": "the clock was set, or the machine slept; durations are right (steady clock), times of events before "
@@ -143,8 +141,8 @@ ADVICE = {
 }  # fmt: skip
 
 
-def fires(active: dict[str, int], key: str, bad: bool, rearm: int) -> bool:
-    """Whether to speak now: when it begins, and again only after `rearm` evaluations in a row were clear."""
+def debounce(active: dict[str, int], key: str, bad: bool, rearm: int) -> bool:
+    """True when trouble begins; again only after `rearm` clear evaluations in a row. Updates `active`."""
     if bad:
         new = key not in active
         active[key] = 0
@@ -157,6 +155,6 @@ def fires(active: dict[str, int], key: str, bad: bool, rearm: int) -> bool:
 
 
 def alarm(kind: str, step: int, severity: Severity, symptom: str, confidence: float, **evidence: Any) -> list[Alarm]:
-    """One alarm of a known kind, with that kind's cause and fix."""
+    """One alarm, with the cause and fix of its kind."""
     cause, fix = ADVICE[kind].split("; ")
     return [Alarm(kind, step, severity, Finding(symptom, evidence, cause, confidence, fix))]

@@ -1,7 +1,7 @@
-"""What looks inside the model show, layer by layer: gradients, updates, units, attention, experts.
+"""Detects trouble inside the model from layer statistics: gradients, updates, units, attention, experts.
 
-A layer must be bad twice in a row to count, against fixed bounds where theory gives them and otherwise against its own
-last looks. Values out of line stay out of that past, but not for longer than it is.
+A layer must be bad in two samples in a row, against fixed bounds where theory gives them and otherwise against its own
+last samples. Outliers stay out of that history, but for no more samples than it holds.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from bessemer.guard.detect.alarm import Alarm, alarm, fires, median, theil_sen
+from bessemer.guard.detect.alarm import Alarm, alarm, debounce, median, theil_sen
 from bessemer.spec.guard import GuardSpec
 
-PAST = 16  # looks that a layer is compared with
-READY = 4  # looks before it is
+PAST = 16  # samples that a layer is compared with
+READY = 4  # samples before it is compared
 TWICE = 2
-REARM = 8  # clear looks before an alarm of the same kind may come again
+REARM = 8  # clear samples before an alarm of the same kind may be raised again
 Values = dict[str, float]  # by layer
 
 
 @dataclass
 class LayerDetector:
-    """Reads what `LayerStats` gives; `router`, where a model has one, holds each layer's shares of its experts."""
+    """Reads the samples of `LayerStats`; `router` holds each layer's expert shares if the model has experts."""
 
     guard: GuardSpec
     past: dict[str, list[float]] = field(default_factory=dict)  # "quantity of layer" -> its last values
-    refused: dict[str, int] = field(default_factory=dict)  # values kept out of the past, in a row
-    streaks: dict[str, dict[str, int]] = field(default_factory=dict)  # kind -> layer -> bad looks in a row
+    refused: dict[str, int] = field(default_factory=dict)  # consecutive values kept out of the past
+    streaks: dict[str, dict[str, int]] = field(default_factory=dict)  # kind -> layer -> consecutive bad samples
     top_lr: float = 0.0
     active: dict[str, int] = field(default_factory=dict)
 
-    def look(self, step: int, look: dict[str, Any], lr: float) -> list[Alarm]:
-        layers: dict[str, Values] = look["layers"]
+    def check(self, step: int, sample: dict[str, Any], lr: float) -> list[Alarm]:
+        layers: dict[str, Values] = sample["layers"]
         broken = [name for name, values in layers.items() if not all(map(math.isfinite, values.values()))]
-        if fires(self.active, "nonfinite_layer", bool(broken), 1):
+        if debounce(self.active, "nonfinite_layer", bool(broken), 1):
             symptom = f"non-finite values inside the model, first in {broken[0]}"
             return alarm("nonfinite_layer", step, "warning", symptom, 1.0, layers=broken[:16])
         if broken:
             return []
-        router: dict[str, list[float]] = look.get("router") or {}
+        router: dict[str, list[float]] = sample.get("router") or {}
         used = {layer: _experts_in_use(shares) for layer, shares in router.items()}
         idle = {name: share for name, share in used.items() if share < self.guard.detect.router_balance}
         return [
@@ -51,11 +51,11 @@ class LayerDetector:
         ]
 
     def _report(self, kind: str, step: int, bad: Values, what: str) -> list[Alarm]:
-        """Raise `kind` for the layers that were bad twice running."""
+        """Raises `kind` for layers that were bad in two samples in a row."""
         before = self.streaks.get(kind, {})
         self.streaks[kind] = {layer: before.get(layer, 0) + 1 for layer in bad}
         lasting = {layer: value for layer, value in bad.items() if self.streaks[kind][layer] >= TWICE}
-        if not fires(self.active, kind, bool(lasting), REARM):
+        if not debounce(self.active, kind, bool(lasting), REARM):
             return []
         first, value = next(iter(lasting.items()))
         more = f" and {len(lasting) - 1} more layers" if len(lasting) > 1 else ""
@@ -63,26 +63,26 @@ class LayerDetector:
         return alarm(kind, step, "warning", f"{what} {value:.3g} in {first}{more}", 0.85, layers=shown)
 
     def _ratios(self, quantity: str, values: Values, factor: float) -> Values:
-        """Each value as a multiple of the layer's own past, 1 while there is too little of it."""
-        found = {}
+        """Each value as a multiple of the layer's own past; 1 while that is too short."""
+        ratios = {}
         for layer, value in values.items():
             key = f"{quantity} of {layer}"
             past = self.past.setdefault(key, [])
-            found[layer] = max(value, 1e-30) / max(median(past), 1e-30) if len(past) >= READY else 1.0
+            ratios[layer] = max(value, 1e-30) / max(median(past), 1e-30) if len(past) >= READY else 1.0
             refused = self.refused.pop(key, 0)
-            if not 1 / factor < found[layer] < factor and refused < PAST:
+            if not 1 / factor < ratios[layer] < factor and refused < PAST:
                 self.refused[key] = refused + 1
                 continue
-            if refused >= PAST:  # a whole past of them: the new normal
+            if refused >= PAST:  # as many as the past holds: the new normal
                 past.clear()
             past.append(value)
             del past[:-PAST]
-        return found
+        return ratios
 
     def _gradients(self, step: int, layers: dict[str, Values]) -> list[Alarm]:
-        """A layer's gradient against its peers', and that share against its past: when all move, the global norm says
-        so. Activations against their own past."""
-        factor, found = self.guard.detect.layer_factor, []
+        """Compares each layer's gradient with its peers', and that share with its past: if all layers move, the global
+        norm shows it. Activations are compared with their own past."""
+        factor, alarms = self.guard.detect.layer_factor, []
         gradients = _column(layers, "grad_norm")
         if len(gradients) > 1:
             typical = max(median(list(gradients.values())), 1e-30)
@@ -91,11 +91,11 @@ class LayerDetector:
             what = "gradient norm, against its peers and its own past, times"
             high = {layer: ratio for layer, ratio in ratios.items() if ratio >= factor}
             low = {layer: ratio for layer, ratio in ratios.items() if ratio <= 1 / factor}
-            found += self._report("layer_gradient_exploding", step, high, what)
-            found += self._report("layer_gradient_vanishing", step, low, what)
+            alarms += self._report("layer_gradient_exploding", step, high, what)
+            alarms += self._report("layer_gradient_vanishing", step, low, what)
         ratios = self._ratios("activation", _column(layers, "rms"), factor)
         grown = {layer: ratio for layer, ratio in ratios.items() if ratio >= factor}
-        return found + self._report("activation_growth", step, grown, "activations, against their past, times")
+        return alarms + self._report("activation_growth", step, grown, "activations, against their past, times")
 
     def _updates(self, step: int, updates: Values, lr: float) -> list[Alarm]:
         self.top_lr = max(self.top_lr, lr)
@@ -116,11 +116,11 @@ class LayerDetector:
         )
 
     def _units(self, step: int, layers: dict[str, Values]) -> list[Alarm]:
-        detect, found = self.guard.detect, []
+        detect, alarms = self.guard.detect, []
         for kind, limit in (("dead", detect.dead_units), ("saturated", detect.saturated_units)):
             shares = {name: share for name, share in _column(layers, kind).items() if share > limit}
-            found += self._report(f"{kind}_units", step, shares, f"share of {kind} units")
-        return found
+            alarms += self._report(f"{kind}_units", step, shares, f"share of {kind} units")
+        return alarms
 
     def _attention(self, step: int, layers: dict[str, Values]) -> list[Alarm]:
         limit, least = self.guard.detect.attention_logit, self.guard.detect.attention_entropy
@@ -130,7 +130,7 @@ class LayerDetector:
             layer: value
             for layer, value in logits.items()
             if value > limit
-            # So far beyond the bound that bf16 cannot hold it, at a multiple of its past, or rising steadily.
+            # Far beyond what bf16 can hold, a multiple of its past, or rising steadily.
             and (value > 10 * limit or ratios[layer] >= 2 or _rises(self.past[f"logit of {layer}"]))
         }
         ratios = self._ratios("entropy", entropies, 4.0)
@@ -141,13 +141,13 @@ class LayerDetector:
 
 
 def _rises(past: list[float]) -> bool:
-    """By a sixth at least, and steadily."""
+    """True for a steady rise by a sixth or more."""
     full = len(past) == PAST
     return full and median(past[-READY:]) > 7 / 6 * median(past[:READY]) and theil_sen(past)[1] > 0.6
 
 
 def _experts_in_use(shares: list[float]) -> float:
-    """exp(entropy) of the shares, of the number of experts: 1 where they are even, 1/n where one has all."""
+    """exp(entropy) of the shares over the number of experts: 1 if they are even, 1/n if one expert has all."""
     total = sum(shares)
     parts = [share / total for share in shares if share > 0]
     return math.exp(-sum(part * math.log(part) for part in parts)) / len(shares)

@@ -1,6 +1,5 @@
-"""The run beside its plan: an alarm when speed or memory leave the plan's error bar.
-
-The machine and the settings around the mathematics: speed, data wait, slow ranks, memory, clocks, learning rate.
+"""Detectors of the machine and of settings: speed and memory against the plan, slowdowns, data wait, stragglers, memory
+growth, clocks, learning rate, loss scale.
 """
 
 from __future__ import annotations
@@ -9,21 +8,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bessemer.guard.detect.alarm import BLOCK, Alarm, Record, Severity, StepBlock, alarm, fires, median, theil_sen
+from bessemer.guard.detect.alarm import BLOCK, Alarm, Record, Severity, StepBlock, alarm, debounce, median, theil_sen
 from bessemer.guard.detect.losses import REARM
 from bessemer.plan.actual import WARM_UP, HostLoad, actual, findings, memory_gap, speed_gap
 from bessemer.plan.expect import ExpectedRun
 from bessemer.spec.guard import GuardSpec
 
-WINDOW = 32  # steps that are compared
-PLAN_REARM = 4  # windows within the bar, after which the same gap is told of again
+WINDOW = 32  # compared steps
+PLAN_REARM = 4  # windows within the error bar before the same gap is reported again
 
 
 class PlanGapDetector:
-    """Fed with every record. `look` says how the machine is, and is asked only when something is to be told."""
+    """An alarm when speed or memory leave the plan's error bar. `probe` measures the host's load, only for an alarm."""
 
-    def __init__(self, expected: ExpectedRun, look: Callable[[], HostLoad]) -> None:
-        self.expected, self.look = expected, look
+    def __init__(self, expected: ExpectedRun, probe: Callable[[], HostLoad]) -> None:
+        self.expected, self.probe = expected, probe
         self.seen = 0
         self._window: deque[Record] = deque(maxlen=WINDOW)
         self._gaps: dict[str, int] = {}
@@ -34,39 +33,38 @@ class PlanGapDetector:
             self._window.append(record)
         if self.seen <= WARM_UP or (self.seen - WARM_UP) % WINDOW:
             return []
-        found = actual(self._window, skip=0)
-        if found is None:
+        measured = actual(self._window, skip=0)
+        if measured is None:
             return []
-        gaps = {"plan_speed": speed_gap(self.expected, found), "plan_memory": memory_gap(self.expected, found)}
-        if (ratio := gaps["plan_speed"]) is not None and ratio < 1:  # nothing to do about a run that is faster
+        gaps = {"plan_speed": speed_gap(self.expected, measured), "plan_memory": memory_gap(self.expected, measured)}
+        if (ratio := gaps["plan_speed"]) is not None and ratio < 1:  # a faster run is no trouble
             gaps["plan_speed"] = None
-        new = [kind for kind, gap in gaps.items() if fires(self._gaps, kind, gap is not None, PLAN_REARM)]
-        told = findings(self.expected, found, self.look) if new else {}
-        return [Alarm(kind, int(record["step"]), "note", told[kind]) for kind in new]
+        new = [kind for kind, gap in gaps.items() if debounce(self._gaps, kind, gap is not None, PLAN_REARM)]
+        explained = findings(self.expected, measured, self.probe) if new else {}
+        return [Alarm(kind, int(record["step"]), "note", explained[kind]) for kind in new]
 
 
-MATTERS = 0.02  # of a step that a slow rank has to cost the others
-LASTING = 4  # blocks in a row that slowness has to last, besides the seconds in the spec
-POINTS = 16  # of memory's line
-AHEAD = 8  # how many times further than it was seen a line of memory is believed
+LEAST_DELAY = 0.02  # share of a step that a slow rank must cost the others
+LASTING = 4  # consecutive blocks of slowness, besides the seconds in the spec
+POINTS = 16  # of the line through memory
+AHEAD = 8  # the line is extrapolated by this multiple of its length
 
 
 @dataclass
 class SpeedDetector:
-    """Time per token against the window, the share of it spent waiting for data, and ranks slower than their peers.
+    """Time per token against the window, the share of data wait, and ranks slower than their peers.
 
-    `rank_step_s` holds each rank's own time, without waiting for the others (`guard/watchdog.py`). Not every step has
-    it.
+    `rank_step_s` holds each rank's own time without waiting for the others (`StepPace`). Not every step has it.
     """
 
     guard: GuardSpec
     hosts: list[str] = field(default_factory=list)  # of the ranks
     levels: list[float] = field(default_factory=list)  # seconds per token
-    slow: list[float] = field(default_factory=list)  # the same of slow blocks in a row
-    slow_s: float = 0.0  # how long they took
-    waits: int = 0  # blocks in a row that waited for data
+    slow: list[float] = field(default_factory=list)  # the same, of consecutive slow blocks
+    slow_s: float = 0.0  # their duration
+    waits: int = 0  # consecutive blocks that waited for data
     waits_s: float = 0.0
-    ranks: dict[str, int] = field(default_factory=dict)  # slow rank -> blocks in a row
+    ranks: dict[str, int] = field(default_factory=dict)  # slow rank -> consecutive blocks
     active: dict[str, int] = field(default_factory=dict)
 
     def block(self, block: StepBlock) -> list[Alarm]:
@@ -85,7 +83,7 @@ class SpeedDetector:
             self.levels = [*(self.slow if lasts and len(self.slow) >= keep else self.levels), now][-keep:]
             self.slow, self.slow_s = [], 0.0
         lasts = len(self.slow) >= LASTING and self.slow_s >= detect.slow_for
-        if not fires(self.active, "slowdown", lasts, REARM):
+        if not debounce(self.active, "slowdown", lasts, REARM):
             return []
         symptom = f"{1 / now:,.0f} tokens/s, usually {1 / usual:,.0f}"
         return alarm("slowdown", block.step, "warning", symptom, 0.9, tokens_per_s=1 / now, usual=1 / usual)
@@ -95,44 +93,44 @@ class SpeedDetector:
         share = sum(record["data_wait_s"] for record in block.attempts) / max(took_s, 1e-9)
         bad = share > detect.data_wait
         self.waits, self.waits_s = (self.waits + 1, self.waits_s + took_s) if bad else (0, 0.0)
-        if not fires(self.active, "data_wait", self.waits >= LASTING and self.waits_s >= detect.slow_for, REARM):
+        if not debounce(self.active, "data_wait", self.waits >= LASTING and self.waits_s >= detect.slow_for, REARM):
             return []
         symptom = f"{100 * share:.0f} % of the time is spent waiting for data"
         return alarm("data_wait", block.step, "warning", symptom, 0.95, share=share)
 
     def _stragglers(self, block: StepBlock) -> list[Alarm]:
-        """Ranks whose own work takes longer than the median rank's, by enough to hold up the rest."""
-        told = [record["rank_step_s"] for record in block.attempts if record.get("rank_step_s")]
-        if not told:
+        """Ranks whose own work takes longer than the median rank's by enough to delay the others."""
+        reported = [record["rank_step_s"] for record in block.attempts if record.get("rank_step_s")]
+        if not reported:
             return []
-        times: list[float] = told[-1]
-        usual = sorted(times)[(len(times) - 1) // 2]  # of two the faster
+        times: list[float] = reported[-1]
+        usual = sorted(times)[(len(times) - 1) // 2]  # the faster one of two
         step_s = median([record["step_s"] for record in block.attempts])
         slow = [
             str(rank) for rank, time in enumerate(times)
-            if time > self.guard.detect.straggler * usual and time - usual > MATTERS * step_s
+            if time > self.guard.detect.straggler * usual and time - usual > LEAST_DELAY * step_s
         ]  # fmt: skip
         self.ranks = {rank: self.ranks.get(rank, 0) + 1 for rank in slow}
         lasting = {int(rank): times[int(rank)] for rank, blocks in self.ranks.items() if blocks >= LASTING}
-        if not fires(self.active, "straggler", bool(lasting), REARM):
+        if not debounce(self.active, "straggler", bool(lasting), REARM):
             return []
-        said = []
+        symptoms = []
         for rank in sorted(lasting, key=lambda rank: -lasting[rank])[:4]:
             waited_s = lasting[rank] - usual
             host = f" ({self.hosts[rank]})" if rank < len(self.hosts) else ""
             share = min(1.0, waited_s / max(step_s, 1e-9))
-            of = f"{1000 * waited_s:.3g} ms of {1000 * step_s:.3g} ms a step are waited for it, {100 * share:.0f} %"
-            said.append(f"rank {rank}{host} is slow: {of}")
+            delay = f"others wait {1000 * waited_s:.3g} ms of a {1000 * step_s:.3g} ms step for it, {100 * share:.0f} %"
+            symptoms.append(f"rank {rank}{host} is slow: {delay}")
         return alarm(
-            "straggler", block.step, "warning", "; ".join(said), 0.9, ranks=sorted(lasting), usual_s=usual,
+            "straggler", block.step, "warning", "; ".join(symptoms), 0.9, ranks=sorted(lasting), usual_s=usual,
             own_s=[lasting[rank] for rank in sorted(lasting)], step_s=step_s,
         )  # fmt: skip
 
 
 @dataclass
 class MemoryDetector:
-    """Memory that grows along a line to the limit: Theil-Sen, only where nearly every pair of points rises, and
-    the line need not be believed much further than it was seen."""
+    """Memory that grows on a line towards the limit: Theil-Sen, only if nearly every pair of points rises and the line
+    need not be extrapolated far."""
 
     guard: GuardSpec
     limit_bytes: int | None
@@ -149,11 +147,11 @@ class MemoryDetector:
         self.blocks += 1
         if self.blocks % LASTING:
             return []
-        room = self.limit_bytes - now
+        free = self.limit_bytes - now
         # Over 256 and over 1,024 steps.
-        slope = max((self._line(thin, room) for thin in (1, 4) if len(self.levels) >= thin * POINTS), default=0.0)
-        end = block.step + room / slope if slope > 0 else float("inf")
-        if not fires(self.active, "memory_growth", end < self.total_steps, LASTING):
+        slope = max((self._line(thin, free) for thin in (1, 4) if len(self.levels) >= thin * POINTS), default=0.0)
+        end = block.step + free / slope if slope > 0 else float("inf")
+        if not debounce(self.active, "memory_growth", end < self.total_steps, LASTING):
             return []
         symptom = f"memory grows by {slope / 2**20:.3g} MiB a step and will reach its limit near step {end:.0f}"
         return alarm(
@@ -161,63 +159,63 @@ class MemoryDetector:
             limit_bytes=self.limit_bytes, predicted_step=int(end),
         )  # fmt: skip
 
-    def _line(self, thin: int, room: float) -> float:
-        """Bytes a step along every `thin`-th point; 0 where it is no line or does not reach the limit soon."""
+    def _line(self, thin: int, free: float) -> float:
+        """Bytes per step along every `thin`-th point; 0 if it is no line or does not reach the limit soon."""
         points, half = self.levels[::-thin][POINTS - 1 :: -1], POINTS // 2
         (_, tau), (older, _), (newer, _) = map(theil_sen, (points, points[:half], points[half:]))
-        # Growth that slows down by a factor per half goes on for a geometric series, other growth for ever.
+        # Growth that slows by a factor per half sums to a geometric series; other growth does not end.
         slowing = newer / older if older > newer > 0 else 1.0
         halves = min(2 * AHEAD, slowing / (1 - slowing)) if slowing < 1 else 2 * AHEAD
-        return newer / thin / BLOCK if tau > 0.8 and room < halves * half * newer else 0.0
+        return newer / thin / BLOCK if tau > 0.8 and free < halves * half * newer else 0.0
 
 
 @dataclass
 class SettingsDetector:
-    """Per step: the learning rate against its plan, the loss scale against its past, the two clocks."""
+    """The learning rate against its plan, the loss scale against its past, the wall against the monotonic clock."""
 
     guard: GuardSpec
     lr: float | None = None
     scales: list[float] = field(default_factory=list)  # of the last steps
-    offset_s: float | None = None  # wall clock minus steady clock
+    offset_s: float | None = None  # wall clock minus monotonic clock
     active: dict[str, int] = field(default_factory=dict)
 
     def step(self, record: Record, clocks: tuple[float, float] | None) -> list[Alarm]:
-        found = self._learning_rate(record)
+        alarms = self._learning_rate(record)
         if "loss_scale" in record:
-            found += self._loss_scale(record)
+            alarms += self._loss_scale(record)
         if clocks is not None:
-            found += self._clock(record["step"], *clocks)
-        return found
+            alarms += self._clock(record["step"], *clocks)
+        return alarms
 
     def _learning_rate(self, record: Record) -> list[Alarm]:
-        """Without a plan only a jump upwards is suspicious: schedules do fall in steps."""
+        """Without a plan only a jump upwards is suspicious: schedules may fall in steps."""
         lr, planned, jump = record["lr"], record.get("lr_planned"), self.guard.detect.lr_jump
         against = self.lr if planned is None else planned
         self.lr = lr
         large = against is not None and lr > jump * against > 0
         wrong = large if planned is None else abs(lr - planned) > 1e-6 * planned
-        if not fires(self.active, "learning_rate", wrong, BLOCK):
+        if not debounce(self.active, "learning_rate", wrong, BLOCK):
             return []
         severity: Severity = "rollback" if large and planned is not None else "warning"
         symptom = f"the learning rate is {lr:.4g}, {'one step before' if planned is None else 'planned'} {against:.4g}"
         return alarm("learning_rate", record["step"], severity, symptom, 0.9, lr=lr, against=against)
 
     def _loss_scale(self, record: Record) -> list[Alarm]:
-        """Scalers start high and settle within some dozens of steps; later a fall by 256 is no search any more."""
+        """Scalers start high and settle within some dozens of steps; a later fall by 256 is trouble."""
         scale, settled = record["loss_scale"], self.guard.detect.warmup
         self.scales.append(scale)
         del self.scales[:-settled]
-        gone = scale < self.guard.detect.loss_scale_least and len(self.scales) >= settled // 2
+        collapsed = scale < self.guard.detect.loss_scale_least and len(self.scales) >= settled // 2
         usual = median(self.scales) if scale < self.scales[0] else scale
-        bad = gone or (len(self.scales) == settled and scale * 256 <= usual)
-        if not fires(self.active, "loss_scale", bad, settled):
+        bad = collapsed or (len(self.scales) == settled and scale * 256 <= usual)
+        if not debounce(self.active, "loss_scale", bad, settled):
             return []
-        symptom = f"the loss scale fell to {scale:g}, lately {usual:g}"
-        severity: Severity = "rollback" if gone else "warning"
+        symptom = f"the loss scale fell to {scale:g}, recently {usual:g}"
+        severity: Severity = "rollback" if collapsed else "warning"
         return alarm("loss_scale", record["step"], severity, symptom, 0.95, loss_scale=scale, usual=usual)
 
-    def _clock(self, step: int, wall_s: float, steady_s: float) -> list[Alarm]:
-        before, self.offset_s = self.offset_s, wall_s - steady_s
+    def _clock(self, step: int, wall_s: float, monotonic_s: float) -> list[Alarm]:
+        before, self.offset_s = self.offset_s, wall_s - monotonic_s
         jump = 0.0 if before is None else self.offset_s - before
         if abs(jump) <= self.guard.detect.clock_jump:
             return []

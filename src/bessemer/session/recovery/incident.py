@@ -72,7 +72,7 @@ class IncidentResponder:
                 finite=incident.symptom != REASONS[NONFINITE],
                 severity=incident.severity, state_healthy=trial.state_healthy if trial else None,
                 verdict=trial.verdict if trial else None, convicted=len(convicted),
-                apart=equal_at(incident) is not None,
+                replicas_differ=equal_at(incident) is not None,
             )
         )  # fmt: skip
         if incident.severity == "veto":

@@ -21,7 +21,15 @@ from typing import NoReturn
 import psutil
 
 from bessemer.errors import UserError
-from bessemer.guard.watchdog import Hang, WaitReport, give_sign, leave_report, wait_for_reports, who_waits, without_sign
+from bessemer.guard.watchdog import (
+    Hang,
+    WaitReport,
+    collect_wait_reports,
+    describe_hang,
+    ranks_without_heartbeat,
+    write_heartbeat,
+    write_wait_report,
+)
 from bessemer.parallel.world import last_collective, recorded
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import last_record, number
@@ -91,9 +99,9 @@ class HangResponse:
             return
         logs, size = job.recorder.run.folder / "logs", job.world.size
         text = recorded()
-        leave_report(logs, self._report(found, text), found.stacks, text)
-        reports = wait_for_reports(logs, size, self._start)
-        who = who_waits(reports, self._hosts)
+        write_wait_report(logs, self._report(found, text), found.stacks, text)
+        reports = collect_wait_reports(logs, size, self._start)
+        who = describe_hang(reports, self._hosts)
         job.recorder.event(
             "hang", step=found.step, reason=f"{finding.symptom}: {who}", cause=finding.cause,
             fix="logs/hang-rank-N.txt have the stacks of each rank: look at the one that the others wait for",
@@ -105,12 +113,12 @@ class HangResponse:
         if job.world.rank == min((report.rank for report in reports), default=0) and not job.world.main:
             print(f"rank {job.world.rank}: {who}", file=sys.stderr, flush=True)  # the first one cannot say it
 
-    def give_sign(self, beat: int) -> None:
+    def write_heartbeat(self, beat: int) -> None:
         with contextlib.suppress(OSError):  # on a full disk the others say that it gives no sign
-            give_sign(self.job.recorder.run.folder / "logs", self.job.world.rank, self._start, beat)
+            write_heartbeat(self.job.recorder.run.folder / "logs", self.job.world.rank, self._start, beat)
 
     def frozen(self, beat: int) -> bool:
-        return bool(without_sign(self.job.recorder.run.folder / "logs", self.job.world.size, self._start, beat))
+        return bool(ranks_without_heartbeat(self.job.recorder.run.folder / "logs", self.job.world.size, self._start, beat))
 
     def paused(self, step: int, seconds: float) -> None:
         """This process was stopped, or held up as a whole; of several, the others have said that it gave no sign."""
