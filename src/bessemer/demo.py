@@ -1,8 +1,7 @@
-"""The demonstration: a small model on this machine's own Python library, with a poisoned file and a kill on the way.
+"""`bessemer demo`: trains a small model on this machine's Python library, with a poisoned file and a kill on the way.
 
-Nothing is faked: it writes a spec that a user could have written, runs `bessemer train` on it in a process of its own,
-kills that process, runs the same command again, and reads everything it says from the run's records. Each `play` step
-yields lines as they become true; the command prints them.
+Nothing is faked: it writes a spec that a user could have written, runs `bessemer train` on it in a process, kills that
+process, runs the same command again, and reads everything it prints from the run's records.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PROMPTS = (
 )
 POISON_NAME = "zz_noise.py"
 POISON_CHARS = 2000
-MARK = "demo.yaml"
+SPEC_NAME = "demo.yaml"
 # (width, layers, heads, ffn, vocabulary, measured bytes of this corpus in a token), smallest first. A small vocabulary
 # learns to spell sooner.
 SIZES = (
@@ -59,15 +58,15 @@ SIZES = (
 )  # fmt: skip
 TOKENS_PER_PARAMETER = 0.75
 MAX_EPOCHS = 4
-LEAST_STEPS = 1200  # with 600 the model has not yet learnt how odd the poison is: 1 nat above the rest, here 4
-TRAINING_SHARE = 0.85  # of the time; the rest goes into evaluations, saves and two starts
+MIN_STEPS = 1200  # with 600 steps the poison is only 1 nat above the rest, with 1200 it is 4
+TRAINING_SHARE = 0.85  # of the time; the rest are evaluations, saves and two starts
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Sequences of a step. Small batches learn most from a short run on a CPU (docs/decisions.md has the losses); a GPU
-    needs more work in a step to be busy. Few long rows rather than many short ones: one bad row then shows in the loss
-    (of 16 x 512 tokens on a GPU it stood 4.6 deviations out, under the limit)."""
+    """Sequences of a step. Small batches learn most in a short run on a CPU (docs/decisions.md has the losses); a GPU
+    needs more work per step. Few long rows rather than many short ones, so that one bad row shows in the loss (of
+    16 x 512 tokens on a GPU it was 4.6 deviations out, under the limit)."""
 
     context: int
     rows: int
@@ -78,8 +77,8 @@ def batching(device: torch.device) -> Batching:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A shape and how much of it fits in the time."""
+class SizeChoice:
+    """A shape and how many tokens it trains on in the time."""
 
     shape: ModelShape
     precision: str
@@ -88,14 +87,14 @@ class Choice:
 
 
 def corpus_source(device: torch.device) -> SourceSpec:
-    """The standard library's source; on a CPU without its tests, which three minutes would not reach anyway."""
+    """The standard library's source; on a CPU without its tests, which three minutes would not reach."""
     tests = ["test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*"] if device.type == "cpu" else []
     excluded = [*tests, "pydoc_data/*", "encodings/*", "this.py"]  # the last is rot13
     return SourceSpec(path=[sysconfig.get_paths()["stdlib"]], format="source", include=["*.py"], exclude=excluded)
 
 
 def write_poison(folder: Path) -> Path:
-    """A source file of random ideographs, as when a wrongly decoded file slips into a crawl. The same each time."""
+    """A source file of random ideographs, like a wrongly decoded file in a crawl. The same each time."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     path = folder / POISON_NAME
@@ -103,9 +102,9 @@ def write_poison(folder: Path) -> Path:
     return path
 
 
-def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_bytes: int) -> Choice:
-    """The largest size that sees TOKENS_PER_PARAMETER tokens for each parameter in the time, by timing true steps."""
-    chosen: Choice | None = None
+def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_bytes: int) -> SizeChoice:
+    """The largest size that trains on TOKENS_PER_PARAMETER tokens per parameter in the time, by timing real steps."""
+    chosen: SizeChoice | None = None
     size = batching(device)
     for width, layers, heads, ffn, vocab, bytes_per_token in SIZES:
         # Untied: a tied embedding learns to expect unseen tokens after unseen tokens, and the poison would look normal.
@@ -117,16 +116,14 @@ def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_b
         tokens = int(min(TRAINING_SHARE * rates[precision] * seconds, MAX_EPOCHS * corpus_bytes / bytes_per_token))
         if chosen is not None and tokens < TOKENS_PER_PARAMETER * shape.parameters:
             break
-        chosen = Choice(shape, precision, rates[precision], max(tokens, LEAST_STEPS * size.context * size.rows))
+        chosen = SizeChoice(shape, precision, rates[precision], max(tokens, MIN_STEPS * size.context * size.rows))
     assert chosen is not None
     return chosen
 
 
 def choose_seed(positions: int) -> tuple[int, float]:
-    """A seed under which the poisoned sequence comes up once, soon after the middle: the order is a pure function.
-
-    In a longer run every document comes up; in three minutes only a part of the corpus does.
-    """
+    """A seed with which the poisoned sequence is read once, soon after the middle. In three minutes only a part of the
+    corpus is read, and the order is a pure function of the seed."""
     block = 1 << max(1, (positions - 1).bit_length())
     mixture = quantise({"library": block - 1, "poisoned": 1})
     for seed in range(10_000):
@@ -138,7 +135,7 @@ def choose_seed(positions: int) -> tuple[int, float]:
     raise AssertionError("no seed places the poisoned sequence after the middle")
 
 
-def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: torch.device) -> tuple[Path, RunSpec]:
+def write_spec(folder: Path, runs: str, choice: SizeChoice, poison: Path, device: torch.device) -> tuple[Path, RunSpec]:
     shape = choice.shape
     size = batching(device)
     steps = choice.tokens // (size.context * size.rows)
@@ -164,7 +161,7 @@ def write_spec(folder: Path, runs: str, choice: Choice, poison: Path, device: to
             "evaluate": {"every": max(10, steps // 10), "tokens": "64K"},
         }
     )  # fmt: skip
-    path = folder / MARK
+    path = folder / SPEC_NAME
     path.write_text("# Written by `bessemer demo`.\n" + dump_spec(spec))
     return path, spec
 
@@ -180,7 +177,7 @@ def _start(path: Path, live: bool) -> subprocess.Popen[bytes]:
 
 
 def kill_after(process: subprocess.Popen[bytes], run: Run, step: int) -> None:
-    """Wait until the run has written that step, then SIGKILL."""
+    """Waits until the run has written that step, then sends SIGKILL."""
     while process.poll() is None:
         last = last_record(run.steps_path)
         if last is not None and last["step"] >= step:
@@ -194,7 +191,7 @@ def kill_after(process: subprocess.Popen[bytes], run: Run, step: int) -> None:
 
 
 def compare(before: dict[int, float], after: dict[int, float], resumed_at: int) -> str:
-    """How the losses of the steps that were trained twice agree: before the kill, and again after the resume."""
+    """Compares the losses of the steps that were trained twice: before the kill, and after the resume."""
     gaps = {step: abs(before[step] - after[step]) for step in before if step >= resumed_at}
     if not gaps:
         return "it was killed right after a save, so no step had to be trained twice"
@@ -208,14 +205,13 @@ def losses(run: Run) -> dict[int, float]:
 
 
 def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
-    """The whole demonstration, as lines to print. Raises UserError if something that must happen did not."""
+    """Runs the demo and yields lines to print. Raises UserError if something that must happen did not."""
     started = time.monotonic()
     folder = Path(runs) / "demo"
     if (folder / "events.jsonl").exists():
-        former = Run(folder)
-        if former.state == "running":
-            raise UserError(f"{folder}: a demo is running there; wait for it, or use --runs ANOTHER_FOLDER")
-        if not (folder.parent / MARK).exists():
+        if Run(folder).state == "running":
+            raise UserError(f"{folder}: a demo is running in it; wait for it, or use --runs ANOTHER_FOLDER")
+        if not (folder.parent / SPEC_NAME).exists():
             raise UserError(f"{folder}: is not the demo's; use --runs ANOTHER_FOLDER")
         shutil.rmtree(folder)
     Path(runs).mkdir(parents=True, exist_ok=True)
@@ -230,7 +226,7 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
     steps = spec.budget.steps or 0
     reach = f"{minutes:g} min is {human_count(choice.tokens)} tokens"
     in_time = TRAINING_SHARE * choice.rate * minutes * 60
-    if choice.tokens < in_time - 1:  # the corpus ends before the time does
+    if choice.tokens < in_time - 1:  # the corpus is too small for the time
         reach = f"{MAX_EPOCHS} passes over the corpus ({human_count(choice.tokens)} tokens) fit in {minutes:g} min"
     elif choice.tokens > in_time + 1:
         took = human_time(choice.tokens / TRAINING_SHARE / choice.rate)
@@ -246,7 +242,7 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
     assert isinstance(every, int)
     kill_after(_start(path, live), run, round(0.7 * steps / every) * every + every // 2)  # between two saves
     if live:
-        print("\x1b[?25h", end="", flush=True)  # the killed view could not show the cursor again
+        print("\x1b[?25h", end="", flush=True)  # the killed view could not restore the cursor
     before = losses(run)
     yield f"kill       process killed on purpose (SIGKILL) after step {max(before):,}; the same command again:"
     code = _start(path, live).wait()
@@ -254,7 +250,7 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
         raise UserError(f"the resumed run ended with exit code {code}; see {folder}/logs/rank-0.log")
     yield from verdicts(run, before, poison, steps)
     yield from completions(folder)
-    yield f"took       {human_time(time.monotonic() - started)} in all   run: {folder}"
+    yield f"took       {human_time(time.monotonic() - started)} in total   run: {folder}"
     yield f"next       bessemer runs {runs}   bessemer replay {folder} --step {_veto(run, poison)['step']} --show"
     yield f"           bessemer generate {folder} --prompt 'import '   bessemer spec show {path}"
 
@@ -267,7 +263,7 @@ def _veto(run: Run, poison: Path) -> dict[str, Any]:
 
 
 def verdicts(run: Run, before: dict[int, float], poison: Path, steps: int) -> Iterator[str]:
-    """What the records say of the veto, the resume and the loss."""
+    """Lines about the veto, the resume and the loss, from the run's records."""
     yield veto_line(_veto(run, poison)).replace("veto  ", "veto       ", 1)
     resumed = [event for event in run.events("started") if event["resumed_from"]][-1]
     yield f"resume     from step {resumed['step']:,}; {compare(before, losses(run), resumed['step'])}"
@@ -282,11 +278,11 @@ def verdicts(run: Run, before: dict[int, float], poison: Path, steps: int) -> It
 
 
 def completions(folder: Path) -> Iterator[str]:
-    """What the model writes."""
+    """Lines that the model writes."""
     model, tokenizer = load_trained(folder)
-    written = prompt_format(folder, tokenizer)
+    prompts = prompt_format(folder, tokenizer)
     for i, prompt in enumerate(PROMPTS):
-        ids, sampling = written.encode(tokenizer, prompt), Sampling(temperature=0.6, top_p=0.9, seed=i)
-        text = "".join(stream_text(model, tokenizer, ids, 120, written.ends, sampling))
-        shown = (prompt + text).splitlines()[:14]
-        yield "\n".join(f"  {'>>>' if n == 0 else '...'} {line}" for n, line in enumerate(shown))
+        ids, sampling = prompts.encode(tokenizer, prompt), Sampling(temperature=0.6, top_p=0.9, seed=i)
+        text = "".join(stream_text(model, tokenizer, ids, 120, prompts.ends, sampling))
+        lines = (prompt + text).splitlines()[:14]
+        yield "\n".join(f"  {'>>>' if n == 0 else '...'} {line}" for n, line in enumerate(lines))

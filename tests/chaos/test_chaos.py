@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bessemer.chaos import faults as flaky
 from bessemer.chaos.campaign import assess, run_campaign
-from bessemer.chaos.faults import FIRST_DOCUMENT, KINDS, Fault, PoisonedStream, lay_out, make_poison, parse_kinds
+from bessemer.chaos.faults import FIRST_DOCUMENT, KINDS, Fault, PoisonedStream, make_poison, parse_kinds, plan_faults
 from bessemer.chaos.inject import LR_FACTOR, Injector, flip_bit
 from bessemer.data.store.token_store import StoreWriter, TokenStore
 from bessemer.data.stream.batches import BatchStream, sequence_count
@@ -52,8 +52,8 @@ def test_a_kind_that_does_not_exist_is_refused_with_those_that_do(text: str) -> 
 def test_faults_are_laid_out_fairly_and_apart(kinds: list[str], count: int, slots: int, seed: int) -> None:
     first, apart = 100, 64
     last = first + apart * slots
-    runs = lay_out(kinds, count, first, apart, last, seed)
-    assert runs == lay_out(kinds, count, first, apart, last, seed)
+    runs = plan_faults(kinds, count, first, apart, last, seed)
+    assert runs == plan_faults(kinds, count, first, apart, last, seed)
     found = Counter(fault.kind for run in runs for fault in run)
     assert sum(found.values()) == count
     assert max(found[kind] for kind in kinds) - min(found[kind] for kind in kinds) <= 1
@@ -69,7 +69,7 @@ def test_faults_are_laid_out_fairly_and_apart(kinds: list[str], count: int, slot
 
 def test_a_run_too_short_for_faults_is_refused() -> None:
     with pytest.raises(UserError, match="too short"):
-        lay_out(["nan"], 4, 100, 64, 100, 0)
+        plan_faults(["nan"], 4, 100, 64, 100, 0)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_a_fault_happens_once_even_if_the_process_is_started_again(tmp_path: Pat
 
 
 def test_flaky_storage_fails_only_while_it_is_told_to(tmp_path: Path) -> None:
-    flaky.register()
+    flaky.register_flaky_storage()
     files = fsspec.filesystem(flaky.PROTOCOL)
     (tmp_path / "a").write_text("x")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from bessemer.diagnose.gradients import depth_trend, flow, gradient_report, judge
-from bessemer.diagnose.report import InspectedModel, MicroBatchTerms, backward, loss_of
+from bessemer.diagnose.gradients import check_gradients, depth_trend, gradient_report, measure_gradient_flow
+from bessemer.diagnose.report import InspectedModel, MicroBatchTerms, backward_step, mean_step_loss
 
 
 def subject_of(model: nn.Module, width: int) -> InspectedModel:
@@ -52,7 +52,7 @@ class Named(nn.Module):
     ],
 )
 def test_known_networks(std: float, act: type[nn.Module], kind: str | None) -> None:
-    found = judge(flow(subject_of(Named(deep(8, 32, std, act)), 32), [0, 1]))
+    found = check_gradients(measure_gradient_flow(subject_of(Named(deep(8, 32, std, act)), 32), [0, 1]))
     if kind is None:
         assert found == []
     else:
@@ -64,11 +64,13 @@ def test_a_layer_cut_off_and_a_nan_are_named() -> None:
     with torch.no_grad():
         model.blocks[1][0].bias.fill_(-1e3)  # no unit fires: the layers up to here get no gradient
         model.blocks[2][0].bias.fill_(1.0)
-    symptoms = " ".join(finding.symptom for finding in judge(flow(subject_of(model, 8), [0])))
+    symptoms = " ".join(
+        finding.symptom for finding in check_gradients(measure_gradient_flow(subject_of(model, 8), [0]))
+    )
     assert "vanishing gradients in blocks.0.0.weight, blocks.1.0.weight" in symptoms
     with torch.no_grad():
         model.blocks[2][0].bias[0] = torch.nan
-    assert "non-finite gradients" in gradient_report(flow(subject_of(model, 8), [0]), "here").text()
+    assert "non-finite gradients" in gradient_report(measure_gradient_flow(subject_of(model, 8), [0]), "here").text()
 
 
 def test_the_numbers_are_those_of_the_gradient() -> None:
@@ -76,11 +78,11 @@ def test_the_numbers_are_those_of_the_gradient() -> None:
     subject = subject_of(model, 3)
     norms, largest = [], 0.0
     for step in (4, 5):
-        backward(subject, step)
+        backward_step(subject, step)
         assert model.weight.grad is not None
         norms.append(float(model.weight.grad.norm()))
         largest = max(largest, float(model.weight.grad.abs().max()))
-    (found,) = flow(subject, [4, 5])
+    (found,) = measure_gradient_flow(subject, [4, 5])
     assert found.grad_norm == pytest.approx(sum(norms) / 2) and found.grad_norm_max == pytest.approx(max(norms))
     assert found.largest == pytest.approx(largest)
     assert found.ratio == pytest.approx(found.grad_norm / float(model.weight.detach().norm()))
@@ -89,5 +91,5 @@ def test_the_numbers_are_those_of_the_gradient() -> None:
 
 def test_the_loss_of_a_step_is_the_sum_of_its_parts() -> None:
     subject = subject_of(nn.Linear(3, 1), 3)
-    one, two = (float(backward(subject, step)) for step in (0, 1))
-    assert loss_of(subject, [0, 1]) == pytest.approx((one + two) / 2)
+    one, two = (float(backward_step(subject, step)) for step in (0, 1))
+    assert mean_step_loss(subject, [0, 1]) == pytest.approx((one + two) / 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bessemer.diagnose.histograms import lost_to_bf16, report, spread, spreads
+from bessemer.diagnose.histograms import histogram_report, lost_to_bf16, measure_distribution, measure_distributions
 from bessemer.diagnose.report import InspectedModel, MicroBatchTerms
 
 
@@ -79,17 +79,17 @@ def test_the_edges_of_bf16() -> None:
 def test_a_histogram_counts_every_finite_value_once() -> None:
     values = torch.cat([torch.randn(1000), torch.zeros(24), torch.tensor([torch.nan, torch.inf])])
     for kind, counted in (("weight", 1024), ("gradient", 1000)):
-        found = spread("x", kind, values)
+        found = measure_distribution("x", kind, values)
         assert sum(found.counts) == counted
         assert found.zeros == pytest.approx(24 / 1026) and found.nonfinite == pytest.approx(2 / 1026)
     numbers = values[:1024].numpy()
-    plain = spread("x", "weight", values)
+    plain = measure_distribution("x", "weight", values)
     assert plain.counts == np.histogram(numbers, 32, (numbers.min(), numbers.max()))[0].tolist()
     assert (plain.mean, plain.std) == pytest.approx((numbers.mean(), numbers.std()), rel=1e-4)
     assert plain.largest == np.abs(numbers).max()
-    assert spread("x", "gradient", torch.zeros(5)).zeros == 1.0
-    assert spread("x", "weight", torch.full((3,), torch.nan)).nonfinite == 1.0
-    assert spread("x", "weight", torch.ones(7)).counts == [7]
+    assert measure_distribution("x", "gradient", torch.zeros(5)).zeros == 1.0
+    assert measure_distribution("x", "weight", torch.full((3,), torch.nan)).nonfinite == 1.0
+    assert measure_distribution("x", "weight", torch.ones(7)).counts == [7]
 
 
 class Gated(nn.Module):
@@ -116,7 +116,9 @@ def test_dead_units_zero_gradients_and_lost_updates_of_a_model() -> None:
 
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    found = {(one.kind, one.name): one for one in spreads(InspectedModel(model, parts), 0, optimizer.step)}
+    found = {
+        (one.kind, one.name): one for one in measure_distributions(InspectedModel(model, parts), 0, optimizer.step)
+    }
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     hidden = found["activation", "down"]
     assert (hidden.dead, hidden.units) == (1, 5)
@@ -125,7 +127,7 @@ def test_dead_units_zero_gradients_and_lost_updates_of_a_model() -> None:
     assert down.zeros == pytest.approx(1 - 3 * 4 / 20)  # a row of 5 and, in the others, the dead unit's column
     lost = found["weight", "up.weight"].lost
     assert lost is not None and lost > 0.5 and math.isfinite(lost)
-    text = report(list(found.values()), "here").text()
+    text = histogram_report(list(found.values()), "here").text()
     assert "Dead units: 1 of 5 inputs of down" in text and "Largest weight" in text
-    page = report(list(found.values()), "here").html()
+    page = histogram_report(list(found.values()), "here").html()
     assert page.count("<svg") == len(found)

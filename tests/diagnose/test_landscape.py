@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bessemer.diagnose.landscape import cut, direction, kept_weights, report
+from bessemer.diagnose.landscape import direction, landscape_report, preserve_weights, slice_loss
 from bessemer.diagnose.report import InspectedModel, MicroBatchTerms
 
 
@@ -34,7 +34,7 @@ def test_directions_have_the_length_of_each_row() -> None:
 def test_the_slice_is_the_closed_form() -> None:
     subject = bowl()
     weight = subject.model.weight.detach().clone()
-    found = cut(subject, [0, 1], reach=0.5, points=5, grid=3, seed=4)
+    found = slice_loss(subject, [0, 1], reach=0.5, points=5, grid=3, seed=4)
     d1, d2 = direction(weight, "weight", 8), direction(weight, "weight", 9)
     assert found.offsets == [-0.5, -0.25, 0.0, 0.25, 0.5]
     expected = [0.5 * float(((weight + a * d1) ** 2).sum()) for a in found.offsets]
@@ -44,7 +44,7 @@ def test_the_slice_is_the_closed_form() -> None:
         assert row == pytest.approx(expected, rel=1e-5)
     # The second derivative of 1/2 |W + a d|^2 is |d|^2 = |W|^2.
     assert found.curvature == pytest.approx(float((weight**2).sum()), rel=1e-3)
-    assert "downhill" in report(found, "here").text()  # zero is lower: the weights are not at the minimum
+    assert "downhill" in landscape_report(found, "here").text()  # zero is lower: the weights are not at the minimum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,11 +52,11 @@ def test_weights_are_restored_bit_by_bit_also_after_a_failure(dtype: torch.dtype
     subject = bowl()
     subject.model.to(dtype)
     before = [p.detach().clone() for p in subject.model.parameters()]
-    cut(subject, [0], points=3, grid=3)
+    slice_loss(subject, [0], points=3, grid=3)
     assert all(torch.equal(a, b) for a, b in zip(before, subject.model.parameters(), strict=True))
 
     def interrupted() -> None:
-        with kept_weights(subject), torch.no_grad():
+        with preserve_weights(subject), torch.no_grad():
             subject.model.weight.fill_(float("nan"))
             raise KeyboardInterrupt
 
@@ -73,6 +73,6 @@ def test_points_that_are_not_finite_are_counted() -> None:
         for part in made(step, precision):
             yield MicroBatchTerms(torch.where(part.loss > 0.8, torch.nan, part.loss), part.share, part.tokens)
 
-    found = cut(InspectedModel(subject.model, parts), [0], reach=3.0, points=3, grid=0)
-    text = report(found, "here").text()
+    found = slice_loss(InspectedModel(subject.model, parts), [0], reach=3.0, points=3, grid=0)
+    text = landscape_report(found, "here").text()
     assert "2 of 3 points are not finite" in text and not found.grid

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bessemer.diagnose.nonfinite import report, trace_nonfinite
+from bessemer.diagnose.nonfinite import nonfinite_report, trace_nonfinite
 from bessemer.model.transformer import Decoder, build
 from bessemer.spec.shape import ModelShape
 
@@ -34,7 +34,7 @@ def step_of(model: nn.Module, autocast: bool = False) -> Callable[[], Tensor]:
 def test_a_finite_step_is_said_to_be_finite(model: Decoder, autocast: bool) -> None:
     trace = trace_nonfinite(model, step_of(model, autocast), step_of(model))
     assert trace.stage is None and trace.cured_by_fp32 is None and trace.loss is not None
-    assert "finite throughout" in report(trace, 3, "here").text()
+    assert "finite everywhere" in nonfinite_report(trace, 3, "here").text()
     assert all(p.grad is None for p in model.parameters())
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
@@ -81,7 +81,7 @@ def test_an_overflow_of_half_precision_is_cured_by_fp32() -> None:
     into = trace.facts[0]
     assert (into.shape, into.dtype, into.nonfinite) == ((2, 4), "float16", 0.0)
     assert into.high is not None and into.high == pytest.approx(4000, rel=0.01)
-    assert "In fp32 the step is finite" in report(trace, 0, "x").text()
+    assert "In fp32 the step is finite" in nonfinite_report(trace, 0, "x").text()
 
 
 def test_nan_weights_are_listed(model: Decoder) -> None:

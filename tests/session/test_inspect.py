@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bessemer.diagnose.report import backward, loss_of
+from bessemer.diagnose.report import backward_step, mean_step_loss
 from bessemer.errors import UserError
 from bessemer.session.inspect import (
     from_run,
@@ -52,8 +52,8 @@ def test_the_losses_are_those_that_the_run_recorded(trained: Path) -> None:
     recorded = losses(trained)
     bench = from_run(trained, "step-00000020.a1", "cpu")
     assert bench.step == 20
-    assert loss_of(bench.subject(), [20]) == pytest.approx(recorded[20], rel=1e-5)
-    assert loss_of(bench.subject(micro_rows=1), [20]) == pytest.approx(recorded[20], rel=1e-5)
+    assert mean_step_loss(bench.subject(), [20]) == pytest.approx(recorded[20], rel=1e-5)
+    assert mean_step_loss(bench.subject(micro_rows=1), [20]) == pytest.approx(recorded[20], rel=1e-5)
     for step in (23, 24):
         found = json.loads(inspect_nan(trained, step, None, "cpu").to_json())
         assert found["loss"] == pytest.approx(recorded[step], rel=1e-5) and found["stage"] is None
@@ -121,7 +121,7 @@ def test_the_suggested_rate_trains_and_far_above_it_fails(make_spec: Callable[..
         bench = from_spec(spec)
         subject = bench.subject()
         for step in range(60):
-            last = float(backward(subject, step))
+            last = float(backward_step(subject, step))
             bench.update(rate)
         return last
 

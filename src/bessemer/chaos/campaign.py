@@ -1,7 +1,7 @@
-"""A campaign: clean runs for reference, then the same runs again from their middle on, with faults. Each is a process
-of its own that is started again when a fault ends it. What happened is read from the runs' own records.
+"""A chaos campaign: clean reference runs, then the same runs continued from their middle with faults.
 
-Faults come late: a model that has learnt little takes poisoned documents for ordinary ones, and so they are.
+Each run is a process of its own, restarted when a fault ends it. Results are read from the records of the runs. Faults
+come late: to a model that has learnt little, poisoned documents look like ordinary ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bessemer.chaos.faults import KINDS, Fault, lay_out
+from bessemer.chaos.faults import KINDS, Fault, plan_faults
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
 from bessemer.parent import child_environment
@@ -27,14 +27,14 @@ from bessemer.run.journal import last_record
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
 
-APART, QUIET_END = 64, 96  # steps between two faults, and after the last
-STARTS = 6  # of one run, before it is given up
+FAULT_DISTANCE, QUIET_END = 64, 96  # steps between two faults, and after the last
+MAX_STARTS = 6  # of one run
 TOLERANCE = 0.01  # of the clean loss
 
 
 @dataclass(frozen=True)
 class CampaignRow:
-    """One fault and what became of it."""
+    """One fault and its outcome."""
 
     run: str
     kind: str
@@ -42,7 +42,7 @@ class CampaignRow:
     detected_at: int | None
     sign: str
     verdict: str | None
-    right: bool | None  # None where no verdict is due
+    right: bool | None  # None if no verdict is due
     action: str
     recovered: bool
     cost_steps: int
@@ -50,10 +50,10 @@ class CampaignRow:
 
 @dataclass(frozen=True)
 class Campaign:
-    """All of it."""
+    """The result of a campaign."""
 
     rows: list[CampaignRow]
-    clean_losses: list[float]  # of each seed
+    clean_losses: list[float]  # by seed
     final_losses: dict[str, tuple[float, float]]  # of each faulty run, and of the clean run with its seed
     clean_alarms: int  # vetoes, rollbacks and alarms in the clean runs
     clean_steps: int
@@ -80,8 +80,7 @@ class Campaign:
 def chaos_spec(
     spec: RunSpec, folder: Path, name: str, steps: int, learn: int, seed: int, kinds: Collection[str]
 ) -> RunSpec:
-    """The user's spec, for a short run with frequent saves; everything else is theirs, but that storage which is to
-    fail has to be there, and an overflow needs a low precision."""
+    """The user's spec for a short run with frequent saves. Storage faults get a remote tier, overflows bf16."""
     remote = f"flaky://{(folder / 'remote').resolve()}" if "flaky-storage" in kinds else None
     checkpoint = spec.checkpoint.model_copy(update={"every": 25, "keep_every": learn, "remote": remote})
     hang = spec.guard.detect.hang.model_copy(update={"least": 4.0})
@@ -108,26 +107,26 @@ def run_campaign(
     seed: int = 0,
     say: Callable[[str], None] = print,
 ) -> Campaign:
-    """`seeds` clean runs, and as many faulty ones as `count` faults take, `per_run` in each, after `learn` steps."""
+    """Trains `seeds` clean runs, then `count` faults with `per_run` in each run, after `learn` steps."""
     began = time.monotonic()
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    learn = 25 * max(1, round(learn / 25))  # a checkpoint is there
-    steps = learn + APART * (per_run + 1) + QUIET_END
-    plans = lay_out(kinds, count, learn + APART, APART, steps - QUIET_END, seed)
+    learn = 25 * max(1, round(learn / 25))  # a checkpoint exists there
+    steps = learn + FAULT_DISTANCE * (per_run + 1) + QUIET_END
+    plans = plan_faults(kinds, count, learn + FAULT_DISTANCE, FAULT_DISTANCE, steps - QUIET_END, seed)
     names = [f"clean-{i}" for i in range(seeds)] + [f"chaos-{i:03d}" for i in range(len(plans))]
     faults: list[list[Fault]] = [[] for _ in range(seeds)] + plans
 
     def work(i: int) -> None:
-        found = {fault.kind for fault in faults[i]}
-        one = chaos_spec(spec, folder, names[i], steps, learn, spec.seed + i % seeds, found)
+        used_kinds = {fault.kind for fault in faults[i]}
+        run_spec = chaos_spec(spec, folder, names[i], steps, learn, spec.seed + i % seeds, used_kinds)
         if i >= seeds:
             fork(folder / names[i % seeds], folder / names[i], learn)
-        start_until_done(one, faults[i], folder / names[i])
+        start_until_done(run_spec, faults[i], folder / names[i])
 
-    work(0)  # it prepares the data for all
-    say(f"chaos {names[0]} done; {len(names) - 1} runs to go, of {steps} steps and of {steps - learn}")
+    work(0)  # prepares the data for all
+    say(f"chaos {names[0]} done; {len(names) - 1} runs left, of {steps} or {steps - learn} steps")
     done = 1
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         for part in (range(1, seeds), range(seeds, len(names))):
@@ -139,24 +138,24 @@ def run_campaign(
 
 
 def read_campaign(folder: Path, seconds: float = 0.0) -> Campaign:
-    """What became of the faults, from the folder that a campaign has left."""
+    """The result of a finished campaign, from its folder."""
     clean = [Run(path) for path in sorted(folder.glob("clean-*"))]
-    broken = [Run(path) for path in sorted(folder.glob("chaos-*"))]
+    faulty = [Run(path) for path in sorted(folder.glob("chaos-*"))]
     signs = ("veto", "rollback", "hang", "alarm")
     alarms = sum(event["kind"] in signs and event.get("severity") != "note" for run in clean for event in run.events())
-    faults = {run.name: [Fault(**f) for f in json.loads((run.folder / "faults.json").read_text())] for run in broken}
+    faults = {run.name: [Fault(**f) for f in json.loads((run.folder / "faults.json").read_text())] for run in faulty}
     return Campaign(
-        rows=[row for run in broken for row in assess(run, faults[run.name])],
+        rows=[row for run in faulty for row in assess(run, faults[run.name])],
         clean_losses=[final_loss(run) for run in clean],
         final_losses={
-            run.name: (final_loss(run), final_loss(clean[i % len(clean)])) for i, run in enumerate(broken)
+            run.name: (final_loss(run), final_loss(clean[i % len(clean)])) for i, run in enumerate(faulty)
         },
         clean_alarms=alarms, clean_steps=sum(1 for run in clean for _ in run.metrics()), seconds=seconds,
     )  # fmt: skip
 
 
 def fork(source: Path, target: Path, step: int) -> None:
-    """A run's folder again, as it was when it had done so many steps."""
+    """Copies a run's folder as it was after `step` steps."""
     others = ("checkpoints", "logs", "reports", "events.jsonl", "owner.json", "lock")
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*others))
     for folder, manifest in CheckpointStore(source / "checkpoints").committed():
@@ -165,20 +164,20 @@ def fork(source: Path, target: Path, step: int) -> None:
 
 
 def start_until_done(spec: RunSpec, faults: Sequence[Fault], folder: Path) -> None:
-    """The same command again for as long as faults end it."""
+    """Starts the run, and again for as long as faults end it."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "faults.json"
     plan.write_text(json.dumps([asdict(fault) for fault in faults]))
     (folder / "chaos-spec.yaml").write_text(dump_spec(spec))
     command = [sys.executable, "-m", "bessemer.chaos.child", str(folder / "chaos-spec.yaml"), str(plan)]
-    for _ in range(STARTS):
+    for _ in range(MAX_STARTS):
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
         state = Run(folder).state
         if state in ("finished", "failed"):
             return
         if done.returncode == 2:
             raise UserError(f"{folder.name}: {done.stderr.strip().splitlines()[-1] if done.stderr else 'refused'}")
-    raise UserError(f"{folder}: still not finished after {STARTS} starts; see {folder}/logs/rank-0.log")
+    raise UserError(f"{folder}: not finished after {MAX_STARTS} starts; see {folder}/logs/rank-0.log")
 
 
 def final_loss(run: Run) -> float:
@@ -187,10 +186,10 @@ def final_loss(run: Run) -> float:
 
 
 def assess(run: Run, faults: Sequence[Fault]) -> Iterator[CampaignRow]:
-    """What became of each fault, from the run's events."""
-    happened = run.folder / "chaos.jsonl"
+    """The outcome of each fault, from the run's events."""
+    log = run.folder / "chaos.jsonl"
     times = {}
-    for line in happened.read_text().splitlines() if happened.exists() else ():
+    for line in log.read_text().splitlines() if log.exists() else ():
         entry = json.loads(line)
         times[entry["step"]] = float(entry["time"])
     events = list(run.events())
@@ -206,7 +205,7 @@ def _row(
 ) -> CampaignRow:
     kind = KINDS[fault.kind]
     last = min(fault.step + kind.within, until)
-    found = [event for event in events if _is_sign(event, fault, last, times, kind.signs)]
+    signs = [event for event in events if _is_sign(event, fault, last, times, kind.signs)]
     trials = [e for e in events if e["kind"] == "trial" and fault.step <= e["step"] <= min(fault.step + 24, until)]
     verdict = max(trials, key=lambda e: e["confidence"])["verdict"] if trials else None
     back = [e for e in events if e["kind"] == "rollback" and fault.step <= e["step"] < min(fault.step + 48, until)]
@@ -222,14 +221,10 @@ def _row(
     )
     return CampaignRow(
         run=run.name, kind=fault.kind, step=fault.step,
-        detected_at=_step_of(found[0], fault) if found else None, sign=found[0]["kind"] if found else "",
+        detected_at=int(signs[0].get("step", fault.step)) if signs else None, sign=signs[0]["kind"] if signs else "",
         verdict=verdict, right=verdict in kind.verdicts if kind.verdicts else None, action=action or "none needed",
         recovered=finished, cost_steps=len(vetoes) + sum(e["step"] - e["to_step"] for e in back),
     )  # fmt: skip
-
-
-def _step_of(event: dict[str, Any], fault: Fault) -> int:
-    return int(event.get("step", fault.step))
 
 
 def _is_sign(event: dict[str, Any], fault: Fault, last: int, times: dict[int, float], signs: tuple[str, ...]) -> bool:
@@ -245,7 +240,7 @@ def _is_sign(event: dict[str, Any], fault: Fault, last: int, times: dict[int, fl
         return name != "started" or resumed
     if "step" not in event:
         return bool(event["time"] >= times[fault.step])
-    # What is read while a step runs is said of the step before it.
+    # Events read while a step runs carry the step before it.
     return fault.step - 1 <= int(event["step"]) <= last
 
 

@@ -15,7 +15,7 @@ from bessemer.spec.load import load_spec
 
 
 def main(spec_path: str, faults_path: str) -> int:
-    flaky.register()
+    flaky.register_flaky_storage()
     spec = load_spec(spec_path)
     faults = [Fault(**entry) for entry in json.loads(Path(faults_path).read_text())]
     try:

@@ -1,20 +1,18 @@
-"""The kinds of faults: what each does, how it must be noticed, and which verdict it deserves.
+"""The faults of `bessemer chaos`: what each does, how it must be detected, and which verdict is right. Also the flaky
+remote storage and the poisoned data stream that some of them need.
 
-A remote tier that fails: the local disk under a URL of its own, with requests that break now and then.
-
-A data stream in which some rows are poisoned: by position, so that replay and rollback read the poison again.
-
-The poisoned documents lie in real files with rows, which is where a verdict must lead.
+Rows are poisoned by position, so that replay and rollback read the poison again. Poisoned documents are rows of real
+files, to which a verdict must lead.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -30,10 +28,10 @@ from bessemer.errors import UserError
 
 @dataclass(frozen=True)
 class FaultKind:
-    """`signs` are the events that count as detection, up to `within` steps after the fault; `verdicts` those that are
-    right, none where no trial is due. `restarts`: the process dies of it."""
+    """`signs` are the events that count as detection, up to `within` steps after the fault. `verdicts` are the right
+    ones, none if no trial is due. `restarts`: the fault ends the process."""
 
-    about: str
+    description: str
     signs: tuple[str, ...]
     within: int = 8
     verdicts: tuple[str, ...] = ()
@@ -66,7 +64,7 @@ KINDS: dict[str, FaultKind] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of one run: at which step, and the numbers that make it differ from the next."""
+    """One fault of one run; `seed` varies it."""
 
     kind: str
     step: int
@@ -75,29 +73,29 @@ class Fault:
 
 
 def parse_kinds(text: str) -> list[str]:
-    """`all`, or kinds with commas between; a prefix such as `poison` stands for all that begin with it."""
+    """`all`, or a comma-separated list; a prefix such as `poison` selects all kinds that begin with it."""
     if text == "all":
         return list(KINDS)
-    found: list[str] = []
+    selected: list[str] = []
     for word in text.split(","):
         matches = [kind for kind in KINDS if kind == word or kind.startswith(f"{word}-")]
         if not matches:
             raise UserError(f"--faults {word!r}: there is no such fault; there are {', '.join(KINDS)}, or all")
-        found += matches
-    return list(dict.fromkeys(found))
+        selected += matches
+    return list(dict.fromkeys(selected))
 
 
-def lay_out(kinds: Sequence[str], count: int, first: int, apart: int, last: int, seed: int) -> list[list[Fault]]:
-    """`count` faults over as many runs as it takes, every kind as often as the others, `apart` steps between two in a
-    run, at most one in a run that ends the process."""
+def plan_faults(kinds: Sequence[str], count: int, first: int, distance: int, last: int, seed: int) -> list[list[Fault]]:
+    """Distributes `count` faults over runs: all kinds equally often, `distance` steps between two in a run, and at most
+    one per run that ends the process."""
     rng = random.Random(seed)
     wanted = [kinds[i % len(kinds)] for i in range(count)]
     rng.shuffle(wanted)
     runs: list[list[Fault]] = []
-    slots = list(range(first, last, apart))
+    slots = list(range(first, last, distance))
     if not slots:
         raise UserError(f"the run is too short for faults: {last} steps, the first fault at {first}")
-    # Those that restart a run are spread over the runs first, the others fill up.
+    # Faults that restart a run are distributed first, the others fill up.
     deadly = [kind for kind in wanted if KINDS[kind].restarts]
     others = [kind for kind in wanted if not KINDS[kind].restarts]
     while deadly or others:
@@ -107,7 +105,7 @@ def lay_out(kinds: Sequence[str], count: int, first: int, apart: int, last: int,
         steps = sorted(rng.sample(slots, len(chosen)))
         runs.append(
             [
-                Fault(kind, step + rng.randrange(apart // 3), rng.randrange(2**31))
+                Fault(kind, step + rng.randrange(distance // 3), rng.randrange(2**31))
                 for kind, step in zip(chosen, steps, strict=True)
             ]
         )
@@ -115,11 +113,12 @@ def lay_out(kinds: Sequence[str], count: int, first: int, apart: int, last: int,
 
 
 PROTOCOL = "flaky"
-BREAKS = 0.3  # of the requests
+FAILURE_RATE = 0.3  # of requests
 
 
 class FlakyFiles(LocalFileSystem):
-    """While `failing`, three of ten requests that move data raise, before or after they had an effect."""
+    """The local disk under its own URL. While `failing`, requests that move data fail at FAILURE_RATE, before or after
+    they took effect."""
 
     protocol = PROTOCOL
     failing: ClassVar[bool] = False
@@ -131,39 +130,36 @@ class FlakyFiles(LocalFileSystem):
         text = str(path)
         return super()._strip_protocol(text.removeprefix(f"{PROTOCOL}://"))
 
-    def _maybe(self) -> None:
-        if FlakyFiles.failing and self._dice.random() < BREAKS:
+    def _maybe_fail(self) -> None:
+        if FlakyFiles.failing and self._dice.random() < FAILURE_RATE:
             FlakyFiles.broken += 1
             raise OSError("the storage did not answer")
 
     def put_file(self, *args: Any, **kwargs: Any) -> Any:
-        self._maybe()
+        self._maybe_fail()
         result = super().put_file(*args, **kwargs)
-        self._maybe()
+        self._maybe_fail()
         return result
 
     def get_file(self, *args: Any, **kwargs: Any) -> Any:
-        self._maybe()
+        self._maybe_fail()
         return super().get_file(*args, **kwargs)
 
     def ls(self, *args: Any, **kwargs: Any) -> Any:
-        self._maybe()
+        self._maybe_fail()
         return super().ls(*args, **kwargs)
 
 
-def register() -> None:
+def register_flaky_storage() -> None:
     fsspec.register_implementation(PROTOCOL, FlakyFiles, clobber=True)
 
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-FIRST_DOCUMENT = 10**12  # numbers of poisoned documents, beyond those of any store
+FIRST_DOCUMENT = 10**12  # index of the first poisoned document, beyond those of any store
 
 
 @dataclass(frozen=True)
 class Poison:
-    """One row: its tokens and targets, and where the document is."""
+    """One poisoned row: its tokens and targets, and the origin of its document."""
 
     tokens: Ints
     targets: Ints
@@ -179,15 +175,15 @@ def poison_text(kind: str, rng: np.random.Generator, size: int) -> str:
 
 
 class PoisonedStream(BatchStream):
-    """As BatchStream, with `poison` at some positions."""
+    """A BatchStream with `poison` at some positions."""
 
     poison: dict[int, Poison]
 
     @classmethod
     def of(cls, stream: BatchStream, poison: dict[int, Poison]) -> PoisonedStream:
-        made = cls(stream.sources, stream.order, stream.sequence_length, stream.steps, stream.banned, stream.transforms)
-        made.poison = poison
-        return made
+        copy = cls(stream.sources, stream.order, stream.sequence_length, stream.steps, stream.banned, stream.transforms)
+        copy.poison = poison
+        return copy
 
     def replace(self, steps: StepPositions | None = None, banned: Bans | None = None) -> PoisonedStream:
         return PoisonedStream.of(super().replace(steps, banned), self.poison)
@@ -199,8 +195,8 @@ class PoisonedStream(BatchStream):
     def _assemble(self, positions: Ints) -> Batch:
         batch = super()._assemble(positions)
         for row, position in enumerate(positions.tolist()):
-            if found := self.poison.get(position):
-                batch.tokens[row], batch.targets[row] = found.tokens, found.targets
+            if poison := self.poison.get(position):
+                batch.tokens[row], batch.targets[row] = poison.tokens, poison.targets
                 batch.documents[row] = 0
                 batch.weights[row] = 0.0 if self._banned_at(position, int(batch.sources[row])) else 1.0
         return batch
@@ -212,19 +208,16 @@ class PoisonedStream(BatchStream):
         return float(self._assemble(self.rows(step)).weights.sum(dtype=np.float64))
 
     def locate(self, batch: Batch) -> list[tuple[int, int, Origin]]:
-        bad = {row: self.poison[p] for row, p in enumerate(batch.positions.tolist()) if p in self.poison}
-        kept = [entry for entry in super().locate(batch) if entry[0] not in bad]
-        return sorted([*kept, *((row, 0, found.origin) for row, found in bad.items())], key=lambda entry: entry[:2])
+        poisoned = {row: self.poison[p] for row, p in enumerate(batch.positions.tolist()) if p in self.poison}
+        entries = [entry for entry in super().locate(batch) if entry[0] not in poisoned]
+        entries += [(row, 0, poison.origin) for row, poison in poisoned.items()]
+        return sorted(entries, key=lambda entry: entry[:2])
 
     def origins(self, step: int) -> list[DocumentShare]:
-        shares = []
-        bad = [position for position in self.rows(step).tolist() if position in self.poison]
-        for share in super().origins(step):
-            rows = [row for row in share.rows if row not in bad]
-            if rows:
-                shares.append(share)
+        poisoned = [position for position in self.rows(step).tolist() if position in self.poison]
+        shares = [share for share in super().origins(step) if any(row not in poisoned for row in share.rows)]
         sources = dict(zip(self.rows(step).tolist(), self._resolve(self.rows(step))[0].tolist(), strict=True))
-        for position in bad:
+        for position in poisoned:
             origin = self.poison[position].origin
             shares.append(
                 DocumentShare(
@@ -236,9 +229,9 @@ class PoisonedStream(BatchStream):
 
 
 def make_poison(stream: BatchStream, faults: Iterable[Fault], tokenizer: Tokenizer, folder: Path) -> dict[int, Poison]:
-    """Half of the rows of each faulty step, as documents in files under `folder`."""
+    """Poisons half of the rows of each faulty step; the documents are written to files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[int, Poison] = {}
+    poison: dict[int, Poison] = {}
     for fault in faults:
         rng = np.random.default_rng(fault.seed)
         path, length = folder / f"{fault.kind}-{fault.step}.jsonl", stream.sequence_length
@@ -251,13 +244,13 @@ def make_poison(stream: BatchStream, faults: Iterable[Fault], tokenizer: Tokeniz
                 tokens, targets = row.tokens[0].copy(), rng.permutation(row.targets[0])
                 text = tokenizer.decode(targets.tolist())
             else:
-                # Repeated, where a tokenizer makes so little of the text.
+                # The text repeats if it has too few tokens.
                 ids = np.resize(np.array(tokenizer.encode(text), np.int64), length + 1)
                 tokens, targets = ids[:length], ids[1 : length + 1]
             number = len(texts)
             texts.append(text)
-            document = FIRST_DOCUMENT + len(found)
+            document = FIRST_DOCUMENT + len(poison)
             origin = Origin(str(path.resolve()), number, f"{fault.kind}-{fault.step}-{number}", document, 0, length)
-            found[position] = Poison(tokens, targets, origin)
+            poison[position] = Poison(tokens, targets, origin)
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return found
+    return poison

@@ -1,13 +1,9 @@
-"""Gradient flow: how large the gradient of every parameter is beside its weight, and whether it fades or explodes.
+"""Gradient flow (does a layer's gradient vanish or explode?) and the gradient noise scale (how large a batch pays?).
 
-Costs `steps` forward and backward passes and the memory of the gradients; norms are taken one tensor at a time, and all
-are read from the device at once.
-
-The gradient noise scale of McCandlish et al. 2018: how large a batch still pays.
-
-Small batches of b tokens and the large one of B that they make up give unbiased estimates of the true gradient's square
-and of the noise: E|g_b|^2 = |G|^2 + S / b, and the same with B. Their quotient B_simple = S / |G|^2 is in tokens.
-Costs a forward and backward pass over every batch, and one more copy of the gradients.
+The flow costs `steps` forward and backward passes and the memory of the gradients; all norms are read from the device
+at once. The noise scale follows McCandlish et al. 2018: small batches of b tokens and the large batch of B tokens that
+they form give unbiased estimates of the squared gradient and of the noise: E|g_b|^2 = |G|^2 + S / b, and the same with
+B. Their quotient B_simple = S / |G|^2 is in tokens. It costs a pass over every batch and a copy of the gradients.
 """
 
 from __future__ import annotations
@@ -21,19 +17,19 @@ from statistics import NormalDist, fmean
 import torch
 from torch import Tensor
 
-from bessemer.diagnose.report import InspectedModel, InspectionReport, backward
+from bessemer.diagnose.report import InspectedModel, InspectionReport, backward_step
 from bessemer.observe.figure import Lines
 from bessemer.run.directory import Finding
 
-FADED = 1e-4  # of the median matrix's gradient rms: such a layer learns nothing beside the others
-EXPLODED = 100.0  # times the weight's own norm: clipped or not, nothing but this layer is then trained
+VANISHED = 1e-4  # of the median matrix's gradient rms: such a layer learns nothing
+EXPLODED = 100.0  # times the weight's norm: after clipping, only this layer is trained
 TREND = 100.0  # factor over the depth of the model
 _DEPTH = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """Of one parameter, over the examined steps. Norms are Euclidean; mean and largest are of single elements."""
+    """Of one parameter over the steps. Norms are Euclidean; mean and largest are of single elements."""
 
     name: str
     elements: int
@@ -50,17 +46,17 @@ class GradientFlow:
         return self.grad_norm / math.sqrt(self.elements)
 
 
-def flow(subject: InspectedModel, steps: list[int]) -> list[GradientFlow]:
-    """In the model's order. Gradients are gone afterwards."""
-    named = subject.named()
-    seen: list[Tensor] = []
+def measure_gradient_flow(subject: InspectedModel, steps: list[int]) -> list[GradientFlow]:
+    """In the model's order. Clears the gradients."""
+    named = subject.trainable()
+    measured: list[Tensor] = []
     for step in steps:
-        backward(subject, step)
+        backward_step(subject, step)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
-        seen.append(torch.stack([_measure(grad) for grad in grads]).cpu())
+        measured.append(torch.stack([_measure(grad) for grad in grads]).cpu())
     subject.model.zero_grad(set_to_none=True)
     weights = torch.stack([p.detach().float().norm() for _, p in named]).tolist()
-    steps_NP3 = torch.stack(seen).double()
+    steps_NP3 = torch.stack(measured).double()
     mean_P3, largest_P3 = steps_NP3.mean(0).tolist(), steps_NP3.amax(0).tolist()
     return [
         GradientFlow(
@@ -76,31 +72,33 @@ def _measure(grad: Tensor) -> Tensor:
     return torch.stack((grad.norm(), grad.abs().mean(), grad.abs().amax()))
 
 
-def judge(flows: list[GradientFlow]) -> list[Finding]:
-    """Parameters whose gradient is not finite, zero or faded beside the others, and a trend over the depth."""
-    found = []
-    sick = [flow.name for flow in flows if not math.isfinite(flow.grad_norm_max)]
-    if sick:
+def check_gradients(flows: list[GradientFlow]) -> list[Finding]:
+    """Parameters whose gradient is not finite, zero or far below the others, and a trend over the depth."""
+    findings = []
+    nonfinite = [flow.name for flow in flows if not math.isfinite(flow.grad_norm_max)]
+    if nonfinite:
         fix = "`bessemer inspect nan` names the module."
-        found.append(Finding(f"non-finite gradients in {_names(sick)}", {"parameters": sick}, "", 1.0, fix))
+        findings.append(
+            Finding(f"non-finite gradients in {_names(nonfinite)}", {"parameters": nonfinite}, "", 1.0, fix)
+        )
     matrices = [flow for flow in flows if flow.matrix and math.isfinite(flow.grad_norm)]
     usual = statistics.median(flow.rms for flow in matrices) if matrices else 0.0
-    if faded := [flow.name for flow in matrices if flow.rms <= FADED * usual]:
-        cause = f"Their gradients are under {FADED:g} of the median matrix's, or zero: they do not learn."
-        found.append(Finding(f"vanishing gradients in {_names(faded)}", {"parameters": faded}, cause, 0.9))
+    if vanished := [flow.name for flow in matrices if flow.rms <= VANISHED * usual]:
+        cause = f"Their gradients are under {VANISHED:g} of the median matrix's, or zero: they do not learn."
+        findings.append(Finding(f"vanishing gradients in {_names(vanished)}", {"parameters": vanished}, cause, 0.9))
     if large := [flow.name for flow in flows if EXPLODED < flow.ratio < math.inf]:
         cause = f"Their gradients are over {EXPLODED:g} times as long as their weights."
-        found.append(Finding(f"exploding gradients in {_names(large)}", {"parameters": large}, cause, 0.7))
+        findings.append(Finding(f"exploding gradients in {_names(large)}", {"parameters": large}, cause, 0.7))
     if (trend := depth_trend(matrices)) is not None and not 1 / TREND <= trend <= TREND:
         kind = "vanishing" if trend > 1 else "exploding"
         symptom = f"{kind} gradients: the last block's are {trend:.2g} times the first block's"
         fix = "Check initial scale, normalisation and residual paths."
-        found.append(Finding(symptom, {"last_over_first": trend}, "", 0.8, fix))
-    return found
+        findings.append(Finding(symptom, {"last_over_first": trend}, "", 0.8, fix))
+    return findings
 
 
 def depth_trend(flows: list[GradientFlow]) -> float | None:
-    """Gradient rms of the last block over that of the first, from a straight line through the logarithms."""
+    """Gradient rms of the last block over that of the first, from a line through the logarithms."""
     points = [(int(m[1]), math.log(f.rms)) for f in flows if (m := _DEPTH.search(f.name)) and f.rms > 0]
     depths = [float(depth) for depth, _ in points]
     if len(set(depths)) < 2:
@@ -113,22 +111,28 @@ def _names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def gradient_report(flows: list[GradientFlow], where: str) -> InspectionReport:
-    findings = judge(flows)
+def gradient_report(flows: list[GradientFlow], label: str) -> InspectionReport:
+    findings = check_gradients(flows)
     order = [float(i) for i in range(len(flows))]
     series = {"gradient norm": [f.grad_norm for f in flows], "weight norm": [f.weight_norm for f in flows]}
     figure = Lines("Gradient flow", order, series, "parameter, in the model's order", log_y=True)
     rows = [(f.name, f.grad_norm, f.grad_norm_max, f.weight_norm, f.ratio, f.mean, f.largest) for f in flows]
     columns = ("parameter", "grad norm", "largest", "weight norm", "ratio", "mean |g|", "max |g|")
-    said = [] if findings else ["No gradient vanishes or explodes."]
+    conclusions = [] if findings else ["No gradient vanishes or explodes."]
     return InspectionReport(
-        f"Gradient flow, {where}", said, {"parameters": [asdict(f) for f in flows]}, columns, rows, [figure], findings
+        f"Gradient flow, {label}",
+        conclusions,
+        {"parameters": [asdict(f) for f in flows]},
+        columns,
+        rows,
+        [figure],
+        findings,
     )
 
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """In tokens, with a confidence interval; `high` is infinite where the gradient cannot be told from noise."""
+    """In tokens, with a confidence interval; `high` is infinite if the gradient does not stand out from the noise."""
 
     tokens: float
     low: float
@@ -141,16 +145,16 @@ class NoiseScale:
     samples: list[tuple[float, float]]  # (|G|^2, S) of each large batch
 
 
-def estimate(small: list[tuple[float, float]], large: tuple[float, float]) -> tuple[float, float]:
-    """Unbiased (|G|^2, S) from (tokens, gradient square) of small batches and of the large one that they make up."""
+def estimate_noise(small: list[tuple[float, float]], large: tuple[float, float]) -> tuple[float, float]:
+    """Unbiased (|G|^2, S) from (tokens, squared gradient) of small batches and of the large one that they form."""
     squares, inverse = fmean(square for _, square in small), fmean(1 / tokens for tokens, _ in small)
     noise = (squares - large[1]) / (inverse - 1 / large[0])
     return large[1] - noise / large[0], noise
 
 
-def interval(samples: list[tuple[float, float]], confidence: float = 0.95) -> tuple[float, float]:
-    """Fieller's interval of the quotient of two means. It is unbounded above, honestly, where the denominator is not
-    certainly positive; a bootstrap would print some number there."""
+def fieller_interval(samples: list[tuple[float, float]], confidence: float = 0.95) -> tuple[float, float]:
+    """Fieller's interval of the quotient of two means. It is unbounded above if the denominator is not significantly
+    positive; a bootstrap would print some number there."""
     n = len(samples)
     gradient, noise = fmean(g for g, _ in samples), fmean(s for _, s in samples)
     if n < 2:
@@ -158,7 +162,7 @@ def interval(samples: list[tuple[float, float]], confidence: float = 0.95) -> tu
     gg = sum((g - gradient) ** 2 for g, _ in samples) / (n - 1) / n
     ss = sum((s - noise) ** 2 for _, s in samples) / (n - 1) / n
     gs = sum((g - gradient) * (s - noise) for g, s in samples) / (n - 1) / n
-    t = student(confidence, n - 1)
+    t = student_quantile(confidence, n - 1)
     # Quotients r with (noise - r gradient)^2 <= t^2 (ss - 2 r gs + r^2 gg): between the roots of a parabola.
     a, b, c = gradient**2 - t * t * gg, gradient * noise - t * t * gs, noise**2 - t * t * ss
     root = math.sqrt(max(0.0, b * b - a * c))
@@ -167,19 +171,21 @@ def interval(samples: list[tuple[float, float]], confidence: float = 0.95) -> tu
     return max(0.0, (b - root) / a) if a < 0 and root else 0.0, math.inf
 
 
-def student(confidence: float, freedom: int) -> float:
+def student_quantile(confidence: float, freedom: int) -> float:
     """Two-sided quantile of Student's t, by the Cornish-Fisher series (within 1 % from 4 degrees of freedom)."""
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     terms = [z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384]
     return sum(term / freedom**k for k, term in enumerate(terms))
 
 
-def noise_scale(subject: InspectedModel, steps: list[int], fewest: int = 4, confidence: float = 0.95) -> NoiseScale:
-    """From the micro-batches of some steps. Steps are joined until a large batch has at least `fewest` small ones."""
-    named = subject.named()
+def measure_noise_scale(
+    subject: InspectedModel, steps: list[int], fewest: int = 4, confidence: float = 0.95
+) -> NoiseScale:
+    """From the micro-batches of steps. Steps are joined until a large batch has at least `fewest` small ones."""
+    named = subject.trainable()
     total = [torch.zeros_like(p, dtype=torch.float32) for _, p in named]
     small: list[tuple[float, Tensor]] = []
-    found, sizes, large = [], [], []
+    samples, sizes, large = [], [], []
     for step in steps:
         for part in subject.parts(step, None):
             if not part.tokens:
@@ -194,41 +200,47 @@ def noise_scale(subject: InspectedModel, steps: list[int], fewest: int = 4, conf
         if len(small) < fewest:
             continue
         tokens = sum(count for count, _ in small)
-        whole = torch.nn.utils.get_total_norm(total) / tokens
-        norms = torch.stack([norm for _, norm in small]).tolist()
-        pairs = [(count, norm**2) for (count, _), norm in zip(small, norms, strict=True)]
-        found.append(estimate(pairs, (tokens, float(whole) ** 2)))
+        norm = torch.nn.utils.get_total_norm(total) / tokens
+        norms = torch.stack([small_norm for _, small_norm in small]).tolist()
+        pairs = [(count, small_norm**2) for (count, _), small_norm in zip(small, norms, strict=True)]
+        samples.append(estimate_noise(pairs, (tokens, float(norm) ** 2)))
         sizes.append(tokens / len(small))
         large.append(tokens)
         small = []
         torch._foreach_zero_(total)
     subject.model.zero_grad(set_to_none=True)
-    if not found:
+    if not samples:
         raise ValueError(f"{len(steps)} steps have fewer than {fewest} micro-batches: examine more")
-    gradient, noise = fmean(g for g, _ in found), fmean(s for _, s in found)
-    low, high = interval(found, confidence)
+    gradient, noise = fmean(g for g, _ in samples), fmean(s for _, s in samples)
+    low, high = fieller_interval(samples, confidence)
     scale = noise / gradient if gradient > 0 else math.inf
-    return NoiseScale(scale, low, high, confidence, gradient, noise, fmean(sizes), fmean(large), found)
+    return NoiseScale(scale, low, high, confidence, gradient, noise, fmean(sizes), fmean(large), samples)
 
 
-def noise_report(found: NoiseScale, batch: float, where: str) -> InspectionReport:
+def noise_report(scale: NoiseScale, batch: float, label: str) -> InspectionReport:
     """`batch` is the run's, in tokens."""
-    span = f"{found.low:,.0f} to " + (f"{found.high:,.0f}" if math.isfinite(found.high) else "unbounded")
-    said = [f"Noise scale {found.tokens:,.0f} tokens ({found.confidence:.0%} interval {span})."]
-    if math.isfinite(found.tokens) and found.tokens > 0:
-        steps, data = 1 + found.tokens / batch, 1 + batch / found.tokens
-        said.append(
+    span = f"{scale.low:,.0f} to " + (f"{scale.high:,.0f}" if math.isfinite(scale.high) else "unbounded")
+    conclusions = [f"Noise scale {scale.tokens:,.0f} tokens ({scale.confidence:.0%} interval {span})."]
+    if math.isfinite(scale.tokens) and scale.tokens > 0:
+        steps, data = 1 + scale.tokens / batch, 1 + batch / scale.tokens
+        conclusions.append(
             f"A batch of {batch:,.0f} tokens needs {steps:.2g} times the fewest possible steps, and {data:.2g} times "
             "the least possible data (at the noise scale both are 2)."
         )
-    if found.low > batch:
-        said.append("The batch is below the interval: doubling it would nearly halve the steps.")
-    elif found.high < batch:
-        said.append("The batch is above the interval: a smaller one would learn nearly as much a step, from less data.")
+    if scale.low > batch:
+        conclusions.append("The batch is below the interval: doubling it would nearly halve the steps.")
+    elif scale.high < batch:
+        conclusions.append(
+            "The batch is above the interval: a smaller one would learn nearly as much a step, from less data."
+        )
     else:
-        said.append("The batch lies within the interval: it fits. More --batches narrow the interval.")
-    said.append("B_simple ignores curvature and Adam's scaling, and grows as the loss falls: read it as an order.")
-    order = [float(i) for i in range(len(found.samples))]
-    series = {"|G|^2": [g for g, _ in found.samples], "S / batch": [s / batch for _, s in found.samples]}
+        conclusions.append("The batch lies within the interval: it fits. More --batches narrow the interval.")
+    conclusions.append(
+        "B_simple ignores curvature and Adam's scaling, and grows as the loss falls: read it as an order."
+    )
+    order = [float(i) for i in range(len(scale.samples))]
+    series = {"|G|^2": [g for g, _ in scale.samples], "S / batch": [s / batch for _, s in scale.samples]}
     figure = Lines("Estimates of each large batch", order, series, "large batch")
-    return InspectionReport(f"Gradient noise scale, {where}", said, {**asdict(found), "batch": batch}, figures=[figure])
+    return InspectionReport(
+        f"Gradient noise scale, {label}", conclusions, {**asdict(scale), "batch": batch}, figures=[figure]
+    )

@@ -19,9 +19,8 @@ from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import Segment
 from bessemer.data.tokenizer.tokenizer import Tokenizer
-from bessemer.diagnose import gradients, histograms, landscape, nonfinite, rates
-from bessemer.diagnose import gradients as noise
-from bessemer.diagnose.report import InspectedModel, InspectionReport, MicroBatchTerms, backward
+from bessemer.diagnose import gradients, histograms, landscape, nonfinite
+from bessemer.diagnose.report import InspectedModel, InspectionReport, MicroBatchTerms, backward_step
 from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder, build
 from bessemer.optim.choose import optimizer_for
@@ -155,28 +154,30 @@ def inspect_lr(
     subject = bench.subject()
 
     def attempt(i: int, rate: float) -> float:
-        loss = float(backward(subject, bench.step + i))
+        loss = float(backward_step(subject, bench.step + i))
         bench.update(rate)
         return loss
 
-    return rates.report(rates.sweep(attempt, first, last, steps), bench.plan.peak_lr)
+    return landscape.lr_range_report(landscape.run_lr_range_test(attempt, first, last, steps), bench.plan.peak_lr)
 
 
 def inspect_gradients(bench: Inspection, batches: int) -> InspectionReport:
-    return gradients.gradient_report(gradients.flow(bench.subject(), bench.steps(batches)), bench.where)
+    flows = gradients.measure_gradient_flow(bench.subject(), bench.steps(batches))
+    return gradients.gradient_report(flows, bench.where)
 
 
 def inspect_landscape(
     bench: Inspection, batches: int, reach: float, points: int, grid: int, seed: int
 ) -> InspectionReport:
-    found = landscape.cut(bench.subject(), bench.steps(batches), reach, points, grid, seed)
-    return landscape.report(found, bench.where)
+    found = landscape.slice_loss(bench.subject(), bench.steps(batches), reach, points, grid, seed)
+    return landscape.landscape_report(found, bench.where)
 
 
 def inspect_histograms(bench: Inspection) -> InspectionReport:
     step = bench.steps(1)[0]
     lr = planned_lr(bench, step)
-    return histograms.report(histograms.spreads(bench.subject(), step, lambda: bench.update(lr)), bench.where)
+    distributions = histograms.measure_distributions(bench.subject(), step, lambda: bench.update(lr))
+    return histograms.histogram_report(distributions, bench.where)
 
 
 def inspect_noise(bench: Inspection, batches: int) -> InspectionReport:
@@ -184,10 +185,10 @@ def inspect_noise(bench: Inspection, batches: int) -> InspectionReport:
     steps = bench.steps(batches)
     rows = bench.stream.steps.rows(steps[0])
     try:
-        found = noise.noise_scale(bench.subject(min(bench.plan.micro_rows, max(1, rows // 8))), steps)
+        found = gradients.measure_noise_scale(bench.subject(min(bench.plan.micro_rows, max(1, rows // 8))), steps)
     except ValueError as error:
         raise UserError(f"--batches {batches}: {error}") from None
-    return noise.noise_report(found, bench.stream.step_count(steps[0]), bench.where)
+    return gradients.noise_report(found, bench.stream.step_count(steps[0]), bench.where)
 
 
 def inspect_nan(folder: Path, step: int, checkpoint: str | None, device: str) -> InspectionReport:
@@ -204,12 +205,12 @@ def inspect_nan(folder: Path, step: int, checkpoint: str | None, device: str) ->
         for earlier in range(bench.step, step):
             record = lived.get(earlier, {})
             if record.get("veto") is None:
-                backward(subject, earlier)
+                backward_step(subject, earlier)
                 bench.update(number(record.get("lr")) or planned_lr(bench, earlier))
         bench.where += f", {step - bench.step} steps replayed"
-    in_fp32 = (lambda: backward(subject, step, "fp32")) if bench.plan.precision != "fp32" else None
-    trace = nonfinite.trace_nonfinite(bench.model, lambda: backward(subject, step), in_fp32)
-    return nonfinite.report(trace, step, bench.where)
+    in_fp32 = (lambda: backward_step(subject, step, "fp32")) if bench.plan.precision != "fp32" else None
+    trace = nonfinite.trace_nonfinite(bench.model, lambda: backward_step(subject, step), in_fp32)
+    return nonfinite.nonfinite_report(trace, step, bench.where)
 
 
 def planned_lr(bench: Inspection, step: int) -> float:
