@@ -122,12 +122,12 @@ class ReplicaCheck:
             self.equal_at = step + 1
             return []
         tensors = self._differing_tensors()
-        names = " and ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
+        culprits = " and ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
         where = f" in {', '.join(tensors[:4])}{' and others' if len(tensors) > 4 else ''}" if tensors else ""
         symptom = (
-            f"{names} differ{where}, without a majority that shows which is right"
+            f"{culprits} differ{where}, without a majority that shows which is right"
             if undecided
-            else f"{names} holds other weights than the rest{where}"
+            else f"{culprits} holds other weights than the rest{where}"
         )
         symptom += f"; equal after {self.equal_at:,} steps, not after {step + 1:,}"
         return alarm(
