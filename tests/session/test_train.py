@@ -165,19 +165,19 @@ def test_metrics_past_the_checkpoint_are_cut_and_the_cut_is_an_event(
 ) -> None:
     whole, broken = make_spec("whole"), make_spec("broken")
     train(whole)
-    genuine = one_step.forward_backward
+    genuine = one_step.compute_step
 
     def fail_at_25(job: Any, step: int, *rest: Any) -> Any:
         if step == 25:
             raise MemoryError("no memory")
         return genuine(job, step, *rest)
 
-    monkeypatch.setattr(one_step, "forward_backward", fail_at_25)
+    monkeypatch.setattr(one_step, "compute_step", fail_at_25)
     with pytest.raises(MemoryError):
         train(broken)
     assert Run(run_folder(broken)).state == "failed"
     assert "MemoryError" in (run_folder(broken) / "logs" / "rank-0.log").read_text()
-    monkeypatch.setattr(one_step, "forward_backward", genuine)
+    monkeypatch.setattr(one_step, "compute_step", genuine)
     train(broken)
     assert events(broken, "metrics_cut")[-1]["from_step"] == 20
     assert losses(broken) == losses(whole)
@@ -335,11 +335,11 @@ def test_a_run_killed_before_its_first_save_is_planned_anew(make_spec: Make, mon
     def fail(*_: Any) -> Any:
         raise MemoryError("no memory")
 
-    genuine = one_step.forward_backward
-    monkeypatch.setattr(one_step, "forward_backward", fail)
+    genuine = one_step.compute_step
+    monkeypatch.setattr(one_step, "compute_step", fail)
     with pytest.raises(MemoryError):
         train(make_spec(optimizer={"lr": "auto"}))
-    monkeypatch.setattr(one_step, "forward_backward", genuine)
+    monkeypatch.setattr(one_step, "compute_step", genuine)
     spec = make_spec(optimizer={"lr": "auto"}, model={"ffn": 128})
     assert train(spec).kind == "finished"
 

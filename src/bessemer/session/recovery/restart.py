@@ -118,7 +118,9 @@ class HangResponse:
             write_heartbeat(self.job.recorder.run.folder / "logs", self.job.world.rank, self._start, beat)
 
     def frozen(self, beat: int) -> bool:
-        return bool(ranks_without_heartbeat(self.job.recorder.run.folder / "logs", self.job.world.size, self._start, beat))
+        return bool(
+            ranks_without_heartbeat(self.job.recorder.run.folder / "logs", self.job.world.size, self._start, beat)
+        )
 
     def paused(self, step: int, seconds: float) -> None:
         """This process was stopped, or held up as a whole; of several, the others have said that it gave no sign."""
