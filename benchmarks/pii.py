@@ -17,7 +17,7 @@ import random
 import time
 from pathlib import Path
 
-from bessemer.data.curate.pii.step import find_pii
+from bessemer.data.curate.filters.pii import find_pii
 from bessemer.spec.curate.dedup import ALL_KINDS, PiiKind
 
 LARGEST_BYTES = 32_000_000

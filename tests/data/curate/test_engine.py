@@ -81,7 +81,7 @@ def test_a_fault_names_the_task_and_shows_the_trace() -> None:
 
 def test_a_worker_killed_for_memory_names_the_task_and_the_way_out() -> None:
     pool = ProcessPool(2)
-    with pytest.raises(UserError, match=r"part 3: the worker was ended by SIGKILL: most likely out of memory"):
+    with pytest.raises(UserError, match=r"part 3: the worker was killed by SIGKILL: most likely out of memory"):
         each(pool, die_at_the_third, JOBS)
     assert each(pool, square, JOBS)[3] == 9  # the pool works again
     pool.close()
@@ -93,9 +93,9 @@ def test_no_tasks_start_no_process() -> None:
 
 SCRIPT = """
 import sys, time
-from bessemer.data.curate.engine import Pool
+from bessemer.data.curate.engine import ProcessPool
 def main():
-    pool = Pool(2)
+    pool = ProcessPool(2)
     for _ in pool.run(time.sleep, [30, 30, 30]): pass
 print("begun", flush=True)
 main()  # not guarded by __name__, as in many a script

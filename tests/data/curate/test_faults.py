@@ -59,7 +59,7 @@ def build(data: DataSpec, cache: Path, engine: Engine | None = None) -> Prepared
 FULL = """
 import json, os, shutil, subprocess, sys
 from pathlib import Path
-from bessemer.data.curate.engine import Here
+from bessemer.data.curate.engine import LocalEngine
 from bessemer.data.prepare import prepare
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec, TokenizerSpec
@@ -69,7 +69,7 @@ subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], c
 data = DataSpec.model_validate(json.loads(sys.argv[2]))
 
 def build():
-    return prepare(data, TokenizerSpec(), disk / "cache", 300, 0, engine=Here())
+    return prepare(data, TokenizerSpec(), disk / "cache", 300, 0, engine=LocalEngine())
 
 told = []
 for free in map(int, sys.argv[3:]):
@@ -149,7 +149,7 @@ def test_a_killed_worker_is_named_with_its_part_and_the_next_run_finishes(tmp_pa
     data = spec_of(["whitespace", score], 1_000, web=str(tmp_path / "in"))
     pool = ProcessPool(2)
     with pytest.raises(
-        UserError, match=r"^source 'web', .*2\.jsonl.*: the worker was ended by SIGKILL.*goes on"
+        UserError, match=r"^source 'web', .*2\.jsonl.*: the worker was killed by SIGKILL.*continues"
     ) as told:
         build(data, tmp_path / "cache", pool)
     assert "\n" not in str(told.value) and not list((tmp_path / "cache").glob("*/prepared.json"))
@@ -374,7 +374,7 @@ def test_a_lost_ledger_brings_no_document_back(tmp_path: Path) -> None:
     for file in lost:
         file.unlink()
     again = prepare(data, TokenizerSpec(), tmp_path / "cache", 310, 0, engine=LocalEngine())
-    assert [note for note in again.notes if str(lost[0]) in note and "run again on this part" in note]
+    assert [note for note in again.notes if str(lost[0]) in note and "runs again on this part" in note]
     for prepared in (first, again):
         stored = sum(side["web"].documents for side in (prepared.train, prepared.validation))
         assert stored == read_report(prepared.folder)["sources"]["web"]["documents"] == 12

@@ -11,9 +11,9 @@ from bessemer.data.curate.ledger import (
     DocumentChange,
     LedgerWriter,
     StepCounts,
+    read_changes,
+    read_counts,
     read_json,
-    read_tally,
-    read_touches,
     write_json,
 )
 from bessemer.data.curate.step import Drop
@@ -23,15 +23,15 @@ from bessemer.errors import UserError
 
 def test_touches_come_back_in_order_over_many_batches(tmp_path: Path) -> None:
     writer = LedgerWriter(tmp_path / "k")
-    touches = [
+    changes = [
         DocumentChange(n, n % 2 == 0, None if n % 2 == 0 else "é" * 3_000 + str(n), None, '{"a": 1}')
         for n in range(4000)
     ]
-    for touch in touches:
-        writer.add(touch)
+    for change in changes:
+        writer.add(change)
     assert not (tmp_path / "k.json").exists()  # nothing is there before the commit
     writer.commit()
-    assert list(read_touches(tmp_path / "k")) == touches
+    assert list(read_changes(tmp_path / "k")) == changes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k.arrow", "k.json"]
 
 
@@ -39,7 +39,7 @@ def test_the_same_touches_are_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         writer = LedgerWriter(tmp_path / name / "k")
-        writer.tally.dropped(Document("text", "f", 3), Drop("too short", 4.0), 4)
+        writer.counts.dropped(Document("text", "f", 3), Drop("too short", 4.0), 4)
         for number in range(100):
             writer.add(DocumentChange(number, False, f"text {number}", None, None))
         writer.commit()
@@ -49,11 +49,11 @@ def test_the_same_touches_are_the_same_bytes(tmp_path: Path) -> None:
 
 def test_a_step_that_touched_nothing_has_only_its_counts(tmp_path: Path) -> None:
     writer = LedgerWriter(tmp_path / "k")
-    writer.tally.documents_in = 7
+    writer.counts.documents_in = 7
     writer.commit()
     assert [path.name for path in tmp_path.iterdir()] == ["k.json"]
-    assert list(read_touches(tmp_path / "k")) == []
-    assert read_tally(tmp_path / "k").documents_in == 7
+    assert list(read_changes(tmp_path / "k")) == []
+    assert read_counts(tmp_path / "k").documents_in == 7
 
 
 def test_discarding_leaves_nothing(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_discarding_leaves_nothing(tmp_path: Path) -> None:
 def test_a_damaged_ledger_is_named(tmp_path: Path, damage: str) -> None:
     for name in ("k", "other"):
         writer = LedgerWriter(tmp_path / name)
-        writer.tally.documents_in = 1
+        writer.counts.documents_in = 1
         writer.add(DocumentChange(len(name), True, None, None, None))
         writer.commit()
     path = tmp_path / "k.arrow"
@@ -81,21 +81,21 @@ def test_a_damaged_ledger_is_named(tmp_path: Path, damage: str) -> None:
     if damage == "deleted":
         path.unlink()
     with pytest.raises(UserError, match=r"k\.arrow: (damaged|missing).*run again"):
-        list(read_touches(tmp_path / "k"))
+        list(read_changes(tmp_path / "k"))
 
 
 def test_a_ledger_of_an_earlier_version_is_read_and_missed(tmp_path: Path) -> None:
     """Its counts have no digest, but say whether there was anything to write."""
     writer = LedgerWriter(tmp_path / "k")
-    writer.tally.documents_in = 1
+    writer.counts.documents_in = 1
     writer.add(DocumentChange(0, True, None, None, None))
     writer.commit()
     counts = read_json(tmp_path / "k.json")
     (tmp_path / "k.json").write_text(json.dumps({key: counts[key] for key in StepCounts.__dataclass_fields__}))
-    assert len(list(read_touches(tmp_path / "k"))) == 1
+    assert len(list(read_changes(tmp_path / "k"))) == 1
     (tmp_path / "k.arrow").unlink()
     with pytest.raises(UserError, match=r"k\.arrow: missing"):
-        list(read_touches(tmp_path / "k"))
+        list(read_changes(tmp_path / "k"))
 
 
 def test_counts_under_another_name_are_damaged(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 import pyarrow.ipc
-from bessemer.data.curate.engine import Here
+from bessemer.data.curate.engine import LocalEngine
 from bessemer.data.curate.step import make_step
 from bessemer.plan.decision import Plan
 from bessemer.spec.load import load_spec
@@ -151,7 +151,7 @@ while status == signal.SIGKILL:
     ended_at = record.read_text().splitlines()
     child = os.fork()
     if not child:
-        prepare_data(spec, Plan(), engine=Here())
+        prepare_data(spec, Plan(), engine=LocalEngine())
         os._exit(0)
     status = os.waitpid(child, 0)[1]
 print(kills)

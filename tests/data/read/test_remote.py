@@ -190,9 +190,9 @@ def test_a_connection_that_fails_is_tried_again(memory: Any, monkeypatch: pytest
 
 
 def test_protocols_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"nope://a: .*correct the address"):
+    with pytest.raises(UserError, match=r"nope://a: .*correct the URL"):
         list_files(source_of("nope://a"))
-    with pytest.raises(UserError, match="chained URLs are not read"):
+    with pytest.raises(UserError, match="chained URLs are not supported"):
         list_files(source_of("simplecache::https://h/a.txt"))
     with pytest.raises(UserError, match=r"gs://b/a\.txt: .*pip install gcsfs"):
         list_files(source_of("gs://b/a.txt"))

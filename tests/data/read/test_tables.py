@@ -208,7 +208,7 @@ def test_a_packed_table_is_refused(tmp_path: Path) -> None:
 
     path = parquet(tmp_path / "a.parquet", pa.table({"text": ["a"]}))
     packed = write(tmp_path / "a.parquet.gz", gzip.compress(path.read_bytes()))
-    with pytest.raises(UserError, match=r"compressed \(gz\), but tables are read in ranges; unpack it"):
+    with pytest.raises(UserError, match=r"compressed \(gz\), but tables are read in ranges; decompress it"):
         read(source_of(packed))
 
 

@@ -1,9 +1,6 @@
-"""Who does the work: this process, a pool of processes, or a Ray cluster. All give the same results in any number. A
-task is small (a part's description and where to write); what it makes goes to disk, and only a few numbers come
-back.
-
-Progress of long work on data: how much, how fast, how long yet; at most one line a second.
-"""
+"""Runs tasks in this process, a pool of processes or a Ray cluster, with the same results whatever the number of
+workers. A task is small (a part and where to write); its output goes to disk and only a few numbers come back. `Meter`
+reports the progress of long work on data, at most one line a second."""
 
 from __future__ import annotations
 
@@ -28,13 +25,14 @@ Work = Callable[[Any], Any]  # a module-level function; tasks and results can be
 
 
 class Engine(Protocol):
-    """Runs a function on every task. A task's `name` is what a message calls it."""
+    """Runs a function on every task. Messages call a task by its `name`."""
 
     @property
     def workers(self) -> int: ...
 
     def run(self, function: Work, tasks: Sequence[Any], /) -> Iterator[tuple[int, Any]]:
-        """(index of the task, its result) as they come. The first failure ends it; finished tasks stay finished."""
+        """Yields (index of the task, its result) as tasks finish. The first failure ends it; finished tasks stay
+        finished."""
         ...
 
     def close(self) -> None: ...
@@ -47,7 +45,7 @@ def each(engine: Engine, function: Work, tasks: Sequence[Any]) -> list[Any]:
 
 
 class LocalEngine:
-    """No other process: for small work, and for a debugger."""
+    """Runs tasks in this process: for small work and for debugging."""
 
     workers = 1
 
@@ -60,7 +58,7 @@ class LocalEngine:
 
 
 class ProcessPool:
-    """So many processes on this machine. They are started afresh, since a fork of a process with threads may hang."""
+    """A pool of spawned processes: forking a process with threads may hang."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -74,8 +72,8 @@ class ProcessPool:
         idle = list(self._processes)
         try:
             while True:
-                while idle and (following := next(waiting, None)) is not None:
-                    worker, (i, task) = idle.pop(), following
+                while idle and (next_task := next(waiting, None)) is not None:
+                    worker, (i, task) = idle.pop(), next_task
                     worker.send(function, task)
                     busy[worker.pipe] = worker, i
                 if not busy:
@@ -95,14 +93,14 @@ class ProcessPool:
 
 
 class _Worker:
-    """One process and the pipe to it. The pipe closes with this process, whatever ends it, and the worker leaves."""
+    """One process and the pipe to it. The worker exits when its lifeline closes, however this process ends."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         lifeline, self._lifeline = context.Pipe(duplex=False)
         self._process = context.Process(target=_serve, args=(theirs, lifeline), daemon=True)
-        with _main_hidden():
+        with _hide_main_module():
             self._process.start()
         theirs.close()
         lifeline.close()
@@ -112,11 +110,11 @@ class _Worker:
 
     def result(self, name: str) -> Any:
         try:
-            said = self.pipe.recv()
+            answer = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(5)
-            raise UserError(_death(self._process.exitcode, name)) from None
-        return taken(said, name)
+            raise UserError(_describe_exit(self._process.exitcode, name)) from None
+        return unwrap_answer(answer, name)
 
     def stop(self) -> None:
         self._process.kill()
@@ -126,24 +124,25 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _main_hidden() -> Iterator[None]:
-    """A child would run the caller's main module again: a script without a guard would start itself."""
+def _hide_main_module() -> Iterator[None]:
+    """Hides the main module from spawned children, which would run it again: a script without a guard would start
+    itself."""
     main = sys.modules["__main__"]
-    own = main.__dict__
-    kept: dict[str, Any] = {key: own.pop(key) for key in ("__file__", "__spec__") if key in own}
+    namespace = main.__dict__
+    hidden: dict[str, Any] = {key: namespace.pop(key) for key in ("__file__", "__spec__") if key in namespace}
     main.__spec__ = None
     try:
         yield
     finally:
-        main.__dict__.update(kept)
+        main.__dict__.update(hidden)
 
 
 def task_name(task: Any) -> str:
     return str(getattr(task, "name", task))
 
 
-def answer(function: Work, task: Any) -> tuple[str, Any]:
-    """A task's result or its error, in a form that travels."""
+def run_task(function: Work, task: Any) -> tuple[str, Any]:
+    """A task's result or its error, in a picklable form."""
     try:
         return "done", function(task)
     except UserError as error:
@@ -152,37 +151,37 @@ def answer(function: Work, task: Any) -> tuple[str, Any]:
         return "failed", traceback.format_exc()
 
 
-def taken(said: tuple[str, Any], name: str) -> Any:
-    """The result in an answer; its error is raised here."""
-    kind, value = said
+def unwrap_answer(answer: tuple[str, Any], name: str) -> Any:
+    """The result of an answer; raises its error."""
+    kind, value = answer
     if kind == "done":
         return value
     raise UserError(value) if kind == "refused" else RuntimeError(f"{name}: {value}")
 
 
-def _death(code: int | None, name: str) -> str:
+def _describe_exit(code: int | None, name: str) -> str:
     if code is not None and code < 0:
         kind = signal.Signals(-code).name
         why = "most likely out of memory; use fewer workers" if kind == "SIGKILL" else "run it again"
-        return f"{name}: the worker was ended by {kind}: {why}. The next run goes on from what was finished"
-    return f"{name}: the worker left with code {code}. What was finished is kept; run it again"
+        return f"{name}: the worker was killed by {kind}: {why}. The next run continues from the finished work"
+    return f"{name}: the worker exited with code {code}. Finished work is kept; run it again"
 
 
 def _serve(pipe: Connection, lifeline: Connection) -> None:
-    """A worker's life: a task, its result, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
-    # One thread each, for whatever library would take all cores.
+    """The main loop of a worker: runs tasks until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
+    # One thread per worker for libraries that would use all cores.
     os.environ.update({"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
-    threading.Thread(target=_leave_with_parent, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
     while True:
         try:
             function, task = pipe.recv()
         except (EOFError, OSError):
             return
-        pipe.send(answer(function, task))
+        pipe.send(run_task(function, task))
 
 
-def _leave_with_parent(lifeline: Connection) -> None:
+def _exit_with_parent(lifeline: Connection) -> None:
     try:
         lifeline.recv()
     except (EOFError, OSError):
@@ -190,12 +189,12 @@ def _leave_with_parent(lifeline: Connection) -> None:
 
 
 def cores() -> int:
-    """Those this process may use."""
+    """The number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_engine(kind: str, workers: int | None, address: str | None = None) -> Engine:
-    """`local` or `ray`. Without a number, one worker per core."""
+    """`local` or `ray`. The default number of workers is one per core."""
     if kind == "ray":
         return RayEngine(address, workers)
     count = workers or cores()
@@ -203,9 +202,9 @@ def make_engine(kind: str, workers: int | None, address: str | None = None) -> E
 
 
 class RayEngine:
-    """A running cluster by its address, or a local one started here, through Ray Data; `workers` bounds the tasks at a
-    time. Files and the cache have to lie where every node reaches them. Ray runs a task again when its node dies: that
-    is harmless, since a task's output appears at once and is the same every time."""
+    """A running cluster by its address, or a local one, through Ray Data; `workers` limits the concurrent tasks. Files
+    and the cache must be reachable from every node. Ray reruns the tasks of a failed node, which is safe: a task's
+    output appears atomically and is the same every time."""
 
     def __init__(self, address: str | None = None, workers: int | None = None) -> None:
         try:
@@ -222,7 +221,7 @@ class RayEngine:
                 )  # fmt: skip
             except (ConnectionError, RuntimeError, ValueError) as error:
                 place = f"at {address}" if address else "here"
-                fix = "give the address of a running one, and RAY_AUTH_MODE as it was started with"
+                fix = "give the address of a running one, and the RAY_AUTH_MODE that it was started with"
                 raise UserError(f"no Ray cluster {place} ({error}); {fix}") from error
         self.workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
 
@@ -235,38 +234,38 @@ class RayEngine:
         context.enable_progress_bars = False
         context.execution_options.preserve_order = False
         rows = [{"i": i, "task": pickle.dumps((function, task))} for i, task in enumerate(tasks)]
-        made = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_run, concurrency=self.workers)
-        for row in made.iter_rows():
-            yield row["i"], taken(pickle.loads(row["answer"]), task_name(tasks[row["i"]]))
+        answers = ray.data.from_items(rows, override_num_blocks=len(rows)).map(_run_on_ray, concurrency=self.workers)
+        for row in answers.iter_rows():
+            yield row["i"], unwrap_answer(pickle.loads(row["answer"]), task_name(tasks[row["i"]]))
 
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
 
 
-def _run(row: dict[str, Any]) -> dict[str, Any]:
-    """On a node. Errors travel back as values, since Ray would wrap them out of recognition."""
-    return {"i": row["i"], "answer": pickle.dumps(answer(*pickle.loads(row["task"])))}
+def _run_on_ray(row: dict[str, Any]) -> dict[str, Any]:
+    """Runs on a node. Errors travel back as values, because Ray would wrap them."""
+    return {"i": row["i"], "answer": pickle.dumps(run_task(*pickle.loads(row["task"])))}
 
 
 Say = Callable[[str], None]
 
 
 class Meter:
-    """Lines such as `tokenizing web 41 % 12.3 MB/s eta 90 s`."""
+    """Prints lines such as `tokenizing web 41 % 12.3 MB/s eta 90 s`."""
 
     def __init__(self, say: Say | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.say: Say = say or (lambda line: None)
         self._clock = clock
         self.start("", 0)
 
-    def start(self, what: str, total_bytes: int) -> None:
-        self._what, self._total_bytes, self._done_bytes = what, total_bytes, 0
+    def start(self, label: str, total_bytes: int) -> None:
+        self._label, self._total_bytes, self._done_bytes = label, total_bytes, 0
         self._start_s = self._last_s = self._clock()
 
-    def counting(self, texts: Iterable[str], what: str, total_bytes: int, then: str) -> Iterator[str]:
-        """The texts as they are read; `then` is said after the last."""
-        self.start(what, total_bytes)
+    def counting(self, texts: Iterable[str], label: str, total_bytes: int, then: str) -> Iterator[str]:
+        """Passes the texts through, counting them; prints `then` after the last."""
+        self.start(label, total_bytes)
         for text in texts:
             yield text
             self.advance(len(text))
@@ -281,5 +280,5 @@ class Meter:
         rate = self._done_bytes / (now_s - self._start_s)
         share = min(1.0, self._done_bytes / max(self._total_bytes, 1))
         rest_bytes = max(0, self._total_bytes - self._done_bytes)
-        left = f" eta {rest_bytes / rate:.0f} s" if rate else ""  # files may be empty
-        self.say(f"{self._what} {100 * share:.0f} % {rate / 1e6:.1f} MB/s{left}")
+        left = f" eta {rest_bytes / rate:.0f} s" if rate else ""  # zero while only empty files were read
+        self.say(f"{self._label} {100 * share:.0f} % {rate / 1e6:.1f} MB/s{left}")

@@ -1,16 +1,13 @@
-"""Where the cache of curation keeps things, how they are written, and the few measures of a text that everything
-uses.
+"""The cache of curation: file layout, atomic writes, and ledgers. A ledger records what one step did to one part: which
+documents it dropped, changed or labelled, and the counts.
 
-What one step did to one part of the corpus, on disk: which documents it dropped or changed, and the counts.
-
-The text of a corpus is never written again after each step. A ledger holds only the documents that a step dropped,
-gave another text or labelled; the state after any number of steps is the files as they are read, with the ledgers
-applied one after the other. So a filter costs nothing to keep, and changing its threshold reads the files and the
+The text of a corpus is not rewritten after each step. The state after any number of steps is the source files with the
+ledgers applied in order, so a filter's result is small, and changing its threshold rereads only the files and the
 earlier ledgers.
 
-Two files: `KEY.arrow` (rows by ordinal; absent when nothing was touched) and `KEY.json` (counts, and the digest of
-`KEY.arrow`; written last, it is the commit). Both are the same bytes whoever writes them. A ledger whose files do not
-agree counts as not written: the step is run again on that part.
+A ledger has two files: `KEY.arrow` (rows by ordinal; absent when nothing changed) and `KEY.json` (counts and the digest
+of `KEY.arrow`; written last, it commits the ledger). Both are deterministic. A ledger whose files disagree counts as
+not written: the step runs again on that part.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ import json
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ def ledger_path(cache: Path, key: str) -> Path:
 
 
 def counts_path(cache: Path, key: str) -> Path:
-    """What was counted: of a ledger, a reading or a census."""
+    """The counts of a ledger, a reading or a census."""
     return ledger_path(cache, key).with_suffix(".json")
 
 
@@ -54,12 +52,12 @@ def collected_path(cache: Path, key: str) -> Path:
     return cache / "collected" / key[:2] / f"{key}.npz"
 
 
-def ruling_path(cache: Path, key: str, part: int) -> Path:
+def decisions_path(cache: Path, key: str, part: int) -> Path:
     return cache / "rulings" / key / f"{part:06d}.npz"
 
 
 def text_hash(text: str, seed: int) -> int:
-    """Of the text in UTF-8; by pieces, so that a long document is not copied whole."""
+    """A hash of the text in UTF-8, computed in pieces so that a long document is not copied."""
     if len(text) <= _HASH_PIECE_CHARS:
         return int(xxhash.xxh3_64_intdigest(text.encode(), seed=seed))
     state = xxhash.xxh3_64(seed=seed)
@@ -74,19 +72,18 @@ def byte_length(text: str) -> int:
 
 @contextlib.contextmanager
 def space_for(folder: Path) -> Iterator[None]:
-    """A full disk is told in one line."""
+    """Reports a full disk in one line."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        fix = "free some and run again: what was finished is kept"
-        raise UserError(f"no space left for {folder}; {fix}") from error
+        raise UserError(f"no space left for {folder}; free some and run again: finished work is kept") from error
 
 
 @contextlib.contextmanager
 def naming(name: str, folder: Path) -> Iterator[None]:
-    """Every error says which part it struck."""
+    """Prefixes every error with the part that caused it."""
     try:
         with space_for(folder):
             yield
@@ -109,8 +106,8 @@ def load_arrays(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_arrays(path: Path) -> Iterator[Any]:
-    """What `save_arrays` wrote, for reading some of it. An archive has a checksum of every array in it; its comment is
-    the name that it was written under, so one that was put in another's place is noticed (older ones have none)."""
+    """Opens what `save_arrays` wrote. Every array has a checksum; the archive's comment holds the name it was written
+    under, which detects a file in the wrong place (older files have no comment)."""
     with np.load(path, allow_pickle=False) as arrays:
         if arrays.zip.comment not in (b"", _identity(path)):
             raise ValueError(f"it was written as {arrays.zip.comment.decode(errors='replace')}")
@@ -118,7 +115,7 @@ def open_arrays(path: Path) -> Iterator[Any]:
 
 
 def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    assert not {"file", "allow_pickle"} & set(arrays), "numpy takes these names for its own arguments"
+    assert not {"file", "allow_pickle"} & set(arrays), "reserved by numpy.savez"
     with atomic_file(path, parents=True) as file:
         np.savez(file, **arrays)
         with zipfile.ZipFile(file, "a") as archive:
@@ -130,14 +127,14 @@ def _identity(path: Path) -> bytes:
 
 
 _FLUSH_BYTES = 4 << 20
-_EXAMPLES = 3  # of each reason, from each part
+_EXAMPLES = 3  # per reason and part
 _EXCERPT_CHARS = 400
-LENGTH_BINS = 40  # powers of two of the number of characters
+LENGTH_BINS = 40  # by powers of two of the number of characters
 
 
 @dataclass
 class StepCounts:
-    """The counts of a step over a part; tallies of parts add up to that of the corpus."""
+    """The counts of a step over a part; those of parts add up to the corpus."""
 
     documents_in: int = 0
     documents_out: int = 0
@@ -148,36 +145,36 @@ class StepCounts:
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     labels: dict[str, dict[str, float]] = field(default_factory=dict)  # label: value or "sum": count
 
-    def add(self, other: StepCounts) -> None:
+    def add(self, part: StepCounts) -> None:
         for name in ("documents_in", "documents_out", "bytes_in", "bytes_out", "changed"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for reason, (documents, size_bytes) in other.reasons.items():
-            mine = self.reasons.setdefault(reason, [0, 0])
-            mine[0] += documents
-            mine[1] += size_bytes
-        for reason, found in other.examples.items():
-            pool = [*self.examples.get(reason, []), *found]
-            self.examples[reason] = sorted(pool, key=lambda one: one["draw"])[:_EXAMPLES]
-        for label, counts in other.labels.items():
-            mine_of = self.labels.setdefault(label, {})
+            setattr(self, name, getattr(self, name) + getattr(part, name))
+        for reason, (documents, size_bytes) in part.reasons.items():
+            total = self.reasons.setdefault(reason, [0, 0])
+            total[0] += documents
+            total[1] += size_bytes
+        for reason, examples in part.examples.items():
+            pool = [*self.examples.get(reason, []), *examples]
+            self.examples[reason] = sorted(pool, key=itemgetter("draw"))[:_EXAMPLES]
+        for label, counts in part.labels.items():
+            totals = self.labels.setdefault(label, {})
             for value, count in counts.items():
-                mine_of[value] = mine_of.get(value, 0) + count
+                totals[value] = totals.get(value, 0) + count
 
     def dropped(self, document: Document, drop: Drop, size_bytes: int) -> None:
         counts = self.reasons.setdefault(drop.reason, [0, 0])
         counts[0] += 1
         counts[1] += size_bytes
-        found = self.examples.setdefault(drop.reason, [])
+        examples = self.examples.setdefault(drop.reason, [])
         draw = xxhash.xxh3_64_intdigest(document.place.encode(), seed=17)
-        if len(found) < _EXAMPLES or draw < found[-1]["draw"]:
-            shown = drop.value if not isinstance(drop.value, float) else round(drop.value, 4)
+        if len(examples) < _EXAMPLES or draw < examples[-1]["draw"]:
+            value = drop.value if not isinstance(drop.value, float) else round(drop.value, 4)
             text = document.text[:_EXCERPT_CHARS]
-            found.append({"draw": draw, "place": document.place, "value": shown, "text": text})
-            found.sort(key=lambda one: one["draw"])
-            del found[_EXAMPLES:]
+            examples.append({"draw": draw, "place": document.place, "value": value, "text": text})
+            examples.sort(key=itemgetter("draw"))
+            del examples[_EXAMPLES:]
 
     def labelled(self, labels: dict[str, str | float]) -> None:
-        """Words are counted; numbers are summed, with how many there were."""
+        """Counts text values; sums numeric values and counts them."""
         for name, value in labels.items():
             counts = self.labels.setdefault(name, {})
             if isinstance(value, str):
@@ -192,7 +189,7 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True)
 class DocumentChange:
-    """One document's line in a ledger: it was dropped, or got another text (or messages) or more labels."""
+    """One document's row in a ledger: dropped, or given a new text, messages or labels."""
 
     ordinal: int
     drop: bool
@@ -202,23 +199,23 @@ class DocumentChange:
 
 
 class LedgerWriter:
-    """Appends touches in rising order of ordinals; `commit` makes the ledger exist."""
+    """Appends changes in ascending order of ordinals; `commit` makes the ledger exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tally = StepCounts()
-        self._touches = 0
+        self.counts = StepCounts()
+        self._change_count = 0
         self._rows: dict[str, list[Any]] = {name: [] for name in DocumentChange.__slots__}
-        self._held_bytes = 0
+        self._buffered_bytes = 0
         self._writer: Any = None
         self._temporary = temporary_path(path)
 
-    def add(self, touch: DocumentChange) -> None:
-        self._touches += 1
+    def add(self, change: DocumentChange) -> None:
+        self._change_count += 1
         for name, values in self._rows.items():
-            values.append(getattr(touch, name))
-        self._held_bytes += 64 + len(touch.text or "") + len(touch.messages or "") + len(touch.labels or "")
-        if self._held_bytes > _FLUSH_BYTES:
+            values.append(getattr(change, name))
+        self._buffered_bytes += 64 + len(change.text or "") + len(change.messages or "") + len(change.labels or "")
+        if self._buffered_bytes > _FLUSH_BYTES:
             self._flush()
 
     def commit(self) -> None:
@@ -227,13 +224,13 @@ class LedgerWriter:
         if self._writer is not None:
             self._writer.close()
             digest = file_sum(str(self._temporary))
-            commit_file(self._temporary, self.path.with_suffix(".arrow"))  # before the tally that vouches for it
-        counts = {**self.tally.to_json(), "touches": self._touches, "arrow": digest}
-        write_json(self.path.with_suffix(".json"), counts)
+            commit_file(self._temporary, self.path.with_suffix(".arrow"))  # before the counts that refer to it
+        committed = {**self.counts.to_json(), "touches": self._change_count, "arrow": digest}
+        write_json(self.path.with_suffix(".json"), committed)
 
     def discard(self) -> None:
         if self._writer is not None:
-            with contextlib.suppress(OSError):  # on a full disk its end cannot be written
+            with contextlib.suppress(OSError):  # on a full disk the footer cannot be written
                 self._writer.close()
             self._temporary.unlink(missing_ok=True)
 
@@ -251,16 +248,16 @@ class LedgerWriter:
         self._writer.write_batch(pa.RecordBatch.from_pydict(self._rows, schema=schema))
         for values in self._rows.values():
             values.clear()
-        self._held_bytes = 0
+        self._buffered_bytes = 0
 
 
 def ledger_damage(path: Path) -> str | None:
-    """What is wrong with a ledger, or None: hashes its `.arrow`."""
+    """What is wrong with a ledger, or None. Hashes its `.arrow`."""
     counts, file = read_cached(path.with_suffix(".json"), StepCounts.__dataclass_fields__), path.with_suffix(".arrow")
     if counts is None:
         return f"{path.with_suffix('.json')}: missing or damaged"
-    touched = counts["documents_in"] != counts["documents_out"] or counts["changed"] or counts["labels"]
-    if not counts.get("touches", touched):
+    is_changed = counts["documents_in"] != counts["documents_out"] or counts["changed"] or counts["labels"]
+    if not counts.get("touches", is_changed):
         return None
     if not file.exists():
         return f"{file}: missing"
@@ -269,18 +266,18 @@ def ledger_damage(path: Path) -> str | None:
     return None
 
 
-def read_tally(path: Path) -> StepCounts:
+def read_counts(path: Path) -> StepCounts:
     counts = read_json(path.with_suffix(".json"))
     return StepCounts(**{name: counts[name] for name in StepCounts.__dataclass_fields__})
 
 
-def read_touches(path: Path) -> Iterator[DocumentChange]:
-    """The touches of a committed ledger, in order; verified first."""
+def read_changes(path: Path) -> Iterator[DocumentChange]:
+    """The changes of a committed ledger, in order, after verification."""
     import pyarrow as pa
 
     file = path.with_suffix(".arrow")
     if damage := ledger_damage(path):
-        raise UserError(f"{damage}; run again, and the step is run again on this part")
+        raise UserError(f"{damage}; run again, and the step runs again on this part")
     if not read_json(path.with_suffix(".json")).get("touches", file.exists()):
         return
     try:
@@ -294,7 +291,7 @@ def read_touches(path: Path) -> Iterator[DocumentChange]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Atomically: a reader sees all of it or nothing. With a digest of the content and the file's name."""
+    """Writes atomically, with a digest of the content and the file's name."""
     sealed = {**value, "digest": _digest(path, value)}
     write_atomic(path, json.dumps(sealed, indent=1, ensure_ascii=False), parents=True)
 
@@ -302,24 +299,24 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def read_json(path: Path, fix: str = "delete it and run again") -> dict[str, Any]:
     """What `write_json` wrote. Files of earlier versions have no digest."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
             raise ValueError("not a mapping")
-        digest = found.pop("digest", None)
-        if digest is not None and digest != _digest(path, found):
+        digest = value.pop("digest", None)
+        if digest is not None and digest != _digest(path, value):
             raise ValueError("its content is not what was written")
     except ValueError as error:
         raise UserError(f"{path}: damaged ({error}); {fix}") from error
-    return found
+    return value
 
 
 def read_cached(path: Path, names: Collection[str] = ()) -> dict[str, Any] | None:
-    """The same for what can be computed again: None where it is missing or damaged, or lacks one of the names."""
+    """As `read_json`, for recomputable files: None where it is missing or damaged or lacks one of the names."""
     try:
-        found = read_json(path)
+        value = read_json(path)
     except (FileNotFoundError, UserError):
         return None
-    return found if found.keys() >= set(names) else None
+    return value if value.keys() >= set(names) else None
 
 
 def _digest(path: Path, value: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""One reading of one part: the documents go through the steps that are due, and everything found is written down.
-This is what a worker does. A pass ends where a step has to see the whole corpus first (it then collects), or at the
-end of the list (it then takes the census). So a corpus is read once, and once more for every global step."""
+"""One pass of a worker over one part: the documents go through the due steps, and the results are written to the cache.
+A pass ends where a step must see the whole corpus first (it then collects), or at the end of the list (it then takes
+the census). So a corpus is read once, plus once per global step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.curate import ledger as files
-from bessemer.data.curate.ledger import (
-    LENGTH_BINS,
-    DocumentChange,
-    LedgerWriter,
-    StepCounts,
-    byte_length,
-    counts_path,
-    ledger_path,
-    quarantine_path,
-    read_touches,
-    text_hash,
-    write_json,
-)
+from bessemer.data.curate import ledger
+from bessemer.data.curate.ledger import LENGTH_BINS, DocumentChange, LedgerWriter, StepCounts, byte_length, ledger_path
 from bessemer.data.curate.step import Drop, GlobalStep, LocalStep, is_global, make_step
 from bessemer.data.document import BadRow, Document
 from bessemer.data.read import SourcePart, read_part
@@ -37,18 +25,18 @@ from bessemer.spec.curate.step import StepSpec
 from bessemer.spec.data import SourceSpec
 from bessemer.storage import commit_file, temporary_path
 
-_BATCH_CHARS = 1 << 20  # documents that go through the steps together
+_BATCH_CHARS = 1 << 20  # per batch of documents
 _BATCH_DOCUMENTS = 1024
-_SHOWN_BAD_ROWS = 5
+_MAX_EXAMPLES = 5
 
 
 @dataclass(frozen=True)
-class Op:
-    """A step that is due on a part. `ruling` is the file of a global step's ruling on it."""
+class StepTask:
+    """A step due on a part. `decisions` is the file of a global step's decisions about the part."""
 
     spec: StepSpec
     key: str  # of its ledger
-    ruling: str | None = None
+    decisions: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,17 +49,17 @@ class Split:
 
 @dataclass(frozen=True)
 class PassTask:
-    """One part's pass; everything a worker has to be told."""
+    """Everything a worker needs for one pass over a part."""
 
     part: SourcePart
     source: SourceSpec
     cache: Path
     read_key: str
-    done: tuple[str, ...]  # ledgers to apply first
-    ops: tuple[Op, ...]
-    collect: Op | None  # its key names the collected arrays
+    done: tuple[str, ...]  # ledger keys to apply first
+    ops: tuple[StepTask, ...]
+    collect: StepTask | None  # its key names the collected arrays
     census: tuple[str, Split] | None
-    copies: Path | None = None  # where remote files are kept
+    copies: Path | None = None  # cache of remote files
 
     @property
     def name(self) -> str:
@@ -88,7 +76,7 @@ class Reading:
     bad: int = 0
     examples: list[dict[str, Any]] = field(default_factory=list)
     undecodable: int = 0  # documents with a `decode_error`
-    undecodable_files: list[str] = field(default_factory=list)  # the first few, with the error
+    undecodable_files: list[str] = field(default_factory=list)  # the first few, with their error
 
 
 @dataclass
@@ -98,14 +86,14 @@ class Census:
     documents: int = 0
     text_bytes: int = 0
     held_out: int = 0
-    lowest: int = 2**64  # of the hashes that the split goes by
+    lowest: int = 2**64  # of the hashes that decide the split
     highest: int = -1
     lengths: list[int] = field(default_factory=lambda: [0] * LENGTH_BINS)
     labels: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _Entry:
+class _BatchItem:
     """A document on its way through the steps."""
 
     ordinal: int
@@ -114,26 +102,26 @@ class _Entry:
 
 
 def run_pass(task: PassTask) -> tuple[Reading, Census | None]:
-    """Reads the part, runs what is due, commits. Killed at any moment, it leaves nothing that is taken for done."""
-    with files.naming(task.name, task.cache):
+    """Reads the part, runs the due steps and commits. Killed at any moment, it leaves nothing that counts as done."""
+    with ledger.naming(task.name, task.cache):
         reading = Reading()
         steps = [make_step(op.spec, 0) for op in task.ops]
-        rulings = [files.load_arrays(Path(op.ruling)) if op.ruling else {} for op in task.ops]
+        step_decisions = [ledger.load_arrays(Path(op.decisions)) if op.decisions else {} for op in task.ops]
         writers = [LedgerWriter(ledger_path(task.cache, op.key)) for op in task.ops]
-        collecting = make_step(task.collect.spec, 0) if task.collect else None
-        gathered: dict[str, list[Any]] = {}
+        collector = make_step(task.collect.spec, 0) if task.collect else None
+        collected: dict[str, list[Any]] = {}
         census = Census() if task.census else None
         try:
-            for batch in _batches(_documents(task, reading)):
-                for step, ruling, writer in zip(steps, rulings, writers, strict=True):
-                    batch = _run_step(step, ruling, batch, writer)
-                # A part of which nothing is left has no arrays.
-                if collecting is not None and batch:
-                    assert is_global(collecting)
-                    for name, array in collecting.collect(*_columns(batch)).items():
-                        gathered.setdefault(name, []).append(array)
+            for batch in _batches(_read_and_count(task, reading)):
+                for step, decisions, writer in zip(steps, step_decisions, writers, strict=True):
+                    batch = _run_step(step, decisions, batch, writer)
+                # A part with no documents left has no arrays.
+                if collector is not None and batch:
+                    assert is_global(collector)
+                    for name, array in collector.collect(*_columns(batch)).items():
+                        collected.setdefault(name, []).append(array)
                 if census is not None and task.census is not None:
-                    _count(census, batch, task.census[1])
+                    _update_census(census, batch, task.census[1])
             for writer in writers:
                 writer.commit()
         except BaseException:
@@ -141,94 +129,94 @@ def run_pass(task: PassTask) -> tuple[Reading, Census | None]:
                 writer.discard()
             raise
         if task.collect is not None:
-            arrays = {name: np.concatenate(some) for name, some in gathered.items()}
-            files.save_arrays(files.collected_path(task.cache, task.collect.key), arrays)
+            arrays = {name: np.concatenate(blocks) for name, blocks in collected.items()}
+            ledger.save_arrays(ledger.collected_path(task.cache, task.collect.key), arrays)
         if census is not None and task.census is not None:
-            write_json(counts_path(task.cache, task.census[0]), dataclasses.asdict(census))
+            ledger.write_json(ledger.counts_path(task.cache, task.census[0]), dataclasses.asdict(census))
         return reading, census
 
 
 def curated_documents(
     part: SourcePart, source: SourceSpec, cache: Path, ledgers: Sequence[str], copies: Path | None = None
 ) -> Iterator[tuple[int, Document]]:
-    """The documents of a part after the steps of `ledgers`, each with its ordinal in the part as it was read."""
+    """The documents of a part after the steps of `ledgers`, each with its ordinal in the part as read."""
     cursors = [_Cursor(ledger_path(cache, key)) for key in ledgers]
     ordinal = -1
     for document in read_part(part, source, copies):
         if isinstance(document, BadRow):
             continue
         ordinal += 1
-        if all(cursor.pass_on(ordinal, document) for cursor in cursors):
+        if all(cursor.apply(ordinal, document) for cursor in cursors):
             yield ordinal, document
 
 
 class _Cursor:
-    """Goes through a ledger beside the documents."""
+    """Reads a ledger in step with the documents."""
 
     def __init__(self, path: Path) -> None:
-        self._touches = read_touches(path)
-        self._next = next(self._touches, None)
+        self._changes = ledger.read_changes(path)
+        self._next = next(self._changes, None)
 
-    def pass_on(self, ordinal: int, document: Document) -> bool:
-        """False where the step dropped the document; otherwise the document is as the step left it."""
-        touch = self._next
-        while touch is not None and touch.ordinal < ordinal:
-            touch = next(self._touches, None)
-        self._next = touch
-        if touch is None or touch.ordinal != ordinal:
+    def apply(self, ordinal: int, document: Document) -> bool:
+        """False where the step dropped the document; otherwise applies the step's changes to it."""
+        change = self._next
+        while change is not None and change.ordinal < ordinal:
+            change = next(self._changes, None)
+        self._next = change
+        if change is None or change.ordinal != ordinal:
             return True
-        if touch.drop:
+        if change.drop:
             return False
-        if touch.text is not None:
-            document.text = touch.text
-        if touch.messages is not None:
-            document.messages = json.loads(touch.messages)
-        if touch.labels is not None:
-            document.labels.update(json.loads(touch.labels))
+        if change.text is not None:
+            document.text = change.text
+        if change.messages is not None:
+            document.messages = json.loads(change.messages)
+        if change.labels is not None:
+            document.labels.update(json.loads(change.labels))
         return True
 
 
-def _documents(task: PassTask, reading: Reading) -> Iterator[tuple[int, Document]]:
-    """As `curated_documents`, and what could not be read is set aside and counted."""
+def _read_and_count(task: PassTask, reading: Reading) -> Iterator[tuple[int, Document]]:
+    """As `curated_documents`, but also counts what was read and writes unusable rows to quarantine."""
     cursors = [_Cursor(ledger_path(task.cache, key)) for key in task.done]
-    quarantine = quarantine_path(task.cache, task.read_key)
+    quarantine = ledger.quarantine_path(task.cache, task.read_key)
     quarantine.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_path(quarantine)
     empty: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
-        aside = None
+        file = None
         stack.callback(temporary.unlink, missing_ok=True)
         for row in read_part(task.part, task.source, task.copies, empty):
             if isinstance(row, BadRow):
                 reading.bad += 1
                 line = dataclasses.asdict(row)
-                if len(reading.examples) < _SHOWN_BAD_ROWS:
+                if len(reading.examples) < _MAX_EXAMPLES:
                     reading.examples.append(line)
-                if aside is None:
-                    aside = stack.enter_context(open(temporary, "w", encoding="utf-8"))
-                aside.write(json.dumps(line, ensure_ascii=False) + "\n")
+                if file is None:
+                    file = stack.enter_context(open(temporary, "w", encoding="utf-8"))
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 continue
             ordinal = reading.documents
             reading.documents += 1
             reading.text_bytes += byte_length(row.text)
             if row.decode_error:
                 reading.undecodable += 1
-                if len(reading.undecodable_files) < _SHOWN_BAD_ROWS:
+                if len(reading.undecodable_files) < _MAX_EXAMPLES:
                     reading.undecodable_files.append(f"{row.file}: {row.decode_error}")
-            if all(cursor.pass_on(ordinal, row) for cursor in cursors):
+            if all(cursor.apply(ordinal, row) for cursor in cursors):
                 yield ordinal, row
         reading.empty = empty["empty"]
-        if aside is not None:
-            aside.close()
+        if file is not None:
+            file.close()
             commit_file(temporary, quarantine)
-    write_json(counts_path(task.cache, task.read_key), dataclasses.asdict(reading))
+    ledger.write_json(ledger.counts_path(task.cache, task.read_key), dataclasses.asdict(reading))
 
 
-def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[list[_Entry]]:
-    batch: list[_Entry] = []
+def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[list[_BatchItem]]:
+    batch: list[_BatchItem] = []
     chars = 0
     for ordinal, document in documents:
-        batch.append(_Entry(ordinal, document, byte_length(document.text)))
+        batch.append(_BatchItem(ordinal, document, byte_length(document.text)))
         chars += len(document.text)
         if chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
@@ -237,31 +225,31 @@ def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[list[_Entry]
         yield batch
 
 
-def _columns(batch: Sequence[_Entry]) -> tuple[list[Document], npt.NDArray[np.int64]]:
-    return [one.document for one in batch], np.array([one.ordinal for one in batch], np.int64)
+def _columns(batch: Sequence[_BatchItem]) -> tuple[list[Document], npt.NDArray[np.int64]]:
+    return [item.document for item in batch], np.array([item.ordinal for item in batch], np.int64)
 
 
 def _run_step(
-    step: LocalStep | GlobalStep, ruling: dict[str, Any], batch: list[_Entry], writer: LedgerWriter
-) -> list[_Entry]:
-    """Applies one step to a batch in place, writes what it touched, and returns what it kept."""
-    (documents, ordinals), tally = _columns(batch), writer.tally
+    step: LocalStep | GlobalStep, decisions: dict[str, Any], batch: list[_BatchItem], writer: LedgerWriter
+) -> list[_BatchItem]:
+    """Applies one step to a batch in place, writes its changes, and returns what it kept."""
+    (documents, ordinals), counts = _columns(batch), writer.counts
     before = [dict(document.labels) for document in documents]
     if is_global(step):
-        outcomes = step.apply(documents, ordinals, ruling)
+        outcomes = step.apply(documents, ordinals, decisions)
     else:
         outcomes = cast(LocalStep, step).apply(documents)
     assert len(outcomes) == len(documents), "a step gives one outcome for each document"
-    tally.documents_in += len(documents)
-    tally.bytes_in += sum(one.size_bytes for one in batch)
-    kept: list[_Entry] = []
-    for one, outcome, known in zip(batch, outcomes, before, strict=True):
-        document = one.document
+    counts.documents_in += len(documents)
+    counts.bytes_in += sum(item.size_bytes for item in batch)
+    kept_items: list[_BatchItem] = []
+    for item, outcome, labels_before in zip(batch, outcomes, before, strict=True):
+        document = item.document
         if isinstance(outcome, str) and not outcome.strip():
             outcome = Drop("nothing left of it")
         if isinstance(outcome, Drop):
-            tally.dropped(document, outcome, one.size_bytes)
-            writer.add(DocumentChange(one.ordinal, True, None, None, None))
+            counts.dropped(document, outcome, item.size_bytes)
+            writer.add(DocumentChange(item.ordinal, True, None, None, None))
             continue
         messages = None
         if outcome is not None and document.messages is not None:
@@ -269,26 +257,26 @@ def _run_step(
             outcome = document.text
         if outcome is not None:
             document.text = outcome
-            one.size_bytes = byte_length(outcome)
-            tally.changed += 1
-        labels = {name: value for name, value in document.labels.items() if known.get(name) != value}
+            item.size_bytes = byte_length(outcome)
+            counts.changed += 1
+        labels = {name: value for name, value in document.labels.items() if labels_before.get(name) != value}
         if labels:
-            tally.labelled(labels)
+            counts.labelled(labels)
         if outcome is not None or labels:
-            found = json.dumps(labels, ensure_ascii=False, sort_keys=True) if labels else None
-            writer.add(DocumentChange(one.ordinal, False, outcome, messages, found))
-        kept.append(one)
-    tally.documents_out += len(kept)
-    tally.bytes_out += sum(one.size_bytes for one in kept)
-    return kept
+            label_json = json.dumps(labels, ensure_ascii=False, sort_keys=True) if labels else None
+            writer.add(DocumentChange(item.ordinal, False, outcome, messages, label_json))
+        kept_items.append(item)
+    counts.documents_out += len(kept_items)
+    counts.bytes_out += sum(item.size_bytes for item in kept_items)
+    return kept_items
 
 
 def _change_messages(step: LocalStep | GlobalStep, document: Document) -> str | None:
-    """A conversation is changed message by message, so that roles and turns stay. A message that a step would drop
-    stays as it is: only a whole conversation can go."""
+    """Changes a conversation message by message, which keeps roles and turns. A message that a step would drop is
+    unchanged: only a whole conversation can be dropped."""
     assert document.messages is not None
     if is_global(step):
-        return None  # what is cut out of the joined text cannot be given back to the turns
+        return None  # cuts in the joined text cannot be mapped back to turns
     for message in document.messages:
         alone = Document(message["content"], document.file, document.row, document.id, document.url)
         [outcome] = cast(LocalStep, step).apply([alone])
@@ -298,15 +286,15 @@ def _change_messages(step: LocalStep | GlobalStep, document: Document) -> str | 
     return json.dumps(document.messages, ensure_ascii=False)
 
 
-def _count(census: Census, batch: Sequence[_Entry], split: Split) -> None:
+def _update_census(census: Census, batch: Sequence[_BatchItem], split: Split) -> None:
     limit = int(split.share * 2**64)
-    tally = StepCounts(labels=census.labels)
-    for one in batch:
-        text = one.document.text
-        key = text_hash(text, split.seed)
+    label_counts = StepCounts(labels=census.labels)
+    for item in batch:
+        text = item.document.text
+        key = ledger.text_hash(text, split.seed)
         census.documents += 1
-        census.text_bytes += one.size_bytes
+        census.text_bytes += item.size_bytes
         census.held_out += key < limit
         census.lowest, census.highest = min(census.lowest, key), max(census.highest, key)
         census.lengths[min(len(text).bit_length(), LENGTH_BINS - 1)] += 1
-        tally.labelled(one.document.labels)
+        label_counts.labelled(item.document.labels)

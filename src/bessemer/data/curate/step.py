@@ -1,14 +1,11 @@
-"""What a curation step is: a class made from its settings, which tells of each document whether it stays.
-
-A `LocalStep` looks at documents alone. A `GlobalStep` has to see all of them first: it collects what it needs from
-every part of the corpus, resolves that once, and then applies the rulings part by part. Parts are fixed by the files,
-never by the number of workers, and both kinds are pure: same documents, same outcomes, whatever the batches.
-
-What the local steps have in common that look at one document after another.
-"""
+"""The interface of curation steps, and the table of their classes. A `LocalStep` decides about each document alone. A
+`GlobalStep` first collects data from every part of the corpus, resolves it once, and then applies its decisions part by
+part. Both are pure: the same documents give the same outcomes, whatever the batches or the number of workers."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +17,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from bessemer.data.document import Document
 from bessemer.errors import UserError
@@ -31,33 +29,34 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The document goes. `reason` is the same words for every document dropped for it: the report counts by it."""
+    """The document is removed. `reason` is the same text for every document with that reason: the report counts
+    by it."""
 
     reason: str
-    value: float | str | None = None  # what was measured, or the document that it repeats
+    value: float | str | None = None  # the measured value, or the document that it duplicates
 
 
-Outcome = Drop | str | None  # dropped; another text; kept as it is
+Outcome = Drop | str | None  # dropped; a new text; unchanged
 
 
 class LocalStep(Protocol):
-    """`version` is raised whenever the same settings would give other outcomes: it is part of the cache's key."""
+    """`version` is part of the cache key: increase it whenever the same settings would give other outcomes."""
 
     version: int
 
     def apply(self, documents: Sequence[Document]) -> list[Outcome]:
-        """One outcome for each document. May add to a document's labels; changes nothing else of it."""
+        """One outcome per document. May add to a document's labels; changes nothing else of it."""
         ...
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What `collect` wrote of one part: an .npz that `load` opens."""
+    """What `collect` wrote for one part: an .npz file."""
 
-    part: int  # its place in the corpus, from 0
+    part: int  # its index in the corpus
     path: Path
     source: str
-    documents: int  # in the part as it was read; ordinals lie below it
+    documents: int  # in the part as read; ordinals are below it
 
     def load(self) -> Arrays:
         try:
@@ -67,7 +66,7 @@ class Collected:
             raise UserError(f"{self.path}: damaged ({error}); delete it and run again") from error
 
 
-class PerDocumentStep(Protocol):
+class RunTasks(Protocol):
     """Runs a module-level function on every task, on all workers, and returns the results in order."""
 
     def __call__(self, function: Callable[[Any], Any], tasks: Sequence[Any], /) -> list[Any]: ...
@@ -76,26 +75,27 @@ class PerDocumentStep(Protocol):
 class GlobalStep(Protocol):
     """`ordinals` number a part's documents as they were read; gaps are documents that earlier steps dropped.
 
-    A class may name in `judging` the settings that `collect` does not read: changing those collects nothing anew. One
-    that sets `bulky` collects about as much as the corpus has: it is not kept once the ruling stands.
+    A class may list in `judging` the settings that `collect` does not use: changing those collects nothing again. A
+    class that sets `bulky` collects about as much data as the corpus holds; it is deleted once the decisions are
+    stored.
     """
 
     version: int
 
     def collect(self, documents: Sequence[Document], ordinals: Ints) -> Arrays:
-        """What has to be known of some documents of one part. The arrays of a part's batches are concatenated by
-        name, so their first axis counts records."""
+        """Arrays about some documents of one part. The arrays of a part's batches are concatenated by name along their
+        first axis."""
         ...
 
     def resolve(
-        self, collected: Sequence[Collected], scratch: Path, each: PerDocumentStep
+        self, collected: Sequence[Collected], scratch: Path, run_tasks: RunTasks
     ) -> tuple[Iterable[Arrays], dict[str, Any]]:
-        """The ruling for each part in order, and a summary for the report that JSON can hold. `scratch` is an empty
-        folder on the disk of the cache. Memory must not grow with the corpus beyond the rulings themselves."""
+        """The decisions for each part in order, and a JSON summary for the report. `scratch` is an empty folder on the
+        cache's disk. Memory must not grow with the corpus beyond the decisions themselves."""
         ...
 
-    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
-        """The outcomes for some documents of a part, given the part's ruling."""
+    def apply(self, documents: Sequence[Document], ordinals: Ints, decisions: Arrays) -> list[Outcome]:
+        """The outcomes of some documents of a part, given the part's decisions."""
         ...
 
 
@@ -104,28 +104,28 @@ def is_global(step: LocalStep | GlobalStep) -> TypeGuard[GlobalStep]:
 
 
 def identity(step: LocalStep | GlobalStep) -> list[Any]:
-    """What a step's outcomes depend on beside its settings: its rules, and the content of files or functions it
+    """What a step's outcomes depend on besides its settings: its version, and the content of the files or functions it
     uses."""
     return [step.version, getattr(step, "identity", "")]
 
 
-# The class that does each step, by the step's name in a spec.
-_MADE_BY = {
+# The class of each step, by the step's name in a spec.
+_STEP_CLASSES = {
     "extract": "filters.repair:Extract",
     "rewrite": "scores.user_function:Rewrite",
     "unicode": "filters.repair:Unicode",
     "whitespace": "filters.repair:Whitespace",
     "boilerplate": "filters.repair:Boilerplate",
-    "length": "filters.measure:Length",
-    "ratios": "filters.measure:Ratios",
-    "lines": "filters.measure:Lines",
+    "length": "filters.content:Length",
+    "ratios": "filters.content:Ratios",
+    "lines": "filters.content:Lines",
     "gopher_quality": "filters.heuristics:GopherQuality",
     "gopher_repetition": "filters.heuristics:GopherRepetition",
     "c4": "filters.heuristics:C4",
     "fineweb": "filters.heuristics:FineWeb",
     "language": "filters.content:Language",
     "toxicity": "filters.content:Toxicity",
-    "pii": "pii.step:Pii",
+    "pii": "filters.pii:Pii",
     "block_urls": "filters.urls:BlockUrls",
     "opt_out": "filters.urls:OptOut",
     "quality": "scores.classifier:Quality",
@@ -136,20 +136,22 @@ _MADE_BY = {
     "dedup_exact": "dedup.exact:DedupExact",
     "dedup_minhash": "dedup.near:DedupMinhash",
     "dedup_simhash": "dedup.near:DedupSimhash",
-    "dedup_paragraphs": "dedup.paragraphs:DedupParagraphs",
+    "dedup_paragraphs": "dedup.exact:DedupParagraphs",
     "dedup_substrings": "dedup.substrings:DedupSubstrings",
     "decontaminate": "dedup.decontaminate:Decontaminate",
 }
 
 
 def make_step(spec: StepSpec, seed: int) -> LocalStep | GlobalStep:
-    """The step that a spec's entry asks for. Every such class takes (spec, seed)."""
-    module, _, name = _MADE_BY[spec.step].partition(":")
-    made: LocalStep | GlobalStep = getattr(import_module(f"bessemer.data.curate.{module}"), name)(spec, seed)
-    return made
+    """The step that a spec's entry describes. Every such class takes (spec, seed)."""
+    module, _, name = _STEP_CLASSES[spec.step].partition(":")
+    step: LocalStep | GlobalStep = getattr(import_module(f"bessemer.data.curate.{module}"), name)(spec, seed)
+    return step
 
 
-class EachDocument(ABC):
+class PerDocumentStep(ABC):
+    """A local step that decides one document at a time."""
+
     version = 1
 
     def apply(self, documents: Sequence[Document]) -> list[Outcome]:
@@ -157,3 +159,14 @@ class EachDocument(ABC):
 
     @abstractmethod
     def outcome(self, document: Document) -> Outcome: ...
+
+
+def file_identity(path: str | Path) -> str:
+    """A hash of a file's content, for the keys of results that depend on it. Reads 2 GB/s and more from memory."""
+    if not os.path.isfile(path) and os.path.exists(path):  # opening a pipe blocks forever
+        raise UserError(f"{path}: no regular file; correct the path")
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); correct the path") from error

@@ -1,4 +1,4 @@
-"""Opening a file's bytes, wherever it lies and however it is compressed. Everything streams."""
+"""Opens a file's bytes, local or remote, compressed or not. Everything streams."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from bessemer.data.read.remote import CHANGED, RemoteFileChanged, is_url
 from bessemer.errors import UserError
 
 _BUFFER_BYTES = 256 << 10
-_ZSTD_INPUT_BYTES = (256, 32 << 10)  # least and most at a time
+_ZSTD_INPUT_BYTES = (256, 32 << 10)  # smallest and largest read
 _ZSTD_OUTPUT_BYTES = 1 << 20
-_ZSTD_WINDOW_BYTES = 1 << 31  # what `zstd --long=31` needs, as large dumps of forums are packed
+_ZSTD_WINDOW_BYTES = 1 << 31  # needed for `zstd --long=31`, which large forum dumps use
 _MAGIC_BYTES = 10
 
 
 class DamagedFile(Exception):
-    """A file that is not what its format asks for, or ends too early; the text says what and the fix."""
+    """The file does not follow its format or ends early; the message says what is wrong."""
 
 
-# What reading a file to its end may raise: all of it means that the file is damaged, gone or out of reach.
+# The errors that reading a damaged, missing or unreachable file may raise.
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, DamagedFile)
 
 
 def open_bytes(file: FileEntry, storage: Mapping[str, Any], cache: Path | None) -> IO[bytes]:
-    """The file as it lies there, seekable. Another size or time than was listed is an error: what is derived from a
-    file is kept under what the listing said."""
+    """The stored bytes of a file, seekable. Raises where size or time differ from the listing: cached results are keyed
+    by what the listing said."""
     if is_url(file.path):
         from bessemer.data.read.remote import open_remote
 
@@ -47,7 +47,7 @@ def open_bytes(file: FileEntry, storage: Mapping[str, Any], cache: Path | None) 
 
 
 def open_unpacked(file: FileEntry, storage: Mapping[str, Any], cache: Path | None) -> IO[bytes]:
-    """The file's content without its compression, which its first bytes tell. Closing it closes the file."""
+    """The decompressed content; the first bytes tell the compression. Closing it closes the file."""
     opened = open_bytes(file, storage, cache)
     try:
         return unpacked(opened, compression_of(opened))
@@ -57,7 +57,8 @@ def open_unpacked(file: FileEntry, storage: Mapping[str, Any], cache: Path | Non
 
 
 def compression_of(opened: IO[bytes]) -> str:
-    """gz, zst, bz2, xz or nothing, by the first bytes: names lie where a server or a browser unpacked on the way."""
+    """gz, zst, bz2, xz or an empty string. The first bytes decide, because servers and browsers may decompress a file
+    and keep its name."""
     head = opened.read(_MAGIC_BYTES)
     opened.seek(0)
     if head.startswith(b"\x1f\x8b\x08"):
@@ -71,8 +72,8 @@ def compression_of(opened: IO[bytes]) -> str:
 
 
 def unpacked(opened: IO[bytes], compression: str) -> IO[bytes]:
-    """The content of a compressed stream, several of them one after another included. A stream that ends inside is an
-    EOFError."""
+    """The decompressed content of a stream, which may hold several compressed streams in a row. A truncated stream
+    raises EOFError."""
     if not compression:
         return opened
     inner: Any
@@ -88,7 +89,7 @@ def unpacked(opened: IO[bytes], compression: str) -> IO[bytes]:
 
 
 def read_whole(file: IO[bytes], length: int, problem: str) -> bytes:
-    """So many bytes; EOFError where the file has fewer."""
+    """Exactly `length` bytes; EOFError where the file has fewer."""
     data = file.read(length)
     if len(data) < length:
         raise EOFError(problem)
@@ -101,7 +102,7 @@ def skip(file: IO[bytes], length: int, problem: str) -> None:
 
 
 class _Unpacked(io.RawIOBase):
-    """Closes the file that it was given, which Python's own readers leave open."""
+    """Closes the underlying file, which Python's decompressors leave open."""
 
     _opened: IO[bytes]
 
@@ -126,7 +127,7 @@ class _Closing(_Unpacked):
 
 
 class _Zstandard(_Unpacked):
-    """The library's stream reader takes a file that was cut off for one that ended; this one does not."""
+    """Raises on a truncated file; the library's own stream reader treats it as a normal end."""
 
     def __init__(self, opened: IO[bytes]) -> None:
         try:
@@ -135,40 +136,40 @@ class _Zstandard(_Unpacked):
             raise UserError("reading .zst files: pip install 'bessemer[data]'") from error
         self._opened = opened
         self._error = zstandard.ZstdError
-        self._packer = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
         self._frame: Any = None
         self._ready = memoryview(b"")
-        self._waiting = b""
+        self._unused = b""
         self._input_bytes = _ZSTD_INPUT_BYTES[0]
 
     def readinto(self, buffer: Any) -> int:
         while not len(self._ready):
-            data = self._waiting or self._opened.read(self._input_bytes)
-            self._waiting = b""
+            data = self._unused or self._opened.read(self._input_bytes)
+            self._unused = b""
             if data:
-                self._unpack(data)
+                self._decompress(data)
             elif self._frame is None:
                 return 0
             else:
                 raise EOFError("the compressed data ends before its end marker")
-        taken = self._ready[: len(buffer)]
-        buffer[: len(taken)] = taken
-        self._ready = self._ready[len(taken) :]
-        return len(taken)
+        chunk = self._ready[: len(buffer)]
+        buffer[: len(chunk)] = chunk
+        self._ready = self._ready[len(chunk) :]
+        return len(chunk)
 
-    def _unpack(self, data: bytes) -> None:
+    def _decompress(self, data: bytes) -> None:
         if self._frame is None:
-            self._frame = self._packer.decompressobj()
+            self._frame = self._decompressor.decompressobj()
         try:
             content = self._frame.decompress(data)
         except self._error as error:
             raise DamagedFile(f"not readable as Zstandard ({error})") from error
-        # The library gives all that its input holds, up to 32,000 times as much: content that packs well comes in
+        # A call returns all the content of its input, up to 32,000 times its size: read highly compressed data in
         # small steps.
         least, most = _ZSTD_INPUT_BYTES
         larger = len(content) < _ZSTD_OUTPUT_BYTES
         self._input_bytes = min(self._input_bytes * 2, most) if larger else max(self._input_bytes // 2, least)
         if self._frame.eof:
-            self._waiting = self._frame.unused_data
+            self._unused = self._frame.unused_data
             self._frame = None
         self._ready = memoryview(content)

@@ -1,5 +1,5 @@
-"""What a source consists of: files, the pieces they are cut into, and the parts that workers take. All three are
-plain values, which pickle."""
+"""The files of a source, the pieces they are cut into, and the parts that workers process. All three are plain,
+picklable values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import xxhash
 from bessemer.data.read.secrets import shown
 from bessemer.spec.data import Format
 
-_KEY_VERSION = 1  # raise it when the same pieces would give other documents
-_UNITS = {"parquet": "row groups", "arrow": "batches"}  # what a range counts; else bytes
+_KEY_VERSION = 1  # increase when the same pieces would give different documents
+_UNITS = {"parquet": "row groups", "arrow": "batches"}  # the unit of a range; bytes for other formats
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a source. `path` is absolute, or a URL as it is opened (`shown(path)` is for printing). `version`
-    is what a remote file system gives to tell contents apart, such as an ETag; empty for local files."""
+    """One file of a source. `path` is absolute, or a URL as it is opened (print `name` instead: a URL may hold
+    credentials). `version` identifies the content of a remote file, such as an ETag; empty for local files."""
 
     path: str
     size_bytes: int
@@ -30,25 +30,24 @@ class FileEntry:
 
     @property
     def name(self) -> str:
-        """The path as it may be printed and stored: a signed URL loses its signature, and bytes of a local name that
-        are no text are written out."""
+        """The path without credentials, for messages and stored results. Undecodable bytes are escaped."""
         return shown(self.path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
     @property
     def identity(self) -> list[Any]:
-        """Changes whenever the content does, as far as the file system can tell."""
+        """Values that change with the content, as far as the file system can tell."""
         return [self.name, self.size_bytes, self.format, self.version or self.mtime_ns]
 
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A file, or a range [start, stop) of it in bytes, row groups or record batches; stop -1 is the file's end."""
+    """A file, or a range [start, stop) of it in bytes, row groups or record batches; stop -1 means the file's end."""
 
     file: FileEntry
     size_bytes: int
     start: int = 0
     stop: int = -1
-    first_row: int = 1  # the number of its first row in the file
+    first_row: int = 1  # number of the piece's first row in the file
 
     @property
     def name(self) -> str:
@@ -60,17 +59,17 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class SourcePart:
-    """Some pieces of one source, in order: the unit of work, and what a cached result is kept for."""
+    """Consecutive pieces of one source: the unit of work and of caching."""
 
     source: str
     pieces: tuple[FilePiece, ...]
 
     @cached_property
     def key(self) -> str:
-        """A hash of what is read (paths, sizes, times or versions, formats, ranges), not of how: a cache has to add
-        the settings of the source."""
-        what = [[*piece.file.identity, piece.start, piece.stop, piece.first_row] for piece in self.pieces]
-        return str(xxhash.xxh3_128_hexdigest(json.dumps([_KEY_VERSION, what]).encode()))
+        """A hash of the pieces (paths, sizes, times or versions, formats, ranges). It does not cover the source's
+        settings: a cache key must add them."""
+        identities = [[*piece.file.identity, piece.start, piece.stop, piece.first_row] for piece in self.pieces]
+        return str(xxhash.xxh3_128_hexdigest(json.dumps([_KEY_VERSION, identities]).encode()))
 
     @property
     def size_bytes(self) -> int:
@@ -78,6 +77,6 @@ class SourcePart:
 
     @property
     def name(self) -> str:
-        """For messages: the first file, its range, and how many more."""
+        """The first file, its range, and how many more pieces follow. Used in messages."""
         more = f" and {len(self.pieces) - 1} more" if len(self.pieces) > 1 else ""
         return (self.pieces[0].name if self.pieces else "nothing") + more

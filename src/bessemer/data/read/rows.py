@@ -1,10 +1,6 @@
-"""From a row of any format to a document, or to a bad row with its reason. Every reader gets a `Reading`: the piece
-it has to read, the way to its bytes, and the rules that turn the values of a row into a document.
-
-JSON lines: one object per line, or a range of a file's bytes that begins and ends at lines.
-
-Files that are one document each: text, source code and HTML pages.
-"""
+"""Turns a row of any format into a document, or into a bad row with its reason. Every reader gets a `Reading`: the
+piece to read, access to its bytes, and the rules that map a row's values to a document. The readers here are of JSON
+lines and of files that are one document each: text, source code, HTML."""
 
 from __future__ import annotations
 
@@ -25,19 +21,19 @@ from bessemer.spec.data import SourceSpec
 
 LONGEST_ROW_BYTES = 1 << 30
 _RAW_CHARS = 500
-_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's role names
 
 Row = Document | BadRow
-Rows = Iterator[Row | None]  # what a reader gives; None, which counts in the tally, for a row without text
+Rows = Iterator[Row | None]  # a reader's output; None for a row without text, which is counted in `tally`
 
 
 class _Unusable(Exception):
-    """Why a row cannot be used."""
+    """The reason why a row cannot be used."""
 
 
 @dataclass
 class Reading:
-    """One piece to read. `tally` counts what gives no document: "empty" rows, and records that are "not text"."""
+    """One piece to read. `tally` counts rows that give no document: "empty" ones, and records that are "not text"."""
 
     piece: FilePiece
     source: SourceSpec
@@ -47,7 +43,7 @@ class Reading:
     def __post_init__(self) -> None:
         self.file = self.piece.file.name
         self._key = "messages_field" if self.source.messages_field else "text_field"
-        self._wanted = getattr(self.source, self._key)
+        self._content_field = getattr(self.source, self._key)
 
     def open_bytes(self) -> IO[bytes]:
         return open_bytes(self.piece.file, self.source.storage, self.cache)
@@ -57,34 +53,34 @@ class Reading:
 
     @property
     def fields(self) -> list[str]:
-        """The columns that a table is asked for, the one with the text or messages first."""
-        named = [self._wanted, self.source.id_field, self.source.url_field]
-        return list(dict.fromkeys(name for name in named if name))
+        """The columns to read from a table, the one with the text or messages first."""
+        names = [self._content_field, self.source.id_field, self.source.url_field]
+        return list(dict.fromkeys(name for name in names if name))
 
     def document(self, row: int, record: Mapping[str, Any], raw: bytes | str | None = None) -> Row | None:
-        """What a record says; None, and counted, where it holds no text. `raw` is the row as it stands in the file."""
+        """The document of a record; None, counted in `tally`, where it holds no text. `raw` is the row as stored."""
         try:
-            if self._wanted not in record:
-                raise _Unusable(f"no field {self._wanted!r}; {self.choose(record)}")
-            value = record[self._wanted]
+            if self._content_field not in record:
+                raise _Unusable(f"no field {self._content_field!r}; {self.choose(record)}")
+            value = record[self._content_field]
             messages = None
             if self.source.messages_field:
                 messages = _messages(value, self.source.messages_field)
                 text = "\n\n".join(message["content"] for message in messages if message["content"])
             else:
-                text = _text(value, self._wanted, record, self)
-            own_id = _name(record, self.source.id_field)
-            url = _name(record, self.source.url_field)
+                text = _text(value, self._content_field, record, self)
+            document_id = _identifier(record, self.source.id_field)
+            url = _identifier(record, self.source.url_field)
         except _Unusable as error:
-            return self.bad(row, str(error), raw if raw is not None else _written(record))
-        return self.text(row, text, own_id, url, messages)
+            return self.bad(row, str(error), raw if raw is not None else _dump_record(record))
+        return self.text(row, text, document_id, url, messages)
 
-    def text(self, row: int, text: str, own_id: str = "", url: str = "", messages: Any = None) -> Document | None:
-        """The document of a text; None, and counted, where it is empty or only white space."""
+    def text(self, row: int, text: str, document_id: str = "", url: str = "", messages: Any = None) -> Document | None:
+        """The document of a text; None, counted in `tally`, where it is empty or white space."""
         if not text or text.isspace():
             self.tally["empty"] += 1
             return None
-        return Document(text, self.file, row, own_id, url, messages)
+        return Document(text, self.file, row, document_id, url, messages)
 
     def bad(self, row: int, reason: str, raw: bytes | str = "") -> BadRow:
         start = raw[: 4 * _RAW_CHARS]
@@ -93,46 +89,46 @@ class Reading:
         return BadRow(self.file, row, reason, encodable)
 
     def choose(self, names: Iterable[str]) -> str:
-        """The end of a message about a missing or wrong field."""
-        what = self._key.partition("_")[0]
-        others = [name for name in names if name != self._wanted]
-        if not others:
-            return f"there is no other: write the {what} into it, or leave the file out"
-        return f"it has {listed(others)}: set {self._key} to the one that holds the {what}"
+        """The end of a message about a missing or wrong field: which setting to change."""
+        content = self._key.partition("_")[0]
+        alternatives = [name for name in names if name != self._content_field]
+        if not alternatives:
+            return f"there is no other: write the {content} into it, or leave the file out"
+        return f"it has {list_names(alternatives)}: set {self._key} to the one that holds the {content}"
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """UserError where a table lacks a column that the source asks for: no row of it could be used."""
+        """UserError where a table lacks a column that the source names: no row could be used."""
         names = list(names)
         for key in (self._key, "id_field", "url_field"):
-            wanted = getattr(self.source, key)
-            if wanted and wanted not in names:
-                what = {"id_field": "document's id", "url_field": "URL"}.get(key, key.partition("_")[0])
-                fix = f"set {key} to the one that holds the {what}"
-                raise UserError(f"{self.file}: no column {wanted!r}; it has {listed(names)}: {fix}")
+            column = getattr(self.source, key)
+            if column and column not in names:
+                content = {"id_field": "document's id", "url_field": "URL"}.get(key, key.partition("_")[0])
+                fix = f"set {key} to the one that holds the {content}"
+                raise UserError(f"{self.file}: no column {column!r}; it has {list_names(names)}: {fix}")
 
 
-def listed(names: Iterable[str]) -> str:
-    """Names for a message: a dozen of them, each cut to 40 characters."""
+def list_names(names: Iterable[str]) -> str:
+    """Up to 12 names for a message, each cut to 40 characters."""
     all_names = [str(name) for name in names]
-    some = ", ".join(repr(name if len(name) <= 40 else name[:39] + "…") for name in all_names[:12])
-    return (some + (f" and {len(all_names) - 12} more" if len(all_names) > 12 else "")) or "none"
+    shown_names = ", ".join(repr(name if len(name) <= 40 else name[:39] + "…") for name in all_names[:12])
+    return (shown_names + (f" and {len(all_names) - 12} more" if len(all_names) > 12 else "")) or "none"
 
 
-def repaired(value: Any) -> Any:
-    """With half surrogate pairs replaced: JSON can spell them, but they are no characters and cannot be encoded."""
+def repair_surrogates(value: Any) -> Any:
+    """Replaces unpaired surrogates, which JSON can spell but UTF-8 cannot encode."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, list):
-        return [repaired(item) for item in value]
+        return [repair_surrogates(item) for item in value]
     if isinstance(value, dict):
-        return {repaired(key): repaired(item) for key, item in value.items()}
+        return {repair_surrogates(key): repair_surrogates(item) for key, item in value.items()}
     return value
 
 
 def parse_json(data: bytes, encoding: str = "utf-8") -> Any:
-    """A JSON value with every string encodable. ValueError or RecursionError where it is none."""
+    """A JSON value whose strings are all encodable. ValueError or RecursionError for invalid JSON."""
     value = json.loads(data.decode(encoding))
-    return repaired(value) if b"\\ud" in data or b"\\uD" in data else value
+    return repair_surrogates(value) if b"\\ud" in data or b"\\uD" in data else value
 
 
 def _text(value: Any, name: str, record: Mapping[str, Any], reading: Reading) -> str:
@@ -148,8 +144,8 @@ def _text(value: Any, name: str, record: Mapping[str, Any], reading: Reading) ->
     return value
 
 
-def _name(record: Mapping[str, Any], key: str | None) -> str:
-    """An id or URL. A row may lack it; numbers, dates and the like are written out."""
+def _identifier(record: Mapping[str, Any], key: str | None) -> str:
+    """An id or URL, empty where the row has none; numbers, dates and the like are converted to text."""
     value = record.get(key) if key else None
     if value is None:
         return ""
@@ -161,7 +157,8 @@ def _name(record: Mapping[str, Any], key: str | None) -> str:
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
-    """A conversation as role and content, from that form, from ShareGPT's from and value, or from either in JSON."""
+    """A conversation as a list of role and content, from that form, from ShareGPT's from and value, or from JSON of
+    either."""
     if isinstance(value, (str, bytes)):
         try:
             value = parse_json(value.encode() if isinstance(value, str) else value)
@@ -177,28 +174,28 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
 def _message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _Unusable(f"{place} is a {type(message).__name__}, not role and content")
-    # Tables fill absent fields with null.
-    given = {key: item for key, item in message.items() if item is not None}
-    role_key = "role" if "role" in given or "from" not in given else "from"
+    # Tables store absent fields as null.
+    present = {key: item for key, item in message.items() if item is not None}
+    role_key = "role" if "role" in present or "from" not in present else "from"
     text_key = "content" if "content" in message or "value" not in message else "value"
-    role, content = given.pop(role_key, None), given.pop(text_key, None)
-    if content is None and text_key in message and given:
-        content = ""  # a turn that only calls tools
+    role, content = present.pop(role_key, None), present.pop(text_key, None)
+    if content is None and text_key in message and present:
+        content = ""  # a turn with only tool calls
     for name, item in ((role_key, role), (text_key, content)):
         if item is None:
             raise _Unusable(f"{place} has no {name}; each message needs a role and a content")
         if not isinstance(item, str):
             raise _Unusable(f"{place}: {name} holds a {type(item).__name__}, not text")
     role = _ROLES.get(role, role) if role_key == "from" else role
-    return {"role": role, "content": content, **given}
+    return {"role": role, "content": content, **present}
 
 
-def _written(record: Mapping[str, Any]) -> str:
-    short = {str(key): _short(item) for key, item in list(record.items())[:20]}
-    return json.dumps(short, ensure_ascii=False, default=str)
+def _dump_record(record: Mapping[str, Any]) -> str:
+    values = {str(key): _shorten(item) for key, item in list(record.items())[:20]}
+    return json.dumps(values, ensure_ascii=False, default=str)
 
 
-def _short(item: Any) -> Any:
+def _shorten(item: Any) -> Any:
     if isinstance(item, bytes):
         item = item[: 4 * _RAW_CHARS].decode("utf-8", "replace")
     if isinstance(item, str):
@@ -207,7 +204,7 @@ def _short(item: Any) -> Any:
 
 
 def read_jsonl(reading: Reading) -> Rows:
-    """The documents of the piece; rows are line numbers in the file. Memory holds one line."""
+    """The documents of the piece; rows are line numbers in the file. Holds one line in memory."""
     piece = reading.piece
     ranged = piece.start > 0 or piece.stop != -1
     with reading.open_bytes() if ranged else reading.open_unpacked() as file:
@@ -224,7 +221,7 @@ def read_jsonl(reading: Reading) -> Rows:
 
 
 def _lines(file: IO[bytes], left: int) -> Iterator[bytes | int]:
-    """Lines of the next `left` bytes (-1: all); for one that is too long, its length."""
+    """Lines of the next `left` bytes (-1: all); for a line that is too long, its length."""
     longest = LONGEST_ROW_BYTES
     while left:
         line = file.readline(longest + 1)
@@ -248,7 +245,7 @@ def _document(reading: Reading, row: int, line: bytes) -> Row | None:
     try:
         record = parse_json(line, "utf-8-sig" if row == 1 else "utf-8")
     except (ValueError, RecursionError) as error:
-        return _not_json(reading, row, line, error)
+        return _invalid_json(reading, row, line, error)
     if not isinstance(record, dict):
         field = reading.fields[0]
         reason = f'a {type(record).__name__}; each line must be like {{"{field}": "..."}}'
@@ -256,7 +253,7 @@ def _document(reading: Reading, row: int, line: bytes) -> Row | None:
     return reading.document(row, record, line)
 
 
-def _not_json(reading: Reading, row: int, line: bytes, error: Exception) -> BadRow:
+def _invalid_json(reading: Reading, row: int, line: bytes, error: Exception) -> BadRow:
     fix = "correct or delete this line"
     if row == 1 and line.lstrip()[:1] == b"[":
         fix = "write one object per line, not an array"
@@ -265,27 +262,27 @@ def _not_json(reading: Reading, row: int, line: bytes, error: Exception) -> BadR
     return reading.bad(row, f"not valid JSON in UTF-8 ({error}); {fix}", line)
 
 
-_UTF16_ZEROS, _UTF32_ZEROS = 0.3, 0.6  # of mostly ASCII, half the bytes of UTF-16 and three quarters of UTF-32 are zero
+_UTF16_ZEROS, _UTF32_ZEROS = 0.3, 0.6  # of ASCII text, 1/2 of UTF-16 and 3/4 of UTF-32 are zero bytes
 
 
 def encoding_of(head: bytes) -> str:
-    """UTF-8, unless a byte-order mark says otherwise; the codec takes the mark away."""
+    """UTF-8 unless a byte-order mark says otherwise; the codec removes the mark."""
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "utf-32"  # first: its little-endian mark begins with UTF-16's
     return "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
 def wide_encoding(text: bytes) -> str:
-    """UTF-32 or UTF-16 where bytes tell it: by a byte-order mark, or by the zero bytes of ASCII in it. Else empty."""
-    marked = encoding_of(text)
-    if marked != "utf-8-sig":
-        return marked.upper()
+    """UTF-32 or UTF-16 where a byte-order mark or the zero bytes of ASCII text indicate it, else an empty string."""
+    encoding = encoding_of(text)
+    if encoding != "utf-8-sig":
+        return encoding.upper()
     zeros = text.count(0) / max(len(text), 1)
     return "UTF-32" if zeros > _UTF32_ZEROS else "UTF-16" if zeros > _UTF16_ZEROS else ""
 
 
 def read_text(reading: Reading) -> Rows:
-    """The file as one document. Bytes that are not UTF-8 become U+FFFD, and its `decode_error` names the first."""
+    """The file as one document. Invalid UTF-8 becomes U+FFFD, and `decode_error` names the first invalid byte."""
     with reading.open_unpacked() as file:
         data = file.read()
     text, decode_error = decode_text(data)
@@ -296,7 +293,7 @@ def read_text(reading: Reading) -> Rows:
 
 
 def decode_text(data: bytes) -> tuple[str, str]:
-    """The text, and "not UTF-8 (byte N)" for the first invalid byte (counted from 0), or an empty string."""
+    """The text, and "not UTF-8 (byte N)" for the first invalid byte (counted from 0) or an empty string."""
     encoding = encoding_of(data)
     try:
         return data.decode(encoding), ""
@@ -307,7 +304,7 @@ def decode_text(data: bytes) -> tuple[str, str]:
 
 
 def read_html(reading: Reading) -> Rows:
-    """The page as it stands, labelled for the `extract` step."""
+    """The page as stored, labelled for the `extract` step."""
     with reading.open_unpacked() as file:
         data = file.read()
     document = reading.text(1, decode_html(data))
@@ -319,13 +316,13 @@ def read_html(reading: Reading) -> Rows:
 _META = re.compile(rb"<meta[^>]{0,500}?charset\s*=\s*[\"']?\s*([A-Za-z0-9_:.+-]{2,40})", re.IGNORECASE)
 _XML = re.compile(rb"^\s*<\?xml[^>]{0,200}?encoding\s*=\s*[\"']([A-Za-z0-9_:.+-]{2,40})", re.IGNORECASE)
 _HEAD_BYTES = 4096  # browsers look at 1024; real pages put scripts first
-# The superset that browsers use for each name, as Python spells it.
+# The superset that browsers use for each charset, as Python spells it.
 _SUPERSETS = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874",
     "gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs",
 }  # fmt: skip
 _MARKS = (
-    (codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be"),  # first: one begins as UTF-16's does
+    (codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be"),  # first: one starts like UTF-16's
     (codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"),
 )  # fmt: skip
 _PLAIN = re.compile(
@@ -335,30 +332,30 @@ _PLAIN = re.compile(
 
 
 def decode_html(data: bytes, declared: str = "") -> str:
-    """A page's text. `declared` is the charset of the HTTP header. A byte-order mark wins. Then valid UTF-8 is taken
-    for UTF-8 whatever the page declares, since text in another encoding is hardly ever valid UTF-8 by chance; else
-    the declared encoding, and else Windows-1252."""
+    """A page's text. `declared` is the charset of the HTTP header. A byte-order mark wins. Otherwise valid UTF-8 is
+    read as UTF-8 whatever the page declares, since other encodings are hardly ever valid UTF-8 by chance; then the
+    declared encoding applies, then Windows-1252."""
     for mark, name in _MARKS:
         if data.startswith(mark):
             return data[len(mark) :].decode(name, "replace")
-    in_page = _XML.search(data[:_HEAD_BYTES]) or _META.search(data[:_HEAD_BYTES])
-    by_header = _codec(declared)
-    # What a page says of itself cannot be UTF-16, or it could not have been read.
-    by_page = _codec(in_page.group(1).decode("ascii")) if in_page else ""
-    named = by_header or ("" if by_page.startswith("utf-16") else by_page)
-    if named.startswith("utf-16") or named == "iso2022_jp":  # may be valid UTF-8 and mean something else
-        return data.decode(named, "replace")
+    declaration = _XML.search(data[:_HEAD_BYTES]) or _META.search(data[:_HEAD_BYTES])
+    header_codec = _codec(declared)
+    # A declaration inside the page cannot be UTF-16, or it would not have been readable.
+    page_codec = _codec(declaration.group(1).decode("ascii")) if declaration else ""
+    codec = header_codec or ("" if page_codec.startswith("utf-16") else page_codec)
+    if codec.startswith("utf-16") or codec == "iso2022_jp":  # may also be valid UTF-8
+        return data.decode(codec, "replace")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        return data.decode(named or "cp1252", "replace")
+        return data.decode(codec or "cp1252", "replace")
 
 
 def _codec(name: str) -> str:
-    """Python's codec for a charset's name, or nothing where it is unknown or no encoding of text."""
+    """Python's codec for a charset name, or an empty string for an unknown or non-text one."""
     try:
-        found = codecs.lookup(name.strip(" \t\"'")).name if name else ""
+        codec = codecs.lookup(name.strip(" \t\"'")).name if name else ""
     except (LookupError, ValueError):
         return ""
-    found = _SUPERSETS.get(found, found)
-    return found if _PLAIN.fullmatch(found) else ""
+    codec = _SUPERSETS.get(codec, codec)
+    return codec if _PLAIN.fullmatch(codec) else ""

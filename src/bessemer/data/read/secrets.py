@@ -1,6 +1,5 @@
-"""What must not be shown: credentials in addresses and in the options of a remote file system. An address may carry a
-password or a signature, since some servers give no other way in. It is used as it is, but messages, origins and keys
-have it without them."""
+"""Removes credentials from URLs and refuses them in storage options. A URL may carry a password or a signature; it is
+used as it is, but messages, document origins and cache keys hold the redacted form."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ _SECRET_WORDS = frozenset({
     "key", "keys", "secret", "secrets", "token", "tokens", "password", "passwd", "passphrase", "pwd", "sas",
     "credential", "credentials", "auth", "authorization", "cookie", "signature", "connectionstring",
 })  # fmt: skip
-# What gcsfs takes as `token` without it being one: ways of finding a token.
+# Values of gcsfs's `token` option that name a way to find a token.
 _NOT_SECRET = frozenset({"anon", "google_default", "cloud", "browser", "cache"})
-# Parameters of signed addresses beside those whose names say it: S3, Google Cloud, Azure, CloudFront.
+# Query parameters of signed URLs (S3, Google Cloud, Azure, CloudFront) whose names hold no secret word.
 _SIGNATURE = re.compile(
     r"x-amz-.*|x-goog-.*|awsaccesskeyid|googleaccessid|expires|sig|se|sp|sv|sr|st|spr|skoid|sktid|skt|ske|sks|skv"
     r"|policy|key-pair-id|hdnea|hdnts",
@@ -34,7 +33,7 @@ _ENVIRONMENT = {
 
 
 def shown(path: str) -> str:
-    """A path or URL as it may be printed and stored: without a password and without the signature of its query."""
+    """A path or URL without its password and without the signature in its query: safe to print and to store."""
     if "://" not in path:
         return path
     try:
@@ -42,43 +41,42 @@ def shown(path: str) -> str:
     except ValueError:  # such as a bracket that is no IPv6 address
         return re.sub(r"//[^/@]*@", "//", path).partition("?")[0]
     host = parts.netloc.rpartition("@")[2]
-    kept = [item for item in parts.query.split("&") if item and not _is_secret(item.partition("=")[0])]
-    return urlunsplit(parts._replace(netloc=host, query="&".join(kept), fragment=parts.fragment))
+    public_items = [item for item in parts.query.split("&") if item and not _is_secret(item.partition("=")[0])]
+    return urlunsplit(parts._replace(netloc=host, query="&".join(public_items), fragment=parts.fragment))
 
 
 def redacted(message: object) -> str:
-    """An error's text on one line, every address in it shown as `shown` does."""
+    """An error's text on one line, with every URL in it redacted."""
     text = " ".join(str(message).split())
     return _ADDRESS.sub(lambda match: shown(match.group()), text)
 
 
 def environment_for(protocol: str) -> str:
-    """Where the libraries of a file system look for credentials, in words for a message."""
+    """The environment variables in which a file system's library looks for credentials."""
     return _ENVIRONMENT.get(protocol, "the variables of its library, or a netrc file")
 
 
 def check_storage(storage: Mapping[str, Any], where: str = "storage") -> None:
-    """Refuses options that look like secrets: a spec is copied into every run's folder and shown in reports."""
+    """Refuses options that look like secrets: a spec is copied into every run folder and shown in reports."""
     for name, value in storage.items():
         place = f"{where}.{name}"
         if isinstance(value, Mapping):
             check_storage(value, place)
         elif isinstance(value, str) and (_names_secret(name) and value not in _NOT_SECRET):
             raise UserError(
-                f"{place}: looks like a secret, and a spec is copied into the run's folder; delete it here and set it "
+                f"{place}: looks like a secret, and specs are copied into run folders; delete it and set it "
                 f"in the environment ({environment_for('s3')}; {environment_for('gs')}; {environment_for('az')})"
             )
         elif isinstance(value, str) and shown(value) != value:
-            raise UserError(f"{place}: the address holds a password or signature; set it in the environment")
+            raise UserError(f"{place}: the URL holds a password or signature; set credentials in the environment")
 
 
-def _is_secret(name: str) -> bool:
-    return bool(_SIGNATURE.fullmatch(name)) or _names_secret(name)
+def _is_secret(parameter: str) -> bool:
+    return bool(_SIGNATURE.fullmatch(parameter)) or _names_secret(parameter)
 
 
 def _names_secret(name: str) -> bool:
-    """By whole words, so that `aws_secret_access_key` and `accountKey` are found, and `keyboard` is not."""
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
-    lowered = [word.lower() for word in words]
-    pairs = {first + second for first, second in pairwise(lowered)}
-    return not _SECRET_WORDS.isdisjoint({*lowered, *pairs, name.lower()})
+    """Compares words, so that `aws_secret_access_key` and `accountKey` match but `keyboard` does not."""
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
+    pairs = {first + second for first, second in pairwise(words)}
+    return not _SECRET_WORDS.isdisjoint({*words, *pairs, name.lower()})

@@ -1,9 +1,6 @@
-"""Tables by column: Parquet, Arrow IPC files and streams, and the Arrow shards of a Hugging Face dataset. Batches are
-made of the wanted columns alone, and Parquet is decoded page by page: memory holds a few megabytes or the longest
-row, whatever the size of a row group.
-
-Comma- or tab-separated tables with a header line.
-"""
+"""Readers of tables: Parquet, Arrow IPC files and streams, Arrow shards of a Hugging Face dataset, CSV and TSV. Only
+the needed columns are read, and Parquet is decoded page by page: memory holds a few megabytes or the longest row,
+whatever the size of a row group."""
 
 from __future__ import annotations
 
@@ -27,12 +24,11 @@ _ARROW_MAGIC = b"ARROW1"
 
 
 def read_parquet(reading: Reading) -> Rows:
-    """The rows of the piece's row groups."""
-    with _told(reading, "Parquet"), reading.open_bytes() as opened, open_parquet(opened) as file:
+    with _translate_errors(reading, "Parquet"), reading.open_bytes() as opened, open_parquet(opened) as file:
         _check_schema(reading, file.schema_arrow)
-        piece, about = reading.piece, file.metadata
-        stop = piece.stop if piece.stop != -1 else about.num_row_groups
-        bytes_per_row = piece.file.size_bytes // max(about.num_rows, 1)
+        piece, metadata = reading.piece, file.metadata
+        stop = piece.stop if piece.stop != -1 else metadata.num_row_groups
+        bytes_per_row = piece.file.size_bytes // max(metadata.num_rows, 1)
         batch_rows = min(max(_BATCH_BYTES // max(bytes_per_row, 1), 1), _BATCH_ROWS)
         groups = list(range(piece.start, stop))
         batches = file.iter_batches(batch_rows, row_groups=groups, columns=reading.fields, use_threads=False)
@@ -40,20 +36,20 @@ def read_parquet(reading: Reading) -> Rows:
 
 
 def read_arrow(reading: Reading) -> Rows:
-    """The rows of an IPC file or stream (feather, too); of a file, those of the piece's record batches."""
+    """The rows of an IPC file or stream (also Feather); of a file, those of the piece's record batches."""
     import pyarrow as pa
 
     piece = reading.piece
-    with _told(reading, "Arrow"), reading.open_bytes() as opened, contextlib.ExitStack() as stack:
-        _refuse_packed(opened)
+    with _translate_errors(reading, "Arrow"), reading.open_bytes() as opened, contextlib.ExitStack() as stack:
+        _refuse_compressed(opened)
         in_ranges = is_ipc_file(opened)
         open_ipc = pa.ipc.open_file if in_ranges else pa.ipc.open_stream
         mapped = None if is_url(piece.file.path) else stack.enter_context(pa.memory_map(piece.file.path))
         file = open_ipc(mapped or opened)
         _check_schema(reading, file.schema)
-        if mapped is None or _copies(file, mapped, in_ranges):
-            wanted = [file.schema.get_field_index(name) for name in reading.fields]
-            options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
+        if mapped is None or _copies_batches(file, mapped, in_ranges):
+            columns = [file.schema.get_field_index(name) for name in reading.fields]
+            options = pa.ipc.IpcReadOptions(included_fields=columns, use_threads=False)
             opened.seek(0)
             file = open_ipc(opened, options=options)
         elif not in_ranges:
@@ -66,44 +62,44 @@ def read_arrow(reading: Reading) -> Rows:
         yield from _read_batches(reading, batches)
 
 
-def _copies(file: Any, mapped: Any, in_ranges: bool) -> bool:
-    """Whether batches are copied out of a mapped file, as compressed ones are. Those that are not cost no memory of
-    their own, and columns that nobody looks at stay on the disk; but asking for some columns alone makes copies of
-    them (a 320 MB batch then took 690 MB instead of 105 MB)."""
+def _copies_batches(file: Any, mapped: Any, in_ranges: bool) -> bool:
+    """Whether reading batches copies them out of the mapped file, as for compressed ones. Uncopied batches cost no
+    memory, and unused columns stay on disk; but selecting columns copies (a 320 MB batch took 690 MB instead of 105
+    MB)."""
     if in_ranges:
         first = file.get_batch(0) if file.num_record_batches else None
     else:
         first = next(iter(file), None)
     mapped.seek(0)
-    whole = mapped.read_buffer()
-    start, stop = whole.address, whole.address + whole.size
+    mapping = mapped.read_buffer()
+    start, stop = mapping.address, mapping.address + mapping.size
     columns = first.columns if first is not None else []
     buffers = [buffer for column in columns for buffer in column.buffers()]
-    return not all(start <= one.address < stop for one in buffers if one is not None and one.size)
+    return not all(start <= buffer.address < stop for buffer in buffers if buffer is not None and buffer.size)
 
 
 def open_parquet(opened: IO[bytes]) -> Any:
-    """Buffered and not pre-buffered: a row group is decoded page by page instead of being held whole."""
+    """Buffered and not pre-buffered, so that a row group is decoded page by page."""
     import pyarrow.parquet as pq
 
-    _refuse_packed(opened)
+    _refuse_compressed(opened)
     return pq.ParquetFile(opened, buffer_size=1 << 20, pre_buffer=False)
 
 
 def is_ipc_file(opened: IO[bytes]) -> bool:
-    """Whether an Arrow file has a footer to find its batches by; a stream has none."""
+    """Whether an Arrow file has a footer that locates its batches; a stream has none."""
     head = opened.read(len(_ARROW_MAGIC))
     opened.seek(0)
     return head == _ARROW_MAGIC
 
 
-def _refuse_packed(opened: IO[bytes]) -> None:
+def _refuse_compressed(opened: IO[bytes]) -> None:
     if packed := compression_of(opened):
-        raise DamagedFile(f"the whole file is compressed ({packed}), but tables are read in ranges; unpack it")
+        raise DamagedFile(f"the whole file is compressed ({packed}), but tables are read in ranges; decompress it")
 
 
 @contextlib.contextmanager
-def _told(reading: Reading, kind: str) -> Iterator[None]:
+def _translate_errors(reading: Reading, kind: str) -> Iterator[None]:
     import pyarrow as pa
 
     try:
@@ -116,7 +112,7 @@ def _read_batches(reading: Reading, batches: Iterable[Any]) -> Rows:
     row = reading.piece.first_row
     names = reading.fields
     for batch in batches:
-        # A batch may be a whole mapped file: only some megabytes of it become Python objects at a time.
+        # A batch may be a whole mapped file: convert only a few megabytes to Python objects at a time.
         rows_at_once = max(min(_BATCH_BYTES * batch.num_rows // max(batch.nbytes, 1), _BATCH_ROWS), 1)
         for start in range(0, batch.num_rows, rows_at_once):
             for record in _records(batch.slice(start, rows_at_once).select(names), names):
@@ -129,7 +125,7 @@ def _read_batches(reading: Reading, batches: Iterable[Any]) -> Rows:
 
 
 def _records(batch: Any, names: list[str]) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    """One mapping for each row; the error for one whose bytes are no text."""
+    """One mapping per row; the error for a row whose bytes are not UTF-8."""
     try:
         columns = [batch.column(index).to_pylist() for index in range(len(names))]
     except UnicodeDecodeError:
@@ -162,9 +158,9 @@ _DELIMITERS = ",\t;|"
 
 
 def read_csv(reading: Reading) -> Rows:
-    """One document for each row below the header; the first of them is row 1. A quoted field may hold newlines. Where
-    the name does not say tabs, the delimiter is the one that gives the header the wanted column."""
-    # The library's limit is one number for the whole process, and 128 KiB unless set.
+    """One document per row below the header, numbered from 1. Quoted fields may hold newlines. Unless the name says
+    tabs, the delimiter is the one that gives the header the needed column."""
+    # The limit is process-wide and 128 KiB by default.
     csv.field_size_limit(max(csv.field_size_limit(), rows.LONGEST_ROW_BYTES))
     with reading.open_unpacked() as file:
         text = _decoded(file)
@@ -172,7 +168,7 @@ def read_csv(reading: Reading) -> Rows:
         first = next(lines, "")
         if not first.strip():
             return
-        # Strict: what a lax reading makes of a stray quote is another text than was written.
+        # Strict, because lax parsing alters the text after a stray quote.
         every = itertools.chain([first], lines)
         records = csv.reader(every, delimiter=_delimiter(first, reading), strict=True)
         try:
@@ -196,9 +192,9 @@ def _read_rows(reading: Reading, records: Iterator[list[str]], header: list[str]
             reading.tally["empty"] += 1
         elif len(record) != len(header):
             reason = f"{len(record)} columns, but the header has {len(header)}; correct or delete this row"
-            yield reading.bad(row, reason, _raw(record))
-        elif not all(map(_encodable, record)):
-            yield reading.bad(row, "not valid UTF-8; convert the file or delete this row", _raw(record))
+            yield reading.bad(row, reason, _join_fields(record))
+        elif not all(map(_is_encodable, record)):
+            yield reading.bad(row, "not valid UTF-8; convert the file or delete this row", _join_fields(record))
         else:
             yield reading.document(row, dict(zip(header, record, strict=True)))
 
@@ -206,7 +202,7 @@ def _read_rows(reading: Reading, records: Iterator[list[str]], header: list[str]
 def _decoded(file: IO[bytes]) -> io.TextIOWrapper:
     buffered = cast(io.BufferedReader, file)
     encoding = encoding_of(buffered.peek(4)[:4])
-    # Bytes that are no UTF-8 are kept apart, as half surrogates, to be found in their row.
+    # Invalid bytes become surrogates, so that they can be reported with their row.
     errors = "surrogateescape" if encoding == "utf-8-sig" else "replace"
     return io.TextIOWrapper(buffered, encoding, errors, newline="")
 
@@ -218,15 +214,12 @@ def _delimiter(header: str, reading: Reading) -> str:
     return next(fits, ",")
 
 
-def _encodable(field: str) -> bool:
-    if field.isascii():
-        return True
+def _is_encodable(field: str) -> bool:
     try:
-        field.encode()
+        return field.isascii() or bool(field.encode())
     except UnicodeEncodeError:
         return False
-    return True
 
 
-def _raw(record: list[str]) -> bytes:
+def _join_fields(record: list[str]) -> bytes:
     return ",".join(record)[:2000].encode("utf-8", "surrogateescape")

@@ -28,7 +28,7 @@ class Ran:
 
     outcomes: list[Outcome]
     summary: dict[str, Any]
-    rulings: list[Arrays]
+    decisions_by_part: list[Arrays]
 
     @property
     def dropped(self) -> list[int]:
@@ -84,13 +84,13 @@ def run_step(
         collected = collect(step, docs, folder / "collected", parts, batch, gaps)
         (folder / "scratch").mkdir()
         made, summary = step.resolve(collected, folder / "scratch", each)
-        rulings = [{key: np.array(array) for key, array in ruling.items()} for ruling in made]
-    assert len(rulings) == len(collected)
+        decisions_by_part = [{key: np.array(array) for key, array in decisions.items()} for decisions in made]
+    assert len(decisions_by_part) == len(collected)
     outcomes: list[Outcome] = []
-    for (some, ordinals, _), ruling in zip(divide(docs, parts, gaps), rulings, strict=True):
+    for (some, ordinals, _), decisions in zip(divide(docs, parts, gaps), decisions_by_part, strict=True):
         for at in range(0, len(some), batch):
-            outcomes += step.apply(some[at : at + batch], ordinals[at : at + batch], ruling)
-    return Ran(outcomes, summary, rulings)
+            outcomes += step.apply(some[at : at + batch], ordinals[at : at + batch], decisions)
+    return Ran(outcomes, summary, decisions_by_part)
 
 
 @pytest.fixture(scope="session", name="run_step")

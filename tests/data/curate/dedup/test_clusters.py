@@ -82,11 +82,11 @@ def settled(
             np.savez(file, **arrays, **note_places(documents, np.arange(size)))
         parts.append(Collected(i, path, "web", size))
     np.array(pairs, np.int64).reshape(-1, 2).tofile(folder / "links")
-    rulings, summary = clusters.settle(parts, folder, [folder / "links"], sum(sizes), keep)
+    decisions_by_part, summary = clusters.resolve_clusters(parts, folder, [folder / "links"], sum(sizes), keep)
     found = []
-    for ruling in rulings:
-        gone = ruling["ordinal"].tolist()
-        found.append([(int(ordinal), clusters.unpack(ruling, i)) for i, ordinal in enumerate(gone)])
+    for decisions in decisions_by_part:
+        gone = decisions["ordinal"].tolist()
+        found.append([(int(ordinal), clusters.shuffle.unpack(decisions, i)) for i, ordinal in enumerate(gone)])
     return found, summary
 
 

@@ -129,8 +129,8 @@ def test_a_part_with_nothing_left_takes_no_harm(run_step: Any, documents: Any, c
     collected = collect(step, documents(["a", "b", "a"]), tmp_path / "collected", parts=3)
     np.savez(collected[1].path)  # its only document was dropped by an earlier step
     (tmp_path / "scratch").mkdir()
-    rulings, summary = step.resolve(collected, tmp_path / "scratch", lambda f, tasks: [f(task) for task in tasks])
-    assert [ruling["ordinal"].tolist() for ruling in rulings] == [[], [], [0]]
+    decisions, summary = step.resolve(collected, tmp_path / "scratch", lambda f, tasks: [f(task) for task in tasks])
+    assert [part["ordinal"].tolist() for part in decisions] == [[], [], [0]]
     assert summary["documents"] == 2
 
 

@@ -1,5 +1,6 @@
 """Repeated paragraphs: by hand, and against a plain dictionary for any parts, batches and workers."""
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bessemer.data.curate.dedup.shuffle as shuffle
-from bessemer.data.curate.dedup.paragraphs import DedupParagraphs, split
+from bessemer.data.curate.dedup.exact import DedupParagraphs, split
 from bessemer.data.curate.step import Drop
 from bessemer.spec.curate.dedup import DedupParagraphsSpec
 
@@ -91,10 +92,24 @@ def test_splitting_loses_nothing() -> None:
     assert [one[:2] for one in split("a\n \n\nb\nc", "paragraph")] == [(0, 1), (5, 8)]
 
 
+def paragraphs_by_hand(text: str) -> list[tuple[int, int]]:
+    """The same without a regular expression that can backtrack: white space is skipped, then its last newline found."""
+    spans, start, at = [], 0, text.find("\n")
+    while at >= 0:
+        word = re.compile(r"\S").search(text, at)
+        last = text.rfind("\n", at + 1, word.start() if word else len(text))
+        if last >= 0:
+            spans.append((start, at))
+            start = last + 1
+        at = text.find("\n", max(at, last) + 1)
+    return [*spans, (start, len(text))]
+
+
 @pytest.mark.parametrize("text", ["\n" * 10**6, "\n " * 500_000, " " * 10**6, "a\n" * 500_000, "\n" + " " * 10**6])
-def test_long_runs_are_split_in_linear_time(text: str) -> None:
-    split(text, "paragraph")
-    split(text, "line")
+def test_long_runs_are_split_as_by_hand(text: str) -> None:
+    """Inputs on which a backtracking pattern would take quadratic time."""
+    assert [piece[:2] for piece in split(text, "paragraph")] == paragraphs_by_hand(text)
+    assert [end - start for start, end, _ in split(text, "line")] == list(map(len, text.split("\n")))
 
 
 texts = st.lists(

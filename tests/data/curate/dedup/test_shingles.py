@@ -35,7 +35,7 @@ def slow_shingles(text: str, unit: str, n: int, brief: bool) -> list[int]:
     grams = [units[i : i + n] for i in range(len(units) - n + 1)]
     first = 0
     if len(units) < n and units and brief:
-        grams, first = [units + [0] * (n - 1 - len(units))], module._WHOLE
+        grams, first = [units + [0] * (n - 1 - len(units))], module._SHORT_MARK
     found = []
     for gram in grams:
         total = first

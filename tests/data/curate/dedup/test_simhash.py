@@ -40,12 +40,12 @@ def dropped(folder: Path, bits: list[int], distance: int, parts: int = 2, each: 
         collected.append(Collected(part, path, "web", len(some)))
     (folder / "scratch").mkdir()
     step = DedupSimhash(DedupSimhashSpec(distance=distance), 0)
-    rulings, summary = step.resolve(collected, folder / "scratch", each or (lambda f, tasks: [f(t) for t in tasks]))
+    decisions, summary = step.resolve(collected, folder / "scratch", each or (lambda f, tasks: [f(t) for t in tasks]))
     json.dumps(summary)
     return [
-        (edges[part] + int(ordinal), step.apply([Document("", "", 1)], np.array([ordinal]), ruling)[0].value)
-        for part, ruling in enumerate(rulings)
-        for ordinal in ruling["ordinal"]
+        (edges[part] + int(ordinal), step.apply([Document("", "", 1)], np.array([ordinal]), ruled)[0].value)
+        for part, ruled in enumerate(decisions)
+        for ordinal in ruled["ordinal"]
     ]
 
 

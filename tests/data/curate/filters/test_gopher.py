@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.data.curate.filters import heuristics as repetition_module
-from bessemer.data.curate.filters.heuristics import GopherQuality, GopherRepetition, Runs, lines, paragraphs, repeated
+from bessemer.data.curate.filters.heuristics import (
+    GopherQuality,
+    GopherRepetition,
+    Runs,
+    count_repeated,
+    split_lines,
+    split_paragraphs,
+)
 from bessemer.data.curate.filters.word_splitter import split
 from bessemer.data.curate.filters.words import Words
 from bessemer.data.curate.step import Drop, Outcome
@@ -195,14 +202,14 @@ def test_one_run_in_a_tiny_text_is_a_top_run() -> None:
 
 @given(st.text(st.sampled_from("ab\n "), min_size=1, max_size=30))
 def test_paragraphs_and_lines_are_cut_as_by_the_published_patterns(text: str) -> None:
-    assert paragraphs(text) == re.split(r"\n{2,}", text.strip())
-    assert sorted(lines(text)) == sorted(re.split("\n+", text))
+    assert split_paragraphs(text) == re.split(r"\n{2,}", text.strip())
+    assert sorted(split_lines(text)) == sorted(re.split("\n+", text))
 
 
 @given(st.lists(st.sampled_from(["", "a", "bb", "ccc"])))
 def test_repeated_blocks_are_counted(blocks: list[str]) -> None:
     again = [block for i, block in enumerate(blocks) if block in blocks[:i]]
-    assert repeated(blocks) == (len(again), sum(map(len, again)))
+    assert count_repeated(blocks) == (len(again), sum(map(len, again)))
 
 
 def numbered(n: int) -> list[str]:

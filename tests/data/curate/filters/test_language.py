@@ -50,7 +50,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("socket", "create_connection", "getaddrinfo"):
         monkeypatch.setattr(socket, name, refuse)
-    language._load.cache_clear()  # loading the model must not need one either
+    language._load_model.cache_clear()  # loading the model must not need one either
 
 
 @pytest.mark.parametrize("code", TEXTS)

@@ -135,9 +135,9 @@ def test_lists_in_plain_hosts_and_ut1_form(tmp_path: Path) -> None:
 def test_the_same_from_large_lists_as_from_sets() -> None:
     names = [f"host{n}.example" for n in range(5000)]
     held = NameList.of(names[::2])
-    assert held.holds(names) == [n % 2 == 0 for n in range(5000)]
+    assert held.contains(names) == [n % 2 == 0 for n in range(5000)]
     assert len(held) == 2500
-    assert NameList.of([]).holds(["a"]) == [False] and held.holds([]) == []
+    assert NameList.of([]).contains(["a"]) == [False] and held.contains([]) == []
 
 
 @pytest.mark.parametrize(("content", "row"), [("ok.example\na b\n", 2), ("x/y z\n", 1), ("https:///\n", 1)])

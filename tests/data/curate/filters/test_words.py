@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bessemer.data.curate.filters import words as words_module
 from bessemer.data.curate.filters.word_splitter import FIXED, PUNCTUATION, in_brackets, is_address, split
-from bessemer.data.curate.filters.words import BASE, Words, chunk_count, hash_words, pieces, powers, sentences
+from bessemer.data.curate.filters.words import BASE, Words, chunk_count, count_sentences, hash_words, pieces, powers
 
 MARKS = "aBcUS.CA$€%+-–—~…'’\"“()[]{}<>:;,=/#@*&^_|!?°©日éЖ0195kmgs³²§`\U0001f600"
 chunks = st.text(st.sampled_from(MARKS), min_size=1, max_size=12) | st.sampled_from(sorted(FIXED))
@@ -118,7 +118,7 @@ def naive_counts(text: str) -> tuple[int, int, int, int]:
 
 @given(st.lists(texts, max_size=8), st.sampled_from([0, 3, 1000]))
 def test_counts_are_those_of_the_words_whatever_is_remembered(many: list[str], most_chunks: int) -> None:
-    memory = Words(most_chunks=most_chunks)
+    memory = Words(max_chunks=most_chunks)
     for text in [*many, *many]:
         assert memory.counts(text) == naive_counts(text)
         assert memory.count(text) == naive_counts(text)[0]
@@ -156,16 +156,16 @@ def test_a_long_text_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     text = "Some words, don't they? " * 40
     assert len(list(pieces(text))) > 10
     assert Words().counts(text) == naive_counts(text)
-    assert Words(most_chunks=2).spans(text).hashes.tolist() == Words().spans(text).hashes.tolist()
+    assert Words(max_chunks=2).spans(text).hashes.tolist() == Words().spans(text).hashes.tolist()
     assert chunk_count(text) == 160
 
 
 def test_memory_of_chunks_is_bounded() -> None:
-    memory = Words(most_chunks=100)
+    memory = Words(max_chunks=100)
     for i in range(2000):
         memory.counts(f"a{i} b{i}")
     assert len(memory._chunks) <= 102
-    memory = Words(most_chars=1000)
+    memory = Words(max_chars=1000)
     for i in range(100):
         memory.counts(f"{i}" * 100)
     assert sum(map(len, memory._chunks)) <= 1300
@@ -191,11 +191,11 @@ def test_memory_of_chunks_is_bounded() -> None:
     ],
 )
 def test_sentences_are_counted_by_end_marks(line: str, expected: int) -> None:
-    assert sentences(line, most=100) == expected
+    assert count_sentences(line, most=100) == expected
 
 
 def test_sentences_are_counted_no_further_than_asked() -> None:
-    assert sentences("One. Two. Three. Four.", most=2) == 2
+    assert count_sentences("One. Two. Three. Four.", most=2) == 2
 
 
 def test_a_class_for_a_regex_has_exactly_its_characters() -> None:

@@ -63,12 +63,12 @@ def run(step: Quality, parts: list[list[str]], folder: Path, batch: int, each: A
         path = folder / f"{number}.npz"
         np.savez(path, **{name: np.concatenate(those) for name, those in arrays.items()})
         collected.append(Collected(number, path, "web", len(found)))
-    rulings, summary = step.resolve(collected, folder, each)
+    decisions_by_part, summary = step.resolve(collected, folder, each)
     outcomes = []
-    for found, ruling in zip(parts, rulings, strict=True):
+    for found, decisions in zip(parts, decisions_by_part, strict=True):
         for at in range(0, len(found), batch):
             some = documents(found)[at : at + batch]
-            outcomes += step.apply(some, np.arange(at, at + len(some)), ruling)
+            outcomes += step.apply(some, np.arange(at, at + len(some)), decisions)
             outcomes += [document.labels for document in some]
     return outcomes, summary
 
@@ -156,7 +156,7 @@ def test_workers_need_no_torch(models: Path) -> None:
     import sys
 
     code = (
-        "import sys; from bessemer.data.clean import classifier, perplexity, score; "
+        "import sys; from bessemer.data.curate.scores import classifier, perplexity, user_function; "
         f"classifier.load({str(models / 'quality')!r}).scores(['a b']); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from bessemer.data.curate.scores import classifier as features
 from bessemer.data.curate.scores import classifier as linear
-from bessemer.data.curate.scores.classifier import ONE, PIECE_BYTES, FeatureShape, LinearModel, hashed
+from bessemer.data.curate.scores.classifier import ONE, PIECE_BYTES, FeatureShape, LinearModel, hash_texts
 from bessemer.data.curate.scores.train import (
     LEAST_TEXTS,
     FeatureRows,
@@ -26,9 +26,9 @@ from bessemer.data.curate.scores.train import (
     _importance,
     area_under_curve,
     calibration,
-    rows_of,
+    make_rows,
     sample,
-    split,
+    split_texts,
     train_classifier,
 )
 from bessemer.data.stream.order import mix
@@ -86,7 +86,7 @@ def all_hashes(texts: list[str], words: int = 2, chars: int = 0) -> list[list[li
     """For each text, for each kind of n-gram, the hashes."""
     kinds = 1 + (words > 1) + bool(chars)
     found: list[list[list[int]]] = [[[] for _ in range(kinds)] for _ in texts]
-    for chunk in hashed(texts, words, chars):
+    for chunk in hash_texts(texts, words, chars):
         for kind, (values, starts, stops) in enumerate(chunk.kinds):
             for owner, start, stop in zip(chunk.owners, starts, stops, strict=True):
                 found[owner][kind] += values[start:stop].tolist()
@@ -271,7 +271,7 @@ def test_classes_count_alike_whatever_their_size() -> None:
     texts = {"many": [f"a b c {i} x{i}" for i in range(400)], "few": [f"d e f {i} y{i}" for i in range(20)]}
     from bessemer.data.curate.scores.train import fit
 
-    model, epochs = fit(split(texts), FeatureShape(1, 0, 12), 0)
+    model, epochs = fit(split_texts(texts), FeatureShape(1, 0, 12), 0)
     assert epochs >= 1
     assert 0.3 < model.scores([""])[0] < 0.7
     assert model.scores(["a b c"])[0] > 0.9 and model.scores(["d e f"])[0] < 0.1
@@ -279,7 +279,7 @@ def test_classes_count_alike_whatever_their_size() -> None:
 
 def test_texts_held_out_are_in_no_other_part() -> None:
     texts = {"a": [f"a{i}" for i in range(50)], "b": [f"b{i}" for i in range(LEAST_TEXTS)]}
-    parts = split(texts)
+    parts = split_texts(texts)
     for label, found in texts.items():
         three = [*parts.judge[label], *parts.stop[label], *parts.train[label]]
         assert sorted(three) == sorted(found) and len(parts.judge[label]) >= 2 <= len(parts.stop[label])
@@ -306,7 +306,7 @@ def test_a_sample_does_not_depend_on_order_and_is_bounded() -> None:
 
 
 def test_rows_hold_shares_of_all_n_grams() -> None:
-    rows = rows_of({"a": ["x x y"], "b": ["z", ""]}, FeatureShape(1, 0, 20))
+    rows = make_rows({"a": ["x x y"], "b": ["z", ""]}, FeatureShape(1, 0, 20))
     assert rows.shares.tolist() in ([2 / 3, 1 / 3, 1.0], [1 / 3, 2 / 3, 1.0])
     assert rows.starts.tolist() == [0, 2, 3, 3] and rows.classes.tolist() == [0, 1, 1]
 

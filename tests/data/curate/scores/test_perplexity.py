@@ -22,13 +22,13 @@ from bessemer.data.curate.scores.perplexity import (
     NgramCounts,
     Perplexity,
     PerplexityModel,
-    _merged,
-    _unique,
+    _count_unique,
+    _merge_runs,
     count,
     count_and_smooth,
-    discounts_of,
-    find,
+    estimate_discounts,
     load,
+    look_up,
     make_table,
 )
 from bessemer.data.curate.scores.train import train_perplexity
@@ -180,14 +180,14 @@ def test_counts_by_hand() -> None:
 def test_discounts_by_hand() -> None:
     counts = np.array([1] * 8 + [2] * 4 + [3] * 2 + [4] * 1 + [9], np.int64)
     share = 8 / 16
-    assert discounts_of(counts) == (1 - 2 * share * 4 / 8, 2 - 3 * share * 2 / 4, 3 - 4 * share * 1 / 2)
-    assert discounts_of(np.array([5, 6, 7])) == (0.5, 1.0, 1.5)
-    assert discounts_of(np.array([1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3])) == (0.5, 1.0, 1.5)  # would be below 0
+    assert estimate_discounts(counts) == (1 - 2 * share * 4 / 8, 2 - 3 * share * 2 / 4, 3 - 4 * share * 1 / 2)
+    assert estimate_discounts(np.array([5, 6, 7])) == (0.5, 1.0, 1.5)
+    assert estimate_discounts(np.array([1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3])) == (0.5, 1.0, 1.5)  # would be below 0
 
 
 @given(st.lists(st.lists(st.integers(0, 20), max_size=10), min_size=1, max_size=9))
 def test_blocks_are_merged_to_one_count(blocks: list[list[int]]) -> None:
-    keys, counts = _merged(iter([_unique(np.array(block, np.uint64)) for block in blocks]))
+    keys, counts = _merge_runs(iter([_count_unique(np.array(block, np.uint64)) for block in blocks]))
     expected = Counter(key for block in blocks for key in block)
     assert dict(zip(keys.tolist(), counts.tolist(), strict=True)) == expected
     assert keys.tolist() == sorted(expected)
@@ -198,14 +198,14 @@ def test_a_table_finds_what_was_put_into_it(inside: set[int], others: set[int]) 
     keys = np.array(sorted(inside), dtype=np.uint64)
     table = make_table(keys, keys + np.uint64(7))
     asked = np.array(sorted(inside | others), dtype=np.uint64)
-    found = find(table, asked)
+    found = look_up(table, asked)
     assert found.tolist() == [key + 7 if key in inside else 2**64 - 1 for key in asked.tolist()]
 
 
 def test_a_table_whose_keys_crowd_at_the_end_is_made_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kneser_ney, "_home", lambda keys, slots: np.full(keys.size, slots - 1))
     keys = np.arange(60, dtype=np.uint64)
-    assert find(make_table(keys, keys), keys).tolist() == list(range(60))
+    assert look_up(make_table(keys, keys), keys).tolist() == list(range(60))
 
 
 def write(folder: Path, texts: list[str]) -> Path:
@@ -269,8 +269,8 @@ def run(step: Perplexity, texts: list[str], tmp_path: Path) -> tuple[list[object
     ordinals = np.arange(len(texts))
     np.savez(tmp_path / "0.npz", **step.collect(documents, ordinals))
     parts = [Collected(0, tmp_path / "0.npz", "web", len(texts))]
-    rulings, summary = step.resolve(parts, tmp_path, lambda function, tasks: [function(task) for task in tasks])
-    return step.apply(documents, ordinals, next(iter(rulings))), documents, summary
+    decisions, summary = step.resolve(parts, tmp_path, lambda function, tasks: [function(task) for task in tasks])
+    return step.apply(documents, ordinals, next(iter(decisions))), documents, summary
 
 
 def test_the_step_keeps_the_lowest_and_labels_thirds(trained: Path, tmp_path: Path) -> None:

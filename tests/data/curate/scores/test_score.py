@@ -155,10 +155,10 @@ def test_the_whole_way_with_a_label_of_its_own(scorers: Path, tmp_path: Path) ->
     step = Score(ScoreSpec.model_validate(spec), 0)
     some = documents("aaaa", "aa", "aaa", "a")
     np.savez(tmp_path / "0.npz", **step.collect(some, np.arange(4)))
-    rulings, summary = step.resolve(
+    decisions_by_part, summary = step.resolve(
         [Collected(0, tmp_path / "0.npz", "s", 4)], tmp_path, lambda function, tasks: [function(t) for t in tasks]
     )
-    outcomes = step.apply(some, np.arange(4), next(iter(rulings)))
+    outcomes = step.apply(some, np.arange(4), next(iter(decisions_by_part)))
     gone = "size above the best 50 %"
     assert outcomes == [Drop(gone, 4.0), None, Drop(gone, 3.0), None]
     assert some[1].labels == {"size": 2.0} and summary["threshold"] == 2.0

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bessemer.data.curate.scores.service import AnswerCache, Service, _at, _filled, _retry_after
+from bessemer.data.curate.scores.service import AnswerCache, Service, _fill_template, _parse_retry_after, _value_at
 from bessemer.data.curate.scores.user_function import Score
 from bessemer.data.document import Document
 from bessemer.errors import UserError
@@ -230,9 +230,9 @@ def test_a_pause_that_is_too_long_is_an_error(server: Server, service: Callable[
 
 
 def test_retry_after_as_a_date() -> None:
-    assert 50 < (_retry_after(formatdate(time.time() + 60, usegmt=True)) or 0) <= 60
-    assert _retry_after(formatdate(time.time() - 60, usegmt=True)) == 0
-    assert _retry_after("soon") is None and _retry_after(None) is None and _retry_after("-3") == 0
+    assert 50 < (_parse_retry_after(formatdate(time.time() + 60, usegmt=True)) or 0) <= 60
+    assert _parse_retry_after(formatdate(time.time() - 60, usegmt=True)) == 0
+    assert _parse_retry_after("soon") is None and _parse_retry_after(None) is None and _parse_retry_after("-3") == 0
 
 
 def test_the_rate_limit_holds_over_threads(server: Server, service: Callable[..., Service]) -> None:
@@ -380,12 +380,12 @@ def test_a_clock_that_went_back_does_not_hold_up_for_ever(tmp_path: Path) -> Non
 
 
 def test_paths_and_templates() -> None:
-    assert _at({"a": [{"b": 1}, {"b": 2}]}, ["a", "*", "b"]) == [1, 2]
-    assert _at({"a": [5, 6]}, ["a", "1"]) == 6
+    assert _value_at({"a": [{"b": 1}, {"b": 2}]}, ["a", "*", "b"]) == [1, 2]
+    assert _value_at({"a": [5, 6]}, ["a", "1"]) == 6
     for wrong in (["a", "9"], ["a", "x"], ["b"], ["a", "0", "c"], ["*"]):
         with pytest.raises((ValueError, LookupError)):
-            _at({"a": [5, 6]}, wrong)
-    assert _filled(["{texts}", {"x": "{text}"}, "text"], ["p", "q"]) == [["p", "q"], {"x": "p"}, "text"]
+            _value_at({"a": [5, 6]}, wrong)
+    assert _fill_template(["{texts}", {"x": "{text}"}, "text"], ["p", "q"]) == [["p", "q"], {"x": "p"}, "text"]
 
 
 def test_the_step_with_a_service(server: Server, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bessemer.data.curate.scores import threshold as selection
-from bessemer.data.curate.scores.threshold import BINS, ScoreRanking, Threshold, best, in_groups, score_of
+from bessemer.data.curate.scores.threshold import BINS, ScoreRanking, Threshold, find_cut, group_parts, score_at_cut
 from bessemer.data.curate.step import Collected, Drop
 from bessemer.data.document import Document
 from bessemer.spec.curate.scores import Bounds
@@ -44,15 +44,15 @@ def outcomes(
     sources: list[str] | None = None,
     batch: int = 3,
 ) -> tuple[list[list[Any]], dict[str, Any], list[list[Document]]]:
-    rulings, summary = threshold.resolve(collect(folder, parts, sources), here)
+    decisions_by_part, summary = threshold.resolve(collect(folder, parts, sources), here)
     json.dumps(summary)
     found, seen = [], []
-    for scores, ruling in zip(parts, rulings, strict=True):
+    for scores, decisions in zip(parts, decisions_by_part, strict=True):
         ordinals = [i for i, score in enumerate(scores) if score is not None]
         documents = [Document(f"text {i}", "f", i + 1) for i in ordinals]
         part = []
         for at in range(0, len(ordinals), batch):
-            part += threshold.apply(documents[at : at + batch], np.array(ordinals[at : at + batch]), ruling)
+            part += threshold.apply(documents[at : at + batch], np.array(ordinals[at : at + batch]), decisions)
         found.append(part)
         seen.append(documents)
     return found, summary, seen
@@ -185,14 +185,14 @@ def test_keys_are_in_the_order_of_the_scores(a: float, b: float, lower: bool) ->
     ranking = ScoreRanking(lower, 0)
     one, other = ranking.keys(np.array([a, b])).tolist()
     assert (one > other) == ((a < b) if lower else (a > b)) and (one == other) == (a == b)
-    assert score_of(np.array([one, 0, 0, 0], np.uint64), ranking) == a
+    assert score_at_cut(np.array([one, 0, 0, 0], np.uint64), ranking) == a
 
 
 def test_many_parts_make_few_tasks(tmp_path: Path) -> None:
     parts = [Collected(i, tmp_path, "s", 1) for i in range(1300)]
-    groups = in_groups(parts)
+    groups = group_parts(parts)
     assert len(groups) == 512 and [part for group in groups for part in group] == parts
-    assert in_groups([]) == [] and len(in_groups(parts[:3])) == 3
+    assert group_parts([]) == [] and len(group_parts(parts[:3])) == 3
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
             return found
 
         ranking = ScoreRanking(False, 0)
-        cut = best(parts, 12_345, 80_000, ranking, watched)
+        cut = find_cut(parts, 12_345, 80_000, ranking, watched)
         kept = sum(int(ranking.reach(part, i, np.arange(20_000), cut).sum()) for i, part in enumerate(scores))
         assert kept == 12_345
         assert largest <= max(4 * 4096 * 8, 1000 * 32)

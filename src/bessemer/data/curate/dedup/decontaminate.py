@@ -1,9 +1,6 @@
-"""Evaluation sets as an index of n-grams: which words of a document stand in which item.
-
-Text of evaluation sets in the training data: found by word n-grams, then dropped, cut out or only reported. Each
-document could be judged alone; the step is a global one because its report is: which sets, which items, and how many
-documents hold each.
-"""
+"""Finds text of evaluation sets in the training data by word n-grams, and drops it, cuts it or only reports it. Each
+document could be judged alone; the step is global because its report is: which sets, which items, and how many
+documents hold each."""
 
 from __future__ import annotations
 
@@ -21,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bessemer.data.curate.dedup.clusters import Resolved, left_after, ruled
+from bessemer.data.curate.dedup.clusters import Resolved, find_decided, keep_or_drop
 from bessemer.data.curate.dedup.exact import word_spans
 from bessemer.data.curate.dedup.near import shingles
 from bessemer.data.curate.dedup.shuffle import PartTask, Places, begins, for_parts, load, note_places, numbering
-from bessemer.data.curate.scores.model_file import file_identity
-from bessemer.data.curate.step import Arrays, Collected, Drop, Ints, Outcome, PerDocumentStep
+from bessemer.data.curate.step import Arrays, Collected, Drop, Ints, Outcome, RunTasks, file_identity
 from bessemer.data.document import Document
-from bessemer.data.read.rows import repaired
+from bessemer.data.read.rows import repair_surrogates
 from bessemer.errors import UserError
 from bessemer.spec.curate.dedup import DecontaminateSpec, EvaluationSetSpec
 
@@ -48,81 +44,81 @@ class EvaluationItem(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluationIndex:
-    """All n-grams of all sets. Gram g stands in the items `item[start[g]:start[g + 1]]`, first from their words
-    `word[start[g]:start[g + 1]]` on."""
+    """All n-grams of all sets. Gram g occurs in the items `item[start[g]:start[g + 1]]`, first at their words
+    `word[start[g]:start[g + 1]]`."""
 
-    grams: Words  # sorted, each once
+    grams: Words  # sorted, unique
     start: Ints
     item: Ints
     word: Ints
     sets: tuple[str, ...]
     set_of_item: Ints
     place_of_item: tuple[str, ...]
-    too_short: Ints  # items with fewer words than an n-gram
-    common: int  # n-grams left out because they stand in too many items
-    near: npt.NDArray[np.bool_]  # by the leading bits of a hash: whether any gram begins with them
+    too_short: Ints  # items shorter than an n-gram
+    common: int  # n-grams left out because too many items hold them
+    near: npt.NDArray[np.bool_]  # by the leading bits of a hash: whether any gram has them
 
     def word_in(self, gram: int, item: int) -> int:
-        """From which word of an item on one of its grams stands there."""
-        some = slice(int(self.start[gram]), int(self.start[gram + 1]))
-        return int(self.word[some][np.searchsorted(self.item[some], item)])
+        """The word of an item at which one of its grams first occurs."""
+        occurrences = slice(int(self.start[gram]), int(self.start[gram + 1]))
+        return int(self.word[occurrences][np.searchsorted(self.item[occurrences], item)])
 
     def find(self, hashes: Words) -> tuple[Ints, Ints]:
-        """(which of the hashes are known, their grams). The table spares most of them the search."""
+        """(which hashes are in the index, their grams). The table `near` avoids most searches."""
         if not self.grams.size:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         shift = np.uint64(65 - self.near.size.bit_length())
         maybe = np.flatnonzero(self.near[(hashes >> shift).astype(np.int64)])
         at = np.searchsorted(self.grams, hashes[maybe])
         at[at == self.grams.size] = 0
-        known = self.grams[at] == hashes[maybe]
-        return maybe[known], at[known]
+        is_known = self.grams[at] == hashes[maybe]
+        return maybe[is_known], at[is_known]
 
 
-def files_of(sets: Mapping[str, EvaluationSetSpec]) -> dict[str, list[str]]:
-    """The files of each set. A set without any is an error: it would pass for one without matches."""
-    return {name: [file for path in one.path for file in _expand(name, path)] for name, one in sets.items()}
+def list_set_files(sets: Mapping[str, EvaluationSetSpec]) -> dict[str, list[str]]:
+    """The files of each set. A set without files is an error: it would look like one without matches."""
+    return {name: [file for path in spec.path for file in _expand(name, path)] for name, spec in sets.items()}
 
 
 def _expand(name: str, pattern: str) -> list[str]:
     path = os.path.abspath(os.path.expanduser(pattern))
     if os.path.isdir(path):
-        found = sorted(
+        files = sorted(
             os.path.join(folder, file)
             for folder, _, names in os.walk(path)
             for file in names
             if file.removesuffix(".gz").endswith(_JSON + _TEXT)
         )
     else:
-        found = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
-    if not found:
+        files = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
+    if not files:
         raise UserError(f"decontaminate: set {name!r}: no file {path}; correct its path")
-    for file in found:
+    for file in files:
         if not file.removesuffix(".gz").endswith(_JSON + _TEXT):
             raise UserError(
                 f"decontaminate: set {name!r}: {file}: the name does not tell the format; "
                 "give .jsonl (an object a line) or .txt (an item a line)"
             )
-    return found
+    return files
 
 
 def content_hash(files: Mapping[str, Sequence[str]]) -> str:
-    """Of the names of the sets and all that their files hold."""
-    held = [[name, [(path, file_identity(path)) for path in paths]] for name, paths in files.items()]
-    return str(xxhash.xxh3_128_hexdigest(json.dumps(held).encode()))
+    """A hash of the names of the sets and the content of their files."""
+    contents = [[name, [(path, file_identity(path)) for path in paths]] for name, paths in files.items()]
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(contents).encode()))
 
 
-def items(sets: Mapping[str, EvaluationSetSpec]) -> Iterator[EvaluationItem]:
-    """Every item of every set that has any text, in order."""
-    files = files_of(sets)
-    for name, one in sets.items():
+def read_items(sets: Mapping[str, EvaluationSetSpec]) -> Iterator[EvaluationItem]:
+    """Every item with text of every set, in order."""
+    files = list_set_files(sets)
+    for name, spec in sets.items():
         for file in files[name]:
-            for row, text in _rows(name, file, one.fields):
+            for row, text in _read_lines(name, file, spec.fields):
                 if text.strip():
                     yield EvaluationItem(name, f"{file}:{row}", text)
 
 
-def _rows(name: str, path: str, fields: Sequence[str]) -> Iterator[tuple[int, str]]:
+def _read_lines(name: str, path: str, fields: Sequence[str]) -> Iterator[tuple[int, str]]:
     is_json = path.removesuffix(".gz").endswith(_JSON)
     with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
         for row, line in enumerate(file, 1):
@@ -136,8 +132,7 @@ def _item_text(place: str, line: str, fields: Sequence[str]) -> str:
     try:
         value = json.loads(line)
     except ValueError as error:
-        what = f"decontaminate: {place}: not valid JSON ({error})"
-        raise UserError(f"{what}; correct or delete this line") from error
+        raise UserError(f"decontaminate: {place}: not valid JSON ({error}); correct or delete this line") from error
     if fields:
         missing = [field for field in fields if not isinstance(value, dict) or field not in value]
         if missing:
@@ -149,55 +144,56 @@ def _item_text(place: str, line: str, fields: Sequence[str]) -> str:
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield repaired(value)
+        yield repair_surrogates(value)
     elif isinstance(value, (list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _strings(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
 
 
 @lru_cache(maxsize=1)
 def load_index(spec_json: str, content: str) -> EvaluationIndex:
-    """The index of a spec's sets. Kept, since a worker makes the step anew for every part; `content` is the hash of
-    the files, so that a changed file is read again."""
+    """The index of a spec's sets, cached because a worker creates the step for every part. `content` is the hash of the
+    files, so a changed file is read again."""
     spec = DecontaminateSpec.model_validate_json(spec_json)
-    return build_index(list(items(spec.sets)), tuple(spec.sets), spec.ngram, spec.max_items)
+    return build_index(list(read_items(spec.sets)), tuple(spec.sets), spec.ngram, spec.max_items)
 
 
 def build_index(
-    found: Sequence[EvaluationItem], sets: tuple[str, ...], n: int, max_items: int | None
+    evaluation_items: Sequence[EvaluationItem], sets: tuple[str, ...], n: int, max_items: int | None
 ) -> EvaluationIndex:
     hashes, owner, word = [np.empty(0, np.uint64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for at in range(0, len(found), _ITEMS_AT_ONCE):
-        texts = [item.text for item in found[at : at + _ITEMS_AT_ONCE]]
+    for at in range(0, len(evaluation_items), _ITEMS_AT_ONCE):
+        texts = [item.text for item in evaluation_items[at : at + _ITEMS_AT_ONCE]]
         for block in shingles(texts, "word", n, brief=False):
             counts = np.diff(block.starts, append=block.hashes.size)
             hashes.append(block.hashes)
             owner.append(np.repeat(block.documents + at, counts))
             word.append(np.arange(block.hashes.size) - np.repeat(block.starts - block.first, counts))
     gram, item, at_word = np.concatenate(hashes), np.concatenate(owner), np.concatenate(word)
-    long = np.zeros(len(found), bool)
+    long = np.zeros(len(evaluation_items), bool)
     long[item] = True
     order = np.lexsort((at_word, item, gram))
     gram, item, at_word = gram[order], item[order], at_word[order]
-    once = begins(gram, item)  # the same gram in the same item counts once
+    once = begins(gram, item)  # a gram counts once per item
     gram, item, at_word = gram[once], item[once], at_word[once]
     _, start, count = np.unique(gram, return_index=True, return_counts=True)
-    often = count > (max_items if max_items is not None else len(found))
+    often = count > (max_items if max_items is not None else len(evaluation_items))
     keep = np.repeat(~often, count)
     gram, item, at_word = gram[keep], item[keep], at_word[keep]
     grams, start = np.unique(gram, return_index=True)
     bits = min(max(int(grams.size * 32).bit_length(), 10), 26)
     near = np.zeros(1 << bits, bool)
     near[(grams >> np.uint64(64 - bits)).astype(np.int64)] = True
+    set_of_item = np.array([sets.index(entry.set) for entry in evaluation_items], np.int64)
+    places = tuple(entry.place for entry in evaluation_items)
+    start, too_short = np.append(start, gram.size), np.flatnonzero(~long)
     return EvaluationIndex(
-        grams, np.append(start, gram.size), item, at_word, sets,
-        np.array([sets.index(one.set) for one in found], np.int64), tuple(one.place for one in found),
-        np.flatnonzero(~long), int(often.sum()), near,
+        grams, start, item, at_word, sets, set_of_item, places, too_short, int(often.sum()), near
     )  # fmt: skip
 
 
-def words_of(text: str, word: int, count: int) -> str:
-    """Some words of a text as they stand there, on one line."""
+def extract_words(text: str, word: int, count: int) -> str:
+    """Some words of a text, on one line."""
     starts, ends = word_spans(text)
     if word >= starts.size:
         return ""
@@ -206,13 +202,13 @@ def words_of(text: str, word: int, count: int) -> str:
 
 
 class Decontaminate:
-    """`identity` follows the content of the evaluation files, so that a changed set is judged anew."""
+    """`identity` covers the content of the evaluation files."""
 
     version = 1
 
     def __init__(self, spec: DecontaminateSpec, seed: int) -> None:
         self.spec = spec
-        self.identity = content_hash(files_of(spec.sets))
+        self.identity = content_hash(list_set_files(spec.sets))
 
     @property
     def index(self) -> EvaluationIndex:
@@ -225,37 +221,37 @@ class Decontaminate:
         for block in shingles([document.text for document in documents], "word", n, brief=False):
             amounts = np.diff(block.starts, append=block.hashes.size)
             np.add.at(counts, block.documents, amounts)
-            at, found = index.find(block.hashes)
+            at, grams_found = index.find(block.hashes)
             if at.size:
                 segment = np.searchsorted(block.starts, at, side="right") - 1
                 owner.append(block.documents[segment])
                 word.append(at - block.starts[segment] + block.first[segment])
-                gram.append(found)
+                gram.append(grams_found)
         none = [np.empty(0, np.int64)]
         of, at_word = np.concatenate(owner or none), np.concatenate(word or none)
         order = np.lexsort((at_word, of))
         of, at_word = of[order], at_word[order]
-        there, start, matches = np.unique(of, return_index=True, return_counts=True)
-        reach = np.minimum(np.diff(at_word, append=0), n)  # words that a match covers before the next begins
+        matching, start, matches = np.unique(of, return_index=True, return_counts=True)
+        reach = np.minimum(np.diff(at_word, append=0), n)  # words that a match covers before the next
         reach[start + matches - 1] = n
-        having = [documents[i] for i in there.tolist()]
+        matching_documents = [documents[i] for i in matching.tolist()]
         return {
-            **note_places(having, ordinals[there]),
+            **note_places(matching_documents, ordinals[matching]),
             "seen": np.array([len(documents)], np.int64),
-            "ordinal": ordinals[there],
+            "ordinal": ordinals[matching],
             "matches": matches,
-            "words": counts[there] + n - 1,
+            "words": counts[matching] + n - 1,
             "covered": np.add.reduceat(reach, start) if start.size else start,
             "gram": np.concatenate(gram or none)[order],
             "word": at_word,
         }
 
-    def resolve(self, collected: Sequence[Collected], scratch: Path, each: PerDocumentStep) -> Resolved:
-        summary = report_matches(collected, scratch, each, self.spec, self.index)
-        return (self._ruling(part) for part in collected), summary
+    def resolve(self, collected: Sequence[Collected], scratch: Path, run_tasks: RunTasks) -> Resolved:
+        summary = report_matches(collected, scratch, run_tasks, self.spec, self.index)
+        return (self._part_decisions(part) for part in collected), summary
 
-    def _ruling(self, part: Collected) -> Arrays:
-        """The documents that are acted on, the first item that each matches, and where the matches begin."""
+    def _part_decisions(self, part: Collected) -> Arrays:
+        """The documents to act on, the first item that each matches, and where the matches begin."""
         arrays = load(part, MATCH_ARRAYS)
         if not arrays:
             return {"ordinal": np.empty(0, np.int64)}
@@ -275,28 +271,28 @@ class Decontaminate:
             "name": np.frombuffer(b"".join(names), np.uint8),
         }
 
-    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
+    def apply(self, documents: Sequence[Document], ordinals: Ints, decisions: Arrays) -> list[Outcome]:
         outcomes: list[Outcome] = [None] * len(documents)
-        for i, record in ruled(ruling, ordinals):
-            outcomes[i] = self._act(documents[i], ruling, record)
+        for i, record in find_decided(decisions, ordinals):
+            outcomes[i] = self._act(documents[i], decisions, record)
         return outcomes
 
-    def _act(self, document: Document, ruling: Arrays, record: int) -> Outcome:
+    def _act(self, document: Document, decisions: Arrays, record: int) -> Outcome:
         spec = self.spec
-        name = _item(ruling["name"], ruling["name_end"], record).tobytes().decode()
-        words = _item(ruling["word"], ruling["match_end"], record)
+        name = _slice_record(decisions["name"], decisions["name_end"], record).tobytes().decode()
+        words = _slice_record(decisions["word"], decisions["match_end"], record)
         if spec.action == "report":
             document.labels["contaminated"] = name.partition(" ")[0]
             return None
         if spec.action == "drop":
-            found = words_of(document.text, int(words[0]), spec.ngram)
-            return Drop("contains text of an evaluation set", f"{name}: {found}")
+            matched_words = extract_words(document.text, int(words[0]), spec.ngram)
+            return Drop("contains text of an evaluation set", f"{name}: {matched_words}")
         left = cut_words(document.text, words, spec.ngram, spec.margin_chars)
-        return left_after(left, spec.min_left_chars, "text of evaluation sets")
+        return keep_or_drop(left, spec.min_left_chars, "text of evaluation sets")
 
 
 def cut_words(text: str, words: Ints, n: int, margin: int) -> str:
-    """The text without the n words from each of `words` on, and so many characters on both sides."""
+    """The text without the n words from each of `words` on, and `margin` characters on both sides."""
     starts, ends = word_spans(text)
     words = words[words < starts.size]
     if not words.size:
@@ -305,39 +301,35 @@ def cut_words(text: str, words: Ints, n: int, margin: int) -> str:
     end = np.maximum.accumulate(np.minimum(ends[np.minimum(words + n, ends.size) - 1] + margin, len(text)))
     new = np.flatnonzero(np.append(True, start[1:] > end[:-1]))
     last = np.append(new[1:], start.size) - 1
-    kept, at = [], 0
+    pieces, at = [], 0
     for begin, stop in zip(start[new].tolist(), end[last].tolist(), strict=True):
-        kept.append(text[at:begin])
+        pieces.append(text[at:begin])
         at = stop
-    return "".join([*kept, text[at:]])
+    return "".join([*pieces, text[at:]])
 
 
-def _item(values: npt.NDArray[Any], ends: Ints, record: int) -> npt.NDArray[Any]:
+def _slice_record(values: npt.NDArray[Any], ends: Ints, record: int) -> npt.NDArray[Any]:
     return values[int(ends[record - 1]) if record else 0 : int(ends[record])]
 
 
 MATCH_ARRAYS = ("ordinal", "matches", "words", "covered", "gram", "word")
-_EXAMPLES = 20  # items of a set that are shown with a document and the words
+_EXAMPLES = 20  # items per set shown with a document and words
 
 
 def report_matches(
-    collected: Sequence[Collected],
-    scratch: Path,
-    each: PerDocumentStep,
-    spec: DecontaminateSpec,
-    index: EvaluationIndex,
+    collected: Sequence[Collected], scratch: Path, run_tasks: RunTasks, spec: DecontaminateSpec, index: EvaluationIndex
 ) -> dict[str, Any]:
-    """The summary. What it takes grows with the evaluation sets, not with the corpus."""
+    """The summary. Memory grows with the evaluation sets, not with the corpus."""
     np.save(scratch / "start.npy", index.start)
     np.save(scratch / "item.npy", index.item)
-    tallies = each(tally_part, for_parts("matches", (scratch, spec), collected))
+    tallies = run_tasks(count_matches, for_parts("matches", (scratch, spec), collected))
     numbers = numbering(collected)
     documents = np.zeros(len(index.place_of_item), np.int64)
-    first = np.full((documents.size, 2), -1)  # by item: the first document with some of it, and the gram
+    first = np.full((documents.size, 2), -1)  # by item: the first document that matches, and the gram
     for part, tally in zip(collected, tallies, strict=True):
         new = documents[tally.items] == 0
-        found = np.stack([tally.first_ordinal + numbers[part.part], tally.first_gram], axis=1)
-        first[tally.items[new]] = found[new]
+        first_matches = np.stack([tally.first_ordinal + numbers[part.part], tally.first_gram], axis=1)
+        first[tally.items[new]] = first_matches[new]
         documents[tally.items] += tally.documents
     return {
         "documents": sum(tally.seen for tally in tallies),
@@ -345,36 +337,36 @@ def report_matches(
         "acted_on": sum(tally.acted for tally in tallies),
         "ngram": spec.ngram,
         "common_ngrams_skipped": index.common,
-        "sets": _sets(spec, index, documents, first, Places.of(collected, scratch)),
+        "sets": _summarize_sets(spec, index, documents, first, Places.of(collected, scratch)),
     }
 
 
-def _sets(
+def _summarize_sets(
     spec: DecontaminateSpec, index: EvaluationIndex, documents: Ints, first: Ints, places: Places
 ) -> dict[str, Any]:
-    about: dict[str, Any] = {}
-    shown: dict[tuple[str, str], int] = {}  # set, place: item
+    summary: dict[str, Any] = {}
+    examples: dict[tuple[str, str], int] = {}  # set, place: item
     for number, name in enumerate(index.sets):
-        own = np.flatnonzero(index.set_of_item == number)
-        hit = own[documents[own] > 0]
+        set_items = np.flatnonzero(index.set_of_item == number)
+        hit = set_items[documents[set_items] > 0]
         hit = hit[np.lexsort((hit, -documents[hit]))]
-        shown |= {(name, index.place_of_item[i]): i for i in hit[:_EXAMPLES].tolist()}
-        about[name] = {
-            "items": int(own.size),
-            "too_short": int(np.isin(index.too_short, own).sum()),
+        examples |= {(name, index.place_of_item[i]): i for i in hit[:_EXAMPLES].tolist()}
+        summary[name] = {
+            "items": int(set_items.size),
+            "too_short": int(np.isin(index.too_short, set_items).sum()),
             "contaminated": int(hit.size),
-            "contaminated_share": round(hit.size / own.size, 6) if own.size else 0.0,
+            "contaminated_share": round(hit.size / set_items.size, 6) if set_items.size else 0.0,
             "documents_by_item": {index.place_of_item[i]: int(documents[i]) for i in hit.tolist()},
             "examples": [],
         }
-    for item in items(spec.sets) if shown else ():
-        number = shown.get((item.set, item.place), -1)
+    for item in read_items(spec.sets) if examples else ():
+        number = examples.get((item.set, item.place), -1)
         if number >= 0:
             document, gram = first[number].tolist()
-            words = words_of(item.text, index.word_in(gram, number), spec.ngram)
+            words = extract_words(item.text, index.word_in(gram, number), spec.ngram)
             example = {"item": item.place, "document": places.place(document), "ngram": words}
-            about[item.set]["examples"].append(example)
-    return about
+            summary[item.set]["examples"].append(example)
+    return summary
 
 
 def acted_on(arrays: Arrays, spec: DecontaminateSpec) -> npt.NDArray[np.bool_]:
@@ -384,7 +376,7 @@ def acted_on(arrays: Arrays, spec: DecontaminateSpec) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class MatchCounts:
-    """What one part holds of the evaluation sets: for each item found there, the documents, and the first match."""
+    """What one part holds of the evaluation sets: for each item found, the documents and the first match."""
 
     seen: int
     matching: int
@@ -395,7 +387,7 @@ class MatchCounts:
     first_gram: Ints
 
 
-def tally_part(task: PartTask[tuple[Path, DecontaminateSpec]]) -> MatchCounts:
+def count_matches(task: PartTask[tuple[Path, DecontaminateSpec]]) -> MatchCounts:
     scratch, spec = task.shared
     arrays = load(task.part, (*MATCH_ARRAYS, "seen"))
     none = np.empty(0, np.int64)
@@ -407,7 +399,7 @@ def tally_part(task: PartTask[tuple[Path, DecontaminateSpec]]) -> MatchCounts:
     places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     items = item[np.repeat(start[gram], counts) + places]
     document = np.repeat(np.repeat(np.arange(arrays["ordinal"].size), arrays["matches"]), counts)
-    order = np.lexsort((document, items))  # stable, so that the first match of a document comes first
+    order = np.lexsort((document, items))  # stable: the first match of a document comes first
     items, document, grams = items[order], document[order], np.repeat(gram, counts)[order]
     new_pair, first = begins(items, document), np.flatnonzero(begins(items))
     return MatchCounts(

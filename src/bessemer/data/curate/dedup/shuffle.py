@@ -1,11 +1,10 @@
-"""Bringing records with equal keys together, on disk: the out-of-core half of every deduplication step. A part's
-records are sorted by key into a run. The range of keys is cut into buckets, so that a bucket's records from all runs
-fit in memory; what a bucket holds is then grouped on its own, by any worker. Keys are hashes, so buckets are even.
-The number of buckets follows from the number of documents, never from the number of workers.
+"""Groups records with equal keys, out of core: the disk half of every deduplication step. Each part's records are
+sorted by key into a run. The key range is divided into buckets small enough for memory, and any worker can group a
+bucket from all runs. Keys are hashes, so buckets are even. Their number depends on the number of documents, never on
+the number of workers.
 
-From a document's number in the corpus back to FILE:ROW, for the messages and reports of steps that compare. Rows
-mostly run on from one document to the next, so what is noted is where they do not: one record for a batch of a JSONL
-file, one for each file of a source tree. The table lies on disk; looking up costs no memory of its own.
+`Places` maps document numbers back to FILE:ROW for messages and reports. Rows mostly continue from one document to the
+next, so only breaks are stored, on disk: one record per batch of a JSONL file, one per file of a source tree.
 """
 
 from __future__ import annotations
@@ -27,51 +26,51 @@ from bessemer.data.document import Document
 from bessemer.errors import UserError
 from bessemer.storage import atomic_file
 
-Records = npt.NDArray[Any]  # structured; the field `key` is what they are brought together by
+Records = npt.NDArray[Any]  # structured, with a field `key` to group by
 Words = npt.NDArray[np.uint64]
 
-BUCKET_BYTES = 8 << 20  # grouping takes some four times as much
+BUCKET_BYTES = 8 << 20  # grouping takes about four times as much memory
 _MOST_BUCKETS = 1 << 16
-_RECORD_BITS = 40  # of a position: a part has fewer than 10^12 records, a corpus fewer than 8 million parts
+_RECORD_BITS = 40  # of a position: up to 10^12 records per part and 8 million parts
 Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True)
 class PartTask(Generic[Shared]):
-    """What is to be done with one part, and what all such tasks are told."""
+    """A task on one part, and what all such tasks share."""
 
-    what: str
+    label: str
     shared: Shared
     part: Collected
     first: int  # number of the part's first document
 
     @property
     def name(self) -> str:
-        return f"{self.what} of part {self.part.part}"
+        return f"{self.label} of part {self.part.part}"
 
 
 @dataclass(frozen=True)
 class BucketTask(Generic[Shared]):
-    what: str
+    label: str
     shared: Shared
     bucket: int
 
     @property
     def name(self) -> str:
-        return f"{self.what}, bucket {self.bucket}"
+        return f"{self.label}, bucket {self.bucket}"
 
 
-def for_parts(what: str, shared: Shared, collected: Sequence[Collected]) -> list[PartTask[Shared]]:
+def for_parts(label: str, shared: Shared, collected: Sequence[Collected]) -> list[PartTask[Shared]]:
     numbers = numbering(collected)
-    return [PartTask(what, shared, part, int(numbers[part.part])) for part in collected]
+    return [PartTask(label, shared, part, int(numbers[part.part])) for part in collected]
 
 
-def for_buckets(what: str, shared: Shared, buckets: int) -> list[BucketTask[Shared]]:
-    return [BucketTask(what, shared, bucket) for bucket in range(buckets)]
+def for_buckets(label: str, shared: Shared, buckets: int) -> list[BucketTask[Shared]]:
+    return [BucketTask(label, shared, bucket) for bucket in range(buckets)]
 
 
 def begins(*columns: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Where a run of equal records begins, in columns that are sorted together."""
+    """Marks where a run of equal records begins, in columns sorted together."""
     new = np.zeros(columns[0].size, bool)
     new[:1] = True
     for column in columns:
@@ -80,30 +79,30 @@ def begins(*columns: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def load(part: Collected, names: Sequence[str]) -> Arrays:
-    """Some arrays of what was collected of a part; empty where no document of it was left to collect from."""
+    """Some arrays collected from a part; empty where no document was left to collect from."""
     try:
         with open_arrays(part.path) as arrays:
-            found = {name: arrays[name] for name in names} if arrays.files else {}
+            columns = {name: arrays[name] for name in names} if arrays.files else {}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise _damaged(part, f"cannot be read ({error})") from error
-    ordinals = found.get("ordinal", np.empty(0, np.int64))
-    inside = not ordinals.size or (int(ordinals[0]) >= 0 and int(ordinals[-1]) < part.documents)
-    if not inside or (np.diff(ordinals) < 1).any():
+    ordinals = columns.get("ordinal", np.empty(0, np.int64))
+    in_range = not ordinals.size or (int(ordinals[0]) >= 0 and int(ordinals[-1]) < part.documents)
+    if not in_range or (np.diff(ordinals) < 1).any():
         raise _damaged(part, f"numbers its documents otherwise than the {part.documents:,} of the part")
-    return found
+    return columns
 
 
 def load_columns(part: Collected, names: Sequence[str]) -> Arrays:
-    """As `load`, of arrays that have a record for each document."""
-    found = load(part, names)
-    if len({array.shape[0] for array in found.values()}) > 1:
-        sizes = ", ".join(f"{name} {array.shape[0]:,}" for name, array in found.items())
+    """As `load`, for arrays with one record per document."""
+    columns = load(part, names)
+    if len({array.shape[0] for array in columns.values()}) > 1:
+        sizes = ", ".join(f"{name} {array.shape[0]:,}" for name, array in columns.items())
         raise _damaged(part, f"is cut short ({sizes} records)")
-    return found
+    return columns
 
 
 def count_records(collected: Sequence[Collected], name: str) -> int:
-    """The length of an array over all parts; only its header is read."""
+    """The length of an array summed over all parts; reads only the headers."""
     total = 0
     for part in collected:
         try:
@@ -118,13 +117,13 @@ def count_records(collected: Sequence[Collected], name: str) -> int:
     return total
 
 
-def _damaged(part: Collected, what: str) -> UserError:
-    collected = f"what was collected of part {part.part} of source {part.source!r}"
-    return UserError(f"{part.path}: {collected} {what}; delete this file and run again")
+def _damaged(part: Collected, problem: str) -> UserError:
+    subject = f"what was collected of part {part.part} of source {part.source!r}"
+    return UserError(f"{part.path}: {subject} {problem}; delete this file and run again")
 
 
 def numbering(collected: Sequence[Collected]) -> Ints:
-    """The number of each part's first document in the corpus, and the number of all."""
+    """The corpus-wide number of each part's first document, and the total."""
     return np.cumsum([0, *(part.documents for part in collected)], dtype=np.int64)
 
 
@@ -133,32 +132,32 @@ def bucket_count(records: int, dtype: np.dtype[Any]) -> int:
 
 
 def hash_bounds(buckets: int) -> Words:
-    """Where even buckets of hashes begin, but for the first."""
+    """The lower bounds of even buckets of hashes, without the first."""
     return np.array([-(-(bucket << 32) // buckets) << 32 for bucket in range(1, buckets)], np.uint64)
 
 
 def position(part: int) -> int:
-    """The first of the positions of a part's records: of record i, this + i. Positions follow the corpus's order."""
+    """The position of a part's first record; record i has this + i. Positions follow the order of the corpus."""
     return part << _RECORD_BITS
 
 
 def part_bounds(parts: int) -> Words:
-    """Buckets for keys that are positions: one for each part."""
+    """Buckets for keys that are positions: one per part."""
     return np.array([position(part) for part in range(1, parts)], np.uint64)
 
 
 def write_run(folder: Path, run: int, records: Records, bounds: Words) -> None:
-    """Sorted by key, with the place where each bucket begins."""
+    """Writes records sorted by key, and the offset of each bucket."""
     ordered = records[np.argsort(records["key"])]
     write_sorted(folder, run, ordered["key"], [ordered], bounds)
 
 
 def write_sorted(folder: Path, run: int, keys: Words, blocks: Iterable[Records], bounds: Words) -> None:
-    """As `write_run`, of records that come in order, block by block. Files appear at once, so that a worker may die and
-    its task be done again."""
+    """As `write_run`, for records that arrive sorted, block by block. Files appear atomically, so a task can be
+    rerun."""
     index = np.concatenate([[0], np.searchsorted(keys, bounds), [keys.size]]).astype(np.int64)
-    write_whole(_run(folder, run, "index"), [index])
-    write_whole(_run(folder, run, "run"), blocks)
+    write_blocks(_run_path(folder, run, "index"), [index])
+    write_blocks(_run_path(folder, run, "run"), blocks)
 
 
 def bucket_size(folder: Path, runs: int, bucket: int) -> int:
@@ -167,8 +166,8 @@ def bucket_size(folder: Path, runs: int, bucket: int) -> int:
 
 
 def read_bucket(folder: Path, runs: int, bucket: int, dtype: np.dtype[Any]) -> Iterator[Records]:
-    """A bucket's records, run after run, in pieces of at most 2 * BUCKET_BYTES or one run's share: one piece, where a
-    bucket has its usual size, as it has unless very many records share one key."""
+    """A bucket's records, run after run, in pieces of at most 2 * BUCKET_BYTES or one run's share. Usually one piece,
+    unless very many records share one key."""
     piece: list[tuple[int, int, int]] = []
     size = 0
     for run, (start, stop) in enumerate(_segments(folder, runs, bucket)):
@@ -182,38 +181,36 @@ def read_bucket(folder: Path, runs: int, bucket: int, dtype: np.dtype[Any]) -> I
         yield _read(folder, piece, size, dtype)
 
 
-def _segments(folder: Path, runs: int, bucket: int) -> list[tuple[int, int]]:
-    """Where a bucket begins and ends in each run."""
-    kind = np.dtype(np.int64)
-    found = [read_items(_run(folder, run, "index"), kind, bucket, 2).tolist() for run in range(runs)]
-    return [(start, stop) for start, stop in found]
+def _segments(folder: Path, runs: int, bucket: int) -> list[list[int]]:
+    """The start and stop of a bucket in each run."""
+    dtype = np.dtype(np.int64)
+    return [read_items(_run_path(folder, run, "index"), dtype, bucket, 2).tolist() for run in range(runs)]
 
 
 def _read(folder: Path, piece: Sequence[tuple[int, int, int]], size: int, dtype: np.dtype[Any]) -> Records:
     records = np.empty(size, dtype)
     at = 0
     for run, start, stop in piece:
-        records[at : at + stop - start] = read_items(_run(folder, run, "run"), dtype, start, stop - start)
+        records[at : at + stop - start] = read_items(_run_path(folder, run, "run"), dtype, start, stop - start)
         at += stop - start
     return records
 
 
-def write_whole(path: Path, blocks: Iterable[npt.NDArray[Any]]) -> None:
+def write_blocks(path: Path, blocks: Iterable[npt.NDArray[Any]]) -> None:
     with atomic_file(path, parents=True, durable=False) as file:
         for block in blocks:
             block.tofile(file)
 
 
 def read_items(path: Path, dtype: np.dtype[Any], start: int, count: int) -> npt.NDArray[Any]:
-    """So many items of a file; fewer than asked for is an error, never a shorter answer."""
+    """`count` items of a file; an error where it has fewer."""
     items = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
     if items.size != count:
-        what = f"{path}: cut short at item {start + items.size:,}"
-        raise UserError(f"{what}; see that the disk has space, run again")
+        raise UserError(f"{path}: cut short at item {start + items.size:,}; see that the disk has space, run again")
     return items
 
 
-def _run(folder: Path, run: int, kind: str) -> Path:
+def _run_path(folder: Path, run: int, kind: str) -> Path:
     return folder / f"{run:06d}.{kind}"
 
 
@@ -222,23 +219,23 @@ PLACE_ARRAYS = ("place_ordinal", "place_row", "place_length", "place_name")
 
 
 def note_places(documents: Sequence[Document], ordinals: Ints) -> dict[str, npt.NDArray[Any]]:
-    """What `collect` has to keep so that the places of these documents can be found."""
-    found: list[tuple[int, int, bytes]] = []
+    """The arrays that `collect` must store so that `Places` can locate these documents."""
+    breaks: list[tuple[int, int, bytes]] = []
     file, shift = None, 0
     for document, ordinal in zip(documents, ordinals.tolist(), strict=True):
         if document.file != file or document.row - ordinal != shift:
             file, shift = document.file, document.row - ordinal
-            found.append((ordinal, document.row, file.encode()))
+            breaks.append((ordinal, document.row, file.encode()))
     return {
-        "place_ordinal": np.array([one[0] for one in found], np.int64),
-        "place_row": np.array([one[1] for one in found], np.int64),
-        "place_length": np.array([len(one[2]) for one in found], np.int64),
-        "place_name": np.frombuffer(b"".join(one[2] for one in found), np.uint8),
+        "place_ordinal": np.array([entry[0] for entry in breaks], np.int64),
+        "place_row": np.array([entry[1] for entry in breaks], np.int64),
+        "place_length": np.array([len(entry[2]) for entry in breaks], np.int64),
+        "place_name": np.frombuffer(b"".join(entry[2] for entry in breaks), np.uint8),
     }
 
 
 class Places:
-    """The table of a whole corpus, made from what was noted of each part and that part's first document number."""
+    """The locations of all documents of a corpus, from each part's arrays and first document number."""
 
     @classmethod
     def of(cls, collected: Sequence[Collected], scratch: Path) -> Self:
@@ -254,14 +251,14 @@ class Places:
                 if arrays:
                     ends = np.cumsum(arrays["place_length"]) + end
                     end = int(ends[-1]) if ends.size else end
-                    written = arrays["place_ordinal"] + first, arrays["place_row"], ends, arrays["place_name"]
-                    for name, values in zip(_COLUMNS, written, strict=True):
+                    values_by_column = arrays["place_ordinal"] + first, arrays["place_row"], ends, arrays["place_name"]
+                    for name, values in zip(_COLUMNS, values_by_column, strict=True):
                         columns[name].write(values.tobytes())
         self._number, self._row, self._end = (_mapped(folder / name, np.int64) for name in _COLUMNS[:3])
         self._name = _mapped(folder / "name", np.uint8)
 
     def find(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """The record (of those noted) and row of each document."""
+        """The stored record and the row of each document."""
         run = np.searchsorted(self._number, numbers, side="right") - 1
         return run, self._row[run] + (numbers - self._number[run])
 
@@ -274,25 +271,25 @@ class Places:
         return f"{self.file_name(int(record[0])).decode()}:{row[0]}"
 
     def pack(self, numbers: Ints) -> dict[str, npt.NDArray[Any]]:
-        """The places of some documents as arrays for a ruling; `unpack` reads them."""
+        """The places of some documents as arrays for a step's decisions; `unpack` reads them."""
         record, row = self.find(numbers)
         different, which = np.unique(record, return_inverse=True)
-        own = [self.file_name(one) for one in different.tolist()]
-        names = {name: file for file, name in enumerate(dict.fromkeys(own))}
+        file_names = [self.file_name(number) for number in different.tolist()]
+        names = {name: file for file, name in enumerate(dict.fromkeys(file_names))}
         return {
-            "of_file": np.array([names[name] for name in own], np.int32)[which],
+            "of_file": np.array([names[name] for name in file_names], np.int32)[which],
             "of_row": row,
             "file_end": np.cumsum([len(name) for name in names], dtype=np.int64),
             "file_name": np.frombuffer(b"".join(names), np.uint8),
         }
 
 
-def unpack(ruling: Arrays, record: int) -> str:
-    """The place of one record of a ruling."""
-    file = int(ruling["of_file"][record])
-    start = int(ruling["file_end"][file - 1]) if file else 0
-    name = ruling["file_name"][start : int(ruling["file_end"][file])].tobytes().decode()
-    return f"{name}:{ruling['of_row'][record]}"
+def unpack(decisions: Arrays, record: int) -> str:
+    """The place of one record of a step's decisions."""
+    file = int(decisions["of_file"][record])
+    start = int(decisions["file_end"][file - 1]) if file else 0
+    name = decisions["file_name"][start : int(decisions["file_end"][file])].tobytes().decode()
+    return f"{name}:{decisions['of_row'][record]}"
 
 
 def _mapped(path: Path, dtype: type[Any]) -> npt.NDArray[Any]:

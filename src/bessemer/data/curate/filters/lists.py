@@ -1,6 +1,6 @@
-"""Lists that steps are told to use: files with a word, domain, address, id or hash a line. A domain stands for its
-subdomains too, an address for everything below it. Both are looked up by hash, at some 20 microseconds a document, in
-lists of millions of lines. A file is read once in a process, however many parts of a corpus it works on."""
+"""Lists that steps use: files with one word, domain, URL, id or hash per line. A domain includes its subdomains, a URL
+everything below it. Both are looked up by hash, at about 20 microseconds per document in lists of millions of lines. A
+file is read once per process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bessemer.data.curate.scores.model_file import file_identity
+from bessemer.data.curate.step import file_identity
 from bessemer.errors import UserError
 
 _GZIP = b"\x1f\x8b"
 
 
 class ListFile(NamedTuple):
-    """A file as it stands now. Another content is another ListFile, so what is made of one can be kept."""
+    """A file with its size and time. Changed content is another ListFile, so derived data can be cached by it."""
 
     path: str
     size_bytes: int
@@ -33,7 +33,7 @@ class ListFile(NamedTuple):
 
     @classmethod
     def of(cls, path: str, key: str) -> ListFile:
-        """`key` is the setting that names the file, for the message where there is none."""
+        """`key` is the setting that names the file, for messages."""
         full = os.path.expanduser(path)
         try:
             stat = os.stat(full)
@@ -44,7 +44,7 @@ class ListFile(NamedTuple):
         return cls(full, stat.st_size, stat.st_mtime_ns)
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Row and line, without empty lines and lines that begin with #. A .gz is unpacked."""
+        """Row and line, without empty lines and # comments. A .gz file is decompressed."""
         with open(self.path, "rb") as raw:
             packed = raw.read(2) == _GZIP
         with gzip.open(self.path, "rb") if packed else open(self.path, "rb") as file:
@@ -57,7 +57,7 @@ class ListFile(NamedTuple):
                 raise UserError(f"{self.path}: damaged gzip ({error}); fetch the file again") from None
 
     def content(self) -> str:
-        """A hash of the file's bytes, for the key of the cache."""
+        """A hash of the file's bytes, for cache keys."""
         return _content(self)
 
 
@@ -67,8 +67,8 @@ def _content(file: ListFile) -> str:
 
 
 class NameList:
-    """A set of strings at 8 bytes each: their 64-bit hashes, sorted. Of 10^12 lookups in a set of five million, less
-    than one finds what is not there."""
+    """A set of strings as sorted 64-bit hashes, 8 bytes each. In a set of five million, fewer than one of 10^12 lookups
+    gives a false match."""
 
     def __init__(self, hashes: array[int]) -> None:
         self._hashes: npt.NDArray[np.uint64] = np.unique(np.frombuffer(hashes, dtype=np.uint64))
@@ -80,14 +80,14 @@ class NameList:
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def holds(self, names: Sequence[str]) -> list[bool]:
-        """Which of the names are in the set. One call for many costs less than many calls."""
+    def contains(self, names: Sequence[str]) -> list[bool]:
+        """Which of the names are in the set. One call for many names costs less than many calls."""
         if not len(self._hashes) or not names:
             return [False] * len(names)
-        wanted = np.fromiter(map(name_hash, names), dtype=np.uint64, count=len(names))
-        places = np.searchsorted(self._hashes, wanted).clip(max=len(self._hashes) - 1)
-        held: list[bool] = (self._hashes[places] == wanted).tolist()
-        return held
+        hashes = np.fromiter(map(name_hash, names), dtype=np.uint64, count=len(names))
+        places = np.searchsorted(self._hashes, hashes).clip(max=len(self._hashes) - 1)
+        is_member: list[bool] = (self._hashes[places] == hashes).tolist()
+        return is_member
 
 
 def name_hash(name: str) -> int:
@@ -101,19 +101,19 @@ _URL = re.compile(
 _BREAK = re.compile("[/?&;#]")
 _ESCAPE = re.compile("%([0-9A-Fa-f]{2})")
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
-_MOST_LEVELS = 64  # of a path; a longer one is matched by its first levels
-_UT1 = ("domains", "urls", "expressions")  # the files of a category in the UT1 collection
+_MAX_LEVELS = 64  # of a path; deeper ones are matched by their first levels
+_UT1_FILES = ("domains", "urls", "expressions")  # the files of a category in the UT1 collection
 
 
 class UrlAddress(NamedTuple):
-    """`host` is in small letters and ASCII; `path` begins with a slash and has the query."""
+    """`host` is in lower-case ASCII; `path` begins with a slash and includes the query."""
 
     host: str
     path: str
 
 
 def split_url(url: str) -> UrlAddress | None:
-    """The host and path of an address, with or without its scheme; None where there is no host."""
+    """The host and path of a URL, with or without its scheme; None where there is no host."""
     match = _URL.match(url)
     if not match or not (host := ascii_host(match[1])):
         return None
@@ -122,7 +122,7 @@ def split_url(url: str) -> UrlAddress | None:
 
 
 def normal_escapes(text: str) -> str:
-    """Escapes spelled one way: %7e is ~, %c3 is %C3."""
+    """Escapes in one form: %7e becomes ~, %c3 becomes %C3."""
 
     def spelled(match: re.Match[str]) -> str:
         sign = chr(int(match[1], 16))
@@ -132,7 +132,7 @@ def normal_escapes(text: str) -> str:
 
 
 def ascii_host(host: str) -> str:
-    """A host as lists write it: small letters, no dot at the end, other scripts in punycode."""
+    """A host as lists write it: lower case, no trailing dot, other scripts in punycode."""
     host = host.lower().strip(".")
     if host.isascii():
         return host
@@ -149,47 +149,47 @@ def host_and_above(host: str) -> list[str]:
 
 
 def address_and_above(address: UrlAddress) -> list[str]:
-    """example.com, example.com/a, example.com/a/b?c=d: the address and what it lies below, as keys of a list."""
+    """example.com, example.com/a, example.com/a/b?c=d: the URL and everything it lies below, as keys of a list."""
     host = address.host.removeprefix("www.")
     path = address.path.rstrip("/")
-    cuts = [match.start() for match in _BREAK.finditer(path)][:_MOST_LEVELS]
+    cuts = [match.start() for match in _BREAK.finditer(path)][:_MAX_LEVELS]
     return [host + path[:cut].rstrip("/") for cut in cuts] + [host + path]
 
 
 class UrlLists:
-    """Domains, addresses and patterns from settings and files."""
+    """Domains, URLs and patterns from settings and files."""
 
     def __init__(self, domains: Sequence[str], urls: Sequence[str], paths: Sequence[str], key: str) -> None:
-        read = _read(_files(paths, f"{key}.lists"))
+        read = _read_lists(_files(paths, f"{key}.lists"))
         self.content = "".join(read.contents)
         self._domains = (read.domains, NameList.of(_domain(domain, f"{key}.domains") for domain in domains))
         self._urls = (read.urls, NameList.of(_address(url, f"{key}.urls") for url in urls))
         self.patterns = read.patterns
 
-    def name(self, addresses: Sequence[UrlAddress | None]) -> list[tuple[str, str] | None]:
-        """For each address, ("domain" or "address", the entry that names it), or None."""
+    def match(self, addresses: Sequence[UrlAddress | None]) -> list[tuple[str, str] | None]:
+        """For each address, ("domain" or "address", the matching entry), or None."""
         hosts = [host_and_above(address.host) if address else [] for address in addresses]
         levels = [address_and_above(address) if address else [] for address in addresses]
-        found = _first_held(hosts, self._domains, "domain")
-        below = _first_held(levels, self._urls, "address")
-        return [one or other for one, other in zip(found, below, strict=True)]
+        by_domain = _first_match(hosts, self._domains, "domain")
+        by_address = _first_match(levels, self._urls, "address")
+        return [domain or address for domain, address in zip(by_domain, by_address, strict=True)]
 
 
-def _first_held(keys: list[list[str]], sets: tuple[NameList, ...], what: str) -> list[tuple[str, str] | None]:
-    """The first key of each address that a set holds; one lookup for all addresses."""
-    flat = [key for some in keys for key in some]
-    held = [any(one) for one in zip(*(names.holds(flat) for names in sets), strict=True)]
-    found: list[tuple[str, str] | None] = []
+def _first_match(keys: list[list[str]], sets: tuple[NameList, ...], kind: str) -> list[tuple[str, str] | None]:
+    """The first key of each address that a set contains; one lookup for all addresses."""
+    flat = [key for address_keys in keys for key in address_keys]
+    is_member = [any(memberships) for memberships in zip(*(names.contains(flat) for names in sets), strict=True)]
+    matches: list[tuple[str, str] | None] = []
     at = 0
-    for some in keys:
-        hits = (key for key, hit in zip(some, held[at : at + len(some)], strict=True) if hit)
+    for address_keys in keys:
+        hits = (key for key, hit in zip(address_keys, is_member[at : at + len(address_keys)], strict=True) if hit)
         first = next(hits, None)
-        found.append((what, first) if first else None)
-        at += len(some)
-    return found
+        matches.append((kind, first) if first else None)
+        at += len(address_keys)
+    return matches
 
 
-class _Read(NamedTuple):
+class _ParsedLists(NamedTuple):
     domains: NameList
     urls: NameList
     patterns: tuple[re.Pattern[str], ...]
@@ -197,7 +197,7 @@ class _Read(NamedTuple):
 
 
 def _files(paths: Sequence[str], key: str) -> tuple[tuple[str, ListFile], ...]:
-    """Every file with what its lines are: mixed, or by its name in a folder of the UT1 collection."""
+    """Every file with the kind of its lines: mixed, or by its name in a folder of the UT1 collection."""
     files: list[tuple[str, ListFile]] = []
     for path in paths:
         full = os.path.expanduser(path)
@@ -205,37 +205,36 @@ def _files(paths: Sequence[str], key: str) -> tuple[tuple[str, ListFile], ...]:
             files.append(("mixed", ListFile.of(path, key)))
             continue
         tree = sorted(os.walk(full))
-        walked = [(folder, name) for folder, _, names in tree for name in _UT1 if name in names]
+        walked = [(folder, name) for folder, _, names in tree for name in _UT1_FILES if name in names]
         if not walked:
-            what = f"{key}: {path} holds no file named domains, urls or expressions"
-            raise UserError(f"{what}; give a file or such a folder")
+            problem = f"{key}: {path} holds no file named domains, urls or expressions"
+            raise UserError(f"{problem}; give a file or such a folder")
         files += [(name, ListFile.of(os.path.join(folder, name), key)) for folder, name in walked]
     return tuple(files)
 
 
 @lru_cache(maxsize=8)
-def _read(files: tuple[tuple[str, ListFile], ...]) -> _Read:
+def _read_lists(files: tuple[tuple[str, ListFile], ...]) -> _ParsedLists:
     domains, urls = array("Q"), array("Q")
     patterns = []
     for kind, file in files:
         if kind == "expressions":
             patterns += [_pattern(file, row, line) for row, line in file.lines()]
             continue
-        for what, entry in _entries(kind, file):
-            (domains if what == "domain" else urls).append(name_hash(entry))
-    return _Read(NameList(domains), NameList(urls), tuple(patterns), tuple(file.content() for _, file in files))
+        for entry_kind, entry in _entries(kind, file):
+            (domains if entry_kind == "domain" else urls).append(name_hash(entry))
+    return _ParsedLists(NameList(domains), NameList(urls), tuple(patterns), tuple(file.content() for _, file in files))
 
 
 def _pattern(file: ListFile, row: int, line: str) -> re.Pattern[str]:
     try:
         return re.compile(line, re.I)
     except re.error as error:
-        what = f"{file.path}:{row}: no regular expression ({error})"
-        raise UserError(f"{what}; correct or remove the line") from None
+        raise UserError(f"{file.path}:{row}: no regular expression ({error}); correct or remove the line") from None
 
 
 def _entries(kind: str, file: ListFile) -> Iterator[tuple[str, str]]:
-    """("domain" or "address", entry) of a file; of `mixed` ones, what each line looks like."""
+    """("domain" or "address", entry) of each line of a file; in `mixed` files the line's form decides."""
     for row, line in file.lines():
         words = line.partition(" #")[0].split()
         place = f"{file.path}:{row}"
@@ -259,15 +258,15 @@ def _is_ip(word: str) -> bool:
     return True
 
 
-def _domain(written: str, place: str) -> str:
-    host = ascii_host(written.strip().removeprefix("*."))
+def _domain(text: str, place: str) -> str:
+    host = ascii_host(text.strip().removeprefix("*."))
     if not host or "/" in host or any(sign.isspace() for sign in host):
-        raise UserError(f"{place}: {written!r} is no domain; write one such as example.com")
+        raise UserError(f"{place}: {text!r} is no domain; write one such as example.com")
     return host
 
 
-def _address(written: str, place: str) -> str:
-    address = split_url(written)
+def _address(text: str, place: str) -> str:
+    address = split_url(text)
     if address is None:
-        raise UserError(f"{place}: {written!r} is no address; write one such as example.com/path")
+        raise UserError(f"{place}: {text!r} is no address; write one such as example.com/path")
     return address_and_above(address)[-1]

@@ -1,9 +1,6 @@
-"""The step `extract`: web pages become their main text. Trafilatura does it, as for FineWeb, with every option fixed
-here. Its own deduplication stays off: that remembers earlier pages of the same process, so the outcome would depend
-on what the worker happened to read before.
-
-Steps that mend a text and leave its meaning: Unicode, white space, and lines of a web page's frame.
-"""
+"""Steps that clean a text and keep its meaning. `extract` turns web pages into their main text with trafilatura, as for
+FineWeb, with every option fixed; its deduplication stays off, because it remembers earlier pages of the process.
+`unicode`, `whitespace` and `boilerplate` repair characters, white space, and lines of a web page's frame."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from importlib.metadata import version as version_of
 from typing import Any, Literal
 
 from bessemer.data.curate.filters.word_splitter import characters, in_brackets
-from bessemer.data.curate.step import Drop, EachDocument, Outcome
+from bessemer.data.curate.step import Drop, Outcome, PerDocumentStep
 from bessemer.data.document import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.text import BoilerplateSpec, ExtractSpec, UnicodeSpec, WhitespaceSpec
@@ -26,8 +23,9 @@ from bessemer.spec.curate.text import BoilerplateSpec, ExtractSpec, UnicodeSpec,
 _HTML, _TEXT = "html", "text"  # values of the label `type`
 
 
-class Extract(EachDocument):
-    """Documents that readers labelled as HTML get their main text, and the label `type: text`. Others stay."""
+class Extract(PerDocumentStep):
+    """Replaces documents that readers labelled as HTML by their main text, labelled `type: text`. Others are
+    unchanged."""
 
     def __init__(self, spec: ExtractSpec, seed: int) -> None:
         self._spec = spec
@@ -37,7 +35,7 @@ class Extract(EachDocument):
             raise UserError(f"extract: needs trafilatura ({error}); pip install 'bessemer[data]'") from error
         logger = logging.getLogger("trafilatura")
         if logger.level == logging.NOTSET:
-            logger.setLevel(logging.CRITICAL)  # it warns of every page without text, and we count those
+            logger.setLevel(logging.CRITICAL)  # it warns about every page without text
         self._extract = trafilatura.extract
         self._options = {
             "favor_precision": spec.favour == "precision",
@@ -55,7 +53,7 @@ class Extract(EachDocument):
 
     @property
     def identity(self) -> str:
-        """Another version of the library may find another main text."""
+        """The library versions: another version may extract another text."""
         return f"trafilatura {version_of('trafilatura')}, lxml {version_of('lxml')}"
 
     def outcome(self, document: Document) -> Outcome:
@@ -64,10 +62,10 @@ class Extract(EachDocument):
         if len(document.text) > self._spec.max_page_chars:
             return Drop("page too long", len(document.text))
         try:
-            found = self._extract(document.text, **self._options)
-        except Exception as error:  # of the parsers below it, which promise nothing about what they raise
+            extracted = self._extract(document.text, **self._options)
+        except Exception as error:  # its parsers may raise anything
             return Drop("page cannot be parsed", type(error).__name__)
-        text = (found or "").strip()
+        text = (extracted or "").strip()
         if len(text) < self._spec.min_chars:
             return Drop("no main text", len(text))
         document.labels["type"] = _TEXT
@@ -75,31 +73,32 @@ class Extract(EachDocument):
 
 
 def _config() -> Any:
-    """The library's settings at their published values, whatever a settings file of the machine says."""
+    """The library's published settings, whatever a settings file on the machine says."""
     from trafilatura.settings import DEFAULT_CONFIG
 
     config = copy.deepcopy(DEFAULT_CONFIG)
-    for name, value in (("MIN_EXTRACTED_SIZE", "250"), ("MIN_OUTPUT_SIZE", "1"), ("MAX_TREE_SIZE", "")):
-        config.set("DEFAULT", name, value)
+    config["DEFAULT"].update({"MIN_EXTRACTED_SIZE": "250", "MIN_OUTPUT_SIZE": "1", "MAX_TREE_SIZE": ""})
     return config
 
 
-PIECE_CHARS = 1 << 16  # mojibake is looked for in lines, and in pieces of this size in longer ones
+PIECE_CHARS = 1 << 16  # lines longer than this are repaired in pieces
 
-# Control characters that are no white space, the byte-order mark, marks for annotations, deprecated format characters
-# and code points that will never be characters.
+# Control characters other than white space, the byte-order mark, annotation marks, deprecated format characters and
+# noncharacters.
 _CONTROLS = re.compile(
     f"[{in_brackets(characters('0-8 E-1B 7F-84 86-9F 206A-206F FDD0-FDEF FEFF FFF9-FFFB FFFE-FFFF'))}"
     + "".join(chr((plane << 16) + 0xFFFE) + chr((plane << 16) + 0xFFFF) for plane in range(1, 17))
     + "]"
 )
-_MOST_MARKS = 30  # combining marks in a row that belong together: Unicode's own limit for text in streams
+_MAX_MARKS = 30  # consecutive combining marks: Unicode's limit for stream-safe text
 
 _LINE_ENDS = re.compile("\r\n|[\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 _OTHER_SPACES = str.maketrans(dict.fromkeys(characters("A0 1680 2000-200A 202F 205F 3000"), " "))
 
 
-class _Mended(EachDocument):
+class _RewriteStep(PerDocumentStep):
+    """A step that rewrites the text; drops a document without text."""
+
     def outcome(self, document: Document) -> Outcome:
         after = self._clean(document.text)
         if not after or after.isspace():
@@ -110,8 +109,8 @@ class _Mended(EachDocument):
     def _clean(self, text: str) -> str: ...
 
 
-class Unicode(_Mended):
-    """Repairs, then removes controls, then normalises. ASCII costs one look for controls."""
+class Unicode(_RewriteStep):
+    """Repairs mojibake, removes control characters, then normalises. ASCII text costs one search for controls."""
 
     def __init__(self, spec: UnicodeSpec, seed: int) -> None:
         self._spec = spec
@@ -125,13 +124,13 @@ class Unicode(_Mended):
         return text if self._spec.form == "none" else normalise(text, self._spec.form)
 
 
-class Whitespace(_Mended):
-    """Mends lines; indentation is part of the text and stays."""
+class Whitespace(_RewriteStep):
+    """Cleans line ends, empty lines and trailing spaces; indentation stays."""
 
     def __init__(self, spec: WhitespaceSpec, seed: int) -> None:
         self._spec = spec
         self._empty_lines = re.compile(rf"\n{{{spec.most_empty_lines + 2},}}")
-        # Looking behind first, a run of spaces is tried once and not from each of its spaces.
+        # The lookbehind makes the regex try each run of spaces once instead of from every space.
         self._spaces = re.compile(rf"(?<=\S)[ \t]{{{spec.most_spaces + 1},}}") if spec.most_spaces else None
 
     def _clean(self, text: str) -> str:
@@ -146,33 +145,33 @@ class Whitespace(_Mended):
 
 
 def normalise(text: str, form: Literal["NFC", "NFKC"]) -> str:
-    """The normal form, in linear time. More than 30 combining marks in a row are normalised in parts: sorting them
-    takes the square of their number (20,000 pairs: 1.4 s), and no language has them."""
+    """The normal form, in linear time. More than 30 consecutive combining marks are normalised in parts: sorting them
+    takes quadratic time (20,000 pairs: 1.4 s), and no language has them."""
     if text.isascii():
         return text
     marks = _combining_marks()
-    if not re.search(rf"[{marks}]{{{_MOST_MARKS + 1}}}", text):
+    if not re.search(rf"[{marks}]{{{_MAX_MARKS + 1}}}", text):
         return unicodedata.normalize(form, text)
-    parts = re.split(rf"(?<=[{marks}]{{{_MOST_MARKS}}})", text)
+    parts = re.split(rf"(?<=[{marks}]{{{_MAX_MARKS}}})", text)
     return "".join(unicodedata.normalize(form, part) for part in parts)
 
 
 @functools.cache
 def _combining_marks() -> str:
-    """The regex class of what sorts among its neighbours, in itself or once it is taken apart."""
+    """The regex class of characters that are reordered among combining marks, as they are or once decomposed."""
     every = (chr(i) for i in range(0x300, 0x1F000) if not 0xD800 <= i < 0xE000)
     sorting = (mark for mark in every if unicodedata.combining(unicodedata.normalize("NFKD", mark)[0]))
     return in_brackets("".join(sorting))
 
 
 def _mojibake_repair() -> Callable[[str], str]:
-    """Repairs text line by line, and only lines that look wrong: the look is cheap, the repair is not."""
+    """Repairs text line by line, and only suspicious lines: the check is cheap, the repair is not."""
     try:
         from ftfy import fix_encoding
         from ftfy.badness import is_bad
     except ImportError as error:
-        what = "clean: unicode repairs mojibake with ftfy, which is not installed"
-        raise UserError(f"{what}: pip install 'bessemer[data]', or set mojibake: false") from error
+        problem = "clean: unicode repairs mojibake with ftfy, which is not installed"
+        raise UserError(f"{problem}: pip install 'bessemer[data]', or set mojibake: false") from error
 
     def repair(text: str) -> str:
         if not is_bad(text):
@@ -188,7 +187,7 @@ def _mojibake_repair() -> Callable[[str], str]:
     return repair
 
 
-# Phrases, in lower case, that a short line of a page's frame contains.
+# Phrases, in lower case, of short lines in a page's frame.
 _PHRASES = """
 accept all cookies | accept cookies | we use cookies | this site uses cookies | this website uses cookies |
 cookie policy | cookie settings | privacy policy | terms of use | terms of service | terms and conditions | all
@@ -200,7 +199,7 @@ toggle navigation | back to top | read more » | leave a comment | leave a reply
 wordpress | please enable javascript | javascript is disabled | your browser does not support | add to cart |
 forgot your password
 """
-# Entries of a site's menu, as a line of their own or between bars.
+# Entries of a site's menu, on their own line or between bars.
 _MENU = """
 home | about | about us | contact | contact us | blog | news | events | shop | store | cart | checkout | search
 | menu | close | login | log in | logout | log out | sign in | sign up | sign out | register | join | subscribe
@@ -217,8 +216,8 @@ _BARS = re.compile(r"\s*[|•·›»]\s*")
 _BULLETS = " \t•*-–·|›»>"
 
 
-class Boilerplate(EachDocument):
-    """Drops lines; a document of nothing else goes."""
+class Boilerplate(PerDocumentStep):
+    """Drops frame lines, and documents of nothing else."""
 
     def __init__(self, spec: BoilerplateSpec, seed: int) -> None:
         self._spec = spec
@@ -233,10 +232,10 @@ class Boilerplate(EachDocument):
         menu = set(_menu_lines(lines, self._spec.menu_lines)) if self._spec.menu_lines else set()
         if not phrases and not menu and not self._patterns:
             return None
-        kept = [line for i, line in enumerate(lines) if i not in menu and not self._is_frame(line, phrases)]
-        if len(kept) == len(lines):
+        kept_lines = [line for i, line in enumerate(lines) if i not in menu and not self._is_frame(line, phrases)]
+        if len(kept_lines) == len(lines):
             return None
-        cleaned = "\n".join(kept)
+        cleaned = "\n".join(kept_lines)
         return cleaned if cleaned and not cleaned.isspace() else Drop("nothing but boilerplate")
 
     def _is_frame(self, line: str, phrases: Sequence[str]) -> bool:
@@ -247,11 +246,11 @@ class Boilerplate(EachDocument):
 
 
 def _menu_lines(lines: Sequence[str], least: int) -> Iterator[int]:
-    """Lines that are a menu between bars, and runs of at least `least` lines that are an entry each; empty lines do
+    """Lines that are a menu between bars, and runs of at least `least` lines that are one entry each; empty lines do
     not break a run."""
     run: list[int] = []
     for i, line in enumerate(lines):
-        if len(line) > 300:  # no entry and no menu, and not worth lower-casing
+        if len(line) > 300:  # too long for an entry or menu
             entry = "-"
         else:
             entry = line.strip(_BULLETS).lower()

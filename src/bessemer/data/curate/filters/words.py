@@ -1,6 +1,5 @@
-"""The words of a text, and numbers about them, at the cost of one dictionary lookup for each piece between spaces.
-Splitting a piece takes microseconds, so it is done once and remembered. What is remembered is bounded, and nothing
-that a caller gets depends on it: two processes that saw other documents before give the same numbers."""
+"""The words of a text, and numbers about them, at the cost of one dictionary lookup per chunk between spaces. Splitting
+a chunk takes microseconds, so splits are cached. The cache is bounded and never affects results."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from bessemer.data.curate.filters.word_splitter import PUNCTUATION, SENTENCE_END
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
-MOST_CHUNKS = 1 << 18  # remembered; about 50 MB with their words
-MOST_CHARS = 1 << 25  # in the remembered chunks: encoded images can be one chunk of megabytes
-MOST_RECENT_WORDS = 1 << 21  # in the texts seen last: 16 MB of numbers
-PIECE_CHARS = 1 << 20  # a long text is taken in such pieces: a list of its words would take 20 times its size
+MAX_CHUNKS = 1 << 18  # cached; about 50 MB with their words
+MAX_CHARS = 1 << 25  # in cached chunks: encoded images can be one chunk of megabytes
+MAX_RECENT_WORDS = 1 << 21  # in the most recent texts: 16 MB of ids
+PIECE_CHARS = 1 << 20  # per piece of a long text: a list of all its words would take 20 times its size
 
-# Words are hashed so that the hash of two joined words follows from theirs: a polynomial in an odd number modulo
-# 2**64, where every odd number has an inverse.
+# The hash of joined words follows from the hashes of the words: a polynomial modulo 2**64 in an odd number, which has
+# an inverse.
 BASE = 0x9E3779B97F4A7C15
 _MODULUS = 1 << 64
 
@@ -42,17 +41,17 @@ class WordCounts(NamedTuple):
 
 
 class WordSpans(NamedTuple):
-    """One entry for each word, in order."""
+    """One entry per word, in order."""
 
     lengths: Ints
     hashes: Hashes
 
 
 class Words:
-    """Remembers how chunks split. One for each process is enough: see `shared_words`."""
+    """Caches how chunks split. One per process is enough: see `shared_words`."""
 
-    def __init__(self, most_chunks: int = MOST_CHUNKS, most_chars: int = MOST_CHARS) -> None:
-        self._most_chunks, self._most_chars = most_chunks, most_chars
+    def __init__(self, max_chunks: int = MAX_CHUNKS, max_chars: int = MAX_CHARS) -> None:
+        self._max_chunks, self._max_chars = max_chunks, max_chars
         self._begin(_Chunks())
 
     def _begin(self, chunks: _Chunks) -> None:
@@ -76,21 +75,19 @@ class Words:
         return WordCounts(words, plain, plain_chars, alphabetic)
 
     def spans(self, text: str) -> WordSpans:
-        """Lengths and hashes of the words: equal hashes of joined words mean equal text (to 64 bits)."""
-        found = []
-        for ids in self._ids(text):
-            found.append([column[ids] for column in self._hashed.filled(self._chunks.words())])
-        return WordSpans(*(found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))))
+        """Lengths and hashes of the words; equal hashes of joined words mean equal text (to 64 bits)."""
+        pieces = [[column[ids] for column in self._hashed.filled(self._chunks.words())] for ids in self._ids(text)]
+        return WordSpans(*(pieces[0] if len(pieces) == 1 else map(np.concatenate, zip(*pieces, strict=True))))
 
     def distinct(self, text: str) -> set[str]:
-        """The different words of a text."""
-        found: set[str] = set()
+        """The distinct words of a text."""
+        words: set[str] = set()
         for ids in self._ids(text):
-            found.update(map(self._chunks.words().__getitem__, set(ids.tolist())))
-        return found
+            words.update(map(self._chunks.words().__getitem__, set(ids.tolist())))
+        return words
 
     def count_of(self, chosen: frozenset[str], text: str) -> int:
-        """How many words of the text are among the chosen, which are in lower case."""
+        """How many words of the text are among the lower-case `chosen` ones."""
         counted = 0
         for ids in self._ids(text):
             words = self._chunks.words()
@@ -98,33 +95,33 @@ class Words:
         return counted
 
     def _ids(self, text: str) -> Iterator[Ints]:
-        """Numbers of the words, piece by piece; they hold until the next piece is asked for."""
+        """Ids of the words, piece by piece; valid until the next piece is requested."""
         recent = self._recent.get(text)
         if recent is not None:
             yield recent
             return
         for piece in pieces(text):
-            if len(self._chunks) > self._most_chunks or self._chunks.chars > self._most_chars:
-                # What came first is what comes often; the many that came once go.
-                kept = self._chunks.first(self._most_chunks // 4)
-                self._begin(kept if kept.chars <= self._most_chars // 2 else _Chunks())
-            found = chain.from_iterable(map(self._chunks.__getitem__, piece.split()))
-            ids = np.fromiter(found, np.int64)
+            if len(self._chunks) > self._max_chunks or self._chunks.chars > self._max_chars:
+                # Early chunks are frequent ones; the many that occurred once are evicted.
+                frequent = self._chunks.first(self._max_chunks // 4)
+                self._begin(frequent if frequent.chars <= self._max_chars // 2 else _Chunks())
+            chunk_ids = chain.from_iterable(map(self._chunks.__getitem__, piece.split()))
+            ids = np.fromiter(chunk_ids, np.int64)
             if piece is text:
                 self._remember(text, ids)
             yield ids
 
     def _remember(self, text: str, ids: Ints) -> None:
-        """Steps that follow one another look at the same texts, a batch at a time."""
+        """Caches the text's ids, because consecutive steps process the same batch of texts."""
         self._recent_words += len(ids)
-        if self._recent_words > MOST_RECENT_WORDS:
+        if self._recent_words > MAX_RECENT_WORDS:
             self._recent.clear()
             self._recent_words = len(ids)
         self._recent[text] = ids
 
 
 class _Chunks(dict[str, tuple[int, ...]]):
-    """The numbers of a chunk's words, in the order in which words turn up; splits it when it is new."""
+    """The ids of a chunk's words, numbered by first occurrence; splits a new chunk."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -142,16 +139,16 @@ class _Chunks(dict[str, tuple[int, ...]]):
         return ids
 
     def first(self, number: int) -> _Chunks:
-        """A memory of the first chunks only. Their words have the lowest numbers, and keep them."""
-        kept = _Chunks()
-        kept.update(islice(self.items(), number))
-        known = max(map(max, kept.values()), default=-1) + 1
-        kept.numbers = dict(islice(self.numbers.items(), known))
-        kept.chars = sum(map(len, kept))
-        return kept
+        """A cache of the first chunks only. Their words have the lowest ids, and keep them."""
+        first_chunks = _Chunks()
+        first_chunks.update(islice(self.items(), number))
+        word_count = max(map(max, first_chunks.values()), default=-1) + 1
+        first_chunks.numbers = dict(islice(self.numbers.items(), word_count))
+        first_chunks.chars = sum(map(len, first_chunks))
+        return first_chunks
 
     def words(self) -> list[str]:
-        """All known words by number. New ones are read from the end of `numbers`: the others are many."""
+        """All words by id. New ones are read from the end of `numbers`, because the others are many."""
         new = len(self.numbers) - len(self._words)
         if new:
             self._words += list(islice(reversed(self.numbers), new))[::-1]
@@ -159,7 +156,7 @@ class _Chunks(dict[str, tuple[int, ...]]):
 
 
 class _Table:
-    """Numbers about each known word, one row of columns, worked out for new words when they are asked for."""
+    """Columns of numbers about each word, computed for new words on request."""
 
     def __init__(self, rule: Callable[[list[str]], Any], *dtypes: Any) -> None:
         self._rule = rule
@@ -167,12 +164,12 @@ class _Table:
         self._filled = 0
 
     def filled(self, words: list[str]) -> list[npt.NDArray[Any]]:
-        known, self._filled = self._filled, len(words)
-        if known < self._filled:
-            for i, values in enumerate(self._rule(words[known:])):
+        start, self._filled = self._filled, len(words)
+        if start < self._filled:
+            for i, values in enumerate(self._rule(words[start:])):
                 if self._filled > len(self._columns[i]):
                     self._columns[i] = np.resize(self._columns[i], 2 * self._filled)
-                self._columns[i][known : self._filled] = values
+                self._columns[i][start : self._filled] = values
         return self._columns
 
 
@@ -197,14 +194,14 @@ def hash_words(words: list[str]) -> Hashes:
     """For each word the sum of its characters' code points + 1, the i-th times BASE**i, modulo 2**64."""
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     codes = np.frombuffer("".join(words).encode("utf-32-le"), np.uint32).astype(np.uint64)
-    codes += np.uint64(1)  # so that no character is like a gap
+    codes += np.uint64(1)  # so that no character equals a gap
     starts = np.cumsum(lengths) - lengths
     codes *= powers(np.arange(len(codes)) - np.repeat(starts, lengths))
     return np.add.reduceat(codes, starts) if len(words) else codes
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text cut at white space, every PIECE_CHARS characters or so."""
+    """The text cut at white space, about every PIECE_CHARS characters."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         space = _SPACE.search(text, start + PIECE_CHARS)
@@ -216,7 +213,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def chunk_count(text: str) -> int:
-    """The pieces between spaces: a text has at least as many words."""
+    """The number of chunks between spaces: a text has at least as many words."""
     return sum(len(piece.split()) for piece in pieces(text))
 
 
@@ -237,26 +234,26 @@ def powers(exponents: Ints, inverse: bool = False) -> Hashes:
     far = int(exponents.max(initial=0)) // _FAR
     if not far:
         return _table(base, _FAR)[exponents]
-    size = 1 << far.bit_length()  # few different tables, whatever the texts
+    size = 1 << far.bit_length()  # a few table sizes for all texts
     return _table(base, _FAR)[exponents % _FAR] * _table(pow(base, _FAR, _MODULUS), size)[exponents // _FAR]
 
 
 @functools.cache
 def shared_words() -> Words:
-    """The process's memory of chunks, so that several steps in a row do not each keep one."""
+    """The cache of this process, shared by consecutive steps."""
     return Words()
 
 
-def sentences(line: str, most: int) -> int:
-    """How many sentences a line has: 1 and one more for every word that follows an end mark. Stops at `most`. Words
-    are all that is looked at: `3.14` has no end mark in it, `Dr.` is one word, a lone `.` ends a sentence."""
-    found, ended = 1, False
+def count_sentences(line: str, most: int) -> int:
+    """The sentences of a line, counted up to `most`: 1, plus one for every word that follows an end mark. Only words
+    count: `3.14` holds no end mark, `Dr.` is one word, a lone `.` ends a sentence."""
+    count, ended = 1, False
     for token in _TOKENS.findall(line):
         for word in split(token) if not token.isspace() else (token,):
             if word in SENTENCE_ENDS:
                 ended = True
             elif ended and not all(unicodedata.category(mark)[0] == "P" for mark in word):
-                found, ended = found + 1, False
-                if found >= most:
-                    return found
-    return found
+                count, ended = count + 1, False
+                if count >= most:
+                    return count
+    return count

@@ -1,14 +1,10 @@
-"""A model of good text that says how surprising another text is: n-grams of bytes, smoothed by Kneser and Ney. Bytes
-need no vocabulary and no rule for unknown words, fit every language, and up to eight of them are one exact 64-bit
-key: nothing is hashed away, so the probabilities after any context sum to one. Costs are integers (2^-20 bits): a
-text's score from a given file is the same on any machine and in any batch. `kneser_ney_fit` makes the model.
+"""The step `perplexity`: how surprising a model of good text finds each document, in bits per byte. The model counts
+n-grams of bytes: they need no vocabulary, fit every language, and up to eight of them are one exact 64-bit key, so
+probabilities sum to one. Costs are integers (2^-20 bits), so a score is the same on any machine and in any batch.
 
-Makes the perplexity model: counts n-grams of bytes and smooths them by interpolated modified Kneser-Ney. After
-Chen and Goodman (1998) and Heafield et al. (2013). Grams at the beginning of a text are counted as they are, all
-others below the highest order by the number of different bytes before them. Pruned grams leave their mass to the
-shorter context, so every distribution sums to one.
-
-The step `perplexity`: how surprising a model of good text finds each document, in bits per byte.
+Training is interpolated modified Kneser-Ney, after Chen and Goodman (1998) and Heafield et al. (2013). Grams at the
+beginning of a text keep their counts; all others below the highest order count the distinct bytes before them. Pruned
+grams leave their mass to the shorter context, so every distribution sums to one.
 """
 
 from __future__ import annotations
@@ -23,33 +19,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.curate.scores.classifier import Ints, Words, gathered
-from bessemer.data.curate.scores.model_file import file_identity, load_model, save_model
+from bessemer.data.curate.scores.classifier import Ints, Words, join_texts, load_model, save_model
 from bessemer.data.curate.scores.threshold import Floats, ScoredStep, Threshold
+from bessemer.data.curate.step import file_identity
 from bessemer.data.document import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import PerplexitySpec
 
 KIND, VERSION = "perplexity model", 1
 BIT = 1 << 20  # the cost of one bit
-EDGE = 0xFF  # stands before a text: a byte that UTF-8 does not use
+EDGE = 0xFF  # precedes a text: a byte that UTF-8 does not use
 LONGEST = 8  # bytes in a 64-bit key
-UNSURE_BITS = 8.0  # of an empty text: as surprising as random bytes
+UNSURE_BITS = 8.0  # of an empty text: like random bytes
 NOT_SEEN = -1
-_PIECE_BYTES = 1 << 16  # looked up together; the arrays of a piece stay in the cache
+_PIECE_BYTES = 1 << 16  # looked up together, so that the arrays stay in the CPU cache
 _EMPTY = np.uint64(2**64 - 1)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
-_TAIL = 64  # places after the last home
-_FILLED = 0.6  # of a table: 1.75 looks on average for a key that is there
+_TAIL = 64  # slots after the last home slot
+_FILLED = 0.6  # of a table: 1.75 lookups on average for a present key
 
 Costs = npt.NDArray[np.int32]
 
 
 @dataclass
 class PerplexityModel:
-    """`pair_costs` and `pair_backs` have an entry for each two bytes: the cost of the second after the first, and what
-    backing off from the two costs, NOT_SEEN where they never stood together. `tables` are for 3 bytes and more."""
+    """`pair_costs` and `pair_backs` have an entry per two bytes: the cost of the second after the first, and the cost
+    of backing off from both, NOT_SEEN where they never occurred together. `tables` are for 3 bytes and more."""
 
     order: int
     pair_costs: Costs
@@ -62,12 +58,12 @@ class PerplexityModel:
         assert len(self.tables) == self.order - 2
 
     def bits_per_byte(self, texts: Sequence[str]) -> npt.NDArray[np.float64]:
-        """How surprising each text is: the model's bits for it by the length of its UTF-8. 12 MB/s on one core for text
-        like the model's own, 5 MB/s for any other, with a model of 180 MB."""
+        """The model's bits for each text over the length of its UTF-8. 12 MB/s on one core for text like the training
+        text, 5 MB/s for other text, with a model of 180 MB."""
         costs = np.zeros(len(texts), dtype=np.int64)
         sizes = np.zeros(len(texts), dtype=np.int64)
-        # What stands before a piece is its context, so that pieces give what the whole would.
-        for buffer, owners, starts, stops in gathered(texts, _PIECE_BYTES, bytes([EDGE]), self.order - 1):
+        # Each piece includes the context before it, so pieces give the same result as the whole text.
+        for buffer, owners, starts, stops in join_texts(texts, _PIECE_BYTES, bytes([EDGE]), self.order - 1):
             running = np.zeros(len(buffer) + 1, dtype=np.int64)
             np.cumsum(self.costs(np.frombuffer(buffer, np.uint8)), out=running[1:])
             np.add.at(costs, owners, running[stops] - running[starts])
@@ -75,12 +71,12 @@ class PerplexityModel:
         return np.where(sizes > 0, costs / np.maximum(sizes, 1) / BIT, UNSURE_BITS)
 
     def costs(self, text: npt.NDArray[np.uint8]) -> Costs:
-        """Of each byte after those before it. EDGE begins a text anew; costs of edges, and the first, mean nothing.
-        The longest grams are looked up first: where they are found, as they mostly are in text of the kind that the
-        model knows, nothing else is needed. Backing off needs the shorter grams of a byte and of the one before
-        it."""
+        """The cost of each byte after those before it. EDGE starts a new text; costs of edges, and the first, are
+        meaningless. The longest grams are looked up first: where they are found, as in most text similar to the
+        training text, nothing else is needed. Backing off needs the shorter grams of a byte and of the one before it.
+        """
         windows = _windows(text)
-        values = find(self.tables[-1], windows & mask(self.order))
+        values = look_up(self.tables[-1], windows & mask(self.order))
         costs = (values & np.uint64(2**32 - 1)).astype(np.int32)
         missed = values == _EMPTY
         needed = missed.copy()
@@ -90,9 +86,8 @@ class PerplexityModel:
         return costs
 
     def _backed_off(self, windows: Words) -> Costs:
-        """Costs without the longest grams, where each window is that of the next byte. After a gap they may be wrong,
-        but no such byte was missed; and the last before a gap begins a gram that was found, so its shorter ones are
-        there and hold up no search."""
+        """Costs without the longest grams; each window belongs to the next byte. After a gap they may be wrong, but no
+        such byte was missed; the last one before a gap begins a gram that was found, so its shorter grams exist."""
         pairs = windows.astype(np.uint16)
         costs, backs = self.pair_costs.take(pairs), self.pair_backs.take(pairs)
         for n, table in enumerate(self.tables[:-1], start=3):
@@ -100,36 +95,36 @@ class PerplexityModel:
             costs[1:] += np.maximum(backs[:-1], 0)
             # A gram was counted only where its first and its last n-1 bytes were.
             seen[1:] &= seen[:-1]
-            asked = np.flatnonzero(seen)
-            values = find(table, windows[asked] & mask(n))
+            queried = np.flatnonzero(seen)
+            values = look_up(table, windows[queried] & mask(n))
             hit = np.flatnonzero(values != _EMPTY)
-            asked, values = asked[hit], values[hit]
-            costs[asked] = (values & np.uint64(2**32 - 1)).astype(np.int32)
+            queried, values = queried[hit], values[hit]
+            costs[queried] = (values & np.uint64(2**32 - 1)).astype(np.int32)
             backs = np.full(windows.size, NOT_SEEN, dtype=np.int32)
-            backs[asked] = (values >> _HALF).astype(np.int32)
+            backs[queried] = (values >> _HALF).astype(np.int32)
         costs[1:] += np.maximum(backs[:-1], 0)
         return costs
 
     def grams(self) -> dict[int, int]:
-        """How many n-grams of each length the model holds."""
+        """The number of n-grams of each length."""
         longer = enumerate(self.tables, start=3)
         two = int((self.pair_backs >= 0).sum())
         return {2: two} | {n: int((table[::2] != _EMPTY).sum()) for n, table in longer}
 
     def save(self, path: Path) -> None:
-        about = {"order": self.order, "report": self.report}
+        metadata = {"order": self.order, "report": self.report}
         arrays = {f"table-{n}": table for n, table in enumerate(self.tables, start=3)}
         pairs = {"pair-costs": self.pair_costs, "pair-backs": self.pair_backs}
-        save_model(path, KIND, VERSION, about, pairs | arrays)
+        save_model(path, KIND, VERSION, metadata, pairs | arrays)
 
 
 def load(path: str | Path) -> PerplexityModel:
     """A model that `train_perplexity` wrote. It stays in the file; its pages are shared by all processes."""
-    about, arrays = load_model(path, KIND, VERSION, "`bessemer data perplexity`")
+    metadata, arrays = load_model(path, KIND, VERSION, "`bessemer data perplexity`")
     try:
-        order = about["order"]
+        order = metadata["order"]
         tables = [arrays[f"table-{n}"] for n in range(3, order + 1)]
-        return PerplexityModel(order, arrays["pair-costs"], arrays["pair-backs"], tables, about["report"])
+        return PerplexityModel(order, arrays["pair-costs"], arrays["pair-backs"], tables, metadata["report"])
     except (KeyError, TypeError, AssertionError) as error:
         raise UserError(f"{path}: the perplexity model is damaged ({error!r}); train it again") from error
 
@@ -139,40 +134,40 @@ def mask(n: int) -> np.uint64:
 
 
 def _windows(text: npt.NDArray[np.uint8]) -> Words:
-    """The eight bytes that end at each byte, the last in the lowest bits; EDGE stands before the first."""
+    """The eight bytes that end at each byte, the last in the lowest bits; EDGE precedes the first."""
     padded = np.concatenate([np.full(LONGEST - 1, EDGE, dtype=np.uint8), text])
     overlapping = np.lib.stride_tricks.sliding_window_view(padded, LONGEST)
     return np.ascontiguousarray(overlapping).view(">u8").ravel().astype(np.uint64)
 
 
 def make_table(keys: Words, values: Words) -> Words:
-    """A hash table with open addressing: key, value, key, value. Keys are different from each other."""
+    """A hash table with open addressing: key, value, key, value. Keys are distinct."""
     slots = int(keys.size / _FILLED) + 1
     rank = np.arange(keys.size)
     while True:
         home = _home(keys, slots)
         order = np.argsort(home, kind="stable")
-        # Each key takes its own place or, if that is taken, the first after the key before it.
+        # Each key takes its home slot or, if that is taken, the first after the previous key.
         places = np.maximum.accumulate(home[order] - rank) + rank
         if not keys.size or places[-1] < slots + _TAIL - 1:
             break
-        slots += _TAIL  # the last place stays empty, so that no search runs over the end
+        slots += _TAIL  # the last slot stays empty, so that no search passes the end
     table = np.full(2 * (slots + _TAIL), _EMPTY)
     table[2 * places] = keys[order]
     table[2 * places + 1] = values[order]
     return table
 
 
-def find(table: Words, keys: Words) -> Words:
+def look_up(table: Words, keys: Words) -> Words:
     """The value of each key, or all ones where there is none."""
     places = 2 * _home(keys, table.size // 2 - _TAIL)
     values = np.full(keys.size, _EMPTY)
     pending = np.arange(keys.size)
     while pending.size:
-        there = table.take(places)
-        hit = there == keys
+        stored = table.take(places)
+        hit = stored == keys
         values[pending[hit]] = table.take(places[hit] + 1)
-        on = np.flatnonzero(~hit & (there != _EMPTY))
+        on = np.flatnonzero(~hit & (stored != _EMPTY))
         pending, keys, places = pending[on], keys[on], places[on] + 2
     return values
 
@@ -183,7 +178,7 @@ def _home(keys: Words, slots: int) -> Ints:
 
 _BLOCK = 1 << 22  # n-grams sorted at once
 _PRUNED_FROM = 4  # shorter grams are few
-_FALLBACK = (0.5, 1.0, 1.5)  # discounts where counts of counts do not give any
+_FALLBACK = (0.5, 1.0, 1.5)  # discounts where the counts give none
 
 
 @dataclass(frozen=True)
@@ -197,7 +192,7 @@ class NgramCounts:
 
 @dataclass(frozen=True)
 class SmoothedNgrams:
-    """One order's grams that are kept, their probabilities, and what their contexts keep for the shorter order."""
+    """The kept grams of one order, their probabilities, and the mass that their contexts leave to the shorter order."""
 
     keys: Words
     chances: Floats
@@ -206,8 +201,8 @@ class SmoothedNgrams:
 
 
 def count_and_smooth(texts: Sequence[str], order: int, min_count: int = 1) -> PerplexityModel:
-    """The model of some texts. Grams of four bytes and more that were seen less than `min_count` times are pruned.
-    Memory: 24 bytes for each different gram of the highest order, and the texts."""
+    """The model of some texts. Grams of four bytes and more seen fewer than `min_count` times are pruned. Memory: 24
+    bytes per distinct gram of the highest order, plus the texts."""
     if not 3 <= order <= LONGEST:
         raise UserError(f"order {order}: a perplexity model counts runs of 3 to {LONGEST} bytes")
     orders = count(texts, order)
@@ -217,7 +212,7 @@ def count_and_smooth(texts: Sequence[str], order: int, min_count: int = 1) -> Pe
     for n, grams in enumerate(orders, start=1):
         least = min_count if n >= _PRUNED_FROM else 1
         smoothed.append(smooth(grams, n, smoothed[-1] if smoothed else None, least))
-    backs = [_aligned(a.keys, b.contexts, b.backs) for a, b in pairwise(smoothed)]
+    backs = [_align_backoffs(a.keys, b.contexts, b.backs) for a, b in pairwise(smoothed)]
     backs.append(np.ones(smoothed[-1].keys.size))  # nothing follows the longest
     tables = []
     for grams_kept, back in zip(smoothed[2:], backs[2:], strict=True):
@@ -229,20 +224,20 @@ def count_and_smooth(texts: Sequence[str], order: int, min_count: int = 1) -> Pe
 
 def count(texts: Sequence[str], order: int) -> list[NgramCounts]:
     """The grams of 1 to `order` bytes, shortest first."""
-    found = _merged(_blocks(texts, order))
-    grams = [NgramCounts(found[0], found[1], found[1])]
+    ngrams = _merge_runs(_blocks(texts, order))
+    grams = [NgramCounts(ngrams[0], ngrams[1], ngrams[1])]
     for n in range(order - 1, 0, -1):
         longer = grams[-1]
         keys, which, counts = np.unique(longer.keys & mask(n), return_inverse=True, return_counts=True)
         raw = np.bincount(which, longer.raw, keys.size).astype(np.int64)
-        heads, head_counts = _heads(texts, n)
-        keys = np.concatenate([keys, heads])  # heads begin with the highest byte: they follow in order
+        heads, head_counts = _count_heads(texts, n)
+        keys = np.concatenate([keys, heads])  # heads begin with the highest byte, so they come last
         grams.append(NgramCounts(keys, np.concatenate([raw, head_counts]), np.concatenate([counts, head_counts])))
     return grams[::-1]
 
 
-def _heads(texts: Sequence[str], n: int) -> tuple[Words, Ints]:
-    """Grams of the edge and the first n-1 bytes of each text that has so many; the edge alone is no gram."""
+def _count_heads(texts: Sequence[str], n: int) -> tuple[Words, Ints]:
+    """Grams of the edge and the first n-1 bytes of each text that is long enough; the edge alone is no gram."""
     starts = [text[:n].encode()[: n - 1] for text in texts] if n > 1 else []
     keys = [int.from_bytes(bytes([EDGE]) + start, "big") for start in starts if len(start) == n - 1]
     unique, counts = np.unique(np.array(keys, dtype=np.uint64), return_counts=True)
@@ -263,18 +258,18 @@ def _blocks(texts: Sequence[str], n: int) -> Iterator[tuple[Words, Ints]]:
         waiting.append(keys)
         size += keys.size
         if size >= _BLOCK:
-            yield _unique(np.concatenate(waiting))
+            yield _count_unique(np.concatenate(waiting))
             waiting, size = [], 0
-    yield _unique(np.concatenate(waiting) if waiting else np.empty(0, np.uint64))
+    yield _count_unique(np.concatenate(waiting) if waiting else np.empty(0, np.uint64))
 
 
-def _unique(keys: Words) -> tuple[Words, Ints]:
-    found, counts = np.unique(keys, return_counts=True)
-    return found, counts.astype(np.int64)
+def _count_unique(keys: Words) -> tuple[Words, Ints]:
+    unique, counts = np.unique(keys, return_counts=True)
+    return unique, counts.astype(np.int64)
 
 
-def _merged(blocks: Iterator[tuple[Words, Ints]]) -> tuple[Words, Ints]:
-    """One sorted run from many, each gram merged only as often as the logarithm of their number."""
+def _merge_runs(blocks: Iterator[tuple[Words, Ints]]) -> tuple[Words, Ints]:
+    """One sorted run from many; each gram is merged a logarithmic number of times."""
     runs: list[tuple[Words, Ints]] = []
     for block in blocks:
         runs.append(block)
@@ -285,9 +280,9 @@ def _merged(blocks: Iterator[tuple[Words, Ints]]) -> tuple[Words, Ints]:
     return runs[0]
 
 
-def _merge(one: tuple[Words, Ints], other: tuple[Words, Ints]) -> tuple[Words, Ints]:
-    keys = np.concatenate([one[0], other[0]])
-    counts = np.concatenate([one[1], other[1]])
+def _merge(first: tuple[Words, Ints], second: tuple[Words, Ints]) -> tuple[Words, Ints]:
+    keys = np.concatenate([first[0], second[0]])
+    counts = np.concatenate([first[1], second[1]])
     order = np.argsort(keys, kind="stable")  # linear for two sorted runs
     keys, counts = keys[order], counts[order]
     new = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])[: keys.size])
@@ -295,60 +290,60 @@ def _merge(one: tuple[Words, Ints], other: tuple[Words, Ints]) -> tuple[Words, I
 
 
 def smooth(grams: NgramCounts, n: int, lower: SmoothedNgrams | None, min_count: int) -> SmoothedNgrams:
-    """Counts less a discount; the mass so gained is shared out by the next shorter order (for single bytes: evenly)."""
-    discounts = np.array([0.0, *discounts_of(grams.counts)])
+    """Subtracts a discount from the counts; the next shorter order distributes the mass (for single bytes: evenly)."""
+    discounts = np.array([0.0, *estimate_discounts(grams.counts)])
     level = np.minimum(grams.counts, 3)
     contexts, which = np.unique(grams.keys >> np.uint64(8), return_inverse=True)
     totals = np.bincount(which, grams.counts, contexts.size)
-    kept = grams.raw >= min_count
-    # Whole numbers up to the last step: what is left does not depend on the order of a float sum.
-    left = totals - np.bincount(which[kept], grams.counts[kept], contexts.size)
+    is_kept = grams.raw >= min_count
+    # Integers up to the last step, so the result does not depend on the order of a float sum.
+    left = totals - np.bincount(which[is_kept], grams.counts[is_kept], contexts.size)
     for k in (1, 2, 3):
-        left += discounts[k] * np.bincount(which[kept & (level == k)], minlength=contexts.size)
+        left += discounts[k] * np.bincount(which[is_kept & (level == k)], minlength=contexts.size)
     backs = left / totals
-    keys = grams.keys[kept]
-    chances = (grams.counts - discounts[level])[kept] / totals[which[kept]]
+    keys = grams.keys[is_kept]
+    chances = (grams.counts - discounts[level])[is_kept] / totals[which[is_kept]]
     if lower is None:
         everything = np.full(256, backs[0] / 256)
         everything[keys.view(np.int64)] += chances
         return SmoothedNgrams(np.arange(256, dtype=np.uint64), everything, contexts, backs)
     shorter = np.searchsorted(lower.keys, keys & mask(n - 1))
-    return SmoothedNgrams(keys, chances + backs[which[kept]] * lower.chances[shorter], contexts, backs)
+    return SmoothedNgrams(keys, chances + backs[which[is_kept]] * lower.chances[shorter], contexts, backs)
 
 
-def discounts_of(counts: Ints) -> tuple[float, ...]:
-    """What is taken off a count of 1, of 2, and of more, from how many grams were counted once to four times."""
+def estimate_discounts(counts: Ints) -> tuple[float, ...]:
+    """The discounts of counts of 1, of 2 and of more, from how many grams were counted once to four times."""
     once, twice, thrice, four = np.bincount(np.minimum(counts, 5), minlength=6)[1:5].tolist()
     if not (once and twice and thrice):
         return _FALLBACK
     share = once / (once + 2 * twice)
     pairs = ((once, twice), (twice, thrice), (thrice, four))
-    found = tuple(k - (k + 1) * share * more / less for k, (less, more) in enumerate(pairs, start=1))
-    sound = all(0 < discount < k for k, discount in enumerate(found, start=1))
-    return found if sound else _FALLBACK
+    discounts = tuple(k - (k + 1) * share * more / less for k, (less, more) in enumerate(pairs, start=1))
+    sound = all(0 < discount < k for k, discount in enumerate(discounts, start=1))
+    return discounts if sound else _FALLBACK
 
 
 def _pairs(
-    one: SmoothedNgrams, two: SmoothedNgrams, backs: Floats
+    unigrams: SmoothedNgrams, bigrams: SmoothedNgrams, backs: Floats
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Costs of all pairs of bytes, also of those never seen, and what backing off from a pair costs."""
+    """Costs of all pairs of bytes, including unseen ones, and of backing off from a pair."""
     first = np.ones(256)
-    first[two.contexts.view(np.int64)] = two.backs
-    chances = (first[:, None] * one.chances).ravel()
-    chances[two.keys.view(np.int64)] = two.chances
+    first[bigrams.contexts.view(np.int64)] = bigrams.backs
+    chances = (first[:, None] * unigrams.chances).ravel()
+    chances[bigrams.keys.view(np.int64)] = bigrams.chances
     pair_backs = np.full(1 << 16, NOT_SEEN, dtype=np.int32)
-    pair_backs[two.keys.view(np.int64)] = _cost(backs)
+    pair_backs[bigrams.keys.view(np.int64)] = _cost(backs)
     return _cost(chances).astype(np.int32), pair_backs
 
 
-def _aligned(keys: Words, contexts: Words, backs: Floats) -> Floats:
-    """What each gram keeps for shorter contexts: all of it where nothing was ever seen after the gram."""
-    found = np.ones(keys.size)
+def _align_backoffs(keys: Words, contexts: Words, backs: Floats) -> Floats:
+    """The mass that each gram leaves to shorter contexts: all of it where nothing followed the gram."""
+    aligned = np.ones(keys.size)
     if contexts.size:
         at = np.minimum(np.searchsorted(contexts, keys), contexts.size - 1)
         hit = contexts[at] == keys
-        found[hit] = backs[at[hit]]
-    return found
+        aligned[hit] = backs[at[hit]]
+    return aligned
 
 
 def _cost(chances: Floats) -> Ints:
@@ -356,7 +351,7 @@ def _cost(chances: Floats) -> Ints:
 
 
 class Perplexity(ScoredStep):
-    """The least surprising documents are the best; `head`, `middle` and `tail` label them as CCNet does."""
+    """The least surprising documents are the best; `head`, `middle` and `tail` label them as in CCNet."""
 
     judging = ("keep", "per", "head", "middle")
 

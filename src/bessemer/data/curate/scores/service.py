@@ -1,11 +1,7 @@
-"""What a service has answered, kept in one SQLite file that all workers of a machine share, with the rate limit. Each
-answer is committed as it comes, so a job that is killed and started again asks for nothing twice. Texts and keys are
-not in it: an answer is found by the hash of what was asked.
-
-Asks a scoring service over HTTP: within its rate limit, again when it fails, and never twice for the same text.
-The limit is kept by all workers of a machine together: before each request a worker takes the next turn in the file
-of answers. A service that asks for patience (Retry-After) gets it from all of them.
-"""
+"""The client of an HTTP scoring service. It respects the rate limit, retries failures, and never sends the same text
+twice. Answers are stored in one SQLite file that all workers of a machine share, committed as they come, so a killed
+job repeats no request; they are found by the hash of the request, and texts and keys are not stored. The workers also
+share the rate limit through this file: each takes the next turn before a request, and a Retry-After delays them all."""
 
 from __future__ import annotations
 
@@ -33,9 +29,9 @@ from bessemer.errors import UserError
 from bessemer.spec.curate.scores import ServiceSpec
 from bessemer.storage import backoff_s
 
-_PATIENCE_S = 60.0  # for the lock of another process
-_CLOCK_WENT_BACK_S = 3600.0  # no queue is that long
-_ASKED_AT_ONCE = 500  # SQLite takes 999 values in one statement everywhere
+_LOCK_TIMEOUT_S = 60.0  # for another process's lock
+_MAX_QUEUE_S = 3600.0  # longer than any queue
+_KEYS_PER_QUERY = 500  # older SQLite allows 999 values per statement
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, score REAL NOT NULL) WITHOUT ROWID;
@@ -44,7 +40,7 @@ CREATE TABLE IF NOT EXISTS turns (url TEXT PRIMARY KEY, next_s REAL NOT NULL) WI
 
 
 class AnswerCache:
-    """Safe for several threads and processes; not for several machines, so the file belongs on a local disk."""
+    """Safe for several threads and processes, not for several machines: the file belongs on a local disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,14 +49,14 @@ class AnswerCache:
         self._owner = 0
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, float]:
-        """The answers that are known."""
-        found: dict[bytes, float] = {}
+        """The known answers."""
+        answers: dict[bytes, float] = {}
         with self._connection() as connection:
-            for at in range(0, len(keys), _ASKED_AT_ONCE):
-                some = keys[at : at + _ASKED_AT_ONCE]
-                asked = f"SELECT key, score FROM answers WHERE key IN ({','.join('?' * len(some))})"
-                found.update(connection.execute(asked, some))
-        return found
+            for at in range(0, len(keys), _KEYS_PER_QUERY):
+                batch = keys[at : at + _KEYS_PER_QUERY]
+                query = f"SELECT key, score FROM answers WHERE key IN ({','.join('?' * len(batch))})"
+                answers.update(connection.execute(query, batch))
+        return answers
 
     def put(self, answers: Sequence[tuple[bytes, float]]) -> None:
         with self._connection() as connection, connection:
@@ -68,19 +64,19 @@ class AnswerCache:
             connection.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", answers)
 
     def turn(self, url: str, interval_s: float) -> float:
-        """Takes the next turn of this machine's workers at a service; returns how long to wait for it, in seconds."""
+        """Takes this machine's next turn at a service; returns how long to wait for it, in seconds."""
         now_s = time.time()
         with self._connection() as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
             row = connection.execute("SELECT next_s FROM turns WHERE url = ?", (url,)).fetchone()
             start_s = max(now_s, row[0]) if row else now_s
-            if start_s - now_s > _CLOCK_WENT_BACK_S:
+            if start_s - now_s > _MAX_QUEUE_S:
                 start_s = now_s
             connection.execute("INSERT OR REPLACE INTO turns VALUES (?, ?)", (url, start_s + interval_s))
         return start_s - now_s
 
     def hold(self, url: str, wait_s: float) -> None:
-        """No worker's turn comes before that: the service has asked for it."""
+        """Delays all workers' turns, as the service requested."""
         with self._connection() as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
             later = "ON CONFLICT (url) DO UPDATE SET next_s = max(next_s, ?2)"
@@ -95,34 +91,34 @@ class AnswerCache:
                 yield self._opened
             except (sqlite3.Error, OSError) as error:
                 fix = "set service.cache to a file on a local disk, or delete this one"
-                what = f"{self.path}: answers of the scoring service cannot be kept ({error})"
-                raise UserError(f"{what}; {fix}") from error
+                problem = f"{self.path}: answers of the scoring service cannot be stored ({error})"
+                raise UserError(f"{problem}; {fix}") from error
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self.path, _PATIENCE_S, isolation_level=None, check_same_thread=False)
-        deadline_s = time.monotonic() + _PATIENCE_S
+        connection = sqlite3.connect(self.path, _LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             try:
-                # Readers do not block the writer, and a kill loses nothing that was committed.
+                # Readers do not block the writer, and a kill loses nothing committed.
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute("PRAGMA synchronous=NORMAL")
                 connection.executescript(_TABLES)
                 return connection
             except sqlite3.OperationalError as error:
-                # Several workers create the file at once: this one statement does not wait for its turn.
+                # Several workers may create the file at once, and this statement does not wait for locks.
                 if "locked" not in str(error) or time.monotonic() > deadline_s:
                     raise
                 time.sleep(0.05)
 
 
-_RETRIED = {408, 429, 500, 502, 503, 504}
-_MOST_ANSWER_BYTES = 64 << 20
-_SHOWN_CHARS = 200
+_RETRIED_STATUSES = {408, 429, 500, 502, 503, 504}
+_MAX_ANSWER_BYTES = 64 << 20
+_EXCERPT_CHARS = 200
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would turn the request into another one, and carry the key to another host."""
+    """A redirect would change the request and send the key to another host."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -133,71 +129,71 @@ class _Stopped(Exception):
 
 
 class Service:
-    """One service as a spec describes it. Nothing is asked, and no key is needed, before the first text."""
+    """One service as a spec describes it. Sends nothing, and needs no key, before the first text."""
 
     def __init__(self, spec: ServiceSpec, version: str = "") -> None:
         self.spec = spec
         parts = urlsplit(spec.url)
-        # Parameters may hold what is not to be shown.
+        # Query parameters may hold secrets.
         self.shown_url = f"{parts.scheme}://{parts.netloc}{parts.path}"
         self.answers = AnswerCache(_cache_path(spec.cache))
         self._opener = urllib.request.build_opener(_NoRedirect)
-        asked = [spec.url, spec.request, spec.response, spec.batch > 1, version]
-        self._definition = json.dumps(asked, sort_keys=True).encode()
+        definition = [spec.url, spec.request, spec.response, spec.batch > 1, version]
+        self._definition = json.dumps(definition, sort_keys=True).encode()
 
     def scores(self, texts: Sequence[str], places: Sequence[str]) -> list[float]:
-        """A score for each text; `places` say where the texts come from, for messages. What is known is taken from
-        the file; the rest is asked for, `parallel` requests at a time. A failure that no retry cures is a UserError;
-        answers that came before it are kept."""
-        most = self.spec.max_bytes
-        sent = [text if most is None else text.encode()[:most].decode(errors="ignore") for text in texts]
+        """A score for each text; `places` say where the texts come from, for messages. Known scores come from the
+        cache; others are requested, `parallel` at a time. A failure that retries do not cure is a UserError; earlier
+        answers are kept."""
+        max_bytes = self.spec.max_bytes
+        sent = [text if max_bytes is None else text.encode()[:max_bytes].decode(errors="ignore") for text in texts]
         keys = [xxhash.xxh3_128_digest(self._definition + b"\0" + text.encode()) for text in sent]
-        found = self.answers.get(list(dict.fromkeys(keys)))
+        scores_by_key = self.answers.get(list(dict.fromkeys(keys)))
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        missing = [(key, first[key]) for key in dict.fromkeys(keys) if key not in found]
+        missing = [(key, first[key]) for key in dict.fromkeys(keys) if key not in scores_by_key]
         batches = [missing[at : at + self.spec.batch] for at in range(0, len(missing), self.spec.batch)]
         if batches:
-            found |= self._ask_all(batches, sent, places, self._key())
-        return [found[key] for key in keys]
+            scores_by_key |= self._ask_all(batches, sent, places, self._key())
+        return [scores_by_key[key] for key in keys]
 
     def _ask_all(
         self, batches: list[list[tuple[bytes, int]]], sent: list[str], places: Sequence[str], key: str
     ) -> dict[bytes, float]:
-        found: dict[bytes, float] = {}
+        answers_by_key: dict[bytes, float] = {}
         stop = threading.Event()
 
         def ask(batch: list[tuple[bytes, int]]) -> None:
             rows = [i for _, i in batch]
             scores = self._ask([sent[i] for i in rows], places[rows[0]], key, stop)
             answers = list(zip((answer_key for answer_key, _ in batch), scores, strict=True))
-            # Kept before this thread asks again: a kill loses what is on its way and nothing else.
+            # Stored before the next request: a kill loses only answers in flight.
             self.answers.put(answers)
-            found.update(answers)
+            answers_by_key.update(answers)
 
         with ThreadPoolExecutor(min(self.spec.parallel, len(batches))) as pool:
             try:
                 for future in as_completed([pool.submit(ask, batch) for batch in batches]):
-                    future.result()  # the first failure is the one to tell
+                    future.result()  # reports the first failure
             finally:
                 stop.set()
-        return found
+        return answers_by_key
 
     def _ask(self, texts: list[str], place: str, key: str, stop: threading.Event) -> list[float]:
         """The scores of one request, after as many attempts as the spec allows."""
-        body = json.dumps(_filled(self.spec.request, texts)).encode()
+        body = json.dumps(_fill_template(self.spec.request, texts)).encode()
         why = ""
         for attempt in range(self.spec.retries + 1):
-            self._wait(0, stop)  # before a turn is taken: turns not used would hold up the next job
+            self._wait(0, stop)  # before taking a turn: unused turns would delay the next job
             self._wait(self.answers.turn(self.shown_url, 1 / self.spec.requests_per_s), stop)
             try:
                 with self._opener.open(self._request(body, key), timeout=self.spec.timeout) as answer:
-                    data = answer.read(_MOST_ANSWER_BYTES)
+                    data = answer.read(_MAX_ANSWER_BYTES)
                 return self._read(data, len(texts), place, key)
             except urllib.error.HTTPError as error:
                 with error:
                     why = self._refused(error, place, key)
-                    pause_s = _retry_after(error.headers.get("Retry-After"))
-            except (OSError, http.client.HTTPException) as error:  # no connection, no answer, or half of one
+                    pause_s = _parse_retry_after(error.headers.get("Retry-After"))
+            except (OSError, http.client.HTTPException) as error:  # no connection, or no complete answer
                 if isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError):
                     raise self._failed(f"its certificate is not valid ({error})", place, key) from error
                 why, pause_s = f"no answer ({getattr(error, 'reason', error) or type(error).__name__})", None
@@ -224,10 +220,10 @@ class Service:
         return urllib.request.Request(url, body, headers, method="POST")
 
     def _refused(self, error: urllib.error.HTTPError, place: str, key: str) -> str:
-        """Why the service said no, if another attempt may help; otherwise raises."""
-        said = error.read(_MOST_ANSWER_BYTES)[: 4 * _SHOWN_CHARS].decode(errors="replace")
-        why = f"status {error.code}" + (f" ({_short(said)})" if said.strip() else "")
-        if error.code in _RETRIED:
+        """Why the service refused, if another attempt may help; otherwise raises."""
+        body = error.read(_MAX_ANSWER_BYTES)[: 4 * _EXCERPT_CHARS].decode(errors="replace")
+        why = f"status {error.code}" + (f" ({_shorten(body)})" if body.strip() else "")
+        if error.code in _RETRIED_STATUSES:
             return why
         if error.code in (401, 403):
             name = self.spec.key_env
@@ -241,22 +237,22 @@ class Service:
     def _read(self, data: bytes, count: int, place: str, key: str) -> list[float]:
         try:
             answer = json.loads(data)
-            found = _at(answer, (self.spec.response or "").split("."))
-            scores = found if self.spec.batch > 1 else [found]
+            value = _value_at(answer, (self.spec.response or "").split("."))
+            scores = value if self.spec.batch > 1 else [value]
             if not isinstance(scores, list) or len(scores) != count:
                 raise ValueError(f"expected a list of {count} scores")
             for score in scores:
                 if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
-                    raise ValueError(f"a score is {_short(repr(score))}, not a number")
+                    raise ValueError(f"a score is {_shorten(repr(score))}, not a number")
             return [float(score) for score in scores]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            shown = _short(data[: 4 * _SHOWN_CHARS].decode(errors="replace"))
-            why = f"no score at {self.spec.response!r} of its answer ({error}): {shown}"
+            excerpt = _shorten(data[: 4 * _EXCERPT_CHARS].decode(errors="replace"))
+            why = f"no score at {self.spec.response!r} of its answer ({error}): {excerpt}"
             raise self._failed(f"{why}; check service.response", place, key) from error
 
     def _failed(self, why: str, place: str, key: str) -> UserError:
         message = f"{self.shown_url}: {why} (asked about {place})"
-        for secret in {key, quote(key, safe="")} - {""}:  # a service may repeat what it was sent
+        for secret in {key, quote(key, safe="")} - {""}:  # a service may echo the request
             message = message.replace(secret, "***")
         return UserError(message)
 
@@ -284,24 +280,24 @@ def _cache_path(cache: str) -> Path:
     return Path(home).expanduser().absolute() / "bessemer" / "service-answers.sqlite"
 
 
-def _filled(template: Any, texts: list[str]) -> Any:
-    """The request with the text, or the list of texts, in place."""
+def _fill_template(template: Any, texts: list[str]) -> Any:
+    """The request with the text, or the list of texts, inserted."""
     if isinstance(template, dict):
-        return {name: _filled(value, texts) for name, value in template.items()}
+        return {name: _fill_template(value, texts) for name, value in template.items()}
     if isinstance(template, list):
-        return [_filled(value, texts) for value in template]
+        return [_fill_template(value, texts) for value in template]
     if template == "{texts}":
         return texts
     return texts[0] if template == "{text}" else template
 
 
-def _at(answer: Any, path: list[str]) -> Any:
-    """What stands at a path: names of fields, numbers for places in lists, * for all places of a list."""
+def _value_at(answer: Any, path: list[str]) -> Any:
+    """The value at a path: field names, list indices, * for all items of a list."""
     for k, step in enumerate(path):
         if step == "*":
             if not isinstance(answer, list):
                 raise ValueError("there is no list at *")
-            return [_at(item, path[k + 1 :]) for item in answer]
+            return [_value_at(item, path[k + 1 :]) for item in answer]
         if isinstance(answer, list):
             answer = answer[int(step)]
         elif isinstance(answer, dict) and step in answer:
@@ -311,8 +307,8 @@ def _at(answer: Any, path: list[str]) -> Any:
     return answer
 
 
-def _retry_after(value: str | None) -> float | None:
-    """Seconds, from a number of them or from a date."""
+def _parse_retry_after(value: str | None) -> float | None:
+    """Seconds, from a number of them or a date."""
     try:
         if value is not None and value.strip().endswith("GMT"):
             return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
@@ -321,6 +317,6 @@ def _retry_after(value: str | None) -> float | None:
         return None
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."

@@ -1,11 +1,11 @@
-"""Finds the m best of all collected scores exactly, in memory that does not grow with them. Scores become 64-bit keys
-in the same order, and equal scores are told apart by a hash of the document's place, so that any number can be kept
-exactly and a tie favours no file. Passes over the collected files narrow both down by twelve bits at a time until
-what is left fits into memory. The answer depends on the parts, never on workers or batches.
+"""Which documents a scoring step keeps, and what it reports: the part that all scoring steps share. A step collects
+{"ordinal", "score"}; `Threshold` resolves `keep: best 25%` over the corpus or each source and turns the decisions into
+outcomes.
 
-Which documents a step keeps by their scores, and what it reports: the part that all scoring steps share. A step
-collects {"ordinal", "score"}; `Threshold` resolves `keep: best 25%` over the corpus or each source, and turns the
-rulings into outcomes.
+The m best scores are found exactly, in constant memory. Scores become 64-bit keys in the same order, and equal scores
+are ordered by a hash of the document's place, so any number can be kept exactly and a tie favours no file. Passes over
+the collected files narrow both by twelve bits at a time until the rest fits into memory. The result depends on the
+parts, never on workers or batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.curate.step import Arrays, Collected, Drop, Outcome, PerDocumentStep
+from bessemer.data.curate.step import Arrays, Collected, Drop, Outcome, RunTasks
 from bessemer.data.document import Document
 from bessemer.data.stream.order import chain
 from bessemer.spec.curate.scores import Bounds, best_share
@@ -33,13 +33,13 @@ Floats = npt.NDArray[np.float64]
 
 _DIGIT_BITS = 12
 _MOST_GATHERED = 1 << 19  # records of 32 bytes sorted at once
-_MOST_TASKS = 512  # a histogram from each is in memory at once: 32 KiB
+_MOST_TASKS = 512  # each has a histogram of 32 KiB in memory
 _SIGN = np.uint64(1 << 63)
 
 
 @dataclass(frozen=True)
 class ScoreRanking:
-    """What makes a score better than another."""
+    """The order of scores."""
 
     lower_is_better: bool
     seed: int
@@ -51,11 +51,11 @@ class ScoreRanking:
         return np.where(bits & _SIGN, ~bits, bits | _SIGN)
 
     def ties(self, part: int, ordinals: Ints) -> Words:
-        """The order of equal scores: as good as random, the same for ever."""
+        """The order of equal scores: pseudo-random but fixed."""
         return chain(self.seed % 2**64, part, ordinals)
 
     def reach(self, scores: Floats, part: int, ordinals: Ints, cut: Words) -> npt.NDArray[np.bool_]:
-        """Which of a part's documents are as good as the cut or better."""
+        """Which of a part's documents are at least as good as the cut."""
         columns = (self.keys(scores), self.ties(part, ordinals), np.full(ordinals.size, part), ordinals)
         reached = np.zeros(ordinals.size, dtype=bool)
         equal = np.ones(ordinals.size, dtype=bool)
@@ -68,19 +68,19 @@ class ScoreRanking:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """The records whose key, followed by whose tie, begins with `bits` given bits."""
+    """The records whose key, followed by their tie, starts with the given `bits` bits."""
 
     bits: int = 0
-    begin: int = 0  # those bits
+    begin: int = 0  # the bits
 
-    def holds(self, keys: Words, ties: Words) -> npt.NDArray[np.bool_]:
-        held = np.ones(keys.size, dtype=bool)
+    def contains(self, keys: Words, ties: Words) -> npt.NDArray[np.bool_]:
+        matches = np.ones(keys.size, dtype=bool)
         tie_bits = max(self.bits - 64, 0)
         of_key = (keys, self.bits - tie_bits, self.begin >> tie_bits)
-        for words, count, wanted in (of_key, (ties, tie_bits, self.begin)):
+        for words, count, prefix in (of_key, (ties, tie_bits, self.begin)):
             if count:
-                held &= (words >> np.uint64(64 - count)) == np.uint64(wanted % 2**count)
-        return held
+                matches &= (words >> np.uint64(64 - count)) == np.uint64(prefix % 2**count)
+        return matches
 
     @property
     def width(self) -> int:
@@ -96,44 +96,44 @@ class _Bucket:
         return _Bucket(self.bits + self.width, self.begin << self.width | digit)
 
 
-def best(
-    collected: Sequence[Collected], wanted: int, total: int, ranking: ScoreRanking, each: PerDocumentStep
+def find_cut(
+    collected: Sequence[Collected], count: int, total: int, ranking: ScoreRanking, run_tasks: RunTasks
 ) -> Words:
-    """The cut that exactly `wanted` of the `total` records reach: key, tie, part, ordinal of the last one kept."""
-    assert 0 < wanted <= total
-    tasks = in_groups(collected)
+    """The cut that exactly `count` of the `total` records reach: key, tie, part, ordinal of the last one kept."""
+    assert 0 < count <= total
+    tasks = group_parts(collected)
     bucket, inside = _Bucket(), total
     while inside > _MOST_GATHERED and bucket.bits < 128:
-        counts = sum(each(_histogram, [(group, ranking, bucket) for group in tasks]))
-        # Walk down from the best digit to the one in which the last record kept lies.
+        counts = sum(run_tasks(_histogram, [(group, ranking, bucket) for group in tasks]))
+        # Find the digit of the last record to keep, from the best down.
         reached = np.cumsum(counts[::-1])
-        step = int(np.searchsorted(reached, wanted))
+        step = int(np.searchsorted(reached, count))
         digit = len(counts) - 1 - step
-        wanted -= int(reached[step] - counts[digit])
+        count -= int(reached[step] - counts[digit])
         bucket, inside = bucket.narrowed(digit), int(counts[digit])
-    found = each(_gather, [(group, ranking, bucket) for group in tasks])
-    records = np.concatenate(found)
+    groups = run_tasks(_gather, [(group, ranking, bucket) for group in tasks])
+    records = np.concatenate(groups)
     order = np.lexsort(records.T[::-1])
-    cut: Words = records[order[len(order) - wanted]]
+    cut: Words = records[order[len(order) - count]]
     return cut
 
 
-def score_of(cut: Words, ranking: ScoreRanking) -> float:
+def score_at_cut(cut: Words, ranking: ScoreRanking) -> float:
     """The score of a cut's record."""
     key = cut[:1]
     bits = np.where(key & _SIGN, key ^ _SIGN, ~key)
     return float(bits.view(np.float64)[0]) * (-1.0 if ranking.lower_is_better else 1.0) + 0.0
 
 
-def in_groups(collected: Sequence[Collected]) -> list[list[Collected]]:
-    """The parts as tasks, each of several where there are many: results of all tasks are in memory at once."""
+def group_parts(collected: Sequence[Collected]) -> list[list[Collected]]:
+    """The parts as tasks, several per task where there are many: the results of all tasks are in memory at once."""
     count = min(len(collected), _MOST_TASKS)
     edges = [len(collected) * k // count for k in range(count + 1)] if count else [0]
     return [list(collected[a:b]) for a, b in pairwise(edges)]
 
 
-def scored(part: Collected) -> tuple[Ints, Floats]:
-    """Ordinals and scores of a part; none where no document was left to score."""
+def load_scores(part: Collected) -> tuple[Ints, Floats]:
+    """Ordinals and scores of a part; empty where no document was left to score."""
     arrays = part.load()
     if "score" not in arrays:
         return np.empty(0, np.int64), np.empty(0)
@@ -141,11 +141,11 @@ def scored(part: Collected) -> tuple[Ints, Floats]:
 
 
 def _records(part: Collected, ranking: ScoreRanking, bucket: _Bucket) -> tuple[Words, Words, Ints]:
-    ordinals, scores = scored(part)
+    ordinals, scores = load_scores(part)
     keys = ranking.keys(scores)
     ties = ranking.ties(part.part, ordinals)
-    held = bucket.holds(keys, ties)
-    return keys[held], ties[held], ordinals[held]
+    inside = bucket.contains(keys, ties)
+    return keys[inside], ties[inside], ordinals[inside]
 
 
 def _histogram(task: tuple[list[Collected], ScoreRanking, _Bucket]) -> Ints:
@@ -159,12 +159,12 @@ def _histogram(task: tuple[list[Collected], ScoreRanking, _Bucket]) -> Ints:
 
 def _gather(task: tuple[list[Collected], ScoreRanking, _Bucket]) -> Words:
     group, ranking, bucket = task
-    found: list[Any] = [np.empty((0, 4), dtype=np.uint64)]
+    blocks: list[Any] = [np.empty((0, 4), dtype=np.uint64)]
     for part in group:
         keys, ties, ordinals = _records(part, ranking, bucket)
         place = np.full(keys.size, part.part, dtype=np.uint64)
-        found.append(np.stack([keys, ties, place, ordinals.astype(np.uint64)], axis=1))
-    return np.concatenate(found)
+        blocks.append(np.stack([keys, ties, place, ordinals.astype(np.uint64)], axis=1))
+    return np.concatenate(blocks)
 
 
 Resolved = tuple[Iterator[Arrays], dict[str, Any]]
@@ -173,7 +173,7 @@ _DIGITS = 6  # of a score as a label
 
 
 class Threshold:
-    """`parts` names shares from the best down, each document being labelled with the one that it falls in."""
+    """`parts` names shares from the best down; each document is labelled with its share."""
 
     def __init__(
         self,
@@ -190,10 +190,10 @@ class Threshold:
         self.ranking = ScoreRanking(lower_is_better, seed)
         self.shares: dict[str, Fraction] = {}
         if isinstance(keep, str):
-            self.shares["keep"] = _exact(best_share(keep) or 0.0)
+            self.shares["keep"] = _to_fraction(best_share(keep) or 0.0)
         reached = Fraction()
         for part, share in parts:
-            reached += _exact(share)
+            reached += _to_fraction(share)
             self.shares[part] = reached
         self.parts = [part for part, _ in parts]
 
@@ -201,56 +201,55 @@ class Threshold:
         assert scores.dtype == np.float64 and np.isfinite(scores).all()
         return {"ordinal": np.asarray(ordinals, dtype=np.int64), "score": scores}
 
-    def resolve(self, collected: Sequence[Collected], each: PerDocumentStep) -> Resolved:
-        """The rulings are loaded as they are asked for. Reads the collected files twice, and for each share two to four
-        times more."""
+    def resolve(self, collected: Sequence[Collected], run_tasks: RunTasks) -> Resolved:
+        """Decisions are loaded lazily. Reads the collected files twice, and two to four times more per share."""
         groups: dict[str, list[Collected]] = {}
         for part in collected:
             groups.setdefault(self._group(part), []).append(part)
-        found = {name: self._resolve(group, each) for name, group in groups.items()}
-        cuts = {name: cut for name, (cut, _) in found.items()}
-        summaries = {name: summary for name, (_, summary) in found.items()}
+        resolved = {name: self._resolve(group, run_tasks) for name, group in groups.items()}
+        cuts = {name: cut for name, (cut, _) in resolved.items()}
+        summaries = {name: summary for name, (_, summary) in resolved.items()}
         together = summaries.get("", {"documents": 0, "kept": 0})
-        about = {"sources": summaries} if self.per == "source" else together
-        return (_ruling(part, cuts[self._group(part)]) for part in collected), about
+        overall = {"sources": summaries} if self.per == "source" else together
+        return (_part_decisions(part, cuts[self._group(part)]) for part in collected), overall
 
     def _group(self, part: Collected) -> str:
         return part.source if self.per == "source" else ""
 
-    def _resolve(self, group: list[Collected], each: PerDocumentStep) -> tuple[Arrays, dict[str, Any]]:
-        tasks = in_groups(group)
-        surveys = each(_survey, tasks)
+    def _resolve(self, group: list[Collected], run_tasks: RunTasks) -> tuple[Arrays, dict[str, Any]]:
+        tasks = group_parts(group)
+        surveys = run_tasks(_survey, tasks)
         total = sum(survey[0] for survey in surveys)
         if not total:
             return {}, {"documents": 0, "kept": 0}
         lowest, highest = min(survey[1] for survey in surveys), max(survey[2] for survey in surveys)
-        counted = each(_count, [(task, lowest, highest, _limits(self.bounds)) for task in tasks])
-        kept = sum(count for _, count in counted)
+        counted = run_tasks(_count, [(task, lowest, highest, _limits(self.bounds)) for task in tasks])
+        kept_count = sum(count for _, count in counted)
         cuts = {
-            name: best(group, math.ceil(share * total), total, self.ranking, each)
+            name: find_cut(group, math.ceil(share * total), total, self.ranking, run_tasks)
             for name, share in self.shares.items()
             if share > 0
         }
         summary: dict[str, Any] = {"documents": total, "lowest": lowest, "highest": highest}
         summary["histogram"] = sum(counts for counts, _ in counted).tolist()
         if "keep" in self.shares:
-            kept = math.ceil(self.shares["keep"] * total)
-            summary["threshold"] = score_of(cuts["keep"], self.ranking)
+            kept_count = math.ceil(self.shares["keep"] * total)
+            summary["threshold"] = score_at_cut(cuts["keep"], self.ranking)
         elif self.bounds:
             limits = [limit for limit in (self.bounds.min, self.bounds.max) if limit is not None]
             summary["threshold"] = limits[0] if len(limits) == 1 else limits
         for part in self.parts:
             if part in cuts:
-                summary[f"{part}_threshold"] = score_of(cuts[part], self.ranking)
-        return cuts, summary | {"kept": kept, "kept_share": kept / total}
+                summary[f"{part}_threshold"] = score_at_cut(cuts[part], self.ranking)
+        return cuts, summary | {"kept": kept_count, "kept_share": kept_count / total}
 
-    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
-        scores = ruling["score"][ordinals]
+    def apply(self, documents: Sequence[Document], ordinals: Ints, decisions: Arrays) -> list[Outcome]:
+        scores = decisions["score"][ordinals]
         assert not np.isnan(scores).any(), "a document was not scored"
-        part = int(ruling["part"][0])
-        dropped = self._dropped(scores, part, ordinals, ruling)
-        given = [name for name in self.parts if name in ruling]
-        parts = [(name, self.ranking.reach(scores, part, ordinals, ruling[name])) for name in given]
+        part = int(decisions["part"][0])
+        dropped = self._dropped(scores, part, ordinals, decisions)
+        named_parts = [name for name in self.parts if name in decisions]
+        parts = [(name, self.ranking.reach(scores, part, ordinals, decisions[name])) for name in named_parts]
         outcomes: list[Outcome] = []
         for i, document in enumerate(documents):
             score = round(float(scores[i]), _DIGITS)
@@ -264,14 +263,14 @@ class Threshold:
             outcomes.append(None)
         return outcomes
 
-    def _dropped(self, scores: Floats, part: int, ordinals: Ints, ruling: Arrays) -> list[str]:
-        """Why each document goes; empty for those that stay."""
+    def _dropped(self, scores: Floats, part: int, ordinals: Ints, decisions: Arrays) -> list[str]:
+        """Why each document is dropped; empty for those that stay."""
         if "keep" in self.shares:
-            kept = self.ranking.reach(scores, part, ordinals, ruling["keep"])
+            is_kept = self.ranking.reach(scores, part, ordinals, decisions["keep"])
             side = "above" if self.ranking.lower_is_better else "below"
             of = " of its source" if self.per == "source" else ""
             why = f"{self.name} {side} the best {float(self.shares['keep'] * 100):g} %{of}"
-            return ["" if stays else why for stays in kept.tolist()]
+            return ["" if stays else why for stays in is_kept.tolist()]
         if self.bounds is None:
             return [""] * scores.size
         low, high = _limits(self.bounds)
@@ -281,7 +280,7 @@ class Threshold:
 
 
 class ScoredStep(ABC):
-    """What the steps that score documents have in common: all but the scoring."""
+    """The common part of steps that score documents: everything but the scoring."""
 
     version = 1
     threshold: Threshold
@@ -292,14 +291,14 @@ class ScoredStep(ABC):
     def collect(self, documents: Sequence[Document], ordinals: Ints) -> Arrays:
         return self.threshold.collected(self.scores(documents), ordinals)
 
-    def resolve(self, collected: Sequence[Collected], scratch: Path, each: PerDocumentStep) -> Resolved:
-        return self.threshold.resolve(collected, each)
+    def resolve(self, collected: Sequence[Collected], scratch: Path, run_tasks: RunTasks) -> Resolved:
+        return self.threshold.resolve(collected, run_tasks)
 
-    def apply(self, documents: Sequence[Document], ordinals: Ints, ruling: Arrays) -> list[Outcome]:
-        return self.threshold.apply(documents, ordinals, ruling)
+    def apply(self, documents: Sequence[Document], ordinals: Ints, decisions: Arrays) -> list[Outcome]:
+        return self.threshold.apply(documents, ordinals, decisions)
 
 
-def _exact(share: float) -> Fraction:
+def _to_fraction(share: float) -> Fraction:
     """0.1 as a tenth: the nearest binary fraction would keep 4 of 30 documents."""
     return Fraction(repr(share))
 
@@ -310,10 +309,10 @@ def _limits(bounds: Bounds | None) -> tuple[float, float]:
 
 
 def _survey(group: list[Collected]) -> tuple[int, float, float]:
-    """How many scores there are, the lowest and the highest."""
+    """The number of scores, the lowest and the highest."""
     count, lowest, highest = 0, math.inf, -math.inf
     for part in group:
-        _, scores = scored(part)
+        _, scores = load_scores(part)
         if scores.size:
             count += scores.size
             lowest, highest = min(lowest, float(scores.min())), max(highest, float(scores.max()))
@@ -321,22 +320,22 @@ def _survey(group: list[Collected]) -> tuple[int, float, float]:
 
 
 def _count(task: tuple[list[Collected], float, float, tuple[float, float]]) -> tuple[Ints, int]:
-    """A histogram between the lowest and the highest score, and how many lie within the limits."""
+    """A histogram between the lowest and the highest score, and how many are within the limits."""
     group, lowest, highest, (low, high) = task
-    counts, kept = np.zeros(BINS, dtype=np.int64), 0
-    width = highest / BINS - lowest / BINS  # the difference itself may be too large for a float
+    counts, within = np.zeros(BINS, dtype=np.int64), 0
+    width = highest / BINS - lowest / BINS  # the difference may overflow
     for part in group:
-        _, scores = scored(part)
+        _, scores = load_scores(part)
         with np.errstate(all="ignore"):
             bins = np.nan_to_num((scores - lowest) / width, posinf=BINS)
         counts += np.bincount(np.clip(bins, 0, BINS - 1).astype(np.int64), minlength=BINS)
-        kept += int(((scores >= low) & (scores <= high)).sum())
-    return counts, kept
+        within += int(((scores >= low) & (scores <= high)).sum())
+    return counts, within
 
 
-def _ruling(part: Collected, cuts: Arrays) -> Arrays:
-    """The part's scores by ordinal, NaN in the gaps, with the cuts that they have to reach."""
-    ordinals, scores = scored(part)
+def _part_decisions(part: Collected, cuts: Arrays) -> Arrays:
+    """The part's scores by ordinal, NaN in the gaps, with the cuts to reach."""
+    ordinals, scores = load_scores(part)
     dense = np.full(part.documents, np.nan)
     dense[ordinals] = scores
     return {"score": dense, "part": np.array([part.part], dtype=np.int64), **cuts}

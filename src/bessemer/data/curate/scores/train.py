@@ -1,9 +1,7 @@
-"""Fits the linear classifier: Adagrad over small batches, stopped on texts held out for that, judged on others. All
-arithmetic is float64, one operation at a time and sums in a fixed order, without BLAS: the same texts and seed give
-the same weights, bit for bit, on any machine that follows IEEE 754.
-
-Trains the scorers from folders of text: what `bessemer data` calls to make a classifier or a perplexity model.
-"""
+"""Trains the scorers from folders of text: the classifier and perplexity model of `bessemer data`. The linear
+classifier is fitted with Adagrad over small batches, stopped on held-out texts and evaluated on others. All arithmetic
+is float64, one operation at a time, with sums in a fixed order and without BLAS: the same texts and seed give the same
+bits on any IEEE 754 machine."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bessemer.data.curate.scores.classifier import LARGEST, ONE, FeatureShape, LinearModel, hashed, probabilities
+from bessemer.data.curate.scores.classifier import LARGEST, ONE, FeatureShape, LinearModel, hash_texts, probabilities
 from bessemer.data.curate.scores.perplexity import count_and_smooth
 from bessemer.data.curate.scores.threshold import Floats, Ints
 from bessemer.data.read import list_files, read_documents
@@ -26,8 +24,8 @@ from bessemer.data.stream.order import chain, permute
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
-LEAST_TEXTS = 20  # of each class: fewer say nothing about the held-out ones
-_HELD_OUT = 0.1  # of each class to stop on, and as many again to judge by
+LEAST_TEXTS = 20  # per class: fewer make the held-out figures meaningless
+_HELD_OUT = 0.1  # of each class for early stopping, and as much again for evaluation
 _BATCH = 32
 _PATIENCE = 2
 _EPS = 1e-12
@@ -47,20 +45,20 @@ class FeatureRows:
         return self.classes.size
 
     def owners(self) -> Ints:
-        """The row that each entry belongs to."""
+        """The row of each entry."""
         return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
-    def some(self, rows: Ints) -> FeatureRows:
+    def select(self, rows: Ints) -> FeatureRows:
         sizes = np.diff(self.starts)[rows]
         ends = np.cumsum(sizes)
         entries = np.arange(sizes.sum()) + np.repeat(self.starts[rows] - (ends - sizes), sizes)
         starts = np.concatenate([[0], ends])
         return FeatureRows(starts, self.buckets[entries], self.shares[entries], self.classes[rows])
 
-    def only(self, kept: npt.NDArray[np.bool_]) -> FeatureRows:
+    def only(self, mask: npt.NDArray[np.bool_]) -> FeatureRows:
         """The same rows with some of their entries."""
-        before = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])
-        return FeatureRows(before[self.starts], self.buckets[kept], self.shares[kept], self.classes)
+        before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+        return FeatureRows(before[self.starts], self.buckets[mask], self.shares[mask], self.classes)
 
 
 @dataclass(frozen=True)
@@ -70,28 +68,27 @@ class DataSplit:
     judge: dict[str, list[str]]
 
 
-def split(texts: Mapping[str, Sequence[str]]) -> DataSplit:
-    """The texts of each class come in an order that means nothing; the first of them are held out."""
+def split_texts(texts: Mapping[str, Sequence[str]]) -> DataSplit:
+    """The texts of each class arrive in random order; the first ones are held out."""
     parts: list[dict[str, list[str]]] = [{}, {}, {}]
-    for label, found in texts.items():
-        if len(found) < LEAST_TEXTS:
-            what = f"class {label!r} has {len(found)} different texts"
-            raise UserError(f"{what}; give at least {LEAST_TEXTS} of them")
-        held_out = max(2, round(_HELD_OUT * len(found)))
-        parts[2][label] = list(found[:held_out])
-        parts[1][label] = list(found[held_out : 2 * held_out])
-        parts[0][label] = list(found[2 * held_out :])
+    for label, class_texts in texts.items():
+        if len(class_texts) < LEAST_TEXTS:
+            raise UserError(f"class {label!r} has {len(class_texts)} different texts; give at least {LEAST_TEXTS}")
+        held_out = max(2, round(_HELD_OUT * len(class_texts)))
+        parts[2][label] = list(class_texts[:held_out])
+        parts[1][label] = list(class_texts[held_out : 2 * held_out])
+        parts[0][label] = list(class_texts[2 * held_out :])
     return DataSplit(*parts)
 
 
-def rows_of(texts: Mapping[str, Sequence[str]], shape: FeatureShape) -> FeatureRows:
+def make_rows(texts: Mapping[str, Sequence[str]], shape: FeatureShape) -> FeatureRows:
     buckets: list[npt.NDArray[np.int32]] = []
     shares: list[Floats] = []
     classes: list[int] = []
-    for number, found in enumerate(texts.values()):
-        for text in found:  # one at a time: what is slow here is to count, and that goes by document
-            found_kinds = [kind for chunk in hashed([text], shape.words, shape.chars) for kind in chunk.kinds]
-            kinds = [hashes[starts[0] : stops[0]] for hashes, starts, stops in found_kinds]
+    for number, class_texts in enumerate(texts.values()):
+        for text in class_texts:  # one at a time: counting dominates, and it is per document
+            text_kinds = [kind for chunk in hash_texts([text], shape.words, shape.chars) for kind in chunk.kinds]
+            kinds = [hashes[starts[0] : stops[0]] for hashes, starts, stops in text_kinds]
             hashes = np.concatenate(kinds) if kinds else np.empty(0, np.uint64)
             which, counts = np.unique(hashes >> np.uint64(64 - shape.bits), return_counts=True)
             buckets.append(which.astype(np.int32))
@@ -105,12 +102,12 @@ def rows_of(texts: Mapping[str, Sequence[str]], shape: FeatureShape) -> FeatureR
 def fit(
     parts: DataSplit, shape: FeatureShape, seed: int, rate: float = 5.0, most_epochs: int = 20
 ) -> tuple[LinearModel, int]:
-    """The model as it was after the epoch that did best on the texts to stop on, and how many epochs there were.
-    Classes count alike, however many texts each has. Memory: 12 bytes for each different n-gram of each text."""
+    """The model after the epoch with the lowest loss on the texts in `stop`, and the number of epochs. Classes have
+    equal weight, however many texts each has. Memory: 12 bytes per distinct n-gram of each text."""
     labels = tuple(parts.train)
-    train, stop = rows_of(parts.train, shape), rows_of(parts.stop, shape)
+    train, stop = make_rows(parts.train, shape), make_rows(parts.stop, shape)
     seen = np.bincount(train.buckets, minlength=1 << shape.bits)
-    train = train.only(seen[train.buckets] > 1)  # what a single text has says nothing about others
+    train = train.only(seen[train.buckets] > 1)  # features of a single text do not generalise
     columns = 1 if len(labels) == 2 else len(labels)
     descent = _Descent(np.zeros((columns, 1 << shape.bits)), np.zeros(columns), rate)
     importance = _importance(train.classes)
@@ -120,7 +117,7 @@ def fit(
         order = permute(np.arange(len(train)), len(train), chain(seed, epoch))
         for at in range(0, len(order), _BATCH):
             chosen = order[at : at + _BATCH]
-            descent.step(train.some(chosen), importance[chosen] / chosen.size)
+            descent.step(train.select(chosen), importance[chosen] / chosen.size)
         loss = _loss(stop, descent.weights, descent.bias)
         if loss < best_loss:
             best, best_loss, waited = (descent.weights.copy(), descent.bias.copy()), loss, 0
@@ -131,8 +128,8 @@ def fit(
 
 
 class _Descent:
-    """Adagrad. A rare n-gram keeps a large rate, so that it counts from its first few texts on. Prose against shuffled
-    prose, area under the curve after one epoch: 0.986, where plain descent has 0.77 at the best of three rates."""
+    """Adagrad. A rare n-gram keeps a large rate, so it counts from its first texts on. Prose against shuffled prose,
+    area under the curve after one epoch: 0.986, against 0.77 for plain descent at the best of three rates."""
 
     def __init__(self, weights: Floats, bias: Floats, rate: float) -> None:
         self.weights, self.bias, self.rate = weights, bias, rate
@@ -146,11 +143,11 @@ class _Descent:
         slopes *= importance[:, None]
         for column in range(self.bias.size):
             np.add.at(self._gradient, buckets, rows.shares * slopes[owners, column])
-            # A bucket of several rows is read, and written, as often: each time the same value.
-            found = self._gradient[buckets]
-            squares = self._squares[column, buckets] + found * found
+            # A bucket of several rows is read and written repeatedly, each time with the same value.
+            gradient = self._gradient[buckets]
+            squares = self._squares[column, buckets] + gradient * gradient
             self._squares[column, buckets] = squares
-            self.weights[column, buckets] -= self.rate * found / (np.sqrt(squares) + _EPS)
+            self.weights[column, buckets] -= self.rate * gradient / (np.sqrt(squares) + _EPS)
             self._gradient[buckets] = 0.0
             total = np.bincount(np.zeros(len(rows), np.int64), slopes[:, column])[0]
             self._bias_squares[column] += total * total
@@ -164,8 +161,8 @@ def _logits(rows: FeatureRows, weights: Floats, bias: Floats) -> Floats:
 
 
 def _loss(rows: FeatureRows, weights: Floats, bias: Floats) -> float:
-    """The mean squared error of the probabilities (Brier's score), classes counting alike. A logarithm would do as
-    well, but machines round it differently."""
+    """The mean squared error of the probabilities (Brier score), with equal weight per class. Machines round a
+    logarithm differently."""
     errors = probabilities(_logits(rows, weights, bias))
     errors[np.arange(len(rows)), rows.classes] -= 1.0
     importance = _importance(rows.classes)
@@ -181,25 +178,25 @@ def _importance(classes: Ints) -> Floats:
 
 
 _WORD = re.compile(r"[^\W\d_]{2,30}")
-_TEXTS_SEARCHED, _CHARS_SEARCHED = 2000, 10_000  # of each class, for words
+_TEXTS_SEARCHED, _CHARS_SEARCHED = 2000, 10_000  # per class, in the search for words
 _MOST_WORDS, _LEAST_TEXTS = 20_000, 3
 _WORDS_SHOWN = 20
 _BINS = 10
 
 
-def judge(model: LinearModel, texts: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def evaluate(model: LinearModel, texts: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Accuracy, area under the curve, confusion and calibration; `texts` by class, in the model's order."""
-    asked = [text for found in texts.values() for text in found]
-    classes = np.repeat(np.arange(len(texts)), [len(found) for found in texts.values()])
-    chances = model.probabilities(asked)
-    found = chances.argmax(axis=1)
+    all_texts = [text for predicted in texts.values() for text in predicted]
+    classes = np.repeat(np.arange(len(texts)), [len(predicted) for predicted in texts.values()])
+    chances = model.probabilities(all_texts)
+    predicted = chances.argmax(axis=1)
     confusion = np.zeros((len(texts), len(texts)), dtype=np.int64)
-    np.add.at(confusion, (classes, found), 1)
-    # With two classes the second's figures are the first's, mirrored.
+    np.add.at(confusion, (classes, predicted), 1)
+    # With two classes, the second's figures mirror the first's.
     first = range(1) if len(texts) == 2 else range(len(texts))
     return {
-        "texts": len(asked),
-        "accuracy": round(float((found == classes).mean()), 4),
+        "texts": len(all_texts),
+        "accuracy": round(float((predicted == classes).mean()), 4),
         "auc": {model.labels[k]: round(area_under_curve(chances[:, k], classes == k), 4) for k in first},
         "confusion": {
             label: dict(zip(model.labels, row, strict=True))
@@ -210,7 +207,7 @@ def judge(model: LinearModel, texts: Mapping[str, Sequence[str]]) -> dict[str, A
 
 
 def area_under_curve(scores: Floats, right: npt.NDArray[np.bool_]) -> float:
-    """The chance that a right one has a higher score than a wrong one; a tie counts half."""
+    """The probability that a positive scores higher than a negative; a tie counts half."""
     _, which, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts - 1) / 2
     positive, negative = int(right.sum()), int((~right).sum())
@@ -220,7 +217,7 @@ def area_under_curve(scores: Floats, right: npt.NDArray[np.bool_]) -> float:
 
 
 def calibration(scores: Floats, right: npt.NDArray[np.bool_]) -> list[dict[str, float]]:
-    """Of the texts that got a probability between two tenths, how many really were of the class."""
+    """How many texts with a probability between two tenths are of the class."""
     bins = np.minimum((scores * _BINS).astype(np.int64), _BINS - 1)
     return [
         {
@@ -235,16 +232,16 @@ def calibration(scores: Floats, right: npt.NDArray[np.bool_]) -> list[dict[str, 
 
 
 def strongest_words(model: LinearModel, texts: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """For each class, the words that speak most for it: weight times frequency. A hash cannot be read back, so
-    the words of the training texts are looked up; one that shares its bucket can be listed wrongly."""
+    """For each class, the words with the highest weight times frequency. A hash cannot be inverted, so the words of the
+    training texts are looked up; one that shares its bucket may be listed wrongly."""
     counts: Counter[str] = Counter()
-    for found in texts.values():
-        for text in found[:_TEXTS_SEARCHED]:
+    for class_texts in texts.values():
+        for text in class_texts[:_TEXTS_SEARCHED]:
             counts.update(set(_WORD.findall(text[:_CHARS_SEARCHED].lower())))
     words = sorted(word for word, count in counts.most_common(_MOST_WORDS) if count >= _LEAST_TEXTS)
     if not words:
         return {label: [] for label in model.labels}
-    pull = _pull(model, words) * np.sqrt([counts[word] for word in words])
+    pull = _class_weights(model, words) * np.sqrt([counts[word] for word in words])
     strongest = {}
     for k, label in enumerate(model.labels):
         order: Ints = np.argsort(-pull[k], kind="stable")[:_WORDS_SHOWN]
@@ -252,8 +249,8 @@ def strongest_words(model: LinearModel, texts: Mapping[str, Sequence[str]]) -> d
     return strongest
 
 
-def _pull(model: LinearModel, words: Sequence[str]) -> Floats:
-    """How much each word moves towards each class: its own weight, against the mean over classes."""
+def _class_weights(model: LinearModel, words: Sequence[str]) -> Floats:
+    """How much each word favours each class: its weight minus the mean over classes."""
     single = LinearModel(model.labels, model.shape, model.weights, np.zeros_like(model.bias), {})
     logits = single.logits(words) * ONE
     if logits.shape[1] == 1:
@@ -261,11 +258,11 @@ def _pull(model: LinearModel, words: Sequence[str]) -> Floats:
     return (logits - logits.mean(axis=1, keepdims=True)).T
 
 
-# Of a long document only the beginning is used to train a classifier: ten books are not a sample of a library.
+# A classifier uses only the beginning of a long document: ten books are no sample of a library.
 _LONGEST_TEXT = 1 << 16
-_PIECE_CHARS = 1 << 20  # for the perplexity model a longer text counts as several
+_PIECE_CHARS = 1 << 20  # the perplexity model splits longer texts
 _SMALL_CHARS = 32_000_000
-_HELD_OUT_EVERY = 50  # one text in so many
+_HELD_OUT_EVERY = 50  # one text in 50
 
 
 def train_classifier(
@@ -281,27 +278,26 @@ def train_classifier(
     rate: float = 5.0,
     epochs: int = 20,
 ) -> dict[str, Any]:
-    """Writes a classifier of the classes that `folders` names, the first being the one that scores are of. At most
-    `most_chars` characters of each class are used, chosen by hash. `words`: 2 counts pairs of words too; `chars`:
-    runs of so many bytes besides, for languages that do not set words apart; `bits`: 2^bits buckets. The report says
-    how well it does on a tenth of the texts, which are held out."""
+    """Writes a classifier of the classes in `folders`; scores refer to the first. Uses at most `most_chars` characters
+    per class, chosen by hash. `words` 2 also counts pairs of words; `chars` counts runs of that many bytes, for
+    languages without spaces; there are 2^bits buckets. The report evaluates it on a held-out tenth of the texts."""
     if len(folders) < 2:
-        given = ", ".join(folders) or "none"
-        raise UserError(f"a classifier tells classes apart: {given} given; name two or more")
+        settings = ", ".join(folders) or "none"
+        raise UserError(f"a classifier tells classes apart: {settings} given; name two or more")
     if words not in (1, 2) or not 0 <= chars <= 16 or not 8 <= bits <= 26:
-        given = f"words {words}, chars {chars}, bits {bits}"
-        raise UserError(f"{given}: use 1 or 2 words, 0 to 16 chars, 8 to 26 bits")
+        settings = f"words {words}, chars {chars}, bits {bits}"
+        raise UserError(f"{settings}: use 1 or 2 words, 0 to 16 chars, 8 to 26 bits")
     texts = {}
     for label, paths in folders.items():
         beginnings = (text[:_LONGEST_TEXT] for text in read_texts(paths, text_field))
         texts[label] = sample(beginnings, most_chars, seed)
-    parts = split(texts)
+    parts = split_texts(texts)
     model, epochs_done = fit(parts, FeatureShape(words, chars, bits), seed, rate, epochs)
     model.report = {
-        "classes": {label: len(found) for label, found in texts.items()},
+        "classes": {label: len(class_texts) for label, class_texts in texts.items()},
         "seed": seed,
         "epochs": epochs_done,
-        "held_out": judge(model, parts.judge),
+        "held_out": evaluate(model, parts.judge),
         "strongest_words": strongest_words(model, parts.train),
     }
     model.save(Path(out))
@@ -318,9 +314,9 @@ def train_perplexity(
     order: int = 7,
     min_count: int | None = None,
 ) -> dict[str, Any]:
-    """Writes a model of good text for the step `perplexity`, from at most `most_chars` characters, chosen by hash. It
-    counts runs of up to `order` bytes; those seen less than `min_count` times are left out (by default, of much text
-    those seen once). The report has the bits per byte of texts held out: what good text scores."""
+    """Writes a model of good text for the step `perplexity`, from at most `most_chars` characters, chosen by hash.
+    Counts runs of up to `order` bytes; those seen fewer than `min_count` times are pruned (by default, in large texts
+    those seen once). The report has the bits per byte of held-out texts."""
     read = read_texts(paths, text_field)
     pieces = (text[at : at + _PIECE_CHARS] for text in read for at in range(0, len(text), _PIECE_CHARS))
     texts = sample(pieces, most_chars, seed)
@@ -348,32 +344,32 @@ def train_perplexity(
 
 
 def read_texts(paths: Sequence[Path], text_field: str = "text") -> Iterator[str]:
-    """Every text under some paths, whatever formats they are in."""
+    """Every text under some paths, in any format."""
     source = SourceSpec(path=[str(path) for path in paths], text_field=text_field)
     for document in read_documents(list_files(source), source):
         yield document.text
 
 
 def sample(texts: Iterable[str], most_chars: int, seed: int) -> list[str]:
-    """At most so much text, each different text once, in an order that means nothing: those of the lowest hashes, so
-    that the choice does not depend on the order of the files. Holds up to twice as much."""
-    kept: dict[int, str] = {}
+    """Distinct texts of at most `most_chars` characters in total, those with the lowest hashes, so that the choice does
+    not depend on the order of the files. Holds up to twice as much."""
+    chosen: dict[int, str] = {}
     size = 0
     for text in texts:
         key = xxhash.xxh3_64_intdigest(text.encode(), seed % 2**64)
-        if text and key not in kept:
-            kept[key] = text
+        if text and key not in chosen:
+            chosen[key] = text
             size += len(text)
         if size > 2 * most_chars:
-            kept = dict(_lowest(kept, most_chars))
-            size = sum(map(len, kept.values()))
-    return [text for _, text in _lowest(kept, most_chars)]
+            chosen = dict(_lowest_hashes(chosen, most_chars))
+            size = sum(map(len, chosen.values()))
+    return [text for _, text in _lowest_hashes(chosen, most_chars)]
 
 
-def _lowest(texts: Mapping[int, str], most_chars: int) -> Iterator[tuple[int, str]]:
-    room = most_chars
+def _lowest_hashes(texts: Mapping[int, str], most_chars: int) -> Iterator[tuple[int, str]]:
+    chars_left = most_chars
     for key in sorted(texts):
-        room -= len(texts[key])
-        if room < 0:
+        chars_left -= len(texts[key])
+        if chars_left < 0:
             return
         yield key, texts[key]

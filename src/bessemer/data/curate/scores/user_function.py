@@ -1,11 +1,9 @@
-"""A scoring function of the user's, found by its name: `module:name` or `path/to/file.py:name`. Only what a spec
-names is ever run. A file has to stand alone, or import what is installed: only its own content is in its identity.
+"""The steps `score` and `rewrite`, which call the user's code: a function named `module:name` or
+`path/to/file.py:name`, or an HTTP service. Only what a spec names is run. A file must be self-contained or import
+installed packages: only its own content is in its identity.
 
-The step `score`: numbers from a Python function of the user's, or from an HTTP service.
-
-The step `rewrite`: back-translation, paraphrase or any other augmentation by a function of the user's. It runs
-while data is prepared, once per document, never while a model trains: the tokens of a step then stay a pure function
-of the stream.
+`rewrite` is for back-translation, paraphrase or other augmentation. It runs once per document while data is prepared,
+never during training, so the tokens of a training step stay a pure function of the stream.
 """
 
 from __future__ import annotations
@@ -24,24 +22,23 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from bessemer.data.curate.scores.model_file import file_identity
 from bessemer.data.curate.scores.service import Service
 from bessemer.data.curate.scores.threshold import Floats, ScoredStep, Threshold
-from bessemer.data.curate.step import Outcome
+from bessemer.data.curate.step import Outcome, file_identity
 from bessemer.data.document import Document
-from bessemer.data.read.rows import repaired
+from bessemer.data.read.rows import repair_surrogates
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import RewriteSpec, ScoreSpec
 
 
 def function_identity(reference: str, key: str = "score") -> str:
-    """A hash of the file that holds the function; what that file imports is not in it. Runs nothing of it, but the
-    packages around a `module:name`. `key` is the step that a message speaks of."""
+    """A hash of the file that holds the function, without its imports. Runs none of it except the packages around a
+    `module:name`. `key` is the step that messages name."""
     return file_identity(_file_of(reference, key))
 
 
 def load_function(reference: str, key: str = "score") -> Callable[..., Any]:
-    """The function, imported once for each process and content of its file."""
+    """The function, imported once per process and content of its file."""
     file, (where, _, name) = _file_of(reference, key), reference.rpartition(":")
     try:
         if _is_file(where):
@@ -50,12 +47,12 @@ def load_function(reference: str, key: str = "score") -> Callable[..., Any]:
             module = importlib.import_module(where)
     except Exception as error:
         raise _failed(reference, key, error) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        names = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
-        what = f"{key}.function {reference}: {file} has no function {name!r}"
-        raise UserError(f"{what}; it has {', '.join(names) or 'none'}")
-    function: Callable[..., Any] = found
+    attribute = getattr(module, name, None)
+    if not callable(attribute):
+        names = [public for public, value in vars(module).items() if callable(value) and not public.startswith("_")]
+        problem = f"{key}.function {reference}: {file} has no function {name!r}"
+        raise UserError(f"{problem}; it has {', '.join(names) or 'none'}")
+    function: Callable[..., Any] = attribute
     return function
 
 
@@ -64,26 +61,26 @@ def _is_file(where: str) -> bool:
 
 
 def _file_of(reference: str, key: str) -> str:
-    where, named = reference.rpartition(":")[0], f"{key}.function {reference}"
+    where, prefix = reference.rpartition(":")[0], f"{key}.function {reference}"
     if _is_file(where):
         path = Path(os.path.abspath(os.path.expanduser(where)))
         if not os.path.isfile(path):
-            raise UserError(f"{named}: no file {path}; correct the path")
+            raise UserError(f"{prefix}: no file {path}; correct the path")
         return str(path)
     try:
-        found = importlib.util.find_spec(where)
-    except Exception as error:  # the packages around it are the user's code, which may raise anything
+        module_spec = importlib.util.find_spec(where)
+    except Exception as error:  # user code may raise anything
         raise _failed(reference, key, error) from error
-    if found is None:
-        raise UserError(f"{named}: no module {where!r} is installed; for a file write path/to/{where}.py:...")
-    if not found.origin or not Path(found.origin).is_file():
-        raise UserError(f"{named}: {where!r} has no file; name a module that has one")
-    return found.origin
+    if module_spec is None:
+        raise UserError(f"{prefix}: no module {where!r} is installed; for a file write path/to/{where}.py:...")
+    if not module_spec.origin or not Path(module_spec.origin).is_file():
+        raise UserError(f"{prefix}: {where!r} has no file; name a module that has one")
+    return module_spec.origin
 
 
 @lru_cache(maxsize=16)
 def _run_file(path: str, source: bytes) -> types.ModuleType:
-    """The module that a file makes; a changed file is run anew. Nothing is written beside it, as importing it would."""
+    """The module of a file; a changed file is run again. Unlike an import, writes nothing beside it."""
     module = types.ModuleType(f"bessemer_score_{xxhash.xxh3_128_hexdigest(source)}")
     module.__file__ = path
     sys.modules[module.__name__] = module  # dataclasses and pickle look there
@@ -101,8 +98,8 @@ def _failed(reference: str, key: str, error: Exception) -> UserError:
 
 
 class Score(ScoredStep):
-    """`identity` covers the function's file. Of a service only its settings are known: when it has changed, `version`
-    says so."""
+    """`identity` covers the function's file. Of a service only the settings are known; the setting `version` tells that
+    it has changed."""
 
     judging = ("keep", "per", "better")
 
@@ -123,10 +120,10 @@ class Score(ScoredStep):
     def scores(self, documents: Sequence[Document]) -> Floats:
         texts = [document.text for document in documents]
         if self.service:
-            found = self.service.scores(texts, [document.place for document in documents])
-            return np.array(found, dtype=np.float64)
+            scores = self.service.scores(texts, [document.place for document in documents])
+            return np.array(scores, dtype=np.float64)
         if self.spec.takes == "text":
-            return self._numbers([self._call(one.text, one.place) for one in documents], documents)
+            return self._numbers([self._call(document.text, document.place) for document in documents], documents)
         return self._numbers(self._call(texts, documents[0].place) if documents else [], documents)
 
     def _call(self, argument: str | list[str], place: str) -> Any:
@@ -134,20 +131,20 @@ class Score(ScoredStep):
             return self.function(argument)
         except UserError:
             raise
-        except Exception as error:  # it is the user's code, which may raise anything
+        except Exception as error:  # user code may raise anything
             line = _line_in(error, self.function)
             of = place if isinstance(argument, str) else f"{len(argument)} documents from {place} on"
-            what = f"score.function {self.spec.function}{line} failed on {of}"
-            raise UserError(f"{what}: {type(error).__name__}: {error}") from error
+            problem = f"score.function {self.spec.function}{line} failed on {of}"
+            raise UserError(f"{problem}: {type(error).__name__}: {error}") from error
 
-    def _numbers(self, found: Any, documents: Sequence[Document]) -> Floats:
-        """One finite number for each document, or an error that names the first which has none."""
+    def _numbers(self, result: Any, documents: Sequence[Document]) -> Floats:
+        """One finite number per document, or an error that names the first document without one."""
         name = f"score.function {self.spec.function}"
         try:
-            values = list(found)
+            values = list(result)
         except TypeError:
-            what = f"{name} gave {type(found).__name__}, not a list"
-            raise UserError(f"{what}; set takes: text if it takes one text") from None
+            problem = f"{name} gave {type(result).__name__}, not a list"
+            raise UserError(f"{problem}; set takes: text if it takes one text") from None
         if len(values) != len(documents):
             raise UserError(f"{name} gave {len(values)} scores for {len(documents)} texts; give one for each")
         scores = np.array([_number(value) for value in values], dtype=np.float64)
@@ -164,7 +161,7 @@ def _number(value: Any) -> float:
 
 
 def _line_in(error: Exception, function: Callable[..., Any]) -> str:
-    """Where in the user's file it failed."""
+    """The line of the user's file that failed."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     trace, line = error.__traceback__, ""
     while trace is not None:
@@ -175,11 +172,11 @@ def _line_in(error: Exception, function: Callable[..., Any]) -> str:
 
 
 LABEL = "rewritten"
-_SHARE_SEED = 0x72657772697465  # keeps the choice apart from other hashes of the same text
+_SHARE_SEED = 0x72657772697465  # makes the choice independent of other hashes of the text
 
 
 class Rewrite:
-    """A LocalStep. The function must give a text the same result in any company: batches are not promised."""
+    """A local step. The function must treat each text independently: the batches are unspecified."""
 
     version = 1
 
@@ -207,20 +204,20 @@ class Rewrite:
         return xxhash.xxh3_64_intdigest(document.text.encode(), seed=self._hash_seed) < self._limit
 
     def _call(self, documents: list[Document]) -> list[str]:
-        """One text for each document; empty where the original stays."""
+        """One text per document; empty where the original stays."""
         if self._function is None:
             self._function = load_function(self.spec.function, "rewrite")
         place = f"{self.spec.function} (from {documents[0].place}, {len(documents)} texts)"
         try:
-            found = self._function([document.text for document in documents])
+            texts = self._function([document.text for document in documents])
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise UserError(f"rewrite: {place} failed: {why}; correct it, or return None to keep one") from error
-        if not isinstance(found, (list, tuple)) or len(found) != len(documents):
-            got = f"{len(found)} items" if isinstance(found, (list, tuple)) else type(found).__name__
+        if not isinstance(texts, (list, tuple)) or len(texts) != len(documents):
+            got = f"{len(texts)} items" if isinstance(texts, (list, tuple)) else type(texts).__name__
             raise UserError(f"rewrite: {place} returned {got}: return a list with a text, or None, for each")
-        for text in found:
+        for text in texts:
             if text is not None and not isinstance(text, str):
                 got = type(text).__name__
                 raise UserError(f"rewrite: {place} returned a {got}: return texts, or None to keep one")
-        return [repaired(text) if text and not text.isspace() else "" for text in found]
+        return [repair_surrogates(text) if text and not text.isspace() else "" for text in texts]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from bessemer.data.curate.pii.numbers import luhn
-from bessemer.data.curate.pii.step import Pii, bits_per_sign, find_pii
+from bessemer.data.curate.filters.pii import Pii, entropy_bits, find_pii
+from bessemer.data.curate.filters.pii_numbers import luhn
 from bessemer.data.curate.step import Drop
 from bessemer.data.document import Document
 from bessemer.errors import UserError
@@ -263,7 +263,7 @@ def test_the_checks_against_slow_ones() -> None:
         return sum(int(d) for value in doubled for d in str(value)) % 10 == 0
 
     assert all(luhn(str(n)) == slow_luhn(str(n)) for n in range(1000, 3000))
-    assert bits_per_sign("abcd") == 2.0 and bits_per_sign("aaaa") == 0.0
+    assert entropy_bits("abcd") == 2.0 and entropy_bits("aaaa") == 0.0
 
 
 def test_a_value_belongs_to_one_kind_and_the_most_certain_one() -> None:

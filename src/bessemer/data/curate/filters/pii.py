@@ -1,10 +1,10 @@
-"""Keys, tokens and passwords: by the marks that services give them, and by the name that they are assigned to. A
-marked token (AKIA..., ghp_...) needs no other evidence. A value that only stands after `api_key =` has to look
-random: letters and digits mixed, many different signs, kinds of signs that alternate.
+"""The `pii` step: finds personal data and secrets, and replaces them by placeholders. A placeholder depends on the
+value and its document, or on the value and a key, never on other documents, so any number of workers writes the same
+text. Values are stored nowhere else.
 
-The `pii` step: finds personal data and secrets, and puts placeholders in their place. A placeholder depends on the
-value and its document alone, or on the value and a key: never on what was seen before, so any number of workers
-writes the same text. Values go nowhere but into the text that they came from.
+Keys, tokens and passwords are found here: by the marks that services give them (AKIA..., ghp_...), or by the name that
+they are assigned to. A value after `api_key =` must look random: letters and digits mixed, many distinct characters of
+alternating kinds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from bessemer.data.curate.pii.contacts import emails, ip_addresses, phones
-from bessemer.data.curate.pii.numbers import DigitRun, PiiCandidate, credit_cards, ibans, number_runs, social_security
-from bessemer.data.curate.step import Drop, EachDocument, Outcome
+from bessemer.data.curate.filters.pii_contacts import emails, ip_addresses, phones
+from bessemer.data.curate.filters.pii_numbers import (
+    DigitRun,
+    PiiCandidate,
+    credit_cards,
+    ibans,
+    number_runs,
+    social_security,
+)
+from bessemer.data.curate.step import Drop, Outcome, PerDocumentStep
 from bessemer.data.document import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.dedup import PiiKind, PiiSpec
 
 _W = "[A-Za-z0-9_-]"
-# Tokens by the sign that ends their mark: a search for one sign is ten times as fast as one for all the marks.
+# Tokens by the character that ends their mark: searching for one character is ten times faster than for all marks.
 _UNDERSCORE = (
     (r"gh[pousr]_", r"[A-Za-z0-9]{36,251}"),  # GitHub
     (r"github_pat_", r"[A-Za-z0-9_]{50,251}"),
@@ -44,7 +51,7 @@ _HYPHEN = (
     (r"xox[abeoprs]-", r"[A-Za-z0-9-]{10,250}"),  # Slack
     (r"xapp-", r"[0-9]-[A-Za-z0-9-]{10,250}"),
     (r"GOCSPX-", rf"{_W}{{20,40}}"),  # Google
-    (r"sk-", rf"(?=[A-Za-z_-]{{0,300}}[0-9]){_W}{{20,300}}"),  # OpenAI, Anthropic and those that write alike
+    (r"sk-", rf"(?=[A-Za-z_-]{{0,300}}[0-9]){_W}{{20,300}}"),  # OpenAI, Anthropic and similar
     (r"pypi-", rf"AgE{_W}{{50,400}}"),
     (r"AGE-", r"SECRET-KEY-1[A-Z0-9]{50,70}"),
 )
@@ -62,12 +69,12 @@ _LITERAL = (
 _END = r"(?![A-Za-z0-9])"
 
 
-def _marked(sign: str, tokens: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+def _compile_marked(sign: str, tokens: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
     shapes = "|".join(f"(?<=({mark}))(?<![A-Za-z0-9_-]{mark}){rest}{_END}" for mark, rest in tokens)
     return re.compile(f"{sign}(?:{shapes})")
 
 
-_MARKED = (_marked("_", _UNDERSCORE), _marked("-", _HYPHEN))
+_MARKED = (_compile_marked("_", _UNDERSCORE), _compile_marked("-", _HYPHEN))
 _TOKENS = tuple((mark, re.compile(shape + _END)) for mark, shape in _LITERAL)
 
 _PEM_BEGIN = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
@@ -75,13 +82,13 @@ _PEM_END = re.compile(r"-----END (?:[A-Z0-9]{1,20} ){0,4}PRIVATE KEY(?: BLOCK)?-
 _PEM_BODY = re.compile(r"""(?:(?:\\[nr]|[\s"'+,])*+[A-Za-z0-9+/=]{16,100})*+""")
 _PEM_LINE = re.compile(r"[A-Za-z0-9+/]{16,}")
 _LONGEST_PEM = 16_384
-_LEAST_PEM = 64  # signs of key; with fewer the header is only spoken of
+_LEAST_PEM = 64  # characters of key; fewer mean that the header is only mentioned
 
 _URL_PASSWORD = re.compile(r"://[^\s/:@'\"<>]{0,64}:([^\s/:@'\"<>]{5,100})@(?=[A-Za-z0-9\[])")
 _VALUE = r"""[ \t]{0,4}["'`]?([A-Za-z0-9+/_.~!$%^&*@-]{16,200}={0,2})"""
 _ASSIGNED = (re.compile("=>?" + _VALUE), re.compile(":=?" + _VALUE))
 _NEXT_PARAMETER = re.compile(r"&[A-Za-z_]+=")
-# Read backwards from the sign of the assignment: perhaps spaces, a quote or bracket, then the name.
+# Read backwards from the assignment: optional spaces, a quote or bracket, then the name.
 _NAME_BACKWARDS = re.compile(r"""[ \t]{0,4}["'\])]{0,2}([A-Za-z0-9_. -]{1,50})""")
 _SECRET_NAME = re.compile(
     r"secret|passw(?:or)?d|passphrase|pwd|token|credential|auth(?!or)|bearer|"
@@ -96,16 +103,16 @@ _HEX = re.compile(r"(?:0x)?[0-9a-fA-F-]+")
 _PLACEHOLDER = re.compile(
     r"x{4,}|\*{3,}|\.{3,}|your|example|placeholder|changeme|insert|dummy|sample|redacted|12345678|abcdef0", re.I
 )
-_LEAST_BITS, _LEAST_HEX_BITS = 3.5, 3.0  # Shannon's entropy of one sign
+_LEAST_BITS, _LEAST_HEX_BITS = 3.5, 3.0  # Shannon entropy per character
 _BETWEEN_WORDS = re.compile(r"%[0-9A-F]{2}|[._/-]")
 _WORD = re.compile(r"[A-Z][a-z]{2,}|[a-z]{3,}")
-# 1 in 100 random values of 20 letters and digits has more in small letters.
+# 1 in 100 random values of 20 letters and digits exceeds the first.
 _MOST_WORDED, _LEAST_VOWELS = 0.6, 0.27
-_LEAST_TURNS = 0.2  # share of places where the kind of sign changes: 0.6 for random signs, 0.1 in words
+_LEAST_TURNS = 0.2  # share of positions where the kind of character changes: 0.6 if random, 0.1 in words
 
 
 def api_keys(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
-    """Secrets, possibly overlapping: marked tokens, private keys in PEM, passwords in URLs, random assigned values."""
+    """Secrets, possibly overlapping: marked tokens, PEM private keys, passwords in URLs, random assigned values."""
     for pattern in _MARKED:
         for match in pattern.finditer(text):
             start = match.start(match.lastindex or 0)
@@ -118,7 +125,7 @@ def api_keys(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
         yield from _pem(text)
     if "://" in text:
         yield from _url_passwords(text)
-    yield from _assigned(text)
+    yield from _assigned_values(text)
 
 
 def _literal(text: str, mark: str, shape: re.Pattern[str]) -> Iterator[PiiCandidate]:
@@ -138,7 +145,7 @@ def _pem(text: str) -> Iterator[PiiCandidate]:
     while begin := _PEM_BEGIN.search(text, at):
         limit = begin.end() + _LONGEST_PEM
         close = _PEM_END.search(text, begin.end(), limit)
-        # Of a key that was cut off, take what can be key.
+        # Of a truncated key, take everything that can be part of it.
         rest = close or _PEM_BODY.match(text, begin.end(), limit)
         assert rest is not None, "the pattern also matches nothing"
         body, at = text[begin.end() : rest.start() if close else rest.end()], rest.end()
@@ -151,16 +158,16 @@ def _url_passwords(text: str) -> Iterator[PiiCandidate]:
     for match in _URL_PASSWORD.finditer(text):
         word = match[1].lower()
         if word[0] in "${<*[%" or _PLACEHOLDER.search(word) or word.isalpha():
-            continue  # a variable, or the word for a password in any language
+            continue  # a variable, or a word for password in any language
         yield PiiCandidate(*match.span(1), match[1])
 
 
-def _assigned(text: str) -> Iterator[PiiCandidate]:
+def _assigned_values(text: str) -> Iterator[PiiCandidate]:
     for match in (match for pattern in _ASSIGNED for match in pattern.finditer(text)):
         quoted = text[match.start(1) - 1] in "\"'`"
         value = _NEXT_PARAMETER.split(match[1], 1)[0].rstrip(".")
         if not quoted and (text[match.end() : match.end() + 1] in ("(", "[") or "." in value):
-            continue  # a name of the program
+            continue  # an identifier of the program
         if len(value) < 16 or value.startswith("//") or not _looks_random(value):
             continue
         name = _NAME_BACKWARDS.match(text[max(0, match.start() - 60) : match.start()][::-1])
@@ -171,8 +178,8 @@ def _assigned(text: str) -> Iterator[PiiCandidate]:
             yield PiiCandidate(match.start(1), match.start(1) + len(value), value)
 
 
-def bits_per_sign(value: str) -> float:
-    """Shannon's entropy of the signs of a value."""
+def entropy_bits(value: str) -> float:
+    """The Shannon entropy of a value, per character."""
     total = len(value)
     return -sum(count / total * math.log2(count / total) for count in Counter(value).values())
 
@@ -182,25 +189,25 @@ def _kind(sign: str) -> int:
 
 
 def _looks_random(value: str) -> bool:
-    """Letters and digits, many different ones, their kinds in turn, and not made of words."""
+    """Letters and digits of alternating kinds, many distinct ones, and not made of words."""
     signs = _BETWEEN_WORDS.sub("", value)
     kinds = [_kind(sign) for sign in signs]
     if 2 not in kinds or not (0 in kinds or 1 in kinds):
         return False
     turns = sum(a != b for a, b in pairwise(kinds)) / len(signs)
     least = _LEAST_HEX_BITS if _HEX.fullmatch(value) else _LEAST_BITS
-    return turns >= _LEAST_TURNS and not _is_worded(value, len(signs)) and bits_per_sign(value) >= least
+    return turns >= _LEAST_TURNS and not _is_worded(value, len(signs)) and entropy_bits(value) >= least
 
 
 def _is_worded(value: str, letters: int) -> bool:
-    """Whether a name is made of words: most of it in runs of small letters, with the vowels that words have."""
+    """Whether a name is made of words: mostly runs of lower-case letters, with as many vowels as words have."""
     words = "".join(_WORD.findall(value)).lower()
     vowels = sum(words.count(vowel) for vowel in "aeiou")
     return len(words) > _MOST_WORDED * letters and vowels >= _LEAST_VOWELS * len(words)
 
 
-Finder = Callable[..., Iterable[PiiCandidate]]  # of the text and its runs of digits
-# Where two kinds claim the same signs the first one has them: the check of a card says more than the shape of a phone.
+Finder = Callable[..., Iterable[PiiCandidate]]  # (text, its runs of digits)
+# The first kind that claims a range gets it: a card's checksum is stronger evidence than the shape of a phone number.
 _FINDERS: dict[PiiKind, Finder] = {
     "api_key": api_keys,
     "email": emails,
@@ -210,12 +217,12 @@ _FINDERS: dict[PiiKind, Finder] = {
     "ip": ip_addresses,
     "phone": phones,
 }
-_OF_DIGITS = frozenset({"credit_card", "iban", "ssn", "ip", "phone"})
+_DIGIT_KINDS = frozenset({"credit_card", "iban", "ssn", "ip", "phone"})
 _HASH_BYTES = 5  # a million values share a placeholder with probability 0.4
 
 
 class PiiMatch(NamedTuple):
-    """text[start:end] is of this kind; `value` is one writing of it."""
+    """text[start:end] is of this kind; `value` is its canonical form."""
 
     start: int
     end: int
@@ -224,40 +231,40 @@ class PiiMatch(NamedTuple):
 
 
 def find_pii(text: str, kinds: Sequence[PiiKind], private_ips: bool = False) -> list[PiiMatch]:
-    """What the text holds of these kinds, in order and without overlaps. Linear in the text."""
-    runs = list(number_runs(text)) if _OF_DIGITS.intersection(kinds) else []
+    """The personal data of these kinds, in order and without overlaps. Linear in the text."""
+    runs = list(number_runs(text)) if _DIGIT_KINDS.intersection(kinds) else []
     hits: list[PiiMatch] = []
     for kind, find in _FINDERS.items():
         if kind in kinds:
             private = {"private": True} if kind == "ip" and private_ips else {}
-            new = [PiiMatch(one.start, one.end, kind, one.value) for one in find(text, runs, **private)]
-            hits = _joined(hits, new) if new else hits
+            new = [PiiMatch(start, end, kind, value) for start, end, value in find(text, runs, **private)]
+            hits = _add_matches(hits, new) if new else hits
     return hits
 
 
-def _joined(claimed: list[PiiMatch], new: list[PiiMatch]) -> list[PiiMatch]:
-    """Both in order, without those of `new` that overlap what is claimed or one another; of two, the longer."""
+def _add_matches(claimed: list[PiiMatch], new: list[PiiMatch]) -> list[PiiMatch]:
+    """Both in order, without matches of `new` that overlap `claimed` or each other; the longer of two wins."""
     starts = [hit.start for hit in claimed]
-    taken, last_end = [], 0
+    accepted, last_end = [], 0
     for hit in sorted(new, key=lambda hit: (hit.start, -hit.end)):
         place = bisect_left(starts, hit.start)
         before_it = place and claimed[place - 1].end > hit.start
         after_it = place < len(claimed) and claimed[place].start < hit.end
         if not (before_it or after_it or hit.start < last_end):
-            taken.append(hit)
+            accepted.append(hit)
             last_end = hit.end
-    return sorted([*claimed, *taken])
+    return sorted([*claimed, *accepted])
 
 
-class Pii(EachDocument):
-    """Redacts personal data, or drops the documents that hold it. Labels `pii_<kind>` count what was found."""
+class Pii(PerDocumentStep):
+    """Redacts personal data, or drops the documents that hold it. Labels `pii_<kind>` count the matches."""
 
     version = 2  # since 2: IBANs in small letters, IPv4 addresses inside IPv6
 
     def __init__(self, spec: PiiSpec, seed: int) -> None:
         self.spec = spec
-        self._key = _key(spec.key_env) if spec.placeholders == "hashed" and spec.action == "redact" else b""
-        # Another key gives other placeholders, so it belongs to the cache's key; it cannot be found from this.
+        self._key = _read_key(spec.key_env) if spec.placeholders == "hashed" and spec.action == "redact" else b""
+        # The key determines the placeholders, so its hash, which does not reveal it, belongs to the cache key.
         self.identity = self._hash("") if self._key else ""
 
     def outcome(self, document: Document) -> Outcome:
@@ -280,8 +287,8 @@ class Pii(EachDocument):
         for hit in hits:
             name = hit.kind.upper()
             if self.spec.placeholders == "numbered":
-                known = numbers.setdefault(hit.kind, {})
-                name += f"_{known.setdefault(hit.value, len(known) + 1)}"
+                kind_numbers = numbers.setdefault(hit.kind, {})
+                name += f"_{kind_numbers.setdefault(hit.value, len(kind_numbers) + 1)}"
             elif self.spec.placeholders == "hashed":
                 name += f"_{self._hash(hit.value)}"
             pieces += [text[at : hit.start], self.spec.form.replace("{}", name)]
@@ -292,7 +299,7 @@ class Pii(EachDocument):
         return hashlib.blake2b(value.encode(), key=self._key, digest_size=_HASH_BYTES).hexdigest()
 
 
-def _key(variable: str) -> bytes:
+def _read_key(variable: str) -> bytes:
     key = os.environ.get(variable, "")
     if not key:
         raise UserError(

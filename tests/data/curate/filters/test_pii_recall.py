@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from bessemer.data.curate.pii.step import Pii, find_pii
+from bessemer.data.curate.filters.pii import Pii, find_pii
 from bessemer.data.document import Document
 from bessemer.spec.curate.dedup import ALL_KINDS, PiiSpec
 

@@ -1,10 +1,10 @@
-"""Addresses: of email, found from their @, and of IP, told from versions, section numbers, times and names of C++. What
-only looks like an email address stays: `user@host:path` of scp and git, accounts after `ssh`, systemd units, names of
-algorithms, icon@2x.png. The tables of IP ranges are ours: what Python calls global differs between its versions.
+"""Finds contact data: e-mail addresses, IP addresses and telephone numbers.
 
-Telephone numbers: international ones by code and length, national ones by shape, the rest by the word before.
-Digits with gaps are the most common look-alike of all (dates, prices, serials, tables), so a number counts when its
-shape is one that telephone numbers have and few other numbers do, or when a word says that it is one.
+Text that only looks like an e-mail address stays: `user@host:path` of scp and git, accounts after `ssh`, systemd units,
+names of algorithms, icon@2x.png. IP addresses are distinguished from versions, section numbers, times and C++ names;
+the tables of IP ranges are ours, because Python's `is_global` differs between versions. Digits with gaps are mostly
+dates, prices, serials or tables, so a telephone number needs an international code and length, a national shape that
+few other numbers have, or a word before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from bessemer.data.curate.pii.numbers import (
+from bessemer.data.curate.filters.pii_numbers import (
     DASH,
     OTHER_NUMBER,
     DigitRun,
@@ -26,7 +26,7 @@ from bessemer.data.curate.pii.numbers import (
     words_before,
 )
 
-# Latin, Greek and Cyrillic letters; scripts without spaces would swallow the words around the address.
+# Latin, Greek and Cyrillic letters; scripts without spaces would include the words around the address.
 _LETTERS = r"A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0370-\u052f"
 _LABEL = rf"[{_LETTERS}0-9](?:[{_LETTERS}0-9-]{{0,61}}[{_LETTERS}0-9])?"
 _DOMAIN = re.compile(rf"(?:{_LABEL}\.){{1,8}}(?:[{_LETTERS}]{{2,24}}|xn--[A-Za-z0-9-]{{2,59}})(?![{_LETTERS}0-9_])")
@@ -36,7 +36,7 @@ _LOCAL = re.compile(rf"[{_LETTERS}0-9_](?:[{_LETTERS}0-9._%+'&~=#-]{{0,62}}[{_LE
 _LONGEST_LOCAL = 64
 _ENCODED = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
 _ASSIGNED = re.compile(r".*[=#&]")
-# `name [at] host [dot] org`; the brackets are what tells it from a sentence, and what it is found by.
+# `name [at] host [dot] org`; the brackets distinguish it from a sentence.
 _SPELLED_AT = (
     re.compile(r"\](?:(?<=(\[at\]))|(?<=(\[ at \]))|(?<=(\[AT\]))|(?<=(\[@\]))|(?<=(\[ät\])))"),
     re.compile(r"\)(?:(?<=(\(at\)))|(?<=(\( at \)))|(?<=(\(AT\)))|(?<=(\(@\)))|(?<=(\(ät\))))"),
@@ -51,7 +51,7 @@ _SSH_BEFORE = re.compile(
 # scheme://user:password@host is a secret and not a mailbox.
 _PASSWORD_BEFORE = re.compile(r"://[^\s/:@]*:\Z")
 _PATH_AFTER = re.compile(r":(?:[~/.]|[0-9]{1,5}/|[\w.~-]+/|[\w-]+\.git\b)")
-# Endings of files and of systemd's units that no top-level domain has (.py, .sh and .rs are countries).
+# Extensions of files and systemd units that are no top-level domain (.py, .sh and .rs are countries).
 _FILE_ENDINGS = (
     "png jpg jpeg gif svg webp bmp ico tif tiff css js jsx ts tsx scss less html htm xml json yaml yml toml txt pdf "
     "csv rb pkl npz pth whl tgz java cpp hpp class jar exe dll conf cfg ini log bak tmp patch diff "
@@ -63,21 +63,21 @@ _NOT_MAILBOXES = frozenset({"openssh.com", "libssh.org", "lysator.liu.se"})
 
 
 def emails(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
-    """Addresses as they are written, with national letters, and spelled out with brackets. Case does not count."""
+    """E-mail addresses, also with national letters and spelled out with brackets. Values are in lower case."""
     at = text.find("@")
     while at >= 0:
-        found = _around(text, at)
-        if found:
-            yield found
-        at = text.find("@", found.end if found else at + 1)
+        candidate = _email_around(text, at)
+        if candidate:
+            yield candidate
+        at = text.find("@", candidate.end if candidate else at + 1)
     for pattern in _SPELLED_AT:
         for match in pattern.finditer(text):
-            if found := _spelled(text, match.start(match.lastindex or 0), match.end()):
-                yield found
+            if candidate := _spelled_email(text, match.start(match.lastindex or 0), match.end()):
+                yield candidate
 
 
 def _local_start(text: str, end: int) -> int:
-    """Where the part before the @ at `end` begins; `end` where there is none or it is too long to be one."""
+    """Where the part before the @ at `end` begins; `end` where there is none or it is too long."""
     signs = _LOCAL_SIGNS.match(text[max(0, end - _LONGEST_LOCAL - 1) : end][::-1])
     assert signs is not None, "the pattern also matches nothing"
     start = end - signs.end()
@@ -94,7 +94,7 @@ def _local_start(text: str, end: int) -> int:
     return start
 
 
-def _around(text: str, at: int) -> PiiCandidate | None:
+def _email_around(text: str, at: int) -> PiiCandidate | None:
     start = _local_start(text, at)
     if start == at or text[start - 1 : start] in ("$", "{") or not _LOCAL.match(text, start, at):
         return None  # nothing, or a variable
@@ -114,16 +114,16 @@ def _around(text: str, at: int) -> PiiCandidate | None:
     return PiiCandidate(start, end, text[start:end].lower())
 
 
-def _spelled(text: str, opened: int, closed: int) -> PiiCandidate | None:
+def _spelled_email(text: str, opened: int, closed: int) -> PiiCandidate | None:
     """The address around text[opened:closed], which is [at]."""
     end = opened - (text[opened - 1 : opened] == " ")
     start = _local_start(text, end)
-    written = _SPELLED_HOST.match(text, closed)
-    if written is None or start == end or not _LOCAL.match(text, start, end):
+    host_match = _SPELLED_HOST.match(text, closed)
+    if host_match is None or start == end or not _LOCAL.match(text, start, end):
         return None
-    host = _SPELLED_DOT.sub(".", written[1])
-    found = PiiCandidate(start, written.end(), f"{text[start:end]}@{host}".lower())
-    return found if _DOMAIN.fullmatch(host) else None
+    host = _SPELLED_DOT.sub(".", host_match[1])
+    candidate = PiiCandidate(start, host_match.end(), f"{text[start:end]}@{host}".lower())
+    return candidate if _DOMAIN.fullmatch(host) else None
 
 
 _IPV4 = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9])")
@@ -137,14 +137,14 @@ _IP_CUE = re.compile(
 )
 _PORT_OR_MASK = re.compile(r":[0-9]{1,5}(?![0-9])|/[0-9]{1,2}(?![0-9./])|\s+port\s+[0-9]")
 _TIME_BEFORE = re.compile(r"[0-9]{2}:[0-9]{2}(?:[.,][0-9]+)?\]?[ \t]+\Z")  # a line of a log
-# Addresses that no one on the internet is reached at: private, local, documentation, multicast, reserved.
+# Addresses not reachable on the internet: private, local, documentation, multicast, reserved.
 _PRIVATE_NETS = (
     "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 "
     "192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/3"
 )
 _NETS = [ipaddress.IPv4Network(net) for net in _PRIVATE_NETS.split()]
 _PRIVATE_V4 = [(int(net.network_address), int(net.broadcast_address)) for net in _NETS]
-_GLOBAL_V6 = (0x2000 << 112, (0x4000 << 112) - 1)  # 2000::/3 is all that is handed out
+_GLOBAL_V6 = (0x2000 << 112, (0x4000 << 112) - 1)  # only 2000::/3 is allocated
 _DOCUMENTATION_V6 = (0x20010DB8 << 96, (0x20010DB9 << 96) - 1)
 _V4_INSIDE = (0xFFFF, 0x64FF9B << 64)  # ::ffff:a.b.c.d, and 64:ff9b::a.b.c.d of NAT64; 6to4 and Teredo are global
 _V6_MIDDLE = re.compile(r":[0-9A-Fa-f]{0,4}:")
@@ -153,8 +153,8 @@ _LONGEST_V6 = 45
 
 
 def ip_addresses(text: str, runs: list[DigitRun], private: bool = False) -> Iterator[PiiCandidate]:
-    """IPv4 and IPv6 addresses; private, local and documentation ranges only when `private`. Four small numbers are a
-    version or a section unless a word, a port, a mask or a time speaks for an address."""
+    """IPv4 and IPv6 addresses; private, local and documentation ranges only with `private`. Four small numbers count as
+    a version or section unless a word, port, mask or time indicates an address."""
     for run in runs:
         if text.count(".", run.start, run.end) < 3:
             continue
@@ -188,7 +188,7 @@ def _is_ipv4(text: str, start: int, end: int, private: bool) -> bool:
 
 
 def _is_numbering(first: int, *others: int) -> bool:
-    """Whether four numbers are as small as those of versions and sections: 12 of 1,000 random addresses are."""
+    """Whether four numbers are as small as in versions and sections; 12 of 1,000 random addresses are."""
     largest = max(first, *others)
     return largest < 64 or (largest < 100 and first < 32)
 
@@ -204,32 +204,32 @@ def _ipv6(text: str, private: bool) -> Iterator[PiiCandidate]:
             end += 1
         at = end
         while end > start and (text[end - 1] == "." or (text[end - 1] == ":" and text[end - 2] != ":")):
-            end -= 1  # the full stop or colon of the sentence
+            end -= 1  # punctuation of the sentence
         if address := _is_ipv6(text, start, end, private):
             yield PiiCandidate(start, end, address)
 
 
 def _is_ipv6(text: str, start: int, end: int, private: bool) -> str | None:
-    written = text[start:end]
-    if not 3 <= len(written) <= _LONGEST_V6 or not any(sign.isdigit() for sign in written):
+    address_text = text[start:end]
+    if not 3 <= len(address_text) <= _LONGEST_V6 or not any(sign.isdigit() for sign in address_text):
         return None
     if start and (in_name(text[start - 1]) or text[start - 1] in ":."):
         return None
     if end < len(text) and (in_name(text[end]) or text[end] == ":"):
         return None
     try:
-        address = ipaddress.IPv6Address(written)
+        address = ipaddress.IPv6Address(address_text)
     except ValueError:
         return None
     if (
-        sum(map(bool, written.split(":"))) < 2
+        sum(map(bool, address_text.split(":"))) < 2
         and text[end : end + 1] != "/"
-        and written != "::1"
-        and "." not in written
+        and address_text != "::1"
+        and "." not in address_text
     ):
         return None  # a year and colons
     number = int(address)
-    if number >> 32 in _V4_INSIDE or (number >> 32 == 0 and "." in written):
+    if number >> 32 in _V4_INSIDE or (number >> 32 == 0 and "." in address_text):
         public = not any(low <= number & 0xFFFFFFFF <= high for low, high in _PRIVATE_V4)
         return str(address) if private or public else None
     documentation = _DOCUMENTATION_V6[0] <= number <= _DOCUMENTATION_V6[1]
@@ -247,7 +247,7 @@ _CUE = re.compile(
     r"[\s:]{0,3}\Z)|"
     rf"\b(?P<other>{OTHER_NUMBER})\b|(?P<sign>[#$€£¥§])\s?\Z"
 )
-_SAME_LIST = re.compile(r"[ \t)]*(?:,|;|/|\||or|and|und|et|o|y|&)\s*[(+]?")  # between two numbers of one list
+_SAME_LIST = re.compile(r"[ \t)]*(?:,|;|/|\||or|and|und|et|o|y|&)\s*[(+]?")  # between two numbers of a list
 _GROUP = re.compile("[0-9]+")
 _DATE = re.compile(
     r"(?:19|20)[0-9]{2}[-/. ][01]?[0-9][-/. ][0-3]?[0-9](?![0-9])|"
@@ -260,7 +260,7 @@ _QUAD = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?!\.?[0-9])")
 _DECIMAL = re.compile(r"(?![0-9]{3}\.[0-9]{4}\Z)[0-9]+\.[0-9]+")
 _ISBN = re.compile(r"97[89][ -]?[0-9]")
 
-# Digits after the country code, from and to, where the plan of the country is narrow; 7 to 12 elsewhere.
+# Minimum and maximum digits after the country code, where the country's plan is narrow; 6 to 12 elsewhere.
 _NATIONAL_DIGITS = {
     "1": (10, 10), "7": (10, 10), "20": (9, 10), "27": (9, 9), "30": (10, 10), "31": (9, 9), "32": (8, 9),
     "33": (9, 9), "34": (9, 9), "36": (8, 9), "39": (8, 11), "40": (9, 9), "41": (9, 9), "43": (7, 12), "44": (9, 10),
@@ -286,7 +286,7 @@ _PLUS = re.compile(r"\+ ?\(?\Z")
 _DOUBLE_ZERO = re.compile(r"00[ -]?[1-9]")
 _S = rf"(?:[ .\u00a0\u202f]|{DASH})"
 _NO_DOT = rf"(?:[ \u00a0\u202f]|{DASH})"
-# Shapes that stand for themselves, each with what it is.
+# National shapes that need no word before them.
 _SHAPES = tuple(
     re.compile(rf"(?<![0-9])(?:{shape})(?![0-9])")
     for shape in (
@@ -316,88 +316,90 @@ def phones(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
     last = PiiCandidate(-9, -9, "")
     for run in runs:
         if run.end - run.start <= 10 and _DATE_OR_DECIMAL.fullmatch(text, run.start, run.end):
-            continue  # most runs are: this one test saves the others
+            continue  # true of most runs, and saves the other tests
         beside = run.start - last.end < 8 and _SAME_LIST.fullmatch(text, last.end, run.start)
-        for found in _in_run(text, run, len(last.value) if beside else 0):
-            yield found
-            last = found
+        for candidate in _phones_in_run(text, run, len(last.value) if beside else 0):
+            yield candidate
+            last = candidate
 
 
-def _in_run(text: str, run: DigitRun, listed: int) -> Iterator[PiiCandidate]:
-    """The numbers of one run. `listed`: a number of so many digits stands just before, as in `555-0142, 5550143`."""
+def _phones_in_run(text: str, run: DigitRun, listed_digits: int) -> Iterator[PiiCandidate]:
+    """The numbers of one run. `listed`: the digits of a number just before it in a list, as in `555-0142, 5550143`."""
     cue = last_cue(words_before(text, run.start), _CUE)
-    said = cue in ("phone", "cjk")
+    has_cue = cue in ("phone", "cjk")
     shapes = _SHAPES if run.end - run.start >= _SHORTEST_SHAPE else ()
-    spans = [one.span() for shape in shapes for one in shape.finditer(text, max(0, run.start - 1), run.end)]
-    shaped = [
-        _found(text, start, end)
+    spans = [match.span() for shape in shapes for match in shape.finditer(text, max(0, run.start - 1), run.end)]
+    national = [
+        _make_candidate(text, start, end)
         for start, end in sorted(spans)
-        if _plausible(text, start, end, cue if start <= run.start else "")
+        if _is_plausible(text, start, end, cue if start <= run.start else "")
     ]
-    begun = _international(text, *run, said)
-    if begun is None and (said or listed or cue == "call") and not (shaped and shaped[0].start <= run.start):
-        begun = _introduced(text, *run, bare_digits=7 if said or listed else 10)
-        if begun and not said and cue != "call" and len(begun.value) != listed:
-            begun = None
+    introduced = _international_number(text, *run, has_cue)
+    begins_national = national and national[0].start <= run.start
+    if introduced is None and (has_cue or listed_digits or cue == "call") and not begins_national:
+        introduced = _introduced_number(text, *run, bare_digits=7 if has_cue or listed_digits else 10)
+        if introduced and not has_cue and cue != "call" and len(introduced.value) != listed_digits:
+            introduced = None
     at = 0
-    for found in [begun, *shaped] if begun else shaped:
-        if found.start >= at:
-            yield found
-            at = found.end
+    for candidate in [introduced, *national] if introduced else national:
+        if candidate.start >= at:
+            yield candidate
+            at = candidate.end
 
 
-def _found(text: str, start: int, end: int) -> PiiCandidate:
+def _make_candidate(text: str, start: int, end: int) -> PiiCandidate:
     if text[start] == "(" and text.find(")", start, end) < 0:
-        start += 1  # it opens a remark, not an area
+        start += 1  # opens a remark, not an area code
     return PiiCandidate(start, end, "".join(_GROUP.findall(text, start, end)))
 
 
-def _international(text: str, start: int, end: int, said: bool) -> PiiCandidate | None:
-    """+49 30 123456, +44 (0)20 7946 0958, 0049 30 123456: the longest end at which the country's length is right."""
-    lead = _PLUS.search(text[max(0, start - 3) : start])
+def _international_number(text: str, start: int, end: int, has_cue: bool) -> PiiCandidate | None:
+    """+49 30 123456, +44 (0)20 7946 0958, 0049 30 123456: the longest end at which the country's length fits."""
+    prefix = _PLUS.search(text[max(0, start - 3) : start])
     skip = 0
-    if lead:
-        begin = start - len(lead[0])
+    if prefix:
+        begin = start - len(prefix[0])
         if begin and (in_name(text[begin - 1]) or text[begin - 1] in "+)^"):
             return None
-        if " " in lead[0] and not said:
+        if " " in prefix[0] and not has_cue:
             return None  # a sum
     elif _DOUBLE_ZERO.match(text, start) and not (start and text[start - 1] in ":.-/"):
         begin, skip = start, 2
     else:
         return None
-    digits, gaps, closed = "", 0, start + skip
+    digits, gaps, end_of_group = "", 0, start + skip
     ends: list[PiiCandidate] = []
     for group in _GROUP.finditer(text, start + skip, end):
-        between = text[closed : group.start()]
+        between = text[end_of_group : group.start()]
         if "  " in between or ("(" in between and ends):
             break
         gaps += bool(between)
-        closed = group.end()
-        if group[0] == "0" and between.endswith("(") and text[closed : closed + 1] == ")":
+        end_of_group = group.end()
+        if group[0] == "0" and between.endswith("(") and text[end_of_group : end_of_group + 1] == ")":
             continue  # the trunk zero of +44 (0)20
-        if not digits and not _begins_with_code(group[0], whole=skip > 0 and not said):
+        if not digits and not _begins_with_code(group[0], code_only=skip > 0 and not has_cue):
             return None
         digits += group[0]
         if len(digits) > 15:
             break
         if between == "." and len(group[0]) == 1:
             continue  # a decimal
-        enough = 8 if gaps or said else 10
-        if _lengths_fit(digits, bool(skip)) and len(digits) >= enough and (not skip or gaps or said):
-            ends.append(PiiCandidate(begin, closed, digits))
-    alone = (found for found in reversed(ends) if is_alone(text, start, found.end))
-    return next((found for found in alone if not is_joined(text, begin, found.end)), None)
+        enough = 8 if gaps or has_cue else 10
+        if _length_fits(digits, bool(skip)) and len(digits) >= enough and (not skip or gaps or has_cue):
+            ends.append(PiiCandidate(begin, end_of_group, digits))
+    alone = (candidate for candidate in reversed(ends) if is_alone(text, start, candidate.end))
+    return next((candidate for candidate in alone if not is_joined(text, begin, candidate.end)), None)
 
 
-def _begins_with_code(group: str, whole: bool) -> bool:
-    """Nobody splits a country code: +1 402 has one, 008 278 has none. `whole`: the group has to be the code alone."""
+def _begins_with_code(group: str, code_only: bool) -> bool:
+    """A country code is never split: +1 402 has one, 008 278 has none. `whole`: the group must be the code alone."""
     codes = [group[:width] for width in (1, 2, 3) if len(group) >= width]
-    return any(code in _NATIONAL_DIGITS or code in _OTHER_CODES for code in ([group] if whole else codes))
+    return any(code in _NATIONAL_DIGITS or code in _OTHER_CODES for code in ([group] if code_only else codes))
 
 
-def _lengths_fit(digits: str, after_zeros: bool) -> bool:
-    """Whether the country has numbers of this length. After 00, a zero behind the code means padding, not a trunk."""
+def _length_fits(digits: str, after_zeros: bool) -> bool:
+    """Whether the country has numbers of this length. After 00, a zero behind the code is padding, not a trunk
+    prefix."""
     for width in (1, 2, 3):
         code, national = digits[:width], digits[width:]
         if code in _NATIONAL_DIGITS or code in _OTHER_CODES:
@@ -407,29 +409,29 @@ def _lengths_fit(digits: str, after_zeros: bool) -> bool:
     return False
 
 
-def _plausible(text: str, start: int, end: int, cue: str) -> bool:
-    """Whether a national shape is one: the right number of digits, alone, and not introduced as something else."""
-    written = text[start:end]
-    digits = "".join(_GROUP.findall(written))
+def _is_plausible(text: str, start: int, end: int, cue: str) -> bool:
+    """Whether a national shape is a number: the right number of digits, alone, and not introduced as something else."""
+    number = text[start:end]
+    digits = "".join(_GROUP.findall(number))
     if not 9 <= len(digits) <= 12 or len(set(digits)) < 3 or cue in ("other", "sign"):
         return False
-    if _DATE.match(text, start) or _QUAD.match(text, start) or _NOT_PHONE.match(written):
+    if _DATE.match(text, start) or _QUAD.match(text, start) or _NOT_PHONE.match(number):
         return False
-    if not is_alone(text, start, end) or is_joined(text, start, end) or _counts_up(written):
+    if not is_alone(text, start, end) or is_joined(text, start, end) or _counts_up(number):
         return False
-    if cue == "" and len(digits) < 10 and written.count(" ") > 1:
+    if cue == "" and len(digits) < 10 and number.count(" ") > 1:
         return False  # 041 117 132
     return not (cue == "" and _in_a_row(text, start, end))
 
 
-def _counts_up(written: str) -> bool:
+def _counts_up(number: str) -> bool:
     """Whether the groups are 01 02 03 04 05, as in examples of bytes."""
-    groups = [int(group) for group in _GROUP.findall(written)]
+    groups = [int(group) for group in _GROUP.findall(number)]
     return len(groups) > 3 and all(b - a == 1 for a, b in pairwise(groups))
 
 
 def _in_a_row(text: str, start: int, end: int) -> bool:
-    """Whether the number is written with spaces only and other numbers stand beside it, as in a table."""
+    """Whether the number has only spaces and other numbers beside it, as in a table."""
     if any(sign in "()/-" for sign in text[start:end]):
         return False
     before = text[max(0, start - 2) : start].rstrip(" \t")
@@ -437,8 +439,8 @@ def _in_a_row(text: str, start: int, end: int) -> bool:
     return before[-1:].isdigit() or after[:1].isdigit()
 
 
-def _introduced(text: str, start: int, end: int, bare_digits: int) -> PiiCandidate | None:
-    """Any number of 7 to 15 digits that a word introduces, in whatever groups it is written."""
+def _introduced_number(text: str, start: int, end: int, bare_digits: int) -> PiiCandidate | None:
+    """A number of 7 to 15 digits, in any groups, that a word introduces."""
     begin = start - (text[start - 1 : start] in ("(", "+"))
     if _DATE.match(text, start) or _QUAD.match(text, start) or _ISBN.match(text, start):
         return None
@@ -457,4 +459,4 @@ def _introduced(text: str, start: int, end: int, bare_digits: int) -> PiiCandida
             best = closed
     if not best or not is_alone(text, begin, best) or is_joined(text, begin, best):
         return None
-    return None if _DECIMAL.fullmatch(text, begin, best) else _found(text, begin, best)
+    return None if _DECIMAL.fullmatch(text, begin, best) else _make_candidate(text, begin, best)

@@ -1,6 +1,6 @@
-"""What the finders of personal data share, and those of payment cards, IBANs and US social security numbers. A text
-is scanned for digits once; every finder of numbers then looks only at the runs that could hold one. Cards, IBANs and
-social security numbers have a check of their own (Luhn, mod 97, ranges never issued), so the shape may be loose."""
+"""What the finders of personal data share, and the finders of payment cards, IBANs and US social security numbers. A
+text is scanned for digits once; number finders then look only at runs that could hold a number. Cards, IBANs and social
+security numbers have their own checks (Luhn, mod 97, unissued ranges), so their shape may be loose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class PiiCandidate(NamedTuple):
-    """One personal value: text[start:end]. `value` is the same however the text writes it."""
+    """One personal value: text[start:end]. `value` is its canonical form."""
 
     start: int
     end: int
@@ -18,29 +18,29 @@ class PiiCandidate(NamedTuple):
 
 
 class DigitRun(NamedTuple):
-    """Digits with at most three signs between them: at least seven, or a dotted quad."""
+    """Digits with at most three characters between them: at least seven, or a dotted quad."""
 
     start: int
     end: int
 
 
-# What may stand between the digits of one number: spaces, brackets, dots, slashes and every kind of hyphen.
+# What may separate the digits of one number: spaces, brackets, dots, slashes and hyphens.
 GAP = r" \u00a0\u2009\u202f().\u2010-\u2013/-"
 DASH = r"[-\u2010-\u2013]"
-# Possessive, so that a megabyte of digits costs neither backtracking nor memory.
+# Possessive, so that a megabyte of digits causes no backtracking.
 _RUN = re.compile(rf"[0-9](?<![0-9][0-9])(?:(?:[{GAP}]{{0,3}}+[0-9]){{6,}}+|[0-9]{{0,2}}(?:\.[0-9]{{1,3}}){{3}})")
 _REACH = 40
-_NUMBER = re.compile("(?<![a-z0-9])[0-9][0-9a-z]*")  # the 4 of ipv4 is none
+_NUMBER = re.compile("(?<![a-z0-9])[0-9][0-9a-z]*")  # not the 4 of ipv4
 _REST_OF_WORD = re.compile(r"\A\w+")
 
 
 def number_runs(text: str) -> Iterator[DigitRun]:
-    """Where a number of interest may stand; some 120 MB of prose a second."""
+    """Where a number may be; scans about 120 MB of prose per second."""
     return (DigitRun(*match.span()) for match in _RUN.finditer(text))
 
 
 def words_before(text: str, start: int) -> str:
-    """The words that introduce a number: lower case, back to the number before it, 40 characters at most."""
+    """The words before a number: lower case, back to the previous number, at most 40 characters."""
     first = max(0, start - _REACH)
     window = text[first:start].lower()
     if first and text[first - 1].isalnum():
@@ -50,19 +50,19 @@ def words_before(text: str, start: int) -> str:
 
 def last_cue(words: str, cues: re.Pattern[str]) -> str:
     """The name of the group of `cues` that matches last in `words`, or nothing: the nearest word decides."""
-    found = ""
+    cue = ""
     for match in cues.finditer(words):
-        found = match.lastgroup or ""
-    return found
+        cue = match.lastgroup or ""
+    return cue
 
 
 def in_name(sign: str) -> bool:
-    """Whether a sign beside a number makes it part of a name. Scripts without spaces (CJK) do not."""
+    """Whether a character beside a number makes it part of a name. Scripts without spaces (CJK) do not."""
     return sign == "_" or (sign < "\u0530" and sign.isalnum())
 
 
 def is_alone(text: str, start: int, end: int) -> bool:
-    """Whether text[start:end] is no piece of a longer name or number: x123, 0.123, 123.4 and 123abc are."""
+    """Whether text[start:end] is not part of a longer name or number, such as x123, 0.123, 123.4 or 123abc."""
     if start:
         before = text[start - 1]
         if in_name(before) or (before == "." and start > 1 and text[start - 2].isdigit()):
@@ -75,8 +75,8 @@ def is_alone(text: str, start: int, end: int) -> bool:
 
 
 def is_joined(text: str, start: int, end: int) -> bool:
-    """Whether the signs beside a number make it a piece of a name, path, time or formula: CVE-2014-8148, /p/1234567/,
-    08:06 1083555, 1234567*x."""
+    """Whether the neighbouring characters make a number part of a name, path, time or formula: CVE-2014-8148,
+    /p/1234567/, 08:06 1083555, 1234567*x."""
     if start > 1:
         further, before = text[start - 2], text[start - 1]
         if (before in "-/" and not further.isspace()) or (before == ":" and further.isdigit()):
@@ -85,7 +85,7 @@ def is_joined(text: str, start: int, end: int) -> bool:
     return (after in ("-", "/", "*") and in_name(further)) or (after == ":" and further.isdigit())
 
 
-# Words that say that the number after them is of another kind.
+# Words that announce another kind of number.
 OTHER_NUMBER = (
     r"order|invoice|isbn|issn|serial|s/n|sn|part|ref|reference|case|ticket|tracking|sku|model|version|ver|build|"
     r"revision|rev|bug|id|item|catalogue|catalog|lot|batch|patent|doi|pmid|account|acct|postcode|zip|ean|upc|gtin|"
@@ -103,10 +103,10 @@ _CARD = re.compile(
 _CARD_CUE = re.compile(r"(?P<card>card|visa|credit|debit|pan\b|maestro|karte|carte|tarjeta|carta\b)")
 _CARD_NEIGHBOUR = re.compile(r"[ .-](?=[A-Z]*[0-9])[0-9A-Z]{4}(?![0-9A-Za-z])")
 _LONG_BEFORE, _LONG_AFTER = re.compile(r"[0-9]{8}[ \t]{1,3}\Z"), re.compile(r"[ \t]{1,3}[0-9]{8}")
-# First digits from and to of each network, the length that needs no word before it, and the others that were issued.
+# Per network: ranges of first digits, the usual length, and rarer lengths, which need a word before them.
 _MOST = (17, 18, 19)
 _ISSUERS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
-    ("4-4", 16, (13, 19)),  # Visa; 13 and 19 digits are more often article numbers and ids
+    ("4-4", 16, (13, 19)),  # Visa; 13 and 19 digits are more often ids
     ("51-55 2221-2720", 16, ()),  # Mastercard
     ("34-34 37-37", 15, ()),  # American Express
     ("6011-6011 644-649 65-65 62-62 3528-3589", 16, _MOST),  # Discover, UnionPay, JCB
@@ -117,7 +117,7 @@ _NETWORKS = [(first.split("-"), usual, rare) for firsts, usual, rare in _ISSUERS
 
 
 def luhn(digits: str) -> bool:
-    """The checksum of payment cards."""
+    """Whether the checksum of payment cards holds."""
     total = 0
     for place, digit in enumerate(reversed(digits)):
         value = ord(digit) - 48
@@ -125,16 +125,16 @@ def luhn(digits: str) -> bool:
     return total % 10 == 0
 
 
-def _issued(digits: str, said: bool) -> bool:
-    """Whether a card network issues such a number; `said`: a word before it speaks of cards."""
+def _is_issued(digits: str, has_cue: bool) -> bool:
+    """Whether a card network issues such a number; `has_cue`: a word before it speaks of cards."""
     return any(
-        first <= digits[: len(first)] <= last and (len(digits) == usual or (said and len(digits) in rare))
+        first <= digits[: len(first)] <= last and (len(digits) == usual or (has_cue and len(digits) in rare))
         for (first, last), usual, rare in _NETWORKS
     )
 
 
 def credit_cards(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
-    """Card numbers of known networks and lengths whose Luhn checksum holds, together or in the groups of a card."""
+    """Card numbers of known networks and lengths with a valid Luhn checksum, in one piece or in a card's groups."""
     for run in runs:
         if run.end - run.start < 13:
             continue
@@ -143,20 +143,20 @@ def credit_cards(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
             digits = re.sub("[^0-9]", "", match[0])
             if not 13 <= len(digits) <= 19 or not luhn(digits) or len(set(digits)) == 1:
                 continue
-            said = bool(_CARD_CUE.search(words_before(text, start)))
-            if not _issued(digits, said) or not is_alone(text, start, end) or is_joined(text, start, end):
+            has_cue = bool(_CARD_CUE.search(words_before(text, start)))
+            if not _is_issued(digits, has_cue) or not is_alone(text, start, end) or is_joined(text, start, end):
                 continue
-            if not said and _beside_numbers(text, start, end):
+            if not has_cue and _beside_numbers(text, start, end):
                 continue
             if match["a"] and (
                 _CARD_NEIGHBOUR.match(text, end) or _CARD_NEIGHBOUR.match(text[max(0, start - 5) : start][::-1])
             ):
-                continue  # a row of a table of four-digit numbers, or the middle of an IBAN
+                continue  # a table row of four-digit numbers, or part of an IBAN
             yield PiiCandidate(start, end, digits)
 
 
 def _beside_numbers(text: str, start: int, end: int) -> bool:
-    """Whether the number stands in a row of long numbers, or after the sign for a number."""
+    """Whether the number is in a row of long numbers, or after a number sign."""
     before = text[max(0, start - 12) : start]
     return before.endswith("#") or bool(_LONG_BEFORE.search(before) or _LONG_AFTER.match(text, end))
 
@@ -180,63 +180,62 @@ _IBAN_GAP = r"[ \u00a0\u2009\u202f-]"
 _IBAN = re.compile(
     rf"[A-Z][A-Z](?<![0-9A-Za-z_][A-Z][A-Z])[0-9]{{2}}{_IBAN_GAP}?[0-9A-Z]{{4}}(?:{_IBAN_GAP}?[0-9A-Z]){{3,26}}"
 )
-# In small or mixed letters, found by the two digits; words and hashes in hex look like one more often.
+# In lower or mixed case; words and hex hashes look similar more often.
 _ANY_IBAN = re.compile(
     rf"(?<![0-9A-Za-z_])[A-Za-z]{{2}}[0-9]{{2}}{_IBAN_GAP}?[0-9A-Za-z]{{4}}(?:{_IBAN_GAP}?[0-9A-Za-z]){{3,26}}"
 )
-_BEFORE_DIGITS, _LONGEST_IBAN = 24, 42  # characters of an IBAN, gaps included
+_BEFORE_DIGITS, _LONGEST_IBAN = 24, 42  # characters of an IBAN, including gaps
 _GROUPED = re.compile(rf"\w{{4}}(?:{_IBAN_GAP}\w{{4}})+(?:{_IBAN_GAP}\w{{1,4}})?")
 _BANK_AND_DIGITS = re.compile(r"[A-Z]{2}[0-9]{2}(?:[A-Z]{4})?[0-9]+")
 
 
 def ibans(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
-    """International bank account numbers: the country's length and the checksum have to hold. In small or mixed
-    letters they also have to be mostly digits in groups of four, or a bank's four letters and digits, or stand after
-    the word IBAN."""
-    yield from _ibans(text, _IBAN)
-    for found in _near_digits(text, runs):
-        written = text[found.start : found.end]
-        if written != written.upper() and (
-            _BANK_AND_DIGITS.fullmatch(found.value)
-            or (_GROUPED.fullmatch(written) and sum(map(str.isdigit, found.value)) * 2 > len(found.value))
-            or "iban" in text[max(0, found.start - 20) : found.start].lower()
+    """IBANs with the country's length and a valid checksum. In lower or mixed case they must also be mostly digits in
+    groups of four, or four letters of a bank and digits, or follow the word IBAN."""
+    yield from _search_ibans(text, _IBAN)
+    for candidate in _ibans_near_digits(text, runs):
+        iban = text[candidate.start : candidate.end]
+        if iban != iban.upper() and (
+            _BANK_AND_DIGITS.fullmatch(candidate.value)
+            or (_GROUPED.fullmatch(iban) and sum(map(str.isdigit, candidate.value)) * 2 > len(candidate.value))
+            or "iban" in text[max(0, candidate.start - 20) : candidate.start].lower()
         ):
-            yield found
+            yield candidate
 
 
-def _near_digits(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
-    """In letters of any size, around the runs of digits: a search of the whole text would take five times as long."""
+def _ibans_near_digits(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
+    """IBANs in any case, around the runs of digits: searching the whole text would take five times as long."""
     at = 0
     for run in runs:
-        for found in _ibans(text, _ANY_IBAN, max(at, run.start - _BEFORE_DIGITS), run.end + _LONGEST_IBAN):
-            at = found.end
-            yield found
+        for candidate in _search_ibans(text, _ANY_IBAN, max(at, run.start - _BEFORE_DIGITS), run.end + _LONGEST_IBAN):
+            at = candidate.end
+            yield candidate
 
 
-def _ibans(text: str, pattern: re.Pattern[str], at: int = 0, end: int | None = None) -> Iterator[PiiCandidate]:
+def _search_ibans(text: str, pattern: re.Pattern[str], at: int = 0, end: int | None = None) -> Iterator[PiiCandidate]:
     end = len(text) if end is None else end
     while match := pattern.search(text, at, end):
-        found = _iban(text, match.start(), match[0].upper())
-        at = found.end if found else match.start() + 2  # a match may reach into the next number
-        if found:
-            yield found
+        candidate = _check_iban(text, match.start(), match[0].upper())
+        at = candidate.end if candidate else match.start() + 2  # a match may reach into the next number
+        if candidate:
+            yield candidate
 
 
-def _iban(text: str, start: int, written: str) -> PiiCandidate | None:
-    length = _IBAN_LENGTH.get(written[:2])
+def _check_iban(text: str, start: int, matched: str) -> PiiCandidate | None:
+    length = _IBAN_LENGTH.get(matched[:2])
     if length is None:
         return None
-    kept: list[str] = []
+    characters: list[str] = []
     end = start
-    for sign in written:  # the match may have run on into the next word
+    for sign in matched:  # the match may extend into the next word
         end += 1
         if sign.isalnum():
-            kept.append(sign)
-            if len(kept) == length:
+            characters.append(sign)
+            if len(characters) == length:
                 break
-    if len(kept) != length or (end < len(text) and in_name(text[end])):
+    if len(characters) != length or (end < len(text) and in_name(text[end])):
         return None
-    value = "".join(kept)
+    value = "".join(characters)
     number = "".join(str(int(sign, 36)) for sign in value[4:] + value[:4])
     return PiiCandidate(start, end, value) if int(number) % 97 == 1 else None
 
@@ -247,11 +246,11 @@ _SSN = re.compile(r"(?<![0-9])([0-9]{3})([ -]?|[\u2010-\u2013])([0-9]{2})\2([0-9
 _SSN_CUE = re.compile(
     rf"(?P<ssn>ssn\s?#?|social\s+sec[^#]*#?|soc\.?\s*sec|ss\s?#|taxpayer)|\b(?P<other>{OTHER_NUMBER})\b|(?P<sign>#)\s?\Z"
 )
-_NOT_ISSUED = {"078051120", "219099999"}  # printed in advertisements, and void for that
+_NOT_ISSUED = {"078051120", "219099999"}  # void, because printed in advertisements
 
 
 def social_security(text: str, runs: list[DigitRun]) -> Iterator[PiiCandidate]:
-    """US social security numbers: 123-45-6789; with spaces or together only after the words for it."""
+    """US social security numbers: 123-45-6789; with spaces or without separators only after words that say so."""
     for run in runs:
         if run.end - run.start < 9:
             continue
