@@ -23,14 +23,15 @@ QUARANTINE = "quarantine.jsonl"
 
 
 def write_report(folder: Path, corpus: Corpus, tokens: Mapping[str, Mapping[str, int]]) -> None:
-    """The report of a curated corpus; `tokens` by source, then train and validation. Also gathers the quarantine."""
+    """Writes the report of a curated corpus and collects the quarantine; `tokens` by source, then train and
+    validation."""
     report = build_report(corpus, tokens)
-    with atomic_file(folder / QUARANTINE, parents=True) as gathered:
+    with atomic_file(folder / QUARANTINE, parents=True) as target:
         for state in corpus.parts:
-            aside = quarantine_path(corpus.cache, state.read_key)
-            if aside.exists():
-                with open(aside, "rb") as file:
-                    shutil.copyfileobj(file, gathered)
+            quarantine = quarantine_path(corpus.cache, state.read_key)
+            if quarantine.exists():
+                with open(quarantine, "rb") as file:
+                    shutil.copyfileobj(file, target)
     write_json(folder / REPORT, report)
     with atomic_file(folder / PAGE, parents=True) as file:
         file.write(page(report).encode())
@@ -82,43 +83,43 @@ def decoding_note(source: str, count: int, files: Sequence[str]) -> str:
 
 def some_of(lines: Sequence[str], count: int, most: int = 3) -> str:
     """The first of `count` lines, and how many more there are."""
-    shown = lines[:most]
-    return ", ".join(shown) + (f" and {count - len(shown):,} more" if count > len(shown) else "")
+    examples = lines[:most]
+    return ", ".join(examples) + (f" and {count - len(examples):,} more" if count > len(examples) else "")
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
     total = StepCounts()
-    for tally in stage.tallies.values():
-        total.add(tally)
+    for counts in stage.tallies.values():
+        total.add(counts)
     return {
         "step": stage.step,
         "settings": stage.settings,
         "source": stage.source,
         **total.to_json(),
         "by_source": {
-            name: [tally.documents_in, tally.documents_out, tally.bytes_in, tally.bytes_out]
-            for name, tally in stage.tallies.items()
+            name: [counts.documents_in, counts.documents_out, counts.bytes_in, counts.bytes_out]
+            for name, counts in stage.tallies.items()
         },
         "summary": stage.summary,
     }
 
 
 def table(report: dict[str, Any]) -> list[list[str]]:
-    """Rows for a terminal: what was read, each step, what is left. The first row is the head."""
+    """Rows for a terminal: what was read, each step, what is left. The first row is the header."""
     rows = [["step", "documents", "bytes", "dropped", "changed", "most frequent reason"]]
     read = report["sources"].values()
-    documents, size = sum(one["documents_read"] for one in read), sum(one["bytes_read"] for one in read)
-    bad, empty = sum(one["bad"] for one in read), sum(one["empty"] for one in read)
-    undecodable = sum(one.get("undecodable", 0) for one in read)  # older reports lack it
-    found = [f"{bad:,} bad rows set aside"] * bool(bad) + [f"{empty:,} empty"] * bool(empty)
-    found += [f"{undecodable:,} not UTF-8"] * bool(undecodable)
-    rows.append(["read", f"{documents:,}", human_bytes(size), "", "", ", ".join(found)])
+    documents, size = sum(source["documents_read"] for source in read), sum(source["bytes_read"] for source in read)
+    bad, empty = sum(source["bad"] for source in read), sum(source["empty"] for source in read)
+    undecodable = sum(source.get("undecodable", 0) for source in read)  # older reports lack it
+    notes = [f"{bad:,} bad rows set aside"] * bool(bad) + [f"{empty:,} empty"] * bool(empty)
+    notes += [f"{undecodable:,} not UTF-8"] * bool(undecodable)
+    rows.append(["read", f"{documents:,}", human_bytes(size), "", "", ", ".join(notes)])
     for step in report["steps"]:
         dropped = step["documents_in"] - step["documents_out"]
         share = f"{dropped:,} ({100 * dropped / step['documents_in']:.1f} %)" if dropped else "0"
-        worst = max(step["reasons"].items(), key=lambda item: item[1][0], default=("", [0, 0]))
+        top_reason = max(step["reasons"].items(), key=lambda item: item[1][0], default=("", [0, 0]))
         name = step["step"] + (f" ({step['source']})" if step["source"] else "")
-        why = f"{worst[0]}: {worst[1][0]:,}" if worst[0] else ""
+        why = f"{top_reason[0]}: {top_reason[1][0]:,}" if top_reason[0] else ""
         documents, size = step["documents_out"], step["bytes_out"]
         rows.append([name, f"{documents:,}", human_bytes(size), share, f"{step['changed']:,}", why])
     return rows
@@ -161,24 +162,27 @@ def page(report: dict[str, Any]) -> str:
 
 def _summary(report: dict[str, Any]) -> str:
     sources = report["sources"].values()
-    read, kept = sum(one["documents_read"] for one in sources), sum(one["documents"] for one in sources)
-    tokens = sum(sum(one["tokens"].values()) for one in sources)
-    share = f" ({100 * kept / read:.1f} %)" if read else ""
-    size = human_bytes(sum(one["bytes"] for one in sources))
-    return f"{read:,} documents read, {kept:,} kept{share}: {size} of text, {tokens:,} tokens."
+    read, kept_documents = (
+        sum(source["documents_read"] for source in sources),
+        sum(source["documents"] for source in sources),
+    )
+    tokens = sum(sum(source["tokens"].values()) for source in sources)
+    share = f" ({100 * kept_documents / read:.1f} %)" if read else ""
+    size = human_bytes(sum(source["bytes"] for source in sources))
+    return f"{read:,} documents read, {kept_documents:,} kept{share}: {size} of text, {tokens:,} tokens."
 
 
 def _sources(report: dict[str, Any]) -> Table:
     rows = []
-    total = sum(sum(one["tokens"].values()) for one in report["sources"].values()) or 1
-    for name, one in report["sources"].items():
-        tokens = sum(one["tokens"].values())
+    total = sum(sum(source["tokens"].values()) for source in report["sources"].values()) or 1
+    for name, source in report["sources"].items():
+        tokens = sum(source["tokens"].values())
         rows.append(
             [
-                name, f"{one['files']:,}", f"{one['documents_read']:,}", f"{one['documents']:,}",
-                human_bytes(one["bytes_read"]), human_bytes(one["bytes"]), f"{one['tokens'].get('train', 0):,}",
-                f"{one['tokens'].get('validation', 0):,}", f"{tokens / total:.1%}",
-                f"{one['bytes'] / tokens:.2f}" if tokens else "", f"{one['bad']:,}", f"{one['empty']:,}",
+                name, f"{source['files']:,}", f"{source['documents_read']:,}", f"{source['documents']:,}",
+                human_bytes(source["bytes_read"]), human_bytes(source["bytes"]), f"{source['tokens'].get('train', 0):,}",
+                f"{source['tokens'].get('validation', 0):,}", f"{tokens / total:.1%}",
+                f"{source['bytes'] / tokens:.2f}" if tokens else "", f"{source['bad']:,}", f"{source['empty']:,}",
             ]
         )  # fmt: skip
     columns = ["source", "files", "documents in", "out", "bytes in", "out", "training tokens", "held out"]
@@ -189,12 +193,12 @@ def _steps(report: dict[str, Any]) -> Table:
     rows = []
     for step in report["steps"]:
         dropped = step["documents_in"] - step["documents_out"]
-        kept = step["documents_out"] / step["documents_in"] if step["documents_in"] else 1
+        kept_share = step["documents_out"] / step["documents_in"] if step["documents_in"] else 1
         settings = {key: value for key, value in step["settings"].items() if value not in (None, [], {})}
         rows.append(
             [
                 step["step"] + (f" ({step['source']})" if step["source"] else ""),
-                f"{step['documents_in']:,}", f"{step['documents_out']:,}", f"{dropped:,}", f"{kept:.1%}",
+                f"{step['documents_in']:,}", f"{step['documents_out']:,}", f"{dropped:,}", f"{kept_share:.1%}",
                 f"{step['changed']:,}", human_bytes(step["bytes_in"]), human_bytes(step["bytes_out"]),
                 ", ".join(f"{key}: {_short(value)}" for key, value in settings.items()),
             ]
@@ -215,7 +219,7 @@ def _count_table(name: str, counts: Sequence[tuple[str, float]]) -> Table:
 
 
 def _lengths(report: dict[str, Any]) -> list[Block]:
-    columns = [one["lengths"] for one in report["sources"].values() if one["lengths"]]
+    columns = [source["lengths"] for source in report["sources"].values() if source["lengths"]]
     counts = [sum(column) for column in zip(*columns, strict=True)]
     used = [k for k, count in enumerate(counts) if count]
     if not used:
@@ -227,8 +231,8 @@ def _lengths(report: dict[str, Any]) -> list[Block]:
 
 def _labels(report: dict[str, Any]) -> list[Block]:
     totals: dict[str, dict[str, float]] = {}
-    for one in report["sources"].values():
-        for label, counts in one["labels"].items():
+    for source in report["sources"].values():
+        for label, counts in source["labels"].items():
             for value, count in counts.items():
                 totals.setdefault(label, {})[value] = totals.get(label, {}).get(value, 0) + count
     blocks: list[Block] = []
@@ -247,8 +251,8 @@ def _reasons(report: dict[str, Any]) -> list[Block]:
     for step in report["steps"]:
         for reason, (documents, size) in sorted(step["reasons"].items(), key=lambda item: -item[1][0]):
             examples: list[Block] = [
-                Code(one["text"], one["place"] + ("" if one["value"] is None else f" ({one['value']})"))
-                for one in step["examples"].get(reason, [])
+                Code(example["text"], example["place"] + ("" if example["value"] is None else f" ({example['value']})"))
+                for example in step["examples"].get(reason, [])
             ]
             line = f"{step['step']}: {reason}: {documents:,} documents, {human_bytes(size)}"
             blocks.append(Details(line, examples))
