@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data.store.shards import ShardedStore, merge
-from bessemer.data.store.token_store import StoreWriter, TokenStore
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter, merge
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
-from bessemer.data.stream.packing import best_fit, best_fit_rows
+from bessemer.data.stream.packing import best_fit, open_best_fit
 from bessemer.data.stream.rows import ConcatRows, Rows
 from bessemer.spec.mixture import quantise
 
@@ -76,8 +76,8 @@ def measure(folder: Path, documents: str, mask: bool, arguments: argparse.Namesp
         parts.append(write_store(folder / f"{name}-{k}", LENGTHS[documents], arguments.tokens // SHARDS, mask, k))
     merge(parts, whole)
     results = []
-    for shards, store in ((1, TokenStore(whole)), (SHARDS, ShardedStore(parts))):
-        packed = best_fit_rows(store, arguments.context, folder / f"{name}.pack")
+    for shards, store in ((1, TokenStore(whole)), (SHARDS, TokenStore(parts))):
+        packed = open_best_fit(store, arguments.context, folder / f"{name}.pack")
         sources: dict[str, Rows] = {"concat": ConcatRows(store, arguments.context), "best_fit": packed}
         for packing, rows in sources.items():
             rate = tokens_per_s(rows, arguments)
@@ -147,7 +147,7 @@ def side_costs(folder: Path) -> dict[str, float]:
         "write_us_per_document_of_1000_tokens": timed(write) / 20_000 * 1e6,
         "join_bytes_per_s": joined_bytes / join_s,
         "pack_s_for_10_million_documents": timed(lambda: best_fit(lengths, 2048)),
-        f"open_s_for_{len(many)}_shards": timed(lambda: ShardedStore(many)),
+        f"open_s_for_{len(many)}_shards": timed(lambda: TokenStore(many)),
     }
 
 

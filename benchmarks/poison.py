@@ -248,7 +248,8 @@ class OwnPages:
         import numpy as np
         import xxhash
 
-        from bessemer.data.store.token_store import StoreWriter, TokenStore
+        from bessemer.data.store.token_store import TokenStore
+        from bessemer.data.store.writer import StoreWriter
         from bessemer.data.stream.rows import ConcatRows
 
         prefix = self.folder / "own"

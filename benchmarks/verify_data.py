@@ -29,8 +29,8 @@ import numpy as np
 import xxhash
 
 from bessemer.data.store.digests import CHUNK_BYTES
-from bessemer.data.store.shards import ShardedStore
-from bessemer.data.store.token_store import StoreWriter
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter
 from bessemer.data.verify import verify
 
 VOCAB, DOCUMENT_TOKENS, LARGE_BYTES = 50_000, 1000, 100e9
@@ -94,13 +94,13 @@ def measure_rows(prefixes: list[str], length: int, rounds: int) -> dict[str, Any
     """Microseconds of processor time for a row: its chunks compared, and read again."""
     first_us, again_us, compared_bytes = [], [], []
     for seed in range(rounds):
-        store = ShardedStore(prefixes)
+        store = TokenStore(prefixes)
         for k in range(len(prefixes)):
             store.shard(k)
         starts = np.random.default_rng(seed).integers(0, store.tokens - length, 2000)
         batches = np.split(starts, 250)
 
-        def read(store: ShardedStore = store, batches: list[Any] = batches) -> None:
+        def read(store: TokenStore = store, batches: list[Any] = batches) -> None:
             for batch in batches:
                 store.gather(batch, length)
 

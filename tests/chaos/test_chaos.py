@@ -18,9 +18,11 @@ from bessemer.chaos import faults as flaky
 from bessemer.chaos.campaign import assess, run_campaign
 from bessemer.chaos.faults import FIRST_DOCUMENT, KINDS, Fault, PoisonedStream, make_poison, parse_kinds, plan_faults
 from bessemer.chaos.inject import LR_FACTOR, Injector, flip_bit
-from bessemer.data.store.token_store import StoreWriter, TokenStore
-from bessemer.data.stream.batches import BatchStream, sequence_count
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter
+from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
+from bessemer.data.stream.rows import sequence_count
 from bessemer.errors import UserError
 from bessemer.run.directory import RunWriter
 from bessemer.spec.mixture import quantise

@@ -20,7 +20,8 @@ from bessemer.data import check as check_module
 from bessemer.data.check import ENORMOUS_CHARS, CheckReport, check_files
 from bessemer.data.read import list_files, read_part
 from bessemer.data.read.parts import divide
-from bessemer.data.store.token_store import StoreWriter, TokenStore
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter
 from bessemer.data.stream.rows import PadRows
 from bessemer.data.tokenizer.chat import render, special_tokens
 from bessemer.data.tokenizer.encode import encode_documents

@@ -19,7 +19,7 @@ import xxhash
 import bessemer.data.prepare as prepare_module
 from bessemer.data.curate.engine import Meter
 from bessemer.data.prepare import Prepared, prepare
-from bessemer.data.store.shards import ShardedStore
+from bessemer.data.store.token_store import TokenStore
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec, SourceSpec, TokenizerSpec
@@ -41,7 +41,7 @@ def run(cache: Path, validation: float = 0.1, vocab: int = 300, seed: int = 0, *
     return prepare(data, TokenizerSpec(), cache, vocab, seed)
 
 
-def texts_of(prepared: Prepared, store: ShardedStore) -> list[str]:
+def texts_of(prepared: Prepared, store: TokenStore) -> list[str]:
     """Decoded documents, each of which must end with the one end of document it holds."""
     texts = []
     for i in range(store.documents):

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from bessemer.cli.main import app
 from bessemer.data.prepare import Prepared, open_prepared, prepare
-from bessemer.data.store.merge import merge
-from bessemer.data.stream.curriculum import by_score, document_lengths, rank_rows
-from bessemer.data.stream.packing import best_fit_rows
+from bessemer.data.store.writer import merge
+from bessemer.data.stream.curriculum import length_score, measure_by_score, rank_rows
+from bessemer.data.stream.packing import open_best_fit
 from bessemer.data.stream.rows import ConcatRows
 from bessemer.data.verify import VerifyReport, verify
 from bessemer.errors import UserError
@@ -41,9 +41,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 def read(prepared: Prepared) -> list[object]:
     """What a run reads: the same values for the same data, however it is packed and ordered."""
     store = prepared.train["web"]
-    rows = best_fit_rows(store, CONTEXT, prepared.folder / f"web.best-fit-{CONTEXT}")
+    rows = open_best_fit(store, CONTEXT, prepared.folder / f"web.best-fit-{CONTEXT}")
     windows = ConcatRows(store, CONTEXT)
-    ranking = rank_rows(windows, "length", by_score(windows, document_lengths(store)), prepared.folder, 2)
+    ranking = rank_rows(windows, "length", measure_by_score(windows, length_score(store)), prepared.folder, 2)
     blocks = [rows.assemble(np.arange(rows.count)), windows.assemble(np.arange(windows.count))]
     return [
         [block.tokens.tolist() for block in blocks], ranking.sequences.tolist(), prepared.tokenizer.fingerprint,

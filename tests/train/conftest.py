@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bessemer.data.store.token_store import StoreWriter, TokenStore
-from bessemer.data.stream.batches import BatchStream, sequence_count
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter
+from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
+from bessemer.data.stream.rows import sequence_count
 from bessemer.spec.mixture import quantise
 from bessemer.spec.shape import ModelShape
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.stream.batches import sequence_count
+from bessemer.data.stream.rows import sequence_count
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import build
 from bessemer.train.evaluate import Evaluator

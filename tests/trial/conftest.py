@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.data.store.token_store import StoreWriter, TokenStore
-from bessemer.data.stream.batches import BatchStream, sequence_count
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter
+from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
+from bessemer.data.stream.rows import sequence_count
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build
 from bessemer.optim.choose import make_optimizer

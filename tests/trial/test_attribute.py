@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bessemer.data.store.token_store import Origin
+from bessemer.data.store.shard import Origin
 from bessemer.trial.attribute import (
     MOST_PASSES,
     DocumentPart,

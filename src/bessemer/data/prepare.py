@@ -1,10 +1,9 @@
-"""Files in, token stores out, once: every source's documents are curated, split, tokenized and kept in a cache
-folder.
+"""From files to token stores: the documents of every source are curated, split, tokenized and stored in a cache folder.
 
-The folder's name is a fingerprint of all that its content depends on, and it gets that name only when complete.
-Work is divided into parts that depend on the files alone, so any number of workers gives the same bytes, and what a
-killed job had finished is not done again. The text is streamed (to curate and measure it, to train the tokenizer on
-a sample, to tokenize it), so memory depends on the largest document and the tokenizer's sample, not on the corpus.
+The folder's name is a fingerprint of everything that its content depends on; the folder gets this name when it is
+complete. Work is divided into parts that depend on the files alone, so any number of workers gives the same bytes, and
+a killed job continues with the unfinished parts. The text is streamed (to curate, to train the tokenizer on a sample,
+to tokenize): memory depends on the largest document and the sample, not on the corpus.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from bessemer.data.cache import locked
 from bessemer.data.curate.corpus import RULES_VERSION, Corpus, PartState, sweep
 from bessemer.data.curate.engine import Engine, LocalEngine, Meter, ProcessPool, Say, cores
 from bessemer.data.curate.ledger import byte_length, read_cached, read_json, space_for, text_hash, write_json
@@ -32,15 +29,15 @@ from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, decoding_note,
 from bessemer.data.curate.step import identity, make_step
 from bessemer.data.read import FileEntry, list_files
 from bessemer.data.read.secrets import shown
-from bessemer.data.store.format import damaged, file_sum, prepare_again
+from bessemer.data.store.format import FORMAT_VERSION, damage_error, file_sum, repair_hint
 from bessemer.data.store.remote import ShardCache, Transfer, open_remote
-from bessemer.data.store.shards import ShardedStore, merge, open_stores, shard_prefixes
-from bessemer.data.store.token_store import FORMAT_VERSION
+from bessemer.data.store.token_store import TokenStore, open_stores, shard_prefixes
+from bessemer.data.store.writer import merge
 from bessemer.data.tokenizer.chat import special_tokens
-from bessemer.data.tokenizer.encode import TokenizeTask, part_intact, part_mark, part_prefix, tokenize_part
+from bessemer.data.tokenizer.encode import TokenizeTask, is_part_intact, part_mark, part_prefix, tokenize_part
 from bessemer.data.tokenizer.tokenizer import DEFAULT_EOS, Tokenizer, cut
 from bessemer.errors import UserError
-from bessemer.storage import atomic_path, commit_folder, sync_path
+from bessemer.storage import atomic_path, commit_folder, lock_file, sync_path
 
 if TYPE_CHECKING:
     from bessemer.spec.data import DataSpec, TokenizerSpec
@@ -48,8 +45,8 @@ if TYPE_CHECKING:
 PREPARED = "prepared.json"
 REMOTE = "remote.json"  # in a mirror of published data: the address of its shards
 TOKENIZER = "tokenizer.json"
-_SAMPLE_PIECE_CHARS = 1 << 14  # the tokenizer's sample takes such pieces of long documents
-_SAMPLE_SPREAD = 16  # of each part, at most so many times its share of the sample is read
+_SAMPLE_PIECE_CHARS = 1 << 14  # the tokenizer's sample consists of pieces of long documents
+_SAMPLE_SPREAD = 16  # at most this multiple of its share of the sample is read from each part
 _POOL_BYTES = 32 << 20  # starting processes takes longer than reading less than this
 
 
@@ -58,18 +55,18 @@ class Prepared:
     """The tokenizer and the open stores. A source with a single document has no validation store."""
 
     tokenizer: Tokenizer
-    train: dict[str, ShardedStore]
-    validation: dict[str, ShardedStore]
+    train: dict[str, TokenStore]
+    validation: dict[str, TokenStore]
     folder: Path
     verifiable: bool = True  # False: prepared by an earlier version, without digests
-    notes: tuple[str, ...] = ()  # what the user should know: splits that are not read, damage that was mended
+    notes: tuple[str, ...] = ()  # for the user: splits that are not read, damage that was repaired
     url: str = ""  # of published data, whose shards are fetched when they are read
     settings: dict[str, Any] = field(default_factory=dict)  # that published data was prepared with
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What the curated documents of a source are. Those whose hash lies below `limit` are held out."""
+    """Totals of a source's curated documents. Those whose hash is below `limit` are held out."""
 
     text_bytes: int
     documents: int
@@ -86,10 +83,10 @@ def prepare(
     progress: Say | None = None,
     engine: Engine | None = None,
 ) -> Prepared:
-    """The stores of all sources, from the cache when nothing they depend on has changed.
+    """The stores of all sources, from the cache if nothing they depend on has changed.
 
-    `vocab` is the size of the tokenizer to train when `tokenizer.path` is not set. A kill at any moment leaves
-    nothing that a later call takes for good; processes that prepare the same data at once wait for the first.
+    `vocab` is the size of the tokenizer to train if `tokenizer.path` is not set. A kill at any moment leaves nothing
+    that a later call takes for complete. Processes that prepare the same data wait for the first.
     """
     cache = Path(cache).absolute()
     notes: list[str] = []
@@ -99,7 +96,7 @@ def prepare(
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         meter = Meter(progress)
-        with locked(cache, folder.name, meter.say) as alone:
+        with _lock_entry(cache, folder.name, meter.say) as alone:
             sweep(cache)
             if not folder.exists():
                 total_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
@@ -113,7 +110,7 @@ def prepare(
                             job = _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work)
                             job.build()
                             notes += job.corpus.notes
-                        _give_name(work, folder)
+                        _commit(work, folder)
                 finally:
                     if engine is None:
                         chosen.close()
@@ -132,33 +129,48 @@ def prepare(
     return replace(prepared, notes=tuple(notes))
 
 
+@contextlib.contextmanager
+def _lock_entry(cache: Path, name: str, say: Say) -> Iterator[bool]:
+    """Holds the lock of one cache entry. Yields False if the file system has no locks: then two processes may do the
+    same work, and the first to finish wins."""
+    with open(cache / f".{name}.lock", "w") as file:
+        has_locks = True
+        try:
+            if not lock_file(file, wait=False):
+                say("waiting for another process that prepares the same data")
+                lock_file(file)
+        except OSError:
+            has_locks = False
+        yield has_locks
+
+
 def prepared_folder(data: DataSpec, tokenizer: TokenizerSpec, cache: Path, vocab: int, seed: int) -> Path:
-    """Where `prepare` puts, or has put, its result for the files as they are now."""
+    """The folder of `prepare`'s result for the current files."""
     name = _fingerprint(data, list_sources(data), tokenizer, load_tokenizer(data, tokenizer), vocab, seed)
     return Path(cache).absolute() / name
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """What an earlier call prepared. The tokenizer is the one saved there, also where it was loaded from elsewhere."""
-    path, again = folder / PREPARED, prepare_again(folder)
+    """Opens prepared data, or the mirror of published data, with the tokenizer that is saved there."""
+    path, hint = folder / PREPARED, repair_hint(folder)
     try:
-        about = read_json(path, again)
-        eos, special, train, validation = (about[key] for key in ("eos", "special", "train", "validation"))
+        manifest = read_json(path, hint)
+        eos, special, train, validation = (manifest[key] for key in ("eos", "special", "train", "validation"))
     except FileNotFoundError:
         if folder.exists():
-            raise UserError(f"{path}: missing; {again}") from None
+            raise UserError(f"{path}: missing; {hint}") from None
         raise UserError(
-            f"{folder}: the prepared data is gone; `bessemer train` on the same spec makes it again"
+            f"{folder}: the prepared data is gone; `bessemer train` on the same spec prepares it again"
         ) from None
     except (OSError, KeyError) as error:
-        raise UserError(f"{path}: damaged ({error}); {again}") from error
-    expected = about.get("digests", {}).get(TOKENIZER)
+        raise UserError(f"{path}: damaged ({error}); {hint}") from error
+    expected = manifest.get("digests", {}).get(TOKENIZER)
     try:
         tokenizer = Tokenizer.load(folder / TOKENIZER, eos, special)
     except UserError as error:
-        raise UserError(f"{error}; {again}") from error
+        raise UserError(f"{error}; {hint}") from error
     if expected is not None and file_sum(str(folder / TOKENIZER)) != expected:
-        raise UserError(f"{folder / TOKENIZER}: is not what {PREPARED} says was written; {again}")
+        raise UserError(f"{folder / TOKENIZER}: is not what {PREPARED} says was written; {hint}")
     shards, url = {"train": train, "validation": validation}, ""
     if (folder / REMOTE).exists():
         remote = read_json(folder / REMOTE, "delete it and start the run again")
@@ -167,52 +179,52 @@ def open_prepared(folder: Path) -> Prepared:
         stores = {side: {name: open_remote(f"{url}/{name}.{side}", cache) for name in shards[side]} for side in shards}
     else:
         stores = {side: open_stores(folder, shards[side], side) for side in shards}
-    if "stores" in about:
-        _check_stores(stores, about["stores"], path)
+    if "stores" in manifest:
+        _check_stores(stores, manifest["stores"], path)
     return Prepared(
-        tokenizer, stores["train"], stores["validation"], folder, "stores" in about, url=url,
-        settings=about.get("settings", {}),
+        tokenizer, stores["train"], stores["validation"], folder, "stores" in manifest, url=url,
+        settings=manifest.get("settings", {}),
     )  # fmt: skip
 
 
-def _check_stores(stores: dict[str, dict[str, ShardedStore]], expected: dict[str, Any], path: Path) -> None:
-    """Every shard is the one that was prepared, in its place."""
+def _check_stores(stores: dict[str, dict[str, TokenStore]], expected: dict[str, Any], path: Path) -> None:
+    """Checks that every shard is the one that `prepared.json` names."""
     for side, sources in stores.items():
         for name, store in sources.items():
-            for prefix, about, digest in zip(store.prefixes, store.abouts, expected[side][name], strict=True):
-                if about.digest != digest:
+            for prefix, info, digest in zip(store.prefixes, store.infos, expected[side][name], strict=True):
+                if info.digest != digest:
                     if store.cache:
                         raise UserError(f"{shown(prefix)}: is not the shard that {PREPARED} names; publish it again")
-                    raise damaged(prefix, "json", f"is not the one that {path} names")
+                    raise damage_error(prefix, "json", f"is not the one that {path} names")
 
 
-def digests_of(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What `prepared.json` says of the other files, so that they can be verified."""
+def digests_of(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The digests of the other files, for `prepared.json`."""
     names = [TOKENIZER, REPORT, PAGE, QUARANTINE]
-    stores = {side: open_stores(folder, about[side], side) for side in ("train", "validation")}
+    stores = {side: open_stores(folder, manifest[side], side) for side in ("train", "validation")}
     return {
         "digests": {name: file_sum(str(folder / name)) for name in names if (folder / name).exists()},
         "stores": {
-            side: {name: [one.digest for one in store.abouts] for name, store in sources.items()}
+            side: {name: [info.digest for info in store.infos] for name, store in sources.items()}
             for side, sources in stores.items()
         },
     }
 
 
 def chat_template(tokenizer: TokenizerSpec) -> str:
-    """A layout's name, or the text of the Jinja file that is named."""
+    """The name of a built-in layout, or the text of a Jinja file."""
     path = os.path.expanduser(tokenizer.chat)
     return Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else tokenizer.chat
 
 
 def special_tokens_of(data: DataSpec, tokenizer: TokenizerSpec) -> list[str]:
-    """Those that the spec declares, and those that the layout of conversations needs, if there are any."""
+    """The special tokens that the spec declares, and those that the layout of its conversations needs."""
     chats = any(source.messages_field for source in data.sources.values())
     return list(dict.fromkeys([*tokenizer.special, *(special_tokens(tokenizer.chat) if chats else ())]))
 
 
 def load_tokenizer(data: DataSpec, tokenizer: TokenizerSpec) -> Tokenizer | None:
-    """The one that the spec names, if it names one."""
+    """The tokenizer that the spec names, if any."""
     if tokenizer.path is None:
         return None
     special = special_tokens_of(data, tokenizer)
@@ -220,32 +232,25 @@ def load_tokenizer(data: DataSpec, tokenizer: TokenizerSpec) -> Tokenizer | None
 
 
 def list_sources(data: DataSpec, say: Say | None = None) -> dict[str, list[FileEntry]]:
-    """The files of each source. `say` gets which splits of a dataset are read, and which entries are skipped because
-    they are broken links or not regular files."""
+    """The files of each source. `say` receives which splits of a dataset are read and which entries are skipped."""
     files = {}
     for name, source in data.sources.items():
         skipped: list[str] = []
-        with _naming(name):
-            files[name] = list_files(source, say and partial(_say_of, name, say), partial(_add_skipped, skipped))
-        if say and skipped:
-            _say_of(name, say, f"skipped: {some_of(skipped, len(skipped))}; restore these files, or exclude them")
+
+        def report(line: str, name: str = name) -> None:
+            if say:
+                say(f"source {name!r}: {line}")
+
+        def add_skipped(path: str, reason: str, skipped: list[str] = skipped) -> None:
+            skipped.append(f"{path} is {reason}")
+
+        try:
+            files[name] = list_files(source, report, add_skipped)
+        except UserError as error:
+            raise UserError(f"source {name!r}: {error}") from error
+        if skipped:
+            report(f"skipped: {some_of(skipped, len(skipped))}; restore these files, or exclude them")
     return files
-
-
-def _add_skipped(skipped: list[str], path: str, reason: str) -> None:
-    skipped.append(f"{path} is {reason}")
-
-
-def _say_of(source: str, say: Say, line: str) -> None:
-    say(f"source {source!r}: {line}")
-
-
-@contextlib.contextmanager
-def _naming(source: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"source {source!r}: {error}") from error
 
 
 def _fingerprint(
@@ -256,7 +261,7 @@ def _fingerprint(
     vocab: int,
     seed: int,
 ) -> str:
-    """Weights are left out: another mixture needs no other tokens."""
+    """A fingerprint of everything that the prepared data depends on: not the weights of the mixture."""
     sources = {
         name: [
             [source.text_field, source.id_field, source.url_field, source.messages_field],
@@ -268,11 +273,12 @@ def _fingerprint(
     definition: Any = loaded.fingerprint if loaded else [vocab, tokenizer.model_dump(mode="json")]
     common = [_step_identity(step) for step in data.clean]
     rest = [chat_template(tokenizer), tokenizer.learn, seed, data.validation, data.part, score_label(data)]
-    what = [FORMAT_VERSION, RULES_VERSION, sources, common, definition, rest]
-    return str(xxhash.xxh3_128_hexdigest(json.dumps(what, sort_keys=True).encode()))
+    content = [FORMAT_VERSION, RULES_VERSION, sources, common, definition, rest]
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()))
 
 
 def score_label(data: DataSpec) -> str | None:
+    """The label that is stored as the documents' score."""
     return data.curriculum.label if data.curriculum.by == "label" else None
 
 
@@ -280,9 +286,9 @@ def _step_identity(spec: Any) -> list[Any]:
     return [spec.model_dump(mode="json"), *identity(make_step(spec, 0))]
 
 
-def _give_name(work: Path, folder: Path) -> None:
-    """What is complete, without what only the work needed, gets its name. A kill leaves this alone to be done: the
-    parts are not looked at again, since half of them deleted would pass for a smaller corpus."""
+def _commit(work: Path, folder: Path) -> None:
+    """Removes the intermediate files and gives the complete folder its name. After a kill only this is repeated: the
+    parts are not read again, since half of them deleted would look like a smaller corpus."""
     shutil.rmtree(work / "parts", ignore_errors=True)
     for leftover in work.glob("*.tmp"):  # of killed processes
         leftover.unlink()
@@ -291,18 +297,18 @@ def _give_name(work: Path, folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        shutil.rmtree(work)  # a process that no lock could hold back was faster, with the same content
+        shutil.rmtree(work)  # without locks, another process was faster, with the same content
 
 
 def _delete(work: Path) -> None:
-    """Under another name, so that a kill on the way leaves nothing to go on with."""
+    """Deletes the work folder; renamed first, so that a kill leaves nothing to continue from."""
     doomed = work.with_name(f"{work.name}.doomed-{uuid.uuid4().hex[:8]}")
     os.replace(work, doomed)
     shutil.rmtree(doomed)
 
 
 class _Job:
-    """One build of a cache folder."""
+    """Builds one cache folder."""
 
     def __init__(
         self,
@@ -323,7 +329,7 @@ class _Job:
         self.corpus = Corpus(data, files, cache, engine, meter)
 
     def build(self) -> None:
-        """Everything, in the work folder. Its `prepared.json`, written last, is the commit."""
+        """Writes everything to the work folder; `prepared.json`, written last, is the commit."""
         self.work.mkdir(exist_ok=True)
         self.corpus.curate(Split(self.seed, self.data.validation))
         sources = {name: self._split(name) for name in self.data.sources}
@@ -337,19 +343,19 @@ class _Job:
         if list_sources(self.data) != self.files:
             _delete(self.work)
             raise UserError("files changed while they were read; run again when they are complete")
-        about: dict[str, Any] = {
+        manifest: dict[str, Any] = {
             "eos": tokenizer.eos,
             "special": list(tokenizer.special),
             "train": {name: self._merge(name, "train") for name in sources},
             "validation": {name: self._merge(name, "validation") for name in sources if sources[name].held_out},
         }
-        write_report(self.work, self.corpus, self._tokens(about))
-        write_json(self.work / PREPARED, about | digests_of(self.work, about))
+        write_report(self.work, self.corpus, self._count_tokens(manifest))
+        write_json(self.work / PREPARED, manifest | digests_of(self.work, manifest))
         sync_path(self.work)
 
-    def _tokens(self, about: dict[str, Any]) -> dict[str, dict[str, int]]:
-        """By source and side."""
-        sides = {side: open_stores(self.work, about[side], side) for side in ("train", "validation")}
+    def _count_tokens(self, manifest: dict[str, Any]) -> dict[str, dict[str, int]]:
+        """Tokens by source and side."""
+        sides = {side: open_stores(self.work, manifest[side], side) for side in ("train", "validation")}
         return {
             name: {side: stores[name].tokens for side, stores in sides.items() if name in stores}
             for name in self.data.sources
@@ -359,7 +365,7 @@ class _Job:
         return [state for state in self.corpus.parts if state.part.source == name]
 
     def _split(self, name: str) -> _Source:
-        """Where to cut between held-out and training documents, so that both sides get some where possible."""
+        """The hash limit between held-out and training documents; both sides get some if possible."""
         counts = [state.census or Census() for state in self._states(name)]
         documents = sum(count.documents for count in counts)
         text_bytes = sum(count.text_bytes for count in counts)
@@ -369,8 +375,8 @@ class _Job:
         if not documents:
             files = self.files[name]
             read = sum(state.reading.documents for state in self._states(name) if state.reading)
-            what = f"the steps left none of {read:,} documents" if read else f"no text in {len(files)} files"
-            raise UserError(f"source {name!r}: {what}, the first being {files[0].path}")
+            problem = f"the steps dropped all {read:,} documents" if read else f"no text in {len(files)} files"
+            raise UserError(f"source {name!r}: {problem}, the first being {files[0].path}")
         if self.data.validation <= 0 or lowest == highest:  # equal documents stay on one side
             return _Source(text_bytes, documents, 0, 0)
         if held_out == 0:
@@ -384,11 +390,10 @@ class _Job:
         if not path.exists() or read_cached(mark) != {"sum": file_sum(str(path))}:
             tokenizer = self.loaded
             if tokenizer is None:
-                most = f"at most {self.spec.sample / 1e6:.0f} MB of text"
-                what = f"training a tokenizer of {self.vocab:,} tokens"
-                self.meter.say(f"{what} on {most}")
+                work = f"training a tokenizer of {self.vocab:,} tokens"
+                self.meter.say(f"{work} on at most {self.spec.sample / 1e6:.0f} MB of text")
                 size = min(self.spec.sample, sum(source.text_bytes for source in sources.values()))
-                texts = self.meter.counting(self._sample(sources), f"{what}: reading", size, f"{what}: choosing them")
+                texts = self.meter.counting(self._sample(sources), f"{work}: reading", size, f"{work}: choosing them")
                 tokenizer = Tokenizer.train(texts, self.vocab, eos, kind=self.spec.kind, special=self.special)
             with atomic_path(path, parents=True) as temporary:
                 tokenizer.save(temporary)
@@ -396,9 +401,9 @@ class _Job:
         return Tokenizer.load(path, eos, self.loaded.special if self.loaded else self.special)
 
     def _sample(self, sources: dict[str, _Source]) -> Iterator[str]:
-        """Training text spread over the corpus: every part gives its share, from as much of it as is worth reading.
+        """Training text spread over the corpus, in proportion to the size of the parts.
 
-        What is taken is reckoned over all parts: where a share is less than a piece, not every part gives one.
+        Shares are balanced over all parts: if a share is less than a piece, not every part gives one.
         """
         share = min(1.0, self.spec.sample / sum(source.text_bytes for source in sources.values()))
         due = taken = 0.0  # bytes
@@ -435,7 +440,7 @@ class _Job:
         if marked:
             self.meter.start("verifying finished parts", sum(task.part.size_bytes for task in marked))
         intact = set()
-        for i, good in self.engine.run(part_intact, marked):
+        for i, good in self.engine.run(is_part_intact, marked):
             self.meter.advance(marked[i].part.size_bytes)
             if good:
                 intact.add(marked[i].number)
@@ -445,8 +450,8 @@ class _Job:
             self.meter.advance(tasks[i].part.size_bytes)
 
     def _merge(self, name: str, side: str) -> int:
-        """The source's part stores as shards; how many."""
+        """Merges the source's part stores into shards; returns their number."""
         parts = [i for i, state in enumerate(self.corpus.parts) if state.part.source == name]
-        # As the marks tell, and not by what is there: a store that is gone must be missed.
+        # By the marks, not by the files: a missing store must be an error.
         having = [i for i in parts if side in read_json(part_mark(self.work, i))]
         return merge([part_prefix(self.work, i, side) for i in having], shard_prefixes(self.work, name, side))

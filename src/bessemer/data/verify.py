@@ -1,8 +1,8 @@
-"""`bessemer data verify`: every byte of prepared data compared with the digests that were written with it.
+"""`bessemer data verify`: compares every byte of prepared data with the digests that were written with it.
 
-A run compares only what it reads, when it reads it; this compares everything, before a long run or after a fault of a
-disk. Stores of earlier versions have no digests: their tokens, boundaries and masks are compared with the store's
-fingerprint instead, and `add_digests` writes digests for the next time.
+A run verifies only what it reads; this verifies everything, before a long run or after a disk fault. Stores of earlier
+versions have no digests: their tokens, boundaries and masks are compared with the store's fingerprint, and
+`add_digests` writes digests for the next time.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from bessemer.data.prepare import PREPARED, REMOTE, TOKENIZER, digests_of, open_
 from bessemer.data.read.secrets import shown
 from bessemer.data.store.digests import SUFFIX as CHUNKS
 from bessemer.data.store.digests import content_digest, encode_digests, hash_file
-from bessemer.data.store.format import StoreContent, commit, file_sum, prepare_again
-from bessemer.data.store.token_store import TokenStore
-from bessemer.data.stream.curriculum import digest_path, ranking_damage
-from bessemer.data.stream.packing import PackIndex, read_index
+from bessemer.data.store.format import StoreContent, commit_store, file_sum, repair_hint
+from bessemer.data.store.shard import Shard
+from bessemer.data.stream.curriculum import digest_path, find_ranking_damage
+from bessemer.data.stream.packing import PackIndex, read_pack_info
 from bessemer.errors import UserError
 from bessemer.storage import write_atomic
 
-_DOCUMENTS = 1 << 12  # whose tokens are held at once
+_DOCUMENTS = 1 << 12  # documents hashed at a time
 
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """One store, index or file. `damage` is empty where it is sound; `note` says what could not be compared."""
+    """One store, index or file. `damage` is empty if it is sound; `note` says what could not be compared."""
 
     path: str
     bytes: int
@@ -45,24 +45,24 @@ class VerifyReport:
 
 
 def data_bytes(place: Path) -> int:
-    """What `verify` will read, about."""
+    """Approximately the bytes that `verify` will read."""
     local_bytes = sum(path.stat().st_size for path in _files(place))
     if not (place / REMOTE).exists():
         return local_bytes
     prepared = open_prepared(place)
     stores = [*prepared.train.values(), *prepared.validation.values()]
-    return local_bytes + sum(info.size_bytes for store in stores for info in store.abouts)
+    return local_bytes + sum(info.size_bytes for store in stores for info in store.infos)
 
 
 def verify(place: Path, advance: Advance, add_digests: bool = False) -> Iterator[VerifyReport]:
-    """A folder of prepared data, a folder of such folders or of stores, or the prefix of one store."""
+    """Verifies a folder of prepared data, a folder of such folders or of stores, or one store given by its prefix."""
     folders = [path.parent for path in sorted([*place.glob(PREPARED), *place.glob(f"*/{PREPARED}")])]
     for folder in folders:
         yield from _verify_prepared(folder, advance, add_digests)
     if folders:
         return
     if (place / TOKENIZER).exists():
-        yield VerifyReport(str(place / PREPARED), 0, (f"{place / PREPARED}: missing; {prepare_again(place)}",))
+        yield VerifyReport(str(place / PREPARED), 0, (f"{place / PREPARED}: missing; {repair_hint(place)}",))
     prefixes = _prefixes(place)
     if not prefixes:
         raise UserError(
@@ -88,7 +88,7 @@ def _prefixes(place: Path) -> list[str]:
 
 
 def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Iterator[VerifyReport]:
-    path, again = folder / PREPARED, prepare_again(folder)
+    path, again = folder / PREPARED, repair_hint(folder)
     try:
         about = read_json(path, again)
         shards = {f"{name}.{side}": count for side in ("train", "validation") for name, count in about[side].items()}
@@ -97,8 +97,8 @@ def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Itera
         return
     clean = True
     for name, expected in about.get("digests", {}).items():
-        found = _sum(folder / name)
-        damage = () if found == expected else (f"{folder / name}: is not what was written; {again}",)
+        digest = file_sum(str(folder / name)) if (folder / name).exists() else "missing"
+        damage = () if digest == expected else (f"{folder / name}: is not what was written; {again}",)
         clean = clean and not damage
         yield VerifyReport(str(folder / name), _size(folder / name), damage)
     if (folder / REMOTE).exists():
@@ -122,7 +122,7 @@ def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Itera
     for index in sorted(folder.glob("*.best-fit-*.json")):
         yield _verify_packing(index.with_suffix(""), advance)
     for ranking in sorted(folder.glob("ranking-*.bin")):
-        wrong = ranking_damage(ranking)
+        wrong = find_ranking_damage(ranking)
         advance(_size(ranking))
         note = "" if digest_path(ranking).exists() else "no digest"
         yield VerifyReport(
@@ -146,30 +146,31 @@ def _verify_remote(folder: Path, advance: Advance) -> Iterator[VerifyReport]:
 def _verify_store(prefix: str, advance: Advance, add_digests: bool) -> VerifyReport:
     damage, note = [], ""
     try:
-        store = TokenStore(prefix)
+        store = Shard(prefix)
     except UserError as error:
         return VerifyReport(prefix, sum(_size(path) for path in _files(Path(prefix))), (str(error),))
     if store.verifiable:
-        for suffix in sorted(store.about.sizes.keys() - {CHUNKS}):
+        for suffix in sorted(store.info.sizes.keys() - {CHUNKS}):
             try:
                 for size_bytes in store.verify_files([suffix]):
                     advance(size_bytes)
             except UserError as error:
                 damage.append(str(error))
-    elif _fingerprint(store, advance) != store.fingerprint:
+    elif _fingerprint(store, advance) != store.info.fingerprint:
         damage.append(
-            f"{prefix}.bin: the tokens, boundaries or mask are not those that were written; " + _again(prefix)
+            f"{prefix}.bin: the tokens, boundaries or mask are not those that were written; "
+            + repair_hint(os.path.dirname(prefix) or ".")
         )
     elif add_digests:
         _add_digests(store)
         note = "digests added"
     else:
-        note = "no digests: tokens, boundaries and mask have the store's fingerprint, other files are not compared"
-    return VerifyReport(prefix, store.about.size_bytes, tuple(damage), note)
+        note = "no digests: tokens, boundaries and mask match the store's fingerprint, other files are not compared"
+    return VerifyReport(prefix, store.info.size_bytes, tuple(damage), note)
 
 
-def _fingerprint(store: TokenStore, advance: Advance) -> str:
-    """Of the store as it is, from its tokens, boundaries and mask."""
+def _fingerprint(store: Shard, advance: Advance) -> str:
+    """Computed from the tokens, boundaries and mask on disk."""
     content = StoreContent()
     for first in range(0, store.documents, _DOCUMENTS):
         edges = store.edges(first, min(first + _DOCUMENTS, store.documents)).tolist()
@@ -183,36 +184,28 @@ def _fingerprint(store: TokenStore, advance: Advance) -> str:
     return content.hexdigest()
 
 
-def _add_digests(store: TokenStore) -> None:
-    data = encode_digests({suffix: hash_file(f"{store.prefix}.{suffix}") for suffix in store.about.sizes})
+def _add_digests(store: Shard) -> None:
+    data = encode_digests({suffix: hash_file(f"{store.prefix}.{suffix}") for suffix in store.info.sizes})
     path = f"{store.prefix}.{CHUNKS}"
     write_atomic(path, data)
-    sizes = store.about.sizes | {CHUNKS: len(data)}
-    commit(store.prefix, replace(store.about, sizes=sizes, sums={CHUNKS: content_digest(data)}))
+    sizes = store.info.sizes | {CHUNKS: len(data)}
+    commit_store(store.prefix, replace(store.info, sizes=sizes, sums={CHUNKS: content_digest(data)}))
 
 
 def _verify_packing(prefix: Path, advance: Advance) -> VerifyReport:
     size_bytes = sum(_size(path) for path in _files(prefix))
-    about = read_index(str(prefix))
-    if about is None:
+    info = read_pack_info(str(prefix))
+    if info is None:
         return VerifyReport(
             str(prefix), size_bytes, (f"{prefix}.json: the index is damaged; it is computed again when needed",)
         )
     try:
-        for compared in PackIndex(str(prefix), about).verify():
+        for compared in PackIndex(str(prefix), info).verify():
             advance(compared)
     except UserError as error:
         return VerifyReport(str(prefix), size_bytes, (str(error),))
-    return VerifyReport(str(prefix), size_bytes, (), "" if about.chunks else "no digests")
-
-
-def _again(prefix: str) -> str:
-    return prepare_again(os.path.dirname(prefix) or ".")
+    return VerifyReport(str(prefix), size_bytes, (), "" if info.chunks else "no digests")
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _sum(path: Path) -> str:
-    return file_sum(str(path)) if path.exists() else "missing"

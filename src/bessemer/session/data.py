@@ -27,13 +27,13 @@ from bessemer.data.prepare import (
 from bessemer.data.published import check_fit, mirror, publish, read_manifest
 from bessemer.data.read import list_files
 from bessemer.data.store.digests import content_digest
-from bessemer.data.store.shards import ShardedStore
+from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.batches import BatchStream
-from bessemer.data.stream.curriculum import by_score, document_lengths, epoch_note, rank_rows
+from bessemer.data.stream.curriculum import epoch_note, length_score, measure_by_score, rank_rows
 from bessemer.data.stream.exclusions import FILE_NAME, banned_documents, offers, read_exclusions
 from bessemer.data.stream.noise import make_noise
 from bessemer.data.stream.order import BatchPhase, CurriculumRanking, MixturePhase, Segment, StepPositions, StreamOrder
-from bessemer.data.stream.packing import BestFitRows, best_fit_rows
+from bessemer.data.stream.packing import BestFitRows, open_best_fit
 from bessemer.data.stream.rows import ConcatRows, PadRows, Rows, Transform, Trim
 from bessemer.data.stream.user_dataset import IterableStream, UserDatasetRows, is_map_style
 from bessemer.data.tokenizer.tokenizer import Tokenizer
@@ -230,7 +230,7 @@ def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
                 f"data.context: {context}: the published store {prepared.url} has no best_fit packing of {name!r} for "
                 f"this context (it has {', '.join(packed) or 'none'}): publish it with this spec, or change the context"
             )
-        return best_fit_rows(store, context, prepared.folder / index)
+        return open_best_fit(store, context, prepared.folder / index)
     if spec.data.packing == "pad":
         return PadRows(store, context, spec.data.padding.long, spec.data.padding.side)
     return ConcatRows(store, context)
@@ -241,7 +241,7 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
     found = {}
     for name, source in data.train.items():
         count = rows[name].count if name in rows else 0
-        tokens = source.tokens if isinstance(source, ShardedStore) else count * context
+        tokens = source.tokens if isinstance(source, TokenStore) else count * context
         if isinstance(data, UserData) and name not in rows:  # an iterable tells nothing of its length
             count = tokens = _ENDLESS
         formats: tuple[str, ...] = ()
@@ -289,11 +289,11 @@ def rank_documents(spec: RunSpec, data: Prepared, rows: Rows, name: str) -> Curr
     """The order that the spec's curriculum gives to a source's rows; computed once and kept with the data."""
     curriculum, store, folder = spec.data.curriculum, data.train[name], data.folder
     if curriculum.by == "length":
-        measure = by_score(rows, document_lengths(store))
+        measure = measure_by_score(rows, length_score(store))
         return rank_rows(rows, "length", measure, folder, curriculum.groups, curriculum.descending)
     if curriculum.by == "label":
         assert curriculum.label is not None
-        measure = by_score(rows, store.scores)
+        measure = measure_by_score(rows, store.scores)
         return rank_rows(rows, curriculum.label, measure, folder, curriculum.groups, curriculum.descending)
     return None
 

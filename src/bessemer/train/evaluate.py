@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from bessemer.data.store.shards import ShardedStore
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
@@ -43,7 +42,7 @@ class HeldOutSet:
     bytes_per_token: float
 
     @staticmethod
-    def of_store(store: TokenStore | ShardedStore, context: int) -> HeldOutSet:
+    def of_store(store: TokenStore, context: int) -> HeldOutSet:
         return HeldOutSet(ConcatRows(store, context), store.tokens, store.text_bytes / max(1, store.tokens))
 
 
@@ -52,7 +51,7 @@ class Evaluator:
 
     def __init__(
         self,
-        held_out: Mapping[str, HeldOutSet | TokenStore | ShardedStore],
+        held_out: Mapping[str, HeldOutSet | TokenStore],
         context: int,
         tokens: int,
         micro_rows: int,

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bessemer.data.stream.prefetch import Prefetch
+from bessemer.data.stream.batches import Prefetch
 from bessemer.run.journal import last_record
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import check_watched_sources, end_forgetting_run, judge_forgetting, rises

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data.stream import curriculum
-from bessemer.data.stream.curriculum import by_score, document_lengths, epoch_note, rank_rows, ranking_name
+from bessemer.data.stream.curriculum import epoch_note, length_score, measure_by_score, rank_rows, ranking_name
 from bessemer.data.stream.order import CurriculumRanking
 from bessemer.data.stream.rows import PADDING, Ints, Spans
 from bessemer.errors import UserError
@@ -60,7 +60,7 @@ def test_a_ranking_is_the_stable_sort_of_the_measures(
     documents, scores = case
     rows = Windows(documents, 4)
     folder = tmp_path_factory.mktemp("ranking")
-    measure = by_score(rows, lambda documents: np.array(scores)[documents])
+    measure = measure_by_score(rows, lambda documents: np.array(scores)[documents])
     expected = [np.float32(slow_measure(rows, k, scores)) + np.float32(0) for k in range(rows.count)]
     with pytest.MonkeyPatch.context() as patch:  # small chunks, so that the passes meet their edges
         patch.setattr(curriculum, "_CHUNK", chunk)
@@ -78,7 +78,7 @@ def test_a_ranking_is_the_stable_sort_of_the_measures(
 
 def test_the_measure_is_the_mean_by_tokens() -> None:
     rows = Windows([0, 0, 0, 1, 1, 2, 2, PADDING], 4)
-    found = by_score(rows, lambda d: np.array([10.0, 2.0, np.nan])[d])(np.array([1, 0]))
+    found = measure_by_score(rows, lambda d: np.array([10.0, 2.0, np.nan])[d])(np.array([1, 0]))
     assert found.tolist() == [2.0, 8.0]  # a document without a score does not count
 
 
@@ -130,7 +130,7 @@ def test_documents_are_as_long_as_the_store_says() -> None:
             starts = np.array([0, 5, 6, 20])
             return starts[documents], starts[documents + 1]
 
-    assert document_lengths(Store())(np.array([2, 0, 1])).tolist() == [14, 5, 1]  # type: ignore[arg-type]
+    assert length_score(Store())(np.array([2, 0, 1])).tolist() == [14, 5, 1]  # type: ignore[arg-type]
 
 
 def test_an_empty_source_is_refused(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data.prepare import Prepared, prepare
-from bessemer.data.store.shards import ShardedStore, merge
-from bessemer.data.store.token_store import StoreWriter, TokenStore
+from bessemer.data.store.shard import Shard
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter, merge
 from bessemer.data.stream import exclusions as bans
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.exclusions import (
@@ -173,7 +174,7 @@ def test_shards_and_scans_in_pieces_give_what_a_loop_gives(
             for _ in range(size):
                 row = int(random.integers(1, 9))
                 writer.add([1, 0], files[random.integers(5)], row, row << 60, 2)
-    merge(prefixes, folder / "joined")
+    merge(prefixes, [str(folder / "joined")])
     entries = [Exclusion(files[0], 1), Exclusion(files[1], 2, f"{2 << 60:016x}"), Exclusion(files[2], None)]
     entries += [Exclusion(files[1], 3, "other"), Exclusion("/c/none.jsonl", 1)]
     joined = TokenStore(folder / "joined")
@@ -185,7 +186,7 @@ def test_shards_and_scans_in_pieces_give_what_a_loop_gives(
             expected.add(("s", document))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bans, "_SCANNED", scanned)
-        for store in (joined, ShardedStore(prefixes), ShardedStore(prefixes, open_shards=1)):
+        for store in (joined, TokenStore(prefixes), TokenStore(prefixes, open_shards=1)):
             banned, stale = banned_documents(entries, {"s": ConcatRows(store, 1)})
             assert banned == expected
             assert any("none.jsonl" in line for line in stale)
@@ -195,7 +196,7 @@ def test_shards_that_lie_afar_are_not_fetched_to_be_searched(tmp_path: Path) -> 
     with StoreWriter(tmp_path / "p", 300, "t") as writer:
         for row in range(1, 5):
             writer.add([1, 0], "/c/a.jsonl", row, row, 2)
-    store = ShardedStore([str(tmp_path / "p")])
+    store = TokenStore([str(tmp_path / "p")])
     rows = ConcatRows(store, 1)
     hints = [
         Exclusion("/c/a.jsonl", 2, source="s", document=1),
@@ -203,7 +204,8 @@ def test_shards_that_lie_afar_are_not_fetched_to_be_searched(tmp_path: Path) -> 
         Exclusion("/c/a.jsonl", 4, source="s", document=99),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedStore, "far", True)
+        store.shard(0)
+        patch.setattr(store, "cache", object())
         banned, stale = banned_documents(hints, {"s": rows})
     assert banned == {("s", 1)} and len(stale) == 2
 
@@ -214,7 +216,7 @@ def test_strings_are_found_by_their_bytes(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "p", 300, "t") as writer:
         for k, path in enumerate(paths):
             writer.add([1, 0], path, k, k, 2)
-    table = TokenStore(tmp_path / "p")._files
+    table = Shard(tmp_path / "p")._files
     for wanted in (
         [*paths[:7], "/nowhere", "b.py"],
         paths[8:20],

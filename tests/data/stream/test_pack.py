@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.store.shards import ShardedStore
-from bessemer.data.store.token_store import StoreWriter, TokenStore
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
-from bessemer.data.stream.packing import BestFitRows, best_fit, best_fit_rows, pack
+from bessemer.data.stream.packing import BestFitRows, best_fit, open_best_fit, pack
 from bessemer.data.stream.rows import PADDING, Rows
 from bessemer.errors import UserError
 from bessemer.spec.mixture import quantise
@@ -114,15 +114,15 @@ def test_every_token_is_a_target_once_in_its_document(
     parts = [
         write_store(folder / f"p{k}", lengths[a:b], int(starts[a]), mask) for k, (a, b) in enumerate(pairwise(edges))
     ]
-    store = ShardedStore([part.prefix for part in parts])
+    store = TokenStore([part.prefixes[0] for part in parts])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bessemer.data.stream.packing._BLOCK_PIECES", block)
         patch.setattr("bessemer.data.stream.packing._READ_DOCUMENTS", 2)
-        rows = best_fit_rows(store, T, folder / "pack")
+        rows = open_best_fit(store, T, folder / "pack")
     found = rows.assemble(np.arange(rows.count))
     assert isinstance(rows, Rows)
     assert found.tokens.shape == found.targets.shape == (rows.count, T)
-    data, kept = store.slice(0, store.tokens), np.diff(store.kept_before(np.arange(store.tokens + 1)))
+    data, kept = store.slice(0, store.tokens), np.diff(store.targets_before(np.arange(store.tokens + 1)))
     seen = np.zeros(store.tokens, int)
     weights = np.ones((rows.count, T)) if found.weights is None else found.weights
     spans = rows.spans(np.arange(rows.count))
@@ -148,13 +148,13 @@ def test_every_token_is_a_target_once_in_its_document(
         assert np.array_equal(weights[row, column : column + length], kept[place : place + length])
         assert weight == kept[place : place + length].sum()
     assert (seen == 1).all() and (cells == 1).all()
-    assert rows.index.about.padding == rows.count * T - store.tokens
-    assert rows.full == (rows.index.about.padding == 0 and not store.masked)
+    assert rows.index.info.padding == rows.count * T - store.tokens
+    assert rows.full == (rows.index.info.padding == 0 and not store.masked)
 
 
 def test_the_same_rows_in_any_company(tmp_path: Path) -> None:
     store = write_store(tmp_path / "s", np.random.default_rng(0).integers(1, 40, 90).tolist(), mask=True)
-    rows = best_fit_rows(store, T, tmp_path / "pack")
+    rows = open_best_fit(store, T, tmp_path / "pack")
     whole = rows.assemble(np.arange(rows.count))
     some = np.array([5, 0, 5, rows.count - 1])
     found = rows.assemble(some)
@@ -172,7 +172,7 @@ def stream_of(rows: BestFitRows, banned: frozenset[tuple[str, int]] = frozenset(
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_stream_over_packed_rows(tmp_path: Path, mask: bool) -> None:
     store = write_store(tmp_path / "s", np.random.default_rng(0).integers(1, 40, 90).tolist(), mask=mask)
-    rows = best_fit_rows(store, T, tmp_path / "pack")
+    rows = open_best_fit(store, T, tmp_path / "pack")
     banned = frozenset({("a", 3), ("a", 11), ("a", 50)})
     stream, plain = stream_of(rows, banned), stream_of(rows)
     assert stream.fingerprint == plain.fingerprint
@@ -197,7 +197,7 @@ def test_a_stream_over_packed_rows(tmp_path: Path, mask: bool) -> None:
 
 def test_padding_behind_a_single_document_needs_no_mask(tmp_path: Path) -> None:
     store = write_store(tmp_path / "s", [T - 1, T - 1, T - 1])
-    batch = stream_of(best_fit_rows(store, T, tmp_path / "pack")).batch(0)
+    batch = stream_of(open_best_fit(store, T, tmp_path / "pack")).batch(0)
     assert batch.single_document
     assert batch.weights.tolist() == [[1.0] * (T - 1) + [0.0]] * 5
 
@@ -205,11 +205,11 @@ def test_padding_behind_a_single_document_needs_no_mask(tmp_path: Path) -> None:
 def test_an_index_is_kept_while_it_is_of_this_store(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 40, 90).tolist()
     store = write_store(tmp_path / "s", lengths)
-    first = best_fit_rows(store, T, tmp_path / "pack")
+    first = open_best_fit(store, T, tmp_path / "pack")
     made = (tmp_path / "pack.pieces").stat().st_mtime_ns
 
     def again(store: TokenStore, length: int = T) -> BestFitRows:
-        return best_fit_rows(store, length, tmp_path / "pack")
+        return open_best_fit(store, length, tmp_path / "pack")
 
     assert again(store).fingerprint == first.fingerprint
     assert (tmp_path / "pack.pieces").stat().st_mtime_ns == made
@@ -235,7 +235,7 @@ def test_an_index_is_kept_while_it_is_of_this_store(tmp_path: Path) -> None:
 def test_a_changed_index_is_never_read(tmp_path: Path, suffix: str) -> None:
     """Refused by name when the damaged place is read, or computed again."""
     store = write_store(tmp_path / "s", np.random.default_rng(0).integers(1, 40, 90).tolist())
-    expected = best_fit_rows(store, T, tmp_path / "pack")
+    expected = open_best_fit(store, T, tmp_path / "pack")
     rows = np.arange(expected.count)
     tokens = expected.assemble(rows).tokens.tolist()
     path = tmp_path / f"pack.{suffix}"
@@ -244,7 +244,7 @@ def test_a_changed_index_is_never_read(tmp_path: Path, suffix: str) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         refusal = None
         try:
-            assert best_fit_rows(store, T, tmp_path / "pack").assemble(rows).tokens.tolist() == tokens
+            assert open_best_fit(store, T, tmp_path / "pack").assemble(rows).tokens.tolist() == tokens
         except UserError as error:
             refusal = str(error)
         assert refusal is None or (f"{path}: bytes 0 to" in refusal and "computed again" in refusal)
@@ -254,7 +254,7 @@ def test_processes_that_pack_at_once_do_not_disturb_each_other(tmp_path: Path) -
     store = write_store(tmp_path / "s", np.random.default_rng(0).integers(1, 40, 200).tolist())
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.append(best_fit_rows(store, T, tmp_path / "pack").fingerprint))
+        threading.Thread(target=lambda: found.append(open_best_fit(store, T, tmp_path / "pack").fingerprint))
         for _ in range(4)
     ]
     for thread in threads:
@@ -265,7 +265,7 @@ def test_processes_that_pack_at_once_do_not_disturb_each_other(tmp_path: Path) -
 
 
 def test_an_empty_store_has_no_rows(tmp_path: Path) -> None:
-    rows = best_fit_rows(write_store(tmp_path / "s", []), T, tmp_path / "pack")
+    rows = open_best_fit(write_store(tmp_path / "s", []), T, tmp_path / "pack")
     assert rows.count == 0 and rows.index.padding_share == 0
 
 

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.store.token_store import Origin, StoreWriter, TokenStore
+from bessemer.data.store.shard import Origin
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.curriculum import rank_rows
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
-from bessemer.data.stream.rows import PADDING, RUN_ROWS, Ints, PadRows, Rows, Side, Trim, pad_rows, padding_share
+from bessemer.data.stream.rows import PADDING, Ints, PadRows, Rows, Side, Trim
 from bessemer.spec.mixture import Mixture
 
 EOS = 9
@@ -20,6 +22,8 @@ EOS = 9
 
 class Store:
     """Documents in memory; every one ends with EOS, and tokens are unique otherwise. `kept` is the mask."""
+
+    cache = None
 
     def __init__(self, lengths: list[int], kept: list[bool] | None = None) -> None:
         self.starts = np.cumsum([0, *lengths]).astype(np.int64)
@@ -42,7 +46,7 @@ class Store:
         for start, length, cell in zip(starts, lengths, at, strict=True):
             out[cell : cell + length] = self.kept[start : start + length]
 
-    def kept_before(self, positions: Ints) -> Ints:
+    def targets_before(self, positions: Ints) -> Ints:
         return np.concatenate([[0], np.cumsum(self.kept)])[positions].astype(np.int64)
 
     def extents(self, documents: Ints) -> tuple[Ints, Ints]:
@@ -152,21 +156,20 @@ def test_rows_of_a_real_store_hold_every_target_once(tmp_path: Path) -> None:
         assert block.weights is not None
         real = np.repeat(block.spans.document != PADDING, block.spans.length).reshape(block.targets.shape)
         assert np.array_equal(block.targets[real], store.slice(0, store.tokens))
-        assert block.weights.sum() == block.spans.weight.sum() == store.kept
-        assert not rows.far
-        rows.expect(np.arange(3))
+        assert block.weights.sum() == block.spans.weight.sum() == store.targets_before(np.array([store.tokens]))[0]
+        rows.prefetch(np.arange(3))  # nothing to do for a local store
 
 
-class Afar(Store):
-    far = True
+class Remote(Store):
+    cache = object()
 
-    def expect(self, starts: Ints, lengths: Ints) -> None:
+    def prefetch(self, starts: Ints, lengths: Ints) -> None:
         self.expected = list(zip(starts.tolist(), lengths.tolist(), strict=True))
 
 
-def test_what_lies_afar_is_told_ahead() -> None:
-    store = Afar([5, 20, 3])
-    PadRows(store, 8).expect(np.array([0, 2, 4]))
+def test_remote_tokens_are_prefetched() -> None:
+    store = Remote([5, 20, 3])
+    PadRows(store, 8).prefetch(np.array([0, 2, 4]))
     assert store.expected == [(0, 6), (12, 9), (24, 4)]  # with the input before each row
 
 
@@ -209,39 +212,13 @@ def test_buckets_pad_less_and_lose_nothing(tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("ranking")
 
     def share(buckets: int) -> float:
-        ranking = rank_rows(rows, "length", rows.row_lengths, folder, buckets, run=RUN_ROWS)
+        ranking = rank_rows(rows, "length", rows.row_lengths, folder, buckets, run=32)
         order = StreamOrder(phases, count, 5, {"talk": ranking} if buckets > 1 else None)
         _, sequence, _ = order.resolve(np.arange(rows.count))
         assert sorted(sequence.tolist()) == list(range(rows.count))
-        return padding_share(rows.row_lengths(sequence), 8, 128, 8)
+        widths = rows.row_lengths(sequence[: rows.count // 8 * 8]).reshape(-1, 8)
+        widest = np.minimum(-(-widths.max(axis=1) // 8) * 8, 128)
+        return float(1 - widths.sum() / (8 * widest.sum()))
 
     shares = [share(buckets) for buckets in (1, 8, 32)]
     assert shares[0] > 0.5 > 0.3 > shares[1] > shares[2]
-
-
-def test_padding_share_by_hand() -> None:
-    lengths = np.array([1, 3, 8, 8, 5])
-    assert padding_share(lengths, 2, 16, 4, "longest") == pytest.approx(1 - 20 / (4 * 2 + 8 * 2))
-    assert padding_share(lengths, 2, 16, 4, "context") == pytest.approx(1 - 20 / 64)
-    assert padding_share(lengths, 9, 6, 4) == pytest.approx(1 - 25 / 30)  # never wider than the context
-    assert padding_share(np.empty(0, np.int64), 2, 16, 4) == 0
-
-
-@given(
-    st.lists(st.lists(st.integers(1, 99), max_size=9), max_size=5),
-    st.none() | st.integers(1, 12),
-    st.integers(1, 4),
-    sides,
-)
-def test_pad_rows_puts_every_row_on_its_side(
-    rows: list[list[int]], length: int | None, multiple: int, side: Side
-) -> None:
-    padded, inside = pad_rows(rows, length, multiple, side, value=-5)
-    assert padded.shape == inside.shape and padded.shape[1] % multiple == 0
-    assert padded.shape[1] - multiple < max([len(row) for row in rows] + [length or 0] if length is None else [length])
-    for row, cells, real in zip(rows, padded, inside, strict=True):
-        kept = row[:length]
-        assert cells[real].tolist() == kept
-        assert (cells[~real] == -5).all()
-        expected = np.arange(cells.size) < len(kept)
-        assert np.array_equal(real, expected if side == "right" else expected[::-1])

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bessemer.data.store.token_store import StoreWriter, TokenStore
-from bessemer.data.stream.batches import Batch, BatchStream, sequence_count
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.store.writer import StoreWriter
+from bessemer.data.stream.batches import Batch, BatchStream, Prefetch
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
-from bessemer.data.stream.prefetch import Prefetch
+from bessemer.data.stream.rows import sequence_count
 from bessemer.errors import UserError
 from bessemer.spec.mixture import quantise
 
@@ -44,7 +45,7 @@ class Fake:
         time.sleep(self.delay_s.get(step, 0))
         return [step]
 
-    def expect(self, step: int, *rank: int) -> None:
+    def prefetch(self, step: int, *rank: int) -> None:
         self.expected.append(step)
 
 

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy as shallow_copy
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.stream.batches import Batch, BatchStream, sequence_count
+from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, Segment, StepPositions, StreamOrder
-from bessemer.data.stream.rows import PADDING, ConcatRows, RowBlock, Spans, Transform
+from bessemer.data.stream.rows import PADDING, ConcatRows, RowBlock, Spans, Transform, sequence_count
 from bessemer.errors import UserError
 from bessemer.spec.mixture import quantise
 
@@ -32,6 +33,8 @@ class Origin:
 
 class Store:
     """Documents in memory. Token values are unique, so a token tells where it came from; `mask` says what counts."""
+
+    cache = None
 
     def __init__(self, name: str, lengths: list[int], first_token: int = 0, mask: np.ndarray | None = None) -> None:
         self.name, self.fingerprint = name, f"{name}-{lengths}"
@@ -55,7 +58,7 @@ class Store:
             return None
         return self.mask[starts[:, None] + np.arange(length)].astype(np.float32)
 
-    def kept_before(self, positions: np.ndarray) -> np.ndarray:
+    def targets_before(self, positions: np.ndarray) -> np.ndarray:
         mask = np.ones(self.tokens) if self.mask is None else self.mask
         return np.cumsum([0, *mask])[positions].astype(np.int64)
 
@@ -420,21 +423,21 @@ def test_sources_may_be_packed_each_in_its_own_way() -> None:
         BatchStream({**sources, "web": ConcatRows(sources["web"].store, T + 1)}, plain.order, T, plain.steps)
 
 
-def test_rows_that_are_at_hand_are_expected_for_nothing() -> None:
+def test_remote_rows_of_a_rank_are_prefetched() -> None:
     stream = example()
-    stream.expect(3)
-    asked = []
+    stream.prefetch(3)  # nothing to do for local stores
+    requested = []
 
-    class Far(ConcatRows):
-        far = True
+    class Remote(ConcatRows):
+        def prefetch(self, sequences: np.ndarray) -> None:
+            requested.extend(sequences.tolist())
 
-        def expect(self, sequences: np.ndarray) -> None:
-            asked.extend(sequences.tolist())
-
-    sources = {**stream.sources, "web": Far(stream.sources["web"].store, T)}
+    remote = shallow_copy(stream.sources["web"].store)
+    remote.cache = object()
+    sources = {**stream.sources, "web": Remote(remote, T)}
     batch = stream.batch(3, 1, 2)
-    BatchStream(sources, stream.order, T, stream.steps).expect(3, 1, 2)
-    assert asked == batch.sequences[batch.sources == stream.names.index("web")].tolist()
+    BatchStream(sources, stream.order, T, stream.steps).prefetch(3, 1, 2)
+    assert requested == batch.sequences[batch.sources == stream.names.index("web")].tolist()
 
 
 def test_the_count_of_a_step_reads_no_tokens() -> None:

@@ -106,14 +106,14 @@ def test_a_tokenizer_with_byte_fallback() -> None:
 
     import sentencepiece
 
-    from bessemer.data.tokenizer.sentencepiece import build, parse
+    from bessemer.data.tokenizer.load import build_sentencepiece, parse_sentencepiece
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()), model_writer=model, vocab_size=400, model_type="bpe",
         byte_fallback=True, minloglevel=2, hard_vocab_limit=False, normalization_rule_name="identity",
     )  # fmt: skip
-    old = Tokenizer(build(parse(model.getvalue())), "</s>")
+    old = Tokenizer(build_sentencepiece(parse_sentencepiece(model.getvalue())), "</s>")
     found = extend(old, DOMAIN, 30)
     assert found.after.tokens < found.before.tokens
     names = [found.tokenizer.inner.id_to_token(old.vocab_size + i) for i in range(len(found.tokens))]

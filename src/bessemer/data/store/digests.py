@@ -1,11 +1,10 @@
 """Digests of data files in chunks of 128 KiB: written with the file, compared when a chunk is first read.
 
 A reader hashes only the chunks that it uses, each once: a rank that reads a thousandth of a corpus verifies about a
-thousandth, and nothing is trained on before it was compared. One row costs at most two chunks more than it holds, which
-is what the kernel's read-ahead fetches for a random read anyway.
+thousandth. One row costs at most two chunks more than it holds, which the kernel's read-ahead fetches anyway.
 
 A `.chunks` file belongs to a group of files with one prefix: uint64 size of a chunk, then the xxh3_64 of every chunk of
-every file, the files in the order of their suffixes. Its own digest stands in the group's `.json`.
+every file, ordered by suffix. Its own digest is in the group's `.json`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ _BUFFER_BYTES = 1 << 18
 _DIGEST = np.dtype("<u8")
 
 Ints = npt.NDArray[np.int64]
+DamageError = Callable[[str, str], Exception]  # (suffix, problem) -> the error to raise
 Bytes = npt.NDArray[np.uint8]
 
 
 class _HashingFile(io.FileIO):
-    """A file open for writing that hashes each chunk on its way to the disk. It is only appended to."""
+    """A file open for appending that hashes each chunk as it is written."""
 
     def __init__(self, path: str, out: list[int]) -> None:
         super().__init__(path, "wb")
@@ -65,12 +65,12 @@ class DigestWriter:
         self._digests: dict[str, list[int]] = {}
 
     def open(self, suffix: str, path: str) -> IO[bytes]:
-        """Digests are complete when the file is closed."""
+        """The digests are complete when the file is closed."""
         digests = self._digests[suffix] = []
         return io.BufferedWriter(_HashingFile(path, digests), _BUFFER_BYTES)
 
     def content(self) -> bytes:
-        """Of the `.chunks` file."""
+        """The content of the `.chunks` file."""
         return encode_digests(self._digests)
 
 
@@ -85,13 +85,13 @@ def content_digest(data: bytes | memoryview) -> str:
 
 
 def hash_file(path: str) -> list[int]:
-    """The digests of a file that is already there."""
+    """The digests of an existing file."""
     with open(path, "rb") as file:
         return [xxhash.xxh3_64_intdigest(block) for block in iter(lambda: file.read(CHUNK_BYTES), b"")]
 
 
 class GroupDigests:
-    """The digests of a group's files, as they were written. Raises ValueError when they do not fit the sizes."""
+    """The recorded digests of a group's files. Raises ValueError if they do not fit the sizes."""
 
     def __init__(self, data: bytes, sizes: Mapping[str, int]) -> None:
         numbers = np.frombuffer(data, _DIGEST)
@@ -104,15 +104,12 @@ class GroupDigests:
         ends = np.cumsum([1, *counts.values()]).tolist()
         self._of = {suffix: numbers[ends[i] : ends[i + 1]] for i, suffix in enumerate(counts)}
 
-    def checked(self, suffix: str, data: npt.NDArray[Any], damaged: Callable[[str, str], Exception]) -> CheckedFile:
-        return CheckedFile(suffix, data, self._of[suffix], self.chunk_bytes, damaged)
+    def checked(self, suffix: str, data: npt.NDArray[Any], damage_error: DamageError) -> CheckedFile:
+        return CheckedFile(suffix, data, self._of[suffix], self.chunk_bytes, damage_error)
 
 
 class CheckedFile:
-    """A mapped file whose chunks are compared with their digests when they are first used; safe for many threads.
-
-    `damaged(suffix, what)` makes the error for a chunk that differs.
-    """
+    """A mapped file whose chunks are compared with their digests when they are first used; safe for many threads."""
 
     def __init__(
         self,
@@ -120,31 +117,31 @@ class CheckedFile:
         data: npt.NDArray[Any],
         digests: npt.NDArray[Any],
         chunk_bytes: int,
-        damaged: Callable[[str, str], Exception],
+        damage_error: DamageError,
     ) -> None:
         self.complete = not digests.size
-        self._suffix, self._item, self._damaged = suffix, data.itemsize, damaged
+        self._suffix, self._item, self._damage_error = suffix, data.itemsize, damage_error
         self._data: Bytes = data.reshape(-1).view(np.uint8)
         self._digests, self._chunk_bytes = digests, chunk_bytes
-        self._good = np.zeros(digests.size, np.bool_)
+        self._verified = np.zeros(digests.size, np.bool_)
 
     def check(self, start: int, stop: int) -> None:
-        """Items [start, stop) of the mapped array."""
+        """Verifies items [start, stop) of the mapped array."""
         if self.complete or start >= stop:
             return
         first, last = start * self._item // self._chunk_bytes, (stop * self._item - 1) // self._chunk_bytes
-        if not self._good[first : last + 1].all():
+        if not self._verified[first : last + 1].all():
             self._compare(range(first, last + 1))
 
     def check_runs(self, starts: Ints, lengths: Ints | int) -> None:
-        """The `lengths[i]` items from `starts[i]` on, for every i."""
+        """Verifies the `lengths[i]` items from `starts[i]` on, for every i."""
         if self.complete or not starts.size:
             return
-        first = np.minimum(starts * self._item // self._chunk_bytes, self._good.size - 1)
+        first = np.minimum(starts * self._item // self._chunk_bytes, self._verified.size - 1)
         last = np.maximum(((starts + lengths) * self._item - 1) // self._chunk_bytes, first)  # empty runs end before
-        wanted = [first, last] if (last - first).max() <= 1 else [_every(first, last)]
-        chunks = np.concatenate(wanted)
-        pending = chunks[~self._good[chunks]]
+        adjacent = (last - first).max() <= 1
+        chunks = np.concatenate([first, last]) if adjacent else _ranges(first, last)
+        pending = chunks[~self._verified[chunks]]
         if pending.size:
             self._compare(np.unique(pending).tolist())
 
@@ -153,10 +150,10 @@ class CheckedFile:
             pass
 
     def progress(self) -> Iterator[int]:
-        """Compares the whole file; yields the bytes compared, some at a time."""
+        """Verifies the whole file; yields the bytes compared, some at a time."""
         step = max(1, (1 << 26) // self._chunk_bytes)
-        for first in range(0, self._good.size, step):
-            stop = min(first + step, self._good.size)
+        for first in range(0, self._verified.size, step):
+            stop = min(first + step, self._verified.size)
             self._compare(range(first, stop))
             yield min(stop * self._chunk_bytes, self._data.size) - first * self._chunk_bytes
 
@@ -164,14 +161,15 @@ class CheckedFile:
         for chunk in chunks:
             begin = chunk * self._chunk_bytes
             end = min(begin + self._chunk_bytes, self._data.size)
-            if not self._good[chunk]:
+            if not self._verified[chunk]:
                 if xxhash.xxh3_64_intdigest(self._data[begin:end].data) != int(self._digests[chunk]):
-                    raise self._damaged(self._suffix, f"bytes {begin:,} to {end:,} are not those that were written")
-                self._good[chunk] = True
-        if self._good.all():
+                    problem = f"bytes {begin:,} to {end:,} are not those that were written"
+                    raise self._damage_error(self._suffix, problem)
+                self._verified[chunk] = True
+        if self._verified.all():
             self.complete = True
 
 
-def _every(first: Ints, last: Ints) -> Ints:
+def _ranges(first: Ints, last: Ints) -> Ints:
     counts = last - first + 1
     return np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))

@@ -1,29 +1,23 @@
-"""Many strings in one file, read by number without loading the others: paths and document ids of a token store.
-
-The strings in UTF-8 one after another, zero bytes up to a multiple of 8, then an int64 offset for every string and
-the end. What it costs in memory is the offsets, while writing; while reading nothing, as the file is mapped.
-
-Which tokens of a store count as targets: one bit each, with counts that make any span's sum a lookup.
-
-The `.mask` file is a record for every 64 tokens (how many count before it, and its 64 bits) and one more at the end:
-a quarter of a byte per token, and the number of targets in a span costs two records instead of a scan.
-
-The files of a token store: their layout, the `.json` that commits them, and the fingerprint of their content.
+"""The files of a token store: their layout, the `.json` that commits them, and the fingerprint of their content.
 
 A store is a group of files with one prefix. `.bin` and `.idx` are Megatron-LM's indexed dataset, one sequence per
-document, so Megatron and NeMo can train from them too; the others are ours:
+document, so Megatron and NeMo can train from them too. The others are Bessemer's:
 
     .bin      token ids, document after document
     .idx      header, int32 lengths, int64 byte offsets, int64 document numbers
-    .starts   int64 token offset of every document, and the end. The same offsets stand in the .idx, but at an odd
-              byte: numpy then copies the whole array for every search (0.6 ms per million documents instead of 0.004)
-    .origins  per document: number of the file, row, hash of the text
-    .files    the paths that the origins number, as a table of strings
-    .mask     only where targets are masked: which tokens count as targets (see token_mask.py)
-    .ids      only where documents have ids of their own: a table of strings
-    .scores   only where documents were scored: float32, NaN for those that were not
-    .chunks   digests of the files above, compared when they are read (see chunk_digests.py); older stores have none
+    .starts   int64 token offset of every document, and the end. The .idx has the same offsets, but unaligned: numpy
+              then copies the whole array for every search (0.6 ms per million documents instead of 0.004)
+    .origins  per document: index of the file, row, hash of the text
+    .files    the paths that the origins refer to, as a table of strings
+    .mask     only if targets are masked: a record for every 64 tokens and one more at the end, with the number of
+              targets before it and its 64 bits. Counting the targets of a span takes two records instead of a scan
+    .ids      only if documents have ids: a table of strings
+    .scores   only if documents were scored: float32, NaN for those that were not
+    .chunks   digests of the files above, compared when they are read (see digests.py); older stores have none
     .json     counts, sizes, fingerprints, and a digest of itself. Written last: it is the commit
+
+A table of strings is the text in UTF-8, zero bytes up to a multiple of 8, then an int64 offset for every string and the
+end. Reading one string loads no others.
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ import json
 import os
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -52,7 +46,7 @@ _COPY_BYTES = 1 << 22
 
 
 class StringsWriter:
-    """Writes a table; `close` appends the offsets."""
+    """Writes a table of strings; `close` appends the offsets."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -81,7 +75,7 @@ class StringsWriter:
 
 
 class Strings:
-    """A table of so many strings, over the bytes of its file."""
+    """A table of `count` strings, over the bytes of its file."""
 
     def __init__(self, data: npt.NDArray[np.uint8], count: int) -> None:
         cut = data.size - 8 * (count + 1)
@@ -114,7 +108,7 @@ def mask_bytes(tokens: int) -> int:
 
 
 class MaskWriter:
-    """Appends to a `.mask`, in memory that does not grow; `close` writes what is left."""
+    """Writes a `.mask` in constant memory; `close` writes the remainder."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.tokens, self.kept = file, 0, 0
@@ -122,7 +116,7 @@ class MaskWriter:
         self._waiting_tokens = self._before = 0
 
     def append(self, mask: Bytes) -> None:
-        """1 for a token that counts, 0 for one that does not; nothing else."""
+        """`mask` holds 1 for a token that counts as a target, else 0."""
         self._waiting.append(mask)
         self._waiting_tokens += mask.size
         self.tokens += mask.size
@@ -150,16 +144,15 @@ class MaskWriter:
         self._waiting, self._waiting_tokens = [flat[tokens:]], flat.size - tokens
 
 
-def kept_before(records: npt.NDArray[Any], positions: Ints) -> Ints:
-    """How many tokens before each position count; a position may be the end."""
-    word, bit = positions >> 6, (positions & 63).astype(np.uint64)
-    found = records[word]
-    below = found["bits"] & ((np.uint64(1) << bit) - np.uint64(1))
-    return found["before"].astype(np.int64) + np.bitwise_count(below)
+def targets_before(records: npt.NDArray[Any], positions: Ints) -> Ints:
+    """How many tokens before each position count as targets; a position may be the end."""
+    record, bit = records[positions >> 6], (positions & 63).astype(np.uint64)
+    below = record["bits"] & ((np.uint64(1) << bit) - np.uint64(1))
+    return record["before"].astype(np.int64) + np.bitwise_count(below)
 
 
 def mask_bits(records: npt.NDArray[Any], positions: Ints) -> Bytes:
-    """1 for each position whose token counts, else 0. By bytes: words of 64 bits take a third longer."""
+    """1 for each position whose token counts, else 0. Reads bytes: 64-bit words take a third longer."""
     byte = positions >> 3
     byte += (byte & ~7) + 8  # every eight bytes of bits follow eight bytes of a count
     bits: Bytes = records.view(np.uint8).take(byte, mode="clip")
@@ -175,17 +168,6 @@ def mask_run(records: npt.NDArray[Any], start: int, length: int) -> Bytes:
     return np.unpackbits(words.view(np.uint8), bitorder="little")[begin : begin + length]
 
 
-def mask_windows(records: npt.NDArray[Any], starts: Ints, length: int) -> Bytes:
-    """Row i is the mask of the `length` tokens from `starts[i]` on."""
-    words = (length + 2 * _BITS - 2) // _BITS  # as many as the worst alignment touches
-    columns = (starts >> 6)[:, None] + np.arange(words)
-    bits = records["bits"][np.minimum(columns, records.size - 1)]
-    flat = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), axis=1, bitorder="little").ravel()
-    # Each row begins inside its first word: overlapping windows over the flat bits move it to its place.
-    windows = np.lib.stride_tricks.as_strided(flat, (max(0, flat.size - length + 1), length), (1, 1), writeable=False)
-    return windows[np.arange(starts.size) * words * _BITS + (starts & 63)]
-
-
 FORMAT_VERSION = 2
 SUFFIXES = ("bin", "idx", "starts", "origins", "files", "mask", "ids", "scores", CHUNKS)
 
@@ -196,17 +178,17 @@ ORIGIN = np.dtype([("file", "<u4"), ("row", "<u8"), ("hash", "<u8")])
 OFFSET = np.dtype("<i8")
 SCORE = np.dtype("<f4")
 _HASH_BYTES = 1 << 20
-COPY_ITEMS = 1 << 18  # numbers held at once while files are put together
+COPY_ITEMS = 1 << 18  # numbers held at once while files are joined
 
 
 def token_dtype(vocab: int) -> np.dtype[Any]:
-    """Two bytes while they suffice. Megatron has no uint32; ids stay below 2^31, where int32 has the same bytes."""
+    """Two bytes if they suffice, else four. Megatron has no uint32; ids below 2^31 have the same bytes in int32."""
     return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<i4")
 
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """What the `.json` of a store says. `kept` counts the tokens that weigh as targets: all, without a mask."""
+    """The content of a store's `.json`. `kept` counts the tokens that are targets: all of them without a mask."""
 
     vocab: int
     documents: int
@@ -229,51 +211,60 @@ class StoreInfo:
 
     @cached_property
     def digest(self) -> str:
-        """Of everything that the `.json` says."""
+        """Digest of everything else in the `.json`."""
         return content_digest(json.dumps(self._content()).encode())
 
     def to_json(self) -> dict[str, Any]:
         return self._content() | {"digest": self.digest}
 
     def _content(self) -> dict[str, Any]:
-        about: dict[str, Any] = {"format_version": FORMAT_VERSION, "dtype": self.dtype.name, **asdict(self)}
-        return about | {"sizes": dict(sorted(self.sizes.items())), "sums": dict(sorted(self.sums.items()))}
+        info: dict[str, Any] = {"format_version": FORMAT_VERSION, "dtype": self.dtype.name, **asdict(self)}
+        return info | {"sizes": dict(sorted(self.sizes.items())), "sums": dict(sorted(self.sums.items()))}
 
     @classmethod
-    def from_json(cls, about: Mapping[str, Any]) -> Self:
-        """Raises ValueError, KeyError or TypeError when it is not one of ours."""
-        if about["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format {about['format_version']} instead of {FORMAT_VERSION}")
-        made = cls(**{field.name: about[field.name] for field in fields(cls)})
-        if about.get("digest", made.digest) != made.digest:
-            raise ValueError("its content does not have the digest that it was written with")
+    def from_json(cls, info: Mapping[str, Any]) -> Self:
+        """Raises ValueError, KeyError or TypeError if this is not the `.json` of a store."""
+        if info["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format {info['format_version']} instead of {FORMAT_VERSION}")
+        made = cls(**{field.name: info[field.name] for field in fields(cls)})
+        if info.get("digest", made.digest) != made.digest:
+            raise ValueError("its content does not match its digest")
         return made
 
 
-def read_about(prefix: str) -> StoreInfo:
+def read_info(prefix: str) -> StoreInfo:
     """The `.json` of a local store. Costs one small file, however large the store."""
     try:
         with open(f"{prefix}.json", encoding="utf-8") as file:
             return StoreInfo.from_json(json.load(file))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise damaged(prefix, "json", f"cannot be read ({error})") from error
+        raise damage_error(prefix, "json", f"cannot be read ({error})") from error
 
 
-def commit(prefix: str, about: StoreInfo) -> None:
-    """Makes the files a store. They have been synced; from here on a crash no longer loses it."""
-    write_atomic(f"{prefix}.json", json.dumps(about.to_json(), indent=1))
+def commit_store(prefix: str, info: StoreInfo) -> None:
+    """Turns the files, which have been synced, into a store that survives a crash."""
+    write_atomic(f"{prefix}.json", json.dumps(info.to_json(), indent=1))
 
 
-def damaged(prefix: str, suffix: str, what: str) -> UserError:
-    folder = os.path.dirname(prefix) or "."
-    return UserError(f"{prefix}.{suffix}: {what}; {prepare_again(folder)}")
+def check_tokenizers(prefixes: Sequence[str], infos: Sequence[StoreInfo]) -> None:
+    """Refuses stores that different tokenizers wrote."""
+    for prefix, info in zip(prefixes, infos, strict=True):
+        if (info.vocab, info.tokenizer_fingerprint) != (infos[0].vocab, infos[0].tokenizer_fingerprint):
+            raise UserError(
+                f"{prefix}: was tokenized by another tokenizer than {prefixes[0]}; prepare one of them again"
+            )
+
+
+def damage_error(prefix: str, suffix: str, problem: str) -> UserError:
+    return UserError(f"{prefix}.{suffix}: {problem}; {repair_hint(os.path.dirname(prefix) or '.')}")
 
 
 LOCKS = ".locks"  # the folder of locks in a cache of remote shards
-PREPARE_COMMAND = "bessemer data prepare SPEC"  # commands that know the spec put its path in
+PREPARE_COMMAND = "bessemer data prepare SPEC"  # the command line fills in the spec's path
 
 
-def prepare_again(folder: str | Path) -> str:
+def repair_hint(folder: str | Path) -> str:
+    """How to replace damaged data in this folder."""
     if (Path(folder).parent / LOCKS).exists():  # a shard of published data
         return f"delete the folder {folder}; the next start fetches it again"
     return f"delete the folder {folder} and prepare the data again: {PREPARE_COMMAND}"
@@ -282,9 +273,8 @@ def prepare_again(folder: str | Path) -> str:
 class StoreContent:
     """The fingerprint of a sequence of documents: the same however they were divided into parts and shards.
 
-    It is a polynomial in the documents' hashes, so that of a concatenation follows from those of its parts. Modulo a
-    Mersenne prime near 2^127 two corpora meet by chance about as often as two 128-bit hashes do. It guards against
-    mistakes, not against an adversary.
+    It is a polynomial in the documents' hashes modulo a Mersenne prime near 2^127, so the fingerprint of a
+    concatenation follows from those of its parts. It guards against mistakes, not against an adversary.
     """
 
     _PRIME = (1 << 127) - 1
@@ -294,7 +284,7 @@ class StoreContent:
         self._value, self.documents = int(fingerprint, 16), documents
 
     def add(self, tokens: memoryview, mask: memoryview | None = None) -> None:
-        """One more document. A mask counts, since it decides what is learnt; one that keeps every token does not."""
+        """Adds a document. A mask changes the fingerprint, unless every token counts."""
         if mask is None:
             digest = xxhash.xxh3_128_intdigest(tokens)
         else:
@@ -305,7 +295,7 @@ class StoreContent:
         self.documents += 1
 
     def join(self, other: StoreContent) -> None:
-        """The documents of `other`, after ours."""
+        """Appends the documents of `other`."""
         shifted = self._value * pow(self._FACTOR, other.documents, self._PRIME)
         self._value = (shifted + other._value) % self._PRIME
         self.documents += other.documents
@@ -336,7 +326,7 @@ def index_bytes(documents: int) -> int:
 
 
 def remove_store(prefix: str) -> None:
-    """Deletes a store; the `.json` goes first, so it never claims too much."""
+    """Deletes a store, the `.json` first: it never describes files that are gone."""
     for suffix in ("json", *SUFFIXES):
         Path(f"{prefix}.{suffix}").unlink(missing_ok=True)
 

@@ -1,444 +1,346 @@
-"""Tokens on disk: what `prepare` writes once and the stream reads at random for the rest of the run.
+"""A token store: the shards of a source, read as one address space of tokens and documents.
 
-This is one store, on this machine; `shards.py` joins many, here or afar, into one address space with the same methods.
-The files are described in `store_format.py` and written by `store_writer.py`.
+Shard boundaries are invisible from outside: the same documents give the same tokens, numbers and fingerprint in any
+division. A shard is opened when it is first read, and few are open at a time. Shards may lie in an object store.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.store.arrays import chunks
 from bessemer.data.store.digests import SUFFIX as CHUNKS
-from bessemer.data.store.digests import CheckedFile, GroupDigests, content_digest
-from bessemer.data.store.format import (
-    DTYPE_CODES,
-    FORMAT_VERSION,
-    HEADER,
-    MAGIC,
-    OFFSET,
-    ORIGIN,
-    RECORD,
-    SCORE,
-    StoreInfo,
-    Strings,
-    damaged,
-    index_bytes,
-    kept_before,
-    mask_bits,
-    mask_bytes,
-    mask_run,
-    mask_windows,
-    read_about,
-    token_dtype,
-)
-from bessemer.data.store.writer import StoreWriter
+from bessemer.data.store.format import StoreContent, StoreInfo, check_tokenizers, read_info, token_dtype
+from bessemer.data.store.shard import Origin, Shard, run_indices
+from bessemer.errors import UserError
 
-__all__ = ["FORMAT_VERSION", "Origin", "StoreWriter", "TokenSource", "TokenStore", "token_dtype"]
-
-_DTYPES = {"starts": OFFSET, "origins": ORIGIN, "mask": RECORD, "scores": SCORE}  # of other files: bytes
-_LONG_RUN = 256  # tokens, on average, from which on runs are copied one by one
-_INDEX_ITEMS = 1 << 14
+if TYPE_CHECKING:
+    from bessemer.data.store.remote import Lease, ShardCache
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The document that a token belongs to: tokens [start, stop) of the store, read from `row` of `file`."""
-
-    file: str
-    row: int
-    document_id: str  # the user's own, or the hash of the text
-    document: int
-    start: int
-    stop: int
+# A shard has at most six maps and the kernel allows 65,530 of a process, which several sources share.
+_OPEN_SHARDS = 512
+_LONG_RUN = 256  # mean tokens above which runs are copied one by one
+_INDEX_ITEMS = 1 << 14
 
 
-class TokenSource(Protocol):
-    """What rows are made of: documents, each of at least one token, one after another in one address space."""
+def shard_prefixes(folder: str | Path, source: str, side: str) -> Iterator[str]:
+    """The prefixes of a source's shards, without end."""
+    return (f"{folder}/{source}.{side}.{number:05d}" for number in count())
 
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def documents(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def masked(self) -> bool: ...
 
-    def gather(self, starts: Ints, length: int, /) -> npt.NDArray[np.integer]:
-        """Row i holds the `length` tokens from `starts[i]` on."""
-        ...
-
-    def weights(self, starts: Ints, length: int, /) -> Floats | None:
-        """What `gather`'s tokens weigh as targets; None when all weigh 1."""
-        ...
-
-    def runs(self, starts: Ints, lengths: Ints, /) -> npt.NDArray[np.integer]:
-        """The `lengths[i]` tokens from `starts[i]` on, one run after another."""
-        ...
-
-    def copy_runs(self, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool = False, /) -> None:
-        """Copies the `lengths[i]` tokens from `starts[i]` on to `out[at[i]:]`; `out` is flat. With `spill`, which
-        needs rising `at`, what lies between the runs in `out` may be overwritten, and they are copied faster."""
-        ...
-
-    def copy_weights(self, starts: Ints, lengths: Ints, out: Floats, at: Ints, spill: bool = False, /) -> None:
-        """The same for what the tokens weigh as targets."""
-        ...
-
-    def kept_before(self, positions: Ints, /) -> Ints:
-        """The sum of the weights of all tokens before each position."""
-        ...
-
-    def document_of(self, positions: Ints, /) -> Ints:
-        """Number of the document that holds each token."""
-        ...
-
-    def documents_in(self, starts: Ints, lengths: Ints, /) -> tuple[Ints, Ints, Ints]:
-        """For each window of tokens: its first document, how many more begin inside it, and (flat) where."""
-        ...
-
-    def extents(self, documents: Ints, /) -> tuple[Ints, Ints]:
-        """The first token of each document and the one behind its last."""
-        ...
-
-    def edges(self, first: int, stop: int, /) -> Ints:
-        """Where the documents from `first` on begin, and where the one before `stop` ends."""
-        ...
-
-    def origin_of_document(self, document: int, /) -> Origin: ...
+def open_stores(folder: str | Path, shards: Mapping[str, int], side: str) -> dict[str, TokenStore]:
+    """The store of each source, given its number of shards."""
+    stores = {}
+    for source, number in shards.items():
+        prefixes = shard_prefixes(folder, source, side)
+        stores[source] = TokenStore([next(prefixes) for _ in range(number)])
+    return stores
 
 
 class TokenStore:
-    """A store opened for reading: memory-mapped, so it costs no memory of its own; safe for many threads.
+    """One or more shards, given by their prefixes; safe for many threads.
 
+    Opening reads one small file per shard (30 µs each). A shard's files are mapped when it is first read; the
+    `open_shards` used last stay mapped. Prefixes may be URLs, read through a `cache` of whole shards on this machine.
     `fingerprint` depends on the tokens, the document lengths and the mask alone. `text_bytes` is the size of the text
-    in UTF-8, which bits per byte are computed from. What is read is compared with its digests first; `verifiable` is
-    False for a store of an earlier version, which has none.
+    in UTF-8, from which bits per byte are computed.
     """
 
-    def __init__(self, prefix: str | Path, about: StoreInfo | None = None) -> None:
-        self.prefix = str(prefix)
-        self.about = about = about or read_about(self.prefix)
-        self.documents, self.tokens, self.kept = about.documents, about.tokens, about.kept
-        self.text_bytes, self.vocab, self.dtype = about.text_bytes, about.vocab, about.dtype
-        self.fingerprint, self.tokenizer_fingerprint = about.fingerprint, about.tokenizer_fingerprint
-        self.masked = "mask" in about.sizes
-        self._check_sizes()
-        self._check_index()
-        self._checked: dict[str, CheckedFile] = {}
-        self._digests = self._read_digests()
-        self._maps: dict[str, npt.NDArray[Any]] = {}
-        self._tokens = self._map("bin")
-        self._starts: Ints = self._map("starts")
-        if self._starts[-1] != self.tokens:
-            raise damaged(self.prefix, "starts", f"ends at token {self._starts[-1]}, not {self.tokens}")
-        self._mask = self._map("mask") if self.masked else None
+    def __init__(
+        self,
+        prefixes: str | Path | Sequence[str],
+        cache: ShardCache | None = None,
+        infos: Sequence[StoreInfo] | None = None,
+        open_shards: int = _OPEN_SHARDS,
+    ) -> None:
+        self.prefixes = [str(prefixes)] if isinstance(prefixes, (str, Path)) else [str(prefix) for prefix in prefixes]
+        self.infos = list(infos) if infos is not None else [read_info(prefix) for prefix in self.prefixes]
+        self.cache, self._open_shards = cache, open_shards
+        check_tokenizers(self.prefixes, self.infos)
+        content = StoreContent()
+        for prefix, info in zip(self.prefixes, self.infos, strict=True):
+            content.join(StoreContent(info.fingerprint, info.documents))
+            if cache:
+                cache.check_limit(prefix, info)
+        self.fingerprint = content.hexdigest()
+        self.vocab = self.infos[0].vocab if self.infos else 0
+        self.tokenizer_fingerprint = self.infos[0].tokenizer_fingerprint if self.infos else ""
+        self.dtype = token_dtype(self.vocab)
+        self.text_bytes = sum(info.text_bytes for info in self.infos)
+        self.masked = any("mask" in info.sizes for info in self.infos)
+        self._token_starts = _starts(info.tokens for info in self.infos)
+        self._document_starts = _starts(info.documents for info in self.infos)
+        self._target_starts = _starts(info.kept for info in self.infos)
+        self.tokens, self.documents = int(self._token_starts[-1]), int(self._document_starts[-1])
+        self._opened: OrderedDict[int, tuple[Shard, Lease | None]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self.tokens
 
-    def __reduce__(self) -> tuple[type[TokenStore], tuple[str]]:
-        return TokenStore, (self.prefix,)  # pickling the maps would copy them; a worker maps the files itself
-
     @property
     def files(self) -> list[str]:
-        """The paths that the documents came from."""
-        return [self._files[number] for number in range(len(self._files))]
-
-    def slice(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens [start, stop), as a read-only view of the file."""
-        if (checked := self._checked.get("bin")) is not None:
-            checked.check(*slice(start, stop).indices(self.tokens)[:2])
-        return self._tokens[start:stop]
-
-    def gather(self, starts: Ints, length: int) -> npt.NDArray[Any]:
-        """Row i holds the `length` tokens from `starts[i]` on, in the store's type."""
-        starts = np.asarray(starts, dtype=np.int64)
-        self._check_runs(starts, length)
-        if starts.size == 0:
-            return np.empty((0, length), self.dtype)
-        self.check_tokens(starts, length)
-        # Overlapping windows, one per token, without copying; taking rows of them copies runs of tokens instead of
-        # single ones (1.6 G against 0.4 G tokens/s with an index per token).
-        strides = (self.dtype.itemsize, self.dtype.itemsize)
-        shape = (self.tokens - length + 1, length)
-        windows = np.lib.stride_tricks.as_strided(self._tokens, shape, strides, writeable=False)
-        return windows[starts]
-
-    def weights(self, starts: Ints, length: int) -> Floats | None:
-        """What `gather`'s tokens weigh as targets, 0 or 1; None when the store has no mask."""
-        if self._mask is None:
-            return None
-        self._check_runs(starts, length)
-        self.check_mask(starts, length)
-        return mask_windows(self._mask, starts, length).astype(np.float32)
-
-    def runs(self, starts: Ints, lengths: Ints) -> npt.NDArray[Any]:
-        """The `lengths[i]` tokens from `starts[i]` on, one run after another, in the store's type."""
-        out = np.empty(int(lengths.sum()), self.dtype)
-        self.copy_runs(starts, lengths, out, np.cumsum(lengths) - lengths)
-        return out
-
-    def copy_runs(self, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool = False) -> None:
-        """Copies the `lengths[i]` tokens from `starts[i]` on to `out[at[i]:]`; `spill`: also between the runs."""
-        self._check_runs(starts, lengths)
-        self.check_tokens(starts, lengths)
-        if are_long(lengths):
-            for start, length, to in zip(starts.tolist(), lengths.tolist(), at.tolist(), strict=True):
-                out[to : to + length] = self._tokens[start : start + length]
-        else:
-            copy_by_index(self.tokens_at, starts, lengths, out, at, spill)
-
-    def copy_weights(self, starts: Ints, lengths: Ints, out: Floats, at: Ints, spill: bool = False) -> None:
-        """The same for what the tokens weigh as targets, 0 or 1."""
-        self._check_runs(starts, lengths)
-        self.check_mask(starts, lengths)
-        if are_long(lengths):
-            for start, length, to in zip(starts.tolist(), lengths.tolist(), at.tolist(), strict=True):
-                out[to : to + length] = self.run_weights(start, length)
-        else:
-            copy_by_index(self.weights_at, starts, lengths, out, at, spill)
-
-    def tokens_at(self, positions: Ints) -> npt.NDArray[Any]:
-        """Single tokens, not compared with their digests: call `check_tokens`. A position outside gives any token."""
-        return self._tokens.take(positions, mode="clip")
-
-    def weights_at(self, positions: Ints) -> npt.NDArray[np.uint8]:
-        """What single tokens weigh, 0 or 1; call `check_mask` first."""
-        return np.ones(positions.shape, np.uint8) if self._mask is None else mask_bits(self._mask, positions)
-
-    def run_weights(self, start: int, length: int) -> npt.NDArray[np.uint8] | int:
-        """What the tokens of one run weigh; 1 where all weigh that; call `check_mask` first."""
-        return 1 if self._mask is None else mask_run(self._mask, start, length)
-
-    def kept_before(self, positions: Ints) -> Ints:
-        """The sum of the weights of all tokens before each position: a lookup, not a scan."""
-        if self._mask is None:
-            return positions
-        self.check_mask(positions, 1)
-        return kept_before(self._mask, positions)
-
-    def scores(self, documents: Ints) -> Floats:
-        """What each document was scored with; NaN where it was not."""
-        if "scores" not in self.about.sizes:
-            return np.full(documents.shape, np.nan, np.float32)
-        return self._scores[documents]
-
-    def document_of(self, positions: Ints) -> Ints:
-        """Number of the document that holds each token."""
-        positions = np.asarray(positions, dtype=np.int64)
-        self._check_runs(positions, 1)
-        return self._search(positions)
-
-    def documents_in(self, starts: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
-        """For each window of tokens: its first document, how many more begin inside it, and (flat) where."""
-        first, last = self._search(starts), self._search(starts + (lengths - 1))
-        more = last - first
-        self._check_starts(first, more + 1)
-        return first, more, self._starts[run_indices(first + 1, more)]
-
-    def begins_in(self, start: int, stop: int) -> tuple[int, Ints]:
-        """The document that holds token `start`, and the starts of those that begin after it and before `stop`."""
-        first, last = (int(self._starts.searchsorted(position, "right")) - 1 for position in (start, stop - 1))
-        if "starts" in self._checked and not self._checked["starts"].complete:
-            first, last = self._search(np.array([start, stop - 1])).tolist()
-            self._checked["starts"].check(first, last + 1)
-        return first, self._starts[first + 1 : last + 1]
-
-    def extents(self, documents: Ints) -> tuple[Ints, Ints]:
-        """The first token of each document and the one behind its last."""
-        self._check_starts(documents, 2)
-        return self._starts[documents], self._starts[documents + 1]
-
-    def edges(self, first: int, stop: int) -> Ints:
-        """Where the documents from `first` on begin, and where the one before `stop` ends."""
-        if (checked := self._checked.get("starts")) is not None:
-            checked.check(first, stop + 1)
-        return self._starts[first : stop + 1]
-
-    def origin(self, position: int) -> Origin:
-        """Where the token at `position` came from."""
-        return self.origin_of_document(int(self.document_of(np.array([position]))[0]))
-
-    def origin_of_document(self, document: int) -> Origin:
-        if not 0 <= document < self.documents:
-            raise IndexError(f"document {document}, but {self.documents} in all")
-        file, row, text_hash = self._origins[document].item()
-        own_id = "" if self.ids is None else self.ids[document]
-        start, stop = self.edges(document, document + 1).tolist()
-        return Origin(self._files[file], row, own_id or f"{text_hash:016x}", document, start, stop)
-
-    def origins_of(self, first: int, stop: int) -> npt.NDArray[Any]:
-        """A copy of the records of documents [first, stop): number in `files`, row, hash of the text."""
-        return self._origins[first:stop].copy()
-
-    @cached_property
-    def ids(self) -> Strings | None:
-        """The documents' own ids, empty where one has none; None where none has."""
-        return self._strings("ids", self.documents) if "ids" in self.about.sizes else None
+        """The paths that the documents came from, each once. Opens every shard."""
+        return list(dict.fromkeys(path for k in range(len(self.prefixes)) for path in self.shard(k).files))
 
     @property
     def verifiable(self) -> bool:
-        return self._digests is not None
+        """Whether reads are compared with digests: False where an earlier version wrote a shard."""
+        return all(CHUNKS in info.sizes for info in self.infos)
 
-    def map_all(self) -> None:
-        """Maps every file now: what is mapped can be read even after the files were deleted."""
-        for suffix in self.about.sizes.keys() - {CHUNKS}:
-            self._map(suffix)
+    def shard(self, number: int) -> Shard:
+        """One of the shards, open; a remote one is fetched first."""
+        with self._lock:
+            if number in self._opened:
+                self._opened.move_to_end(number)
+                shard, lease = self._opened[number]
+                if lease:
+                    lease.touch()
+                return shard
+        shard, lease = self._open(number)
+        with self._lock:
+            if not (lease and lease.released):
+                self._opened[number] = shard, lease
+            while len(self._opened) > self._open_shards:
+                self._opened.popitem(last=False)  # its readers keep the maps alive
+        return shard
 
-    def verify(self) -> None:
-        """Compares every byte of every file with its digests; does nothing where the store has none."""
-        for _ in self.verify_files():
-            pass
+    def slice(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens [start, stop): a view of the file if they are in one shard."""
+        start, stop, _ = slice(start, stop).indices(self.tokens)
+        if start >= stop:
+            return np.empty(0, self.dtype)
+        _, shards, local, lengths = self._segments(np.array([start]), np.array([stop - start]))
+        parts = [self.shard(k).slice(a, a + n) for k, a, n in _each(shards, local, lengths)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def verify_files(self, suffixes: Sequence[str] | None = None) -> Iterator[int]:
-        """The same, or for some of the files; yields the bytes compared, some at a time."""
-        for suffix in suffixes or sorted(self.about.sizes.keys() - {CHUNKS}):
-            self._map(suffix)
-            if suffix in self._checked:
-                yield from self._checked[suffix].progress()
+    def gather(self, starts: Ints, length: int) -> npt.NDArray[Any]:
+        """Row i holds the `length` tokens from `starts[i]` on."""
+        starts = np.asarray(starts, dtype=np.int64)
+        out = np.empty((starts.size, length), self.dtype)
+        lengths = np.full(starts.shape, length)
+        self.copy_runs(starts, lengths, out.reshape(-1), np.arange(starts.size) * length)
+        return out
 
-    def check_tokens(self, starts: Ints, lengths: Ints | int) -> None:
-        """Compares these runs of tokens with their digests, unless that was done before."""
-        if (checked := self._checked.get("bin")) is not None:
-            checked.check_runs(starts, lengths)
-
-    def check_mask(self, starts: Ints, lengths: Ints | int) -> None:
-        """The same for what the tokens weigh."""
-        if (checked := self._checked.get("mask")) is not None and not checked.complete:
-            first = starts >> 6
-            checked.check_runs(first, ((starts + lengths - 1) >> 6) - first + 1)
-
-    # The columns below are for people, not for batches: mapped only when asked for, and then verified whole.
-    @cached_property
-    def _origins(self) -> npt.NDArray[Any]:
-        return self._map_whole("origins")
-
-    @cached_property
-    def _scores(self) -> npt.NDArray[Any]:
-        return self._map_whole("scores")
-
-    @cached_property
-    def _files(self) -> Strings:
-        return self._strings("files", self.about.files)
-
-    def _strings(self, suffix: str, count: int) -> Strings:
-        try:
-            return Strings(self._map_whole(suffix), count)
-        except ValueError as error:
-            raise damaged(self.prefix, suffix, f"is not what its .json tells: {error}") from error
-
-    def _map_whole(self, suffix: str) -> npt.NDArray[Any]:
-        data = self._map(suffix)
-        if suffix in self._checked:
-            self._checked[suffix].check_all()
-        return data
-
-    def _map(self, suffix: str) -> npt.NDArray[Any]:
-        if suffix not in self._maps:
-            dtype = self.dtype if suffix == "bin" else _DTYPES.get(suffix, np.dtype(np.uint8))
-            data = map_file(f"{self.prefix}.{suffix}", self.about.sizes[suffix], dtype)
-            if self._digests is not None:
-                self._checked[suffix] = self._digests.checked(suffix, data, partial(damaged, self.prefix))
-            self._maps[suffix] = data
-        return self._maps[suffix]
-
-    def _read_digests(self) -> GroupDigests | None:
-        if CHUNKS not in self.about.sizes:
+    def weights(self, starts: Ints, length: int) -> Floats | None:
+        """The weights, 0 or 1, of `gather`'s tokens as targets; None when no shard has a mask."""
+        if not self.masked:
             return None
-        data = Path(f"{self.prefix}.{CHUNKS}").read_bytes()
-        if content_digest(data) != self.about.sums.get(CHUNKS):
-            raise damaged(self.prefix, CHUNKS, "is not what was written")
-        try:
-            return GroupDigests(data, self.about.sizes)
-        except ValueError as error:
-            raise damaged(self.prefix, CHUNKS, str(error)) from error
+        out = np.empty((starts.size, length), np.float32)
+        lengths = np.full(starts.shape, length)
+        self.copy_weights(starts, lengths, out.reshape(-1), np.arange(starts.size) * length)
+        return out
 
-    def _search(self, positions: Ints) -> Ints:
-        """The document of each position. The search reads at random, so its result is checked and not its way: a
-        start that is not after the position and a next one that is prove it, once these two are verified."""
-        found = np.searchsorted(self._starts, positions, side="right") - 1
-        checked = self._checked.get("starts")
-        if checked is not None and not checked.complete and positions.size:
-            inside = np.clip(found, 0, self.documents - 1)
-            checked.check_runs(inside, 2)
-            if ((self._starts[inside] > positions) | (self._starts[inside + 1] <= positions)).any():
-                checked.check_all()  # some other chunk led astray
-                raise damaged(self.prefix, "starts", "changes while it is read")
-        return found
+    def copy_runs(self, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool = False) -> None:
+        """Copies the `lengths[i]` tokens from `starts[i]` on to `out[at[i]:]`; `out` is flat. With `spill`, which
+        needs rising `at`, the gaps between the runs in `out` may be overwritten, and copying is faster."""
+        shards, local, lengths, at = self._cut_runs(starts, lengths, at)
+        if _are_long(lengths):
+            for k, start, length, to in _each(shards, local, lengths, at):
+                out[to : to + length] = self.shard(k).slice(start, start + length)
+        else:
+            for k, at_shard in _groups(shards):
+                shard, alone = self.shard(k), isinstance(at_shard, slice)
+                shard.check_tokens(local[at_shard], lengths[at_shard])
+                _copy_by_index(shard.tokens_at, local[at_shard], lengths[at_shard], out, at[at_shard], spill and alone)
 
-    def _check_starts(self, documents: Ints, counts: Ints | int) -> None:
-        if (checked := self._checked.get("starts")) is not None:
-            checked.check_runs(documents, counts)
+    def copy_weights(self, starts: Ints, lengths: Ints, out: Floats, at: Ints, spill: bool = False) -> None:
+        """The same for the weights of the tokens as targets, 0 or 1."""
+        shards, local, lengths, at = self._cut_runs(starts, lengths, at)
+        if _are_long(lengths):
+            for k, start, length, to in _each(shards, local, lengths, at):
+                shard = self.shard(k)
+                shard.check_mask(np.array([start]), length)
+                out[to : to + length] = shard.run_weights(start, length)
+        else:
+            for k, at_shard in _groups(shards):
+                shard, alone = self.shard(k), isinstance(at_shard, slice)
+                shard.check_mask(local[at_shard], lengths[at_shard])
+                _copy_by_index(shard.weights_at, local[at_shard], lengths[at_shard], out, at[at_shard], spill and alone)
+
+    def targets_before(self, positions: Ints) -> Ints:
+        """How many tokens before each position count as targets: a lookup, not a scan."""
+        if not self.masked:
+            return positions
+        shards = self._shard_of(np.minimum(positions, self.tokens - 1))
+        local = positions - self._token_starts[shards]
+        targets = self._target_starts[shards] + local
+        for k, at in _groups(shards):
+            if "mask" in self.infos[k].sizes:
+                targets[at] += self.shard(k).targets_before(local[at]) - local[at]
+        return targets
+
+    def scores(self, documents: Ints) -> Floats:
+        """The documents' scores; NaN where a document has none."""
+        scores = np.full(documents.shape, np.nan, np.float32)
+        for k, at in _groups(self._shard_with(documents)):
+            if "scores" in self.infos[k].sizes:
+                scores[at] = self.shard(k).scores(documents[at] - self._document_starts[k])
+        return scores
+
+    def document_of(self, positions: Ints) -> Ints:
+        """The document that holds each token."""
+        positions = np.asarray(positions, dtype=np.int64)
+        self._check_runs(positions, 1)
+        shards = self._shard_of(positions)
+        local, documents = positions - self._token_starts[shards], self._document_starts[shards]
+        for k, at in _groups(shards):
+            documents[at] += self.shard(k).document_of(local[at])
+        return documents
+
+    def documents_in(self, starts: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
+        """For each window of tokens: its first document, how many more begin inside it, and (flat) where."""
+        self._check_runs(starts, lengths)
+        window, shards, local, cut = self._segments(starts, lengths)
+        if shards.size and (shards == shards[0]).all():
+            k = int(shards[0])
+            first, more, inner = self.shard(k).documents_in(local, cut)
+            return first + self._document_starts[k], more, inner + self._token_starts[k]
+        # One window at a time: mostly each is in another shard, so arrays would hold hardly more than one.
+        leads = np.diff(window, prepend=-1) > 0
+        first, begun = np.empty_like(local), [np.empty(0, np.int64)]
+        segments = zip(shards.tolist(), local.tolist(), (local + cut).tolist(), leads.tolist(), strict=True)
+        for i, (k, begin, end, leading) in enumerate(segments):
+            document, inner = self.shard(k).begins_in(begin, end)
+            first[i] = document + self._document_starts[k]
+            if not leading:  # the window continues into this shard, whose first document begins inside it
+                inner = np.concatenate([[begin], inner])
+            begun.append(inner + self._token_starts[k])
+        counts = np.array([inner.size for inner in begun[1:]], np.int64)
+        more = np.bincount(window, weights=counts, minlength=starts.size).astype(np.int64)
+        return first[leads], more, np.concatenate(begun)
+
+    def extents(self, documents: Ints) -> tuple[Ints, Ints]:
+        """Each document's tokens, as [start, stop)."""
+        shards = self._shard_with(documents)
+        starts, stops = self._token_starts[shards], self._token_starts[shards]
+        local = documents - self._document_starts[shards]
+        for k, at in _groups(shards):
+            begin, end = self.shard(k).extents(local[at])
+            starts[at] += begin
+            stops[at] += end
+        return starts, stops
+
+    def edges(self, first: int, stop: int) -> Ints:
+        """The starts of documents [first, stop), and the end of the last."""
+        k, last = self._shard_with(np.array([first, max(first, stop - 1)])).tolist()
+        parts = []
+        while k <= last:
+            begin, end = self._document_starts[k : k + 2].tolist()
+            inside = self.shard(k).edges(max(first, begin) - begin, min(stop, end) - begin)
+            parts.append((inside if k == last else inside[:-1]) + self._token_starts[k])
+            k += 1
+        return np.concatenate(parts)
+
+    def origin_of_document(self, document: int) -> Origin:
+        if not 0 <= document < self.documents:
+            raise IndexError(f"document {document}, but the store has {self.documents}")
+        k = int(self._shard_with(np.array([document]))[0])
+        first, tokens = int(self._document_starts[k]), int(self._token_starts[k])
+        local = self.shard(k).origin_of_document(document - first)
+        return Origin(local.file, local.row, local.document_id, document, local.start + tokens, local.stop + tokens)
+
+    def prefetch(self, starts: Ints, lengths: Ints) -> None:
+        """Fetches the shards of tokens that will be read soon, in the background; nothing for a local store."""
+        if self.cache and starts.size:
+            _, shards, _, _ = self._segments(starts, lengths)
+            wanted = [k for k in dict.fromkeys(shards.tolist()) if k not in self._opened]
+            self.cache.prefetch([(self.prefixes[k], self.infos[k]) for k in wanted])
+
+    def _open(self, number: int) -> tuple[Shard, Lease | None]:
+        prefix, info = self.prefixes[number], self.infos[number]
+        while self.cache:
+            lease = self.cache.fetch(prefix, info, self._close, number)
+            try:
+                shard = Shard(lease.prefix, info)
+                shard.map_all()
+                return shard, lease
+            except (UserError, OSError):
+                if not lease.released:  # else it was evicted at this moment: fetch it again
+                    raise
+        return Shard(prefix, info), None
+
+    def _close(self, number: int) -> None:
+        with self._lock:
+            self._opened.pop(number, None)
+
+    def _shard_of(self, positions: Ints) -> Ints:
+        """The shard of each token; empty shards hold none."""
+        return np.searchsorted(self._token_starts, positions, side="right") - 1
+
+    def _shard_with(self, documents: Ints) -> Ints:
+        return np.searchsorted(self._document_starts, documents, side="right") - 1
+
+    def _segments(self, starts: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Windows cut at shard boundaries: (window, shard, first token in the shard, length) of each piece."""
+        first = self._shard_of(starts)
+        spread = self._shard_of(starts + lengths - 1) - first
+        window = np.arange(starts.size)
+        if not spread.any():
+            return window, first, starts - self._token_starts[first], lengths
+        window, shards = np.repeat(window, spread + 1), run_indices(first, spread + 1)
+        begin = np.maximum(starts[window], self._token_starts[shards])
+        end = np.minimum((starts + lengths)[window], self._token_starts[shards + 1])
+        real = end > begin  # some shards may be empty
+        return window[real], shards[real], (begin - self._token_starts[shards])[real], (end - begin)[real]
+
+    def _cut_runs(self, starts: Ints, lengths: Ints, at: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Runs cut at shard boundaries: (shard, start in it, length, offset in the output) of each piece."""
+        self._check_runs(starts, lengths)
+        window, shards, local, cut = self._segments(starts, lengths)
+        return shards, local, cut, at[window] + local + self._token_starts[shards] - starts[window]
 
     def _check_runs(self, starts: Ints, lengths: Ints | int) -> None:
-        if starts.size and (int(starts.min()) < 0 or int((starts + lengths).max()) > self.tokens):
+        if starts.size and (starts.min() < 0 or (starts + lengths).max() > self.tokens):
             most = np.max(lengths)
-            raise IndexError(f"{most} tokens from {starts.min()}..{starts.max()}, but {self.tokens} in all")
-
-    def _check_sizes(self) -> None:
-        sizes, documents = self.about.sizes, self.documents
-        expected = {
-            "bin": self.tokens * self.dtype.itemsize,
-            "idx": index_bytes(documents),
-            "starts": (documents + 1) * OFFSET.itemsize,
-            "origins": documents * ORIGIN.itemsize,
-            "files": sizes.get("files"),
-            "mask": mask_bytes(self.tokens),
-            "scores": documents * SCORE.itemsize,
-        }
-        missing = {"bin", "idx", "starts", "origins", "files"} - sizes.keys()
-        if missing or any(expected.get(suffix, size) != size for suffix, size in sizes.items()):
-            raise damaged(self.prefix, "json", "contradicts itself about its sizes")
-        for suffix, size in sizes.items():
-            try:
-                found = os.path.getsize(f"{self.prefix}.{suffix}")
-            except OSError as error:
-                raise damaged(self.prefix, suffix, "is missing") from error
-            if found != size:
-                raise damaged(self.prefix, suffix, f"has {found:,} bytes instead of {size:,}")
-
-    def _check_index(self) -> None:
-        n = self.documents
-        with open(f"{self.prefix}.idx", "rb") as file:
-            header = HEADER.unpack(file.read(HEADER.size))
-        if header != (MAGIC, 1, DTYPE_CODES[self.dtype.name], n, n + 1):
-            raise damaged(self.prefix, "idx", "has another header than its .json tells")
+            raise IndexError(f"{most} tokens from {starts.min()}..{starts.max()}, but the store has {self.tokens}")
 
 
-def run_indices(starts: Ints, lengths: Ints) -> Ints:
-    """starts[0], starts[0] + 1, ... for `lengths[0]` numbers, then from starts[1] on, and so forth."""
-    indices = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
-    indices += np.arange(indices.size)
-    return indices
+def _starts(sizes: Any) -> Ints:
+    return np.cumsum([0, *sizes], dtype=np.int64)
 
 
-def are_long(lengths: Ints) -> bool:
-    """Runs are long enough to be copied one by one."""
+def _groups(shards: Ints) -> Iterator[tuple[int, Ints | slice]]:
+    """Each shard with its indices in the array; a slice if that is all of them."""
+    if shards.size == 0:
+        return
+    if (shards == shards[0]).all():
+        yield int(shards[0]), slice(None)
+        return
+    order = np.argsort(shards, kind="stable")
+    cuts = np.flatnonzero(np.diff(shards[order])) + 1
+    for at in np.split(order, cuts):
+        yield int(shards[at[0]]), at
+
+
+def _each(*columns: Ints) -> Iterator[tuple[int, ...]]:
+    """Row by row, as Python numbers."""
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _are_long(lengths: Ints) -> bool:
     return bool(lengths.sum() >= _LONG_RUN * lengths.size)
 
 
-def copy_by_index(
+def _copy_by_index(
     read: Callable[[Ints], npt.NDArray[Any]], starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints, spill: bool
 ) -> None:
-    """Copies runs with an index for every item: for short ones, where a copy of each costs more (27 against 5 ns a
-    token at 20 tokens). Some thousand items at a time, whose indices stay in the processor's cache (9 ns if not).
-    Runs without gaps are written as one, so with `spill` they go on to where the next begins."""
+    """Copies runs with an index for every item: for short runs, where one copy each costs more (27 against 5 ns a token
+    at 20 tokens). It takes some thousand items at a time, whose indices stay in the processor's cache (else 9 ns).
+    Runs without gaps are written as one, so with `spill` each is extended to the start of the next."""
     if spill:
         lengths = np.diff(at, append=at[-1:] + lengths[-1:])
-    for first, stop, begin, end in chunks(lengths, _INDEX_ITEMS):
+    for first, stop, begin, end in length_chunks(lengths, _INDEX_ITEMS):
         these = slice(first, stop)
         values, to = read(run_indices(starts[these], lengths[these])), int(at[first])
         if at[stop - 1] + lengths[stop - 1] - to == end - begin:
@@ -447,17 +349,20 @@ def copy_by_index(
             out[run_indices(at[these], lengths[these])] = values
 
 
-def map_file(path: str, size_bytes: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """A file as a read-only array, which lasts as long as it is used.
-
-    Arrow's map holds no file descriptor, as numpy's does: with three files for each of hundreds of shards the usual
-    limit of 1,024 open files would be reached. Images made for training alone may lack Arrow, and have few shards.
-    """
-    if size_bytes == 0:
-        return np.empty(0, dtype)  # an empty file cannot be mapped
-    try:
-        import pyarrow as pa
-    except ImportError:
-        return np.memmap(path, dtype, mode="r", shape=(size_bytes // dtype.itemsize,)).view(np.ndarray)
-    with pa.memory_map(path) as file:
-        return np.frombuffer(file.read_buffer(size_bytes), dtype)
+def length_chunks(lengths: Ints, cells: int) -> Iterator[tuple[int, int, int, int]]:
+    """Ranges of neighbours with about `cells` cells together, or one with more: (first, stop, cells before first, cells
+    before stop)."""
+    if not lengths.size:
+        return
+    ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    if total <= cells:
+        yield 0, lengths.size, 0, total
+        return
+    cuts = np.searchsorted(ends, np.arange(cells, total, cells), side="right").tolist()
+    begin = 0
+    for first, stop in pairwise([0, *cuts, lengths.size]):
+        if first < stop:
+            end = int(ends[stop - 1])
+            yield first, stop, begin, end
+            begin = end

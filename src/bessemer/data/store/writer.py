@@ -1,9 +1,11 @@
-"""Writes a token store, one document at a time."""
+"""Writes token stores: one document at a time, or by joining the small stores of many workers into large shards."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import struct
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,25 +18,33 @@ from bessemer.data.store.digests import SUFFIX as CHUNKS
 from bessemer.data.store.digests import DigestWriter, content_digest
 from bessemer.data.store.format import (
     COPY_ITEMS,
+    OFFSET,
     SCORE,
     SUFFIXES,
     MaskWriter,
     StoreContent,
     StoreInfo,
     StringsWriter,
-    commit,
+    check_tokenizers,
+    commit_store,
+    read_info,
     remove_store,
     token_dtype,
     write_index,
 )
+from bessemer.data.store.shard import Shard
+from bessemer.errors import UserError
 from bessemer.storage import sync_file, temporary_path
+
+SHARD_BYTES = 10**9
+_COPY_BYTES = 1 << 23
 
 
 class StoreFiles:
-    """The files of a store while they are written, hashed on the way, under names of their own until `commit`.
+    """The files of a store while they are written and hashed, under temporary names until `commit`.
 
-    Two writers of one prefix (one of them orphaned by a kill, or on a file system without locks) write the same bytes:
-    whichever commits last, each file is whole.
+    Two writers of one prefix (an orphan of a killed job, or a file system without locks) write the same bytes:
+    whichever commits last, each file is complete.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -52,7 +62,7 @@ class StoreFiles:
     def commit(
         self, vocab: int, kept: int, text_bytes: int, files: int, content: StoreContent, tokenizer_fingerprint: str
     ) -> None:
-        """Writes the `.idx`, the digests and the `.json`. The `.starts` are complete."""
+        """Writes the `.idx`, the digests and the `.json`; the `.starts` must be complete."""
         dtype = token_dtype(vocab)
         self._files["starts"].flush()
         write_index(self.open("idx"), self._paths["starts"], content.documents, dtype)
@@ -71,26 +81,25 @@ class StoreFiles:
                 os.replace(self._paths[suffix], f"{self.prefix}.{suffix}")
             else:
                 Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
-        about = StoreInfo(
+        info = StoreInfo(
             vocab=vocab, documents=content.documents, tokens=sizes["bin"] // dtype.itemsize, kept=kept,
             text_bytes=text_bytes, files=files, fingerprint=content.hexdigest(),
             tokenizer_fingerprint=tokenizer_fingerprint, sizes=sizes, sums={CHUNKS: content_digest(digests)},
         )  # fmt: skip
-        commit(self.prefix, about)
+        commit_store(self.prefix, info)
 
     def discard(self) -> None:
         for file in self._files.values():
-            with suppress(OSError):  # on a full disk the rest cannot be written
+            with suppress(OSError):  # a full disk cannot take the rest
                 file.close()
         for path in self._paths.values():
             Path(path).unlink(missing_ok=True)
 
 
 class StoreWriter:
-    """Writes a store, one document at a time, in memory that does not grow with the tokens.
+    """Writes a store, one document at a time, in constant memory.
 
-    Leaving the `with` block commits; leaving it by an exception deletes what was written. A store that already has
-    the prefix is deleted at once.
+    Leaving the `with` block commits; an exception deletes what was written. An existing store is deleted at once.
     """
 
     def __init__(self, prefix: str | Path, vocab: int, tokenizer_fingerprint: str) -> None:
@@ -128,8 +137,7 @@ class StoreWriter:
     ) -> None:
         """Appends a document. `tokens` ends with the end-of-document id; `file` is the path to show to a user.
 
-        `mask` is 0 for a token that is not to be learnt as a target, else 1. `id` is the document's own, `score` is
-        what a curriculum may sort by.
+        `mask` is 1 for a token that counts as a target, else 0. A curriculum may sort by `score`.
         """
         ids = np.asarray(tokens)
         assert ids.ndim == 1 and 0 < ids.size < 1 << 31, "a document has between 1 and 2^31 - 1 tokens"
@@ -160,14 +168,14 @@ class StoreWriter:
             self._out.discard()
 
     def _add_mask(self, mask: npt.ArrayLike | None, tokens: int) -> memoryview | None:
-        """The mask as the fingerprint sees it: None where every token counts."""
+        """The mask for the fingerprint: None if every token counts."""
         if mask is None:
             if self._mask is not None:
                 self._mask.append_ones(tokens)
             return None
         bits = np.array(mask, dtype=np.uint8)  # a copy: it waits in a buffer
         assert bits.shape == (tokens,) and bits.max() <= 1, "a mask has a 0 or a 1 for every token"
-        if self._mask is None:  # the first of the store: until here every token counted
+        if self._mask is None:  # the first mask of the store: all tokens so far count
             self._mask = MaskWriter(self._out.open("mask"))
             self._mask.append_ones(self.tokens)
         self._mask.append(bits)
@@ -200,3 +208,144 @@ class StoreWriter:
             content=self._content,
             tokenizer_fingerprint=self._tokenizer_fingerprint,
         )
+
+
+def merge(prefixes: Sequence[str], out: Iterable[str], shard_bytes: int = SHARD_BYTES) -> int:
+    """Joins stores, in their order, into shards with about `shard_bytes` of tokens each; returns their number.
+
+    `out` has the prefixes of the shards, at least as many as needed. The given stores stay. A shard that an earlier
+    call finished is kept; what a killed call left is written again. Bytes are copied in blocks: the result is the store
+    that one writer would have written.
+    """
+    infos = [read_info(prefix) for prefix in prefixes]
+    names, shards = iter(out), 0
+    for first, stop in _groups([info.sizes["bin"] for info in infos], shard_bytes):
+        _join(prefixes[first:stop], infos[first:stop], next(names))
+        shards += 1
+    return shards
+
+
+def _groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbours with at most this size together, or one larger element."""
+    first = total = 0
+    for k, size in enumerate(sizes):
+        if k > first and total + size > most:
+            yield first, k
+            first, total = k, 0
+        total += size
+    if sizes:
+        yield first, len(sizes)
+
+
+def _join(prefixes: Sequence[str], infos: Sequence[StoreInfo], out: str) -> None:
+    check_tokenizers(prefixes, infos)
+    content = StoreContent()
+    for info in infos:
+        content.join(StoreContent(info.fingerprint, info.documents))
+    if _is_finished(out, infos, content):
+        return
+    remove_store(out)
+    stores = [Shard(prefix, info) for prefix, info in zip(prefixes, infos, strict=True)]
+    for store in stores:
+        store.verify()
+    files = StoreFiles(out)
+    try:
+        bin_file = files.open("bin")
+        for store in stores:
+            with open(f"{store.prefix}.bin", "rb", buffering=0) as part:
+                shutil.copyfileobj(part, bin_file, _COPY_BYTES)
+        _join_starts(stores, files.open("starts"))
+        file_count = _join_origins(stores, files.open("origins"), files.open("files"))
+        for suffix, join in (("mask", _join_masks), ("ids", _join_ids), ("scores", _join_scores)):
+            if any(suffix in info.sizes for info in infos):
+                join(stores, files.open(suffix))
+        files.commit(
+            vocab=infos[0].vocab,
+            kept=sum(info.kept for info in infos),
+            text_bytes=sum(info.text_bytes for info in infos),
+            files=file_count,
+            content=content,
+            tokenizer_fingerprint=infos[0].tokenizer_fingerprint,
+        )
+    except BaseException:
+        files.discard()
+        raise
+
+
+def _is_finished(out: str, infos: Sequence[StoreInfo], content: StoreContent) -> bool:
+    if not os.path.exists(f"{out}.json"):
+        return False
+    try:
+        shard = Shard(out)
+        shard.verify()
+    except UserError:
+        return False
+    info = shard.info
+    return (
+        info.fingerprint == content.hexdigest()
+        and info.documents == content.documents
+        and info.text_bytes == sum(part.text_bytes for part in infos)
+        and info.tokenizer_fingerprint == infos[0].tokenizer_fingerprint
+    )
+
+
+def _join_starts(stores: Sequence[Shard], out: IO[bytes]) -> None:
+    tokens = 0
+    for store in stores:
+        for first in range(0, store.documents, COPY_ITEMS):
+            out.write((store.edges(first, min(first + COPY_ITEMS, store.documents))[:-1] + tokens).data)
+        tokens += store.tokens
+    out.write(np.array([tokens], OFFSET).data)
+
+
+def _join_origins(stores: Sequence[Shard], out: IO[bytes], files: IO[bytes]) -> int:
+    """The origins with new file indices; returns the number of files. A file that continues in the next store is listed
+    once: only the last store's files are remembered, so memory does not grow with their number."""
+    table, last = StringsWriter(files), dict[str, int]()
+    for store in stores:
+        numbers: dict[str, int] = {}
+        for path in store.files:
+            if path in last:
+                numbers[path] = last[path]
+            else:
+                numbers[path] = len(table)
+                table.append(path)
+        new = np.fromiter((numbers[path] for path in store.files), np.uint32)
+        for first in range(0, store.documents, COPY_ITEMS):
+            block = store.origins_of(first, min(first + COPY_ITEMS, store.documents))
+            block["file"] = new[block["file"]]
+            out.write(block.data)
+        last = numbers or last
+    table.close()
+    return len(table)
+
+
+def _join_masks(stores: Sequence[Shard], out: IO[bytes]) -> None:
+    mask = MaskWriter(out)
+    for store in stores:
+        for first in range(0, store.tokens, COPY_ITEMS):
+            length = min(COPY_ITEMS, store.tokens - first)
+            store.check_mask(np.array([first]), length)
+            weights = store.run_weights(first, length)
+            if isinstance(weights, int):
+                mask.append_ones(length)
+            else:
+                mask.append(weights)
+    mask.close()
+
+
+def _join_ids(stores: Sequence[Shard], out: IO[bytes]) -> None:
+    table = StringsWriter(out)
+    for store in stores:
+        if store.ids is None:
+            table.append_empty(store.documents)
+        else:
+            table.append_table(store.ids)
+    table.close()
+
+
+def _join_scores(stores: Sequence[Shard], out: IO[bytes]) -> None:
+    for store in stores:
+        for first in range(0, store.documents, COPY_ITEMS):
+            documents = np.arange(first, min(first + COPY_ITEMS, store.documents))
+            out.write(store.scores(documents).astype(SCORE).data)

@@ -1,36 +1,40 @@
-"""Batches as a pure function of (stream, segments, step): no iterator state, so any step replays alone.
+"""Batches as a pure function of (stream, segments, step): there is no iterator state, so any step can be replayed.
 
-`StepPositions` turns a step into a range of positions, `StreamOrder` a position into a row of a source, and the
-source's `Rows` the row into tokens. Shapes: R rows of T tokens.
+`StepPositions` maps a step to a range of positions, `StreamOrder` a position to a row of a source, and the source's
+`Rows` the row to tokens. `Prefetch` assembles the next steps in threads. Shapes: R rows of T tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.store.arrays import Arrays, spread
-from bessemer.data.store.token_store import TokenSource
+from bessemer.data.store.shard import Origin
+from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.order import Ints, StepPositions, StreamOrder
-from bessemer.data.stream.rows import PADDING, ConcatRows, Expecting, Rows, Spans, Transform, sequence_count
+from bessemer.data.stream.rows import PADDING, ArrayPool, ConcatRows, Rows, Spans, StoreRows, Transform, repeat_into
+from bessemer.errors import UserError
 
 if TYPE_CHECKING:
-    from bessemer.data.store.token_store import Origin
-
-__all__ = ["Batch", "BatchStream", "DocumentShare", "TokenSource", "sequence_count"]
+    from bessemer.data.stream.user_dataset import IterableStream
 
 Bans = Mapping[tuple[str, int], int] | Collection[tuple[str, int]]
 
 _FORMAT = 1  # raise it when the same inputs give another stream
 _CHUNK = 4096  # positions resolved together
 _CHUNKS_KEPT = 8
+_HORIZON = 8  # steps after those being assembled whose remote shards are fetched
 
 
 @dataclass
@@ -41,13 +45,13 @@ class Batch:
     targets: npt.NDArray[np.int64]  # (R, T)
     weights: npt.NDArray[np.float32]  # (R, T) of the targets: 0 for padding, masked and banned ones
     documents: npt.NDArray[np.int32]  # (R, T) number of the target's document within its row: 0, 1, 2, ...
-    positions: Ints  # (R,) in the stream; -1 for a padding row, here and below
+    positions: Ints  # (R,) in the stream; -1 for a padding row, also below
     sources: Ints  # (R,) index into the stream's names
     sequences: Ints  # (R,) number of the row in its source
 
     @property
     def single_document(self) -> bool:
-        """No row has a boundary inside, so plain causal attention is enough."""
+        """Whether no row has a document boundary inside, so that plain causal attention is enough."""
         return not self.documents[:, -1].any()
 
     @property
@@ -61,7 +65,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class DocumentShare:
-    """A document's part in a step: its target tokens (banned or not) and the positions they lie in."""
+    """A document's part in a step: its target tokens (banned or not) and their positions."""
 
     source: str
     file: str
@@ -69,21 +73,20 @@ class DocumentShare:
     document_id: str
     tokens: int
     rows: list[int]
-    document: int  # index in the source's store; (source, document) is what can be banned
+    document: int  # index in the source's store; bans name (source, document)
 
 
 class BatchStream:
     """Any step's batch on any rank: pure, and the global batch is the same for every world size.
 
-    A source is given by its `Rows`, or by its store alone where rows are to be cut from it as it lies. `banned` holds
-    the first position at which a (source, document index) weighs nothing, from the start for a plain collection of
-    pairs; positions never shift. `transforms` change every micro-batch at the end, one after another. A stream never
-    changes: after a rollback make another with `replace`.
+    A source is given by its `Rows`, or by its store for `ConcatRows`. `banned` maps (source, document index) to the
+    first position at which the document weighs nothing; a plain collection of pairs bans from the start. Positions
+    never shift. `transforms` change every micro-batch at the end. A stream is immutable: see `replace`.
     """
 
     def __init__(
         self,
-        sources: Mapping[str, Rows | TokenSource],
+        sources: Mapping[str, Rows | TokenStore],
         order: StreamOrder,
         sequence_length: int,
         steps: StepPositions,
@@ -103,7 +106,7 @@ class BatchStream:
                     f"which has {rows.count} of {rows.length}"
                 )
             self.sources[name] = rows
-        self._rows, self._arrays = list(self.sources.values()), Arrays()
+        self._rows, self._arrays = list(self.sources.values()), ArrayPool()
         self._banned = [_ban_table(self.banned, name) for name in self.names]
         self._chunk = lru_cache(_CHUNKS_KEPT)(lambda k: order.resolve(k * _CHUNK + np.arange(_CHUNK))[:2])
         self.identity = self._identity()
@@ -115,13 +118,8 @@ class BatchStream:
         return BatchStream(self.sources, self.order, self.sequence_length, steps, banned, self.transforms)
 
     def rows(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Ints:
-        """The positions that the rank reads: equally many on every rank, -1 where there are none left."""
-        if not 0 <= dp_rank < dp_world:
-            raise ValueError(f"rank {dp_rank} is outside a world of {dp_world}")
-        start, stop = self.steps.range(step)
-        share = -(-(stop - start) // dp_world)
-        positions = start + dp_rank * share + np.arange(share)
-        return np.where(positions < stop, positions, -1)
+        """The positions that the rank reads."""
+        return rank_positions(self.steps, step, dp_rank, dp_world)
 
     def batch(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Batch:
         """All the rank's rows in one batch."""
@@ -175,24 +173,22 @@ class BatchStream:
 
     def locate(self, batch: Batch) -> list[tuple[int, int, Origin]]:
         """(row of the batch, document number in it, origin) for every document of every real row."""
-        found = []
+        located = []
         for k, at in _by_source(batch.sources):
             rows, spans = self._rows[k], self._rows[k].spans(batch.sequences[at])
             for i in np.flatnonzero(spans.document != PADDING).tolist():
                 origin = rows.origin_of_document(int(spans.document[i]))
-                found.append((int(at[spans.row[i]]), int(spans.number[i]), origin))
-        return sorted(found, key=lambda entry: entry[:2])
+                located.append((int(at[spans.row[i]]), int(spans.number[i]), origin))
+        return sorted(located, key=lambda entry: entry[:2])
 
-    def expect(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> None:
-        """The rank will read this step soon: what lies afar is fetched in the background. Costs nothing where all
-        is at hand."""
-        far = [k for k, rows in enumerate(self._rows) if isinstance(rows, Expecting) and rows.far]
-        if far:
+    def prefetch(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> None:
+        """Fetches the remote shards of a step that the rank will read soon, in the background."""
+        remote = {k: rows for k, rows in enumerate(self._rows) if isinstance(rows, StoreRows) and rows.store.cache}
+        if remote:
             sources, sequences = self._resolve(self.rows(step, dp_rank, dp_world))
             for k, at in _by_source(sources):
-                rows = self._rows[k]
-                if k in far and isinstance(rows, Expecting):
-                    rows.expect(sequences[at])
+                if k in remote:
+                    remote[k].prefetch(sequences[at])
 
     def _assemble(self, positions: Ints) -> Batch:
         shape = positions.size, self.sequence_length
@@ -217,10 +213,10 @@ class BatchStream:
         if counts.all():
             weights[:] = 1 if block.weights is None else block.weights
         else:
-            spread(counts.astype(np.float32), spans.length, weights.reshape(-1))
+            repeat_into(counts.astype(np.float32), spans.length, weights.reshape(-1))
             if block.weights is not None:
                 weights *= block.weights
-        spread(spans.number.astype(np.int32), spans.length, documents.reshape(-1))
+        repeat_into(spans.number.astype(np.int32), spans.length, documents.reshape(-1))
         return block.tokens, block.targets, weights, documents
 
     def _finish(self, batch: Batch) -> Batch:
@@ -233,13 +229,13 @@ class BatchStream:
         sources, sequences = np.full_like(positions, -1), np.full_like(positions, -1)
         number, offset = np.divmod(positions, _CHUNK)
         for k in np.unique(number[positions >= 0]).tolist():
-            here = number == k
+            at = number == k
             source, sequence = self._chunk(k)
-            sources[here], sequences[here] = source[offset[here]], sequence[offset[here]]
+            sources[at], sequences[at] = source[offset[at]], sequence[offset[at]]
         return sources, sequences
 
     def _is_banned(self, source: int, spans: Spans, positions: Ints) -> npt.NDArray[np.bool_]:
-        """Which spans are of banned documents, in rows that lie at the given positions."""
+        """Which spans are of banned documents, in rows at the given positions."""
         documents, since = self._banned[source]
         if not documents.size:
             return np.zeros(spans.document.shape, np.bool_)
@@ -247,7 +243,7 @@ class BatchStream:
         return (documents[at] == spans.document) & (positions[spans.row] >= since[at])
 
     def _identity(self) -> dict[str, Any]:
-        """What decides the tokens at a position, and nothing else: not batch size, steps or bans."""
+        """What decides the tokens at a position: not batch size, steps or bans."""
         packings = {name: rows.packing for name, rows in self.sources.items()}
         identity = {
             "format": _FORMAT,
@@ -261,13 +257,111 @@ class BatchStream:
         return identity
 
 
+def rank_positions(steps: StepPositions, step: int, dp_rank: int, dp_world: int) -> Ints:
+    """The positions that a rank reads in a step: equally many on every rank, -1 where none are left."""
+    if not 0 <= dp_rank < dp_world:
+        raise ValueError(f"rank {dp_rank} is outside a world of {dp_world}")
+    start, stop = steps.range(step)
+    share = -(-(stop - start) // dp_world)
+    positions = start + dp_rank * share + np.arange(share)
+    return np.where(positions < stop, positions, -1)
+
+
 def _ban_table(banned: Mapping[tuple[str, int], int], name: str) -> Ints:
-    """(2, n): the source's banned documents in rising order, and the positions from which they are."""
-    found = sorted((document, since) for (source, document), since in banned.items() if source == name)
-    return np.array(found, np.int64).reshape(-1, 2).T
+    """(2, n): the source's banned documents in rising order, and the positions from which they are banned."""
+    table = sorted((document, since) for (source, document), since in banned.items() if source == name)
+    return np.array(table, np.int64).reshape(-1, 2).T
 
 
 def _by_source(sources: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each source with the rows it gives; padding rows belong to none."""
+    """Each source with the indices of its rows; padding rows belong to none."""
     for k in np.unique(sources[sources >= 0]).tolist():
         yield k, np.flatnonzero(sources == k)
+
+
+class Prefetch:
+    """Assembles the micro-batches of the next `depth` steps in threads while a step trains; close it, or use `with`.
+
+    One thread is enough except for very large or slow reads (100 M tokens/s and more from memory); more threads overlap
+    disk latency. With `pin`, the arrays are in page-locked memory, so that copies to a CUDA GPU are asynchronous.
+    """
+
+    def __init__(
+        self,
+        stream: BatchStream | IterableStream,
+        micro_rows: int,
+        dp_rank: int = 0,
+        dp_world: int = 1,
+        depth: int = 2,
+        threads: int = 1,
+        pin: bool = False,
+    ) -> None:
+        if pin:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise UserError("batches can be pinned for a CUDA GPU only, and this machine has none: use pin=False")
+        self.stream, self.depth, self.pin = stream, depth, pin
+        self.wait_s = 0.0  # how long the last `get` waited
+        self._micro_rows, self._rank = micro_rows, (dp_rank, dp_world)
+        self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="batches")
+        self._ahead: dict[int, Future[list[Batch]]] = {}
+        self._prefetched = -1  # the last step whose shards were requested
+        # A copy to the GPU may still read from a batch that the caller has dropped.
+        self._returned: deque[list[Batch]] = deque(maxlen=2)
+
+    def get(self, step: int) -> list[Batch]:
+        """The step's micro-batches; starts those of the `depth` steps after it. A step out of turn discards what is
+        under way. An error while assembling a step is raised here, and a repeated call tries again."""
+        began = time.perf_counter()
+        if step not in self._ahead:
+            self._discard()
+        for ahead in range(step, step + 1 + self.depth):
+            if ahead not in self._ahead:
+                self._ahead[ahead] = self._threads.submit(self._assemble, ahead)
+        for passed in [key for key in self._ahead if key < step]:
+            self._ahead.pop(passed).cancel()
+        batches = self._ahead.pop(step).result()
+        if self.pin:
+            self._returned.append(batches)
+        self.wait_s = time.perf_counter() - began
+        return batches
+
+    def close(self) -> None:
+        """Waits for the steps being assembled and drops the rest."""
+        self._discard()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._returned.clear()
+
+    def _assemble(self, step: int) -> list[Batch]:
+        for coming in range(max(step, self._prefetched) + 1, step + 1 + _HORIZON):
+            self._prefetched = coming
+            self.stream.prefetch(coming, *self._rank)
+        batches = self.stream.micro_batches(step, self._micro_rows, *self._rank)
+        return [pinned(batch) for batch in batches] if self.pin else batches
+
+    def _discard(self) -> None:
+        for future in self._ahead.values():
+            future.cancel()
+        self._ahead.clear()
+        self._prefetched = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def pinned(batch: Batch) -> Batch:
+    """A copy in page-locked memory. Every array has its own allocation, so that torch knows when copies from it end."""
+    import torch
+
+    def copy(array: np.ndarray) -> np.ndarray:
+        tensor = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, pin_memory=True)
+        locked = tensor.numpy()
+        locked[...] = array
+        return locked
+
+    large = ("tokens", "targets", "weights", "documents")
+    return dataclasses.replace(batch, **{name: copy(getattr(batch, name)) for name in large})

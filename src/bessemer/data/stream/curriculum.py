@@ -1,7 +1,7 @@
-"""The ranking behind a curriculum or length buckets: every row of a source by a measure of its documents.
+"""Rankings for curricula and length buckets: the rows of a source, sorted by a measure of their documents.
 
-Computed once, by a radix sort on disk, and kept in a file: memory does not grow with the source. The order over it
-(`order.Ranking`) stays a pure function with O(1) seek.
+A ranking is computed once, by a radix sort on disk in constant memory, and stored in a file. The order over it
+(`order.CurriculumRanking`) stays a pure function with O(1) seek.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import xxhash
 
 from bessemer.data.curate.ledger import read_cached, write_json
 from bessemer.data.store.format import file_sum
-from bessemer.data.store.token_store import TokenSource
+from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.order import CurriculumRanking
 from bessemer.data.stream.rows import PADDING, Ints, Rows
 from bessemer.errors import UserError
@@ -28,8 +28,8 @@ Score = Callable[[Ints], npt.NDArray[Any]]
 # Of rows, by their number in the source; -inf where there is none.
 Measure = Callable[[Ints], npt.NDArray[Any]]
 
-_VERSION = 1  # raise it when the same rows and scores would be ranked otherwise
-_COLUMNS = 1 << 22  # columns looked at together: 160 MB of spans if every document had one token
+_VERSION = 1  # raise it when the same rows and scores would be ranked differently
+_COLUMNS = 1 << 22  # columns read together: 160 MB of spans if every document had one token
 _CHUNK = 1 << 20  # keys sorted together
 _DIGIT_BITS = 16
 _ALL_BITS = (1 << 32) - 1
@@ -39,14 +39,14 @@ _NO_SCORE = ~0xFF800000 & _ALL_BITS  # the key of -inf: the smallest there is
 def rank_rows(
     rows: Rows, by: str, measure: Measure, folder: Path, groups: int, descending: bool = False, run: int = 0
 ) -> CurriculumRanking:
-    """Ranks a source's rows by a measure that `by` names (length, or a label); kept in a file of `folder`.
+    """Ranks a source's rows by a measure that `by` names (length, or a label); stored in a file of `folder`.
 
-    Rows of equal measure keep their order; those without one come first. A ranking found in the folder is used if it
-    has the digest that was written with it, else it is computed again. Costs one pass over the documents' boundaries
-    and 4 bytes of disk per row, 14 while it works; memory stays below about 300 MB.
+    Rows of equal measure keep their order; rows without one come first. An existing ranking is used if it matches its
+    digest. Costs one pass over the documents' boundaries, 4 bytes of disk per row (14 meanwhile) and up to 300 MB of
+    memory.
     """
     path = folder / ranking_name(rows, by, descending)
-    if ranking_damage(path):
+    if find_ranking_damage(path):
         folder.mkdir(parents=True, exist_ok=True)
         scratch = folder / f"{path.name}.partial-{uuid.uuid4().hex[:12]}"
         try:
@@ -66,7 +66,7 @@ def rank_rows(
 
 
 def ranking_name(rows: Rows, by: str, descending: bool) -> str:
-    """The file that holds the ranking of these rows. Scores lie in the store: its folder is the place for it."""
+    """The name of the file with the ranking of these rows."""
     what = "\0".join([str(_VERSION), rows.fingerprint, rows.packing, str(rows.length), by, str(descending)])
     return f"ranking-{xxhash.xxh3_128_hexdigest(what.encode())}.bin"
 
@@ -75,8 +75,8 @@ def digest_path(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def ranking_damage(path: Path) -> str | None:
-    """Why a ranking cannot be used, or None. Those of earlier versions have no digest."""
+def find_ranking_damage(path: Path) -> str | None:
+    """Why a ranking cannot be used, or None. Rankings of earlier versions have no digest."""
     if not path.exists():
         return f"{path}: missing"
     if not digest_path(path).exists():
@@ -87,24 +87,20 @@ def ranking_damage(path: Path) -> str | None:
 
 
 def open_ranking(path: Path, rows: int, groups: int, run: int = 0) -> CurriculumRanking:
-    """A ranking computed before, mapped from its file; the fingerprint is of its content."""
+    """A stored ranking, mapped from its file; the fingerprint is of its content."""
     dtype = _rank_type(rows)
     try:
-        found = path.stat().st_size
+        size_bytes = path.stat().st_size
     except OSError as error:
-        raise UserError(f"{path}: the ranking is gone ({error}); run again and it is made anew") from error
-    if found != rows * dtype.itemsize:
-        raise UserError(f"{path}: {found:,} bytes instead of {rows * dtype.itemsize:,}; delete it and run again")
-    content = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            content.update(block)
+        raise UserError(f"{path}: the ranking is gone ({error}); run again to compute it") from error
+    if size_bytes != rows * dtype.itemsize:
+        raise UserError(f"{path}: {size_bytes:,} bytes instead of {rows * dtype.itemsize:,}; delete it and run again")
     mapped = np.memmap(path, dtype=dtype, mode="r", shape=(rows,)).view(np.ndarray)
-    return CurriculumRanking(mapped, groups, content.hexdigest(), run)
+    return CurriculumRanking(mapped, groups, file_sum(str(path)), run)
 
 
 def epoch_note(rows: int, read: int, by: str, descending: bool) -> str | None:
-    """What the plan says of a curriculum that the run does not finish; None if it sees every group."""
+    """The plan's note on a curriculum that the run does not finish; None if it sees every group."""
     if read >= rows:
         return None
     unseen = "lowest" if descending else "highest"
@@ -114,10 +110,10 @@ def epoch_note(rows: int, read: int, by: str, descending: bool) -> str | None:
     )
 
 
-def by_score(rows: Rows, score: Score) -> Measure:
+def measure_by_score(rows: Rows, score: Score) -> Measure:
     """The mean of the documents' scores in a row, weighted by tokens; -inf where none of them has one.
 
-    Sums run in the order of the spans, in double precision, so every machine gets the same bits.
+    Sums are in span order and double precision, so every machine gets the same bits.
     """
 
     def measure(sequences: Ints) -> npt.NDArray[np.float64]:
@@ -133,8 +129,8 @@ def by_score(rows: Rows, score: Score) -> Measure:
     return measure
 
 
-def document_lengths(store: TokenSource) -> Score:
-    """The tokens of each document, for a curriculum by length. `store.scores` is its like for a label."""
+def length_score(store: TokenStore) -> Score:
+    """The tokens of each document, for a curriculum by length; `store.scores` is the counterpart for a label."""
 
     def score(documents: Ints) -> npt.NDArray[Any]:
         start, stop = store.extents(documents)
@@ -156,14 +152,14 @@ def _write_keys(rows: Rows, measure: Measure, path: Path) -> npt.NDArray[np.uint
 
 
 def _sortable(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
-    """Unsigned integers that sort as the values do, to single precision; both zeros are one."""
+    """Unsigned integers that sort like the values in single precision; both zeros are equal."""
     bits = (values.astype(np.float32) + np.float32(0)).view(np.uint32)
     negative = (bits >> np.uint32(31)).astype(bool)
     return np.where(negative, ~bits, bits | np.uint32(1 << 31))
 
 
 def _sort(keys: npt.NDArray[np.uint32], out: Path, descending: bool) -> None:
-    """Writes the indices of the keys in order, equal keys in their own: two stable passes by 16 bits each."""
+    """Writes the indices of the sorted keys: two stable radix passes of 16 bits."""
     n, mask = keys.size, np.uint32((1 << _DIGIT_BITS) - 1)
     low, high = (np.zeros(1 << _DIGIT_BITS, np.int64) for _ in range(2))
     for first in range(0, n, _CHUNK):
@@ -187,7 +183,7 @@ def _sort(keys: npt.NDArray[np.uint32], out: Path, descending: bool) -> None:
 
 
 def _scatter(digits: npt.NDArray[Any], places: Ints) -> tuple[Ints, Ints]:
-    """(where each goes, in which order they are taken) for a chunk of digits; moves the next free `places` on."""
+    """(targets, order) for a chunk of digits; advances the next free `places`."""
     order = np.argsort(digits, kind="stable")
     taken = digits[order]
     counts = np.bincount(taken, minlength=places.size)

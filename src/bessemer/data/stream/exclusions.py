@@ -1,10 +1,7 @@
 """Exclusion lists: documents that a trial convicted, in a file that later runs can read.
 
-One JSON line for each, naming file and row, since another run has another store: `bans.py` finds them there. They keep
-their place in the stream with weight zero, so positions never shift.
-
-Where the documents of an exclusion list lie in this run's sources: a list names file and row, a stream bans
-(source, document index), and every store numbers its documents anew.
+A list has one JSON line for each document, with file and row. A stream bans (source, document index), which differs
+between stores: `banned_documents` finds it. Banned documents keep their place in the stream with weight zero.
 """
 
 from __future__ import annotations
@@ -19,17 +16,16 @@ from typing import Any
 import numpy as np
 
 from bessemer.data.store.format import Strings
-from bessemer.data.store.shards import ShardedStore
-from bessemer.data.store.token_store import TokenStore
-from bessemer.data.stream.packing import BestFitRows
-from bessemer.data.stream.rows import ConcatRows, Ints, PadRows, Rows
+from bessemer.data.store.shard import Shard
+from bessemer.data.stream.rows import Ints, Rows, StoreRows
 from bessemer.errors import UserError
 from bessemer.run.journal import json_ready
 from bessemer.storage import write_atomic
 
 FILE_NAME = "exclusions.jsonl"  # in the run's folder
 EXCERPT_CHARS = 120
-_SHARD_DOCUMENTS = 3  # convicted documents of one file that make the file itself a suspect
+_SUSPECT_DOCUMENTS = 3  # convicted documents of one file that make the file itself a suspect
+_SCANNED = 1 << 20  # origins held at once: 20 MB
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,9 @@ class Exclusion:
     document_id: str = ""
     source: str = ""
     document: int | None = None  # index in the store of the run that convicted it
-    from_step: int | None = None  # from which step on that run leaves it out
+    from_step: int | None = None  # the first step from which that run excludes it
     run: str = ""
-    step: int | None = None  # at which it was caught
+    step: int | None = None  # the step that convicted it
     reason: str = ""
     mean_loss: float | None = None
     excerpt: str = ""
@@ -59,7 +55,7 @@ class Exclusion:
     def to_line(self) -> str:
         record = asdict(replace(self, excerpt=self.excerpt[:EXCERPT_CHARS]))
         line = json.dumps(json_ready(record), ensure_ascii=False)
-        # A text may hold lone surrogates, which are no UTF-8; \udcXX is JSON's own escape for them.
+        # A text may hold lone surrogates, which UTF-8 cannot encode; \udcXX is JSON's escape for them.
         return line.encode("utf-8", "backslashreplace").decode()
 
 
@@ -72,8 +68,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def append_exclusions(path: Path, entries: Iterable[Exclusion]) -> int:
-    """Adds those that the list does not hold yet; how many. The file is replaced as a whole (a list has some hundred
-    lines), so a reader or a crash sees the old or the new one. What a person wrote into it stays as it is."""
+    """Adds new entries to a list and returns their number. The file is replaced atomically; existing lines stay."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     known = {entry.key for entry in _parse(path, text) if isinstance(entry, Exclusion)}
     new: dict[tuple[str, int | None, str], Exclusion] = {}
@@ -88,17 +83,17 @@ def append_exclusions(path: Path, entries: Iterable[Exclusion]) -> int:
 
 
 def read_exclusions(path: str | Path) -> list[Exclusion]:
-    """The entries of a list. A line that is none is refused by its number."""
+    """The entries of a list. An invalid line is refused by its number."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); correct data.exclude or remove the path") from error
-    found = []
+    entries = []
     for entry in _parse(path, text):
         if isinstance(entry, UserError):
             raise entry
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _parse(path: str | Path, text: str) -> Iterator[Exclusion | UserError]:
@@ -125,19 +120,19 @@ def _entry(record: Any) -> Exclusion:
 
 
 def convicted_shards(entries: Iterable[Exclusion], seen: Mapping[str, int] | None = None) -> list[Exclusion]:
-    """Entries for whole files of which so many documents were convicted that the file itself is the suspect: at least
-    3, and at least half of those the run has `seen`, where that is known. Only suggestions: a person decides."""
+    """Entries for files with so many convicted documents that the file itself is suspect: at least 3, and at least half
+    of those the run has `seen`, if that is known. These are suggestions: a person decides."""
     entries = list(entries)
     whole = {entry.file for entry in entries if entry.row is None}
     counts = Counter(file for file, row in {entry.key[:2] for entry in entries} if row is not None)
-    found = []
+    suspects = []
     for file, count in counts.items():
-        if file in whole or count < max(_SHARD_DOCUMENTS, (seen or {}).get(file, 0) / 2):
+        if file in whole or count < max(_SUSPECT_DOCUMENTS, (seen or {}).get(file, 0) / 2):
             continue
         first = next(entry for entry in entries if entry.file == file)
         reason = f"{count} of its documents were convicted"
-        found.append(Exclusion(file, None, source=first.source, run=first.run, step=first.step, reason=reason))
-    return found
+        suspects.append(Exclusion(file, None, source=first.source, run=first.run, step=first.step, reason=reason))
+    return suspects
 
 
 @dataclass(frozen=True)
@@ -146,7 +141,7 @@ class ExclusionOffer:
 
     path: str
     documents: int
-    files: int  # whole ones
+    files: int  # completely excluded files
 
     @property
     def line(self) -> str:
@@ -159,38 +154,36 @@ class ExclusionOffer:
 def offers(
     files: Collection[str], runs_folder: str | Path, excluded: Collection[str | Path] = ()
 ) -> list[ExclusionOffer]:
-    """Lists in the same runs folder that convict documents of these `files` (names as origins give them) and that the
-    lists in `excluded` do not hold yet; pass the run's own list there too. What cannot be read offers nothing."""
+    """Lists in the same runs folder that convict documents of these `files` (names as in origins) and that the lists in
+    `excluded` do not contain yet; pass the run's own list there too. Unreadable lines are ignored."""
     own = {Path(path).resolve() for path in excluded}
     known = {entry.key for path in own if path.exists() for entry in read_exclusions(path)}
-    wanted, found = set(files), []
+    files, offered = set(files), []
     for path in sorted(Path(runs_folder).glob(f"*/{FILE_NAME}")):
         if path.resolve() in own:
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         entries = {entry.key for entry in _parse(path, text) if isinstance(entry, Exclusion)}
-        new = [key for key in entries - known if key[0] in wanted]
+        new = [key for key in entries - known if key[0] in files]
         if new:
             whole = sum(row is None for _, row, _ in new)
-            found.append(ExclusionOffer(str(path), len(new) - whole, whole))
-    return found
+            offered.append(ExclusionOffer(str(path), len(new) - whole, whole))
+    return offered
 
-
-_SCANNED = 1 << 20  # origins held at once: 20 MB
 
 ByFile = Mapping[str, list[Exclusion]]
-Found = tuple[str, Ints, Ints, bool]  # a file, some of its documents, the row of each, whether it was searched
+Located = tuple[str, Ints, Ints, bool]  # a file, some of its documents, the row of each, whether it was searched
 
 
 def banned_documents(
     entries: Iterable[Exclusion], rows_by_source: Mapping[str, Rows]
 ) -> tuple[set[tuple[str, int]], list[str]]:
-    """(source, document index) of every entry, in each source that holds it, whatever the source is called; and a
-    line for every stale entry, which bans nothing: its file or row is not in this data, or another text is. A remote
-    store is not searched: there a document is found only where the entry says that it was.
+    """(source, document index) of every entry, in each source that holds it, whatever its name; and a message for every
+    stale entry, which bans nothing because its file or row is not in this data, or has another text. A remote store is
+    not searched: there a document is found only at the index that the entry names.
 
-    Reads the table of files of every shard, and 20 bytes a document of those that hold an accused file: half a second
-    for a million of either.
+    Reads the table of files of every shard, and 20 bytes a document of shards with an accused file: half a second for a
+    million of either.
     """
     by_file: dict[str, list[Exclusion]] = defaultdict(list)
     for entry in dict.fromkeys(entries):
@@ -199,7 +192,7 @@ def banned_documents(
     found: set[Exclusion] = set()
     why: dict[Exclusion, str] = {}
     for name, rows in rows_by_source.items():
-        for file, documents, numbers, searched in _places(name, rows, by_file):
+        for file, documents, numbers, searched in _locate(name, rows, by_file):
             by_row: dict[int, list[Exclusion]] = defaultdict(list)
             for entry in by_file[file]:
                 if entry.row is None and searched:
@@ -222,36 +215,33 @@ def banned_documents(
     return banned, [f"{entry.place}: {why.get(entry, absent)}; it is not excluded" for entry in stale]
 
 
-def _places(name: str, rows: Rows, by_file: ByFile) -> Iterator[Found]:
-    store = rows.store if isinstance(rows, (ConcatRows, BestFitRows, PadRows)) else None
-    if isinstance(store, TokenStore):
-        yield from _in_store(store, 0, by_file)
-    elif isinstance(store, ShardedStore) and not store.far:
+def _locate(name: str, rows: Rows, by_file: ByFile) -> Iterator[Located]:
+    if isinstance(rows, StoreRows) and not rows.store.cache:
         first = 0
-        for k, about in enumerate(store.abouts):
-            yield from _in_store(store.shard(k), first, by_file)
-            first += about.documents
-    else:  # a user's dataset, or a remote store: to search it is to read or fetch all of it
-        yield from _by_index(name, rows, by_file)
+        for k, info in enumerate(rows.store.infos):
+            yield from _locate_in_shard(rows.store.shard(k), first, by_file)
+            first += info.documents
+    else:  # a user's dataset or a remote store: a search would read or fetch all of it
+        yield from _locate_by_index(name, rows, by_file)
 
 
-def _in_store(store: TokenStore, first: int, by_file: ByFile) -> Iterator[Found]:
-    """The documents of the accused files; `first` is the number of the store's first document."""
-    numbers = find_strings(store._files, by_file)
-    accused = np.zeros(store.about.files, np.bool_)
+def _locate_in_shard(shard: Shard, first: int, by_file: ByFile) -> Iterator[Located]:
+    """The documents of the accused files; `first` is the index of the shard's first document."""
+    numbers = find_strings(shard._files, by_file)
+    accused = np.zeros(shard.info.files, np.bool_)
     accused[list(numbers)] = True
-    for start in range(0, store.documents, _SCANNED) if numbers else ():
-        origins = store.origins_of(start, min(start + _SCANNED, store.documents))
+    for start in range(0, shard.documents, _SCANNED) if numbers else ():
+        origins = shard.origins_of(start, min(start + _SCANNED, shard.documents))
         at = np.flatnonzero(accused[origins["file"]])
         files, rows = origins["file"][at], origins["row"][at].astype(np.int64)
         for number in np.unique(files).tolist():
-            mine = files == number
-            yield numbers[number], first + start + at[mine], rows[mine], True
+            of_file = files == number
+            yield numbers[number], first + start + at[of_file], rows[of_file], True
 
 
 def find_strings(table: Strings, wanted: Iterable[str]) -> dict[int, str]:
-    """The numbers that these strings have in a table. Eight bytes at a time are compared, from the end on, where paths
-    differ most, for all strings of one length together: a source tree has as many files as documents."""
+    """The indices of strings in a table. Compares eight bytes at a time, from the end, where paths differ most, for all
+    strings of one length together: a source tree has as many files as documents."""
     by_length: dict[int, list[bytes]] = defaultdict(list)
     for text in wanted:
         data = text.encode("utf-8", "surrogatepass")
@@ -269,8 +259,8 @@ def find_strings(table: Strings, wanted: Iterable[str]) -> dict[int, str]:
     return found
 
 
-def _by_index(name: str, rows: Rows, by_file: ByFile) -> Iterator[Found]:
-    """Looks only where the list says that the document was."""
+def _locate_by_index(name: str, rows: Rows, by_file: ByFile) -> Iterator[Located]:
+    """Looks only at the index that the list names."""
     for file, group in by_file.items():
         for entry in group:
             if entry.source != name or entry.document is None or entry.row is None:

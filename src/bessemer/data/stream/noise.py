@@ -1,7 +1,7 @@
-"""Noise on the inputs of a batch: masked spans, random tokens, deletions. Off unless asked for.
+"""Noise on the inputs of a batch (`data.noise`): masked spans, random tokens, deletions.
 
-What is drawn depends on the seed and on the row's position in the stream and nothing else, so a replayed step has the
-noise it had. The targets are the true tokens: the model is to predict what it was not shown.
+The draws depend only on the seed and on the row's position in the stream, so a replayed step has the same noise. The
+targets stay the true tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bessemer.spec.data import NoiseSpec
 
 _FORMAT = 1  # raise it when the same settings give other noise
-_PURPOSE = 0x6E6F697365  # keeps these draws apart from the other uses of the seed
+_PURPOSE = 0x6E6F697365  # separates these draws from other uses of the seed
 _CHOICE, _TOKEN = 1, 2
 _ONE = 1 << 32  # draws are 32-bit integers
 
@@ -31,14 +31,14 @@ Flags = npt.NDArray[np.bool_]
 class Noise:
     """A `Transform` of batches. Shares are of the columns that may change: all but the first of each document.
 
-    - `mask_spans` of them lie in spans of `span_length` columns on average (both as in T5, which uses 15 % and 3), and
-      get one of `mask_ids`: each span the next, in turn, so several ids are sentinels. A span keeps its length.
-    - `replace` of them get a random id below `vocab` that is none of `special_ids`.
-    - `delete` of them go with their targets, and padding of weight 0 follows the row. The weight of a deleted target
-      goes to the column before it, which is of the same document and weight (others are not deleted): so every
-      document keeps its sum, and what a mask leaves out stays out.
+    - `mask_spans` of them are in spans of `span_length` columns on average (as in T5, with 15 % and 3) and get one of
+      `mask_ids`, each span the next in turn: several ids act as sentinels. A span keeps its length.
+    - `replace` of them get a random id below `vocab` that is not in `special_ids`.
+    - `delete` of them are removed with their targets, and padding of weight 0 fills the row. The weight of a deleted
+      target goes to the column before it, which must have the same document and weight: every document keeps its sum,
+      and masked targets stay masked.
 
-    The three never meet in one column, so the shares are as they were asked for.
+    No column gets more than one of the three, so the shares are exact.
     """
 
     def __init__(
@@ -52,16 +52,7 @@ class Noise:
         mask_ids: Sequence[int] = (),
         special_ids: Collection[int] = (),
     ) -> None:
-        if mask_spans + replace + delete >= 1:
-            raise UserError(
-                f"data.noise: mask_spans {mask_spans:g}, replace {replace:g} and delete {delete:g} leave nothing as it "
-                "was: lower them until they add up to less than 1"
-            )
-        if mask_spans and not mask_ids:
-            raise UserError(
-                "data.noise.mask_spans needs a token to put in place of a span: write mask: ['<mask>'] under "
-                "data.noise and special: ['<mask>'] under tokenizer"
-            )
+        assert mask_spans + replace + delete < 1 and (mask_ids or not mask_spans), "the spec is checked"
         self.seed, self.vocab = seed, vocab
         self.mask_spans, self.span_length = mask_spans, span_length
         self.replace, self.delete = replace, delete
@@ -74,7 +65,7 @@ class Noise:
         return {"noise": {"format": _FORMAT, **vars(self)}}
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch under noise; the given one is left as it is."""
+        """A copy of the batch with noise."""
         columns = batch.tokens.shape[1]
         key = chain(self.seed % 2**64, _PURPOSE, np.maximum(batch.positions, 0))[:, None]
         draw = chain(key, np.arange(columns), _CHOICE)
@@ -88,7 +79,7 @@ class Noise:
             span = np.cumsum(begins, axis=1) - 1
             tokens[masked] = np.array(self.mask_ids, np.int64)[span[masked] % len(self.mask_ids)]
         noisy = dataclasses.replace(batch, tokens=tokens)
-        return _without(noisy, deleted) if deleted.any() else noisy
+        return _delete_columns(noisy, deleted) if deleted.any() else noisy
 
     def _choose(self, draw: Words, free: Flags) -> tuple[Flags, Flags, Flags]:
         """(masked, replaced, deleted): the upper half of each draw is for spans, the lower for the other two."""
@@ -101,10 +92,10 @@ class Noise:
         return free & spans, plain & (other < least), plain & (other >= least) & (other < most)
 
     def _spans(self, draw: Words) -> Flags:
-        """Where spans lie: a chain with two states. A low draw begins a span, a high one ends it, others go on.
+        """Which columns are in spans: a two-state Markov chain. A low draw begins a span, a high one ends it.
 
-        The shares of both hold in every column. Spans of independent columns are 1 / (1 - share) long on average, so
-        no shorter mean can be had.
+        The shares of both states hold in every column. Independent columns give spans of 1 / (1 - share) on average,
+        so the mean cannot be shorter.
         """
         if not self.mask_spans:
             return np.zeros(draw.shape, np.bool_)
@@ -120,7 +111,7 @@ class Noise:
         return np.take_along_axis(state, last, axis=1) == 1
 
     def _random_ids(self, keys: Words, columns: Ints) -> Ints:
-        """Ids in [0, vocab) without the special ones, which are stepped over."""
+        """Ids in [0, vocab) without the special ones."""
         special = np.array([token for token in self.special_ids if 0 <= token < self.vocab], np.int64)
         drawn = chain(keys, columns, _TOKEN) % np.uint64(self.vocab - special.size)
         ids = drawn.astype(np.int64)
@@ -128,15 +119,15 @@ class Noise:
 
 
 def make_noise(spec: NoiseSpec, seed: int, vocab: int, special: Mapping[str, int]) -> Noise | None:
-    """The noise that a spec asks for, or None. `special` are the tokenizer's special tokens with their ids: those that
-    may stand for a span, and that are never put in by chance."""
+    """The noise of a spec, or None. `special` are the tokenizer's special tokens with their ids: masks are among them,
+    and none is drawn at random."""
     if not (spec.mask_spans or spec.replace or spec.delete):
         return None
     for token in spec.mask:
         if token not in special:
-            known = ", ".join(sorted(special)[:8]) or "none"
+            available = ", ".join(sorted(special)[:8]) or "none"
             raise UserError(
-                f"data.noise.mask: the tokenizer has no special token {token!r} (it has {known}): "
+                f"data.noise.mask: the tokenizer has no special token {token!r} (it has {available}): "
                 "add it to tokenizer.special"
             )
     return Noise(
@@ -152,16 +143,16 @@ def make_noise(spec: NoiseSpec, seed: int, vocab: int, special: Mapping[str, int
 
 
 def _may_change(batch: Batch) -> Flags:
-    """Columns behind another of their document; padding at the end of a row stays padding."""
+    """Columns that follow another of their document; padding at the end of a row stays padding."""
     free = np.zeros(batch.tokens.shape, np.bool_)
     free[:, 1:] = batch.documents[:, 1:] == batch.documents[:, :-1]
     counted = batch.weights > 0
-    behind = np.maximum.accumulate(counted[:, ::-1], axis=1)[:, ::-1]  # a target that counts here or further on
-    return free & behind
+    before_end = np.maximum.accumulate(counted[:, ::-1], axis=1)[:, ::-1]  # this or a later target counts
+    return free & before_end
 
 
-def _without(batch: Batch, deleted: Flags) -> Batch:
-    """The batch with some columns gone, none of them the first of its document."""
+def _delete_columns(batch: Batch, deleted: Flags) -> Batch:
+    """The batch without the deleted columns, none of which is the first of its document."""
     rows, columns = deleted.shape
     kept_before = np.maximum.accumulate(np.where(deleted, 0, np.arange(columns)), axis=1)
     cell = np.arange(rows)[:, None] * columns + kept_before

@@ -1,10 +1,8 @@
-"""Which sequence of which source stands at a position of the stream.
+"""The order of the data: which sequence of which source is at a stream position, and which positions a step reads.
 
-A pure function with O(1) seek: mixture blocks interleave the sources, and a keyed permutation shuffles each
-source anew in every epoch. Old runs are replayed from these numbers, so no output here may ever change: all
-arithmetic is in integers and all randomness is `mix`, since numpy and torch promise no stable shuffles.
-
-Which positions of the stream a step reads: a closed-form function of the step, whatever was skipped or resized.
+Both are pure functions with O(1) seek. Mixture blocks interleave the sources, and a keyed permutation reshuffles each
+source in every epoch. Old runs are replayed from these numbers, so no output may ever change: all arithmetic is in
+integers and all randomness is `mix`, since numpy and torch promise no stable shuffles.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 _ROUNDS = 8
 _SMALL = 256  # below this many items a Feistel network has too few bits to shuffle well
-_TABLE_POSITIONS = 4096  # small blocks are laid out together, about this many positions at a time
+_TABLE_POSITIONS = 4096  # small blocks are arranged together, about this many positions at a time
 _TABLES_KEPT = 8
 _LAYOUT, _SHUFFLE = 1, 2  # the two uses of the seed
 _GROUP, _RUN = 1, 2  # the two uses of a ranked source's key of an epoch
@@ -46,7 +44,7 @@ def mix(values: npt.ArrayLike) -> Words:
 
 
 def chain(first: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
-    """One key from several non-negative integers or broadcasting arrays of them; their order counts."""
+    """One key from several non-negative integers or broadcasting arrays of them; their order matters."""
     key = mix(first)
     for part in parts:
         key = mix(key ^ np.asarray(part).astype(np.uint64))
@@ -54,13 +52,13 @@ def chain(first: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
 
 
 def name_key(name: str) -> Words:
-    """A source's key follows its name, so a source added or reordered leaves the others' shuffles alone."""
+    """A source's key depends on its name, so adding or reordering sources does not change the others' shuffles."""
     raw = name.encode()
     return chain(len(raw), *(int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)))
 
 
 def permute(index: npt.ArrayLike, n: int, key: npt.ArrayLike) -> Ints:
-    """Where each index goes under the permutation of [0, n) that the key names: one key, or one per index."""
+    """The image of each index under the keyed permutation of [0, n); one key, or one per index."""
     words = np.asarray(index).astype(np.uint64)
     if words.size and int(words.max()) >= n:
         raise ValueError(f"index outside [0, {n})")
@@ -70,7 +68,7 @@ def permute(index: npt.ArrayLike, n: int, key: npt.ArrayLike) -> Ints:
     flat, keys = words.ravel(), keys.ravel()
     moved = _feistel(flat, (n - 1).bit_length(), keys)
     outside = np.flatnonzero(moved >= n)
-    while outside.size:  # cycle walking: at most half of the words lie outside, so about two turns each
+    while outside.size:  # cycle walking: at most half of the words are outside, so about two turns each
         moved[outside] = _feistel(moved[outside], (n - 1).bit_length(), keys[outside])
         outside = outside[moved[outside] >= n]
     return moved.astype(np.int64).reshape(words.shape)
@@ -99,7 +97,7 @@ def _argsort_shuffle(words: Words, n: int, keys: Words) -> Ints:
 
 @dataclass(frozen=True)
 class MixturePhase:
-    """From position `start` on, sequences are dealt by `mixture`."""
+    """From position `start` on, the sources are mixed by `mixture`."""
 
     start: int
     mixture: Mixture
@@ -107,11 +105,11 @@ class MixturePhase:
 
 @dataclass(frozen=True)
 class CurriculumRanking:
-    """A source's sequences by a measure, lowest first: what a curriculum and length buckets are made of.
+    """A source's sequences sorted by a measure, lowest first, for curricula and length buckets.
 
-    The ranks are cut into `groups` of equal size, and each is shuffled in itself, anew in every epoch. Without `run`
-    the groups follow each other: a curriculum. With it, every `run` sequences in a row stay together, so that they are
-    of one group, and these runs are shuffled: length buckets.
+    The ranks are cut into `groups` of equal size, and each group is reshuffled in every epoch. Without `run` the groups
+    follow each other: a curriculum. With it, `run` consecutive sequences of one group stay together and these runs are
+    shuffled: length buckets.
     """
 
     sequences: npt.NDArray[np.integer]  # rank -> sequence, every sequence once; usually mapped from a file
@@ -130,7 +128,7 @@ class CurriculumRanking:
 
     @cached_property
     def _edges(self) -> Ints:
-        """Where each group begins, and the end. In Python's integers, since the products may pass 64 bits."""
+        """The start of each group, and the end. In Python integers, since the products may exceed 64 bits."""
         n = self.sequences.shape[0]
         groups = min(self.groups, n)
         return np.array([n * k // groups for k in range(groups + 1)], dtype=np.int64)
@@ -141,20 +139,20 @@ class CurriculumRanking:
         rank = index.copy()
         if self.run and n >= self.run:
             runs = n // self.run
-            whole = np.flatnonzero(index < runs * self.run)  # what fills no run stays at the end
-            moved = permute(index[whole] // self.run, runs, chain(keys[whole], _RUN))
-            rank[whole] = moved * self.run + index[whole] % self.run
+            in_runs = np.flatnonzero(index < runs * self.run)  # a partial run stays at the end
+            moved = permute(index[in_runs] // self.run, runs, chain(keys[in_runs], _RUN))
+            rank[in_runs] = moved * self.run + index[in_runs] % self.run
         edges = self._edges
         group = np.searchsorted(edges, rank, side="right") - 1
         for k in np.unique(group).tolist():
-            here = np.flatnonzero(group == k)
+            at = np.flatnonzero(group == k)
             first, size = int(edges[k]), int(edges[k + 1] - edges[k])
-            rank[here] = first + permute(rank[here] - first, size, chain(keys[here], _GROUP, k))
+            rank[at] = first + permute(rank[at] - first, size, chain(keys[at], _GROUP, k))
         return np.asarray(self.sequences[rank], dtype=np.int64)
 
 
 class _Layout:
-    """How one phase deals: the items of a block by source, then rank, each with the salt of its offset."""
+    """How one phase mixes: the items of a block by source, then rank, each with the salt of its offset."""
 
     def __init__(self, phase: MixturePhase, number: int, names: Sequence[str], seed: int) -> None:
         counts = dict(zip(phase.mixture.names, phase.mixture.counts, strict=True))
@@ -168,7 +166,7 @@ class _Layout:
         self._salts = chain(name_keys[self.source], self.rank)
 
     def table(self, number: int) -> npt.NDArray[np.int32]:
-        """The items of `blocks_per_table` blocks in the order they are dealt."""
+        """The items of `blocks_per_table` blocks in their order."""
         blocks = number * self.blocks_per_table + np.arange(self.blocks_per_table)
         offset = mix(chain(self._key, blocks)[:, None] ^ self._salts) >> np.uint64(32)
         # (rank + offset) / count in fixed point: 16 bits of rank and 32 of offset, shifted by 15, fill 63.
@@ -180,8 +178,8 @@ class _Layout:
 class StreamOrder:
     """The order of a stream, from its phases, the number of sequences per source and the seed.
 
-    `names`, sorted, is what source indices refer to. A source in several phases runs on from one to the next. A source
-    with a ranking follows it in every epoch; the others are shuffled as a whole.
+    Source indices refer to the sorted `names`. A source in several phases continues from one to the next. A source with
+    a ranking follows it in every epoch; the others are fully shuffled.
     """
 
     def __init__(
@@ -222,7 +220,7 @@ class StreamOrder:
     def resolve(self, positions: npt.ArrayLike) -> tuple[Ints, Ints, Ints]:
         """(index into `names`, sequence of that source, epoch) at each position.
 
-        Ask for thousands at once: a call costs about a millisecond, a position in it less than a microsecond.
+        Pass thousands at once: a call costs about a millisecond, a position less than a microsecond.
         """
         at = np.asarray(positions, dtype=np.int64)
         if at.size and at.min() < 0:
@@ -230,24 +228,22 @@ class StreamOrder:
         source, ordinal, sequence = np.empty_like(at), np.empty_like(at), np.empty_like(at)
         phases = np.searchsorted(self._starts, at, side="right") - 1
         for k in np.unique(phases).tolist():
-            here = phases == k
-            source[here], ordinal[here] = self._deal(k, at[here] - self._starts[k])
+            in_phase = phases == k
+            source[in_phase], ordinal[in_phase] = self._assign(k, at[in_phase] - self._starts[k])
         epoch, index = np.divmod(ordinal, self._sizes[source])
         for s in np.unique(source).tolist():
-            here = source == s
-            keys = chain(self._shuffle_keys[s], epoch[here])
+            of_source = source == s
+            keys, indices = chain(self._shuffle_keys[s], epoch[of_source]), index[of_source]
             ranking = self.rankings.get(self.names[s])
-            sequence[here] = (
-                permute(index[here], int(self._sizes[s]), keys)
-                if ranking is None
-                else ranking.permute(index[here], keys)
+            sequence[of_source] = (
+                ranking.permute(indices, keys) if ranking else permute(indices, int(self._sizes[s]), keys)
             )
         return source, sequence, epoch
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the order beside the data: for the stream's fingerprint. Rankings are named only if there are
-        any, so that streams without them keep the fingerprint that they had."""
+        """What decides the order besides the data, for the stream's fingerprint. Without rankings there is no key for
+        them: such streams keep their old fingerprint."""
         phases = [
             [phase.start, dict(zip(phase.mixture.names, phase.mixture.counts, strict=True))] for phase in self.phases
         ]
@@ -255,27 +251,27 @@ class StreamOrder:
         return {"seed": self.seed, "phases": phases, **({"rankings": ranked} if ranked else {})}
 
     def consumed(self, position: int) -> dict[str, int]:
-        """How many sequences of each source lie before a position, repeats counted."""
+        """The number of sequences of each source before a position, repeats included."""
         if position < 0:
             raise ValueError(f"position {position} is negative")
         k = int(np.searchsorted(self._starts, position, side="right")) - 1
         counts = self._before(k, position - self.phases[k].start)
         return dict(zip(self.names, counts.tolist(), strict=True))
 
-    def _deal(self, phase: int, local: Ints) -> tuple[Ints, Ints]:
+    def _assign(self, phase: int, local: Ints) -> tuple[Ints, Ints]:
         """(source, ordinal) at positions counted from the phase's start."""
         layout = self._layouts[phase]
         number, offset = np.divmod(local, layout.block * layout.blocks_per_table)
         item = np.empty(local.shape, dtype=np.int64)
         for k in np.unique(number).tolist():
-            here = number == k
-            item[here] = self._table(phase, k)[offset[here]]
+            at = number == k
+            item[at] = self._table(phase, k)[offset[at]]
         source = layout.source[item]
         done = self._bases[phase][source] + local // layout.block * layout.counts[source]
         return source, done + layout.rank[item]
 
     def _before(self, phase: int, local: int) -> Ints:
-        """Each source's sequences before a position counted from the phase's start."""
+        """Each source's number of sequences before a position counted from the phase's start."""
         layout = self._layouts[phase]
         blocks, part = divmod(local, layout.block)
         number, skipped = divmod(blocks, layout.blocks_per_table)
@@ -286,7 +282,7 @@ class StreamOrder:
 
 @dataclass(frozen=True)
 class Segment:
-    """From step `from_step` on, the stream is read from `position`. A skip after a rollback is one more."""
+    """From step `from_step` on, the stream is read from `position`. A skip after a rollback adds one."""
 
     from_step: int
     position: int
@@ -321,7 +317,7 @@ class StepPositions:
         self._cuts = [segment.from_step for segment in segments]
         if self._cuts[:1] != [0] or self._cuts != sorted(self._cuts):
             raise ValueError(f"segments begin at steps {self._cuts}: expected 0 first, then in rising order")
-        self._rows_before = [0]  # rows read before each batch phase, had there been no skip
+        self._rows_before = [0]  # rows before each batch phase, without skips
         for last, phase in pairwise(batch_phases):
             self._rows_before.append(self._rows_before[-1] + (phase.from_step - last.from_step) * last.rows)
 
@@ -339,7 +335,7 @@ class StepPositions:
         return start, start + self.rows(step)
 
     def skip(self, from_step: int, position: int) -> StepPositions:
-        """After a rollback to `from_step`, read on at `position`; segments from there on never happened."""
+        """After a rollback to `from_step`, continue at `position`; later segments are dropped."""
         kept = [segment for segment in self.segments if segment.from_step < from_step]
         return StepPositions(self.batch_phases, [*kept, Segment(from_step, position)])
 

@@ -1,14 +1,10 @@
-"""A user's own dataset, given from Python instead of files.
+"""A user's dataset, passed from Python instead of files.
 
-A map-style one (`__len__` and `__getitem__`) is a source like any other: rows on demand, any step replays. An iterable
-can only be read forwards: `own_stream.ForwardStream` says so and refuses what it cannot do.
+A map-style dataset (`__len__` and `__getitem__`, the same item whenever it is read) is a source like any other: rows on
+demand, any step can be replayed. An iterable can only be read forwards: `IterableStream` is the one stream that is not
+a pure function of the step. It cannot replay past steps, and resumes only if the iterable can restore its state.
 
 An item is a text, a sequence of token ids, or {"tokens": ids, "mask": which of them count as targets}.
-
-Batches from an iterable that can only be read forwards: the one stream that is not a pure function of the step.
-
-It answers as `BatchStream` does for the steps at hand. What has passed cannot be read again: a past step does not
-replay, a rollback without a skip is refused, and a resume works only if the iterable can restore its own state.
 """
 
 from __future__ import annotations
@@ -19,42 +15,25 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bessemer.data.store.token_store import Origin
-from bessemer.data.stream.batches import Batch, DocumentShare
+from bessemer.data.store.shard import Origin
+from bessemer.data.stream.batches import Batch, DocumentShare, rank_positions
 from bessemer.data.stream.order import MixturePhase, StepPositions, StreamOrder
-from bessemer.data.stream.rows import PADDING, Ints, RowBlock, Spans, pad_rows
+from bessemer.data.stream.rows import PADDING, Ints, RowBlock, Spans
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.spec.mixture import Mixture
 
 Mask = npt.NDArray[np.bool_]
 
 _FORMAT = 1  # raise it when the same items give other rows
-_SAMPLED = 32  # items that a fingerprint is made of where the dataset has none of its own
+_SAMPLED = 32  # items in the fingerprint of a dataset that has none
 _ROWS_KEPT = 1024
-
-
-class MapStyle(Protocol):
-    """What torch calls a map-style dataset. Its item i must be the same whenever it is asked for."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-class ItemEncoder(Protocol):
-    """What is needed of a tokenizer."""
-
-    eos_id: int
-    vocab_size: int
-
-    @property
-    def fingerprint(self) -> str: ...
-    def encode_batch(self, texts: Sequence[str], /) -> Sequence[Sequence[int] | npt.NDArray[Any]]: ...
 
 
 def is_map_style(dataset: object) -> bool:
@@ -62,29 +41,29 @@ def is_map_style(dataset: object) -> bool:
 
 
 def dataset_name(dataset: object) -> str:
-    """What origins and messages call it."""
+    """The name in origins and messages."""
     return f"dataset {type(dataset).__name__}"
 
 
-def encode_items(items: Sequence[Any], tokenizer: ItemEncoder, places: Sequence[str]) -> list[tuple[Ints, Mask]]:
+def encode_items(items: Sequence[Any], tokenizer: Tokenizer, places: Sequence[str]) -> list[tuple[Ints, Mask]]:
     """(ids, which of them count as targets) of each item.
 
-    A text is put between two end-of-document ids, so that its first token is a target too. Ids are taken as they are;
+    A text is put between two end-of-document ids, so that its first token is a target too. Ids are used as they are;
     the first is only ever an input.
     """
     texts = [i for i, item in enumerate(items) if isinstance(item, str)]
     encoded = dict(zip(texts, tokenizer.encode_batch([items[i] for i in texts]), strict=True)) if texts else {}
-    found = []
+    results = []
     for i, (item, place) in enumerate(zip(items, places, strict=True)):
         if i in encoded:
             ids = np.concatenate([[tokenizer.eos_id], np.asarray(encoded[i]), [tokenizer.eos_id]]).astype(np.int64)
-            found.append((ids, np.ones(ids.size, np.bool_)))
+            results.append((ids, np.ones(ids.size, np.bool_)))
         else:
-            found.append(_checked(item, tokenizer.vocab_size, place))
-    return found
+            results.append(_check_item(item, tokenizer.vocab_size, place))
+    return results
 
 
-def _checked(item: Any, vocab: int, place: str) -> tuple[Ints, Mask]:
+def _check_item(item: Any, vocab: int, place: str) -> tuple[Ints, Mask]:
     wanted = 'return a text, token ids, or {"tokens": ids, "mask": which of them count}'
     mask = None
     if isinstance(item, Mapping):
@@ -109,45 +88,43 @@ def _checked(item: Any, vocab: int, place: str) -> tuple[Ints, Mask]:
 
 
 class UserDatasetRows:
-    """Rows from a map-style dataset, one item each: padded where it is shorter, cut where it is longer than T + 1 ids.
+    """Rows from a map-style dataset, one item each: padded to T + 1 ids, or cut to them.
 
-    Items are read when their rows are, by one thread at a time, and the latest are kept. `fingerprint_from` says what
-    the fingerprint covers: the dataset's own `fingerprint` if it has one, else the number of items and a sample of
-    them, which does not notice every change.
+    Items are read on demand by one thread at a time, and the latest are cached. `fingerprint_from` says what the
+    fingerprint covers: the dataset's own `fingerprint` if it has one, else the number of items and a sample of them,
+    which does not notice every change.
     """
 
     packing, full = "own", False
 
-    def __init__(self, dataset: MapStyle, tokenizer: ItemEncoder, length: int) -> None:
+    def __init__(self, dataset: Sequence[Any], tokenizer: Tokenizer, length: int) -> None:
         self.dataset, self.tokenizer, self.length = dataset, tokenizer, length
         self.name = dataset_name(dataset)
         self.count = len(dataset)
         if self.count < 1:
             raise UserError(f"{self.name}: its length is {self.count}: give it at least one item")
-        self._kept: OrderedDict[int, tuple[Ints, Mask]] = OrderedDict()
+        self._cached: OrderedDict[int, tuple[Ints, Mask]] = OrderedDict()
         self._lock = threading.Lock()
         self.fingerprint, self.fingerprint_from = self._fingerprint()
 
     def spans(self, sequences: Ints) -> Spans:
         rows = self._rows(sequences)
         targets = np.array([max(0, ids.size - 1) for ids, _ in rows], dtype=np.int64)
-        kept = np.array([counts[1:].sum() for _, counts in rows], dtype=np.int64)
-        n = sequences.size
-        length = np.stack([targets, self.length - targets], axis=1)
-        column = np.stack([np.zeros_like(targets), targets], axis=1)
-        document = np.stack([sequences, np.full(n, PADDING)], axis=1)
-        weight = np.stack([kept, np.zeros_like(kept)], axis=1)
-        some = length.ravel() > 0
-        row = np.repeat(np.arange(n), 2)
-        return Spans(
-            row[some], column.ravel()[some], length.ravel()[some], document.ravel()[some], weight.ravel()[some]
-        )
+        weights = np.array([counts[1:].sum() for _, counts in rows], dtype=np.int64)
+        n, zeros = sequences.size, np.zeros_like(targets)
+        pairs = ((np.arange(n), np.arange(n)), (zeros, targets), (targets, self.length - targets),
+                 (sequences, np.full(n, PADDING)), (weights, zeros))  # fmt: skip
+        row, column, length, document, weight = (np.stack(pair, axis=1).ravel() for pair in pairs)
+        some = length > 0
+        return Spans(row[some], column[some], length[some], document[some], weight[some])
 
     def assemble(self, sequences: Ints) -> RowBlock:
         rows = self._rows(sequences)
-        tokens, _ = pad_rows([ids[:-1] for ids, _ in rows], self.length)
-        targets, _ = pad_rows([ids[1:] for ids, _ in rows], self.length)
-        weights, _ = pad_rows([counts[1:].astype(np.float32) for _, counts in rows], self.length)
+        shape = sequences.size, self.length
+        tokens, targets, weights = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        for r, (ids, counts) in enumerate(rows):
+            n = max(0, ids.size - 1)
+            tokens[r, :n], targets[r, :n], weights[r, :n] = ids[:n], ids[1:], counts[1:]
         return RowBlock(tokens, targets, weights, self.spans(sequences))
 
     def origin_of_document(self, document: int) -> Origin:
@@ -156,16 +133,15 @@ class UserDatasetRows:
     def _rows(self, sequences: Ints) -> list[tuple[Ints, Mask]]:
         """The items of some rows, cut to T + 1 ids."""
         with self._lock:
-            wanted = sequences.tolist()
-            missing = [index for index in dict.fromkeys(wanted) if index not in self._kept]
-            fresh = dict(zip(missing, self._read(missing), strict=True))
-            found = [fresh.get(index) or self._kept[index] for index in wanted]
-            for index in dict.fromkeys(wanted):
-                self._kept[index] = fresh.get(index) or self._kept[index]
-                self._kept.move_to_end(index)
-            while len(self._kept) > _ROWS_KEPT:
-                self._kept.popitem(last=False)
-        return found
+            indices = sequences.tolist()
+            missing = [index for index in dict.fromkeys(indices) if index not in self._cached]
+            items = self._cached | dict(zip(missing, self._read(missing), strict=True))
+            for index in dict.fromkeys(indices):
+                self._cached[index] = items[index]
+                self._cached.move_to_end(index)
+            while len(self._cached) > _ROWS_KEPT:
+                self._cached.popitem(last=False)
+        return [items[index] for index in indices]
 
     def _read(self, indices: list[int]) -> list[tuple[Ints, Mask]]:
         items = []
@@ -183,9 +159,9 @@ class UserDatasetRows:
 
     def _fingerprint(self) -> tuple[str, str]:
         content = xxhash.xxh3_128(f"{_FORMAT} {self.count} {self.tokenizer.fingerprint} ".encode())
-        given = getattr(self.dataset, "fingerprint", None)
-        if given is not None:
-            content.update(str(given() if callable(given) else given).encode())
+        fingerprint = getattr(self.dataset, "fingerprint", None)
+        if fingerprint is not None:
+            content.update(str(fingerprint() if callable(fingerprint) else fingerprint).encode())
             return content.hexdigest(), "its own fingerprint"
         picks = np.unique(np.linspace(0, self.count - 1, _SAMPLED).astype(np.int64))
         for ids, counts in self._rows(picks):
@@ -195,7 +171,7 @@ class UserDatasetRows:
 
 _STREAM_FORMAT = 1
 _ITEMS_READ = 16  # encoded together
-_STEPS_KEPT = 8  # whose rows are still at hand: those ahead, and those that a late verdict is about
+_STEPS_KEPT = 8  # whose rows stay in memory: those ahead, and those that a late verdict may be about
 _STATES_KEPT = 64
 
 NOT_REPLAYABLE = (
@@ -214,29 +190,29 @@ class _Row:
 class _Reader:
     """Items end to end, each followed by an end of document, cut into windows of T + 1 ids that overlap by one."""
 
-    def __init__(self, dataset: Iterable[Any], tokenizer: ItemEncoder, length: int) -> None:
+    def __init__(self, dataset: Iterable[Any], tokenizer: Tokenizer, length: int) -> None:
         self.dataset, self.tokenizer, self.length = dataset, tokenizer, length
         self.name = dataset_name(dataset)
         self.lock = threading.Lock()
         self.next = 0  # position of the next row
         self.rows: OrderedDict[int, _Row] = OrderedDict()
-        self.states: OrderedDict[int, str] = OrderedDict()  # by the position that they stand before
+        self.states: OrderedDict[int, str] = OrderedDict()  # by the position that they precede
         self._items = 0  # read so far, over all passes
-        self._waiting: deque[_Row] = deque()  # encoded items that no row has yet
+        self._waiting: deque[_Row] = deque()  # encoded items that are in no row yet
         self._left = _Row(np.array([tokenizer.eos_id]), np.ones(1, np.bool_), np.array([-1]))
         self._iterator: Iterator[Any] | None = None
-        self._restored = False  # the next iterator goes on with a pass, whose end may be all that is left of it
+        self._restored = False  # the next iterator continues a pass, which may be at its end
 
     def read_to(self, stop: int, keep: int) -> None:
-        """Reads rows until `stop` is the next; the latest `keep` stay at hand."""
+        """Reads rows up to `stop`; the latest `keep` stay in memory."""
         while self.next < stop:
             self.rows[self.next] = self._row()
             self.next += 1
             while len(self.rows) > keep:
                 self.rows.popitem(last=False)
 
-    def remember(self) -> None:
-        """Keeps the iterable's state as it is now, if it has one."""
+    def save_state(self) -> None:
+        """Records the iterable's current state, if it has one."""
         holder = self._holder("state_dict")
         if holder is None or self.next in self.states:
             return
@@ -258,22 +234,22 @@ class _Reader:
     def restore(self, position: int, state: str) -> None:
         holder = self._holder("load_state_dict")
         if holder is None:
-            raise UserError(f"{self.name} has no load_state_dict, so the run cannot go on with it; {NOT_REPLAYABLE}")
-        found = json.loads(state)
-        holder.load_state_dict(found["iterable"])
+            raise UserError(f"{self.name} has no load_state_dict, so the run cannot continue with it; {NOT_REPLAYABLE}")
+        saved = json.loads(state)
+        holder.load_state_dict(saved["iterable"])
         self._iterator, self._restored = None, True
         rows = [
-            _Row(np.array(i, np.int64), np.array(c, np.bool_), np.array(o, np.int64)) for i, c, o in found["waiting"]
+            _Row(np.array(i, np.int64), np.array(c, np.bool_), np.array(o, np.int64)) for i, c, o in saved["waiting"]
         ]
-        self._left, self._waiting, self._items = rows[0], deque(rows[1:]), found["items"]
+        self._left, self._waiting, self._items = rows[0], deque(rows[1:]), saved["items"]
         self.next = position
         self.rows.clear()
         self.states.clear()
         self.states[position] = state
 
     def _holder(self, method: str) -> Any:
-        """What has the state: the iterator if it can tell, else the dataset. A state is loaded into the dataset, whose
-        next iterator goes on from there."""
+        """The object with the state: the iterator if it has one, else the dataset. A state is loaded into the dataset,
+        whose next iterator continues from there."""
         if method == "state_dict" and self._iterator is not None and hasattr(self._iterator, method):
             return self._iterator
         return self.dataset if hasattr(self.dataset, method) else None
@@ -281,7 +257,7 @@ class _Reader:
     def _row(self) -> _Row:
         parts, size = [self._left], self._left.ids.size
         while size <= self.length:
-            while not self._waiting:  # a pass that ends gives none
+            while not self._waiting:  # the end of a pass gives none
                 self._waiting.extend(self._read())
             parts.append(self._waiting.popleft())
             size += parts[-1].ids.size
@@ -324,8 +300,8 @@ class _Reader:
 
 
 class IterableStream:
-    """The batches of an iterable, one step after another. Every rank reads all of it and takes its own rows, so it must
-    give the same items on every rank."""
+    """The batches of an iterable, one step after another. Every rank reads all items and takes its own rows, so the
+    iterable must give the same items on every rank."""
 
     replayable = False
     banned: frozenset[tuple[str, int]] = frozenset()
@@ -333,7 +309,7 @@ class IterableStream:
     def __init__(
         self,
         dataset: Iterable[Any],
-        tokenizer: ItemEncoder,
+        tokenizer: Tokenizer,
         sequence_length: int,
         steps: StepPositions,
         reader: _Reader | None = None,
@@ -342,9 +318,7 @@ class IterableStream:
         self.sequence_length, self.steps = sequence_length, steps
         self._reader = reader or _Reader(dataset, tokenizer, sequence_length)
         self.names = (self._reader.name,)
-        self.order = StreamOrder(
-            [MixturePhase(0, Mixture(self.names, (1,), 1))], {self.names[0]: 1}, 0
-        )  # it has one phase
+        self.order = StreamOrder([MixturePhase(0, Mixture(self.names, (1,), 1))], {self.names[0]: 1}, 0)
         self.identity = {
             "format": _STREAM_FORMAT,
             "packing": "iterable",
@@ -354,17 +328,12 @@ class IterableStream:
         self.fingerprint = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
 
     def replace(self, steps: StepPositions | None = None, banned: object = None) -> IterableStream:
-        """The same iterable, as far as it has been read, under other steps. Documents cannot be banned."""
+        """The same iterable at its current position, under other steps. Documents cannot be banned."""
         return IterableStream(self.dataset, self.tokenizer, self.sequence_length, steps or self.steps, self._reader)
 
     def rows(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Ints:
-        """The positions that the rank reads: equally many on every rank, -1 where there are none left."""
-        if not 0 <= dp_rank < dp_world:
-            raise ValueError(f"rank {dp_rank} is outside a world of {dp_world}")
-        start, stop = self.steps.range(step)
-        share = -(-(stop - start) // dp_world)
-        positions = start + dp_rank * share + np.arange(share)
-        return np.where(positions < stop, positions, -1)
+        """The positions that the rank reads."""
+        return rank_positions(self.steps, step, dp_rank, dp_world)
 
     def batch(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Batch:
         return self._assemble(step, self.rows(step, dp_rank, dp_world))
@@ -380,7 +349,7 @@ class IterableStream:
         return float(sum(row.counts[1:].sum() for row in self._rows(step)))
 
     def origins(self, step: int) -> list[DocumentShare]:
-        """The items in a step that is still at hand, those with most target tokens first."""
+        """The items of a step that is still in memory, those with most target tokens first."""
         start, _ = self.steps.range(step)
         tokens: dict[int, int] = {}
         rows: dict[int, list[int]] = {}
@@ -395,35 +364,35 @@ class IterableStream:
         return sorted(shares, key=lambda share: -share.tokens)
 
     def locate(self, batch: Batch) -> list[tuple[int, int, Origin]]:
-        """(row of the batch, document number in it, origin) for the rows that are still at hand."""
-        found = []
+        """(row of the batch, document number in it, origin) for the rows that are still in memory."""
+        located = []
         with self._reader.lock:
             for r, position in enumerate(batch.positions.tolist()):
                 row = self._reader.rows.get(position)
                 for number, item in enumerate(dict.fromkeys(row.items[1:].tolist()) if row else ()):
                     origin = Origin(self.names[0], item + 1, f"item {item}", item, 0, self.sequence_length)
-                    found.append((r, number, origin))
-        return found
+                    located.append((r, number, origin))
+        return located
 
-    def expect(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> None:
-        """Nothing lies afar."""
+    def prefetch(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> None:
+        """There are no remote shards."""
 
     def state(self, step: int) -> str | None:
-        """What a checkpoint before `step` needs in order to go on; None if the iterable has no state_dict."""
+        """The state that a checkpoint before `step` needs for a resume; None if the iterable has no state_dict."""
         with self._reader.lock:
             position = self.steps.position(step)
             if self._reader.next == position:
-                self._reader.remember()
+                self._reader.save_state()
             return self._reader.states.get(position)
 
     def resume(self, step: int, state: Mapping[str, Any] | str | None) -> None:
-        """Goes on before `step`, from what `state(step)` gave."""
+        """Continues before `step`, from the result of `state(step)`."""
         if step == 0 and not state:
             return
         if not state:
             raise UserError(
                 f"{self.names[0]}: the checkpoint of step {step:,} has no state of the iterable: give it state_dict "
-                f"and load_state_dict, or start the run anew ({NOT_REPLAYABLE})"
+                f"and load_state_dict, or restart the run ({NOT_REPLAYABLE})"
             )
         text = state if isinstance(state, str) else json.dumps(state)
         with self._reader.lock:
@@ -434,8 +403,8 @@ class IterableStream:
         reader = self._reader
         with reader.lock:
             if start >= reader.next:
-                reader.read_to(start, 0)  # a skip: read, and let go
-                reader.remember()
+                reader.read_to(start, 0)  # a skip: read and discard
+                reader.save_state()
             reader.read_to(stop, max(_STEPS_KEPT * (stop - start), len(reader.rows)))
             while len(reader.rows) > _STEPS_KEPT * (stop - start):
                 reader.rows.popitem(last=False)

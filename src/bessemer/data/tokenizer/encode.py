@@ -1,9 +1,7 @@
-"""Documents in, token ids out, in order: the text is encoded by other threads while the caller writes.
+"""Tokenizes documents: `tokenize_part` writes the token stores of one part of the corpus, in a worker.
 
-Memory is bounded by batches of so many characters, a few of them under way at a time; a long document is encoded in
-pieces. The ids do not depend on batches or threads.
-
-One part's documents as tokens: what a worker does between curation and the finished stores.
+Threads encode the text while the caller writes. Memory is bounded: a few batches are in progress at a time, and a long
+document is encoded in pieces. The ids do not depend on batches or threads.
 """
 
 from __future__ import annotations
@@ -25,8 +23,9 @@ from bessemer.data.curate.ledger import byte_length, naming, read_cached, text_h
 from bessemer.data.curate.passes import curated_documents
 from bessemer.data.document import Document
 from bessemer.data.read import SourcePart
-from bessemer.data.store.format import read_about
-from bessemer.data.store.token_store import StoreWriter, TokenStore, token_dtype
+from bessemer.data.store.format import read_info, token_dtype
+from bessemer.data.store.shard import Shard
+from bessemer.data.store.writer import StoreWriter
 from bessemer.data.tokenizer.chat import Learn, Rendered, find_template, problems, render_batch
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
@@ -35,8 +34,7 @@ from bessemer.spec.data import SourceSpec
 Ids = npt.NDArray[Any]  # of the store's type
 Mask = npt.NDArray[np.uint8]
 
-# Encoding by `tokenizers` takes some 50 times the memory of the text, so batches are as large as a core needs and no
-# larger, and a long document is encoded in pieces.
+# Encoding by `tokenizers` takes 50 times the memory of the text, so batches are only as large as a core needs.
 _BATCH_CHARS = 1 << 18
 _PIECE_CHARS = 1 << 17
 
@@ -58,14 +56,14 @@ def encode_documents(
     template: str | None = None,
     learn: Learn = "all",
 ) -> Iterator[tuple[Document, Ids, Mask | None]]:
-    """Each document with its ids and the end of document, as the store keeps them.
+    """Yields each document with its ids, including the end-of-document id, in the store's type, and its mask.
 
     With a chat `template`, a document with messages is laid out by it and has a mask: 1 where the loss counts, 0 on
-    the end of document. Others have none. `threads` encode at a time (default: as many as there are cores).
+    the end of document. Other documents have none. `threads` encode at a time (default: one per core).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads or cores
-    # The library spreads a batch over all cores by itself; two batches under way leave none idle at the end of one.
+    # The library spreads a batch over all cores; two batches in progress leave none idle at the end of one.
     spread = tokenizer.fast is None and threads >= cores
     workers, batch_chars = (2, threads * _BATCH_CHARS // 2) if spread else (threads, _BATCH_CHARS)
     assemble = _Assembler(tokenizer)
@@ -93,7 +91,7 @@ def _batches(
     for document in documents:
         whole = template is not None and document.messages is not None
         if whole and template is not None and not checked:
-            find_template(template, tokenizer)  # one that cannot be used is no document's fault
+            find_template(template, tokenizer)  # an unusable template is not a document's error
             checked = True
         for piece in [_Piece(document, document.text)] if whole else _cut(document, tokenizer):
             batch.append(piece)
@@ -118,24 +116,24 @@ def _encode(
     dtype = token_dtype(tokenizer.vocab_size)
     chats = [i for i, piece in enumerate(batch) if template is not None and piece.document.messages is not None]
     texts = sorted(set(range(len(batch))) - set(chats))
-    found: list[tuple[Ids, Mask | None]] = [(np.empty(0, dtype), None)] * len(batch)
+    results: list[tuple[Ids, Mask | None]] = [(np.empty(0, dtype), None)] * len(batch)
     if chats:
         assert template is not None
         rendered = _render([batch[i].document for i in chats], tokenizer, template, learn)
         for i, (ids, mask) in zip(chats, rendered, strict=True):
-            found[i] = ids.astype(dtype), mask
+            results[i] = ids.astype(dtype), mask
     for some in [texts] if spread else [[i] for i in texts]:
         encoded = tokenizer.encode_arrays([batch[i].text for i in some], [batch[i].continues for i in some])
         for i, ids in zip(some, encoded, strict=True):
-            found[i] = ids.astype(dtype), None
-    return found
+            results[i] = ids.astype(dtype), None
+    return results
 
 
 def _render(documents: Sequence[Document], tokenizer: Tokenizer, template: str, learn: Learn) -> list[Rendered]:
     try:
         return render_batch([document.messages or [] for document in documents], tokenizer, template, learn)
     except (UserError, KeyError, TypeError) as error:
-        if len(documents) > 1:  # which of them?
+        if len(documents) > 1:  # find the one
             return [_render([document], tokenizer, template, learn)[0] for document in documents]
         wrong = problems(documents[0].messages)
         reason = str(error) if isinstance(error, UserError) or not wrong else f"{wrong[0]}; correct or delete it"
@@ -143,7 +141,7 @@ def _render(documents: Sequence[Document], tokenizer: Tokenizer, template: str, 
 
 
 class _Assembler:
-    """Joins the pieces of a document and adds its end."""
+    """Joins the pieces of a document and appends the end-of-document id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._end = np.array([tokenizer.eos_id], token_dtype(tokenizer.vocab_size))
@@ -166,7 +164,7 @@ class _Assembler:
 
 @dataclass(frozen=True)
 class TokenizeTask:
-    """A part, its state, and where its tokens go: `folder/parts/NUMBER.train` and `.validation`."""
+    """One part to tokenize into `folder/parts/NUMBER.train` and `.validation`."""
 
     part: SourcePart
     source: SourceSpec
@@ -176,12 +174,12 @@ class TokenizeTask:
     eos: str
     special: tuple[str, ...]
     seed: int
-    limit: int  # documents whose hash lies below it are held out
+    limit: int  # documents whose hash is below it are held out
     number: int
     alone: bool  # the only worker: it may use all cores
     template: str  # of conversations
     learn: Literal["all", "last"]
-    label: str | None  # of the documents, kept as their score
+    label: str | None  # stored as the documents' score
     copies: Path | None
 
     @property
@@ -198,20 +196,20 @@ def part_prefix(folder: Path, number: int, side: str) -> str:
 
 
 def part_mark(folder: Path, number: int) -> Path:
-    """Written when the part's stores are complete: the digest of each side's store, where it has one."""
+    """The file that marks a part as complete, with the digest of each side's store."""
     return folder / "parts" / f"{number:06d}.done"
 
 
-def part_intact(task: TokenizeTask) -> bool:
-    """Whether an earlier call finished the part, and its stores are still what it wrote: reads them whole."""
+def is_part_intact(task: TokenizeTask) -> bool:
+    """Whether an earlier call finished the part and its stores still match their digests. Reads them completely."""
     stores = read_cached(task.mark)
     if stores is None:
         return False
     try:
         for side, digest in stores.items():
-            store = TokenStore(part_prefix(task.folder, task.number, side))
-            store.verify()
-            if store.about.digest != digest:
+            shard = Shard(part_prefix(task.folder, task.number, side))
+            shard.verify()
+            if shard.info.digest != digest:
                 return False
     except UserError:
         return False
@@ -219,13 +217,13 @@ def part_intact(task: TokenizeTask) -> bool:
 
 
 def tokenize_part(task: TokenizeTask) -> int:
-    """Writes the part's stores; the number of tokens. A side without documents has no store."""
+    """Writes the part's stores and returns the number of tokens. A side without documents has no store."""
     tokenizer = _tokenizer(str(task.folder / "tokenizer.json"), task.eos, task.special)
     with naming(task.name, task.folder), contextlib.ExitStack() as stack:
         writers: dict[str, StoreWriter] = {}
         documents = curated_documents(task.part, task.source, task.cache, task.ledgers, task.copies)
         for document, tokens, mask in encode_documents(
-            (found for _, found in documents), tokenizer, None if task.alone else 1, task.template, task.learn
+            (document for _, document in documents), tokenizer, None if task.alone else 1, task.template, task.learn
         ):
             side = "validation" if text_hash(document.text, task.seed) < task.limit else "train"
             if side not in writers:
@@ -235,7 +233,7 @@ def tokenize_part(task: TokenizeTask) -> int:
                 tokens, document.file, document.row, text_hash(document.text, 0), byte_length(document.text),
                 mask=mask, id=document.id, score=_score(document, task.label),
             )  # fmt: skip
-    write_json(task.mark, {side: read_about(writer.prefix).digest for side, writer in writers.items()})
+    write_json(task.mark, {side: read_info(writer.prefix).digest for side, writer in writers.items()})
     return sum(writer.tokens for writer in writers.values())
 
 
@@ -245,8 +243,8 @@ def _score(document: Document, label: str | None) -> float | None:
     value = document.labels.get(label)
     if isinstance(value, (int, float)):
         return float(value)
-    known = ", ".join(name for name, found in document.labels.items() if not isinstance(found, str)) or "none"
-    raise UserError(f"{document.place}: data.curriculum.label: no step gave it a number {label!r}; it has {known}")
+    labels = ", ".join(name for name, value in document.labels.items() if not isinstance(value, str)) or "none"
+    raise UserError(f"{document.place}: data.curriculum.label: no step gave it a number {label!r}; it has {labels}")
 
 
 @lru_cache(2)

@@ -1,13 +1,7 @@
-"""Text to token ids and back: a Hugging Face tokenizer, loaded or trained, with two rules of our own.
+"""Text to token ids and back: a Hugging Face tokenizer, loaded or trained, with two additional rules.
 
-A special token stands for itself and nothing else: text that spells one is encoded as plain text. And a long document
-may be encoded in pieces: their ids, one after another, are those of the whole.
-
-How a prompt becomes token ids and where an answer ends: by the conventions that the model was trained with.
-
-A run of our own read documents that begin after the end token of another, so that token begins a prompt. A model of
-Hugging Face gets what its own tokenizer adds (the post-processor of tokenizer.json, `add_bos_token`), and its answer
-ends with the tokens that generation_config.json, config.json and tokenizer_config.json name.
+Text that spells a special token is encoded as plain text, and a long document can be encoded in pieces whose ids join
+to those of the whole. `PromptFormat` says how a prompt is encoded for a model and which tokens end its answer.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ import array
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bessemer.errors import UserError
+
 DEFAULT_EOS = "<|endoftext|>"
-SMALLEST_VOCAB = 257  # the 256 bytes and the end of a document
+SMALLEST_VOCAB = 257  # the 256 bytes and the end-of-document token
 
 _LINE_START = re.compile(r"\n(?=\S)")
-# Where the split rules in use (ours, GPT-2's, GPT-4's, o200k's, SentencePiece's) all cut, best first. White space
-# before the newline is excluded: GPT-2's rule looks past it to decide where the run is divided.
+# Where all split rules in use (llama3, GPT-2, GPT-4, o200k, SentencePiece) cut, best first. White space before the
+# newline is excluded: GPT-2's rule looks past it to divide the run.
 _PLACES = (re.compile(r"(?<=\S\n)(?=[^\W_])"), re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])"), re.compile(r"(?<=\n)(?=\S)"))
 _PLACES_TRIED = 4  # of each kind
 _NEIGHBOURHOOD_CHARS = 200
@@ -43,25 +39,23 @@ Ids = npt.NDArray[np.uint32]
 class Tokenizer:
     """Wraps `tokenizers.Tokenizer`. Safe to share between threads.
 
-    `eos_id` ends a document; `special` has the id of every special token, the end of a document among them;
-    `vocab_size` is the highest id + 1, which is what an embedding needs.
+    `eos_id` ends a document; `special` maps every special token, including that one, to its id; `vocab_size` is the
+    highest id + 1, which an embedding needs.
     """
 
     def __init__(self, inner: Any, eos: str, special: Iterable[str] = ()) -> None:
-        from bessemer.data.tokenizer.load import check_decodes, declare, reachable
-
-        # A tokenizer.json made for a classifier may cut or pad every text.
+        # A tokenizer.json made for a classifier may truncate or pad every text.
         inner.no_truncation()
         inner.no_padding()
         check_decodes(inner, declare(inner, [eos, *special]))
-        inner.encode_special_tokens = True  # the library's name for "a special token in a text is only text"
+        inner.encode_special_tokens = True  # the library's name for encoding special tokens in a text as text
         self._inner = inner
         self.eos = eos
         self.eos_id: int = inner.token_to_id(eos)
         added = sorted(inner.get_added_tokens_decoder().items())
         self.special: dict[str, int] = {token.content: i for i, token in added if token.special}
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
-        self._reachable = reachable(inner, self.special)
+        self._reachable = reachable_special(inner, self.special)
 
     @classmethod
     def load(
@@ -69,8 +63,8 @@ class Tokenizer:
     ) -> Tokenizer:
         """Reads a tokenizer.json, a SentencePiece model or a file of tiktoken ranks, or the folder that holds one.
 
-        Without `eos`, looks for the usual names. `special` tokens that the file has not get new ids at the end.
-        `pattern` is for tiktoken ranks whose file name does not tell how text is split (see vocabulary.load).
+        Without `eos`, tries the usual names. `special` tokens that the file lacks get new ids at the end. `pattern` is
+        for tiktoken ranks whose file name does not say how text is split.
         """
         from bessemer.data.tokenizer.load import load
 
@@ -82,9 +76,9 @@ class Tokenizer:
     def train(
         cls, texts: Iterable[str], vocab: int, eos: str = DEFAULT_EOS, kind: str = "bpe", special: Iterable[str] = ()
     ) -> Tokenizer:
-        """A tokenizer of at most `vocab` ids, the same for the same texts. Any text round-trips.
+        """Trains a tokenizer of at most `vocab` ids, deterministically. Any text round-trips.
 
-        `kind` is bpe, unigram, wordpiece or char. A small corpus may have fewer tokens worth an id.
+        `kind` is bpe, unigram, wordpiece or char. A small corpus may give fewer tokens.
         """
         from bessemer.data.tokenizer.train import train
 
@@ -93,23 +87,23 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal definitions, however the file was formatted."""
-        # The library changes the last digits of a score when it reads its own file.
+        """A hash of the definition, independent of the file's formatting."""
+        # The library changes the last digits of scores when it reads its own file.
         definition = [self.eos, json.loads(self._inner.to_str(), parse_float=lambda text: round(float(text), 6))]
         return xxhash.xxh3_128_hexdigest(json.dumps(definition, sort_keys=True, separators=(",", ":")).encode())
 
     @property
     def inner(self) -> Any:
-        """The library's own tokenizer, for what this class does not offer. Not to be changed."""
+        """The wrapped tokenizer of the library. Do not modify it."""
         return self._inner
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str], continues: Sequence[bool] | None = None) -> list[list[int]]:
-        """Ids of each text, without an end of document. Uses all cores; takes some 50 times the memory of the text.
+        """Ids of each text, without an end of document. Uses all cores and 50 times the memory of the text.
 
-        Where `continues` is true, the text is the next piece of the document before it (see `cut`).
+        If `continues[i]` is true, text i is a later piece of a document (see `cut`).
         """
         ids = [encoding.ids for encoding in self._encodings(texts, continues, fast=True)]
         for i, text in enumerate(texts):
@@ -118,53 +112,46 @@ class Tokenizer:
         return ids
 
     def encode_arrays(self, texts: Sequence[str], continues: Sequence[bool] | None = None) -> list[Ids]:
-        """As `encode_batch`, as arrays: an eighth of the memory of lists.
+        """`encode_batch` as arrays: an eighth of the memory of lists.
 
-        With tiktoken installed, a plain byte-level BPE is run by it: on one core, but six times as fast.
+        With tiktoken installed, it runs a plain byte-level BPE: on one core, but six times as fast.
         """
         if self.fast is not None and all(len(text) <= _FAST_CHARS for text in texts):
             return [self.fast(text) for text in texts]
-        # By way of array it takes about half the time of np.array(ids).
+        # array.array takes half the time of np.array(ids).
         return [np.frombuffer(array.array("I", ids), np.uint32) for ids in self.encode_batch(texts, continues)]
 
     def encode_with_offsets(
         self, texts: Sequence[str], continues: Sequence[bool] | None = None
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of each text, and the characters [start, stop) that each id stands for."""
+        """Ids of each text, and the characters [start, stop) of each id."""
         encodings = self._encodings(texts, continues, fast=False)
-        found = [(encoding.ids, encoding.offsets) for encoding in encodings]
+        results = [(encoding.ids, encoding.offsets) for encoding in encodings]
         for i, text in enumerate(texts):
-            if self._reachable and not self._reachable.isdisjoint(found[i][0]):
-                found[i] = self._encode_around_special(text, bool(continues and continues[i]))
-        return found
+            if self._reachable and not self._reachable.isdisjoint(results[i][0]):
+                results[i] = self._encode_around_special(text, bool(continues and continues[i]))
+        return results
 
     def encode_with_special(self, text: str) -> list[int]:
-        """As `encode`, but the name of a special token in the text is that token."""
+        """`encode`, but names of special tokens in the text become those tokens."""
         return list(self._parsing.encode(text, add_special_tokens=False).ids)
 
-    def encode_pieces(self, text: str, size: int) -> list[int]:
-        """The ids of the text, encoded in pieces of `size` to `2 * size` characters: memory for one piece."""
-        ids: list[int] = []
-        for number, piece in enumerate(self.cut(text, size)):
-            ids += self.encode_batch([piece], [number > 0])[0]
-        return ids
-
     def cut(self, text: str, size: int) -> Iterator[str]:
-        """Pieces of `size` to `2 * size` characters whose ids join to those of the text.
+        """Cuts the text into pieces of `size` to `2 * size` characters whose ids join to those of the text.
 
-        Each cut is tried on the text around it. Where no cut in reach leaves the ids as they are (a merge may run on
-        through thousands of letters), the piece ends after `size` characters all the same.
+        Each cut is tested on the text around it. If no cut in reach preserves the ids (a merge may span thousands of
+        letters), the piece ends after `size` characters.
         """
         start = 0
         while len(text) - start > 2 * size:
-            tried = (place for place in _places(text, start, size) if self._parts_at(text, place))
-            end = next(tried, start + size)
+            cuts = (place for place in _places(text, start, size) if self._is_safe_cut(text, place))
+            end = next(cuts, start + size)
             yield text[start:end]
             start = end
         yield text[start:]
 
     def decode(self, ids: Sequence[int], continues: bool = False) -> str:
-        """The text of the ids. `continues`: they follow others, so a leading space is kept where one would be cut."""
+        """The text of the ids. With `continues` they follow others, so a leading space is kept."""
         inner = self._rest if continues else self._inner
         return inner.decode(list(ids), skip_special_tokens=False)
 
@@ -174,14 +161,14 @@ class Tokenizer:
 
     @cached_property
     def fast(self) -> Callable[[str], Ids] | None:
-        """Encodes one text with tiktoken; None where that is not installed or not shown to give the same ids."""
+        """Encodes one text with tiktoken; None if it is not installed or not shown to give the same ids."""
         from bessemer.data.tokenizer.load import fast_encoder
 
         return fast_encoder(self._inner)
 
     @cached_property
     def _parsing(self) -> Any:
-        """A copy of the library's tokenizer that finds special tokens in a text."""
+        """A copy of the library's tokenizer that recognizes special tokens in a text."""
         from tokenizers import Tokenizer as Inner
 
         copy = Inner.from_str(self._inner.to_str())
@@ -190,9 +177,7 @@ class Tokenizer:
 
     @cached_property
     def _rest(self) -> Any:
-        """The tokenizer for what follows the first piece of a document: without a space put before the text."""
-        from bessemer.data.tokenizer.load import without_prefix
-
+        """The tokenizer for later pieces of a document: it adds no space before the text."""
         return without_prefix(self._inner)
 
     def _encodings(self, texts: Sequence[str], continues: Sequence[bool] | None, fast: bool) -> list[Any]:
@@ -200,34 +185,113 @@ class Tokenizer:
         if rest is self._inner:
             return _encode(self._inner, texts, fast)
         assert continues is not None and len(continues) == len(texts)
-        found: list[Any] = [None] * len(texts)
+        encodings: list[Any] = [None] * len(texts)
         for inner, later in ((self._inner, False), (rest, True)):
-            at = [i for i, here in enumerate(continues) if here == later]
+            at = [i for i, flag in enumerate(continues) if flag == later]
             for i, encoding in zip(at, _encode(inner, [texts[i] for i in at], fast), strict=True):
-                found[i] = encoding
-        return found
+                encodings[i] = encoding
+        return encodings
 
     def _encode_around_special(self, text: str, continues: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """For models that hold a special token as an ordinary piece (some Unigram ones do): cut through it."""
+        """For models with a special token among their pieces (some Unigram models): cuts the text inside its name."""
         names = sorted((name for name, i in self.special.items() if i in self._reachable), key=len, reverse=True)
         places = [match.start() + 1 for match in re.finditer("|".join(map(re.escape, names)), text)]
         starts = [0, *places]
         pieces = [text[i:j] for i, j in itertools.pairwise([*starts, len(text)])]
-        found = self._encodings(pieces, [continues] + [True] * len(places), fast=False)
-        kept = [
+        encodings = self._encodings(pieces, [continues] + [True] * len(places), fast=False)
+        plain = [
             (i, (start + offset[0], start + offset[1]))
-            for start, encoding in zip(starts, found, strict=True)
+            for start, encoding in zip(starts, encodings, strict=True)
             for i, offset in zip(encoding.ids, encoding.offsets, strict=True)
             if i not in self._reachable
         ]
-        return [i for i, _ in kept], [offset for _, offset in kept]
+        return [i for i, _ in plain], [offset for _, offset in plain]
 
-    def _parts_at(self, text: str, place: int) -> bool:
-        """Whether the text around `place` has the same ids when it is cut there."""
+    def _is_safe_cut(self, text: str, place: int) -> bool:
+        """Whether the text around `place` has the same ids if it is cut there."""
         first, last = max(0, place - _NEIGHBOURHOOD_CHARS), place + _NEIGHBOURHOOD_CHARS
         left, right = text[first:place], text[place:last]
         parts = self.encode_batch([left, right, left + right], [first > 0, True, first > 0])
         return parts[0] + parts[1] == parts[2]
+
+
+def declare(inner: Any, names: Iterable[str]) -> list[str]:
+    """Makes every name a special token with one id; new names are added at the end of the vocabulary and returned."""
+    new = []
+    for name in names:
+        if not name or name != name.strip():
+            raise UserError(f"special token {name!r}: write a name without spaces around it")
+        token_id = inner.token_to_id(name)
+        added = inner.get_added_tokens_decoder().get(token_id) if token_id is not None else None
+        if added is not None and added.special:
+            continue
+        taken = set(inner.get_vocab(with_added_tokens=True).values())
+        inner.add_special_tokens([name])
+        new += [name] if token_id is None else []
+        if token_id is None and inner.token_to_id(name) in taken:
+            raise UserError(
+                f"special token {name!r}: the tokenizer's ids have gaps, so {inner.token_to_id(name)} would stand for "
+                "two tokens; give a tokenizer that has the token already"
+            )
+    return new
+
+
+def check_decodes(inner: Any, names: Iterable[str]) -> None:
+    """Refuses names with letters that a byte-level decoder takes for bytes."""
+    for name in names:
+        shown = inner.decode([inner.token_to_id(name)], skip_special_tokens=False)
+        if shown != name:
+            raise UserError(f"special token {name!r}: it would be shown as {shown!r}; use ASCII characters")
+
+
+def reachable_special(inner: Any, special: Mapping[str, int]) -> frozenset[int]:
+    """Special ids that the model may give to plain text, because their names are among its pieces."""
+    model = inner.model
+    held = {name: i for name, i in special.items() if model.token_to_id(name) == i}
+    if not held:
+        return frozenset()
+    kind, definition = type(model).__name__, json.loads(inner.to_str())["model"]
+    # The unknown token is the only way to encode some text.
+    held.pop(definition.get("unk_token"), None)
+    held = {name: i for name, i in held.items() if i != definition.get("unk_id")}
+    if kind == "BPE" and not model.ignore_merges:
+        merged = {a + b for a, b in definition["merges"]}
+        return frozenset(i for name, i in held.items() if name in merged or len(name) == 1)
+    if kind == "Unigram":
+        # If other pieces are better for the name alone, they are better in every text.
+        return frozenset(i for name, i in held.items() if i in [token.id for token in model.tokenize(name)])
+    return frozenset(held.values())
+
+
+def without_prefix(inner: Any) -> Any:
+    """The same tokenizer without the space that it adds before a text (or removes): for text that continues. The
+    tokenizer itself if it does neither."""
+    from tokenizers import Tokenizer as Inner
+
+    definition = json.loads(inner.to_str())
+    plain = {part: _plain(definition[part]) for part in ("normalizer", "pre_tokenizer", "decoder")}
+    if all(definition[part] == plain[part] for part in ("normalizer", "pre_tokenizer")):
+        return inner
+    rest = Inner.from_str(json.dumps(definition | plain))
+    rest.encode_special_tokens = inner.encode_special_tokens
+    return rest
+
+
+def _plain(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer, pre-tokenizer or decoder that treats the beginning of a text like any other position."""
+    if part is None:
+        return None
+    for name in ("normalizers", "pretokenizers", "decoders"):
+        if name in part:
+            kept = [plain for child in part[name] if (plain := _plain(child)) is not None]
+            return {**part, name: kept}
+    kind = part["type"]
+    if kind == "Prepend" or (kind == "Replace" and part["pattern"].get("Regex", "").startswith(r"\A")):
+        return None
+    plain = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    if kind == "Strip":
+        return {**part, **({"strip_left": False} if "strip_left" in part else {"start": 0})}
+    return {**part, **plain.get(kind, {})}
 
 
 def _encode(inner: Any, texts: Sequence[str], fast: bool) -> list[Any]:
@@ -236,7 +300,7 @@ def _encode(inner: Any, texts: Sequence[str], fast: bool) -> list[Any]:
 
 
 def _places(text: str, start: int, size: int) -> Iterator[int]:
-    """Where to try a cut, best first: at ends of lines, between words, and at some places of no kind."""
+    """Candidate cuts, best first: at ends of lines, between words, and at regular intervals."""
     for pattern in _PLACES:
         matches = pattern.finditer(text, start + size, start + 2 * size)
         yield from (match.start() for match in itertools.islice(matches, _PLACES_TRIED))
@@ -245,10 +309,8 @@ def _places(text: str, start: int, size: int) -> Iterator[int]:
 
 
 def cut(text: str, size: int) -> Iterator[str]:
-    """Pieces of `size` to `2 * size` characters that join to the text, cut at the start of a line if one is in reach.
-
-    For work on any text; pieces to be encoded come from `Tokenizer.cut`.
-    """
+    """Cuts the text into pieces of `size` to `2 * size` characters, at the start of a line if possible. Pieces to be
+    encoded come from `Tokenizer.cut`."""
     start = 0
     while len(text) - start > 2 * size:
         match = _LINE_START.search(text, start + size, start + 2 * size)
@@ -258,12 +320,12 @@ def cut(text: str, size: int) -> Iterator[str]:
     yield text[start:]
 
 
-_BOS_BY_DEFAULT = ("llama", "gemma", "codellama", "mistral")  # classes whose tokenizer.model begins texts with BOS
+_BOS_BY_DEFAULT = ("llama", "gemma", "codellama", "mistral")  # tokenizer classes that begin texts with BOS
 
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """Ids before and after a prompt, what an empty prompt begins with, and the ids that end an answer."""
+    """The ids before and after a prompt, the id of an empty prompt, and the ids that end an answer."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -271,21 +333,23 @@ class PromptFormat:
     ends: frozenset[int]
 
     def encode(self, tokenizer: Tokenizer, prompt: str, parse_special: bool = False) -> list[int]:
-        """The ids that the model reads. With `parse_special`, names of special tokens in the prompt are those tokens;
-        without it they are plain text. Never empty."""
+        """The ids that the model reads; never empty. With `parse_special`, names of special tokens in the prompt become
+        those tokens."""
         text = tokenizer.encode_with_special(prompt) if parse_special else tokenizer.encode(prompt)
         return [*self.prefix, *text, *self.suffix] or [self.start]
 
 
 def own_format(tokenizer: Tokenizer) -> PromptFormat:
-    """Of models trained here."""
+    """For models trained by Bessemer: the end token of the previous document begins a prompt."""
     return PromptFormat((tokenizer.eos_id,), (), tokenizer.eos_id, frozenset({tokenizer.eos_id}))
 
 
 def folder_format(folder: Path, tokenizer: Tokenizer, trained_here: bool = False) -> PromptFormat:
-    """Of a Hugging Face folder. `trained_here`: the model was trained on, so the tokenizer's own end token counts too.
+    """For a Hugging Face folder. With `trained_here` the tokenizer's own end token ends an answer too.
 
-    As in transformers, a tokenizer.json says by itself what is added; flags count for a tokenizer.model alone.
+    As in transformers, a tokenizer.json defines what is added (its post-processor); flags such as `add_bos_token` count
+    only for a tokenizer.model. Answers end with the tokens that generation_config.json, config.json and
+    tokenizer_config.json name.
     """
     config, about, generation = (
         _read(folder / name) for name in ("config.json", "tokenizer_config.json", "generation_config.json")
@@ -308,14 +372,14 @@ def folder_format(folder: Path, tokenizer: Tokenizer, trained_here: bool = False
 
 
 def end_token(folder: Path) -> str | None:
-    """The name of the end token in tokenizer_config.json, where it is written."""
+    """The name of the end token in tokenizer_config.json, if it is there."""
     token = _read(folder / "tokenizer_config.json").get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None
 
 
 def _added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the post-processor puts before and after a text."""
+    """The ids that the post-processor adds before and after a text."""
     plain = tokenizer.inner.encode("a", add_special_tokens=False).ids
     whole = tokenizer.inner.encode("a").ids
     at = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), 0)
@@ -323,7 +387,7 @@ def _added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where there is none."""
+    """A JSON object; empty if the file is missing or invalid."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -341,5 +405,5 @@ def _ids(config: Any, key: str) -> list[int]:
 def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
     """Older files write a token as an object with its content."""
     name = token.get("content") if isinstance(token, dict) else token
-    found: int | None = tokenizer.inner.token_to_id(name) if isinstance(name, str) else None
-    return found
+    token_id: int | None = tokenizer.inner.token_to_id(name) if isinstance(name, str) else None
+    return token_id

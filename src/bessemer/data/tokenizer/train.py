@@ -1,6 +1,7 @@
-"""Trains a tokenizer on a sample of text: byte-level BPE, Unigram, WordPiece or single characters. Every kind writes
-any text and reads it back unchanged, and is the same for the same texts on any machine. Memory grows with the sample:
-its distinct words for BPE, WordPiece and Unigram, its characters for the last."""
+"""Trains a tokenizer on a sample of text: byte-level BPE, Unigram, WordPiece or single characters.
+
+Any text round-trips with every kind, and the same texts give the same tokenizer on any machine. Memory grows with the
+sample's distinct words (its characters for kind: char)."""
 
 from __future__ import annotations
 
@@ -11,20 +12,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from bessemer.data.tokenizer.load import SPLITS, byte_level, check_decodes
-from bessemer.data.tokenizer.sentencepiece import (
+from bessemer.data.tokenizer.load import (
     BYTE_NAME_CHARACTERS,
     NORMAL,
     SPACE,
+    SPLITS,
     SentencePieceModel,
-    build,
-    decoder,
-    parse,
+    build_sentencepiece,
+    byte_level,
+    parse_sentencepiece,
+    piece_decoder,
 )
-from bessemer.data.tokenizer.tokenizer import SMALLEST_VOCAB
+from bessemer.data.tokenizer.tokenizer import SMALLEST_VOCAB, check_decodes
 from bessemer.errors import UserError
 
-_LONGEST_WORD_CHARS = 64  # WordPiece tries every length of a word from every place in it
+_LONGEST_WORD_CHARS = 64  # WordPiece tries every length from every position of a word
 
 
 def train(texts: Iterable[str], vocab: int, special: list[str], kind: str = "bpe") -> Any:
@@ -71,8 +73,8 @@ def _run(inner: Any, texts: Iterator[str], trainer: Any, **settings: Any) -> Non
 
 
 def _train_wordpiece(texts: Iterator[str], vocab: int, special: list[str]) -> Any:
-    """WordPiece over bytes: the longest token that fits, again and again. Pieces inside a word carry no ## mark:
-    a word that itself begins with ## could not be told from one, and text would be lost."""
+    """WordPiece over bytes. Pieces inside a word have no ## mark: a word that begins with ## would be ambiguous, and
+    text would be lost."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Inner
 
@@ -89,7 +91,7 @@ def _train_wordpiece(texts: Iterator[str], vocab: int, special: list[str]) -> An
 
 
 def _train_characters(texts: Iterator[str], vocab: int, special: list[str]) -> Any:
-    """The most frequent characters, and the 256 bytes that write all others."""
+    """The most frequent characters, and the 256 bytes for all others."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models
 
@@ -119,48 +121,49 @@ _THREADS = 16  # the result depends on it, so it is not the machine's number
 
 
 def train_unigram(texts: Iterator[str], vocab: int, special: list[str]) -> Any:
-    """Unigram by SentencePiece's trainer, over words that were counted here. `tokenizers` has a trainer too, but its
-    result differs from run to run: sums of floats follow the order of a hash map. SentencePiece's is the same for a
-    fixed number of threads. Spaces are written as U+2581, characters outside the vocabulary as bytes; nothing is
-    normalized, and U+2581 itself is escaped with a private character, so that it comes back. Special tokens come after
-    the model's own pieces, where no text can reach them."""
+    """Unigram by SentencePiece's trainer, over counted words. The trainer of `tokenizers` is not deterministic: sums of
+    floats follow the order of a hash map. SentencePiece's is, for a fixed number of threads. Spaces become U+2581,
+    characters outside the vocabulary become bytes; nothing is normalized, and U+2581 itself is escaped with a private
+    character. Special tokens come after the model's pieces, where no text can reach them."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
     pieces = _pieces(texts, vocab - len(special))
-    inner = build(SentencePieceModel(pieces, byte_fallback=True, dummy_prefix=False, remove_extra_spaces=False))
+    inner = build_sentencepiece(
+        SentencePieceModel(pieces, byte_fallback=True, dummy_prefix=False, remove_extra_spaces=False)
+    )
     replaced = (*_ESCAPED, (" ", SPACE))
     inner.normalizer = normalizers.Sequence([normalizers.Replace(a, b) for a, b in replaced])
     words = Regex(rf"\n+|{SPACE}*[^{SPACE}\n]+|{SPACE}+")
     inner.pre_tokenizer = pre_tokenizers.Split(words, behavior="isolated")
-    inner.decoder = decoder(*(decoders.Replace(b, a) for a, b in reversed(_ESCAPED)))
+    inner.decoder = piece_decoder(*(decoders.Replace(b, a) for a, b in reversed(_ESCAPED)))
     inner.add_special_tokens(special)
     return inner
 
 
 def _pieces(texts: Iterator[str], vocab: int) -> list[tuple[str, float, int]]:
-    """At most `vocab` pieces with their scores: <unk>, the bytes, runs of newlines, and what the trainer finds."""
+    """At most `vocab` pieces with their scores: <unk>, the bytes, runs of newlines, and the trainer's pieces."""
     words = Counter(word for text in texts for word in _WORD.findall(text))
     lines = {word: words.pop(word) for word in list(words) if word[0] == "\n"}
     total = sum(words.values()) + sum(lines.values())
     newlines = _newline_runs(lines, total)[: 1 + (vocab - SMALLEST_UNIGRAM) // 4]
-    trained = parse(_run_trainer(words, vocab - len(newlines)))
+    trained = parse_sentencepiece(_run_trainer(words, vocab - len(newlines)))
     return [*((piece.replace(_TAB, "\t"), score, kind) for piece, score, kind in trained.pieces), *newlines]
 
 
 def _newline_runs(counts: dict[str, int], total: int) -> list[tuple[str, float, int]]:
-    """Pieces for runs of newlines, the most frequent first after the single one. The trainer makes no pieces of white
-    space but spaces, so they are scored here, by their share of all words; a run that shorter ones beat is left out."""
+    """Pieces for runs of newlines, the single one first, then by frequency. The trainer makes no white-space pieces but
+    spaces, so they are scored here, by their share of all words, and omitted if shorter runs score better."""
     best = [0.0]  # score of the best pieces for a run of each length
-    kept: dict[int, float] = {}
+    scores: dict[int, float] = {}
     for length in range(1, _MOST_NEWLINES + 1):
         count = counts.get("\n" * length, 0)
         score = math.log((count or 1) / (total + 1))
         others = max((best[i] + best[length - i] for i in range(1, length)), default=-math.inf)
         if length == 1 or (count > 1 and score > others):
-            kept[length] = score
-        best.append(max(others, kept.get(length, -math.inf)))
-    order = sorted(kept, key=lambda length: (length > 1, -kept[length], length))
-    return [("\n" * length, kept[length], NORMAL) for length in order]
+            scores[length] = score
+        best.append(max(others, scores.get(length, -math.inf)))
+    order = sorted(scores, key=lambda length: (length > 1, -scores[length], length))
+    return [("\n" * length, scores[length], NORMAL) for length in order]
 
 
 def _run_trainer(words: Counter[str], vocab: int) -> bytes:
@@ -186,7 +189,7 @@ def _run_trainer(words: Counter[str], vocab: int) -> bytes:
 
 
 def _rows(words: Counter[str], most_characters: int) -> list[str]:
-    """The words with their counts, as the trainer reads them; rare characters divide a word."""
+    """The words with their counts, as the trainer reads them; rare characters split a word."""
     frequent = sorted(words, key=lambda word: (-words[word], word))[:_MOST_WORDS]
     characters: Counter[str] = Counter()
     for word in frequent:
@@ -194,14 +197,14 @@ def _rows(words: Counter[str], most_characters: int) -> list[str]:
             characters[character] += words[word]
     ranked = sorted(characters, key=lambda character: (-characters[character], character))
     covered, needed = 0, _COVERAGE * characters.total()
-    kept = set(BYTE_NAME_CHARACTERS + " ")
+    alphabet = set(BYTE_NAME_CHARACTERS + " ")
     for character in ranked:
-        if covered >= needed or len(kept) >= most_characters + len(BYTE_NAME_CHARACTERS) + 1:
+        if covered >= needed or len(alphabet) >= most_characters + len(BYTE_NAME_CHARACTERS) + 1:
             break
         covered += characters[character]
-        kept.add(character)
-    kept -= {SPACE, _ESCAPE, _TAB, "\0"}
-    table = {ord(character): "\n" for character in characters if character not in kept} | {ord("\t"): _TAB}
+        alphabet.add(character)
+    alphabet -= {SPACE, _ESCAPE, _TAB, "\0"}
+    table = {ord(character): "\n" for character in characters if character not in alphabet} | {ord("\t"): _TAB}
     rows = Counter({" ": 1})  # the space is always a piece: written in bytes it would come back as U+2581
     for word in frequent:
         for part in word.translate(table).split("\n"):
