@@ -1,6 +1,6 @@
 """Bessemer: an LLM training engineer that you install.
 
-Importing the package costs nothing: the public names below load their modules, and torch, on first use.
+Importing the package is cheap: the public names below load their modules, and torch, on first use.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import importlib
 import os
 from typing import Any
 
-if "BESSEMER_PARENT_PID" in os.environ:  # started by a process of ours: tied to it before torch, which takes seconds
+if (
+    "BESSEMER_PARENT_PID" in os.environ
+):  # a child of Bessemer must end with its parent; before torch, whose import takes seconds
     from bessemer.parent import end_with_parent
 
     end_with_parent()
 
 __version__ = "0.1.0"
 
-# Name -> module, and the name there. None is that of a subpackage (`bessemer.train` is one): importing that would
-# silently take its place.
+# Public name -> module, or module:name. No public name may equal a subpackage (`bessemer.train`), whose import would
+# silently replace it.
 _PUBLIC = {
     "RunSpec": "bessemer.spec.schema",
     "load_spec": "bessemer.spec.load",
@@ -36,8 +38,8 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'bessemer' has no attribute {name!r}")
-    module, _, there = _PUBLIC[name].partition(":")
-    return getattr(importlib.import_module(module), there or name)
+    module, _, attribute = _PUBLIC[name].partition(":")
+    return getattr(importlib.import_module(module), attribute or name)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,5 @@
-"""Recognises tensors that are divided over a device mesh, without importing torch's DTensor: that import takes a second
-and a run of one process has no such tensor."""
+"""Recognises DTensors without importing torch's DTensor module: that import takes a second, and a run of one process
+has no DTensor."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether the tensor is a DTensor. There is none before its module is loaded."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
+    """Whether the tensor is a DTensor. None exists before its module is loaded."""
+    dtensor_class = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor_class is not None and isinstance(tensor, dtensor_class)

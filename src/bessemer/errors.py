@@ -1,6 +1,6 @@
-"""The one exception that means "the user can fix this": printed as plain lines, exit code 2.
+"""UserError: the exception for mistakes that the user can fix. Printed without a traceback, exit code 2.
 
-It lies below every layer so that any of them can raise it. Everything else that escapes is a fault of ours (exit 1).
+Every layer may raise it. Any other exception that reaches the top is a fault of Bessemer (exit code 1).
 """
 
 from __future__ import annotations
@@ -11,4 +11,4 @@ class UserError(Exception):
 
 
 class RankError(UserError):
-    """A mistake that this process of several met and rank 0 did not, so that it has to be printed here."""
+    """A mistake that only this rank met, so that it must print it itself; rank 0 prints all others."""

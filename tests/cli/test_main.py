@@ -312,7 +312,7 @@ def test_a_real_process_refuses_a_bad_spec(tmp_path: Path) -> None:
 
 
 def test_a_refused_layout_starts_no_process(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bessemer.cli.train.start_locally", lambda count: pytest.fail("started"))
+    monkeypatch.setattr("bessemer.cli.train.start_processes", lambda count: pytest.fail("started"))
     Path("run.yaml").write_text(GOOD + "parallel: {device: cpu, pp: 64}\n")
     said = call("train", "run.yaml")
     assert said.code == 2 and said.err.count("\n") == 1 and said.err.startswith("parallel.pp: 64 stages need as many")
@@ -320,7 +320,7 @@ def test_a_refused_layout_starts_no_process(call: Call, monkeypatch: pytest.Monk
 
 
 def test_more_processes_than_a_cpu_can_run_are_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bessemer.cli.train.start_locally", lambda count: pytest.fail("started"))
+    monkeypatch.setattr("bessemer.cli.train.start_processes", lambda count: pytest.fail("started"))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     Path("run.yaml").write_text(GOOD + "parallel: {device: cpu, dp_replicate: 64}\n")
     said = call("train", "run.yaml")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.launch.request import LaunchRequest, check
+from bessemer.launch.request import LaunchRequest, check_request
 from bessemer.spec.schema import RunSpec
 
 WORDS = ["steel", "iron", "blast", "flame", "ore", "coke", "slag", "heat", "forge", "anvil", "hammer", "tongs"]
@@ -50,6 +50,6 @@ def ask(spec: RunSpec, tmp_path: Path) -> Callable[..., LaunchRequest]:
     }
 
     def make(on: str, **options: Any) -> LaunchRequest:
-        return check(LaunchRequest(spec, on, workdir=str(tmp_path), **{**needed.get(on, {}), **options}))
+        return check_request(LaunchRequest(spec, on, workdir=str(tmp_path), **{**needed.get(on, {}), **options}))
 
     return make

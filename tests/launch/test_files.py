@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from bessemer.errors import UserError
-from bessemer.launch.request import TAKES, LaunchRequest, check, idle_note
-from bessemer.launch.slurm import slurm_time
-from bessemer.launch.submit import generate
+from bessemer.launch.request import TARGET_OPTIONS, LaunchRequest, check_request, idle_ranks_note
+from bessemer.launch.slurm import format_time
+from bessemer.launch.submit import generate_files
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 
@@ -41,7 +41,7 @@ def directives(script: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("on", "options"), CASES)
 def test_every_file_parses(ask: Ask, tmp_path: Path, on: str, options: dict[str, Any]) -> None:
-    files = generate(ask(on, **options))
+    files = generate_files(ask(on, **options))
     scripts = []
     for name, text in files.items():
         if name.endswith((".sh", ".sbatch")):
@@ -64,7 +64,7 @@ def test_every_file_parses(ask: Ask, tmp_path: Path, on: str, options: dict[str,
 @pytest.mark.parametrize(("on", "options"), CASES)
 def test_every_target_trains_the_spec_by_torchrun(ask: Ask, tmp_path: Path, on: str, options: dict[str, Any]) -> None:
     request = ask(on, **options)
-    files = generate(request)
+    files = generate_files(request)
     if on == "kubernetes":
         files = next(yaml.safe_load_all(files["pytorchjob.yaml"]))["data"]
     last = files["node.sh"].splitlines()[-1]
@@ -82,7 +82,7 @@ def test_every_target_trains_the_spec_by_torchrun(ask: Ask, tmp_path: Path, on: 
 
 def test_slurm_says_what_was_asked(ask: Ask) -> None:
     request = ask("slurm", nodes=2, gpus=8, time="26h", partition="gpu", account="lab", gpu_type="h100")
-    script = generate(request)["job.sbatch"]
+    script = generate_files(request)["job.sbatch"]
     found = directives(script)
     assert found["nodes"] == "2" and found["gpus-per-node"] == "h100:8" and found["time"] == "1-02:00:00"
     assert found["partition"] == "gpu" and found["account"] == "lab" and found["cpus-per-task"] == "64"
@@ -93,7 +93,7 @@ def test_slurm_says_what_was_asked(ask: Ask) -> None:
 
 
 def test_a_task_of_an_array_has_its_own_log_name_and_seed(ask: Ask) -> None:
-    files = generate(ask("slurm", gpus=0, array="0-3"))
+    files = generate_files(ask("slurm", gpus=0, array="0-3"))
     assert directives(files["job.sbatch"])["output"].endswith("slurm-%A_%a.log")
     assert '--set name=tiny-"$SLURM_ARRAY_TASK_ID" --set seed="$SLURM_ARRAY_TASK_ID"' in files["node.sh"]
     start = files["job.sbatch"].index("job=")
@@ -108,11 +108,11 @@ def test_a_task_of_an_array_has_its_own_log_name_and_seed(ask: Ask) -> None:
 
 @pytest.mark.parametrize(("seconds", "told"), [(59, "0-00:00:59"), (3600, "0-01:00:00"), (90061, "1-01:01:01")])
 def test_times_as_slurm_writes_them(seconds: int, told: str) -> None:
-    assert slurm_time(seconds) == told
+    assert format_time(seconds) == told
 
 
 def test_kubernetes_takes_keys_only_from_a_secret(ask: Ask) -> None:
-    config, job = yaml.safe_load_all(generate(ask("kubernetes", nodes=4, gpus=8, min_nodes=2))["pytorchjob.yaml"])
+    config, job = yaml.safe_load_all(generate_files(ask("kubernetes", nodes=4, gpus=8, min_nodes=2))["pytorchjob.yaml"])
     assert config["kind"] == "ConfigMap" and job["kind"] == "PyTorchJob"
     policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
     assert (policy["minReplicas"], policy["maxReplicas"], worker["replicas"]) == (2, 4, 4)
@@ -125,7 +125,7 @@ def test_kubernetes_takes_keys_only_from_a_secret(ask: Ask) -> None:
 
 
 def test_sky_puts_checkpoints_where_a_new_machine_finds_them(ask: Ask) -> None:
-    alone, several = (generate(ask("sky", nodes=nodes, gpus=8)) for nodes in (1, 2))
+    alone, several = (generate_files(ask("sky", nodes=nodes, gpus=8)) for nodes in (1, 2))
     task = yaml.safe_load(alone["sky.yaml"])
     assert task["resources"]["use_spot"] is True and task["resources"]["accelerators"] == "H100:8"
     assert task["file_mounts"]["/bessemer"] == {"source": "s3://bucket", "mode": "MOUNT_CACHED"}
@@ -140,7 +140,7 @@ def test_sky_yaml_by_skypilots_own_schema(ask: Ask, options: dict[str, Any]) -> 
     jsonschema = pytest.importorskip("jsonschema")
     if "infra" not in schemas.get_resources_schema()["properties"]:
         pytest.skip("this skypilot is older than 0.10")
-    task = yaml.safe_load(generate(ask("sky", **options))["sky.yaml"])
+    task = yaml.safe_load(generate_files(ask("sky", **options))["sky.yaml"])
     jsonschema.validate(task, schemas.get_task_schema())
     jsonschema.validate(task["resources"], schemas.get_resources_schema())
     jsonschema.validate(task["file_mounts"]["/bessemer"], schemas.get_storage_schema())
@@ -149,7 +149,7 @@ def test_sky_yaml_by_skypilots_own_schema(ask: Ask, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("options", [options for on, options in CASES if on == "kubernetes"])
 def test_kubernetes_yaml_by_the_operators_own_models(ask: Ask, options: dict[str, Any]) -> None:
     training = pytest.importorskip("kubeflow.training", reason="kubeflow-training is not installed")
-    job = list(yaml.safe_load_all(generate(ask("kubernetes", **options))["pytorchjob.yaml"]))[1]
+    job = list(yaml.safe_load_all(generate_files(ask("kubernetes", **options))["pytorchjob.yaml"]))[1]
 
     class Response:
         data = json.dumps(job)
@@ -167,13 +167,13 @@ def test_the_modal_file_is_an_app(ask: Ask, options: dict[str, Any]) -> None:
     request.folder.mkdir(parents=True)
     scope: dict[str, Any] = {"__name__": "modal_app"}
     path = request.folder / "modal_app.py"
-    path.write_text(generate(request)["modal_app.py"])
+    path.write_text(generate_files(request)["modal_app.py"])
     exec(compile(path.read_text(), str(path), "exec"), scope)
     assert isinstance(scope["train"], modal.Function) and callable(scope["main"])
 
 
 def test_modal_asks_for_what_was_asked(ask: Ask) -> None:
-    tree = ast.parse(generate(ask("modal", nodes=2, gpus=8, secret="keys"))["modal_app.py"])
+    tree = ast.parse(generate_files(ask("modal", nodes=2, gpus=8, secret="keys"))["modal_app.py"])
     calls = {ast.unparse(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     given = {word.arg: ast.unparse(word.value) for word in calls["app.function"].keywords}
     assert given["gpu"] == "'H100:8'" and given["secrets"] == "[modal.Secret.from_name('keys')]"
@@ -215,30 +215,30 @@ def test_what_is_missing_or_of_another_target_is_named(
     spec: RunSpec, on: str, options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        check(LaunchRequest(spec, on, **options))
+        check_request(LaunchRequest(spec, on, **options))
     assert str(refused.value).startswith(told) and "\n" not in str(refused.value)
 
 
 def test_every_target_is_known(spec: RunSpec) -> None:
     from bessemer.launch.submit import TARGETS
 
-    assert TARGETS.keys() == TAKES.keys()
+    assert TARGETS.keys() == TARGET_OPTIONS.keys()
 
 
 def test_nodes_meet_at_an_address_that_the_first_one_tells(ask: Ask) -> None:
     """Not at the names that ssh or Slurm have for it, which the others may not know."""
-    hosts = generate(ask("ssh", gpus=1, hosts=("alias1", "me@alias2"), python="/opt/my env/python"))["launch.sh"]
+    hosts = generate_files(ask("ssh", gpus=1, hosts=("alias1", "me@alias2"), python="/opt/my env/python"))["launch.sh"]
     assert """python=''"'"'/opt/my env/python'"'"''""" in hosts and "PET_RDZV_ENDPOINT=$head:$PORT" in hosts
     assert 'head="$(on "${HOSTS[0]}" "$ask" | tail -n 1)"' in hosts
-    files = generate(ask("slurm", nodes=2, gpus=1))
+    files = generate_files(ask("slurm", nodes=2, gpus=1))
     assert 'PET_RDZV_ENDPOINT="$head:' in files["job.sbatch"] and "-m bessemer.parallel.address" in files["job.sbatch"]
     assert 'PET_RDZV_CONF="is_host=$((SLURM_NODEID == 0))"' in files["node.sh"]
-    assert "parallel.address" not in generate(ask("slurm", nodes=1, gpus=1))["job.sbatch"]
+    assert "parallel.address" not in generate_files(ask("slurm", nodes=1, gpus=1))["job.sbatch"]
 
 
 @pytest.mark.parametrize("array", ["7", "0-3", "0,2,5", "0-15:4", "1-4,9%2"])
 def test_arrays_as_slurm_takes_them(ask: Ask, array: str) -> None:
-    assert directives(generate(ask("slurm", array=array))["job.sbatch"])["array"] == array
+    assert directives(generate_files(ask("slurm", array=array))["job.sbatch"])["array"] == array
 
 
 @pytest.mark.parametrize(
@@ -254,23 +254,25 @@ def test_a_layout_that_training_refuses_is_refused_before_it_is_queued(
 ) -> None:
     changed = spec.model_copy(update={"parallel": spec.parallel.model_copy(update=parallel)})
     with pytest.raises(UserError, match=words) as fault:
-        check(LaunchRequest(changed, "slurm", **options))
+        check_request(LaunchRequest(changed, "slurm", **options))
     assert "\n" not in str(fault.value)
 
 
 def test_the_layout_must_fit_every_number_of_nodes_that_may_train(spec: RunSpec) -> None:
     changed = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"dp_shard": 16})})
     request = LaunchRequest(changed, "kubernetes", nodes=4, gpus=8, image="i", volume="v")
-    check(request)
+    check_request(request)
     with pytest.raises(UserError, match=r"there are 24: .* \(on 3 nodes, which --min-nodes 2 allows\)"):
-        check(replace(request, min_nodes=2))
+        check_request(replace(request, min_nodes=2))
 
 
 def test_weights_that_lie_where_the_run_goes_are_checked_there(spec: RunSpec) -> None:
     model = spec.model.model_copy(update={"hf": "not/here"})
-    check(LaunchRequest(spec.model_copy(update={"model": model}), "slurm", gpus=8))
+    check_request(LaunchRequest(spec.model_copy(update={"model": model}), "slurm", gpus=8))
 
 
 def test_processes_without_a_row_of_a_step_get_a_note(ask: Ask) -> None:
-    assert idle_note(ask("slurm", gpus=8)) == ""  # 256 tokens in rows of 32
-    assert "a step has 8 rows for 16 data-parallel processes: 8 of them" in idle_note(ask("slurm", nodes=2, gpus=8))
+    assert idle_ranks_note(ask("slurm", gpus=8)) == ""  # 256 tokens in rows of 32
+    assert "a step has 8 rows for 16 data-parallel processes: 8 of them" in idle_ranks_note(
+        ask("slurm", nodes=2, gpus=8)
+    )

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.launch.queue import Queue, Ticket, idle_gpus
+from bessemer.launch.local import Queue, Ticket, idle_gpus
 from bessemer.run.directory import Run
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
@@ -32,28 +32,28 @@ def started(turn: Ticket | str) -> Ticket:
 def test_first_come_first_served_and_nobody_overtakes(tmp_path: Path) -> None:
     queue = Queue(tmp_path, box())
     small, large, tiny = queue.join("small", 2), queue.join("large", 4), queue.join("tiny", 1)
-    assert started(queue.step_forward(small)).held == (0, 1)
-    assert queue.step_forward(large) == "first in line, for 4 GPUs; 2 are free"
-    assert str(queue.step_forward(tiny)).startswith("behind 1 in line, first large of ")  # though two GPUs are free
+    assert started(queue.try_start(small)).held == (0, 1)
+    assert queue.try_start(large) == "first in line, for 4 GPUs; 2 are free"
+    assert str(queue.try_start(tiny)).startswith("behind 1 in line, first large of ")  # though two GPUs are free
     queue.leave(small)
-    assert started(queue.step_forward(large)).held == (0, 1, 2, 3)
+    assert started(queue.try_start(large)).held == (0, 1, 2, 3)
     queue.leave(large)
-    assert started(queue.step_forward(tiny)).held == (0,)
+    assert started(queue.try_start(tiny)).held == (0,)
     assert [(ticket.name, ticket.running) for ticket in queue.tickets()] == [("tiny", True)]
 
 
 def test_a_gpu_that_a_stranger_uses_is_not_free(tmp_path: Path) -> None:
     queue = Queue(tmp_path, box(0, 2))
-    assert started(queue.step_forward(queue.join("run", 2))).held == (1, 3)
+    assert started(queue.try_start(queue.join("run", 2))).held == (1, 3)
 
 
 def test_runs_on_the_cpu_take_turns_beside_those_on_gpus(tmp_path: Path) -> None:
     queue = Queue(tmp_path, box())
     first, second, third = queue.join("a", 0), queue.join("b", 1), queue.join("c", 0)
-    assert started(queue.step_forward(first)).running and started(queue.step_forward(second)).held == (0,)
-    assert str(queue.step_forward(third)).startswith("for a of ")
+    assert started(queue.try_start(first)).running and started(queue.try_start(second)).held == (0,)
+    assert str(queue.try_start(third)).startswith("for a of ")
     queue.leave(first)
-    assert started(queue.step_forward(third)).running
+    assert started(queue.try_start(third)).running
 
 
 def test_the_place_of_a_dead_owner_is_free(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_the_place_of_a_dead_owner_is_free(tmp_path: Path) -> None:
     (tmp_path / "00000001.json").write_text(json.dumps(theirs))
     mine = queue.join("mine", 1)
     assert holding.number < mine.number
-    assert queue.step_forward(mine) == "first in line, for 1 GPUs; 0 are free"
+    assert queue.try_start(mine) == "first in line, for 1 GPUs; 0 are free"
     child.kill()
     child.wait()
-    assert started(queue.step_forward(mine)).held == (0,)
+    assert started(queue.try_start(mine)).held == (0,)
     assert [ticket.name for ticket in queue.tickets()] == ["mine"]
 
 
@@ -82,7 +82,7 @@ def test_a_ticket_that_cannot_be_read_blocks_nobody(tmp_path: Path) -> None:
     queue = Queue(tmp_path, box())
     (tmp_path / "00000007.json").write_text('{"half')
     ticket = queue.join("run", 1)
-    assert ticket.number == 8 and started(queue.step_forward(ticket)).held == (0,)
+    assert ticket.number == 8 and started(queue.try_start(ticket)).held == (0,)
 
 
 def test_more_gpus_than_there_are_is_refused(tmp_path: Path) -> None:

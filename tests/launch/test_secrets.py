@@ -7,7 +7,7 @@ import pytest
 
 from bessemer.errors import UserError
 from bessemer.launch.request import KEYS, LaunchRequest, environment_secrets, find_secrets
-from bessemer.launch.submit import generate
+from bessemer.launch.submit import generate_files
 
 ROOT = Path(__file__).parents[2]
 # Put together here, so that no scanner takes this file for a leak.
@@ -47,7 +47,7 @@ def test_a_launch_with_a_secret_is_refused_and_the_secret_not_shown(
 ) -> None:
     monkeypatch.setenv("TEAM_API_KEY", "q7Zt-93kd_Lw02x")
     with pytest.raises(UserError) as refused:
-        generate(ask("slurm", account="q7Zt-93kd_Lw02x"))
+        generate_files(ask("slurm", account="q7Zt-93kd_Lw02x"))
     assert str(refused.value).startswith("job.sbatch:") and "the value of TEAM_API_KEY" in str(refused.value)
     assert "q7Zt" not in str(refused.value)
 

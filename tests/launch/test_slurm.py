@@ -18,7 +18,7 @@ from bessemer.errors import UserError
 from bessemer.launch import slurm
 from bessemer.launch.job import LaunchJob
 from bessemer.launch.request import LaunchRequest
-from bessemer.launch.submit import generate, submit, write_files
+from bessemer.launch.submit import generate_files, submit, write_files
 from bessemer.run.directory import Run
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue", "scancel")
@@ -190,7 +190,7 @@ def test_the_processes_of_two_nodes_meet_though_nobody_knows_their_names(
         "open(f\"{sys.argv[1]}-{dist.get_rank()}\", 'w').write(f\"{os.environ['SLURMD_NODENAME']} {x.item():g}\")\n"
     )
     request = ask("slurm", nodes=2, gpus=0, cpus=1)
-    files = generate(request)
+    files = generate_files(request)
     training = '-m bessemer train "$here/spec.yaml" --plain'
     assert training in files["node.sh"]
     files["node.sh"] = files["node.sh"].replace(training, f"{meet} {tmp_path}/met")

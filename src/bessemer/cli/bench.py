@@ -1,5 +1,4 @@
-"""`bessemer bench`: what this machine does at most, measured, printed and kept for the planner; and what more processes
-gain."""
+"""`bessemer bench`: measure the peak speed of this machine for the planner, and how training scales over processes."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import CommandGroup
+from bessemer.cli.console import AS_JSON, DEVICE, SETTINGS, CommandGroup
 
 app = typer.Typer(cls=CommandGroup)
 
@@ -15,15 +14,15 @@ app = typer.Typer(cls=CommandGroup)
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    quick: bool = typer.Option(False, "--quick", help="Some seconds, less exact; not kept unless --save."),
-    save: bool | None = typer.Option(None, "--save/--no-save", help="Keep the numbers for plans and profiles."),
-    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or mps."),
-    folder: Path = typer.Option(Path("runs"), "--folder", help="Where the disk is measured."),
-    as_json: bool = typer.Option(False, "--json", help="As JSON."),
+    quick: bool = typer.Option(False, "--quick", help="A few seconds, less exact; not saved unless --save."),
+    save: bool | None = typer.Option(None, "--save/--no-save", help="Save the numbers for plans and profiles."),
+    device: str = DEVICE,
+    folder: Path = typer.Option(Path("runs"), "--folder", help="The folder whose disk is measured."),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Measure this machine's ceilings: products by precision, attention, memory, disk, links between GPUs.
+    """Measure this machine's peak rates: matrix products by precision, attention, memory, disk, GPU links.
 
-    Nothing else should run meanwhile. Plans and profiles then count from these numbers.
+    Run nothing else meanwhile. Plans and profiles then use these numbers.
 
     Example: bessemer bench
     """
@@ -43,32 +42,36 @@ def bench(
     use_threads(spec)
     if not as_json:
         print(f"{name_and_memory(target)[0]}\n\n{HEADER}", flush=True)
-    found = measure_ceilings(target, folder, quick, tell=lambda line: None if as_json else print(line, flush=True))
+    ceilings = measure_ceilings(target, folder, quick, tell=lambda line: None if as_json else print(line, flush=True))
     if as_json:
-        print(found.to_json())
+        print(ceilings.to_json())
     if save or (save is None and not quick):
-        store_ceilings(found, bench_file(target))
+        store_ceilings(ceilings, bench_file(target))
         if not as_json:
-            print(f"\nkept in {bench_file(target)}")
+            print(f"\nsaved to {bench_file(target)}")
 
 
 @app.command()
 def scaling(
-    target: str = typer.Argument(help="A spec's file, a preset such as 10M, or a Hugging Face folder."),
-    settings: list[str] = typer.Option([], "--set", help="Override a key of the spec. Repeatable."),
-    ranks: str | None = typer.Option(None, "--ranks", help="Numbers of processes, such as 1,2,4. All GPUs by default."),
-    layouts: str | None = typer.Option(
-        None, "--layouts", help="Such as dp_replicate,tp=2+dp_shard; a degree without a number takes what is left."
+    target: str = typer.Argument(help="A spec file, a preset such as 10M, or a Hugging Face folder."),
+    settings: list[str] = SETTINGS,
+    ranks: str | None = typer.Option(
+        None, "--ranks", help="Numbers of processes, such as 1,2,4 (default: up to all GPUs)."
     ),
-    weak: bool = typer.Option(False, "--weak", help="As many tokens for each process, instead of the same batch."),
-    steps: int = typer.Option(10, "--steps", help="Steps that are timed, after four of warm-up."),
-    row: int = typer.Option(1024, "--context", help="Tokens of a row, where only a model is named."),
-    batch: int | None = typer.Option(None, "--batch", help="Tokens of a step, instead of the spec's."),
+    layouts: str | None = typer.Option(
+        None, "--layouts", help="For example dp_replicate,tp=2+dp_shard; a degree without a number takes the rest."
+    ),
+    weak: bool = typer.Option(
+        False, "--weak", help="Weak scaling: the same tokens per process, instead of the same batch."
+    ),
+    steps: int = typer.Option(10, "--steps", help="Timed steps, after four of warm-up."),
+    row: int = typer.Option(1024, "--context", help="Tokens per row, if only a model is named."),
+    batch: int | None = typer.Option(None, "--batch", help="Tokens per step, instead of the spec's."),
     out: Path | None = typer.Option(None, "--out", help="A file for the numbers, or a folder for a dated one."),
-    as_json: bool = typer.Option(False, "--json", help="As JSON."),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Train a few steps in 1, 2, 4, ... processes and every layout: throughput, efficiency, communication, and which
-    layout to take.
+    """Train a few steps in 1, 2, 4, ... processes and every layout; report throughput, efficiency, communication
+    and the best layout.
 
     Example: bessemer bench scaling my-run.yaml --ranks 1,2 --layouts dp_replicate,dp_shard
     """
@@ -81,15 +84,15 @@ def scaling(
     try:
         counts = [int(count) for count in ranks.split(",")] if ranks else None
     except ValueError:
-        raise UserError(f"--ranks {ranks}: write numbers with commas between, such as 1,2,4") from None
-    asked = [text.strip() for text in layouts.split(",")] if layouts else USUAL
+        raise UserError(f"--ranks {ranks}: write numbers separated by commas, such as 1,2,4") from None
+    layout_names = [text.strip() for text in layouts.split(",")] if layouts else USUAL
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    found = measure_scaling(target, settings, counts, asked, weak, steps, row, batch, tell)
-    print(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(["", *table(found)]))
+    result = measure_scaling(target, settings, counts, layout_names, weak, steps, row, batch, report)
+    print(json.dumps(result.to_json(), indent=1) if as_json else "\n".join(["", *table(result)]))
     if out:
-        tell(f"kept in {save(found, out)}")
-    if not any(row.tokens_per_s for row in found.rows):
+        report(f"saved to {save(result, out)}")
+    if not any(row.tokens_per_s for row in result.rows):
         raise typer.Exit(1)

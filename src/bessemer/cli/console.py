@@ -1,6 +1,6 @@
-"""How groups of commands show themselves: each command with its first sentence, wrapped and never cut.
+"""Shared by the commands: group help, common options, tables, and messages that name the spec.
 
-What commands print: tables as wide as the terminal (never cut where there is none), messages that name the spec.
+Tables are as wide as the terminal, and never cut where there is none.
 """
 
 from __future__ import annotations
@@ -12,19 +12,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from typer.core import TyperGroup
 
 from bessemer.errors import UserError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+NO_TERMINAL_COLUMNS = 10_000  # a pipe or a file has no width
+
+SPEC = typer.Argument(help="The run's YAML file.")
+RUN = typer.Argument(help="The run's folder, such as runs/demo.")
+SETTINGS = typer.Option([], "--set", help="Override a key, such as --set optimizer.lr=3e-4. Repeatable.")
+AS_JSON = typer.Option(False, "--json", help="Print JSON.")
+CHECKPOINT = typer.Option("last", "--checkpoint", help="last, best, a tag, or a name such as step-00001000.a1.")
+DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or mps.")
+
 
 def first_sentence(help: str) -> str:
-    """Of a docstring or a help text. `Kubernetes, ...` ends no sentence."""
+    """The first sentence of a docstring or help text. `Kubernetes, ...` does not end one."""
     paragraph = " ".join(help.split("\n\n")[0].split())
     return re.split(r"(?<=[^.]\.) (?=[A-Z`])", paragraph)[0]
 
 
 class CommandGroup(TyperGroup):
-    """A group whose help has the whole first sentence of each command; typer's cuts it at the width of the terminal."""
+    """A group whose help shows the complete first sentence of each command; typer cuts it at the terminal's width."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -36,11 +50,15 @@ class CommandGroup(TyperGroup):
                 formatter.write_dl(rows)
 
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+def group_with_default(default: str) -> type[CommandGroup]:
+    """A group in which the command `default` may be left out: `launch SPEC` is `launch submit SPEC`."""
 
-UNLIMITED = 10_000  # columns; a pipe or a file has no width
+    class DefaultGroup(CommandGroup):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            known = {*self.commands, "-h", "--help"}
+            return super().parse_args(ctx, [default, *args] if args and args[0] not in known else args)
+
+    return DefaultGroup
 
 
 def table_console() -> Console:
@@ -49,12 +67,12 @@ def table_console() -> Console:
 
     console = Console()
     if not console.is_terminal:
-        console.width = UNLIMITED
+        console.width = NO_TERMINAL_COLUMNS
     return console
 
 
 def print_table(table: Table) -> None:
-    """Print a table without the spaces that fill its last column: one long cell would pad every row."""
+    """Print a table without trailing spaces: one long cell would pad every row."""
     console = table_console()
     with console.capture() as capture:
         console.print(table)
@@ -63,7 +81,7 @@ def print_table(table: Table) -> None:
 
 
 def name_spec(message: str, spec: Path, settings: Sequence[str] = ()) -> str:
-    """A message that says `bessemer data prepare SPEC`, with the spec and the settings of this command."""
+    """The message with `bessemer data prepare SPEC` completed by this command's spec and settings."""
     from bessemer.data.store.format import PREPARE_COMMAND
 
     overrides = [part for setting in settings for part in ("--set", setting)]

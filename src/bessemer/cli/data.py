@@ -1,7 +1,4 @@
-"""`bessemer data`: prepare a corpus, look at what became of it, check files before using them.
-
-`bessemer data`: checking files, training the small models that steps use, looking into tokenizers.
-"""
+"""`bessemer data`: prepare and verify a corpus, check raw files, train filter models, audit and extend tokenizers."""
 
 from __future__ import annotations
 
@@ -9,27 +6,35 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import CommandGroup, name_spec, naming_spec
+from bessemer.cli.console import (
+    AS_JSON,
+    SETTINGS,
+    SPEC,
+    CommandGroup,
+    name_spec,
+    naming_spec,
+    print_table,
+    table_console,
+)
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Prepare a corpus, see what became of it, check files.")
-
-_SETTINGS = typer.Option([], "--set", help="Override a key, such as --set data.validation=2%. Repeatable.")
-_JSON = typer.Option(False, "--json", help="As JSON.")
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Prepare a corpus, report on it, check files.")
+_TEXT_FIELD = typer.Option("text", "--text-field", help="The field or column that holds the text.")
+_SEED = typer.Option(0, "--seed", min=0, help="Seed of the training.")
 
 
 @app.command()
 def prepare(
-    spec: Path = typer.Argument(help="The run's YAML file."),
-    settings: list[str] = _SETTINGS,
-    workers: int | None = typer.Option(None, "--workers", min=1, help="Processes (default: one per core)."),
+    spec: Path = SPEC,
+    settings: list[str] = SETTINGS,
+    workers: int | None = typer.Option(None, "--workers", min=1, help="Number of processes (default: one per core)."),
     engine: str = typer.Option("local", "--engine", help="local, or ray."),
     address: str | None = typer.Option(None, "--address", help="Address of a running Ray cluster, or auto."),
-    as_json: bool = _JSON,
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Read, clean, deduplicate, filter and tokenize the sources of a spec; print what became of them.
+    """Read, clean, deduplicate, filter and tokenize the sources of a spec, and print a report.
 
-    The same command again goes on where it was stopped, with any number of workers; steps whose settings did not
-    change are not run again. `bessemer train` on the same spec uses the result.
+    The same command again continues where it stopped, with any number of workers. Steps whose settings did not change
+    do not run again. `bessemer train` on the same spec uses the result.
 
     Example: bessemer data prepare my-run.yaml --workers 8
     """
@@ -46,15 +51,15 @@ def prepare(
     if engine not in ("local", "ray"):
         raise UserError(f"--engine {engine}: write local or ray")
     run_spec = load_spec(spec, settings)
-    chosen = make_engine(engine, workers, address)
+    workers_engine = make_engine(engine, workers, address)
     try:
         with working("listing the sources") as report, naming_spec(spec, settings):
-            prepared = prepare_data(run_spec, Plan(), report, chosen)
+            prepared = prepare_data(run_spec, Plan(), report, workers_engine)
     finally:
-        chosen.close()
+        workers_engine.close()
     for note in prepared.notes:
         print(f"note  {note}", file=sys.stderr)
-    _show(read_report(prepared.folder), prepared.folder / PAGE, as_json)
+    _print_report(read_report(prepared.folder), prepared.folder / PAGE, as_json)
 
 
 @app.command()
@@ -105,10 +110,10 @@ def publish(
 @app.command()
 def report(
     spec: Path = typer.Argument(help="The run's YAML file, or a folder of prepared data."),
-    settings: list[str] = _SETTINGS,
-    as_json: bool = _JSON,
+    settings: list[str] = SETTINGS,
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Print the report of data that was prepared before.
+    """Print the report of prepared data.
 
     Example: bessemer data report my-run.yaml --json
     """
@@ -118,20 +123,20 @@ def report(
     from bessemer.spec.load import load_spec
 
     folder = spec if (spec / "prepared.json").exists() else prepared_folder_of(load_spec(spec, settings), Plan())
-    _show(read_report(folder), folder / PAGE, as_json)
+    _print_report(read_report(folder), folder / PAGE, as_json)
 
 
 @app.command()
 def verify(
     place: Path = typer.Argument(help="A run's YAML file, a run, a folder of prepared data, or a store's prefix."),
-    settings: list[str] = _SETTINGS,
+    settings: list[str] = SETTINGS,
     add_digests: bool = typer.Option(False, "--add-digests", help="Write digests for stores that have none."),
-    as_json: bool = _JSON,
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Compare every byte of prepared data with the digests that were written with it.
+    """Compare every byte of prepared data with its digests.
 
-    A run compares what it reads when it reads it; this compares everything. Exit code 1 where something is damaged,
-    with the file, the place in it and what to do.
+    A run verifies the parts that it reads; this verifies everything. Exit code 1 if something is damaged, with the
+    file, the position and the fix.
 
     Example: bessemer data verify my-run.yaml
     """
@@ -144,8 +149,8 @@ def verify(
     from bessemer.data.verify import verify as run_verify
     from bessemer.spec.quantity import human_bytes
 
-    # A run keeps its spec, in which `--set` of its command is written.
-    spec, place = (place / "spec.yaml" if place.is_dir() else place), _prepared_place(place, settings)
+    # A run folder holds its spec with the `--set` of its command applied.
+    spec, place = (place / "spec.yaml" if place.is_dir() else place), _prepared_folder(place, settings)
     meter = Meter(lambda line: print(line, file=sys.stderr, flush=True))
     meter.start("verifying", data_bytes(place))
     results = []
@@ -166,8 +171,8 @@ def verify(
     raise typer.Exit(1 if damaged else 0)
 
 
-def _prepared_place(place: Path, settings: list[str]) -> Path:
-    """Where the data of a spec or a run is; other places are taken as they are."""
+def _prepared_folder(place: Path, settings: list[str]) -> Path:
+    """The data folder of a spec or a run; any other path is returned as it is."""
     import json
 
     from bessemer.plan.decision import Plan
@@ -181,19 +186,18 @@ def _prepared_place(place: Path, settings: list[str]) -> Path:
     return place
 
 
-def _show(found: dict, page: Path, as_json: bool) -> None:  # type: ignore[type-arg]
+def _print_report(report: dict, page: Path, as_json: bool) -> None:  # type: ignore[type-arg]
     import json
 
     if as_json:
-        print(json.dumps({**found, "page": str(page)}, indent=1))
+        print(json.dumps({**report, "page": str(page)}, indent=1))
         return
     from rich.table import Table
 
-    from bessemer.cli.console import table_console
     from bessemer.data.curate.report import source_table, table
 
     console = table_console()
-    for rows in (table(found), source_table(found)):
+    for rows in (table(report), source_table(report)):
         grid = Table(box=None, pad_edge=False, header_style="bold")
         for i, name in enumerate(rows[0]):
             grid.add_column(name, justify="left" if (i in (0, 5) and rows[0][0] == "step") or i == 0 else "right")
@@ -204,23 +208,20 @@ def _show(found: dict, page: Path, as_json: bool) -> None:  # type: ignore[type-
     print(f"report  {page}")
 
 
-_TEXT_FIELD = typer.Option("text", "--text-field", help="The field or column that holds the text.")
-
-
 @app.command()
 def check(
     paths: list[str] = typer.Argument(help="Files, folders, globs or URLs."),
     format: str = typer.Option("auto", "--format", help="As in a spec: auto, jsonl, parquet, text, ..."),
     text_field: str = _TEXT_FIELD,
     messages_field: str | None = typer.Option(None, "--messages", help="The field that holds a conversation."),
-    tokenizer: Path | None = typer.Option(None, "--tokenizer", help="To find answers that are never learnt."),
-    context: int | None = typer.Option(None, "--context", min=2, help="Tokens in a training sequence."),
-    chat: str = typer.Option("chatml", "--chat", help="Layout of conversations."),
-    as_json: bool = _JSON,
+    tokenizer: Path | None = typer.Option(None, "--tokenizer", help="Find answers that would be cut off."),
+    context: int | None = typer.Option(None, "--context", min=2, help="Tokens per training sequence."),
+    chat: str = typer.Option("chatml", "--chat", help="The chat template of conversations."),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Look through files for what would spoil a training run; say how often, where, and what to do.
+    """Check files for problems that would harm training; print how often, where, and the fix.
 
-    Exit code 1 where something was found.
+    Exit code 1 if there are problems.
 
     Example: bessemer data check data/*.jsonl --messages messages --tokenizer tokenizer.json --context 4096
     """
@@ -231,23 +232,23 @@ def check(
     from bessemer.observe.progress import working
     from bessemer.spec.load import source_spec
 
-    settings = {"path": paths, "format": format, "text_field": text_field, "messages_field": messages_field}
+    source = {"path": paths, "format": format, "text_field": text_field, "messages_field": messages_field}
     loaded = Tokenizer.load(tokenizer) if tokenizer else None
     with working("listing the files") as report:
-        found = check_files(source_spec(settings), loaded, context, chat, report)
+        result = check_files(source_spec(source), loaded, context, chat, report)
     if as_json:
-        print(json.dumps(found.to_json(), indent=1, ensure_ascii=False))
+        print(json.dumps(result.to_json(), indent=1, ensure_ascii=False))
     else:
-        print(f"{found.documents:,} documents, {found.characters:,} characters in {found.files:,} files")
-        for line in found.notes:
+        print(f"{result.documents:,} documents, {result.characters:,} characters in {result.files:,} files")
+        for line in result.notes:
             print(f"     note  {line}")
-        for problem in found.problems:
+        for problem in result.problems:
             print(f"{problem.count:>9,}  {problem.what}\n           fix: {problem.fix}")
             for example in problem.examples:
                 print(f"           {example}")
-        if not found.problems:
-            print("nothing wrong was found")
-    if found.problems:
+        if not result.problems:
+            print("no problems found")
+    if result.problems:
         raise typer.Exit(1)
 
 
@@ -255,65 +256,76 @@ def check(
 def classifier(
     out: Path = typer.Argument(help="The file to write, such as quality.safetensors."),
     folders: list[str] = typer.Option(
-        ..., "--class", help="NAME=PATH, twice or more; the first is what scores are of. Repeat a name for more paths."
+        ...,
+        "--class",
+        help="NAME=PATH, two or more; a score is the probability of the first. Repeat a name to add paths.",
     ),
     text_field: str = _TEXT_FIELD,
-    seed: int = typer.Option(0, "--seed", min=0),
-    as_json: bool = _JSON,
+    seed: int = _SEED,
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Train a classifier for the steps quality, domain and toxicity from folders of text.
+    """Train a classifier from folders of text, for the steps quality, domain and toxicity.
 
     Example: bessemer data classifier quality.safetensors --class good=books/ --class other=crawl/
     """
     from bessemer.data.curate.scores.train import train_classifier
-    from bessemer.errors import UserError
     from bessemer.observe.progress import working
 
     classes: dict[str, list[Path]] = {}
-    for setting in folders:
-        name, sign, path = setting.partition("=")
-        if not (name and sign and path):
-            raise UserError(f"--class {setting}: write NAME=PATH, such as good=books/")
-        classes.setdefault(name, []).append(Path(path))
-    _check_out(out)
+    for name, path in _parse_pairs(folders, "--class ", "good=books/"):
+        classes.setdefault(name, []).append(path)
+    _check_output(out)
     with working("training the classifier"):
         report = train_classifier(classes, out, seed, text_field=text_field)
-    _tell(report, out, as_json)
+    _print_training(report, out, as_json)
 
 
 @app.command()
 def perplexity(
     out: Path = typer.Argument(help="The file to write, such as good.safetensors."),
-    paths: list[Path] = typer.Argument(help="Good text: files or folders."),
+    paths: list[Path] = typer.Argument(help="Files or folders of good text."),
     text_field: str = _TEXT_FIELD,
-    order: int = typer.Option(7, "--order", min=3, max=8, help="Bytes that are looked at together."),
-    seed: int = typer.Option(0, "--seed", min=0),
-    as_json: bool = _JSON,
+    order: int = typer.Option(7, "--order", min=3, max=8, help="Order of the byte n-gram model."),
+    seed: int = _SEED,
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Train a small language model of good text for the step perplexity.
+    """Train a small language model on good text, for the step perplexity.
 
     Example: bessemer data perplexity good.safetensors books/
     """
     from bessemer.data.curate.scores.train import train_perplexity
     from bessemer.observe.progress import working
 
-    _check_out(out)
+    _check_output(out)
     with working("training the language model"):
         report = train_perplexity(paths, out, seed, text_field=text_field, order=order)
-    _tell(report, out, as_json)
+    _print_training(report, out, as_json)
 
 
-def _check_out(out: Path) -> None:
-    """Before the work, not after it."""
+def _parse_pairs(settings: list[str], option: str, example: str) -> list[tuple[str, Path]]:
+    """NAME=PATH arguments as pairs."""
+    from bessemer.errors import UserError
+
+    pairs = []
+    for setting in settings:
+        name, sign, path = setting.partition("=")
+        if not (name and sign and path):
+            raise UserError(f"{option}{setting}: write NAME=PATH, such as {example}")
+        pairs.append((name, Path(path)))
+    return pairs
+
+
+def _check_output(out: Path) -> None:
+    """Refuse an output path that cannot be written, before any work is done."""
     from bessemer.errors import UserError
 
     if out.is_dir():
-        raise UserError(f"{out}: is a folder; name the file to write in it")
+        raise UserError(f"{out}: is a folder; name a file in it")
     if (existing := next(parent for parent in out.absolute().parents if parent.exists())).is_file():
-        raise UserError(f"{out}: {existing} is a file, not a folder; name another place")
+        raise UserError(f"{out}: {existing} is a file, not a folder; choose another path")
 
 
-def _tell(report: dict, out: Path, as_json: bool) -> None:  # type: ignore[type-arg]
+def _print_training(report: dict, out: Path, as_json: bool) -> None:  # type: ignore[type-arg]
     import json
 
     print(json.dumps(report, indent=None if not as_json else 1, ensure_ascii=False))
@@ -324,55 +336,47 @@ def _tell(report: dict, out: Path, as_json: bool) -> None:  # type: ignore[type-
 @app.command()
 def audit(
     tokenizer: Path = typer.Argument(help="A tokenizer.json, SentencePiece .model or tiktoken file."),
-    groups: list[str] = typer.Argument(help="NAME=PATH of text to encode, one or more."),
+    groups: list[str] = typer.Argument(help="NAME=PATH of texts to encode, one or more."),
     text_field: str = _TEXT_FIELD,
-    as_json: bool = _JSON,
+    as_json: bool = AS_JSON,
 ) -> None:
-    """How well a tokenizer fits some text: tokens per word, bytes per token, unused and unreachable tokens.
+    """Measure how well a tokenizer fits a text: tokens per word, bytes per token, unused and unreachable tokens.
 
     Example: bessemer data audit tokenizer.json code=src/ prose=docs/
     """
     from bessemer.data.curate.scores.train import read_texts
     from bessemer.data.tokenizer.tokenizer import Tokenizer
     from bessemer.data.tokenizer.vocabulary import audit as run_audit
-    from bessemer.errors import UserError
     from bessemer.observe.progress import working
 
-    pairs = []
-    for setting in groups:
-        name, sign, path = setting.partition("=")
-        if not (name and sign and path):
-            raise UserError(f"{setting}: write NAME=PATH, such as code=src/")
-        pairs.append((name, Path(path)))
+    pairs = _parse_pairs(groups, "", "code=src/")
     texts = ((name, text) for name, path in pairs for text in read_texts([path], text_field))
     with working("encoding the texts"):
-        found = run_audit(Tokenizer.load(tokenizer), texts)
+        result = run_audit(Tokenizer.load(tokenizer), texts)
     if as_json:
-        print(found.to_json())
+        print(result.to_json())
         return
     from rich.table import Table
 
-    from bessemer.cli.console import print_table
-
-    grid = Table(*found.HEADER, box=None, pad_edge=False, header_style="bold")
-    for row in found.rows():
+    grid = Table(*result.HEADER, box=None, pad_edge=False, header_style="bold")
+    for row in result.rows():
         grid.add_row(*row)
     print_table(grid)
-    print(f"{found.vocab:,} tokens: {found.unused:,} unused here, {found.unreachable:,} that no text gives")
-    for title, tokens in (("unused", found.unused_tokens), ("unreachable", found.unreachable_tokens)):
+    print(f"{result.vocab:,} tokens: {result.unused:,} unused here, {result.unreachable:,} that no text encodes to")
+    for title, tokens in (("unused", result.unused_tokens), ("unreachable", result.unreachable_tokens)):
         if tokens:
             print(f"{title}: " + ", ".join(f"{i} {text!r}" for i, text in tokens[:12]))
 
 
 @app.command()
 def extend(
-    tokenizer: Path = typer.Argument(help="A BPE tokenizer.json to start from."),
+    tokenizer: Path = typer.Argument(help="The BPE tokenizer.json to extend."),
     out: Path = typer.Argument(help="The tokenizer.json to write."),
     paths: list[Path] = typer.Argument(help="Text of the new domain."),
-    tokens: int = typer.Option(1000, "--tokens", min=1, help="New tokens, at most."),
+    tokens: int = typer.Option(1000, "--tokens", min=1, help="Maximum number of new tokens."),
     text_field: str = _TEXT_FIELD,
 ) -> None:
-    """Add tokens of a domain to a BPE tokenizer, for continued pre-training; the old ids stay.
+    """Add tokens of a domain to a BPE tokenizer, for continued pre-training. Existing ids stay.
 
     Example: bessemer data extend tokenizer.json medical.json papers/ --tokens 2000
     """
@@ -381,12 +385,12 @@ def extend(
     from bessemer.data.tokenizer.vocabulary import extend as run_extend
     from bessemer.observe.progress import working
 
-    _check_out(out)
+    _check_output(out)
     with working("choosing tokens"):
-        made = run_extend(Tokenizer.load(tokenizer), read_texts(paths, text_field), tokens)
+        extended = run_extend(Tokenizer.load(tokenizer), read_texts(paths, text_field), tokens)
     out.parent.mkdir(parents=True, exist_ok=True)
-    made.tokenizer.save(out)
-    before, after = made.before.bytes_per_token, made.after.bytes_per_token
-    print(f"{len(made.tokens):,} new tokens; bytes per token of this text {before:.2f} -> {after:.2f}")
-    print("first: " + ", ".join(repr(token) for token in made.tokens[:12]))
+    extended.tokenizer.save(out)
+    before, after = extended.before.bytes_per_token, extended.after.bytes_per_token
+    print(f"{len(extended.tokens):,} new tokens; bytes per token of this text {before:.2f} -> {after:.2f}")
+    print("first: " + ", ".join(repr(token) for token in extended.tokens[:12]))
     print(f"written  {out}")

@@ -1,4 +1,4 @@
-"""`bessemer inspect`: looks inside a model: learning rate, gradients, landscape, histograms, noise scale, NaN."""
+"""`bessemer inspect`: learning-rate test, gradients, loss landscape, histograms, noise scale, origin of NaN."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from bessemer.diagnose.report import InspectionReport
 
 app = typer.Typer(
-    cls=CommandGroup, help="Look inside a model: learning rate, gradients, landscape, NaN.", no_args_is_help=True
+    cls=CommandGroup, help="Inspect a model: learning rate, gradients, loss landscape, NaN.", no_args_is_help=True
 )
 RunFolder = Annotated[Path, typer.Argument(help="The run's folder, such as runs/demo.")]
-Batches = Annotated[int, typer.Option(min=1, help="How many of the run's steps to look at.")]
+Batches = Annotated[int, typer.Option(min=1, help="Number of the run's steps to use.")]
 Checkpoint = Annotated[str, typer.Option(help="last, best or a checkpoint's name.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[Path | None, typer.Option(help="Also write a page with all figures to this file.")]
 
 
-def _show(look: Callable[[], InspectionReport], as_json: bool, html: Path | None) -> None:
+def _print_report(inspect: Callable[[], InspectionReport], as_json: bool, html: Path | None) -> None:
     from bessemer.observe.progress import working
 
-    with working("looking inside the model"):
-        report = look()
+    with working("inspecting the model"):
+        report = inspect()
     if html is not None:
         html.write_text(report.html(), encoding="utf-8")
     print(report.to_json() if as_json else report.text())
@@ -36,20 +36,20 @@ def _show(look: Callable[[], InspectionReport], as_json: bool, html: Path | None
 
 @app.command()
 def lr(
-    spec: Annotated[Path, typer.Argument(help="The run's YAML file, or a run's folder to go on from there.")],
+    spec: Annotated[Path, typer.Argument(help="The run's YAML file, or a run's folder to start from its weights.")],
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a key of the spec.")] = None,
     first: Annotated[float, typer.Option(help="Lowest learning rate.")] = 1e-6,
-    last: Annotated[float, typer.Option(help="Highest; the test stops earlier when the loss diverges.")] = 10.0,
-    steps: Annotated[int, typer.Option(help="Updates from the lowest to the highest.")] = 200,
+    last: Annotated[float, typer.Option(help="Highest rate; the test stops earlier if the loss diverges.")] = 10.0,
+    steps: Annotated[int, typer.Option(help="Updates from the lowest to the highest rate.")] = 200,
     checkpoint: Checkpoint = "last", device: Device = "auto", as_json: Json = False, html: Html = None,
 ) -> None:  # fmt: skip
-    """Find the learning rate: raise it step by step until the loss diverges, and suggest one. Writes no run.
+    """Learning-rate range test: raise the rate until the loss diverges, and suggest one. Writes no run.
 
     Example: bessemer inspect lr my-run.yaml --html lr.html
     """
     from bessemer.session.inspect import inspect_lr
 
-    _show(lambda: inspect_lr(spec, settings or [], checkpoint, device, first, last, steps), as_json, html)
+    _print_report(lambda: inspect_lr(spec, settings or [], checkpoint, device, first, last, steps), as_json, html)
 
 
 @app.command()
@@ -57,25 +57,25 @@ def gradients(
     run: RunFolder, batches: Batches = 4, checkpoint: Checkpoint = "last", device: Device = "auto",
     as_json: Json = False, html: Html = None,
 ) -> None:  # fmt: skip
-    """Gradient flow: every parameter's gradient beside its weight, and what vanishes or explodes.
+    """Compare every parameter's gradient with its weight, and report what vanishes or explodes.
 
     Example: bessemer inspect gradients runs/demo --checkpoint best
     """
     from bessemer.session.inspect import from_run, inspect_gradients
 
-    _show(lambda: inspect_gradients(from_run(run, checkpoint, device), batches), as_json, html)
+    _print_report(lambda: inspect_gradients(from_run(run, checkpoint, device), batches), as_json, html)
 
 
 @app.command()
 def landscape(
     run: RunFolder, batches: Batches = 1,
-    reach: Annotated[float, typer.Option(help="How far to go; 1 is as far as the weights are long.")] = 1.0,
+    reach: Annotated[float, typer.Option(help="Distance in units of the weights' norm.")] = 1.0,
     points: Annotated[int, typer.Option(min=3, help="Points along the first direction.")] = 21,
-    grid: Annotated[int, typer.Option(min=0, help="Points on a side of the surface; 0 for none.")] = 9,
-    seed: Annotated[int, typer.Option(min=0, help="Of the directions.")] = 0,
+    grid: Annotated[int, typer.Option(min=0, help="Points per side of the surface; 0 for none.")] = 9,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the directions.")] = 0,
     checkpoint: Checkpoint = "last", device: Device = "auto", as_json: Json = False, html: Html = None,
 ) -> None:  # fmt: skip
-    """Loss around the weights, along random directions as long as the filters they move.
+    """Compute the loss around the weights, along filter-normalized random directions.
 
     Costs points + grid x grid forward passes.
 
@@ -83,23 +83,23 @@ def landscape(
     """
     from bessemer.session.inspect import from_run, inspect_landscape
 
-    def look() -> InspectionReport:
+    def inspect() -> InspectionReport:
         return inspect_landscape(from_run(run, checkpoint, device), batches, reach, points, grid, seed)
 
-    _show(look, as_json, html)
+    _print_report(inspect, as_json, html)
 
 
 @app.command()
 def histograms(
     run: RunFolder, checkpoint: Checkpoint = "last", device: Device = "auto", as_json: Json = False, html: Html = None
 ) -> None:  # fmt: skip
-    """Histograms of weights, gradients and activations; zero gradients, dead units, updates lost to bf16 rounding.
+    """Show histograms of weights, gradients and activations; zero gradients, dead units, updates lost to bf16.
 
     Example: bessemer inspect histograms runs/demo --html histograms.html
     """
     from bessemer.session.inspect import from_run, inspect_histograms
 
-    _show(lambda: inspect_histograms(from_run(run, checkpoint, device)), as_json, html)
+    _print_report(lambda: inspect_histograms(from_run(run, checkpoint, device)), as_json, html)
 
 
 @app.command()
@@ -107,28 +107,28 @@ def noise(
     run: RunFolder, batches: Batches = 16, checkpoint: Checkpoint = "last", device: Device = "auto",
     as_json: Json = False, html: Html = None,
 ) -> None:  # fmt: skip
-    """Estimate the gradient noise scale, and what it says about the batch size.
+    """Estimate the gradient noise scale and what it implies for the batch size.
 
     Example: bessemer inspect noise runs/demo --batches 32
     """
     from bessemer.session.inspect import from_run, inspect_noise
 
-    _show(lambda: inspect_noise(from_run(run, checkpoint, device), batches), as_json, html)
+    _print_report(lambda: inspect_noise(from_run(run, checkpoint, device), batches), as_json, html)
 
 
 @app.command()
 def nan(
     run: RunFolder,
-    step: Annotated[int, typer.Option(help="The step, as in the metrics and events.")],
+    step: Annotated[int, typer.Option(help="The step number, as in the metrics and events.")],
     checkpoint: Annotated[
-        str | None, typer.Option(help="Weights to use as they are; else the steps since the last are replayed.")
+        str | None, typer.Option(help="Use these weights; default: replay the steps since the last checkpoint.")
     ] = None,
     device: Device = "auto", as_json: Json = False, html: Html = None,
 ) -> None:  # fmt: skip
-    """Name the module or gradient where a step stops being finite, with what went into it.
+    """Find the module or gradient where a step stops being finite, and show its inputs.
 
     Example: bessemer inspect nan runs/demo --step 655
     """
     from bessemer.session.inspect import inspect_nan
 
-    _show(lambda: inspect_nan(run, step, checkpoint, device), as_json, html)
+    _print_report(lambda: inspect_nan(run, step, checkpoint, device), as_json, html)

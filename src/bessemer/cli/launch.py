@@ -1,130 +1,127 @@
-"""`bessemer launch`: send a run to a cluster, a cloud, other machines or this one's queue, and look after it there."""
+"""`bessemer launch`: submit a run to a cluster, a cloud, SSH hosts or this machine's queue, and manage it there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from bessemer.cli.console import CommandGroup
+from bessemer.cli.console import AS_JSON, SETTINGS, SPEC, group_with_default, print_table
 
 if TYPE_CHECKING:
     from bessemer.launch.job import LaunchJob
     from bessemer.spec.schema import RunSpec
 
 
-class _SubmitByDefault(CommandGroup):
-    """`launch SPEC` is `launch submit SPEC`: what is no command's name is a spec."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {*self.commands, "-h", "--help"}
-        return super().parse_args(ctx, ["submit", *args] if args and args[0] not in known else args)
-
-
 app = typer.Typer(
-    cls=_SubmitByDefault,
+    cls=group_with_default("submit"),
     no_args_is_help=True,
-    help="Send a run to Slurm, Kubernetes, SkyPilot, Modal, machines of yours or this one's queue. "
-    "`bessemer launch SPEC --on slurm` submits; `bessemer launch submit --help` has the options.",
+    help="Submit a run to Slurm, Kubernetes, SkyPilot, Modal, SSH hosts or this machine's queue. "
+    "`bessemer launch SPEC --on slurm` submits; `bessemer launch submit --help` lists the options.",
 )
 NAME = typer.Argument(help="The run's name or folder.")
 RUNS = typer.Option(Path("runs"), "--runs", help="The folder that holds the runs.")
-AS_JSON = typer.Option(False, "--json", help="As JSON.")
 
 
 @app.command()
 def submit(
-    spec: Path = typer.Argument(help="The run's YAML file."),
+    spec: Path = SPEC,
     on: str = typer.Option("", "--on", help="slurm, kubernetes, sky, modal, ssh or local."),
-    settings: list[str] = typer.Option([], "--set", help="Override a key of the spec. Repeatable."),
-    nodes: int = typer.Option(1, "--nodes", min=1, help="Machines."),
-    gpus: int | None = typer.Option(None, "--gpus", min=0, help="GPUs of each node; 0 is the CPU (default: 1)."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print every file and write nothing."),
-    cpus: int = typer.Option(0, "--cpus", min=0, help="CPUs of each node (default: 8 for each GPU)."),
-    memory: str = typer.Option("", "--memory", help="Memory of each node, as the target writes it, such as 256G."),
+    settings: list[str] = SETTINGS,
+    nodes: int = typer.Option(1, "--nodes", min=1, help="Number of machines."),
+    gpus: int | None = typer.Option(None, "--gpus", min=0, help="GPUs per node; 0 trains on the CPU (default: 1)."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print every file instead of writing it."),
+    cpus: int = typer.Option(0, "--cpus", min=0, help="CPUs per node (default: 8 per GPU)."),
+    memory: str = typer.Option("", "--memory", help="Memory per node in the target's notation, such as 256G."),
     time: str = typer.Option("", "--time", help="Time limit, such as 24h or 2h 30m."),
-    gpu_type: str = typer.Option("", "--gpu-type", help="slurm, sky, modal: such as H100."),
+    gpu_type: str = typer.Option("", "--gpu-type", help="slurm, sky, modal: the GPU model, such as H100."),
     image: str = typer.Option("", "--image", help="A container image with Bessemer in it."),
-    python: str = typer.Option("", "--python", help="The interpreter there (default: this one on shared disks)."),
-    install: str = typer.Option("", "--install", help="sky, modal: what pip installs there to get Bessemer."),
-    partition: str = typer.Option("", "--partition", help="slurm."),
-    account: str = typer.Option("", "--account", help="slurm."),
-    qos: str = typer.Option("", "--qos", help="slurm."),
-    array: str = typer.Option("", "--array", help="slurm: such as 0-3, runs NAME-0 to NAME-3 with these seeds."),
-    namespace: str = typer.Option("", "--namespace", help="kubernetes."),
-    min_nodes: int = typer.Option(0, "--min-nodes", min=0, help="kubernetes: train on with this many."),
-    volume: str = typer.Option("", "--volume", help="What holds data and runs: a claim, a Modal volume, a bucket."),
-    secret: str = typer.Option("", "--secret", help="kubernetes, modal: the secret there that holds your keys."),
+    python: str = typer.Option(
+        "", "--python", help="The Python interpreter on the target (default: this one, on shared disks)."
+    ),
+    install: str = typer.Option(
+        "", "--install", help="sky, modal: the package name or URL that pip installs Bessemer from."
+    ),
+    partition: str = typer.Option("", "--partition", help="slurm: the partition."),
+    account: str = typer.Option("", "--account", help="slurm: the account."),
+    qos: str = typer.Option("", "--qos", help="slurm: the quality of service."),
+    array: str = typer.Option(
+        "", "--array", help="slurm: a job array such as 0-3: runs NAME-0 to NAME-3 with these seeds."
+    ),
+    namespace: str = typer.Option("", "--namespace", help="kubernetes: the namespace."),
+    min_nodes: int = typer.Option(0, "--min-nodes", min=0, help="kubernetes: keep training with this many."),
+    volume: str = typer.Option(
+        "", "--volume", help="Storage of data and runs: a Kubernetes claim, a Modal volume, a bucket."
+    ),
+    secret: str = typer.Option("", "--secret", help="kubernetes, modal: the name of the secret that holds your keys."),
     cloud: str = typer.Option("", "--cloud", help="sky: such as runpod, lambda, aws/us-east-1."),
-    on_demand: bool = typer.Option(False, "--on-demand", help="sky: no spot machines."),
-    hosts: str = typer.Option("", "--hosts", help="ssh: HOST[,HOST...], which share this folder."),
+    on_demand: bool = typer.Option(False, "--on-demand", help="sky: no spot instances."),
+    hosts: str = typer.Option("", "--hosts", help="ssh: HOST[,HOST...]; they must share this folder."),
     emit: str = typer.Option(
-        "", "--emit", help="Write the same run for accelerate, deepspeed, megatron, torchtitan or axolotl instead."
+        "", "--emit", help="Write the run for accelerate, deepspeed, megatron or torchtitan instead of submitting it."
     ),
     out: Path | None = typer.Option(None, "--out", help="With --emit: the folder (default: NAME-FRAMEWORK)."),
-    max_restarts: int = typer.Option(3, "--max-restarts", min=0, help="Times torchrun starts crashed workers again."),
+    max_restarts: int = typer.Option(3, "--max-restarts", min=0, help="How often torchrun restarts crashed workers."),
 ) -> None:
-    """Send a run to where it is to be trained; the word `submit` may be left out.
+    """Submit a run for training. The word `submit` may be left out.
 
     Example: bessemer launch submit my-run.yaml --on slurm --nodes 4 --gpus 8 --time 24h --dry-run
     """
-    from bessemer.launch.request import LaunchRequest, check, idle_note
-    from bessemer.launch.submit import generate
-    from bessemer.launch.submit import submit as send
+    from bessemer.launch.request import LaunchRequest, check_request, idle_ranks_note
+    from bessemer.launch.submit import generate_files
+    from bessemer.launch.submit import submit as submit_request
     from bessemer.spec.load import load_spec
 
     run = load_spec(spec, settings)
     if emit:
-        write_for(emit, run, out, nodes * gpus if gpus else None, dry_run)
+        _emit_files(emit, run, out, nodes * gpus if gpus else None, dry_run)
         return
     if gpus is None:
         gpus = 0 if run.parallel.device == "cpu" else 1
-    listed = tuple(host.strip() for host in hosts.split(",") if host.strip())
-    request = check(
+    host_names = tuple(host.strip() for host in hosts.split(",") if host.strip())
+    request = check_request(
         LaunchRequest(
             run, on, nodes, gpus, max_restarts, cpus, memory, time, gpu_type, image, python, install, partition,
-            account, qos, array, namespace, volume, secret, min_nodes, cloud, on_demand, listed,
+            account, qos, array, namespace, volume, secret, min_nodes, cloud, on_demand, host_names,
         )
     )  # fmt: skip
-    if note := idle_note(request):
+    if note := idle_ranks_note(request):
         typer.echo(note, err=True)
     if dry_run:
-        for name, text in generate(request).items():
+        for name, text in generate_files(request).items():
             print(f"##### {request.folder / name}\n{text}")
         return
-    job = send(request, lambda line: print(line, flush=True))
+    job = submit_request(request, lambda line: print(line, flush=True))
     if job is not None:
-        print(
-            f"submitted  {job.name} as {job.on} job {job.id}; `bessemer launch status {job.name}` tells how it stands"
-        )
+        print(f"submitted  {job.name} as {job.on} job {job.id}; check it with `bessemer launch status {job.name}`")
 
 
-def write_for(framework: str, run: RunSpec, out: Path | None, processes: int | None, dry_run: bool) -> None:
-    """The run in another framework's words."""
+def _emit_files(framework: str, run: RunSpec, out: Path | None, processes: int | None, dry_run: bool) -> None:
+    """Write the run for another framework."""
     from bessemer.launch.emit import emit, write_files
 
     folder = out or Path(f"{run.name}-{framework}")
-    made = emit(framework, run, folder, processes)
+    emitted = emit(framework, run, folder, processes)
     if dry_run:
-        for name, text in made.files.items():
+        for name, text in emitted.files.items():
             print(f"##### {folder / name}\n{text}")
         return
-    write_files(made, folder)
-    print(f"wrote  {', '.join(sorted(made.files))} to {folder}")
-    for note in made.notes:
+    write_files(emitted, folder)
+    print(f"wrote  {', '.join(sorted(emitted.files))} to {folder}")
+    for note in emitted.notes:
         print(f"note   {note}")
-    print(f"start  {made.command}")
+    print(f"start  {emitted.command}")
 
 
 @app.command()
 def status(
-    name: str = typer.Argument("", help="The run's name or folder; without it, all that were launched."),
+    name: str = typer.Argument("", help="The run's name or folder (default: all launched runs)."),
     runs: Path = RUNS,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Ask Slurm, Kubernetes, ... how submitted runs stand.
+    """Show the state of submitted runs, as Slurm, Kubernetes, ... report it.
 
     Example: bessemer launch status my-run
     """
@@ -147,9 +144,9 @@ def status(
     if as_json:
         print(json.dumps([{**asdict(job), **asdict(state)} for job, state in rows], indent=1))
     elif not rows:
-        print(f"nothing was launched under {runs}")
+        print(f"no launched runs under {runs}")
     else:
-        _print(
+        _print_rows(
             ("run", "on", "job", "state", "time", "detail"),
             [(job.name, job.on, state.what, state.state, state.time, state.detail) for job, state in rows],
         )
@@ -169,21 +166,21 @@ def logs(name: str = NAME, runs: Path = RUNS) -> None:
 
 @app.command()
 def cancel(name: str = NAME, runs: Path = RUNS) -> None:
-    """Take a submitted run back. One that is training saves first, where the target leaves it the time.
+    """Cancel a submitted run. A run in training saves first, if the target gives it the time.
 
     Example: bessemer launch cancel my-run
     """
-    from bessemer.launch.job import call, find_job
+    from bessemer.launch.job import find_job, run_client
     from bessemer.launch.submit import TARGETS
 
     job = find_job(name, runs)
-    printed = call(TARGETS[job.on].cancel(job)).strip()
-    print(printed or f"cancelled  {job.name} ({job.on} job {job.id})")
+    output = run_client(TARGETS[job.on].cancel(job)).strip()
+    print(output or f"cancelled  {job.name} ({job.on} job {job.id})")
 
 
 @app.command()
 def queue(as_json: bool = AS_JSON) -> None:
-    """List this machine's queue: who trains on which GPUs, and who waits.
+    """List this machine's queue: running and waiting runs with their users and GPUs.
 
     Example: bessemer launch queue
     """
@@ -191,7 +188,7 @@ def queue(as_json: bool = AS_JSON) -> None:
     import time
     from dataclasses import asdict
 
-    from bessemer.launch.queue import Queue
+    from bessemer.launch.local import Queue
     from bessemer.spec.quantity import human_time
 
     tickets = Queue().tickets()
@@ -209,14 +206,12 @@ def queue(as_json: bool = AS_JSON) -> None:
             )
             for ticket in tickets
         ]  # fmt: skip
-        _print(("place", "run", "user", "process", "state", "GPUs", "for"), rows)
+        _print_rows(("place", "run", "user", "process", "state", "GPUs", "for"), rows)
 
 
-def _print(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def _print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
-
-    from bessemer.cli.console import print_table
 
     table = Table(box=None, pad_edge=False)
     for column in columns:

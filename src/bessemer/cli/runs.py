@@ -1,22 +1,24 @@
-"""`bessemer runs`: the runs in a folder and how they stand."""
+"""`bessemer runs` lists the runs in a folder; `bessemer replay` recomputes a past step of one."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
+
+from bessemer.cli.console import AS_JSON, DEVICE, RUN, print_table
 
 if TYPE_CHECKING:
     from bessemer.run.directory import RunSummary
 
 
 def runs(
-    folder: Path = typer.Argument(Path("runs"), help="The folder that holds the runs."),
-    as_json: bool = typer.Option(False, "--json", help="As JSON, a list with an object for each run."),
+    folder: Path = typer.Argument(Path("runs"), help="The folder that holds the runs, or one run."),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """List runs with state, step, loss and age, the newest first; of one run also how it keeps to its plan, and of
-    several processes what each holds and how it keeps up.
+    """List runs with state, step, loss and age, newest first. For one run, also compare it with its plan and show what
+    each process holds and how fast it is.
 
     Example: bessemer runs --json
     """
@@ -30,32 +32,31 @@ def runs(
     from bessemer.run.journal import json_ready, last_record
 
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {what}; runs are written to ./runs unless the spec says otherwise")
-    alone = (folder / "events.jsonl").is_file()  # the folder of one run
+        problem = "is a file, not a folder" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {problem}; runs are written to ./runs unless the spec says otherwise")
+    is_run = (folder / "events.jsonl").is_file()
     run = Run(folder)
-    found = [summarize(run)] if alone else list_runs(folder)
-    beside = compare_run(run) if alone else None
+    summaries = [summarize(run)] if is_run else list_runs(folder)
+    comparison = compare_run(run) if is_run else None
     if as_json:
-        shown = [json_ready(asdict(run)) for run in found]
-        if beside:
-            shown[0]["against_plan"] = json_ready(comparison_json(*beside))
-        print(json.dumps(shown, indent=1))
-    elif not found:
+        records = [json_ready(asdict(summary)) for summary in summaries]
+        if comparison:
+            records[0]["against_plan"] = json_ready(comparison_json(*comparison))
+        print(json.dumps(records, indent=1))
+    elif not summaries:
         print(f"no runs in {folder}; start one with `bessemer train SPEC` or `bessemer demo`")
     else:
-        _print_table(found)
-        if beside:
-            print("\n" + "\n".join(comparison_lines(*beside)))
-        if alone and (folder / LAYOUT).exists():
+        _print_summaries(summaries)
+        if comparison:
+            print("\n" + "\n".join(comparison_lines(*comparison)))
+        if is_run and (folder / LAYOUT).exists():
             print("\n" + "\n".join(processes(json.loads((folder / LAYOUT).read_text()), last_record(run.ranks_path))))
 
 
-def _print_table(found: list[RunSummary]) -> None:
+def _print_summaries(summaries: list[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from bessemer.cli.console import print_table
     from bessemer.run.directory import MEAN_OF
     from bessemer.spec.quantity import human_time
 
@@ -64,13 +65,73 @@ def _print_table(found: list[RunSummary]) -> None:
         justify: Literal["left", "right"] = "left" if column in ("run", "state", "last word") else "right"
         table.add_column(column, justify=justify, no_wrap=column != "last word")
     colours = {"running": "green", "failed": "red", "unreadable": "red", "interrupted": "yellow", "stopped": "yellow"}
-    for run in found:
-        # A budget that was lowered after the run had done more is no total of its steps.
+    for run in summaries:
+        # A budget that was lowered below the steps already done is not shown as a total.
         total = f"/{run.total_steps:,}" if run.total_steps and run.total_steps >= (run.step or 0) else ""
         step = "-" if run.step is None else f"{run.step:,}{total}"
         numbers = ["-" if value is None else f"{value:.3f}" for value in (run.mean_loss, run.validation_loss)]
         state = Text(run.state, style=colours.get(run.state, ""))
-        # Text, not markup: a reason may well hold square brackets. One run is one line: a long last word is cut.
+        # Text, not markup: a reason may contain square brackets. One run is one line: a long reason is cut.
         reason = Text(run.reason, no_wrap=True, overflow="ellipsis")
         table.add_row(Text(run.name), state, step, *numbers, human_time(run.age_s), reason)
     print_table(table)
+
+
+_ORIGIN_NOTES = {"same": "this text is in the file", "cleaned": "the text after the cleaning steps"}
+
+
+def replay(
+    run: Path = RUN,
+    step: int = typer.Option(..., "--step", help="The step number, as in the metrics and events."),
+    documents: bool = typer.Option(False, "--documents", help="Only list the documents of the batch; no trial."),
+    show: bool = typer.Option(False, "--show", help="List the documents with their text in the batch."),
+    budget: float = typer.Option(None, "--budget", min=1, help="Seconds for the trial (default: the spec's)."),
+    device: str = DEVICE,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Recompute a past step and explain it: which documents and layers caused its loss, and what the step does with
+    other weights, batches or precision. The run is not changed.
+
+    Example: bessemer replay runs/demo --step 655
+    Example: bessemer replay runs/demo --step 655 --show
+    """
+    if documents or show:
+        _print_documents(run, step, show, as_json)
+        return
+    import json
+
+    from bessemer.observe.page import markdown
+    from bessemer.observe.progress import working
+    from bessemer.session.replay import BY_HAND, try_step
+    from bessemer.trial.report import deviations, report_sections
+    from bessemer.trial.verdict import STEP_IS_NORMAL
+
+    with working("replaying the step"):
+        case = try_step(run, step, budget, device)
+    if as_json:
+        print(json.dumps(case.to_json(), indent=1, default=str))
+    elif case.symptom == BY_HAND and case.trial and case.trial.reason == STEP_IS_NORMAL:
+        print(f"step {step:,} of {case.run} is normal: {', '.join(deviations(case))}")
+    else:
+        print(markdown(f"{case.run}: step {step:,} on trial", report_sections(case)))
+
+
+def _print_documents(run: Path, step: int, show: bool, as_json: bool) -> None:
+    import json
+
+    from bessemer.session.replay import documents_of
+
+    documents = documents_of(run, step, texts=show)
+    if as_json:
+        print(json.dumps(documents, indent=1))
+        return
+    for document in documents:
+        _print_document(document)
+
+
+def _print_document(document: dict[str, Any]) -> None:
+    print(f"{document['file']}  row {document['row']}  {document['tokens']} tokens  ({document['source']})")
+    if "in_file" in document:
+        print(f"    {_ORIGIN_NOTES.get(document['in_file'], document['in_file'])}")
+    for text in document.get("texts", []):
+        print("\n".join("    | " + line for line in text.splitlines()))

@@ -1,4 +1,4 @@
-"""`bessemer spec check|show|schema`: a spec before it is run."""
+"""`bessemer spec check|show|schema`: validate and show a spec without running it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import CommandGroup
+from bessemer.cli.console import SETTINGS, SPEC, CommandGroup
 
 app = typer.Typer(
     cls=CommandGroup, help="Check a spec, show it in full, or print its JSON Schema.", no_args_is_help=True
 )
-_SPEC = typer.Argument(help="The run's YAML file.")
-_SETTINGS = typer.Option([], "--set", help="Override a key, such as --set optimizer.lr=3e-4. Repeatable.")
 
 
 @app.command()
 def check(
-    spec: Path = _SPEC,
-    settings: list[str] = _SETTINGS,
+    spec: Path = SPEC,
+    settings: list[str] = SETTINGS,
     skip_paths: bool = typer.Option(
-        False, "--skip-paths", help="Do not look for the files and folders it names: they are on another machine."
+        False, "--skip-paths", help="Do not check the files and folders that it names: they are on another machine."
     ),
 ) -> None:
-    """Say every mistake in a spec, with its line and its fix, and warn of what would run and should not.
+    """Report every mistake in a spec with its line and fix, and warn about settings that run but rarely work.
 
-    The files and folders that it names have to be there; URLs are not asked for. Exit code 2 if there is a mistake. A
-    warning changes nothing; `lints: {silence: [RULE]}` in the spec silences it.
+    The files and folders that it names must exist; URLs are not opened. Exit code 2 if there is a mistake. To silence a
+    warning, write `lints: {silence: [RULE]}` in the spec.
 
     Example: bessemer spec check my-run.yaml
     """
@@ -37,21 +35,19 @@ def check(
 
     loaded = load_document(spec, settings)
     if not skip_paths and (problems := loaded.located(path_problems(loaded.spec, read_shape))):
-        raise SpecError([*problems, f"{spec}: add --skip-paths if its files are on another machine"])
+        raise SpecError([*problems, f"{spec}: pass --skip-paths if its files are on another machine"])
     warnings = lint(loaded.spec, None if skip_paths else Path())
     for warning in sorted(warnings, key=lambda warning: loaded.document.rank(warning.path)):
         key = ".".join(str(step) for step in warning.path)
         print(f"{loaded.document.place(warning.path)}: warning: {key}: {warning.message} [{warning.rule}]")
     result = f"{len(warnings)} warning{'s' * (len(warnings) != 1)}" if warnings else "fine"
-    unchecked = "; its paths were not looked at" if skip_paths else ""
+    unchecked = "; its paths were not checked" if skip_paths else ""
     print(f"{spec}: {result} (run {loaded.spec.name}){unchecked}")
 
 
 @app.command()
-def show(spec: Path = _SPEC, settings: list[str] = _SETTINGS) -> None:
-    """Print a spec with every default filled in.
-
-    What is left `auto` is decided when the run starts.
+def show(spec: Path = SPEC, settings: list[str] = SETTINGS) -> None:
+    """Print a spec with every default filled in. Keys that stay `auto` are decided when the run starts.
 
     Example: bessemer spec show my-run.yaml --set model=30M
     """
@@ -62,7 +58,7 @@ def show(spec: Path = _SPEC, settings: list[str] = _SETTINGS) -> None:
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of a spec, for editors.
+    """Print the JSON Schema of specs, for editors.
 
     Example: bessemer spec schema > bessemer.schema.json
     """

@@ -1,4 +1,4 @@
-"""`bessemer train`: start a run, or continue it where it stopped; or profile a few of its steps."""
+"""`bessemer train`: start or continue a run, or profile a few of its steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from bessemer.cli.console import naming_spec
+from bessemer.cli.console import SETTINGS, SPEC, naming_spec
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
     from bessemer.spec.parallel import ParallelSpec
     from bessemer.spec.schema import RunSpec
 
-PROCESSES_PER_CORE = 4  # more would only wait for each other, for hours, with the machine at a standstill
-RESTARTS = 3  # as many as `bessemer launch` gives
+PROCESSES_PER_CORE = 4  # more would stall the machine for hours
+RESTARTS = 3  # as in `bessemer launch`
 
 
-def local_processes(parallel: ParallelSpec) -> int:
-    """How many processes to start here: as many as the degrees ask for, else one for each GPU. Just this one where a
-    launcher has started them."""
+def count_local_processes(parallel: ParallelSpec) -> int:
+    """The number of processes to start here: the product of the parallel degrees, at least one per GPU. 1 if a launcher
+    has already started them."""
     if "WORLD_SIZE" in os.environ:
         return 1
     product = parallel.tp * parallel.cp * parallel.pp
@@ -38,31 +38,30 @@ def local_processes(parallel: ParallelSpec) -> int:
     return max(product, torch.cuda.device_count())
 
 
-def refuse_layout(spec: RunSpec, count: int) -> None:
-    """Check the layout here, so that a mistake is one line and costs no start of processes."""
+def check_layout(spec: RunSpec, count: int) -> None:
+    """Check the layout before any process starts, so that a mistake is one line."""
     import torch
 
-    from bessemer.errors import UserError
     from bessemer.plan.search.replicas import check_processes
 
-    given = None
+    shape = None
     if spec.model.hf is not None:
         from bessemer.session.start import open_source
 
         source = open_source(spec)
-        given = source.shape if source else None
-    check_processes(spec, given, count)
+        shape = source.shape if source else None
+    check_processes(spec, shape, count)
     cores = os.cpu_count() or 1
     on_cpu = spec.parallel.device == "cpu" or not torch.cuda.is_available()
     if on_cpu and count > PROCESSES_PER_CORE * cores:
         raise UserError(
-            f"parallel: asks for {count} processes, and this machine has no GPU and {cores} cores; "
-            f"at most {PROCESSES_PER_CORE * cores} are started here. Use smaller degrees, or `bessemer launch`"
+            f"parallel: needs {count} processes, but this machine has no GPU and {cores} cores, enough for "
+            f"{PROCESSES_PER_CORE * cores}. Lower the degrees, or use `bessemer launch`"
         )
 
 
 class TrainCommand(TyperCommand):
-    """Answers an unknown option that is a key of the spec (`--lr 3`) with the `--set` to write."""
+    """Answers an unknown option that is a key of the spec (`--lr 3`) with the right `--set`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
@@ -75,13 +74,13 @@ class TrainCommand(TyperCommand):
             if key := spec_key(option.removeprefix("--")):
                 if not equals:
                     value = args[i + 1] if i + 1 < len(args) and not args[i + 1].startswith("--") else "VALUE"
-                raise UserError(f"{option}: no such option; it is a key of the spec: write --set {key}={value}")
+                raise UserError(f"{option}: no such option, but a key of the spec: write --set {key}={value}")
         return super().parse_args(ctx, args)
 
 
-def start_locally(count: int) -> NoReturn:
-    """The same command in so many processes, in place of this one. After a fault all are started again, a few times,
-    from the last checkpoint; torchrun's own variables change that."""
+def start_processes(count: int) -> NoReturn:
+    """Replace this process by `count` processes of the same command. After a fault all restart from the last save,
+    a few times; torchrun's variables (PET_MAX_RESTARTS) override that."""
     from bessemer.parent import keep_tie
 
     launcher = ["-m", "bessemer.parallel.agent", "--standalone", f"--nproc-per-node={count}"]
@@ -92,21 +91,19 @@ def start_locally(count: int) -> NoReturn:
 
 
 def train(
-    spec: Path = typer.Argument(help="The run's YAML file."),
-    settings: list[str] = typer.Option(
-        [], "--set", help="Override a key, such as --set optimizer.lr=3e-4. Repeatable."
-    ),
+    spec: Path = SPEC,
+    settings: list[str] = SETTINGS,
     restart: bool = typer.Option(
-        False, "--restart", help="Begin again from step 0; what the run has saved goes to checkpoints/abandoned/."
+        False, "--restart", help="Start over from step 0; existing checkpoints move to checkpoints/abandoned/."
     ),
-    plain: bool = typer.Option(False, "--plain", help="Plain lines, also in a terminal."),
+    plain: bool = typer.Option(False, "--plain", help="Print plain lines, even in a terminal."),
     profile: bool = typer.Option(
-        False, "--profile", help="Only see where a step's time goes; the run stays untouched."
+        False, "--profile", help="Only measure where the time of a step goes; the run is not changed."
     ),
-    profile_steps: int = typer.Option(3, help="With --profile: steps to look at, after five of warm-up."),
-    nsight: bool = typer.Option(False, "--nsight", help="As --profile, under nsys or ncu: marks steps for them."),
+    profile_steps: int = typer.Option(3, help="With --profile: steps to measure, after five of warm-up."),
+    nsight: bool = typer.Option(False, "--nsight", help="Like --profile, for use under nsys or ncu: marks the steps."),
 ) -> None:
-    """Train the run that a spec describes. The same command again continues it.
+    """Train a run. The same command again continues it.
 
     Example: bessemer train my-run.yaml --set budget.tokens=50M
     """
@@ -120,18 +117,18 @@ def train(
     with nullcontext() if "RANK" in os.environ else working("loading torch"):
         importlib.import_module("torch")
     if profile or nsight:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its stages otherwise
-    elif (count := local_processes(run_spec.parallel)) > 1:
-        refuse_layout(run_spec, count)
-        start_locally(count)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
+    elif (count := count_local_processes(run_spec.parallel)) > 1:
+        check_layout(run_spec, count)
+        start_processes(count)
     from bessemer.observe.view import LineView, LiveView, RunView
     from bessemer.parallel.world import part
     from bessemer.session.session import Session
 
     live = sys.stdout.isatty() and not plain
-    again = None if settings else str(spec)  # with overrides, the spec in the run's folder is the one to continue with
-    view: RunView = LiveView(again) if live else LineView(again, run_spec.observe.line_every)
-    if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
+    resume_with = None if settings else str(spec)  # with overrides, continue with the spec in the run's folder
+    view: RunView = LiveView(resume_with) if live else LineView(resume_with, run_spec.observe.line_every)
+    if os.environ.get("RANK", "0") != "0":  # only rank 0 prints
         view = RunView()
     if profile or nsight:
         from bessemer.session.profile import ProfileSession

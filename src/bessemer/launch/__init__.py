@@ -1,1 +1,1 @@
-"""Where a run goes: Slurm, Kubernetes, SkyPilot, Modal, machines over SSH, or the queue of one box."""
+"""Launches runs on Slurm, Kubernetes, SkyPilot, Modal, SSH hosts or this machine; emits them for other frameworks."""

@@ -1,7 +1,7 @@
-"""SkyPilot: a managed job on whichever cloud has the GPUs, on spot machines that are replaced when they are taken away.
+"""Launches through SkyPilot: a managed job on any cloud with the GPUs; preempted spot machines are replaced.
 
-A new machine has an empty disk. One node copies its checkpoints to the bucket and fetches the newest back; several
-nodes write the run straight into the bucket, since all of them have to read it.
+A new machine has an empty disk. A single node copies its checkpoints to the bucket and downloads the newest; several
+nodes write the run into the bucket itself, because all of them read it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 import re
 import shlex
 
-from bessemer.launch.job import JobState, LaunchJob, call
-from bessemer.launch.request import KEYS, LaunchRequest
+from bessemer.launch.job import JobState, LaunchJob, run_client
+from bessemer.launch.request import KEY_NAMES, LaunchRequest
 from bessemer.spec.schema import RunSpec
 
 CLIENT = "sky"
@@ -24,14 +24,14 @@ name: {label}
 num_nodes: {nodes}
 
 resources:{resources}
-  # A spot machine costs a third to a half and may be taken away; the job then moves on, to another region if it has to.
+  # A spot machine costs a third to a half and may be preempted; the job then moves, to another region if needed.
   use_spot: {spot}
   job_recovery:
     strategy: EAGER_NEXT_REGION
-    # A crash of the run itself is tried again this often; being taken away does not count.
+    # Restarts after a crash of the run itself; preemptions do not count.
     max_restarts_on_errors: {max_restarts}
 
-# This folder goes along (as .skyignore or .gitignore allow): the spec's relative paths start here.
+# This folder is uploaded (except .skyignore or .gitignore): relative paths of the spec start here.
 workdir: {workdir}
 file_mounts:
   ~/bessemer-launch: {folder}{bucket}
@@ -44,8 +44,8 @@ run: |
 """
 
 
-def placed(spec: RunSpec, request: LaunchRequest) -> RunSpec:
-    """The spec with its checkpoints where a new machine finds them."""
+def with_remote_checkpoints(spec: RunSpec, request: LaunchRequest) -> RunSpec:
+    """The spec with its checkpoints in the bucket, where a new machine finds them."""
     if not request.volume:
         return spec
     if request.nodes > 1:
@@ -56,16 +56,16 @@ def placed(spec: RunSpec, request: LaunchRequest) -> RunSpec:
 
 def write(request: LaunchRequest) -> dict[str, str]:
     quote = json.dumps
-    wanted = [
+    resources = [
         ("infra", quote(request.cloud) if request.cloud else ""),
         ("accelerators", quote(f"{request.gpu_type}:{request.gpus}") if request.gpus else ""),
-        ("cpus", f"{request.cpus_wanted}+"),
+        ("cpus", f"{request.cpus_per_node}+"),
         ("memory", quote(request.memory) if request.memory else ""),
         ("image_id", quote(f"docker:{request.image}") if request.image else ""),
     ]
     bucket = ""
     if request.volume:
-        # Cached: writes go to the local disk first and are uploaded whole, which appending and renaming need.
+        # Cached: files are written to the local disk and then uploaded, because runs append to and rename files.
         bucket = f"\n  {BUCKET}:\n    source: {quote(request.volume)}\n    mode: MOUNT_CACHED"
     setup = ""
     if request.install:
@@ -73,7 +73,7 @@ def write(request: LaunchRequest) -> dict[str, str]:
     return {
         FILE: TEMPLATE.format(
             name=request.name, label=request.label, nodes=request.nodes, submit=shlex.join(submit(request)),
-            resources="".join(f"\n  {key}: {value}" for key, value in wanted if value),
+            resources="".join(f"\n  {key}: {value}" for key, value in resources if value),
             spot="false" if request.on_demand else "true", max_restarts=request.max_restarts,
             workdir=quote(request.workdir), folder=quote(str(request.folder)), bucket=bucket, setup=setup,
             port=request.port,
@@ -82,18 +82,18 @@ def write(request: LaunchRequest) -> dict[str, str]:
 
 
 def submit(request: LaunchRequest) -> list[str]:
-    """Keys that are set here go along by name; SkyPilot reads their values and keeps them out of logs."""
-    keys = [word for key in KEYS if key in os.environ for word in ("--secret", key)]
+    """Keys that are set here are passed by name; SkyPilot reads their values and keeps them out of logs."""
+    keys = [word for key in KEY_NAMES if key in os.environ for word in ("--secret", key)]
     return ["sky", "jobs", "launch", "--yes", "--detach-run", *keys, f"{request.folder}/{FILE}"]
 
 
-def job_id(request: LaunchRequest, printed: str) -> str:
-    found = re.search(r"(?i)job id:?\s*(\d+)", re.sub(r"\x1b\[[0-9;]*m", "", printed))
-    return found[1] if found else request.label
+def job_id(request: LaunchRequest, output: str) -> str:
+    match = re.search(r"(?i)job id:?\s*(\d+)", re.sub(r"\x1b\[[0-9;]*m", "", output))
+    return match[1] if match else request.label
 
 
 def states(job: LaunchJob) -> list[JobState]:
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", call(["sky", "jobs", "queue"]))
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", run_client(["sky", "jobs", "queue"]))
     rows = [row for row in plain.splitlines() if job.id in row.split()]
     words = ("PENDING", "STARTING", "RUNNING", "RECOVERING", "SUCCEEDED", "CANCELLING", "CANCELLED")
     return [
@@ -103,10 +103,12 @@ def states(job: LaunchJob) -> list[JobState]:
 
 
 def logs(job: LaunchJob) -> list[str]:
-    by = [job.id] if job.id.isdigit() else ["--name", job.id]
-    return ["sky", "jobs", "logs", "--no-follow", *by]
+    return ["sky", "jobs", "logs", "--no-follow", *_job_option(job)]
 
 
 def cancel(job: LaunchJob) -> list[str]:
-    by = [job.id] if job.id.isdigit() else ["--name", job.id]
-    return ["sky", "jobs", "cancel", "--yes", *by]
+    return ["sky", "jobs", "cancel", "--yes", *_job_option(job)]
+
+
+def _job_option(job: LaunchJob) -> list[str]:
+    return [job.id] if job.id.isdigit() else ["--name", job.id]

@@ -1,6 +1,6 @@
-"""From a request to a submitted job: files, a look for secrets in them, the target's client, a note of the job.
+"""Submits a LaunchRequest: writes its files, checks them for secrets, calls the target's client, records the job.
 
-The launch files of a plan: the same that `bessemer launch` writes, for the nodes and GPUs that were planned.
+`bessemer plan --emit` writes the same files for the nodes and GPUs that were planned.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import cast
 
 from bessemer.errors import UserError
 from bessemer.launch import kubernetes, local, modal, sky, slurm, ssh
-from bessemer.launch.job import RECORD, JobState, LaunchJob, LaunchTarget, call, read_job
-from bessemer.launch.node import node_script
-from bessemer.launch.queue import Queue
-from bessemer.launch.request import LaunchRequest, check, refuse_secrets
+from bessemer.launch.job import RECORD, JobState, LaunchJob, LaunchTarget, node_script, read_job, run_client
+from bessemer.launch.local import Queue
+from bessemer.launch.request import LaunchRequest, check_request, refuse_secrets
 from bessemer.plan.cost_model.cost import Price
 from bessemer.plan.hardware import Cluster
 from bessemer.spec.document import parse
@@ -44,17 +43,17 @@ ENDED = (
 )
 
 
-def generate(request: LaunchRequest) -> dict[str, str]:
-    """Every file of the request, by name. UserError if a secret is in one of them."""
+def generate_files(request: LaunchRequest) -> dict[str, str]:
+    """Every file of the request, by name. UserError if one of them contains a secret."""
     target = TARGETS[request.on]
-    spec, there = request.spec, request
+    spec, on_node = request.spec, request
     if request.on == "sky":
-        spec = sky.placed(spec, request)
+        spec = sky.with_remote_checkpoints(spec, request)
     elif request.on == "modal":
-        there = modal.inside(request)
+        on_node = modal.in_container(request)
     files = target.write(request)
-    if request.on != "kubernetes":  # there both are in the ConfigMap
-        files |= {"node.sh": node_script(there, chdir=request.on != "sky"), "spec.yaml": dump_spec(spec)}
+    if request.on != "kubernetes":  # whose ConfigMap holds both
+        files |= {"node.sh": node_script(on_node, chdir=request.on != "sky"), "spec.yaml": dump_spec(spec)}
     refuse_secrets(files)
     return files
 
@@ -65,11 +64,13 @@ def write_files(request: LaunchRequest, files: dict[str, str]) -> None:
         for name, text in files.items():
             write_atomic(request.folder / name, text)
     except OSError as error:
-        raise UserError(f"{request.folder}: cannot be written: {error.strerror}; set `runs` in the spec") from None
+        raise UserError(
+            f"{request.folder}: cannot be written: {error.strerror}; set `runs` in the spec to a folder of yours"
+        ) from None
 
 
-def refuse_second(request: LaunchRequest) -> None:
-    """Two jobs must not write one run; the run's lock would stop the second one, hours later."""
+def refuse_active_job(request: LaunchRequest) -> None:
+    """Refuse a second job for the same run. The run's lock would stop it too, but only after hours in a queue."""
     path = request.folder / RECORD
     if not path.exists():
         return
@@ -77,35 +78,35 @@ def refuse_second(request: LaunchRequest) -> None:
     try:
         states = TARGETS[job.on].states(job)
     except UserError:
-        return  # its client cannot tell (any more): the lock has the last word
-    if any(active(state) for state in states):
+        return  # its client does not know the job: the run's lock decides
+    if any(is_active(state) for state in states):
         raise UserError(
-            f"{job.name} is {job.on} job {job.id} already ({states[0].state}): `bessemer launch cancel {job.name}` "
+            f"{job.name} is already {job.on} job {job.id} ({states[0].state}): `bessemer launch cancel {job.name}` "
             "first, or give this one another name with --set name=..."
         )
 
 
-def active(state: JobState) -> bool:
+def is_active(state: JobState) -> bool:
     return not state.state.upper().startswith(ENDED)
 
 
-def submit(request: LaunchRequest, tell: Callable[[str], None]) -> LaunchJob | None:
-    """Write and submit. None where the client is missing: what to run, and where, is told."""
-    files = generate(request)
-    refuse_second(request)
+def submit(request: LaunchRequest, report: Callable[[str], None]) -> LaunchJob | None:
+    """Write the files and submit. Reports the command and returns None if the client is not installed here."""
+    files = generate_files(request)
+    refuse_active_job(request)
     write_files(request, files)
     for name in files:
-        tell(f"written  {request.folder / name}")
+        report(f"written  {request.folder / name}")
     if request.on == "local":
-        local.wait_and_run(request, Queue(), tell)
+        local.wait_and_run(request, Queue(), report)
     target = TARGETS[request.on]
     command = target.submit(request)
     if shutil.which(target.CLIENT) is None:
-        tell(f"{target.CLIENT} is not on this machine. Where it is, run:\n  {shlex.join(command)}")
+        report(f"{target.CLIENT} is not installed here. On a machine that has it, run:\n  {shlex.join(command)}")
         return None
-    printed = call(command)
+    output = run_client(command)
     job = LaunchJob(
-        request.on, request.name, target.job_id(request, printed), str(request.folder), time.time(), request.nodes,
+        request.on, request.name, target.job_id(request, output), str(request.folder), time.time(), request.nodes,
         request.gpus, request.namespace or (request.hosts[0] if request.hosts else ""),
     )  # fmt: skip
     job.save()
@@ -113,48 +114,48 @@ def submit(request: LaunchRequest, tell: Callable[[str], None]) -> LaunchJob | N
 
 
 def show_logs(job: LaunchJob) -> int:
-    """The client's own output, as it comes; its exit code."""
+    """Show the client's output as it comes; its exit code."""
     command = TARGETS[job.on].logs(job)
     if shutil.which(command[0]) is None:
-        call(command)  # says so
+        run_client(command)  # raises the error
     return subprocess.run(command).returncode
 
 
-PLANNED = ("slurm", "kubernetes", "sky", "modal", "ssh")
+PLAN_TARGETS = ("slurm", "kubernetes", "sky", "modal", "ssh")
 SKY_CLOUDS = ("aws", "gcp", "azure", "lambda", "runpod")
-WITH_REGIONS = ("aws", "gcp", "azure")
+REGIONAL_CLOUDS = ("aws", "gcp", "azure")
 
 
 def planned_request(
     path: Path, text: str, on: str, cluster: Cluster, price: Price | None, options: Mapping[str, str | None]
 ) -> LaunchRequest:
-    """Where the planned run goes; `text` is its spec. `options` are those that only the user knows: image, volume,
+    """The request of a planned run; `text` is its spec. `options` are those that only the user knows: image, volume,
     install, hosts."""
-    if on not in PLANNED:
-        raise UserError(f"--emit {on}: write one of {', '.join(PLANNED)}")
-    given = {key: text for key, text in options.items() if text}
-    hosts = tuple(host.strip() for host in given.pop("hosts", "").split(",") if host.strip())
+    if on not in PLAN_TARGETS:
+        raise UserError(f"--emit {on}: write one of {', '.join(PLAN_TARGETS)}")
+    given_options = {key: value for key, value in options.items() if value}
+    hosts = tuple(host.strip() for host in given_options.pop("hosts", "").split(",") if host.strip())
     if hosts and len(hosts) != cluster.nodes:
-        raise UserError(f"--hosts: names {len(hosts)} machines, and the plan has {cluster.nodes} nodes: name as many")
-    more: dict[str, str] = {}
+        raise UserError(f"--hosts: lists {len(hosts)} machines, but the plan has {cluster.nodes} nodes: list as many")
+    derived: dict[str, str] = {}
     if on in ("sky", "modal"):
-        more["gpu_type"] = cluster.gpu.name.replace(" ", "")
+        derived["gpu_type"] = cluster.gpu.name.replace(" ", "")
     if on == "sky" and price is not None and price.provider in SKY_CLOUDS:
-        more["cloud"] = f"{price.provider}/{price.region}" if price.provider in WITH_REGIONS else price.provider
-    firm = on == "sky" and price is not None and price.term != "spot"
+        derived["cloud"] = f"{price.provider}/{price.region}" if price.provider in REGIONAL_CLOUDS else price.provider
+    on_demand = on == "sky" and price is not None and price.term != "spot"
     run = named(validate(parse(text, str(path))), path)
-    request = LaunchRequest(run, on, cluster.nodes, cluster.per_node, on_demand=firm, hosts=hosts)
-    request = replace(request, **given, **more)  # type: ignore[arg-type]
+    request = LaunchRequest(run, on, cluster.nodes, cluster.per_node, on_demand=on_demand, hosts=hosts)
+    request = replace(request, **given_options, **derived)  # type: ignore[arg-type]
     try:
-        return check(request)
-    except UserError as fault:
-        raise UserError(str(fault).replace("--on ", "--emit ")) from None
+        return check_request(request)
+    except UserError as error:
+        raise UserError(str(error).replace("--on ", "--emit ")) from None
 
 
-def write_planned(request: LaunchRequest, tell: Callable[[str], None]) -> None:
-    """All files, and the command that submits them."""
-    files = generate(request)
+def write_planned(request: LaunchRequest, report: Callable[[str], None]) -> None:
+    """Write all files and report the command that submits them."""
+    files = generate_files(request)
     write_files(request, files)
     for name in files:
-        tell(f"written  {request.folder / name}")
-    tell(f"start    {shlex.join(TARGETS[request.on].submit(request))}")
+        report(f"written  {request.folder / name}")
+    report(f"start    {shlex.join(TARGETS[request.on].submit(request))}")

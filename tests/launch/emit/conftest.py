@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.launch.emit.resolve import ResolvedRun, resolve
+from bessemer.launch.emit import ResolvedRun, resolve
 from bessemer.spec.schema import RunSpec
 
 WORDS = ["steel", "iron", "blast", "flame", "ore", "coke", "slag", "heat", "pour", "mould", "ingot", "forge"]

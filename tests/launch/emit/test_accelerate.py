@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
-from bessemer.launch.emit import emit, render, write_files
-from bessemer.launch.emit.feed import EmittedRun, load_model, open_emitted
-from bessemer.launch.emit.initial import write_initial
-from bessemer.launch.emit.resolve import ResolvedRun
+from bessemer.launch.emit import ResolvedRun, emit, render, write_files
+from bessemer.launch.emit.feed import EmittedRun, load_model, open_emitted, write_initial_weights
 from bessemer.model.transformer import build
 from bessemer.run.directory import Run
 from bessemer.session.session import train
@@ -37,7 +35,7 @@ def test_two_processes_have_the_losses_of_one_bessemer(
     ours = [record["loss"] for record in Run.existing(place / "runs" / "equal").metrics()]
     made = emit("accelerate", spec, tmp_path / "out", processes=2)
     write_files(made, tmp_path / "out")
-    assert made.command.startswith(f"python -m bessemer.launch.emit.initial {tmp_path / 'out'} && accelerate launch")
+    assert made.command.startswith(f"python -m bessemer.launch.emit.feed {tmp_path / 'out'} && accelerate launch")
     launch = made.command.replace("python ", f"{sys.executable} ", 1).replace(
         "accelerate launch", f"{sys.executable} -m accelerate.commands.accelerate_cli launch"
     )
@@ -56,7 +54,7 @@ def test_a_stopped_script_goes_on_with_the_same_losses(tiny: Callable[..., RunSp
     """In this process, on one rank: stopped in the twelfth step, it goes on from the state after the tenth."""
     folder = tmp_path / "out"
     write_files(emit("accelerate", tiny(name="again", checkpoint={"every": 5}), folder), folder)
-    write_initial(folder)
+    write_initial_weights(folder)
     main = runpy.run_path(str(folder / "train.py"))["main"]
 
     def stopping(place: Path) -> EmittedRun:
@@ -102,7 +100,7 @@ def test_other_families_have_our_loss_too(
     """Windows and learned positions reach transformers, and documents stay apart."""
     folder = tmp_path / "out"
     write_files(emit("accelerate", tiny(model=model, data={"context": 64}), folder), folder)
-    write_initial(folder)
+    write_initial_weights(folder)
     run, theirs = open_emitted(folder), load_model(folder, gradient_checkpointing=False)
     ours, objective = build(run.shape, "cpu", run.spec.seed, run.spec.model.init), Pretrain(cross_documents=False)
     batches = run.stream.micro_batches(0, run.plan.micro_rows)
@@ -124,7 +122,5 @@ def test_weights_of_another_spec_are_not_trained_on(tiny: Callable[..., RunSpec]
 
 
 def test_an_unknown_framework_is_told(tiny: Callable[..., RunSpec]) -> None:
-    with pytest.raises(
-        UserError, match="--emit jax: write one of accelerate, deepspeed, megatron, torchtitan, axolotl"
-    ):
+    with pytest.raises(UserError, match="--emit jax: write one of accelerate, deepspeed, megatron, torchtitan"):
         emit("jax", tiny())

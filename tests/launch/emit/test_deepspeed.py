@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
-from bessemer.launch.emit import emit, render, write_files
+from bessemer.launch.emit import ResolvedRun, emit, render, write_files
 from bessemer.launch.emit.feed import open_emitted
-from bessemer.launch.emit.resolve import ResolvedRun
 from bessemer.run.directory import Run
 from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec

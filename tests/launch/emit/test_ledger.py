@@ -10,9 +10,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from bessemer.errors import UserError
-from bessemer.launch.emit import FRAMEWORKS, EmittedFiles, render
-from bessemer.launch.emit import resolve as module
-from bessemer.launch.emit.resolve import KeyLedger, ResolvedRun, written_keys
+from bessemer.launch import emit as module
+from bessemer.launch.emit import FRAMEWORKS, EmittedFiles, KeyCoverage, ResolvedRun, changed_keys, render
 from bessemer.session import dry_run as dry
 from bessemer.spec.schema import RunSpec
 
@@ -126,7 +125,7 @@ def with_key(tiny: Callable[..., RunSpec], key: str, value: Any) -> RunSpec:
 def check(tiny: Callable[..., RunSpec], base: dict[str, dict[str, Any]], key: str, value: Any) -> list[str]:
     """The frameworks that say nothing of a key."""
     spec, silent = with_key(tiny, key, value), []
-    if not any(found == key or found.startswith(f"{key}.") for found in written_keys(spec)):
+    if not any(found == key or found.startswith(f"{key}.") for found in changed_keys(spec)):
         return ["nobody: the value is the default, give it another in VALUES"]
     try:
         run = module.resolve(spec, Path("out"))
@@ -142,7 +141,6 @@ def check(tiny: Callable[..., RunSpec], base: dict[str, dict[str, Any]], key: st
         named = (note.split(": ")[0] for note in made.notes)
         noted = any(name in (key, key.rpartition(".")[0]) or name.startswith(f"{key}.") for name in named)
         ours = framework in OUR_BATCHES and (key.startswith("data.") or key in THROUGH_THE_SPEC)
-        ours = ours or (framework == "axolotl" and key == "model.init")  # its model is made of our first weights
         if not noted and not ours and code(framework, made) == base[framework]:
             silent.append(framework)
     return silent
@@ -173,12 +171,12 @@ def test_every_key_is_said_or_noted(tiny: Callable[..., RunSpec], base: dict[str
 
 
 def test_a_key_that_nobody_speaks_of_becomes_a_note(tiny: Callable[..., RunSpec]) -> None:
-    ledger = KeyLedger(with_key(tiny, "optimizer.ema", 0.99), "somewhere")
-    ledger.covers("data", "model")
+    ledger = KeyCoverage(with_key(tiny, "optimizer.ema", 0.99), "somewhere")
+    ledger.cover("data", "model")
     line = "optimizer.ema: 0.99 has no counterpart in somewhere: weights are not averaged"
     assert line in ledger.notes()
     assert not any(note.startswith("model.width") for note in ledger.notes())
-    ledger.covers("optimizer")
+    ledger.cover("optimizer")
     assert line not in ledger.notes()
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.launch.emit import render
-from bessemer.launch.emit.resolve import ResolvedRun
+from bessemer.launch.emit import ResolvedRun, render
 
 Resolve = Callable[..., ResolvedRun]
 

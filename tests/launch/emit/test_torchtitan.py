@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from bessemer.launch.emit import emit, render, write_files
-from bessemer.launch.emit.feed import open_emitted
-from bessemer.launch.emit.initial import write_initial
-from bessemer.launch.emit.resolve import ResolvedRun
+from bessemer.launch.emit import ResolvedRun, emit, render, write_files
+from bessemer.launch.emit.feed import open_emitted, write_initial_weights
 from bessemer.model.transformer import build
 from bessemer.spec.schema import RunSpec
 
@@ -80,7 +78,9 @@ def test_the_registered_network_is_ours(
     from safetensors.torch import load_file
 
     adapter = registered.state_dict_adapter(sizes, str(folder / "model"))
-    network.load_state_dict(adapter.from_hf(load_file(write_initial(folder) / "model.safetensors")), strict=False)
+    network.load_state_dict(
+        adapter.from_hf(load_file(write_initial_weights(folder) / "model.safetensors")), strict=False
+    )
     network.rope_cache = network._precompute_rope_cache()
     run = open_emitted(folder)
     ours = build(run.shape, "cpu", run.spec.seed, run.spec.model.init)

@@ -1,6 +1,6 @@
-"""Registers the run beside this file with torchtitan: its sizes, and its batches in Bessemer's order.
+"""Registers the run in this folder with torchtitan: model sizes, and batches in Bessemer's order.
 
-torchtitan imports it by `experimental.custom_import`. A checkpoint holds only the step: batches are a function of it.
+torchtitan imports it through `experimental.custom_import`. A checkpoint holds only the step, which defines the batch.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class Batches(BaseDataLoader):
-    """One micro-batch after another, as torchtitan asks for them."""
+    """Yields the micro-batches of one step after another."""
 
     def __init__(self, dp_world_size: int, dp_rank: int, job_config: Any, **_: Any) -> None:
         self.run, self.rank, self.ranks = open_emitted(HERE), dp_rank, dp_world_size

@@ -1,8 +1,8 @@
-"""Trains the run beside this file with Hugging Face accelerate: same first weights, batches and rates as Bessemer.
+"""Trains the run in this folder with Hugging Face accelerate: the initial weights, batches and rates of Bessemer.
 
     accelerate launch --config_file accelerate.yaml train.py
 
-Losses go to losses.jsonl, states to states/, the model to trained/. Started again, it goes on from the last state.
+Writes losses.jsonl, states/ and trained/. The same command again resumes from the last state.
 """
 
 import json
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def finished_states() -> list[Path]:
-    """Oldest first; a state that a kill left half written has no mark."""
+    """Complete states, oldest first; a half-written state has no mark."""
     return sorted(mark.parent for mark in (HERE / "states").glob("*/finished"))
 
 
@@ -37,14 +37,14 @@ def save(accelerator: Accelerator, done: int, keep_last: int) -> None:
 
 
 def main() -> None:
-    asked = json.loads((HERE / "train.json").read_text())
+    settings = json.loads((HERE / "train.json").read_text())
     run = open_emitted(HERE)
-    accelerator = Accelerator(cpu=asked["cpu"])  # of a config's use_cpu only one process is told
+    accelerator = Accelerator(cpu=settings["cpu"])  # use_cpu of the config reaches only one process
     set_seed(run.spec.seed)
-    model = load_model(HERE, asked["gradient_checkpointing"])
-    settings = dict(asked["optimizer"])
-    make, decay = getattr(torch.optim, settings.pop("class")), settings.pop("weight_decay")
-    optimizer = make(decay_groups(model, decay), lr=0.0, **settings)
+    model = load_model(HERE, settings["gradient_checkpointing"])
+    options = dict(settings["optimizer"])
+    optimizer_class, decay = getattr(torch.optim, options.pop("class")), options.pop("weight_decay")
+    optimizer = optimizer_class(decay_groups(model, decay), lr=0.0, **options)
     model, optimizer = accelerator.prepare(model, optimizer)
     rank, ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     saved = finished_states()
@@ -53,7 +53,7 @@ def main() -> None:
     first = int(saved[-1].name) if saved else 0
     model.train()
     for step in range(first, run.plan.total_steps):
-        # One division by the step's count over all ranks; `ranks` undoes the mean that is taken over them.
+        # Divide once by the step's count over all ranks; `ranks` undoes the mean over ranks.
         scale = 1.0 / run.count(step)
         batches = run.micro_batches(step, rank, ranks, device)
         total = torch.zeros((), device=device)
@@ -62,7 +62,7 @@ def main() -> None:
                 loss = micro.loss(model(**micro.inputs, use_cache=False).logits) * scale
                 accelerator.backward(loss * ranks)
             total += loss.detach()
-        norm = accelerator.clip_grad_norm_(model.parameters(), asked["clip"])
+        norm = accelerator.clip_grad_norm_(model.parameters(), settings["clip"])
         lr = run.lr(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -74,8 +74,8 @@ def main() -> None:
             with (HERE / "losses.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
             print(record, file=sys.stderr)
-        if (step + 1) % asked["save_steps"] == 0:
-            save(accelerator, step + 1, asked["keep_last"])
+        if (step + 1) % settings["save_steps"] == 0:
+            save(accelerator, step + 1, settings["keep_last"])
     accelerator.wait_for_everyone()
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:

@@ -1,1 +1,0 @@
-"""Training scripts for other frameworks. They are copied into emitted folders and run there, never imported."""
