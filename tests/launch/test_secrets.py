@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.launch.request import KEYS, LaunchRequest, environment_secrets, find_secrets
+from bessemer.launch.request import KEY_NAMES, LaunchRequest, environment_secrets, find_secrets
 from bessemer.launch.submit import generate_files
 
 ROOT = Path(__file__).parents[2]
@@ -55,5 +55,5 @@ def test_a_launch_with_a_secret_is_refused_and_the_secret_not_shown(
 def test_the_example_of_an_environment_file_names_every_key_and_holds_none() -> None:
     text = (ROOT / ".env.example").read_text()
     assert find_secrets(".env.example", text, {}) == []
-    for key in KEYS:
+    for key in KEY_NAMES:
         assert f"\n{key}=\n" in text

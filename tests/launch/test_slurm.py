@@ -209,7 +209,7 @@ def test_the_processes_of_two_nodes_meet_though_nobody_knows_their_names(
 def test_a_job_can_be_cancelled_and_its_log_shown(
     cluster: Path, ask: Callable[..., LaunchRequest], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from bessemer.launch.job import call
+    from bessemer.launch.job import run_client
     from bessemer.launch.submit import show_logs
 
     request = ask("slurm", gpus=0, cpus=1, python=sys.executable)
@@ -218,5 +218,5 @@ def test_a_job_can_be_cancelled_and_its_log_shown(
     until(lambda: (request.folder / f"slurm-{job.id}.log").exists(), "the log")
     until(lambda: "start 0" in (request.folder / f"slurm-{job.id}.log").read_text(), "the first line")
     assert show_logs(job) == 0 and "start 0 on" in capfd.readouterr().out
-    call(slurm.cancel(job))
+    run_client(slurm.cancel(job))
     until(lambda: slurm.states(job)[0].state in ("CANCELLED", "COMPLETING", "GONE", "COMPLETED"), "the cancellation")

@@ -14,7 +14,7 @@ import pytest
 import bessemer
 from bessemer.errors import UserError
 from bessemer.launch import ssh
-from bessemer.launch.job import call
+from bessemer.launch.job import run_client
 from bessemer.launch.request import LaunchRequest
 from bessemer.launch.submit import submit
 from bessemer.run.directory import Run
@@ -82,13 +82,13 @@ def test_a_run_over_ssh_is_started_told_of_and_stopped(host: str, ask: Callable[
     assert [state.state for state in ssh.states(job)] == ["RUNNING"]
     with pytest.raises(UserError, match="already"):
         submit(request, lambda line: None)
-    assert call(ssh.cancel(job)) == f"{host}: asked to save and leave\n"
+    assert run_client(ssh.cancel(job)) == f"{host}: asked to save and leave\n"
     until = time.monotonic() + 60
     while ssh.states(job)[0].state != "ENDED":
         assert time.monotonic() < until
         time.sleep(0.2)
     assert [event["reason"] for event in run.events("interrupted")] == ["SIGTERM"]
-    assert f"{host}: " in call(ssh.logs(job))
+    assert f"{host}: " in run_client(ssh.logs(job))
 
 
 @pytest.fixture

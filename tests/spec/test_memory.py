@@ -2,7 +2,7 @@
 
 import pytest
 
-from bessemer.spec.optimizer import SETTINGS, MemorySpec, OptimizerSpec, memory_faults, optimizer_bytes
+from bessemer.spec.optimizer import SETTINGS, MemorySpec, OptimizerSpec, memory_problems, optimizer_bytes
 
 EIGHT = 2 * (1 + 4 / 256)
 
@@ -40,7 +40,7 @@ def test_bytes_of_the_other_optimizers():
 
 
 def faults(memory, precision="auto", **optimizer):
-    return dict(memory_faults(OptimizerSpec(**optimizer), MemorySpec(**memory), precision))
+    return dict(memory_problems(OptimizerSpec(**optimizer), MemorySpec(**memory), precision))
 
 
 def test_what_works_has_no_fault():

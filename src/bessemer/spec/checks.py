@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from bessemer.spec.curate.step import StepSpec
 from bessemer.spec.document import Path
 from bessemer.spec.model import ModelSpec, model_shape
-from bessemer.spec.optimizer import FUSED, SETTINGS, memory_faults
+from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
 from bessemer.spec.quantity import listed
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import preset
@@ -321,7 +321,7 @@ def wrapped_is_as_it_is(spec: RunSpec) -> Iterator[Problem]:
 
 
 def memory_fits(spec: RunSpec) -> Iterator[Problem]:
-    for key, why in memory_faults(spec.optimizer, spec.memory, spec.precision):
+    for key, why in memory_problems(spec.optimizer, spec.memory, spec.precision):
         yield ("memory", key), why
     batch, micro, context = spec.budget.batch, spec.budget.micro_batch, spec.data.context
     whole = spec.memory.update == "in_backward"

@@ -1,9 +1,4 @@
-"""The steps that `clean` lists may name, and how an entry of such a list is read.
-
-How documents become the rows of a batch: order, packing, padding and noise.
-
-What is read, how it is curated, tokenized and mixed.
-"""
+"""The data and tokenizer sections: sources, curation steps, mixture, order, packing, padding and noise."""
 
 from __future__ import annotations
 
@@ -14,22 +9,32 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from bessemer.spec.curate import dedup, text
-from bessemer.spec.curate import dedup as privacy
-from bessemer.spec.curate import scores as score
-from bessemer.spec.curate import text as sift
+from bessemer.spec.curate import dedup, scores, text
 from bessemer.spec.curate.step import StepSpec
-from bessemer.spec.quantity import AutoContext, AutoVocab, Bytes, Count, Paths, Share, ShortSection, SpecSection, shown
+from bessemer.spec.quantity import (
+    AutoContext,
+    AutoVocab,
+    Bytes,
+    Count,
+    Paths,
+    Share,
+    ShortSection,
+    SpecSection,
+    check_url,
+    section,
+    setting,
+    shown,
+)
 
 STEPS: dict[str, type[StepSpec]] = {
     spec.step: spec
-    for module in (text, sift, score, privacy, dedup)
+    for module in (text, scores, dedup)
     for spec in vars(module).values()
     if isinstance(spec, type) and issubclass(spec, StepSpec) and spec.step
 }
 
 
-def _name(value: Any) -> str | None:
+def _step_name(value: Any) -> str | None:
     if isinstance(value, StepSpec):
         return value.step
     if isinstance(value, dict) and len(value) == 1:
@@ -37,78 +42,74 @@ def _name(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _known(value: Any) -> Any:
-    name = _name(value)
+def _check_step(value: Any) -> Any:
+    name = _step_name(value)
     if name is None:
         raise ValueError(
             f"expected a step's name, or its name and settings such as length: {{min_chars: 100}}; got {shown(value)}"
         )
     if name not in STEPS:
         near = difflib.get_close_matches(name, STEPS, n=1, cutoff=0.5)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"no step {shown(name)}{meant} (there are {', '.join(STEPS)})")
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"no step {shown(name)}{hint} (steps are {', '.join(STEPS)})")
     return value
 
 
-def _union() -> Any:
-    """Every step's section, told apart by the name."""
+def _step_union() -> Any:
+    """The union of all step sections, discriminated by name."""
     return functools.reduce(operator.or_, [Annotated[spec, Tag(name)] for name, spec in STEPS.items()])
 
 
-if TYPE_CHECKING:  # a type checker sees what all steps have in common
+if TYPE_CHECKING:  # type checkers see the common base class
     CleanStep = StepSpec
 else:
-    CleanStep = Annotated[_union(), Discriminator(_name), BeforeValidator(_known)]
+    CleanStep = Annotated[_step_union(), Discriminator(_step_name), BeforeValidator(_check_step)]
 
 
 class PaddingSpec(SpecSection):
     """Used with `packing: pad`, where every row is one document."""
 
-    to: Literal["longest", "context"] = Field(
-        "longest", description="pad to the longest row of the micro-batch, or to the context", examples=["longest"]
+    to: Literal["longest", "context"] = setting(
+        "longest", "pad to the longest row of the micro-batch, or to the context", "longest"
     )
-    multiple_of: int = Field(8, ge=1, le=65536, description="round the padded length up to a multiple", examples=[8])
-    side: Literal["right", "left"] = Field("right", description="where the padding goes", examples=["right"])
-    long: Literal["split", "truncate"] = Field(
-        "split",
-        description="a document longer than the context: split into several rows, or truncate to one",
-        examples=["truncate"],
+    multiple_of: int = setting(8, "round the padded length up to a multiple", 8, ge=1, le=65536)
+    side: Literal["right", "left"] = setting("right", "side of the padding", "right")
+    long: Literal["split", "truncate"] = setting(
+        "split", "documents longer than the context: split into several rows, or truncate", "truncate"
     )
-    buckets: int = Field(1, ge=1, le=65536, description="group documents by length into so many buckets", examples=[8])
+    buckets: int = setting(1, "number of buckets of documents by length", 8, ge=1, le=65536)
 
 
 class CurriculumSpec(SpecSection):
-    """The order inside an epoch: shuffled, or by a measure of the documents."""
+    """The order within an epoch: shuffled, or by a measure of the documents."""
 
-    by: Literal["none", "length", "label"] = Field("none", description="none, length or label", examples=["length"])
-    label: str | None = Field(None, description="the label that a step gave, such as quality", examples=["quality"])
-    descending: bool = Field(False, description="largest first", examples=[False])
-    groups: int = Field(
-        8, ge=1, le=65536, description="documents are shuffled inside so many groups of rising measure", examples=[8]
+    by: Literal["none", "length", "label"] = setting("none", "none, length or label", "length")
+    label: str | None = setting(None, "a label set by a step, such as quality", "quality")
+    descending: bool = setting(False, "largest first", False)
+    groups: int = setting(
+        8, "number of groups of rising measure; documents are shuffled within each", 8, ge=1, le=65536
     )
 
     @model_validator(mode="after")
     def _named(self) -> CurriculumSpec:
         if self.by == "label" and not self.label:
-            raise ValueError("by: label needs the label to go by: write label: quality, or by: length")
+            raise ValueError("by: label needs a label: write label: quality, or by: length")
         return self
 
 
 class NoiseSpec(SpecSection):
-    """Noise on the inputs, the targets staying true; drawn from the seed and the position, so it replays.
+    """Noise on the inputs; targets are unchanged. Draws depend only on seed and position, so steps can be replayed.
 
-    Shares are of all tokens but the first of each document, and together below 1.
+    Shares are of all tokens except the first of each document, and sum to less than 1.
     """
 
-    mask_spans: float = Field(0.0, ge=0, lt=1, description="share of tokens in masked spans", examples=[0.15])
-    span_length: float = Field(3.0, ge=1, le=1e6, description="mean length of a masked span", examples=[3.0])
-    mask: list[str] = Field(
-        [],
-        description="special token that stands for a masked span; several are used in turn, as sentinels",
-        examples=[["<mask>"]],
+    mask_spans: float = setting(0.0, "share of tokens in masked spans", 0.15, ge=0, lt=1)
+    span_length: float = setting(3.0, "mean length of a masked span", 3.0, ge=1, le=1e6)
+    mask: list[str] = setting(
+        [], "special token that replaces a masked span; several are used in turn, as sentinels", ["<mask>"]
     )
-    replace: float = Field(0.0, ge=0, lt=1, description="share of tokens replaced by random ones", examples=[0.05])
-    delete: float = Field(0.0, ge=0, lt=1, description="share of tokens deleted with their targets", examples=[0.05])
+    replace: float = setting(0.0, "share of tokens replaced by random ones", 0.05, ge=0, lt=1)
+    delete: float = setting(0.0, "share of tokens deleted with their targets", 0.05, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _something_stays(self) -> NoiseSpec:
@@ -128,65 +129,40 @@ Weight = Annotated[float, Field(ge=0, le=1e9)]
 class TokenizerSpec(SpecSection):
     """Trained on the run's own data unless a tokenizer is given."""
 
-    path: str | None = Field(
-        None,
-        min_length=1,
-        description="a tokenizer.json, a SentencePiece .model or a tiktoken file to load",
-        examples=["tokenizer.json"],
+    path: str | None = setting(
+        None, "a tokenizer.json, a SentencePiece .model or a tiktoken file to load", "tokenizer.json", min_length=1
     )
-    kind: Literal["bpe", "unigram", "wordpiece", "char"] = Field(
-        "bpe", description="what to train: bpe, unigram, wordpiece or char", examples=["bpe"]
+    kind: Literal["bpe", "unigram", "wordpiece", "char"] = setting(
+        "bpe", "what to train: bpe, unigram, wordpiece or char", "bpe"
     )
-    vocab: AutoVocab = Field("auto", description="tokens to train", examples=["8K"])
-    eos: str | None = Field(None, min_length=1, description="the end-of-document token", examples=["</s>"])
-    special: list[str] = Field(
-        [], description="tokens with an id of their own, never split", examples=[["<|user|>", "<|assistant|>"]]
-    )
-    chat: str = Field(
-        "chatml", description="layout of conversations: chatml, llama3, plain or a Jinja file", examples=["chatml"]
-    )
-    learn: Literal["all", "last"] = Field(
-        "all", description="turns of the assistant that are learnt from", examples=["last"]
-    )
-    pattern: str | None = Field(
-        None, description="for tiktoken files of other names: cl100k, o200k, gpt2 or a regex", examples=["cl100k"]
-    )
-    sample: Bytes = Field(64_000_000, description="text to train the tokenizer on, at most", examples=["64MB"])
+    vocab: AutoVocab = setting("auto", "tokens to train", "8K")
+    eos: str | None = setting(None, "the end-of-document token", "</s>", min_length=1)
+    special: list[str] = setting([], "tokens with an id of their own, never split", ["<|user|>", "<|assistant|>"])
+    chat: str = setting("chatml", "layout of conversations: chatml, llama3, plain or a Jinja file", "chatml")
+    learn: Literal["all", "last"] = setting("all", "turns of the assistant that are learnt from", "last")
+    pattern: str | None = setting(None, "for tiktoken files of other names: cl100k, o200k, gpt2 or a regex", "cl100k")
+    sample: Bytes = setting(64_000_000, "text to train the tokenizer on, at most", "64MB")
 
 
 class SourceSpec(ShortSection):
     """A named body of text. `name: PATH` is short for `name: {path: PATH}`."""
 
-    path: Paths = Field(
-        [], description="files, folders, globs or URLs (s3://, gs://, az://, https://)", examples=["data/*.jsonl.gz"]
+    path: Paths = setting([], "files, folders, globs or URLs (s3://, gs://, az://, https://)", "data/*.jsonl.gz")
+    format: Literal["auto", Format] = setting("auto", "auto, or one of " + ", ".join(get_args(Format)), "jsonl")
+    text_field: str = setting("text", "the field or column that holds the text", "text")
+    id_field: str | None = setting(None, "the field that holds the document's id", "id")
+    url_field: str | None = setting(None, "the field that holds its URL, for steps that use URLs", "url")
+    messages_field: str | None = setting(None, "the field that holds a conversation, instead of text_field", "messages")
+    include: Paths = setting([], "file patterns inside folders", "*.py")
+    exclude: Paths = setting([], "file patterns to exclude inside folders", "tests/*")
+    storage: dict[str, Any] = setting(
+        {}, "options of the remote file system; secrets go in the environment", {"anon": True}
     )
-    format: Literal["auto", Format] = Field(
-        "auto", description="auto, or one of " + ", ".join(get_args(Format)), examples=["jsonl"]
-    )
-    text_field: str = Field("text", description="the field or column that holds the text", examples=["text"])
-    id_field: str | None = Field(None, description="the field that holds the document's own id", examples=["id"])
-    url_field: str | None = Field(None, description="the field that holds its URL, for URL steps", examples=["url"])
-    messages_field: str | None = Field(
-        None, description="the field that holds a conversation, instead of text_field", examples=["messages"]
-    )
-    include: Paths = Field([], description="file patterns inside folders", examples=["*.py"])
-    exclude: Paths = Field([], description="file patterns to leave out of folders", examples=["tests/*"])
-    storage: dict[str, Any] = Field(
-        {}, description="options of the remote file system; secrets go in the environment", examples=[{"anon": True}]
-    )
-    clean: list[CleanStep] = Field(
-        [], description="steps for this source alone, before those of data.clean", examples=[["whitespace"]]
-    )
-    weight: Weight = Field(1.0, description="share in the mixture, relative to the others", examples=[1.0])
-    domain: Domain | None = Field(
-        None, description="what it holds, for mix: auto; found from its name if not given", examples=["code"]
-    )
-    max_epochs: float | None = Field(
-        None,
-        gt=0,
-        le=1_000_000,
-        description="passes over this source at most; its share then goes to the others",
-        examples=[4.0],
+    clean: list[CleanStep] = setting([], "steps for this source only, before those of data.clean", ["whitespace"])
+    weight: Weight = setting(1.0, "share in the mixture, relative to the others", 1.0)
+    domain: Domain | None = setting(None, "its domain, for mix: auto (default: derived from its name)", "code")
+    max_epochs: float | None = setting(
+        None, "maximum epochs over this source; then its share goes to the others", 4.0, gt=0, le=1_000_000
     )
 
     @model_validator(mode="before")
@@ -198,13 +174,11 @@ class SourceSpec(ShortSection):
 class StoreSpec(ShortSection):
     """Data that `bessemer data publish` uploaded. `store: URL` is short for `store: {url: URL}`."""
 
-    url: str = Field(description="where it was published (s3://, gs://, az://, ...)", examples=["s3://bucket/corpus"])
-    storage: dict[str, Any] = Field(
-        {}, description="options of the remote file system; secrets go in the environment", examples=[{"anon": True}]
+    url: str = setting(..., "URL of the published data (s3://, gs://, az://, ...)", "s3://bucket/corpus")
+    storage: dict[str, Any] = setting(
+        {}, "options of the remote file system; secrets go in the environment", {"anon": True}
     )
-    cache: Bytes | None = Field(
-        None, description="disk space for downloaded shards; without it, room for all of them", examples=["50GB"]
-    )
+    cache: Bytes | None = setting(None, "disk space for downloaded shards (default: enough for all)", "50GB")
 
     @model_validator(mode="before")
     @classmethod
@@ -214,73 +188,62 @@ class StoreSpec(ShortSection):
     @field_validator("url")
     @classmethod
     def _is_url(cls, value: str) -> str:
-        scheme, mark, rest = value.partition("://")
-        if not (scheme and mark and rest.strip("/")):
-            raise ValueError("a URL such as s3://bucket/corpus or file:///mnt/corpus")
-        if "@" in rest.partition("/")[0]:
-            raise ValueError("the address holds a password; set it in the environment")
-        return value
+        return check_url(value, "s3://bucket/corpus or file:///mnt/corpus")
 
 
 class MixPhase(SpecSection):
-    """From a position of the stream on, another mixture."""
+    """Another mixture from a position of the stream on."""
 
-    start: Count = Field(description="tokens of the stream before this phase", examples=["10M tokens"])
-    weights: dict[str, Weight] = Field(
-        description="weight of each source; others are left out", examples=[{"web": 0.7}]
-    )
+    start: Count = setting(..., "tokens before this phase starts", "10M tokens")
+    weights: dict[str, Weight] = setting(..., "weight of each source; other sources are not used", {"web": 0.7})
 
 
 class DataSpec(SpecSection):
-    """What is read, how it is curated and mixed, and the length of a training sequence."""
+    """Sources, curation, mixture, and the length of a training sequence."""
 
-    sources: dict[str, SourceSpec] = Field(description="named sources", examples=[{"code": "src/"}])
-    store: StoreSpec | None = Field(
+    sources: dict[str, SourceSpec] = setting(..., "named sources", {"code": "src/"})
+    store: StoreSpec | None = setting(
         None,
-        description="published data to train from instead of the sources' files; sources then need no path",
-        examples=["s3://bucket/corpus"],
+        "published data to train on instead of the sources' files; sources then need no path",
+        "s3://bucket/corpus",
     )
-    clean: list[CleanStep] = Field(
+    clean: list[CleanStep] = setting(
+        [], "curation steps for all sources, in order", ["whitespace", {"length": {"min_chars": 100}}]
+    )
+    bad_rows: Share = setting(0.01, "largest share of unreadable rows before the job fails", "1%")
+    part: Bytes = setting(64 << 20, "bytes of files per unit of work", "64MiB")
+    mix: Literal["weights", "auto"] = setting(
+        "weights", "weights: those of the sources; auto: target shares by domain", "auto"
+    )
+    phases: list[MixPhase] = setting(
+        [], "mixtures for later parts of the run", [{"start": "10M", "weights": {"code": 1}}]
+    )
+    context: AutoContext = setting("auto", "tokens per training sequence", 2048)
+    packing: Literal["concat", "best_fit", "pad"] = setting(
+        "concat", "concat, best_fit (keeps documents whole if they fit) or pad", "best_fit"
+    )
+    padding: PaddingSpec = section(PaddingSpec, "padding of rows with one document each")
+    curriculum: CurriculumSpec = section(CurriculumSpec, "order within an epoch")
+    noise: NoiseSpec = section(NoiseSpec, "noise on the inputs")
+    validation: Share = setting(0.01, "share of documents held out for validation, chosen by hash", "1%")
+    exclude: Paths = setting(
         [],
-        description="curation steps for all sources together, in order",
-        examples=[["whitespace", {"length": {"min_chars": 100}}]],
+        "exclusion lists of other runs: documents that a trial found harmful get zero loss weight",
+        ["runs/a/exclusions.jsonl"],
     )
-    bad_rows: Share = Field(
-        0.01, description="share of rows that may be unreadable before the job fails", examples=["1%"]
-    )
-    part: Bytes = Field(64 << 20, description="bytes of files that a worker takes at a time", examples=["64MiB"])
-    mix: Literal["weights", "auto"] = Field(
-        "weights", description="weights: as the sources say; auto: target shares by domain", examples=["auto"]
-    )
-    phases: list[MixPhase] = Field(
-        [], description="mixtures that begin later in the run", examples=[[{"start": "10M", "weights": {"code": 1}}]]
-    )
-    context: AutoContext = Field("auto", description="tokens in a training sequence", examples=[2048])
-    packing: Literal["concat", "best_fit", "pad"] = Field(
-        "concat", description="concat, best_fit (whole documents where they fit) or pad", examples=["best_fit"]
-    )
-    padding: PaddingSpec = Field(default_factory=PaddingSpec, description="rows of one document each")
-    curriculum: CurriculumSpec = Field(default_factory=CurriculumSpec, description="order inside an epoch")
-    noise: NoiseSpec = Field(default_factory=NoiseSpec, description="noise on the inputs")
-    validation: Share = Field(0.01, description="share of documents held out, chosen by hash", examples=["1%"])
-    exclude: Paths = Field(
-        [],
-        description="exclusion lists: documents that trials of other runs convicted, which then weigh nothing",
-        examples=[["runs/a/exclusions.jsonl"]],
-    )
-    cross_documents: bool = Field(False, description="let attention cross document boundaries", examples=[False])
+    cross_documents: bool = setting(False, "let attention cross document boundaries", False)
 
     @model_validator(mode="before")
     @classmethod
-    def _former_runs(cls, value: Any) -> Any:
+    def _drop_obsolete_keys(cls, value: Any) -> Any:
         """The spec.yaml of earlier runs contains `tokenize: ahead`; all data is tokenized ahead now."""
         if isinstance(value, dict) and value.get("tokenize") == "ahead":
-            return {key: setting for key, setting in value.items() if key != "tokenize"}
+            return {key: item for key, item in value.items() if key != "tokenize"}
         return value
 
     @field_validator("sources")
     @classmethod
     def _some(cls, value: dict[str, SourceSpec]) -> dict[str, SourceSpec]:
         if not value:
-            raise ValueError("name at least one source, such as code: src/")
+            raise ValueError("list at least one source, such as code: src/")
         return value

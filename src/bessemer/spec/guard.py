@@ -1,209 +1,164 @@
-"""Thresholds of the detectors that watch a run from the host.
-
-The guard's section: what makes a step an outlier, how far a repair may go, how long a trial may take.
-"""
+"""The guard section: when a step is an outlier, thresholds of the detectors, rollbacks, trials, and hangs."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from bessemer.spec.quantity import AutoInterval, Seconds, Share, SpecSection, StepCount
+from bessemer.spec.quantity import AutoInterval, Seconds, Share, SpecSection, StepCount, section, setting
 
 
-def _factor(default: float, description: str) -> float:
+def _factor(default: float, description: str) -> Any:
     """A threshold above 1: how many times larger or smaller than usual."""
-    found: float = Field(default, gt=1, le=1e12, description=description, examples=[default])
-    return found
+    return setting(default, description, default, gt=1, le=1e12)
 
 
-def _share(default: float, description: str) -> float:
-    found: float = Field(default, description=description, examples=[f"{100 * default:g}%"])
-    return found
+def _share(default: float, description: str) -> Any:
+    return setting(default, description, f"{100 * default:g}%")
 
 
 class HangSpec(SpecSection):
-    """When a step that does not end counts as hung."""
+    """When a step that does not finish counts as a hang."""
 
-    factor: float = _factor(5.0, "a step may take so many times the longest of the recent ones")
-    least: Seconds = Field(
-        30.0,
-        gt=0,
-        description="and always at least this long; after it, several processes look whether one of them is frozen",
-        examples=["60s"],
+    factor: float = _factor(5.0, "a step may take this many times the longest of the recent steps")
+    least: Seconds = setting(
+        30.0, "but always at least this long; then the processes check which of them is frozen", "60s", gt=0
     )
-    first: Seconds = Field(
+    first: Seconds = setting(
         1800.0,
+        "limit of the first step, of evaluations and of saves, which may compile or wait for storage",
+        "30 min",
         gt=0,
-        description="limit of the first step and of evaluations and saves, which may compile or wait for storage",
-        examples=["30 min"],
     )
-    end: Seconds | None = Field(
-        600.0,
-        gt=0,
-        description="how long after that several processes end, for the launcher to start them again; null: never",
-        examples=["10 min"],
+    end: Seconds | None = setting(
+        600.0, "processes exit this long after a hang, so that the launcher restarts them; null: never", "10 min", gt=0
     )
 
 
 class DetectSpec(SpecSection):
-    """When a watched number counts as trouble. The defaults hold from 1M to 70B parameters."""
+    """Thresholds of the detectors. The defaults hold from 1M to 70B parameters."""
 
-    window: int = Field(
-        512, ge=128, le=65536, description="accepted steps that slow changes are compared with", examples=[512]
-    )
-    warmup: int = Field(
-        128, ge=64, le=1_000_000, description="accepted steps before slow changes are looked for", examples=[128]
-    )
-    spike_rise: float = Field(0.5, ge=0, le=1e9, description="rise of the loss that makes a spike", examples=[0.5])
-    spike_tail: float = _factor(
-        4.0, "a spike lies so many times beyond the largest deviation of the last thousands of steps"
-    )
+    window: int = setting(512, "accepted steps in the baseline of slow changes", 512, ge=128, le=65536)
+    warmup: int = setting(128, "accepted steps before slow changes are detected", 128, ge=64, le=1_000_000)
+    spike_rise: float = setting(0.5, "rise of the loss that counts as a spike", 0.5, ge=0, le=1e9)
+    spike_tail: float = _factor(4.0, "a spike is this many times the largest deviation of the last thousands of steps")
     divergence_rise: Share = _share(0.05, "lasting rise of the loss that is reported")
-    divergence_rollback: Share = _share(0.2, "lasting rise of the loss that asks for a rollback")
-    divergence_sum: float = Field(
+    divergence_rollback: Share = _share(0.2, "lasting rise of the loss that causes a rollback")
+    divergence_sum: float = setting(
+        10.0,
+        "sum of robust deviations over blocks of 16 steps (CUSUM) that makes a rise significant",
         10.0,
         gt=0,
         le=1e9,
-        description="robust deviations, summed over blocks of 16 steps (CUSUM), that make a rise significant",
-        examples=[10.0],
     )
-    oscillation_power: Share = _share(0.4, "share of the loss's variance in one period that makes an oscillation")
-    oscillation_swing: Share = _share(0.1, "and its size from trough to crest, as a share of the loss")
-    plateau_span: Share = _share(0.35, "share of the run over which the loss has to fall")
-    plateau_least: StepCount = Field(4000, description="and at least so many steps", examples=[4000])
+    oscillation_power: Share = _share(0.4, "share of the loss variance at one period that counts as an oscillation")
+    oscillation_swing: Share = _share(0.1, "and its peak-to-peak size as a share of the loss")
+    plateau_span: Share = _share(0.35, "share of the run over which the loss must fall")
+    plateau_least: StepCount = setting(4000, "and at least this many steps", 4000)
     plateau_fall: Share = _share(0.005, "by at least this")
     gradient_factor: float = _factor(10.0, "lasting rise of the gradient norm that counts as exploding")
     gradient_vanish: float = _factor(30.0, "lasting fall of the gradient norm that counts as vanishing")
     layer_factor: float = _factor(
-        30.0, "the same of one layer's gradient, activation or update against its own past and its peers"
+        30.0,
+        "lasting change of the gradient, activation or update of one layer, relative to its history and to other "
+        "layers",
     )
-    update_high: float = Field(
-        0.3, gt=0, le=1e9, description="largest change of a layer in one step, against its weights", examples=[0.3]
+    update_high: float = setting(
+        0.3, "largest update of a layer in one step, relative to its weights", 0.3, gt=0, le=1e9
     )
-    update_low: float = Field(
-        1e-8, ge=0, le=1, description="smallest such change while the learning rate is high", examples=[1e-8]
-    )
-    dead_units: Share = _share(0.25, "share of a layer's units that never open")
-    saturated_units: Share = _share(0.25, "share of a layer's units whose gate is always fully open")
-    attention_logit: float = Field(
-        100.0, gt=0, le=1e9, description="attention logit beyond which its growth is reported", examples=[100.0]
-    )
+    update_low: float = setting(1e-8, "smallest relative update while the learning rate is high", 1e-8, ge=0, le=1)
+    dead_units: Share = _share(0.25, "share of units of a layer that are always inactive")
+    saturated_units: Share = _share(0.25, "share of units of a layer that are always saturated")
+    attention_logit: float = setting(100.0, "attention logit above which growth is reported", 100.0, gt=0, le=1e9)
     attention_entropy: Share = _share(
-        0.03, "mean attention entropy, of the largest possible, below which a layer has collapsed"
+        0.03, "mean attention entropy, as a share of the maximum, below which a layer has collapsed"
     )
-    router_balance: Share = _share(0.25, "share of the experts that are in effect used (exp of the entropy)")
-    overfit_rise: Share = _share(0.01, "rise of the validation loss above its best while training still falls")
-    loss_scale_least: float = Field(
-        1.0, gt=0, le=2.0**32, description="fp16 loss scale below which gradients are lost", examples=[1.0]
-    )
-    lr_jump: float = _factor(3.0, "learning rate against the planned one that asks for a rollback")
-    slowdown: float = _factor(2.0, "time of a token against the usual one")
-    data_wait: Share = _share(0.25, "share of the time that is spent waiting for data")
-    straggler: float = _factor(1.33, "time of a rank against the median rank")
-    weights: StepCount | None = Field(
+    router_balance: Share = _share(0.25, "effective share of experts in use (exp of the routing entropy)")
+    overfit_rise: Share = _share(0.01, "rise of the validation loss above its best while the training loss still falls")
+    loss_scale_least: float = setting(1.0, "fp16 loss scale below which gradients are lost", 1.0, gt=0, le=2.0**32)
+    lr_jump: float = _factor(3.0, "ratio of the learning rate to the planned one that causes a rollback")
+    slowdown: float = _factor(2.0, "time per token relative to the usual")
+    data_wait: Share = _share(0.25, "share of the time spent waiting for data")
+    straggler: float = _factor(1.33, "time of a rank relative to the median rank")
+    weights: StepCount | None = setting(
         100,
-        description="steps between comparisons of the weights that several processes hold alike; null: never",
-        examples=[100],
+        "steps between comparisons of replicated weights across processes (silent data corruption); null: never",
+        100,
     )
-    slow_for: Seconds = Field(30.0, description="how long slowness has to last to be reported", examples=["30s"])
-    clock_jump: Seconds = Field(
-        5.0, gt=0, description="difference between wall clock and steady clock in one step", examples=["5s"]
-    )
-    hang: HangSpec = Field(default_factory=HangSpec, description="steps that do not end")
+    slow_for: Seconds = setting(30.0, "how long a slowdown must last to be reported", "30s")
+    clock_jump: Seconds = setting(5.0, "difference between wall clock and monotonic clock in one step", "5s", gt=0)
+    hang: HangSpec = section(HangSpec, "steps that do not finish")
 
 
 class LadderSpec(SpecSection):
-    """What is done when a veto is not enough: roll back and skip, roll back further with a gentler step, stop."""
+    """Escalation when a veto is not enough: roll back and skip data, roll back further with a lower rate, stop."""
 
-    rollbacks: int = Field(
-        3, ge=0, le=1_000_000, description="rollbacks in one stretch of trouble before the run stops", examples=[3]
-    )
-    relapse: StepCount = Field(
-        500, description="steps after a rollback in which new trouble climbs to the next rung", examples=[500]
-    )
-    lr_scale: float = Field(
-        0.5, gt=0, le=1, description="learning rate after the second rollback, as a factor", examples=[0.5]
-    )
-    clip_scale: float = Field(
-        0.5, gt=0, le=1, description="clipping limit after the second rollback, as a factor", examples=[0.5]
-    )
-    gentle: StepCount = Field(
-        200, description="steps for which the gentler step lasts after a rollback", examples=[200]
-    )
-    careful: StepCount = Field(200, description="steps after an incident with more frequent saves", examples=[200])
+    rollbacks: int = setting(3, "rollbacks in one incident before the run stops", 3, ge=0, le=1_000_000)
+    relapse: StepCount = setting(500, "steps after a rollback within which a new incident escalates", 500)
+    lr_scale: float = setting(0.5, "factor on the learning rate after the second rollback", 0.5, gt=0, le=1)
+    clip_scale: float = setting(0.5, "factor on the clipping limit after the second rollback", 0.5, gt=0, le=1)
+    gentle: StepCount = setting(200, "steps for which these factors apply", 200)
+    careful: StepCount = setting(200, "steps with more frequent saves after an incident", 200)
 
 
 class TrialSpec(SpecSection):
-    """The trial of a suspicious step."""
+    """Trials: replay experiments that find the cause of a suspicious step."""
 
-    enabled: bool = Field(True, description="try suspicious steps while the run goes on", examples=[True])
-    budget: Seconds = Field(60.0, gt=0, description="longest time of one trial", examples=["60s"])
-    share: Share = Field(0.05, description="largest share of the run's time that trials may take", examples=["5%"])
-    exclude: bool = Field(True, description="leave convicted documents out for the rest of the run", examples=[True])
+    enabled: bool = setting(True, "run trials during training", True)
+    budget: Seconds = setting(60.0, "time limit of one trial", "60s", gt=0)
+    share: Share = setting(0.05, "largest share of the training time for trials", "5%")
+    exclude: bool = setting(True, "exclude documents that a trial found harmful for the rest of the run", True)
 
 
 class ForgetSpec(SpecSection):
-    """What a run that goes on from trained weights must not unlearn: held-out losses against those before step 0."""
+    """Limits forgetting in a run that starts from trained weights: compares held-out losses with those before step 0."""
 
-    sources: list[str] = Field(
-        min_length=1, description="data sources whose held-out loss is watched", examples=[["general"]]
-    )
-    limit: Share = Field(0.05, description="rise of such a loss that is too much", examples=["5%"])
-    patience: int = Field(
-        2, ge=1, le=1_000_000, description="evaluations in a row beyond the limit before it acts", examples=[2]
-    )
-    action: Literal["stop", "rollback", "note"] = Field(
+    sources: list[str] = setting(..., "data sources whose held-out loss is watched", ["general"], min_length=1)
+    limit: Share = setting(0.05, "largest allowed rise of that loss", "5%")
+    patience: int = setting(2, "consecutive evaluations above the limit before it acts", 2, ge=1, le=1_000_000)
+    action: Literal["stop", "rollback", "note"] = setting(
         "stop",
-        description="stop the run; go back to the last checkpoint within the limit and stop there; or only say so",
-        examples=["rollback"],
+        "stop: end the run; rollback: return to the last checkpoint within the limit and end; note: only report",
+        "rollback",
     )
 
 
 class GuardSpec(SpecSection):
-    """Judges every step before the update; a bad one is vetoed, and what a veto cannot cure is rolled back."""
+    """Checks every step before the update. A bad step is vetoed; what a veto cannot fix is rolled back."""
 
-    enabled: bool = Field(True, description="judge steps", examples=[True])
-    window: int = Field(128, ge=16, le=4096, description="accepted steps that a step is compared with", examples=[128])
-    warmup: int = Field(32, ge=8, le=1_000_000, description="accepted steps before outliers are judged", examples=[32])
-    loss_sigma: float = Field(
-        10.0, gt=0, le=1e9, description="robust deviations of the loss that make an outlier", examples=[10.0]
+    enabled: bool = setting(True, "check steps", True)
+    window: int = setting(128, "accepted steps in the baseline", 128, ge=16, le=4096)
+    warmup: int = setting(32, "accepted steps before outliers are detected", 32, ge=8, le=1_000_000)
+    loss_sigma: float = setting(10.0, "robust deviations of the loss that count as an outlier", 10.0, gt=0, le=1e9)
+    grad_sigma: float = setting(13.0, "the same for the log of the gradient norm", 13.0, gt=0, le=1e9)
+    max_vetoes: int = setting(5, "consecutive vetoes before a rollback", 5, ge=1, le=1_000_000)
+    veto_share: Share = setting(
+        0.05, "largest share of vetoed outliers in the window; more are treated as normal data", "5%"
     )
-    grad_sigma: float = Field(
-        13.0, gt=0, le=1e9, description="the same for the log of the gradient norm", examples=[13.0]
-    )
-    max_vetoes: int = Field(
-        5, ge=1, le=1_000_000, description="vetoes in a row before the ladder takes over", examples=[5]
-    )
-    veto_share: Share = Field(
-        0.05,
-        description="share of the window's steps that may be vetoed as outliers; beyond it they are the data",
-        examples=["5%"],
-    )
-    suspect_sigma: float = Field(
+    suspect_sigma: float = setting(
+        3.5,
+        "robust deviations of the loss, or of the share of one row in it, from which documents are examined",
         3.5,
         gt=0,
         le=1e6,
-        description="robust deviations of the loss, or of what one row adds to it, from which documents are examined",
-        examples=[3.5],
     )
-    look_every: AutoInterval = Field(
-        "auto", description="interval of looks inside the model: layers, units, attention", examples=["50 steps"]
+    look_every: AutoInterval = setting(
+        "auto", "interval between measurements of layers, units and attention", "50 steps"
     )
-    copies: Literal["auto", "off"] = Field(
-        "auto", description="keep two recent states in memory to roll back to, where there is room", examples=["off"]
+    copies: Literal["auto", "off"] = setting(
+        "auto", "keep two recent states in memory for rollbacks, if memory allows", "off"
     )
-    copy_every: AutoInterval = Field("auto", description="interval of the copies in memory", examples=["50 steps"])
-    detect: DetectSpec = Field(default_factory=DetectSpec, description="thresholds of the detectors")
-    ladder: LadderSpec = Field(default_factory=LadderSpec, description="rollbacks")
-    trial: TrialSpec = Field(default_factory=TrialSpec, description="trials of suspicious steps")
-    forget: ForgetSpec | None = Field(
-        None, description="watch what the run may forget", examples=[{"sources": ["general"], "limit": "5%"}]
+    copy_every: AutoInterval = setting("auto", "interval between snapshots in memory", "50 steps")
+    detect: DetectSpec = section(DetectSpec, "thresholds of the detectors")
+    ladder: LadderSpec = section(LadderSpec, "rollbacks")
+    trial: TrialSpec = section(TrialSpec, "trials of suspicious steps")
+    forget: ForgetSpec | None = setting(
+        None, "limit forgetting of earlier training", {"sources": ["general"], "limit": "5%"}
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _former_runs(cls, value: Any) -> Any:
-        """Runs of earlier versions have a `repeat_share` in their folder, which nothing needs any more."""
-        return {key: one for key, one in value.items() if key != "repeat_share"} if isinstance(value, dict) else value
+    def _drop_obsolete_keys(cls, value: Any) -> Any:
+        """Specs of earlier versions have a `repeat_share`, which is ignored."""
+        return {key: item for key, item in value.items() if key != "repeat_share"} if isinstance(value, dict) else value

@@ -1,10 +1,7 @@
-"""From the spec's model section to a shape: the preset, or a given shape, with the user's fields laid over it.
+"""The model, tasks, loss and dropout sections, and `model_shape`, which turns a model section into a ModelShape.
 
-What is learnt from a row of tokens: the objectives of pre-training, the loss over them, and dropout.
-
-The network as a user asks for it: a preset, a Hugging Face folder, or a design. What is left out comes from there.
-
-Every key of `shape.ModelShape` that a design may choose is here under the same name; `resolve.py` lays them over it.
+A model is a preset, a Hugging Face folder, or a design. Keys have the names of the ModelShape fields that they
+override. Keys that are left out come from the preset or folder.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from bessemer.spec.quantity import MOST_CONTEXT, ShortSection, SpecSection
+from bessemer.spec.quantity import MAX_CONTEXT, ShortSection, SpecSection, setting
 from bessemer.spec.shape import (
     ALIASES,
     PRESETS,
@@ -29,12 +26,12 @@ from bessemer.spec.shape import (
     preset,
 )
 
-PARTS: dict[str, type] = {"rope": Rope, "moe": Moe, "mla": Mla, "mamba": Mamba}
+SHAPE_PARTS: dict[str, type] = {"rope": Rope, "moe": Moe, "mla": Mla, "mamba": Mamba}
 
 
 def model_shape(model: ModelSpec, vocab: int, given: ModelShape | None = None) -> ModelShape:
-    """The shape asked for; `given` is what a folder of weights says. Without it and without a preset: as many KV heads
-    as heads, ffn 8/3 of the width, tied below width 2048."""
+    """The shape of a model section; `given` is the shape of a folder of weights. Without it and without a preset: as
+    many KV heads as heads, ffn 8/3 of the width, tied embeddings below width 2048."""
     named = given or (preset(model.preset) if model.preset else None)
     width = model.width or (named.width if named else 0)
     heads = model.heads or (named.heads if named else 1)
@@ -48,30 +45,30 @@ def model_shape(model: ModelSpec, vocab: int, given: ModelShape | None = None) -
         base, vocab=vocab, width=width, heads=heads, head_dim=head_dim, kv_heads=kv_heads, ffn=ffn, tied=tied
     )
     for field in fields(ModelShape):
-        written = getattr(model, field.name, None)
-        if written is not None:
-            base = replace(base, **{field.name: _laid_over(field.name, written, base)})
+        override = getattr(model, field.name, None)
+        if override is not None:
+            base = replace(base, **{field.name: _apply_override(field.name, override, base)})
     if model.init == "mup":
-        # The head's logits shrink as the width grows, so that one learning rate serves all widths.
+        # muP scales the logits with the width, so that one learning rate works for all widths.
         base = replace(base, logit_scale=base.logit_scale * model.mup_width / base.width)
     return base
 
 
-def _laid_over(name: str, written: Any, base: ModelShape) -> Any:
-    """A part of the spec over the part of the shape, key by key."""
-    if not isinstance(written, SpecSection):
-        return tuple(written) if isinstance(written, list) else written
-    keys = {key: tuple(v) if isinstance(v, list) else v for key, v in written.model_dump(exclude_none=True).items()}
+def _apply_override(name: str, override: Any, base: ModelShape) -> Any:
+    """A value of the spec over that of the shape; sections such as rope key by key."""
+    if not isinstance(override, SpecSection):
+        return tuple(override) if isinstance(override, list) else override
+    keys = {key: tuple(v) if isinstance(v, list) else v for key, v in override.model_dump(exclude_none=True).items()}
     before = getattr(base, name)
     if before is not None:
         return replace(before, **keys)
     if name == "moe":
         keys.setdefault("ffn", base.ffn)
-    return PARTS[name](**keys)
+    return SHAPE_PARTS[name](**keys)
 
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
-# What each objective takes, and the value where none is written.
+# Settings of each objective with their defaults.
 SETTINGS: dict[str, dict[str, float]] = {
     "causal": {},
     "masked": {"rate": 0.15, "mask": 0.8, "random": 0.1},
@@ -83,46 +80,42 @@ TOKENS = {"masked": ["<mask>"], "infill": ["<fim_prefix>", "<fim_middle>", "<fim
 
 
 class ObjectiveSpec(ShortSection):
-    """What is learnt from a row. `causal` is short for `{kind: causal}`. Of several objectives, each row has one,
-    chosen by a hash of its position; a key that the kind does not have is refused.
+    """A training objective. `causal` is short for `{kind: causal}`. With several objectives, each row gets one, chosen
+    by a hash of its position. Keys of another kind are errors.
     """
 
-    kind: Literal["causal", "masked", "denoise", "prefix", "infill"] = Field(
+    kind: Literal["causal", "masked", "denoise", "prefix", "infill"] = setting(
         "causal",
-        description="causal (the next token), masked (BERT), denoise (T5: spans behind sentinels), prefix (prefix-LM) "
-        "or infill (fill-in-the-middle)",
-        examples=["causal"],
+        "causal (the next token), masked (BERT), denoise (T5: spans behind sentinels), prefix (prefix-LM) or infill "
+        "(fill-in-the-middle)",
+        "causal",
     )
-    share: float = Field(
-        1.0, gt=0, le=1e9, description="share of the rows, relative to other objectives", examples=[0.5]
-    )
-    sources: list[str] = Field(
+    share: float = setting(1.0, "share of rows, relative to the other objectives", 0.5, gt=0, le=1e9)
+    sources: list[str] = setting(
         [],
-        description="only rows of these sources; a named source has no objectives but those that name it",
-        examples=[["code"]],
+        "only for rows of these sources; a source named by any objective only gets objectives that name it",
+        ["code"],
     )
-    rate: float | None = Field(
+    rate: float | None = setting(
         None,
+        "masked, denoise: share of tokens to predict (0.15); infill: share of documents rearranged (0.5)",
+        0.15,
         gt=0,
         le=1,
-        description="masked, denoise: share of tokens to restore (0.15); infill: share of documents rearranged (0.5)",
-        examples=[0.15],
     )
-    mask: float | None = Field(
-        None, ge=0, le=1, description="masked: share of these that the mask token hides (0.8)", examples=[0.8]
+    mask: float | None = setting(None, "masked: share of these replaced by the mask token (0.8)", 0.8, ge=0, le=1)
+    random: float | None = setting(
+        None, "masked: share of these replaced by random tokens (0.1); the rest stay", 0.1, ge=0, le=1
     )
-    random: float | None = Field(
-        None, ge=0, le=1, description="masked: share of these replaced at random (0.1); the rest stay", examples=[0.1]
+    span: float | None = setting(None, "denoise: mean tokens per span (3)", 3.0, ge=1, le=1e6)
+    suffix_first: float | None = setting(
+        None, "infill: share of rearranged documents with the suffix first (0.5)", 0.5, ge=0, le=1
     )
-    span: float | None = Field(None, ge=1, le=1e6, description="denoise: mean tokens in a span (3)", examples=[3.0])
-    suffix_first: float | None = Field(
-        None, ge=0, le=1, description="infill: share of the rearranged with the suffix first (0.5)", examples=[0.5]
-    )
-    tokens: list[str] = Field(
+    tokens: list[str] = setting(
         [],
-        description="special tokens to use: masked: <mask>; infill: <fim_prefix>, <fim_middle>, <fim_suffix>; denoise: "
-        "<extra_id_0>, <extra_id_1> and so on, as many as a row has spans",
-        examples=[["[MASK]"]],
+        "special tokens: for masked <mask>; for infill <fim_prefix>, <fim_middle>, <fim_suffix>; for denoise "
+        "<extra_id_0>, <extra_id_1>, ..., one per span of a row",
+        ["[MASK]"],
     )
 
     @model_validator(mode="before")
@@ -131,32 +124,34 @@ class ObjectiveSpec(ShortSection):
         return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _fits_its_kind(self) -> ObjectiveSpec:
+    def _check_kind(self) -> ObjectiveSpec:
         for key in ("rate", "mask", "random", "span", "suffix_first"):
             if getattr(self, key) is not None and key not in SETTINGS[self.kind]:
                 owners = " and ".join(kind for kind, keys in SETTINGS.items() if key in keys)
-                raise ValueError(f"{key} belongs to {owners}: remove it, or write kind: {owners.split()[0]}")
+                raise ValueError(f"{key} is a key of {owners}: remove it, or write kind: {owners.split()[0]}")
         settings = self.settings()
         if self.kind in ("masked", "denoise") and settings["rate"] >= 1:
-            raise ValueError(f"rate {settings['rate']:g} leaves nothing to go by: write less than 1, such as 0.15")
+            raise ValueError(f"rate {settings['rate']:g} leaves no context: write less than 1, such as 0.15")
         if self.kind == "masked" and settings["mask"] + settings["random"] > 1 + 1e-9:
             total = settings["mask"] + settings["random"]
             raise ValueError(f"mask and random add up to {total:g}: lower them to 1 or less")
-        wanted = len(TOKENS.get(self.kind, []))
-        if self.tokens and self.kind != "denoise" and len(self.tokens) != wanted:
+        needed = len(TOKENS.get(self.kind, []))
+        if self.tokens and self.kind != "denoise" and len(self.tokens) != needed:
             names = ", ".join(TOKENS.get(self.kind, [])) or "none"
-            raise ValueError(f"{self.kind} uses {wanted} tokens ({names}), not {len(self.tokens)}: write as many")
+            raise ValueError(f"{self.kind} uses {needed} tokens ({names}), not {len(self.tokens)}: list {needed}")
         if len(set(self.tokens)) < len(self.tokens):
-            raise ValueError(f"tokens names one twice: {', '.join(self.tokens)}; write different ones")
+            raise ValueError(f"tokens lists a token twice: {', '.join(self.tokens)}; write different ones")
         return self
 
     def settings(self) -> dict[str, float]:
-        """The parameters of the kind, as written or as its paper has them."""
-        written = {key: getattr(self, key) for key in SETTINGS[self.kind]}
-        return {key: SETTINGS[self.kind][key] if value is None else value for key, value in written.items()}
+        """The settings of this kind; those left out have the values of its paper."""
+        return {
+            key: default if (value := getattr(self, key)) is None else value
+            for key, default in SETTINGS[self.kind].items()
+        }
 
     def special_tokens(self, context: int) -> list[str]:
-        """The names that the tokenizer must have; a document of denoise can be as long as the context."""
+        """The special tokens that the tokenizer needs; a denoise document can be as long as the context."""
         if self.kind == "denoise" and not self.tokens:
             return [f"<extra_id_{k}>" for k in range(spans_of(context, **self.settings())[1])]
         return self.tokens or TOKENS.get(self.kind, [])
@@ -169,26 +164,26 @@ def spans_of(length: int, rate: float, span: float) -> tuple[int, int]:
 
 
 class LossSpec(SpecSection):
-    """What is added to the cross-entropy that is minimised; the loss that is shown and judged stays plain."""
+    """Terms added to the minimised cross-entropy. The reported and checked loss stays the plain cross-entropy."""
 
-    smoothing: Probability = Field(0.0, description="label smoothing", examples=[0.1])
-    focal: float = Field(0.0, ge=0, le=100, description="focal loss: times (1 - p) to this power", examples=[2.0])
-    z: float = Field(0.0, ge=0, le=1e3, description="z-loss: this times the squared log of the sum", examples=[1e-4])
+    smoothing: Probability = setting(0.0, "label smoothing", 0.1)
+    focal: float = setting(0.0, "focal loss: multiply by (1 - p) to this power", 2.0, ge=0, le=100)
+    z: float = setting(0.0, "z-loss: this times the squared log of the softmax denominator", 1e-4, ge=0, le=1e3)
 
 
 class DropoutSpec(SpecSection):
-    """Chance of each value to be zeroed in training; drawn from the seed and the step, so it replays."""
+    """Dropout probabilities during training. Draws depend only on seed and step, so steps can be replayed."""
 
-    embedding: Probability = Field(0.0, description="of the embeddings", examples=[0.1])
-    attention: Probability = Field(0.0, description="of the attention weights", examples=[0.1])
-    residual: Probability = Field(0.0, description="of what each branch adds to the residual stream", examples=[0.1])
+    embedding: Probability = setting(0.0, "of the embeddings", 0.1)
+    attention: Probability = setting(0.0, "of the attention weights", 0.1)
+    residual: Probability = setting(0.0, "of the output of each residual branch", 0.1)
 
 
-LARGEST_SIDE = 1_000_000  # of a matrix: a slip of the finger is refused here rather than counted for ever
-LARGEST_FACTOR = 1e6
-Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
-Window = Annotated[int, Field(ge=0, le=MOST_CONTEXT)]
-Factor = Annotated[float, Field(gt=0, le=LARGEST_FACTOR)]
+MAX_DIMENSION = 1_000_000  # of a matrix: a typing error is refused here
+MAX_FACTOR = 1e6
+Side = Annotated[int, Field(ge=1, le=MAX_DIMENSION)]
+Window = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
+Factor = Annotated[float, Field(gt=0, le=MAX_FACTOR)]
 QkNorm = Annotated[
     Literal["none", "head", "full"],
     BeforeValidator(lambda value: ("none", "head")[value] if isinstance(value, bool) else value),
@@ -197,156 +192,128 @@ Init = Literal["gpt", "depth", "small", "xavier", "kaiming", "mup"]
 
 
 class RopeSpec(SpecSection):
-    """Rotary positions, and how they are stretched to a longer context than the model was trained with."""
+    """Rotary position embeddings, and their scaling to a longer context than the model was trained with."""
 
-    theta: float | None = Field(None, gt=1, le=1e12, description="base", examples=[500_000.0])
-    share: float | None = Field(None, gt=0, le=1, description="part of a head that is rotated", examples=[0.25])
-    interleaved: bool | None = Field(None, description="pair neighbours instead of halves", examples=[False])
-    scaling: Scaling | None = Field(
-        None, description="none, linear, ntk, dynamic, yarn, longrope or llama3", examples=["yarn"]
-    )
-    factor: float | None = Field(
-        None, ge=1, le=LARGEST_FACTOR, description="how much longer the context becomes", examples=[8.0]
-    )
-    original: Side | None = Field(None, description="the context before scaling, in tokens", examples=[4096])
-    low_freq: Factor | None = Field(None, description="llama3: where stretching is full", examples=[1.0])
-    high_freq: Factor | None = Field(None, description="llama3: where it begins", examples=[4.0])
-    beta_fast: Factor | None = Field(None, description="yarn: rotations beyond which none", examples=[32.0])
-    beta_slow: Factor | None = Field(None, description="yarn: rotations below which full", examples=[1.0])
-    attention_factor: Factor | None = Field(None, description="factor of cos and sin", examples=[1.0])
-    short: list[Factor] | None = Field(
-        None, description="longrope: divisors up to the original context", examples=[[1.0]]
-    )
-    long: list[Factor] | None = Field(None, description="longrope: divisors beyond it", examples=[[1.2]])
+    theta: float | None = setting(None, "rotary base", 500_000.0, gt=1, le=1e12)
+    share: float | None = setting(None, "share of each head that is rotated", 0.25, gt=0, le=1)
+    interleaved: bool | None = setting(None, "rotate adjacent pairs instead of halves", False)
+    scaling: Scaling | None = setting(None, "none, linear, ntk, dynamic, yarn, longrope or llama3", "yarn")
+    factor: float | None = setting(None, "factor by which the context grows", 8.0, ge=1, le=MAX_FACTOR)
+    original: Side | None = setting(None, "the context before scaling, in tokens", 4096)
+    low_freq: Factor | None = setting(None, "llama3: frequencies below this are fully scaled", 1.0)
+    high_freq: Factor | None = setting(None, "llama3: frequencies above this are not scaled", 4.0)
+    beta_fast: Factor | None = setting(None, "yarn: rotations above which nothing is scaled", 32.0)
+    beta_slow: Factor | None = setting(None, "yarn: rotations below which scaling is full", 1.0)
+    attention_factor: Factor | None = setting(None, "factor on cos and sin", 1.0)
+    short: list[Factor] | None = setting(None, "longrope: divisors for lengths up to the original context", [1.0])
+    long: list[Factor] | None = setting(None, "longrope: divisors for longer lengths", [1.2])
 
 
 class MoeSpec(SpecSection):
-    """A mixture of experts in place of the feed-forward part."""
+    """A mixture of experts instead of the feed-forward layer."""
 
-    experts: Side | None = Field(None, description="experts of a layer", examples=[8])
-    top_k: Side | None = Field(None, description="experts that a token is sent to", examples=[2])
-    ffn: Side | None = Field(None, description="inner size of an expert (default: the model's ffn)", examples=[1408])
-    shared: int | None = Field(None, ge=0, le=LARGEST_SIDE, description="experts that every token passes", examples=[1])
-    dense_layers: list[Annotated[int, Field(ge=0, le=LARGEST_SIDE)]] | None = Field(
-        None, description="layers without experts, from 0", examples=[[0]]
+    experts: Side | None = setting(None, "experts per layer", 8)
+    top_k: Side | None = setting(None, "experts per token", 2)
+    ffn: Side | None = setting(None, "inner size of an expert (default: the model's ffn)", 1408)
+    shared: int | None = setting(None, "shared experts, used by every token", 1, ge=0, le=MAX_DIMENSION)
+    dense_layers: list[Annotated[int, Field(ge=0, le=MAX_DIMENSION)]] | None = setting(
+        None, "layers without experts, from 0", [0]
     )
-    score: Literal["softmax", "sigmoid"] | None = Field(None, description="of the router", examples=["softmax"])
-    normalise: bool | None = Field(None, description="chosen weights sum to one", examples=[True])
-    scale: Factor | None = Field(None, description="of the chosen weights", examples=[1.0])
-    groups: Side | None = Field(None, description="groups of experts", examples=[1])
-    top_groups: Side | None = Field(None, description="groups that a token may choose from", examples=[1])
-    choice_bias: bool | None = Field(None, description="balance by a bias of the choice (DeepSeek-V3)", examples=[True])
-    bias_rate: float | None = Field(None, gt=0, le=1, description="how fast that bias moves", examples=[0.001])
-    capacity: Factor | None = Field(
-        None, description="tokens of an expert over its even share; left out: none is dropped", examples=[1.25]
-    )
-    balance: float | None = Field(None, ge=0, le=1e3, description="weight of the balance loss", examples=[0.01])
-    router_z: float | None = Field(None, ge=0, le=1e3, description="weight of the router's z-loss", examples=[0.001])
+    score: Literal["softmax", "sigmoid"] | None = setting(None, "score function of the router", "softmax")
+    normalise: bool | None = setting(None, "normalise the weights of the chosen experts to sum to 1", True)
+    scale: Factor | None = setting(None, "factor on the weights of the chosen experts", 1.0)
+    groups: Side | None = setting(None, "groups of experts", 1)
+    top_groups: Side | None = setting(None, "groups that a token can be routed to", 1)
+    choice_bias: bool | None = setting(None, "balance the load with a routing bias (DeepSeek-V3)", True)
+    bias_rate: float | None = setting(None, "update rate of that bias", 0.001, gt=0, le=1)
+    capacity: Factor | None = setting(None, "capacity factor of an expert; left out: no token is dropped", 1.25)
+    balance: float | None = setting(None, "weight of the balance loss", 0.01, ge=0, le=1e3)
+    router_z: float | None = setting(None, "weight of the router's z-loss", 0.001, ge=0, le=1e3)
 
 
 class MlaSpec(SpecSection):
-    """Multi-head latent attention (DeepSeek): keys and values through a narrow waist."""
+    """Multi-head latent attention (DeepSeek): keys and values are compressed to a low rank."""
 
-    kv_rank: Side = Field(description="size of the waist", examples=[512])
-    nope_dim: Side = Field(description="part of a head without positions", examples=[128])
-    rope_dim: Side = Field(description="part with rotary positions; even", examples=[64])
-    value_dim: Side = Field(description="size of a head's values", examples=[128])
-    q_rank: Side | None = Field(None, description="size of the queries' waist; left out: none", examples=[1536])
+    kv_rank: Side = setting(..., "rank of keys and values", 512)
+    nope_dim: Side = setting(..., "size of the part of a head without positions", 128)
+    rope_dim: Side = setting(..., "size of the part with rotary positions; even", 64)
+    value_dim: Side = setting(..., "size of the values of a head", 128)
+    q_rank: Side | None = setting(None, "rank of the queries; left out: not compressed", 1536)
 
 
 class MambaSpec(SpecSection):
-    """A selective state-space mixer (Mamba-2), for layers whose `mixers` entry is mamba."""
+    """A selective state-space layer (Mamba-2), for layers whose `mixers` entry is mamba."""
 
-    heads: Side = Field(description="heads; heads times head_dim is its inner width", examples=[24])
-    head_dim: Side = Field(64, description="size of a head", examples=[64])
-    state: Side = Field(128, description="size of the state", examples=[128])
-    groups: Side = Field(1, description="groups of heads that share B and C", examples=[1])
-    conv: int = Field(4, ge=1, le=16, description="width of the convolution", examples=[4])
-    chunk: Side = Field(128, description="positions that are scanned together", examples=[128])
+    heads: Side = setting(..., "heads; heads x head_dim is the inner width", 24)
+    head_dim: Side = setting(64, "size of a head", 64)
+    state: Side = setting(128, "size of the state", 128)
+    groups: Side = setting(1, "groups of heads that share B and C", 1)
+    conv: int = setting(4, "width of the convolution", 4, ge=1, le=16)
+    chunk: Side = setting(128, "positions per chunk of the scan", 128)
 
 
 class ModelSpec(ShortSection):
-    """The network. `model: 10M` is short for `model: {preset: 10M}`; any field overrides the preset, or what a Hugging
-    Face folder says."""
+    """The network. `model: 10M` is short for `model: {preset: 10M}`. Other keys override the preset or the Hugging Face
+    folder."""
 
-    preset: str | None = Field(None, description="a named shape: " + ", ".join(PRESETS), examples=["10M"])
-    hf: str | None = Field(
+    preset: str | None = setting(None, "a named shape: " + ", ".join(PRESETS), "10M")
+    hf: str | None = setting(
+        None, "a Hugging Face model folder: its shape, weights and tokenizer", "Qwen3-0.6B/", min_length=1
+    )
+    wrap: bool = setting(
+        False, "run the folder's model with transformers, for families that Bessemer does not have", True
+    )
+    width: int | None = setting(None, "size of the residual stream", 320, ge=8, le=MAX_DIMENSION)
+    layers: Side | None = setting(None, "number of blocks", 6)
+    heads: Side | None = setting(None, "attention heads", 5)
+    kv_heads: Side | None = setting(None, "key-value heads; divides heads", 5)
+    head_dim: int | None = setting(None, "size of a head (default width / heads)", 64, ge=2, le=MAX_DIMENSION)
+    ffn: int | None = setting(None, "inner size of the feed-forward layer; 0: none", 864, ge=0, le=MAX_DIMENSION)
+    tied: bool | None = setting(None, "share input and output embeddings", True)
+    norm_eps: float | None = setting(None, "epsilon of the norms", 1e-5, gt=0, le=0.1)
+    qk_norm: QkNorm | None = setting(None, "norm of queries and keys: none, head (or true) or full", "head")
+    attention_scale: Factor | None = setting(None, "scale of the attention logits", 0.125)
+    attention_cap: Factor | None = setting(None, "soft cap of attention logits", 50.0)
+    windows: list[Window] | None = setting(
+        None, "attention window of each layer, repeated over the layers; 0: full attention", [1024, 0], min_length=1
+    )
+    blocks: tuple[Annotated[int, Field(ge=1, le=MAX_CONTEXT)], Window] | None = setting(
         None,
-        min_length=1,
-        description="a Hugging Face model folder: its shape, weights and tokenizer",
-        examples=["Qwen3-0.6B/"],
-    )
-    wrap: bool = Field(
-        False, description="let transformers run the folder's model, where it is of no native family", examples=[True]
-    )
-    width: int | None = Field(None, ge=8, le=LARGEST_SIDE, description="size of the residual stream", examples=[320])
-    layers: Side | None = Field(None, description="number of blocks", examples=[6])
-    heads: Side | None = Field(None, description="attention heads", examples=[5])
-    kv_heads: Side | None = Field(None, description="key-value heads; divides heads", examples=[5])
-    head_dim: int | None = Field(
-        None, ge=2, le=LARGEST_SIDE, description="size of a head (default width / heads)", examples=[64]
-    )
-    ffn: int | None = Field(
-        None, ge=0, le=LARGEST_SIDE, description="inner size of the feed-forward part; 0: none", examples=[864]
-    )
-    tied: bool | None = Field(None, description="share input and output embeddings", examples=[True])
-    norm_eps: float | None = Field(None, gt=0, le=0.1, description="epsilon of the norms", examples=[1e-5])
-    qk_norm: QkNorm | None = Field(
-        None, description="norm of queries and keys: none, head (or true) or full", examples=["head"]
-    )
-    attention_scale: Factor | None = Field(None, description="of attention logits", examples=[0.125])
-    attention_cap: Factor | None = Field(None, description="soft cap of attention logits", examples=[50.0])
-    windows: list[Window] | None = Field(
-        None,
-        min_length=1,
-        description="keys that a position sees in each layer, repeated; 0: all",
-        examples=[[1024, 0]],
-    )
-    blocks: tuple[Annotated[int, Field(ge=1, le=MOST_CONTEXT)], Window] | None = Field(
-        None,
+        "block-sparse attention: block size, and how many previous blocks a position attends to",
+        [64, 4],
         strict=False,
-        description="block-sparse attention: size of a block, and how many before its own it sees",
-        examples=[[64, 4]],
     )
-    causal: bool | None = Field(None, description="false: every position sees all (BERT)", examples=[True])
-    positions: Positions | None = Field(
-        None, description="rope, learned, sinusoidal, alibi, relative (T5) or none", examples=["rope"]
+    causal: bool | None = setting(None, "causal attention; false: bidirectional (BERT)", True)
+    positions: Positions | None = setting(None, "rope, learned, sinusoidal, alibi, relative (T5) or none", "rope")
+    max_positions: Side | None = setting(None, "number of learned positions", 2048)
+    rope: RopeSpec | None = setting(None, "rotary position embeddings")
+    local_theta: float | None = setting(None, "rotary base of layers with a window", 10_000.0, gt=1, le=1e12)
+    mla: MlaSpec | None = setting(
+        None, "multi-head latent attention", {"kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
     )
-    max_positions: Side | None = Field(None, description="learned positions", examples=[2048])
-    rope: RopeSpec | None = Field(None, description="rotary positions")
-    local_theta: float | None = Field(
-        None, gt=1, le=1e12, description="rotary base of windowed layers", examples=[10_000.0]
+    norm: Literal["rms", "layer"] | None = setting(None, "rms or layer", "rms")
+    norm_place: Literal["pre", "post", "sandwich", "branch"] | None = setting(
+        None, "pre, post, sandwich (both) or branch (on the output of each branch)", "pre"
     )
-    mla: MlaSpec | None = Field(
+    parallel: Literal["none", "one_norm", "two_norms"] | None = setting(
+        None, "attention and feed-forward in parallel", "none"
+    )
+    activation: Activation | None = setting(None, "relu, gelu, gelu_tanh, silu or relu2", "silu")
+    gated: bool | None = setting(None, "gated feed-forward layer (SwiGLU, GeGLU)", True)
+    qkv_bias: bool | None = setting(None, "biases of queries, keys and values", False)
+    out_bias: bool | None = setting(None, "bias of the attention output", False)
+    ffn_bias: bool | None = setting(None, "biases of the feed-forward layer", False)
+    moe: MoeSpec | None = setting(None, "a mixture of experts", {"experts": 8, "top_k": 2})
+    mixers: list[Literal["attention", "mamba"]] | None = setting(
         None,
-        description="latent attention",
-        examples=[{"kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}],
-    )
-    norm: Literal["rms", "layer"] | None = Field(None, description="rms or layer", examples=["rms"])
-    norm_place: Literal["pre", "post", "sandwich", "branch"] | None = Field(
-        None, description="pre, post, sandwich (both) or branch (on what a branch adds)", examples=["pre"]
-    )
-    parallel: Literal["none", "one_norm", "two_norms"] | None = Field(
-        None, description="attention and feed-forward side by side", examples=["none"]
-    )
-    activation: Activation | None = Field(None, description="relu, gelu, gelu_tanh, silu or relu2", examples=["silu"])
-    gated: bool | None = Field(None, description="a gate in the feed-forward part (SwiGLU, GeGLU)", examples=[True])
-    qkv_bias: bool | None = Field(None, description="biases of queries, keys and values", examples=[False])
-    out_bias: bool | None = Field(None, description="bias of attention's output", examples=[False])
-    ffn_bias: bool | None = Field(None, description="biases of the feed-forward part", examples=[False])
-    moe: MoeSpec | None = Field(None, description="a mixture of experts", examples=[{"experts": 8, "top_k": 2}])
-    mixers: list[Literal["attention", "mamba"]] | None = Field(
-        None,
+        "attention or mamba for each layer, repeated over the layers",
+        ["mamba", "mamba", "attention"],
         min_length=1,
-        description="what mixes positions in each layer, repeated",
-        examples=[["mamba", "mamba", "attention"]],
     )
-    mamba: MambaSpec | None = Field(None, description="the state-space mixer", examples=[{"heads": 24}])
-    logit_cap: Factor | None = Field(None, description="soft cap of the output logits", examples=[30.0])
-    init: Init = Field("gpt", description="first weights: gpt, depth, small, xavier, kaiming or mup", examples=["gpt"])
-    mup_width: Side = Field(
-        256, description="with init: mup, the width that hyperparameters were tuned at", examples=[256]
-    )
+    mamba: MambaSpec | None = setting(None, "the state-space layer", {"heads": 24})
+    logit_cap: Factor | None = setting(None, "soft cap of the output logits", 30.0)
+    init: Init = setting("gpt", "initial weights: gpt, depth, small, xavier, kaiming or mup", "gpt")
+    mup_width: Side = setting(256, "with init: mup: the width at which hyperparameters were tuned", 256)
 
     @model_validator(mode="before")
     @classmethod
@@ -357,5 +324,5 @@ class ModelSpec(ShortSection):
     @classmethod
     def _known(cls, value: str | None) -> str | None:
         if value is not None and preset(value) is None:
-            raise ValueError(f"no preset {value!r}; there are {', '.join([*PRESETS, *ALIASES])}")
+            raise ValueError(f"no preset {value!r}; write one of {', '.join([*PRESETS, *ALIASES])}")
         return value

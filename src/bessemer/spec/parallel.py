@@ -1,4 +1,4 @@
-"""Where a run's model lies: devices, the degrees of each kind of parallelism, and how their parts talk."""
+"""The parallel section: device, degrees of each kind of parallelism, and how processes communicate."""
 
 from __future__ import annotations
 
@@ -6,99 +6,81 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bessemer.spec.quantity import AutoDegree, AutoThreads, Seconds, SpecSection
+from bessemer.spec.quantity import AutoDegree, AutoThreads, Seconds, SpecSection, section, setting
 
 Degree = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class ReplicasSpec(SpecSection):
-    """How whole replicas add up their gradients (`dp_replicate` alone, torch's DDP)."""
+    """How complete replicas reduce their gradients (`dp_replicate` alone, torch's DDP)."""
 
-    bucket_mb: int = Field(25, ge=1, le=4096, description="MiB of gradients that are sent together", examples=[50])
-    compress: Literal["none", "bf16", "powersgd"] = Field(
-        "none", description="how gradients travel: none, bf16 or powersgd; the last two change the losses",
-        examples=["bf16"],
-    )  # fmt: skip
-    rank: int = Field(4, ge=1, le=1024, description="rank of PowerSGD's approximation", examples=[4])
-    static_graph: bool = Field(
-        False, description="the same layers take part in every pass, which DDP may then rely on", examples=[True]
+    bucket_mb: int = setting(25, "MiB of gradients per all-reduce bucket", 50, ge=1, le=4096)
+    compress: Literal["none", "bf16", "powersgd"] = setting(
+        "none", "compression of gradients: none, bf16 or powersgd; the last two change the losses", "bf16"
     )
-    divide_optimizer: bool = Field(
-        False, description="each replica keeps and steps its share of the moments (ZeRO-1)", examples=[True]
-    )
+    rank: int = setting(4, "rank of the PowerSGD approximation", 4, ge=1, le=1024)
+    static_graph: bool = setting(False, "tell DDP that every pass uses the same layers", True)
+    divide_optimizer: bool = setting(False, "shard the optimizer state over the replicas (ZeRO-1)", True)
 
 
 class ShardSpec(SpecSection):
-    """How a divided replica is gathered for computing (`dp_shard`, torch's FSDP2)."""
+    """How sharded weights are gathered (`dp_shard`, torch's FSDP2)."""
 
-    reshard: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="whether a layer is divided again after its forward pass; never keeps it whole until backward",
-        examples=["never"],
+    reshard: Literal["auto", "always", "never"] = setting(
+        "auto", "whether a layer is resharded after its forward pass; never keeps it gathered until backward", "never"
     )
-    layers: Degree = Field(1, description="layers that are gathered together", examples=[2])
-    prefetch: int = Field(1, ge=1, le=8, description="groups of layers that are gathered ahead", examples=[2])
-    alone: bool = Field(
-        False, description="divide the weights of a single process too: shows what dividing costs", examples=[True]
-    )
+    layers: Degree = setting(1, "layers gathered together", 2)
+    prefetch: int = setting(1, "groups of layers prefetched", 2, ge=1, le=8)
+    alone: bool = setting(False, "shard also with a single process, to measure the cost of sharding", True)
 
 
 class PipelineSpec(SpecSection):
-    """How micro-batches flow through the stages (`pp`)."""
+    """The pipeline schedule (`pp`)."""
 
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = Field(
-        "1f1b", description="1f1b, gpipe, interleaved or zero_bubble", examples=["interleaved"]
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = setting(
+        "1f1b", "1f1b, gpipe, interleaved or zero_bubble", "interleaved"
     )
-    stages: int = Field(
-        2, ge=2, le=16, description="stages in each process, of interleaved and zero_bubble", examples=[2]
-    )
+    stages: int = setting(2, "stages per process, for interleaved and zero_bubble", 2, ge=2, le=16)
 
 
 class DeepSpeedSpec(SpecSection):
-    """What DeepSpeed divides and where that lies (`engine: deepspeed`)."""
+    """What DeepSpeed shards and offloads (`engine: deepspeed`)."""
 
-    zero: Literal[0, 1, 2, 3] = Field(2, description="0 to 3: nothing, moments, gradients, weights", examples=[3])
-    offload: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="where moments (and weights, with zero 3) lie between uses", examples=["cpu"]
+    zero: Literal[0, 1, 2, 3] = setting(2, "ZeRO stage 0 to 3: shard nothing, optimizer state, gradients, weights", 3)
+    offload: Literal["none", "cpu", "nvme"] = setting(
+        "none", "where optimizer state (and weights, with zero 3) is offloaded", "cpu"
     )
-    folder: str | None = Field(None, description="folder on the fast disk, with offload: nvme", examples=["/local"])
+    folder: str | None = setting(None, "folder on the NVMe disk, with offload: nvme", "/local")
 
 
 class ParallelSpec(SpecSection):
-    """Where it runs. The degrees say how a model lies over the processes that a launcher started."""
+    """Device and parallelism. The degrees lay the model out over the processes of the launcher."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        "auto", description="auto, cpu, cuda or mps", examples=["cuda"]
+    device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "auto, cpu, cuda or mps", "cuda")
+    threads: AutoThreads = setting("auto", "CPU threads; changes the last digits of a CPU run", 8)
+    engine: Literal["torch", "deepspeed"] = setting(
+        "torch", "torch or deepspeed, which then does the clipping", "deepspeed"
     )
-    threads: AutoThreads = Field("auto", description="CPU threads; changes the last digits of a CPU run", examples=[8])
-    engine: Literal["torch", "deepspeed"] = Field(
-        "torch", description="torch or deepspeed, whose step owns clipping", examples=["deepspeed"]
+    dp_replicate: AutoDegree = setting(
+        "auto", "data-parallel replicas; each processes its share of the rows of a step", 2
     )
-    dp_replicate: AutoDegree = Field(
-        "auto", description="replicas, each of which reads its share of a step's rows", examples=[2]
+    dp_shard: AutoDegree = setting(
+        "auto", "processes that shard the weights, gradients and optimizer state of a replica (FSDP)", 8
     )
-    dp_shard: AutoDegree = Field(
-        "auto", description="processes among which a replica's weights, gradients and moments are divided", examples=[8]
-    )
-    tp: Degree = Field(1, description="processes that share every matrix of a layer (tensor parallel)", examples=[2])
-    cp: Degree = Field(1, description="processes that share the tokens of a row (context parallel)", examples=[2])
-    context: Literal["ulysses", "ring"] = Field(
+    tp: Degree = setting(1, "tensor parallel: processes that share every matrix of a layer", 2)
+    cp: Degree = setting(1, "context parallel: processes that share the tokens of a row", 2)
+    context: Literal["ulysses", "ring"] = setting(
         "ulysses",
-        description="with cp: ulysses exchanges columns for heads, ring sends keys and values round the processes",
-        examples=["ring"],
+        "with cp: ulysses exchanges tokens for heads (all-to-all), ring passes keys and values around",
+        "ring",
     )
-    pp: Degree = Field(1, description="stages that hold the layers in turn (pipeline parallel)", examples=[2])
-    ep: Degree = Field(1, description="processes that share the experts of a layer (expert parallel)", examples=[2])
-    patience: Seconds = Field(
-        1800.0,
-        gt=0,
-        description="how long a process waits for the others before it ends, for the launcher to start all again",
-        examples=["10 min"],
+    pp: Degree = setting(1, "pipeline parallel: stages that hold consecutive layers", 2)
+    ep: Degree = setting(1, "expert parallel: processes that share the experts of a layer", 2)
+    patience: Seconds = setting(
+        1800.0, "timeout of collectives; then the process exits, and the launcher restarts all", "10 min", gt=0
     )
-    sequence: bool = Field(
-        True, description="with tp: what lies between matrices is divided along the row too", examples=[False]
-    )
-    replicas: ReplicasSpec = Field(default_factory=ReplicasSpec, description="how replicas add up gradients")
-    shard: ShardSpec = Field(default_factory=ShardSpec, description="how divided replicas are gathered")
-    pipeline: PipelineSpec = Field(default_factory=PipelineSpec, description="how stages take turns")
-    deepspeed: DeepSpeedSpec = Field(default_factory=DeepSpeedSpec, description="how DeepSpeed divides")
+    sequence: bool = setting(True, "with tp: also shard norms and residuals along the sequence", False)
+    replicas: ReplicasSpec = section(ReplicasSpec, "how replicas reduce gradients")
+    shard: ShardSpec = section(ShardSpec, "how sharded weights are gathered")
+    pipeline: PipelineSpec = section(PipelineSpec, "the pipeline schedule")
+    deepspeed: DeepSpeedSpec = section(DeepSpeedSpec, "what DeepSpeed shards and offloads")

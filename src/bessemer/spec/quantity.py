@@ -1,11 +1,8 @@
-"""Quantities as a person writes them: `20M` tokens, `256K` a batch, `2%` warm-up, `10 min`.
+"""Quantities in human notation (`20M` tokens, `2%` warm-up, `10 min`), and the base class of all spec sections.
 
-Each parser takes what YAML gave (a number or a string) and returns a plain int or float in one unit, or raises
-ValueError with the accepted forms. K, M, B, T are powers of ten for counts of tokens and parameters; batch and context
-sizes are usually powers of two, so `Ki`/`Mi` are powers of 1024; bytes follow the same rule (`64MB`, `64MiB`).
-Arithmetic is exact: 2.3M is 2,300,000 and nothing near it.
-
-What every section of a spec is made of.
+Each parser takes a YAML value (a number or a string) and returns an int or float in one unit, or raises ValueError with
+the accepted forms. K, M, B, T are powers of ten; Ki, Mi, Gi are powers of 1024; bytes follow the same rule (`64MB`,
+`64MiB`). Arithmetic is exact: 2.3M is 2,300,000.
 """
 
 from __future__ import annotations
@@ -18,28 +15,37 @@ from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-LARGEST = 10**18  # more than any run trains on, and inside 64 bits
+LARGEST = 10**18  # more than any run trains on, and within 64 bits
+LARGEST_COUNT = 10**12  # upper limit of settings that have only a lower one
 LONGEST_S = 10**10  # three centuries
-MOST_CONTEXT, MOST_BATCH, MOST_VOCAB = 10**8, 10**12, 10**7  # tokens; ten times and more of what anybody trained with
-HIGHEST_RATE = 100.0  # a learning rate; SGD on normed weights has been trained at 10
-# A comma only separates thousands: `1,5` is refused, since it could mean 1.5 as well as 15.
+MAX_CONTEXT, MAX_BATCH, MAX_VOCAB = 10**8, 10**12, 10**7  # tokens; at least ten times of any published run
+MAX_LEARNING_RATE = 100.0  # SGD on normalized weights has been trained at 10
+# A comma only separates thousands: `1,5` is refused, because it could mean 1.5 or 15.
 _NUMBER = r"((?=[.0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)?(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)"
 _SCALE = {
     "": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12,
     "ki": 2**10, "mi": 2**20, "bi": 2**30, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
-_COUNTED = {  # unit -> how it may be written, an example
+_UNITS = {  # unit -> accepted spellings, an example
     "tokens": (("token", "tokens", "tok", "toks"), "4096, 256K or 20M"),
     "steps": (("step", "steps"), "1000 or 10K"),
     "sequences": (("sequence", "sequences", "row", "rows"), "8"),
     "threads": (("thread", "threads"), "8"),
     "processes": (("process", "processes"), "2"),
 }
-_UNIT_OF = {word: unit for unit, (words, _) in _COUNTED.items() for word in words}
+_UNIT_OF = {word: unit for unit, (words, _) in _UNITS.items() for word in words}
 _SECONDS = {
     "s": 1, "sec": 1, "secs": 1, "second": 1, "seconds": 1, "m": 60, "min": 60, "mins": 60, "minute": 60, "minutes": 60,
     "h": 3600, "hr": 3600, "hrs": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400,
@@ -52,13 +58,13 @@ _LONGEST_TEXT = 64
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: in YAML's words, on one line, not too long."""
+    """A value for a message: in YAML notation, on one line, shortened."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None:
         return "nothing"
     if isinstance(value, int) and abs(value) >= 10**_LONGEST_TEXT:
-        return f"a number of over {_LONGEST_TEXT} digits"  # Python refuses to print thousands of them
+        return f"a number of over {_LONGEST_TEXT} digits"  # Python refuses to print thousands of digits
     if isinstance(value, str):
         text = repr(value)
     elif isinstance(value, (dict, list)):
@@ -69,21 +75,21 @@ def shown(value: Any) -> str:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names for a message: the first of them, and how many more there are."""
+    """Names for a message: the first ones, and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
-def _refuse(forms: str, value: Any, why: str = "") -> ValueError:
-    return ValueError(f"expected {forms}, got {shown(value)}" + (f": {why}" if why else ""))
+def _invalid(forms: str, value: Any, reason: str = "") -> ValueError:
+    return ValueError(f"expected {forms}, got {shown(value)}" + (f": {reason}" if reason else ""))
 
 
 def _match(pattern: re.Pattern[str], value: Any) -> re.Match[str] | None:
-    """What was written, against a pattern; numbers count as the text that YAML had of them."""
+    """Match a YAML value with a pattern; a number is matched as its text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     if isinstance(value, int) and abs(value) > LARGEST:
-        return None  # printing an int of thousands of digits is itself an error
+        return None  # Python cannot print an int of thousands of digits
     text = str(value).strip()
     return pattern.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
 
@@ -93,21 +99,21 @@ def _number(text: str) -> Fraction:
 
 
 def parse_count(value: Any, unit: str = "tokens", least: int = 0, most: int = LARGEST) -> int:
-    """`20M`, `256K tokens`, `1e9`, `4096`, `64Ki` -> int. Another unit than the one asked for is refused."""
-    forms = f"a number of {unit} such as {_COUNTED[unit][1]}"
+    """`20M`, `256K tokens`, `1e9`, `4096`, `64Ki` -> int. Refuses another unit."""
+    forms = f"a number of {unit} such as {_UNITS[unit][1]}"
     match = _match(_COUNT, value)
     if not match:
-        raise _refuse(forms, value)
-    written = _UNIT_OF[match[3].lower()] if match[3] else unit
-    if written != unit:
-        raise _refuse(forms, value, f"that counts {written}, not {unit}")
+        raise _invalid(forms, value)
+    given_unit = _UNIT_OF[match[3].lower()] if match[3] else unit
+    if given_unit != unit:
+        raise _invalid(forms, value, f"the unit is {given_unit}, not {unit}")
     number = _number(match[1]) * _SCALE[(match[2] or "").lower()]
     if number.denominator != 1:
-        raise _refuse(forms, value, "it is not a whole number")
+        raise _invalid(forms, value, "it is not a whole number")
     if number < least:
-        raise _refuse(forms, value, f"it must be at least {least}")
+        raise _invalid(forms, value, f"it must be at least {least}")
     if number > most:
-        raise _refuse(forms, value, f"it must be at most {most:,}")
+        raise _invalid(forms, value, f"it must be at most {most:,}")
     return int(number)
 
 
@@ -116,10 +122,10 @@ def parse_bytes(value: Any) -> int:
     forms = "a size such as 64MB or 1GiB"
     match = _match(_BYTES, value)
     if not match:
-        raise _refuse(forms, value)
+        raise _invalid(forms, value)
     size = int(_number(match[1]) * _SCALE[(match[2] or "").lower()])
     if not 1 <= size <= LARGEST:
-        raise _refuse(forms, value, "it is too large" if size else "it must be at least one byte")
+        raise _invalid(forms, value, "it is too large" if size else "it must be at least one byte")
     return size
 
 
@@ -128,30 +134,30 @@ def parse_share(value: Any) -> float:
     forms = "a share such as 2% or 0.02"
     match = _match(_SHARE, value)
     if not match:
-        raise _refuse(forms, value)
+        raise _invalid(forms, value)
     share = _number(match[1]) / (100 if match[2] else 1)
     if share > 1:
-        meant = f"; for {float(share):g} percent write {float(share):g}%" if not match[2] and share <= 100 else ""
-        raise _refuse(forms, value, f"it must lie between 0 and 100%{meant}")
+        hint = f"; for {float(share):g} percent write {float(share):g}%" if not match[2] and share <= 100 else ""
+        raise _invalid(forms, value, f"it must be between 0 and 100%{hint}")
     return float(share)
 
 
 def parse_duration(value: Any) -> float:
-    """`10 min`, `1.5h`, `1h 30m`, `90s` -> seconds. A bare number is refused: it has no unit."""
+    """`10 min`, `1.5h`, `1h 30m`, `90s` -> seconds. Refuses a number without a unit."""
     forms = "a time with its unit, such as 90s, 10 min or 2h"
     text = value.strip() if isinstance(value, str) and len(value) <= _LONGEST_TEXT else ""
     total, at = Fraction(), 0
     while at < len(text):
         match = _TIME_PART.match(text, at)
-        # A capital M is a million everywhere else, so it is no minute here.
+        # A capital M means a million everywhere else, so it does not mean minutes here.
         if not match or match[2] == "M" or match[2].lower() not in _SECONDS:
-            raise _refuse(forms, value)
+            raise _invalid(forms, value)
         total += _number(match[1]) * _SECONDS[match[2].lower()]
         at = match.end()
     if not text:
-        raise _refuse(forms, value)
+        raise _invalid(forms, value)
     if total > LONGEST_S:
-        raise _refuse(forms, value, "it is too long")
+        raise _invalid(forms, value, "it is too long")
     return float(total)
 
 
@@ -159,11 +165,11 @@ def parse_number(value: Any, most: float = LARGEST) -> float:
     """A plain number above 0, such as 3e-4."""
     forms = "a number such as 3e-4"
     if isinstance(value, str) and _match(_SHARE, value) and not value.strip().endswith("%"):
-        raise _refuse(forms, value, "remove the quotes")
+        raise _invalid(forms, value, "remove the quotes")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _refuse(forms, value)
+        raise _invalid(forms, value)
     if not 0 < value <= most:  # also refuses NaN
-        raise _refuse(forms, value, f"it must be above 0 and at most {most:g}")
+        raise _invalid(forms, value, f"it must be above 0 and at most {most:g}")
     return float(value)
 
 
@@ -175,10 +181,10 @@ def parse_span(value: Any) -> int | float | str:
     if isinstance(value, str) and value.strip().endswith("%"):
         return parse_share(value)
     in_tokens = isinstance(value, str) and re.search(r"tok(en)?s?$", value.strip(), re.I)
-    try:  # a bare number counts steps; tokens have to be said
+    try:  # a number without a unit counts steps
         return f"{parse_count(value)} tokens" if in_tokens else parse_count(value, "steps")
     except ValueError:
-        raise _refuse(forms, value) from None
+        raise _invalid(forms, value) from None
 
 
 def parse_interval(value: Any) -> int | str:
@@ -191,13 +197,13 @@ def parse_interval(value: Any) -> int | str:
     else:
         if seconds > 0:
             return f"{seconds} s"
-        raise _refuse(forms, value, "it must be longer than 0")
+        raise _invalid(forms, value, "it must be longer than 0")
     try:
         steps = parse_count(value, "steps")
     except ValueError:
-        raise _refuse(forms, value) from None
+        raise _invalid(forms, value) from None
     if steps < 1:
-        raise _refuse(forms, value, "it must be at least one step")
+        raise _invalid(forms, value, "it must be at least one step")
     return steps
 
 
@@ -209,7 +215,7 @@ def span_steps(span: int | float | str, total_steps: int, tokens_per_step: int) 
 
 
 def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str | None:
-    """Three digits in the largest unit that the value fills, after rounding: 999,999 is 1M and not 1e+03K."""
+    """Three digits in the largest unit that the rounded value reaches: 999,999 is 1M, not 1e+03K."""
     for size, suffix in units:
         if abs(value) >= size * 0.9995:
             scaled = value / size
@@ -227,7 +233,7 @@ def human_count(value: float) -> str:
 
 
 def human_bytes(value: float) -> str:
-    """A size for people, decimal units: 31500000 -> '31.5 MB'."""
+    """31500000 -> '31.5 MB', in decimal units."""
     return _scaled(value, ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB"))) or f"{value:.0f} B"
 
 
@@ -250,12 +256,12 @@ def _quantity(parse: Callable[[Any], Any], example: str) -> list[Any]:
 
 
 def _or_auto(parse: Callable[[Any], Any], example: str) -> list[Any]:
-    """Like `_quantity`, with `auto` let through to the planner; one validator, so one message for a bad value."""
+    """Like `_quantity`, but `auto` is left to the planner. One validator, so one message for a bad value."""
     return _quantity(lambda value: value if value == "auto" else parse(value), example)
 
 
 Count = Annotated[int, *_quantity(partial(parse_count, least=1), "20M")]
-BatchTokens = Annotated[int, *_quantity(partial(parse_count, least=1, most=MOST_BATCH), "256K")]
+BatchTokens = Annotated[int, *_quantity(partial(parse_count, least=1, most=MAX_BATCH), "256K")]
 StepCount = Annotated[int, *_quantity(partial(parse_count, unit="steps", least=1, most=10**12), "1000")]
 Bytes = Annotated[int, *_quantity(parse_bytes, "64MB")]
 Share = Annotated[float, *_quantity(parse_share, "2%")]
@@ -264,28 +270,53 @@ Seconds = Annotated[
 ]
 Auto = Literal["auto"]
 AutoCount = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1), "20M")]
-AutoContext = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1, most=MOST_CONTEXT), "2048")]
-AutoBatch = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1, most=MOST_BATCH), "256K")]
-AutoVocab = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1, most=MOST_VOCAB), "8K")]
+AutoContext = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1, most=MAX_CONTEXT), "2048")]
+AutoBatch = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1, most=MAX_BATCH), "256K")]
+AutoVocab = Annotated[int | Auto, *_or_auto(partial(parse_count, least=1, most=MAX_VOCAB), "8K")]
 AutoSequences = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="sequences", least=1, most=1_000_000), "8")]
 AutoDegree = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="processes", least=1, most=1_000_000), "2")]
 AutoThreads = Annotated[int | Auto, *_or_auto(partial(parse_count, unit="threads", least=1, most=65_536), "8")]
 AutoSpan = Annotated[int | float | str, *_or_auto(parse_span, "2%")]
 AutoInterval = Annotated[int | str, *_or_auto(parse_interval, "500 steps")]
-AutoNumber = Annotated[float | Auto, *_or_auto(partial(parse_number, most=HIGHEST_RATE), "3e-4")]
+AutoNumber = Annotated[float | Auto, *_or_auto(partial(parse_number, most=MAX_LEARNING_RATE), "3e-4")]
 
 
 Paths = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
+def setting(default: Any, description: str, *examples: Any, **limits: Any) -> Any:
+    """A key of a section. A default of `...` makes it required; limits are pydantic's (ge, le, pattern).
+
+    A lower limit without an upper one gets the upper limit LARGEST_COUNT.
+    """
+    if limits.keys() & {"ge", "gt"} and not limits.keys() & {"le", "lt"}:
+        limits["le"] = LARGEST_COUNT
+    return Field(default, description=description, examples=list(examples) or None, **limits)
+
+
+def check_url(value: str, example: str) -> str:
+    """The value if it is a URL without a password; ValueError otherwise."""
+    scheme, separator, rest = value.partition("://")
+    if not (scheme and separator and rest.strip("/")):
+        raise ValueError(f"expected a URL such as {example}, got {shown(value)}")
+    if "@" in rest.partition("/")[0]:
+        raise ValueError("the URL contains a password: remove it, and set it in the environment")
+    return value
+
+
+def section(kind: type[SpecSection], description: str) -> Any:
+    """A key that holds a section; left out, the section has its defaults."""
+    return Field(default_factory=kind, description=description)
+
+
 class SpecSection(BaseModel):
-    """A section of the spec: strict types, unknown keys refused."""
+    """A section of the spec: strict types, unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=False, allow_inf_nan=False)
 
 
 class ShortSection(SpecSection):
-    """A section that may also be written as one word; the schema says so to editors."""
+    """A section that may also be written as one string; the JSON Schema says so to editors."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -1,9 +1,8 @@
-"""The checkpoint section: when the run is saved, how, where to, and what is kept.
+"""RunSpec: the specification of one run. Every key has a description, default and example; the planner decides `auto`.
 
-RunSpec: one run in one document. Every field says what it is, its unit and its default; `auto` goes to the planner.
-
-Field descriptions feed the error messages, `bessemer spec schema` and the configuration reference, so they are written
-for users. Combinations that cannot work are refused by the named checks in `checks.py`.
+Descriptions appear in error messages, `bessemer spec schema` and docs/configuration.md, so they are written for users.
+`checks.py` refuses combinations that cannot work. `python -m bessemer.spec.schema > docs/configuration.md` writes the
+configuration reference; a test compares the two.
 """
 
 from __future__ import annotations
@@ -29,174 +28,156 @@ from bessemer.spec.quantity import (
     Share,
     SpecSection,
     StepCount,
+    check_url,
+    section,
+    setting,
 )
 
 
 class CheckpointSpec(SpecSection):
-    """When the run is saved and what is kept. A checkpoint stays if any of the keep rules asks for it."""
+    """When checkpoints are saved and which are kept. A checkpoint stays if any of the keep rules matches it."""
 
-    every: AutoInterval = Field(
-        "auto",
-        description="interval of saves; auto weighs what a save costs against what a failure would",
-        examples=["500 steps"],
+    every: AutoInterval = setting(
+        "auto", "interval between saves; auto balances the cost of a save against the cost of a failure", "500 steps"
     )
-    asynchronous: bool | Literal["auto"] = Field(
-        "auto",
-        description="train on while a copy of the state is written; auto does so where it shortens the stall",
-        examples=[True],
+    asynchronous: bool | Literal["auto"] = setting(
+        "auto", "write a copy of the state in the background; auto does so if it shortens the stall", True
     )
-    keep_last: int = Field(2, ge=1, le=1_000_000, description="newest checkpoints kept", examples=[2])
-    keep_best: bool = Field(
+    keep_last: int = setting(2, "number of newest checkpoints to keep", 2, ge=1, le=1_000_000)
+    keep_best: bool = setting(
         True,
-        description="also keep the one with the best validation loss; each evaluation that is a new best saves, beside "
-        "`every`",
-        examples=[True],
+        "also keep the checkpoint with the best validation loss; every new best is saved, in addition to `every`",
+        True,
     )
-    keep_every: StepCount | None = Field(
-        None, description="also keep the first one of every so many steps", examples=[10000]
-    )
-    keep_age: Seconds | None = Field(None, gt=0, description="also keep those younger than this", examples=["24h"])
-    keep_bytes: Bytes | None = Field(
+    keep_every: StepCount | None = setting(None, "also keep the first checkpoint of every N steps", 10000)
+    keep_age: Seconds | None = setting(None, "also keep checkpoints younger than this", "24h", gt=0)
+    keep_bytes: Bytes | None = setting(
         None,
-        description="room for them all: beyond it the oldest go first, but never the newest, confirmed, best or tagged",
-        examples=["500GB"],
+        "maximum total size; the oldest are deleted first, but never the newest, confirmed, best or tagged",
+        "500GB",
     )
-    archive_model_only: bool = Field(
-        False, description="what keep_every keeps is a copy of the weights alone, a third of the size", examples=[True]
+    archive_model_only: bool = setting(
+        False, "reduce checkpoints of keep_every to the weights, a third of the size", True
     )
-    remote: str | None = Field(
+    remote: str | None = setting(
         None,
-        description="an fsspec URL that checkpoints are copied to in the background, under the run's name; "
-        "credentials come from the environment",
-        examples=["s3://bucket/checkpoints"],
+        "fsspec URL to copy checkpoints to in the background, under the run's name; credentials come from the "
+        "environment",
+        "s3://bucket/checkpoints",
     )
-    remote_keep_last: int | None = Field(
-        None, ge=1, le=1_000_000, description="newest checkpoints kept there (default: keep_last)", examples=[5]
+    remote_keep_last: int | None = setting(
+        None, "number of newest checkpoints to keep there (default: keep_last)", 5, ge=1, le=1_000_000
     )
 
     @field_validator("remote")
     @classmethod
     def _is_url(cls, value: str | None) -> str | None:
-        scheme, mark, rest = (value or "").partition("://")
-        if value is not None and not (scheme and mark and rest.strip("/")):
-            raise ValueError("a URL such as s3://bucket/checkpoints or file:///mnt/durable/checkpoints")
-        if "@" in rest.partition("/")[0]:
-            raise ValueError("the address holds a password; set it in the environment")
-        return value
+        return None if value is None else check_url(value, "s3://bucket/checkpoints or file:///mnt/durable/checkpoints")
 
 
 class BatchChange(SpecSection):
-    """From a step on, another batch size."""
+    """Another batch size from a step on."""
 
-    from_step: StepCount = Field(description="first step of the new size", examples=[1000])
-    batch: BatchTokens = Field(description="tokens in a batch from there on", examples=["512K"])
+    from_step: StepCount = setting(..., "first step with the new size", 1000)
+    batch: BatchTokens = setting(..., "tokens per batch from there on", "512K")
 
 
 class StopSpec(SpecSection):
-    """Rules that end a run as finished, before its budget is spent."""
+    """Rules that finish a run before its budget is used up."""
 
-    validation_loss: float | None = Field(None, gt=0, le=1e6, description="stop when reached", examples=[2.5])
-    patience: int | None = Field(
-        None, ge=1, le=1_000_000, description="stop after so many evaluations without a new best", examples=[5]
-    )
-    time: Seconds | None = Field(None, gt=0, description="stop after so much training time", examples=["2h"])
+    validation_loss: float | None = setting(None, "stop when the validation loss reaches this", 2.5, gt=0, le=1e6)
+    patience: int | None = setting(None, "stop after this many evaluations without a new best", 5, ge=1, le=1_000_000)
+    time: Seconds | None = setting(None, "stop after this much training time", "2h", gt=0)
 
 
 class BudgetSpec(SpecSection):
-    """How much is trained: tokens, or steps, or epochs; and in what portions."""
+    """The length of the run in tokens, steps or epochs, and the batch sizes."""
 
-    tokens: AutoCount = Field("auto", description="tokens to train on", examples=["20M"])
-    steps: StepCount | None = Field(None, description="steps instead of tokens", examples=[1000])
-    epochs: float | None = Field(
-        None, gt=0, le=1_000_000, description="passes over the data instead of tokens", examples=[1.0]
+    tokens: AutoCount = setting("auto", "tokens to train on", "20M")
+    steps: StepCount | None = setting(None, "steps instead of tokens", 1000)
+    epochs: float | None = setting(None, "epochs instead of tokens", 1.0, gt=0, le=1_000_000)
+    batch: AutoBatch = setting("auto", "tokens per batch (one optimizer step)", "256K")
+    batch_changes: list[BatchChange] = setting(
+        [], "other batch sizes later in the run", [{"from_step": 1000, "batch": "512K"}]
     )
-    batch: AutoBatch = Field("auto", description="tokens in a batch (one optimizer step)", examples=["256K"])
-    batch_changes: list[BatchChange] = Field(
-        [], description="other batch sizes later in the run", examples=[[{"from_step": 1000, "batch": "512K"}]]
-    )
-    micro_batch: AutoSequences = Field("auto", description="sequences in one forward pass", examples=[8])
-    stop: StopSpec = Field(default_factory=StopSpec, description="rules that end the run early")
+    micro_batch: AutoSequences = setting("auto", "sequences per forward pass", 8)
+    stop: StopSpec = section(StopSpec, "rules that end the run early")
 
 
 class ScheduleSpec(SpecSection):
-    """Learning rate over the run: warm-up from zero, then decay to a floor."""
+    """The learning-rate schedule: warm-up from zero, then decay to a floor."""
 
-    kind: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="cosine, linear or constant", examples=["cosine"]
-    )
-    warmup: AutoSpan = Field("auto", description="length of the warm-up", examples=["2%"])
-    floor: Share = Field(0.1, description="last learning rate as a share of the peak", examples=["10%"])
+    kind: Literal["cosine", "linear", "constant"] = setting("cosine", "cosine, linear or constant", "cosine")
+    warmup: AutoSpan = setting("auto", "length of the warm-up", "2%")
+    floor: Share = setting(0.1, "final learning rate as a share of the peak", "10%")
 
 
 class ObserveSpec(SpecSection):
-    """What is shown while it runs."""
+    """Progress output."""
 
-    line_every: Seconds = Field(5.0, description="interval of lines when not in a terminal", examples=["5s"])
+    line_every: Seconds = setting(5.0, "interval between lines when the output is not a terminal", "5s")
 
 
 class EvaluateSpec(SpecSection):
-    """Validation inside the run, on the held-out documents."""
+    """Validation during the run, on held-out documents."""
 
-    every: AutoInterval = Field("auto", description="interval of evaluations", examples=["500 steps"])
-    tokens: AutoCount = Field("auto", description="held-out tokens in one evaluation", examples=["1M"])
+    every: AutoInterval = setting("auto", "interval between evaluations", "500 steps")
+    tokens: AutoCount = setting("auto", "held-out tokens per evaluation", "1M")
 
 
 class LintsSpec(SpecSection):
-    """Warnings of `bessemer spec check` about settings that would run and should not."""
+    """Warnings of `bessemer spec check` about settings that run but rarely work."""
 
-    silence: list[str] = Field([], description="rules that are wrong for this run", examples=[["no_warmup"]])
+    silence: list[str] = setting([], "warnings to silence for this run", ["no_warmup"])
 
 
 class RunSpec(SpecSection):
-    """One run, whatever its objective."""
+    """One run."""
 
-    name: str = Field(
-        "auto",
-        pattern=r"^\w[\w.-]{0,99}$",
-        description="the run's folder name (default: the file's name)",
-        examples=["my-run"],
+    name: str = setting(
+        "auto", "name of the run and its folder (default: the spec file's name)", "my-run", pattern=r"^\w[\w.-]{0,99}$"
     )
-    runs: str = Field("runs", min_length=1, description="folder that holds the runs", examples=["runs"])
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of everything random", examples=[0])
-    objective: Literal["pretrain"] = Field("pretrain", description="pretrain", examples=["pretrain"])
-    model: ModelSpec = Field(description="the network", examples=["10M"])
-    start_from: str | None = Field(
+    runs: str = setting("runs", "folder that holds the runs", "runs", min_length=1)
+    seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
+    objective: Literal["pretrain"] = setting("pretrain", "pretrain", "pretrain")
+    model: ModelSpec = setting(..., "the network", "10M")
+    start_from: str | None = setting(
         None,
-        description="a checkpoint whose weights a new run begins with: a folder of another run or of an import",
-        examples=["runs/base/checkpoints/step-00001000.a1"],
+        "checkpoint whose weights a new run starts with: a folder of another run or of an import",
+        "runs/base/checkpoints/step-00001000.a1",
     )
-    tokenizer: TokenizerSpec = Field(default_factory=TokenizerSpec, description="text to tokens")
-    data: DataSpec = Field(description="what is read and how it is mixed", examples=[{"sources": {"code": "src/"}}])
-    budget: BudgetSpec = Field(default_factory=BudgetSpec, description="how much is trained")
-    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="the optimizer")
-    schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="learning rate over the run")
-    tasks: list[ObjectiveSpec] = Field(
+    tokenizer: TokenizerSpec = section(TokenizerSpec, "text to tokens")
+    data: DataSpec = setting(..., "sources, curation and mixture", {"sources": {"code": "src/"}})
+    budget: BudgetSpec = section(BudgetSpec, "length of the run and batch sizes")
+    optimizer: OptimizerSpec = section(OptimizerSpec, "the optimizer")
+    schedule: ScheduleSpec = section(ScheduleSpec, "learning-rate schedule")
+    tasks: list[ObjectiveSpec] = setting(
         [ObjectiveSpec()],
+        "training objectives: causal, masked, denoise, prefix, infill, or several with their shares",
+        ["causal", {"kind": "infill", "share": 0.5}],
         min_length=1,
-        description="what is learnt from a row: causal, masked, denoise, prefix, infill, or several with their shares",
-        examples=[["causal", {"kind": "infill", "share": 0.5}]],
     )
-    loss: LossSpec = Field(default_factory=LossSpec, description="what is added to the cross-entropy")
-    dropout: DropoutSpec = Field(default_factory=DropoutSpec, description="dropout in training")
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8_rowwise"] = Field(
+    loss: LossSpec = section(LossSpec, "terms added to the cross-entropy")
+    dropout: DropoutSpec = section(DropoutSpec, "dropout during training")
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8_rowwise"] = setting(
         "auto",
-        description="of the passes: fp32, tf32, bf16, fp16 (with loss scaling), or fp8 in layers' products with one "
-        "scale a tensor or one a row (torchao); auto is the faster of fp32 and bf16",
-        examples=["bf16"],
+        "precision of forward and backward: fp32, tf32, bf16, fp16 (with loss scaling), or fp8 matrix products with "
+        "one scale per tensor or per row (torchao); auto is the faster of fp32 and bf16",
+        "bf16",
     )
-    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0, le=2.0**32)] = Field(
-        "dynamic", description="of fp16: dynamic, or a fixed factor such as 1024", examples=["dynamic"]
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0, le=2.0**32)] = setting(
+        "dynamic", "loss scale of fp16: dynamic, or a fixed factor such as 1024", "dynamic"
     )
-    compile: Literal["auto", "off", "block", "chain"] = Field(
+    compile: Literal["auto", "off", "block", "chain"] = setting(
         "auto",
-        description="torch.compile of each block's parts, or of what lies between two layers' attention (chain); auto "
-        "is chain on one GPU, block on several, off elsewhere",
-        examples=["block"],
+        "torch.compile of the parts of each block (block), or of everything between two attentions (chain); auto is "
+        "chain on one GPU, block on several, off elsewhere",
+        "block",
     )
-    memory: MemorySpec = Field(default_factory=MemorySpec, description="room on the device, and what is paid for it")
-    parallel: ParallelSpec = Field(default_factory=ParallelSpec, description="where it runs")
-    guard: GuardSpec = Field(default_factory=GuardSpec, description="the judge of every step")
-    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="saves")
-    observe: ObserveSpec = Field(default_factory=ObserveSpec, description="what is shown")
-    evaluate: EvaluateSpec = Field(default_factory=EvaluateSpec, description="validation inside the run")
-    lints: LintsSpec = Field(default_factory=LintsSpec, description="warnings about classic mistakes")
+    memory: MemorySpec = section(MemorySpec, "how device memory is saved")
+    parallel: ParallelSpec = section(ParallelSpec, "device and parallelism")
+    guard: GuardSpec = section(GuardSpec, "checks of every step")
+    checkpoint: CheckpointSpec = section(CheckpointSpec, "saving and retention")
+    observe: ObserveSpec = section(ObserveSpec, "progress output")
+    evaluate: EvaluateSpec = section(EvaluateSpec, "validation during the run")
+    lints: LintsSpec = section(LintsSpec, "warnings about common mistakes")

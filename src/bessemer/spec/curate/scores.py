@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Discriminator, Tag, WithJsonSchema, field_validator, model_validator
 
-from bessemer.spec.curate.step import Named, StepSpec, setting
-from bessemer.spec.quantity import Seconds, Share, ShortSection, SpecSection, parse_share, shown
+from bessemer.spec.curate.step import Named, StepSpec
+from bessemer.spec.quantity import Seconds, Share, ShortSection, SpecSection, parse_share, setting, shown
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "plain": {"request": {"text": "{text}"}, "response": "score"},

@@ -1,4 +1,4 @@
-"""How a step stands in a spec: `- length` with its defaults, or `- length: {min_chars: 100}`."""
+"""StepSpec: the base of curation steps. An entry of `clean` is `- length`, or `- length: {min_chars: 100}`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,12 @@ from pydantic_core import CoreSchema
 
 from bessemer.spec.quantity import SpecSection
 
-Named = Annotated[str, Field(min_length=1)]  # a file, a word, a variable: never empty
+Named = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-LARGEST_COUNT = 10**12  # of characters, words, documents: no corpus has a document of a terabyte
-
-
-def setting(default: Any, about: str, *examples: Any, **limits: Any) -> Any:
-    """A field of a step. A default of `...` means that there is none; limits are pydantic's (ge, le, pattern)."""
-    if limits.keys() & {"ge", "gt"} and not limits.keys() & {"le", "lt"}:
-        limits["le"] = LARGEST_COUNT
-    return Field(default, description=about, examples=list(examples), **limits)
 
 
 class StepSpec(SpecSection):
-    """The settings of one step. Defaults are the published ones; `step` is its name in a spec."""
+    """The settings of one step. Defaults are the published ones. `step` is its name in a spec."""
 
     step: ClassVar[str] = ""
 
@@ -43,15 +35,15 @@ class StepSpec(SpecSection):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """As it is written: the name, or the name with its settings."""
+        """The schema of both forms: the name, or the name with its settings."""
         full = handler.resolve_ref_schema(handler(core))
-        named = {
+        with_settings = {
             "type": "object",
             "properties": {cls.step: full},
             "required": [cls.step],
             "additionalProperties": False,
         }
-        return {"anyOf": [{"const": cls.step}, named], "description": full.get("description", "")}
+        return {"anyOf": [{"const": cls.step}, with_settings], "description": full.get("description", "")}
 
     @model_serializer(mode="wrap")
     def _wrap(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
