@@ -64,15 +64,17 @@ def prepare(
 
 @app.command()
 def publish(
-    spec: Path = typer.Argument(help="The run's YAML file."),
-    url: str | None = typer.Argument(None, help="Where to, such as s3://bucket/corpus (default: data.store)."),
-    settings: list[str] = _SETTINGS,
-    as_json: bool = _JSON,
+    spec: Path = SPEC,
+    url: str | None = typer.Argument(
+        None, help="The URL to upload to, such as s3://bucket/corpus (default: data.store)."
+    ),
+    settings: list[str] = SETTINGS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Upload the prepared data of a spec to an object store, for runs that have `data.store`.
 
-    Prepares the data first where that is not done. The same command continues an upload that was interrupted.
-    Credentials come from the environment, other options of the file system from `data.store.storage`.
+    Prepares the data first if needed. The same command again continues an interrupted upload. Credentials come from the
+    environment, other options of the file system from `data.store.storage`.
 
     Example: bessemer data publish my-run.yaml s3://bucket/corpus
     """
@@ -93,7 +95,7 @@ def publish(
         run_spec = load_spec(spec, [*settings, f"{key}={url}"])
     run_spec, store = completed(run_spec), run_spec.data.store
     if store is None:
-        raise UserError("say where to publish: bessemer data publish SPEC s3://bucket/corpus, or write data.store")
+        raise UserError("missing URL: write bessemer data publish SPEC s3://bucket/corpus, or set data.store")
     run_spec = run_spec.model_copy(update={"data": run_spec.data.model_copy(update={"store": None})})
     with working("listing the sources") as progress, naming_spec(spec, settings):
         vocab = prepare_data(run_spec, Plan(), progress).tokenizer.vocab_size

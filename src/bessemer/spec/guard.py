@@ -112,7 +112,7 @@ class TrialSpec(SpecSection):
 
 
 class ForgetSpec(SpecSection):
-    """Limits forgetting in a run that starts from trained weights: compares held-out losses with those before step 0."""
+    """Limits forgetting in a run that starts from trained weights: held-out losses against those before step 0."""
 
     sources: list[str] = setting(..., "data sources whose held-out loss is watched", ["general"], min_length=1)
     limit: Share = setting(0.05, "largest allowed rise of that loss", "5%")
