@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from bessemer.cli.main import app
 from bessemer.spec.load import load_spec
-from bessemer.spec.reference import reference
+from bessemer.spec.schema import configuration_markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_configuration_reference_is_current() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     assert "=None" not in text and "='" not in text, "defaults are shown as YAML, not as Python"
-    assert text == reference(), "run: .venv/bin/python -m bessemer.spec.reference > docs/configuration.md"
+    assert text == configuration_markdown(), "run: .venv/bin/python -m bessemer.spec.schema > docs/configuration.md"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)

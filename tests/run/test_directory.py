@@ -28,7 +28,7 @@ def write_run(folder: Path, *kinds: str, steps: int = 0) -> Run:
 
 def leave_dead_owner(folder: Path) -> None:
     """As a kill leaves it: the owner file stays, its process is gone."""
-    dead = Owner(Owner.me().host, 2**22 + 1, 1.0, time.time())
+    dead = Owner(Owner.this_process().host, 2**22 + 1, 1.0, time.time())
     (folder / "owner.json").write_text(json.dumps(asdict(dead)))
 
 

@@ -120,7 +120,7 @@ def test_a_recycled_pid_is_not_its_former_owner(tmp_path: Path, hold: Callable[[
 
 def test_my_own_pid_in_an_old_file_is_not_me(tmp_path: Path) -> None:
     """In containers every first process has pid 1."""
-    write_owner(tmp_path, replace(Owner.me(), started=1.0))
+    write_owner(tmp_path, replace(Owner.this_process(), started=1.0))
     lock = Lock(tmp_path)
     lock.acquire()
     assert lock.taken_from is not None

@@ -34,7 +34,7 @@ def check(
     from bessemer.spec.paths import path_problems
 
     loaded = load_document(spec, settings)
-    if not skip_paths and (problems := loaded.located(path_problems(loaded.spec, read_shape))):
+    if not skip_paths and (problems := loaded.locate(path_problems(loaded.spec, read_shape))):
         raise SpecError([*problems, f"{spec}: pass --skip-paths if its files are on another machine"])
     warnings = lint(loaded.spec, None if skip_paths else Path())
     for warning in sorted(warnings, key=lambda warning: loaded.document.rank(warning.path)):

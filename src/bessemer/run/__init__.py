@@ -1,1 +1,1 @@
-"""The run's directory: lock, metrics, events, and the words in which findings are told."""
+"""A run on disk: its folder, journals, lock, and the snapshot that checkpoints keep of it."""

@@ -1,9 +1,9 @@
-"""Append-only JSON lines that survive a kill.
+"""Journal: append-only JSON lines that survive a kill.
 
 One record is one write() of one line, so a killed writer leaves at most one torn last line. Readers ignore it, and the
-next writer cuts it off. Records are not fsynced one by one (a million steps would pay for it): `sync()` is called when
-a checkpoint commits, and a resume cuts everything past its checkpoint anyway. A power cut can leave a line of zeros;
-what is no record is passed over. Lines that a full disk refuses wait in memory until it takes them.
+next writer removes it. Records are not fsynced one by one, which would slow down training: `sync()` is called when a
+checkpoint commits, and a resume removes everything after its checkpoint. A power cut can leave a line of zeros; lines
+that are not records are skipped. Lines that a full disk refuses wait in memory until they can be written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def json_ready(value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A number out of a record, 'nan' and 'inf' among them; None where there is none."""
+    """The number in a field of a record, including 'nan' and 'inf'; None if it is not a number."""
     if isinstance(value, bool) or value is None:
         return None
     try:
@@ -46,16 +46,16 @@ def number(value: Any) -> float | None:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """The record of a line, or None for what is none."""
+    """The record in a line, or None if it is not a record."""
     try:
         record = json.loads(line)
-    except ValueError:  # also of broken UTF-8
+    except ValueError:  # also invalid UTF-8
         return None
     return record if isinstance(record, dict) else None
 
 
 class Journal:
-    """The writing end. One process holds it (the run's lock sees to that); its threads may share it."""
+    """Writes a journal. The run's lock makes sure that only one process does; its threads may share it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,21 +74,21 @@ class Journal:
             return
         with self.path.open("r+b") as file:
             end = file.seek(0, os.SEEK_END)
-            kept = end
-            while kept > 0:  # step back to the last newline
-                start = max(0, kept - 4096)
+            complete = end
+            while complete > 0:  # go back to the last newline
+                start = max(0, complete - 4096)
                 file.seek(start)
-                newline = file.read(kept - start).rfind(b"\n")
+                newline = file.read(complete - start).rfind(b"\n")
                 if newline >= 0:
-                    kept = start + newline + 1
+                    complete = start + newline + 1
                     break
-                kept = start
-            if kept < end:
-                file.truncate(kept)
+                complete = start
+            if complete < end:
+                file.truncate(complete)
 
     @property
     def size_bytes(self) -> int:
-        """Of all records, those that wait in memory included."""
+        """Size of all records, including those that wait in memory."""
         with self._lock:
             return os.fstat(self._fd).st_size + sum(map(len, self._unwritten))
 
@@ -101,15 +101,15 @@ class Journal:
         return b"".join(pieces)
 
     def append(self, record: Record) -> None:
-        """One line. If the disk refuses it, it waits in memory, and OSError says why."""
+        """Write one line. If the disk refuses it, the line waits in memory, and OSError gives the reason."""
         line = json.dumps(json_ready(record), ensure_ascii=False, default=str) + "\n"
         with self._lock:
-            # A file name that is no UTF-8 has lone surrogates; their \udcXX is JSON's own escape for them.
+            # A file name that is not UTF-8 has lone surrogates; \udcXX is JSON's escape for them.
             self._unwritten.append(line.encode("utf-8", "backslashreplace"))
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits in memory. Raises OSError, with the file's name, where the disk still refuses it."""
+        """Write the lines that wait in memory. OSError, with the file's name, if the disk still refuses them."""
         with self._lock:
             try:
                 while self._unwritten:
@@ -121,7 +121,7 @@ class Journal:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _write(self, data: bytes) -> None:
-        """All of a line or nothing: a part that the disk did take is taken back."""
+        """Write all of a line or nothing: a partial write is undone."""
         written = os.write(self._fd, data)
         try:
             while written < len(data):
@@ -131,7 +131,7 @@ class Journal:
             raise
 
     def cut(self, keep: Callable[[Record], bool]) -> int:
-        """Truncate before the first record that `keep` refuses; the number of records removed."""
+        """Truncate before the first record for which `keep` is false; the number of removed records."""
         with self._lock:
             offset, removed, cut_at = 0, 0, None
             with self.path.open("rb") as file:
@@ -142,35 +142,35 @@ class Journal:
                     removed += cut_at is not None and record is not None
                     offset += len(line)
             waiting = list(self._unwritten)
-            kept = 0
-            while cut_at is None and kept < len(waiting) and keep(parse_record(waiting[kept]) or {}):
-                kept += 1
+            kept_lines = 0
+            while cut_at is None and kept_lines < len(waiting) and keep(parse_record(waiting[kept_lines]) or {}):
+                kept_lines += 1
             if cut_at is not None:
                 self.truncate(cut_at)
-            self._unwritten = deque(waiting[:kept])
-        return removed + len(waiting) - kept
+            self._unwritten = deque(waiting[:kept_lines])
+        return removed + len(waiting) - kept_lines
 
     def truncate(self, size_bytes: int) -> None:
-        """Keep the first bytes of the file, and nothing that waits in memory."""
+        """Keep the first bytes of the file, and no line that waits in memory."""
         self._unwritten.clear()
         os.ftruncate(self._fd, size_bytes)
         os.fsync(self._fd)
 
     def replace(self, content: bytes) -> None:
-        """Put other content in place of the file's; a crash leaves the old or the new one."""
+        """Replace the content of the file; a crash leaves the old or the new one."""
         with self._lock:
             write_atomic(self.path, content)
             os.close(self._fd)
             self._open()
 
     def sync(self) -> None:
-        """Make all records survive a power cut. Raises OSError if some cannot be written."""
+        """Make all records survive a power cut. OSError if one cannot be written."""
         self.flush()
         os.fsync(self._fd)
 
     def close(self) -> None:
         if self._fd >= 0:
-            with suppress(OSError):  # told when it was refused the first time
+            with suppress(OSError):  # was reported at the first refusal
                 self.flush()
             os.close(self._fd)
             self._fd = -1
@@ -192,7 +192,7 @@ def last_record(path: Path) -> Record | None:
 
 
 def last_records(path: Path, count: int) -> list[Record]:
-    """The newest complete records, oldest first, found from the end: cheap on a file of any length."""
+    """The newest complete records, oldest first. Reads from the end, so it is cheap on long files."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -205,7 +205,7 @@ def last_records(path: Path, count: int) -> list[Record]:
             tail = file.read(position - start) + tail
             position, chunk = start, 2 * chunk
             complete = tail[: tail.rfind(b"\n") + 1].split(b"\n")
-            # The first piece may have begun further back.
+            # The first line may be incomplete.
             records = map(parse_record, reversed(complete if position == 0 else complete[1:]))
             newest = list(islice((record for record in records if record is not None), count))
     return newest[::-1]

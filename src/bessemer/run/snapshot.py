@@ -1,7 +1,7 @@
-"""What a checkpoint keeps of its run's own files: spec, plan, metrics and events as they stood at the save.
+"""The copy of a run's files that each checkpoint holds: spec, plan, metrics and events at the time of the save.
 
-One zip, `run.zip`, in the checkpoint's folder and hashed by its manifest. A resume compares the run's files with it, so
-that a lost or altered record is found, and puts the copy in its place. About 70 bytes and 3 microseconds a step.
+One file, `run.zip`, in the checkpoint's folder and hashed by its manifest. A resume compares the run's files with it
+and restores lost or altered records. Costs about 70 bytes and 3 microseconds per step.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from bessemer.run.journal import Journal, number, parse_record
 
 NAME = "run.zip"
-SPEC, PLAN = "spec.yaml", "plan.json"  # read by a resume, and not appended to
+SPEC, PLAN = "spec.yaml", "plan.json"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run's journals, by their path in its folder, with their sizes at one moment."""
+    """The journals of a run, by their path in its folder, with their sizes at one moment."""
 
     folder: Path
     journals: Mapping[str, tuple[Journal, int]]
 
     def pack(self) -> bytes:
-        """The zip. The journals may have grown since; what came later is left out."""
+        """The content of run.zip. Records that were appended since are left out."""
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
             for name in (SPEC, PLAN):
@@ -38,7 +38,7 @@ class Snapshot:
 
 
 def read_snapshot(checkpoint: Path) -> dict[str, bytes]:
-    """The files in a checkpoint's copy, which its manifest must have verified; empty for checkpoints without one."""
+    """The files in a checkpoint's run.zip, which must have been verified; empty for checkpoints without one."""
     path = checkpoint / NAME
     if not path.exists():
         return {}
@@ -46,28 +46,28 @@ def read_snapshot(checkpoint: Path) -> dict[str, bytes]:
         return {name: file.read(name) for name in file.namelist()}
 
 
-def put_back(journal: Journal, saved: bytes) -> str:
-    """Make a journal hold exactly what was saved of it. What was wrong with it; empty if it only had grown."""
+def restore_journal(journal: Journal, saved: bytes) -> str:
+    """Restore a journal to its saved content. Returns what was wrong with it; empty if it had only grown."""
     current = journal.path.read_bytes()
-    grown = current.startswith(saved)
-    if not grown:
+    intact = current.startswith(saved)
+    if not intact:
         journal.replace(saved)
     journal.truncate(len(saved))
-    return "" if grown else _difference(current, saved)
+    return "" if intact else _describe_damage(current, saved)
 
 
-def put_back_start(journal: Journal, saved: bytes) -> str:
-    """The same for a journal that goes on over a resume: records later than the saved ones stay."""
+def restore_journal_start(journal: Journal, saved: bytes) -> str:
+    """The same for a journal that continues over a resume: records after the saved ones stay."""
     current = journal.path.read_bytes()
     if current.startswith(saved):
         return ""
-    old, lines = saved.splitlines(keepends=True), current.splitlines(keepends=True)
-    known = set(old)
+    saved_lines, lines = saved.splitlines(keepends=True), current.splitlines(keepends=True)
+    known = set(saved_lines)
     last = max((i for i, line in enumerate(lines) if line in known), default=-1)
-    saved_s = max((_time(line) for line in old), default=0.0)
+    saved_s = max((_time(line) for line in saved_lines), default=0.0)
     later = [line for line in lines[last + 1 :] if _time(line) >= saved_s]
     journal.replace(saved + b"".join(later))
-    return _difference(current, saved)
+    return _describe_damage(current, saved)
 
 
 def _time(line: bytes) -> float:
@@ -75,8 +75,9 @@ def _time(line: bytes) -> float:
     return (number(record.get("time")) or 0.0) if record else -1.0
 
 
-def _difference(current: bytes, saved: bytes) -> str:
+def _describe_damage(current: bytes, saved: bytes) -> str:
     lines, present = saved.splitlines(), set(current.splitlines())
     missing = sum(line not in present for line in lines)
-    what = f"{missing:,} of the {len(lines):,} records" if missing else f"the order of {len(lines):,} records"
-    return f"{what} that the checkpoint counts {'were' if missing != 1 else 'was'} missing or altered"
+    if not missing:
+        return f"the order of {len(lines):,} records differs from the checkpoint's copy"
+    return f"{missing:,} of {len(lines):,} records of the checkpoint's copy were missing or altered"

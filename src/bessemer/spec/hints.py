@@ -1,19 +1,18 @@
-"""Names of other tools and what they are called here, for the message about an unknown key.
+"""Keys of other tools and their names in Bessemer, for the message about an unknown key.
 
 From Hugging Face's TrainingArguments and config.json, TRL, Axolotl, LLaMA-Factory, torchtitan, Megatron and nanoGPT.
-Every key on the left exists in the schema (a test compares the two).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# our key -> (the names of others, what else there is to know)
+# key of Bessemer -> (keys of other tools, a note)
 FOREIGN: dict[str, tuple[str, str]] = {
     "runs": (
         "output_dir out_dir dump_folder save_dir logging_dir report_to use_wandb wandb_project wandb_entity "
         "wandb_run_id wandb_name enable_wandb enable_tensorboard",
-        "a run is the folder RUNS/NAME, with its metrics and checkpoints",
+        "a run is the folder RUNS/NAME with metrics and checkpoints",
     ),
     "name": ("run_name wandb_run_name experiment_name overwrite_output_dir job", ""),
     "seed": ("random_seed data_seed manual_seed", ""),
@@ -21,7 +20,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "model.hf": (
         "model_name_or_path base_model base_model_config model_name pretrained_model_name_or_path checkpoint_dir "
         "hf_assets_path model_id model_type",
-        "the folder of a model; `hf download ORG/NAME --local-dir FOLDER` fetches one",
+        "a local folder; `hf download ORG/NAME --local-dir FOLDER` downloads a model",
     ),
     "model.preset": ("flavor model_size", ""),
     "model.width": ("n_embd hidden_size d_model dim embed_dim", ""),
@@ -38,7 +37,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "model.moe.top_k": ("num_experts_per_tok moe_router_topk", ""),
     "start_from": (
         "resume_from_checkpoint auto_resume_from_checkpoints init_from initial_load_path adapter_name_or_path",
-        "the same command again continues a run by itself",
+        "a run continues when the same command is run again",
     ),
     "tokenizer.path": ("tokenizer_path tokenizer_name tokenizer_name_or_path tokenizer_model tokenizer_config", ""),
     "tokenizer.vocab": ("vocab_size", ""),
@@ -63,12 +62,12 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "budget.batch": (
         "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps global_batch_size "
         "train_batch_size total_batch_size",
-        "the tokens of a step; it is divided into micro-batches by itself",
+        "tokens per step, divided into micro-batches automatically",
     ),
     "budget.micro_batch": (
         "micro_batch_size per_device_train_batch_size per_device_batch_size local_batch_size batch_size "
         "device_batch_size auto_find_batch_size",
-        "in sequences; budget.batch is what one step takes, in tokens",
+        "in sequences; budget.batch is the tokens per step",
     ),
     "budget.stop.patience": ("early_stopping_patience", ""),
     "optimizer.name": ("optim optimizer_name optimizer_type", ""),
@@ -81,13 +80,13 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "lora peft qlora adapter lora_r lora_alpha lora_dropout lora_rank lora_target lora_target_modules "
         "lora_target_linear lora_modules_to_save lora_model_dir peft_config use_peft unfrozen_parameters "
         "freeze_trainable_layers freeze_trainable_modules",
-        "there are no adapters: every weight is trained but those named here",
+        "adapters are not supported: all weights except those listed here are trained",
     ),
     "schedule.kind": ("lr_scheduler_type lr_scheduler lr_scheduler_kwargs scheduler decay_lr decay_type", ""),
     "schedule.warmup": ("warmup_ratio warmup_steps warmup_iters lr_warmup_iters lr_warmup_fraction", ""),
     "schedule.floor": (
         "min_lr min_lr_ratio min_lr_factor cosine_min_lr_ratio cosine_constant_lr_ratio",
-        "a share of the peak",
+        "as a share of the peak",
     ),
     "loss.smoothing": ("label_smoothing_factor label_smoothing", ""),
     "loss.z": ("z_loss z_loss_weight", ""),
@@ -97,7 +96,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "precision": (
         "bf16 fp16 tf32 fp8 float16 bfloat16 dtype torch_dtype pure_bf16 mixed_precision mixed_precision_param "
         "bf16_full_eval flash_attention flash_attn attn_implementation",
-        "attention takes the fastest kernel that the device has",
+        "attention uses the fastest kernel of the device",
     ),
     "compile": ("torch_compile torch_compile_backend enable_compile", ""),
     "memory.activations": (
@@ -109,12 +108,12 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "memory.offload_optimizer": ("enable_cpu_offload cpu_offload offload_optimizer_states", ""),
     "memory.moments": (
         "load_in_8bit load_in_4bit quantization_bit quantization_config bnb_4bit_quant_type",
-        "weights are not quantized; moments and memory.weights may be",
+        "weights are not quantized; moments can be, see also memory.weights",
     ),
     "parallel.threads": ("num_threads omp_num_threads", ""),
     "parallel.engine": (
         "deepspeed deepspeed_config",
-        "write deepspeed; parallel.deepspeed has its settings, no JSON file",
+        "write deepspeed; its settings are in parallel.deepspeed, not in a JSON file",
     ),
     "parallel.deepspeed.zero": ("zero_stage zero_optimization", ""),
     "parallel.dp_shard": (
@@ -122,7 +121,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     ),
     "parallel.dp_replicate": (
         "data_parallel_replicate_degree data_parallel_size dp_size dp dp_degree data_parallel data_parallelism ddp",
-        "or parallel.dp_shard, which divides the weights among the processes",
+        "or parallel.dp_shard, which shards the weights",
     ),
     "parallel.tp": (
         "tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size tensor_parallel tensor_parallelism "
@@ -155,11 +154,11 @@ FOREIGN: dict[str, tuple[str, str]] = {
     ),
     "evaluate.tokens": ("eval_iters eval_max_new_tokens eval_batches", ""),
     "observe.line_every": ("logging_steps log_interval log_freq logging_first_step logging_strategy", ""),
-    "budget": ("training training_args trainer train", "with data, optimizer and schedule beside it"),
+    "budget": ("training training_args trainer train", "see also data, optimizer and schedule"),
     "parallel": ("parallelism", ""),
     "observe": ("metrics logging tracker", ""),
 }  # fmt: skip
-# Keys whose value means the same under every other name, but for the names that follow.
+# Keys whose value has the same meaning in other tools, except for the names in _OTHER_VALUE.
 _SAME_VALUE = (
     "seed model.width model.layers model.heads model.kv_heads model.ffn model.norm_eps model.rope.theta "
     "model.moe.experts model.moe.top_k tokenizer.vocab data.context budget.tokens budget.steps budget.epochs "
@@ -178,22 +177,22 @@ _PRECISIONS = {
     "16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "pure_bf16": "bf16", "fp8": "fp8",
 }  # fmt: skip
 SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-# The key of a section that a single value is meant for, where it is not the section's first.
+# The key that a single value of a section is for, if not the first key of the section.
 MAIN_KEY = {"tokenizer": "path", "dropout": "residual"}
-_OURS = {name: key for key, (names, _) in FOREIGN.items() for name in names.split()}
+_OUR_KEYS = {name: key for key, (names, _) in FOREIGN.items() for name in names.split()}
 
 
-def ours(name: str) -> str | None:
-    """Our key, dotted, for what another tool calls `name`."""
-    return _OURS.get(name.lower().replace("-", "_"))
+def our_key(name: str) -> str | None:
+    """Bessemer's dotted key for the key `name` of another tool."""
+    return _OUR_KEYS.get(name.lower().replace("-", "_"))
 
 
 def our_value(name: str, value: Any) -> Any:
-    """What the value of another tool's key is here; None where its meaning differs."""
-    name, key = name.lower().replace("-", "_"), ours(name)
+    """The value in Bessemer of another tool's key; None if its meaning differs."""
+    name, key = name.lower().replace("-", "_"), our_key(name)
     if key == "precision":
         text = str(value).lower().removeprefix("torch.")
-        if name in _PRECISIONS and text in SWITCH:  # `fp16: true`, as against `dtype: float16`
+        if name in _PRECISIONS and text in SWITCH:  # `fp16: true`, in contrast to `dtype: float16`
             return _PRECISIONS[name] if SWITCH[text] else "auto"
         return _PRECISIONS.get(text)
     return value if key in _SAME_VALUE.split() and name not in _OTHER_VALUE.split() else None

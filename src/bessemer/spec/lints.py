@@ -1,9 +1,7 @@
-"""A look at the first rows of a source, where its files lie on this machine: how many repeat an earlier one.
+"""Warnings about settings that run but rarely work: one named rule each, with the numbers that support it.
 
-Classic mistakes: specs that would run and should not, one named rule each, with the numbers that speak against them.
-
-`bessemer spec check` prints them as warnings. A rule that is wrong for a run is silenced in its spec:
-`lints: {silence: [no_warmup]}`. Rules say nothing where the spec leaves the matter to the planner.
+`bessemer spec check` prints them. A rule that is wrong for a run is silenced in its spec:
+`lints: {silence: [no_warmup]}`. Rules ignore settings that the spec leaves to the planner.
 """
 
 from __future__ import annotations
@@ -39,23 +37,23 @@ from bessemer.spec.quantity import human_count, human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
-ROWS = 2000
-LONGEST_ROW = 1 << 20
-_FEWEST = 20  # below it a share says nothing
+SAMPLE_ROWS = 2000
+MAX_ROW_CHARS = 1 << 20
+MIN_SAMPLE_ROWS = 20  # a share of fewer rows says nothing
 
 
 def repeated_share(folder: Path, source: SourceSpec) -> tuple[float, int]:
-    """(share of rows that were there before, rows looked at) among the first rows of a source's JSONL files; (0, 0)
-    where there are none to look at."""
+    """(share of repeated rows, number of rows) among the first rows of a source's local JSONL files; (0, 0) if there
+    are too few."""
     seen: set[bytes] = set()
     rows = repeated = 0
-    with suppress(OSError, ValueError, EOFError, zlib.error):  # a file that cannot be read is reported by other checks
-        for text in islice(_texts(folder, source), ROWS):
+    with suppress(OSError, ValueError, EOFError, zlib.error):  # other checks report unreadable files
+        for text in islice(_texts(folder, source), SAMPLE_ROWS):
             key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
             repeated += key in seen
             seen.add(key)
             rows += 1
-    return (repeated / rows, rows) if rows >= _FEWEST else (0.0, 0)
+    return (repeated / rows, rows) if rows >= MIN_SAMPLE_ROWS else (0.0, 0)
 
 
 def _texts(folder: Path, source: SourceSpec) -> Iterator[str]:
@@ -64,18 +62,17 @@ def _texts(folder: Path, source: SourceSpec) -> Iterator[str]:
     for path in source.path:
         if "://" in path or any(mark in path for mark in "*?["):
             continue
-        place = folder / os.path.expanduser(path)  # an absolute path replaces the folder
-        files = sorted(islice(place.glob("*.jsonl*"), 20)) if place.is_dir() else [place]
+        location = folder / os.path.expanduser(path)  # an absolute path replaces the folder
+        files = sorted(islice(location.glob("*.jsonl*"), 20)) if location.is_dir() else [location]
         for file in files:
             if file.is_file() and file.name.endswith((".jsonl", ".jsonl.gz")):
-                yield from _rows(file, source.text_field)
+                yield from _texts_of_file(file, source.text_field)
 
 
-def _rows(file: Path, field: str) -> Iterator[str]:
-    """Texts of a file."""
-    opened: Callable[..., IO[str]] = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rt", encoding="utf-8", errors="replace") as lines:
-        while line := lines.readline(LONGEST_ROW):
+def _texts_of_file(file: Path, field: str) -> Iterator[str]:
+    open_file: Callable[..., IO[str]] = gzip.open if file.suffix == ".gz" else open
+    with open_file(file, "rt", encoding="utf-8", errors="replace") as lines:
+        while line := lines.readline(MAX_ROW_CHARS):
             try:
                 row = json.loads(line)
             except ValueError:
@@ -84,15 +81,15 @@ def _rows(file: Path, field: str) -> Iterator[str]:
                 yield row[field]
 
 
-OLD_GPUS = ("p100", "v100", "t4", "titan", "2080", "1080")  # without bf16
-USUAL_VOCAB = 32_000  # where a tokenizer is yet to be trained: only for counting
+GPUS_WITHOUT_BF16 = ("p100", "v100", "t4", "titan", "2080", "1080")
+USUAL_VOCAB = 32_000  # to count parameters while the tokenizer is not trained yet
 BENCHMARKS = ("gsm8k", "mmlu", "hellaswag", "humaneval", "mbpp", "arc-challenge", "arc_challenge", "truthfulqa",
               "winogrande", "piqa", "boolq", "triviaqa", "math500", "gpqa", "ifeval", "bbh")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Lint:
-    """One warning: the rule, the key it is about, and what speaks against it, with the fix."""
+    """One warning: the rule, the key, and a message with the fix."""
 
     rule: str
     path: KeyPath
@@ -101,15 +98,15 @@ class Lint:
 
 @dataclass
 class LintFacts:
-    """What a spec settles, for the rules to read."""
+    """Facts about a spec that the rules read."""
 
     spec: RunSpec
-    folder: Path | None  # that relative data paths start from; None: the files are not on this machine
-    gpu: str = ""  # its name, where it is known
+    folder: Path | None  # base of relative data paths; None: the files are not on this machine
+    gpu: str = ""  # its name, if known
 
     @cached_property
     def shape(self) -> ModelShape | None:
-        """None where a folder of weights decides it."""
+        """None if a folder of weights defines it."""
         if self.spec.model.hf is not None:
             return None
         vocab = self.spec.tokenizer.vocab
@@ -120,307 +117,311 @@ class LintFacts:
         return float(self.shape.parameters) if self.shape else 0.0
 
     @property
-    def fresh(self) -> bool:
-        """Trained from random weights."""
+    def from_scratch(self) -> bool:
+        """Whether the run starts from random weights."""
         return self.spec.model.hf is None and self.spec.start_from is None
 
     @property
     def tokens(self) -> int | None:
-        """Length of the run, where it is written."""
+        """Length of the run, if the spec states it."""
         budget = self.spec.budget
         if isinstance(budget.tokens, int):
             return budget.tokens
         return budget.steps * budget.batch if budget.steps and isinstance(budget.batch, int) else None
 
-    def steps_named(self, *beginnings: str) -> bool:
-        """Whether a curation step of such a name is asked for, of all sources or of one."""
+    def has_step(self, *prefixes: str) -> bool:
+        """Whether any source has a curation step whose name starts with one of the prefixes."""
         lists = [self.spec.data.clean, *(source.clean for source in self.spec.data.sources.values())]
-        return any(step.step.startswith(beginnings) for steps in lists for step in steps)
+        return any(step.step.startswith(prefixes) for steps in lists for step in steps)
 
     @cached_property
-    def web(self) -> list[str]:
-        """Sources of web pages."""
+    def web_sources(self) -> list[str]:
+        """Names of sources of web pages."""
         return [name for name, source in self.spec.data.sources.items() if domain_of(name, source)[0] == "web"]
 
 
-Found = Iterator[tuple[KeyPath, str]]
-THEY = "GPT-3, TinyLlama, Llama 2 and 3"
+Warnings = Iterator[tuple[KeyPath, str]]
+PUBLISHED_RUNS = "GPT-3, TinyLlama, Llama 2 and 3"
 ADAMS = ("adamw", "adam", "nadam", "radam")
 
 
-def fp16_on_new_hardware(facts: LintFacts) -> Found:
-    if facts.spec.precision == "fp16" and not any(old in facts.gpu.lower() for old in OLD_GPUS):
+def fp16_on_new_hardware(facts: LintFacts) -> Warnings:
+    if facts.spec.precision == "fp16" and not any(old in facts.gpu.lower() for old in GPUS_WITHOUT_BF16):
         where = f" on {facts.gpu}" if facts.gpu else ""
-        why = (
-            f"fp16 ends at 65,504 and needs loss scaling; bf16 is as fast{where} and reaches 3.4e38: write bf16 (on "
-            "P100, V100 and T4, which lack it, silence this)"
+        message = (
+            f"fp16 overflows at 65,504 and needs loss scaling; bf16 is as fast{where} and reaches 3.4e38: write bf16 "
+            "(silence this on P100, V100 and T4, which have no bf16)"
         )
-        yield ("precision",), why
+        yield ("precision",), message
 
 
-def no_warmup(facts: LintFacts) -> Found:
+def no_warmup(facts: LintFacts) -> Warnings:
     warmup, optimizer = facts.spec.schedule.warmup, facts.spec.optimizer
     if warmup in (0, 0.0, "0 tokens") and optimizer.name != "sgd":
         settings = optimizer.settings()
         beta = settings.get("betas", [0.9, 0.95])[-1]
-        why = (
-            f"none: the first steps take the full rate while the second moment has seen 1 of the {1 / (1 - beta):.0f} "
-            "steps it averages: write warmup: 2%"
+        message = (
+            f"no warm-up: the first steps use the full rate while the second moment has 1 of the {1 / (1 - beta):.0f} "
+            "steps that it averages: write warmup: 2%"
         )
-        yield ("schedule", "warmup"), why
+        yield ("schedule", "warmup"), message
 
 
-def rate_of_a_smaller_model(facts: LintFacts) -> Found:
+def rate_of_a_smaller_model(facts: LintFacts) -> Warnings:
     lr = facts.spec.optimizer.lr
-    if lr == "auto" or not facts.fresh or not facts.shape or facts.spec.optimizer.name not in ADAMS:
+    if lr == "auto" or not facts.from_scratch or not facts.shape or facts.spec.optimizer.name not in ADAMS:
         return
     usual = published_rate(facts.parameters)
-    # Small models bear more than was published for them; at 70B twice the published rate is 7B's.
+    # Small models tolerate more than their published rate; at 70B twice the published rate is that of 7B.
     times = 1.9 if facts.parameters >= 10e9 else 4.0 if facts.parameters >= 1e9 else 8.0
     if facts.spec.model.init != "mup" and lr >= times * usual:
-        why = (
+        message = (
             f"{lr:g} is {lr / usual:.1f} times the {usual:.1e} that models of {human_count(facts.parameters)} "
-            f"parameters were trained with ({THEY}): write {usual:.1e} or auto"
+            f"parameters were trained with ({PUBLISHED_RUNS}): write {usual:.1e} or auto"
         )
-        yield ("optimizer", "lr"), why
+        yield ("optimizer", "lr"), message
 
 
-def lion_at_adams_rate(facts: LintFacts) -> Found:
+def lion_at_adams_rate(facts: LintFacts) -> Warnings:
     lr = facts.spec.optimizer.lr
     if facts.spec.optimizer.name != "lion" or lr == "auto" or not facts.shape:
         return
     usual = published_rate(facts.parameters)
     if lr > usual / 2 and facts.parameters >= 10e6:
-        why = (
-            f"Lion's step has the sign alone and wants 3 to 10 times less than AdamW's {usual:.1e}, with as much more "
-            f"decay (Chen et al. 2023): write {usual / 5:.1e}"
+        message = (
+            f"Lion steps by the sign and needs a rate 3 to 10 times below AdamW's {usual:.1e}, with as much more "
+            f"weight decay (Chen et al. 2023): write {usual / 5:.1e}"
         )
-        yield ("optimizer", "lr"), why
+        yield ("optimizer", "lr"), message
 
 
-def continued_at_the_peak(facts: LintFacts) -> Found:
+def continued_at_the_peak(facts: LintFacts) -> Warnings:
     lr = facts.spec.optimizer.lr
-    if facts.fresh or lr == "auto" or facts.spec.optimizer.name not in ADAMS:
+    if facts.from_scratch or lr == "auto" or facts.spec.optimizer.name not in ADAMS:
         return
     usual = published_rate(facts.parameters) if facts.shape else 3e-4
     if lr > 0.7 * usual:
         size = f"of {human_count(facts.parameters)}" if facts.shape else "of this kind"
-        why = (
-            f"{lr:g} on trained weights is near the {usual:.1e} that models {size} were pre-trained with, and forgets "
-            f"what they know (Ibrahim et al. 2024): write {usual / 3:.1e}, or auto"
+        message = (
+            f"{lr:g} on trained weights is near the pre-training rate {usual:.1e} of models {size}, and causes "
+            f"forgetting (Ibrahim et al. 2024): write {usual / 3:.1e}, or auto"
         )
-        yield ("optimizer", "lr"), why
+        yield ("optimizer", "lr"), message
 
 
-def batch_too_small(facts: LintFacts) -> Found:
+def batch_too_small(facts: LintFacts) -> Warnings:
     batch = facts.spec.budget.batch
-    if not isinstance(batch, int) or not facts.fresh or facts.parameters < 500e6:
+    if not isinstance(batch, int) or not facts.from_scratch or facts.parameters < 500e6:
         return
     usual = float(f"{published_batch(facts.parameters):.2g}")
     if batch < usual / 8:
-        why = (
-            f"{human_count(batch)} tokens are {usual / batch:.0f} times fewer than the {human_count(usual)} that "
-            f"models of {human_count(facts.parameters)} had ({THEY}): noisy steps, and GPUs that wait for each "
-            f"other: write {human_count(usual)} or auto"
+        message = (
+            f"{human_count(batch)} tokens are {usual / batch:.0f} times fewer than the {human_count(usual)} of "
+            f"models with {human_count(facts.parameters)} parameters ({PUBLISHED_RUNS}): gradients are noisy and "
+            f"communication dominates: write {human_count(usual)} or auto"
         )
-        yield ("budget", "batch"), why
+        yield ("budget", "batch"), message
 
 
-def nobody_watches(facts: LintFacts) -> Found:
+def nobody_watches(facts: LintFacts) -> Warnings:
     guard = facts.spec.guard
     if not guard.enabled:
-        why = (
-            "false: gradient norms are still logged and nobody looks; PaLM met some 20 loss spikes in its run: write "
-            "true"
-        )
-        yield ("guard", "enabled"), why
+        message = "no step is checked, although PaLM had about 20 loss spikes in its run: write true"
+        yield ("guard", "enabled"), message
 
 
-def no_clipping(facts: LintFacts) -> Found:
+def no_clipping(facts: LintFacts) -> Warnings:
     clip = facts.spec.optimizer.clip
     if clip >= 100:
         yield (
             ("optimizer", "clip"),
-            (f"{clip:g} clips nothing: norms of healthy runs lie below 10, and published runs clip at 1.0: write 1.0"),
+            (f"{clip:g} clips nothing: norms of healthy runs are below 10, and published runs clip at 1.0: write 1.0"),
         )
 
 
-def no_dedup(facts: LintFacts) -> Found:
-    if facts.steps_named("dedup"):
+def no_dedup(facts: LintFacts) -> Warnings:
+    if facts.has_step("dedup"):
         return
     for name, source in facts.spec.data.sources.items():
         share, rows = repeated_share(facts.folder, source) if facts.folder is not None else (0.0, 0)
         if share > 0.05:
-            why = (
-                f"{share:.0%} of its first {rows:,} rows repeat one before them, and nothing removes duplicates: add "
+            message = (
+                f"{share:.0%} of its first {rows:,} rows repeat an earlier row, and no step removes duplicates: add "
                 "dedup_exact and dedup_minhash to data.clean"
             )
-            yield ("data", "sources", name), why
+            yield ("data", "sources", name), message
             return
-    large = facts.fresh and (facts.tokens or 0) >= 1e9
-    if facts.web and facts.fresh and (large or facts.parameters >= 100e6):
-        why = (
-            f"{', '.join(facts.web)}: web pages; 3 % of C4 and 14 % of RealNews were near-duplicates, and a model "
-            "without them recited ten times less (Lee et al. 2022): add dedup_minhash"
+    large = facts.from_scratch and (facts.tokens or 0) >= 1e9
+    if facts.web_sources and facts.from_scratch and (large or facts.parameters >= 100e6):
+        message = (
+            f"{', '.join(facts.web_sources)}: web pages; 3 % of C4 and 14 % of RealNews were near-duplicates, and "
+            f"models "
+            "trained without them memorise ten times less (Lee et al. 2022): add dedup_minhash"
         )
-        yield ("data", "clean"), why
+        yield ("data", "clean"), message
     elif large:
-        why = (
-            f"{human_count(facts.tokens or 0)} tokens and no step removes duplicates; what is there ten times is "
-            "recited about 1,000 times as often (Kandpal et al. 2022): add dedup_exact and dedup_minhash"
+        message = (
+            f"{human_count(facts.tokens or 0)} tokens and no step removes duplicates; text that occurs ten times "
+            "is generated about 1,000 times as often (Kandpal et al. 2022): add dedup_exact and dedup_minhash"
         )
-        yield ("data", "clean"), why
+        yield ("data", "clean"), message
 
 
-def contaminated_evaluation(facts: LintFacts) -> Found:
+def contaminated_evaluation(facts: LintFacts) -> Warnings:
     for name, source in facts.spec.data.sources.items():
         for path in source.path:
             known = next((bench for bench in BENCHMARKS if bench in f"{name} {path}".lower()), None)
             if known and "train" not in path.lower() and source.weight > 0:
-                why = (
-                    f"{path!r} names {known}, which models are measured with: its scores would say nothing: take its "
+                message = (
+                    f"{path!r} contains {known}, a benchmark: its scores would be meaningless: use its "
                     "training split, or remove it"
                 )
-                yield ("data", "sources", name), why
+                yield ("data", "sources", name), message
                 return
-    if facts.web and facts.fresh and (facts.tokens or 0) >= 10e9 and not facts.steps_named("decontaminate"):
-        why = (
-            f"{human_count(facts.tokens or 0)} tokens with web pages ({', '.join(facts.web)}) hold parts of public "
-            "benchmarks: GPT-3's report (2020, section 4) found a quarter of its sets with over half of their items "
-            "possibly seen: add decontaminate with the sets you will report"
+    if facts.web_sources and facts.from_scratch and (facts.tokens or 0) >= 10e9 and not facts.has_step("decontaminate"):
+        message = (
+            f"{human_count(facts.tokens or 0)} tokens with web pages ({', '.join(facts.web_sources)}) contain parts "
+            f"of public "
+            "benchmarks: GPT-3's report (2020, section 4) found a quarter of its sets with over half of the items "
+            "possibly seen: add decontaminate with the benchmarks you will report"
         )
-        yield ("data", "clean"), why
+        yield ("data", "clean"), message
 
 
-def no_validation(facts: LintFacts) -> Found:
+def no_validation(facts: LintFacts) -> Warnings:
     if facts.spec.data.validation == 0:
-        yield ("data", "validation"), ("0: nothing is held out, so that memorising and learning look alike: write 1%")
+        yield ("data", "validation"), ("0: without held-out data memorising cannot be told from learning: write 1%")
 
 
-def tokenizer_not_audited(facts: LintFacts) -> Found:
+def tokenizer_not_audited(facts: LintFacts) -> Warnings:
     tokenizer, data = facts.spec.tokenizer, facts.spec.data
-    if tokenizer.path is None or not facts.fresh:
+    if tokenizer.path is None or not facts.from_scratch:
         return
     special = {"code", "math", "multilingual"}
-    found = [name for name, source in data.sources.items() if source.path and domain_of(name, source)[0] in special]
-    if found:
-        pairs = " ".join(f"{name}={data.sources[name].path[0]}" for name in found[:2])
-        why = (
-            f"a tokenizer from elsewhere for {', '.join(found)}: other languages take up to 15 times as many tokens "
-            f"(Petrov et al. 2023), and as much compute: look at `bessemer data audit {tokenizer.path} {pairs}`, then "
+    special_sources = [
+        name for name, source in data.sources.items() if source.path and domain_of(name, source)[0] in special
+    ]
+    if special_sources:
+        pairs = " ".join(f"{name}={data.sources[name].path[0]}" for name in special_sources[:2])
+        message = (
+            f"a loaded tokenizer for {', '.join(special_sources)}: other languages can need 15 times as many tokens "
+            f"(Petrov et al. 2023) and as much compute: run `bessemer data audit {tokenizer.path} {pairs}`, then "
             "silence this"
         )
-        yield ("tokenizer", "path"), why
+        yield ("tokenizer", "path"), message
 
 
-def vocabulary_outweighs_the_model(facts: LintFacts) -> Found:
+def vocabulary_outweighs_the_model(facts: LintFacts) -> Warnings:
     vocab = facts.spec.tokenizer.vocab
     if not isinstance(vocab, int) or not facts.shape:
         return
     share = vocab * facts.shape.width * (1 if facts.shape.tied else 2) / facts.parameters
     if share > 0.6:
-        why = (
+        message = (
             f"{vocab:,} tokens of width {facts.shape.width} are {share:.0%} of {human_count(facts.parameters)} "
-            f"parameters, where about {best_vocabulary_parameters(facts.parameters) / facts.parameters:.0%} are best "
+            f"parameters; about {best_vocabulary_parameters(facts.parameters) / facts.parameters:.0%} is best "
             "(Tao et al. 2024): write auto"
         )
-        yield ("tokenizer", "vocab"), why
+        yield ("tokenizer", "vocab"), message
 
 
-def too_many_epochs(facts: LintFacts) -> Found:
+def too_many_epochs(facts: LintFacts) -> Warnings:
     epochs = facts.spec.budget.epochs
-    if epochs and epochs > 4.5 and facts.fresh and facts.parameters >= 30e6:
-        why = (
-            f"{epochs:g} passes are worth {worth_of_epochs(epochs):.1f} over fresh text, and past 4 repeats teach less "
-            "and less (Muennighoff et al. 2023): add text, or take a smaller model"
+    if epochs and epochs > 4.5 and facts.from_scratch and facts.parameters >= 30e6:
+        message = (
+            f"{epochs:g} epochs are worth {worth_of_epochs(epochs):.1f} epochs of new text; after 4 epochs repeats "
+            f"teach less and "
+            "less (Muennighoff et al. 2023): add text, or use a smaller model"
         )
-        yield ("budget", "epochs"), why
+        yield ("budget", "epochs"), message
 
 
-def too_few_tokens(facts: LintFacts) -> Found:
+def too_few_tokens(facts: LintFacts) -> Warnings:
     tokens = facts.tokens
-    if tokens and facts.fresh and facts.parameters >= 50e6 and tokens < 2 * facts.parameters:
+    if tokens and facts.from_scratch and facts.parameters >= 50e6 and tokens < 2 * facts.parameters:
         best = human_count(math.sqrt(facts.parameters * tokens / 20))
-        why = (
-            f"{tokens / facts.parameters:.2g} tokens for each of {human_count(facts.parameters)} parameters, where "
-            f"about 20 are best (Chinchilla 2022): as much compute trains {best} parameters better"
+        message = (
+            f"{tokens / facts.parameters:.2g} tokens per parameter with {human_count(facts.parameters)} parameters; "
+            f"about 20 is best (Chinchilla 2022): the same compute trains {best} parameters to a lower loss"
         )
-        yield ("budget", "tokens" if isinstance(facts.spec.budget.tokens, int) else "steps"), why
+        yield ("budget", "tokens" if isinstance(facts.spec.budget.tokens, int) else "steps"), message
 
 
-def rotary_base_too_small(facts: LintFacts) -> Found:
+def rotary_base_too_small(facts: LintFacts) -> Warnings:
     context, shape = facts.spec.data.context, facts.shape
     if not isinstance(context, int) or shape is None or shape.positions != "rope" or shape.rope.scaling != "none":
         return
     base = shape.rope.theta
     if base * 10 < rope_base_needed(context):
-        why = (
-            f"{context:,} tokens with a rotary base of {base:g}, which tells positions apart up to about "
-            f"{rope_reach(base):,} (Xu et al. 2024): write model.rope: {{theta: {rope_base_needed(context):.0e}}}"
+        message = (
+            f"{context:,} tokens with a rotary base of {base:g}, which distinguishes positions up to about "
+            f"{rope_reach(base):,} tokens (Xu et al. 2024): write model.rope: {{theta: "
+            f"{rope_base_needed(context):.0e}}}"
         )
-        yield ("data", "context"), why
+        yield ("data", "context"), message
 
 
-def decay_in_the_gradient(facts: LintFacts) -> Found:
+def decay_in_the_gradient(facts: LintFacts) -> Warnings:
     optimizer = facts.spec.optimizer
     if optimizer.name == "adam" and (optimizer.weight_decay or 0) > 0:
-        why = (
-            f"{optimizer.weight_decay:g} is added to adam's gradient and then divided by its size: weights with large "
-            "gradients hardly decay (Loshchilov and Hutter 2019): write name: adamw"
+        message = (
+            f"{optimizer.weight_decay:g} is added to adam's gradient and then normalised: weights with large gradients "
+            "hardly decay (Loshchilov and Hutter 2019): write name: adamw"
         )
-        yield ("optimizer", "weight_decay"), why
+        yield ("optimizer", "weight_decay"), message
 
 
-def sgd_on_a_transformer(facts: LintFacts) -> Found:
+def sgd_on_a_transformer(facts: LintFacts) -> Warnings:
     if facts.spec.optimizer.name == "sgd":
-        why = (
-            "sgd hardly learns rare tokens, which most of a text consists of (Kunstner et al. 2024), and its rates and "
-            "clipping carry over to no other optimizer: write adamw"
-        )
-        yield ("optimizer", "name"), why
+        message = "sgd hardly learns rare tokens, which make up most of a text (Kunstner et al. 2024): write adamw"
+        yield ("optimizer", "name"), message
 
 
-def slow_second_moment(facts: LintFacts) -> Found:
+def slow_second_moment(facts: LintFacts) -> Warnings:
     betas = facts.spec.optimizer.betas
-    if facts.spec.optimizer.name in ADAMS and betas and betas[1] >= 0.999 and facts.parameters >= 1e9 and facts.fresh:
-        why = (
-            f"beta2 {betas[1]:g} averages {1 / (1 - betas[1]):,.0f} steps, too slow for a gradient that grows: loss "
-            "spikes (Molybog et al. 2023); GPT-3, Llama and OLMo have 0.95: write [0.9, 0.95]"
+    if (
+        facts.spec.optimizer.name in ADAMS
+        and betas
+        and betas[1] >= 0.999
+        and facts.parameters >= 1e9
+        and facts.from_scratch
+    ):
+        message = (
+            f"beta2 {betas[1]:g} averages {1 / (1 - betas[1]):,.0f} steps, too slow for growing gradients: loss spikes "
+            "(Molybog et al. 2023); GPT-3, Llama and OLMo use 0.95: write [0.9, 0.95]"
         )
-        yield ("optimizer", "betas"), why
+        yield ("optimizer", "betas"), message
 
 
-def loss_scale_without_fp16(facts: LintFacts) -> Found:
+def loss_scale_without_fp16(facts: LintFacts) -> Warnings:
     scale, precision = facts.spec.loss_scale, facts.spec.precision
     if scale != "dynamic" and precision not in ("fp16", "auto"):
-        yield (
-            ("loss_scale",),
-            (f"{scale:g} does nothing in {precision}, which reaches as far as fp32 (8 bits of exponent): remove it"),
-        )
+        yield (("loss_scale",), (f"{scale:g} has no effect in {precision}, which has the range of fp32: remove it"))
 
 
-def hasty_stop(facts: LintFacts) -> Found:
+def hasty_stop(facts: LintFacts) -> Warnings:
     patience = facts.spec.budget.stop.patience
     if patience is not None and patience < 3:
-        why = (
-            f"{patience} without a new best ends the run; once the loss falls by less than its noise, every second "
-            "evaluation is none: write 5"
+        message = (
+            f"{patience} evaluations without a new best end the run, but once the loss falls by less than its noise, "
+            f"every "
+            "second evaluation is no new best: write 5"
         )
-        yield ("budget", "stop", "patience"), why
+        yield ("budget", "stop", "patience"), message
 
 
-def rare_saves(facts: LintFacts) -> Found:
+def rare_saves(facts: LintFacts) -> Warnings:
     every = facts.spec.checkpoint.every
     if isinstance(every, str) and every != "auto" and float(every.split()[0]) > 4 * 3600:
         seconds = float(every.split()[0])
-        why = (
-            f"every {human_time(seconds)}: a failure loses {human_time(seconds / 2)} on average, where saves of "
-            "seconds cost little (Young 1974: 32 nodes with 60 s a save want about 2 h): write auto"
+        message = (
+            f"every {human_time(seconds)}: a failure loses {human_time(seconds / 2)} on average, while a save costs "
+            "seconds (Young 1974: about 2 h is best for 32 nodes and 60 s per save): write auto"
         )
-        yield ("checkpoint", "every"), why
+        yield ("checkpoint", "every"), message
 
 
-RULES: dict[str, Callable[[LintFacts], Found]] = {
+RULES: dict[str, Callable[[LintFacts], Warnings]] = {
     rule.__name__: rule
     for rule in (
         fp16_on_new_hardware, no_warmup, rate_of_a_smaller_model, lion_at_adams_rate, continued_at_the_peak,
@@ -433,16 +434,16 @@ RULES: dict[str, Callable[[LintFacts], Found]] = {
 
 
 def lint(spec: RunSpec, folder: Path | None = Path(), gpu: str = "") -> list[Lint]:
-    """Warnings about a valid spec, those silenced left out. `folder` is where relative paths of its data start; None
-    where its files are not on this machine."""
+    """Warnings about a valid spec, except silenced ones. `folder` is the base of relative data paths; None if the files
+    are not on this machine."""
     facts = LintFacts(spec, folder, gpu)
-    found = []
+    warnings = []
     for name in spec.lints.silence:
         if name not in RULES:
             near = difflib.get_close_matches(name, RULES, n=1, cutoff=0.4)
-            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(RULES)}"
-            found.append(Lint("unknown_rule", ("lints", "silence"), f"no rule {name!r}: {meant}"))
+            hint = f"did you mean {near[0]}?" if near else f"rules are {', '.join(RULES)}"
+            warnings.append(Lint("unknown_rule", ("lints", "silence"), f"no rule {name!r}: {hint}"))
     for name, rule in RULES.items():
         if name not in spec.lints.silence:
-            found += [Lint(name, path, message) for path, message in rule(facts)]
-    return found
+            warnings += [Lint(name, path, message) for path, message in rule(facts)]
+    return warnings

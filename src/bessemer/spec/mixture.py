@@ -1,15 +1,12 @@
-"""What kind of text a source holds, and how much of each kind a general model is trained on: `mix: auto` in numbers.
+"""Data mixtures: target shares by domain for `mix: auto`, and the quantisation of weights to counts per block.
 
-Published are the shares of the groups: Llama 3 (2024, section 3.1.2) reports roughly 50 % general knowledge, 25 %
-mathematics and reasoning, 17 % code and 8 % multilingual. It does not say how a group divides, so the shares inside a
-group are our choice. They lean on LLaMA (2023, table 1), where of the general text 88 % is web (CommonCrawl 67 and
-C4 15), 5 % books, 5 % Wikipedia and 2 % StackExchange, and on what is scarce: a small source that is repeated hits its
-epoch cap long before a large share could hurt. No mixture is right for all, and who knows theirs writes weights.
+Llama 3 (2024, section 3.1.2) reports about 50 % general knowledge, 25 % mathematics and reasoning, 17 % code and 8 %
+multilingual text. It does not state the shares inside a group; those here are our choice, based on LLaMA (2023, table
+1: of the general text 88 % web, 5 % books, 5 % Wikipedia, 2 % StackExchange) and on scarcity: a small source that is
+repeated reaches its epoch cap long before a large share could hurt. If you know a better mixture, write weights.
 
-How a mixture of sources becomes whole numbers.
-
-Weights are what the user writes; counts per block are what the stream obeys. The planner quantises once and
-prints the realised shares; `bessemer.data.stream.order` deals sequences from the counts, in integer arithmetic only.
+The user writes weights; the stream follows counts per block. The planner quantises once and prints the realised shares;
+`bessemer.data.stream.order` deals sequences from the counts, in integer arithmetic only.
 """
 
 from __future__ import annotations
@@ -31,14 +28,14 @@ LLAMA_3 = "Llama 3 2024, data mix; shares inside a group are our choice"
 
 @dataclass(frozen=True)
 class DomainGroup:
-    """Domains that stand in for each other: the group's share goes to those of them that are there."""
+    """Interchangeable domains: the share of the group goes to those that are present."""
 
     name: str
     share: float  # published
     inside: dict[Domain, float]  # ours
 
 
-# `other` is dealt with as web, its tokens together with the web's: text that nothing marks is mostly plain prose.
+# `other` counts as web: unlabelled text is mostly plain prose.
 GROUPS = (
     DomainGroup(
         "general knowledge", 0.50, {"web": 0.80, "books": 0.08, "reference": 0.06, "dialogue": 0.03, "news": 0.03}
@@ -50,25 +47,27 @@ GROUPS = (
 
 
 def target_shares(present: Collection[Domain]) -> dict[Domain, float]:
-    """The share of each domain that is there; they add up to 1. `other` is not told apart from `web`."""
-    wanted = {pooled(domain) for domain in present}
+    """The share of each present domain; they sum to 1. `other` counts as `web`."""
+    domains = {pooled(domain) for domain in present}
     groups = [
-        (group.share, {domain: inside for domain, inside in group.inside.items() if domain in wanted})
+        (group.share, {domain: inside for domain, inside in group.inside.items() if domain in domains})
         for group in GROUPS
     ]
-    total = sum(share for share, here in groups if here)
+    total = sum(share for share, members in groups if members)
     return {
-        domain: share / total * inside / sum(here.values()) for share, here in groups for domain, inside in here.items()
+        domain: share / total * inside / sum(members.values())
+        for share, members in groups
+        for domain, inside in members.items()
     }
 
 
 def pooled(domain: Domain) -> Domain:
-    """The domain whose share a source draws on."""
+    """The domain whose share a source uses: `other` counts as `web`."""
     return "web" if domain == "other" else domain
 
 
-# Names that a corpus is known by, or plain words for what it holds. The longest one found in a name decides, so
-# `openwebmath` is mathematics and not web, and `stackexchange` is dialogue and not code.
+# Names of corpora, or words for their content. The longest match decides: `openwebmath` is mathematics, not web, and
+# `stackexchange` is dialogue, not code.
 _WORDS: dict[Domain, str] = {
     "web": "web commoncrawl crawl c4 fineweb refinedweb dclm redpajama slimpajama openwebtext webtext clueweb txt360",
     "code": "code coding source src github gitlab git stack starcoder starcoderdata codeparrot stackedu commits "
@@ -88,51 +87,51 @@ _WORDS: dict[Domain, str] = {
     "japanese korean vietnamese thai indonesian swedish czech greek romanian hungarian finnish danish norwegian",
 }
 _DOMAIN_OF_WORD: dict[str, Domain] = {word: domain for domain, words in _WORDS.items() for word in words.split()}
-_LONGEST_JOIN = 3  # words of a name that are tried together: open-web-math, stack_exchange, cc news
+_MAX_JOINED = 3  # words that are matched together: open-web-math, stack_exchange, cc news
 
 
 def domain_of(name: str, source: SourceSpec, formats: Collection[str] = ()) -> tuple[Domain, str]:
-    """(domain, why) of a source: what the spec says, else its name, its paths, its format; `other` if none tells.
+    """(domain, reason) of a source, from the spec, its name, its paths or its format; else `other`.
 
-    `formats` are those of its files, where they have been listed; they matter when the spec says `format: auto`.
+    `formats` are the formats of its files, if they have been listed; they matter with `format: auto`.
     """
     if source.domain is not None:
-        return source.domain, "written in the spec"
-    if found := _find(_pieces(name)):
-        return found[0], f"its name has {found[1]!r}"
+        return source.domain, "set in the spec"
+    if match := _match_domain(_words_of(name)):
+        return match[0], f"its name contains {match[1]!r}"
     if source.messages_field is not None:
         return "dialogue", f"its documents are conversations ({source.messages_field})"
     for path in source.path:
-        if found := _find(_pieces(path)):
-            return found[0], f"its path has {found[1]!r}"
+        if match := _match_domain(_words_of(path)):
+            return match[0], f"its path contains {match[1]!r}"
     kinds = {*formats} or {source.format}
     if kinds == {"source"}:
         return "code", "its files are source code"
     if kinds & {"warc", "html"}:
         return "web", "its files are web pages"
-    return "other", "neither name, path nor format tells what it holds: set domain; counted with the web"
+    return "other", "neither name, path nor format shows its domain: set domain; counted as web"
 
 
-def _pieces(text: str) -> list[str]:
-    """The words of a name or path: cut at punctuation and between a small and a capital letter."""
+def _words_of(text: str) -> list[str]:
+    """The words of a name or path, split at punctuation and between lower and upper case."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)
     return re.findall(r"[a-z]+[0-9]*[a-z]*|[0-9]+", spaced.lower())
 
 
-def _find(pieces: list[str]) -> tuple[Domain, str] | None:
-    """The longest known word; the later of two of one length, as the last part of a path says most."""
+def _match_domain(words: list[str]) -> tuple[Domain, str] | None:
+    """The longest known word and its domain; of equal lengths the later one, because the end of a path says most."""
     best: tuple[Domain, str] | None = None
-    for word in _joined(pieces):
+    for word in _joined_words(words):
         domain = _DOMAIN_OF_WORD.get(word)
         if domain is not None and (best is None or len(word) >= len(best[1])):
             best = domain, word
     return best
 
 
-def _joined(pieces: list[str]) -> Iterable[str]:
-    for start in range(len(pieces)):
-        for stop in range(start + 1, min(start + _LONGEST_JOIN, len(pieces)) + 1):
-            yield "".join(pieces[start:stop])
+def _joined_words(words: list[str]) -> Iterable[str]:
+    for start in range(len(words)):
+        for stop in range(start + 1, min(start + _MAX_JOINED, len(words)) + 1):
+            yield "".join(words[start:stop])
 
 
 MAX_BLOCK = 65_536
@@ -141,7 +140,7 @@ TOLERANCE = Fraction(1, 100)
 
 @dataclass(frozen=True)
 class Mixture:
-    """In every `block` consecutive sequences, source `names[k]` has exactly `counts[k]`."""
+    """In each block of `block` sequences, source `names[k]` has exactly `counts[k]`."""
 
     names: tuple[str, ...]
     counts: tuple[int, ...]
@@ -163,7 +162,7 @@ def quantise(weights: Mapping[str, float]) -> Mixture:
     """The smallest power-of-two block in which every share is within 1 % (relative) of its weight's.
 
     Weights need not add up to 1. A source too small for the largest block still gets one sequence in it. The
-    counts do not depend on the order of the weights, so reordering a spec never changes a stream.
+    counts do not depend on the order of the weights, so reordering a spec never changes the stream.
     """
     exact = _exact(weights)
     total = sum(exact.values(), Fraction())
@@ -178,9 +177,9 @@ def quantise(weights: Mapping[str, float]) -> Mixture:
 
 
 def share_out(counts: Mapping[str, int], total: int, limits: Mapping[str, int]) -> dict[str, int]:
-    """`total` sequences in proportion to `counts`, by largest remainder, none above its limit; zeros are left out.
+    """Divide `total` sequences in proportion to `counts` by largest remainder, none above its limit; without zeros.
 
-    What a limited source cannot take goes to the others; the result adds up to less only where all are limited.
+    What a limited source cannot take goes to the others; the sum is smaller only if all are limited.
     """
     dealt = dict.fromkeys(counts, 0)
     free = {name: count for name, count in counts.items() if limits.get(name, 1) > 0}
@@ -189,7 +188,7 @@ def share_out(counts: Mapping[str, int], total: int, limits: Mapping[str, int]) 
         whole = sum(free.values())
         quotas = {name: Fraction(left * count, whole) for name, count in free.items()}
         full = {name for name in free if name in limits and dealt[name] + quotas[name] >= limits[name]}
-        if full:  # these take what they may, and the rest is shared out anew
+        if full:  # these get their limit, and the rest is divided again
             for name in full:
                 left -= limits[name] - dealt[name]
                 dealt[name] = limits[name]
@@ -199,14 +198,14 @@ def share_out(counts: Mapping[str, int], total: int, limits: Mapping[str, int]) 
             dealt[name] += math.floor(quota)
         by_remainder = sorted(free, key=lambda name: (math.floor(quotas[name]) - quotas[name], name))
         for name in by_remainder[: left - sum(math.floor(quota) for quota in quotas.values())]:
-            dealt[name] += 1  # within the limit: the quota lies below it, and the limit is a whole number
+            dealt[name] += 1  # within the limit, which is an integer above the quota
         left = 0
     return {name: count for name, count in dealt.items() if count}
 
 
 def _exact(weights: Mapping[str, float]) -> dict[str, Fraction]:
     if not weights:
-        raise UserError("the mixture has no sources: give at least one source with a positive weight")
+        raise UserError("the mixture has no sources: add a source with a positive weight")
     if len(weights) > MAX_BLOCK:
         raise UserError(f"the mixture has {len(weights):,} sources: merge them to at most {MAX_BLOCK:,}")
     for name, weight in weights.items():
@@ -216,7 +215,7 @@ def _exact(weights: Mapping[str, float]) -> dict[str, Fraction]:
 
 
 def _apportion(exact: dict[str, Fraction], block: int) -> dict[str, int]:
-    """Largest remainder with at least one each; lifting the smallest to one scales the others down."""
+    """Largest remainder with at least one each; raising the smallest to one scales the others down."""
     counts: dict[str, int] = {}
     rest = dict(exact)
     while rest:

@@ -1,7 +1,7 @@
-"""Settings that published runs were trained with, by size: what lints and recipes compare with.
+"""Settings of published runs by model size, for lints and recipes.
 
 GPT-3: Brown et al. 2020, table 2.1. TinyLlama: Zhang et al. 2024. Llama 2: Touvron et al. 2023. Llama 3: Grattafiori et
-al. 2024, table 3. Between two sizes values are interpolated on logarithms; beyond the ends they stay as they are.
+al. 2024, table 3. Values between two sizes are interpolated on a logarithmic scale; beyond the ends they are constant.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ BATCHES = (
     (70e9, 4e6),  # Llama 2 70B
     (405e9, 16e6),  # Llama 3 405B, most of its training
 )
-REPEATS_WORTH = 15.39  # Muennighoff et al. 2023: repeats lose their worth with this constant
+REPEAT_DECAY = 15.39  # Muennighoff et al. 2023: the value of repeated epochs decays with this constant
 SMALLEST, LARGEST = RATES[0][0], RATES[-1][0]
 
 
 def published_rate(parameters: float) -> float:
-    """Peak learning rate that runs of this size had."""
-    return _between(RATES, parameters)
+    """Peak learning rate of published runs of this size."""
+    return _interpolate(RATES, parameters)
 
 
 def published_batch(parameters: float) -> float:
-    """Tokens in a batch that runs of this size had."""
-    return _between(BATCHES, parameters)
+    """Tokens per batch of published runs of this size."""
+    return _interpolate(BATCHES, parameters)
 
 
 def rope_base_needed(context: int) -> float:
-    """Smallest rotary base with which a position still tells tokens apart at the far end of `context`: the fit of Xu et
-    al. 2024 (Base of RoPE bounds context length, figure 1)."""
+    """Smallest rotary base that distinguishes positions over `context` tokens: the fit of Xu et al. 2024 (Base of RoPE
+    bounds context length, figure 1)."""
     return 0.0424 * float(context) ** 1.628
 
 
 def rope_reach(base: float) -> int:
-    """Tokens that a rotary base is good for: the inverse of `rope_base_needed`."""
+    """Context that a rotary base supports: the inverse of `rope_base_needed`."""
     return int((base / 0.0424) ** (1 / 1.628))
 
 
 def best_vocabulary_parameters(parameters: float) -> float:
-    """Parameters of the embedding that suit a model: they grow as the size to the power of 0.83 (Tao et al. 2024,
-    scaling laws with vocabulary). The anchor is their 216,000 tokens of width 8192 for 70B; it gives 42,000 at 2.87B,
-    where they measured 43,000 to be better than 32,000."""
+    """Best number of embedding parameters for a model size, growing with its power of 0.83 (Tao et al. 2024, scaling
+    laws with vocabulary). Anchored at their 216,000 tokens of width 8192 for 70B; gives 42,000 at 2.87B, where they
+    measured that 43,000 is better than 32,000."""
     return 216_000 * 8192 * (parameters / 70e9) ** 0.83
 
 
 def worth_of_epochs(epochs: float) -> float:
-    """Passes over fresh text that so many over the same are worth (Muennighoff et al. 2023, equation 5)."""
+    """Epochs of new text that this many epochs of repeated text are worth (Muennighoff et al. 2023, equation 5)."""
     repeats = max(0.0, epochs - 1)
-    return min(epochs, 1.0) + REPEATS_WORTH * (1 - math.exp(-repeats / REPEATS_WORTH))
+    return min(epochs, 1.0) + REPEAT_DECAY * (1 - math.exp(-repeats / REPEAT_DECAY))
 
 
-def _between(points: tuple[tuple[float, float], ...], at: float) -> float:
+def _interpolate(points: tuple[tuple[float, float], ...], at: float) -> float:
     if at <= points[0][0]:
         return points[0][1]
     for (left, low), (right, high) in pairwise(points):

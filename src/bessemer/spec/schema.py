@@ -7,11 +7,16 @@ configuration reference; a test compares the two.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import inspect
+import typing
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from bessemer.spec.data import DataSpec, TokenizerSpec
+from bessemer.spec.curate.step import StepSpec
+from bessemer.spec.data import STEPS, DataSpec, TokenizerSpec
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
@@ -181,3 +186,67 @@ class RunSpec(SpecSection):
     observe: ObserveSpec = section(ObserveSpec, "progress output")
     evaluate: EvaluateSpec = section(EvaluateSpec, "validation during the run")
     lints: LintsSpec = section(LintsSpec, "warnings about common mistakes")
+
+
+def _to_markdown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_to_markdown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, BaseModel):  # a section: its non-default keys, or its first key
+        changed = value.model_dump(exclude_defaults=True)
+        first = next(iter(type(value).model_fields))
+        return _to_markdown(changed or {first: getattr(value, first)})
+    if isinstance(value, list):
+        return "[" + ", ".join(_to_markdown(item) for item in value) + "]"
+    return "-" if value is None else str(value)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required" if field.default_factory is None else "-"
+    return _to_markdown(field.default)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, possibly inside a list or a mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return None if issubclass(annotation, StepSpec) else annotation
+    return next((inner for part in typing.get_args(annotation) if (inner := _section_of(part))), None)
+
+
+def _section_lines(key: str, model: type[BaseModel]) -> list[str]:
+    lines = [f"## {key}" if key else "## The top", "", inspect.cleandoc(model.__doc__ or ""), ""]
+    lines += ["| key | default | what it is | example |", "|---|---|---|---|"]
+    below: list[str] = []
+    for name, field in model.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner is not None:
+            below += _section_lines(f"{key}.{name}" if key else name, inner)
+        example = f"`{_to_markdown(field.examples[0])}`" if field.examples else ""
+        lines.append(f"| `{name}` | {_default(field)} | {field.description or ''} | {example} |")
+    return [*lines, "", *below]
+
+
+CONFIGURATION_HEAD = """# Configuration
+
+Every key of a spec, generated from the schema (`python -m bessemer.spec.schema`). The planner decides `auto` when the
+run starts; `plan.json` in the run folder states each decision and its reason. Counts take K, M, B, T (powers of ten)
+and Ki, Mi, Gi (powers of 1024); shares take `2%` or `0.02`; times take `90s`, `10 min`, `2h`. Relative paths start at
+the current folder, not at the folder of the spec.
+"""
+STEPS_HEAD = """# Curation steps
+
+An entry of `data.clean`, or of `clean` of a source, is the name of a step, or its name and settings:
+`- length: {min_chars: 100}`. The defaults are the published values where they exist.
+"""
+
+
+def configuration_markdown() -> str:
+    """The content of docs/configuration.md."""
+    steps = [line for name, spec in STEPS.items() for line in _section_lines(name, spec)]
+    return "\n".join([CONFIGURATION_HEAD, *_section_lines("", RunSpec), STEPS_HEAD, *steps]).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    print(configuration_markdown(), end="")

@@ -1,11 +1,7 @@
-"""A network described: every choice that its mathematics depends on, without torch.
+"""ModelShape: the architecture of a model as plain data, and its parameter, FLOP and cache counts. Needs no torch.
 
-The model is built from this and the planner counts from it (spec/shape.py), so the two cannot disagree. A description
-is plain data: it is written to a run's model.json, and families translate it to and from Hugging Face's config.json.
-
-The arithmetic of a shape: parameters by part, all and active, FLOPs and cache. Without torch.
-
-Tests compare the counts with built modules, so that plan and model cannot disagree.
+The model is built from a ModelShape and the planner counts from it. It is written to a run's model.json, and families
+convert it to and from Hugging Face's config.json. Tests compare the counts with built modules.
 """
 
 from __future__ import annotations
@@ -20,24 +16,24 @@ Scaling = Literal["none", "linear", "ntk", "dynamic", "yarn", "longrope", "llama
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions and how they are stretched beyond the context that the model was trained with."""
+    """Rotary position embeddings, and their scaling beyond the context that the model was trained with."""
 
     theta: float = 10_000.0
-    share: float = 1.0  # of a head that is rotated
-    interleaved: bool = False  # pairs of neighbours (GPT-J, DeepSeek) rather than of halves (Llama)
+    share: float = 1.0  # share of each head that is rotated
+    interleaved: bool = False  # rotate adjacent pairs (GPT-J, DeepSeek) instead of halves (Llama)
     scaling: Scaling = "none"
     factor: float = 1.0
     original: int = 0  # the context before scaling
-    low_freq: float = 1.0  # llama3: wavelengths beyond original / low_freq are stretched in full
-    high_freq: float = 4.0  # and those below original / high_freq not at all
-    beta_fast: float = 32.0  # yarn: the same by rotations in the original context
+    low_freq: float = 1.0  # llama3: wavelengths above original / low_freq are fully scaled
+    high_freq: float = 4.0  # llama3: wavelengths below original / high_freq are not scaled
+    beta_fast: float = 32.0  # yarn: the same in rotations over the original context
     beta_slow: float = 1.0
-    truncate: bool = True  # yarn: whole dimensions as borders of the ramp
-    attention_factor: float | None = None  # cos and sin times this (yarn, longrope); None: by the papers' formulas
-    mscale: float = 0.0  # yarn as DeepSeek has it
+    truncate: bool = True  # yarn: round the ends of the ramp to whole dimensions
+    attention_factor: float | None = None  # factor on cos and sin (yarn, longrope); None: the papers' formulas
+    mscale: float = 0.0  # DeepSeek's variant of yarn
     mscale_all_dim: float = 0.0
-    short: tuple[float, ...] = ()  # longrope: a divisor for each frequency, up to the original context
-    long: tuple[float, ...] = ()  # and beyond it
+    short: tuple[float, ...] = ()  # longrope: a divisor per frequency, up to the original context
+    long: tuple[float, ...] = ()  # longrope: beyond the original context
 
 
 @dataclass(frozen=True)
@@ -55,34 +51,34 @@ class Moe:
     groups: int = 1  # experts are chosen from the top_groups best groups
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
-    choice_bias: bool = False  # a bias for the choice alone, moved against the load (DeepSeek-V3)
+    choice_bias: bool = False  # a routing bias that balances the load (DeepSeek-V3)
     bias_rate: float = 1e-3
-    capacity: float | None = None  # tokens of an expert, as a multiple of the even share; None drops none
+    capacity: float | None = None  # tokens per expert as a multiple of the even share; None: no token is dropped
     balance: float = 0.01  # weight of the balance loss
     router_z: float = 0.0  # weight of the router's z-loss
 
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention: keys and values through a narrow waist, positions on a part of their own."""
+    """Multi-head latent attention: low-rank keys and values, with positions on a separate part of each head."""
 
     kv_rank: int
     nope_dim: int
     rope_dim: int
     value_dim: int
-    q_rank: int | None = None  # None: queries without a waist
+    q_rank: int | None = None  # None: queries are not compressed
 
 
 @dataclass(frozen=True)
 class Mamba:
-    """A selective state-space block (Mamba-2). Its inner width is heads * head_dim."""
+    """A selective state-space layer (Mamba-2). Its inner width is heads * head_dim."""
 
     heads: int
     head_dim: int = 64
     state: int = 128
     groups: int = 1
     conv: int = 4
-    chunk: int = 128  # changes cost, not results: 64 to 128 were the fastest on a CPU
+    chunk: int = 128  # affects speed, not results: 64 to 128 were fastest on a CPU
     conv_bias: bool = True
     bias: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
@@ -98,29 +94,29 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # 0: no feed-forward part
+    ffn: int  # 0: no feed-forward layer
     tied: bool = True
     norm_eps: float = 1e-5
     # attention
-    qk_norm: Literal["none", "head", "full"] = "none"  # of each head, or over all heads at once (OLMo 2)
-    attention_scale: float | None = None  # of the logits; None: head_dim ** -0.5
+    qk_norm: Literal["none", "head", "full"] = "none"  # per head, or over all heads (OLMo 2)
+    attention_scale: float | None = None  # scale of the logits; None: head_dim ** -0.5
     attention_cap: float | None = None  # cap * tanh(logits / cap)
-    windows: tuple[int, ...] = (0,)  # keys that a position sees, itself among them; 0: all. Repeated over the layers
-    blocks: tuple[int, int] = (0, 0)  # block-sparse: size of a block, and how many before its own a position sees
+    windows: tuple[int, ...] = (0,)  # attention windows, repeated over the layers; 0: full attention
+    blocks: tuple[int, int] = (0, 0)  # block-sparse: block size, and how many previous blocks a position attends to
     causal: bool = True
     positions: Positions = "rope"
-    max_positions: int = 0  # of learned positions; else what the model is said to be good for
+    max_positions: int = 0  # of learned positions; otherwise the stated maximum context
     rope: Rope = Rope()
-    local_theta: float | None = None  # unscaled rotary base of windowed layers (Gemma 3)
-    relative_buckets: int = 32  # T5's relative bias
+    local_theta: float | None = None  # unscaled rotary base of layers with a window (Gemma 3)
+    relative_buckets: int = 32  # T5's relative position bias
     relative_distance: int = 128
     alibi_rounded: bool = False  # slope * key position in bfloat16, scaled as the logits are (Falcon-RW)
     mla: Mla | None = None
     # block
     norm: Literal["rms", "layer"] = "rms"
-    norm_offset: float = 0.0  # the norm's weight is this much more than stored (Gemma: 1)
-    norm_place: Literal["pre", "post", "sandwich", "branch"] = "pre"  # branch: on what a branch adds (OLMo 2)
-    parallel: Literal["none", "one_norm", "two_norms"] = "none"  # both branches read the same x
+    norm_offset: float = 0.0  # added to the stored weight of norms (Gemma: 1)
+    norm_place: Literal["pre", "post", "sandwich", "branch"] = "pre"  # branch: on the output of each branch (OLMo 2)
+    parallel: Literal["none", "one_norm", "two_norms"] = "none"  # attention and feed-forward read the same input
     activation: Activation = "silu"
     gated: bool = True
     qkv_bias: bool = False
@@ -137,9 +133,9 @@ class ModelShape:
     head_transform: bool = False  # BERT: a layer, an activation and a norm before the output embedding
     logit_cap: float | None = None
     logit_scale: float = 1.0
-    decoder_layers: int = 0  # an encoder-decoder (T5): `layers` are the encoder's
-    wrapped: str = ""  # the config.json of a model that transformers runs; the fields above describe it roughly
-    wrapped_parameters: int = 0  # and its size as counted
+    decoder_layers: int = 0  # encoder-decoder (T5): `layers` are those of the encoder
+    wrapped: str = ""  # config.json of a model that transformers runs; the fields above are approximate
+    wrapped_parameters: int = 0  # its parameter count
 
     @property
     def attention_width(self) -> int:
@@ -147,12 +143,12 @@ class ModelShape:
 
     @property
     def key_dim(self) -> int:
-        """Of one head's queries and keys."""
+        """Size of the queries and keys of one head."""
         return self.mla.nope_dim + self.mla.rope_dim if self.mla else self.head_dim
 
     @property
     def parameters(self) -> int:
-        """All parameters, a tied embedding counted once."""
+        """All parameters; a tied embedding counts once."""
         return sum(parts(self).values())
 
     def flops_per_token(self, context: int) -> int:
@@ -169,7 +165,7 @@ class ModelShape:
         return self.moe is not None and layer not in self.moe.dense_layers
 
     def layer_rope(self, layer: int) -> Rope:
-        """Windowed layers may have their own base, which is never stretched."""
+        """Layers with a window may have another base, which is never scaled."""
         if self.local_theta is not None and self.window(layer):
             return Rope(theta=self.local_theta, share=self.rope.share, interleaved=self.rope.interleaved)
         return self.rope
@@ -179,21 +175,20 @@ class ModelShape:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ModelShape:
-        """The inverse of `to_dict`, also after a trip through JSON."""
+        """The inverse of `to_dict`, also for a dict from JSON."""
         parts = {"rope": Rope, "moe": Moe, "mla": Mla, "mamba": Mamba}
-        found = {
-            key: _tuples(parts[key], value) if key in parts and value is not None else _frozen(value)
-            for key, value in data.items()
-        }
-        return ModelShape(**found)
+        return ModelShape(
+            **{
+                key: parts[key](**{name: _frozen(item) for name, item in value.items()})
+                if key in parts and value is not None
+                else _frozen(value)
+                for key, value in data.items()
+            }
+        )
 
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
-def _tuples(kind: type, value: dict[str, Any]) -> Any:
-    return kind(**{key: _frozen(item) for key, item in value.items()})
 
 
 def _decoder(
@@ -202,7 +197,7 @@ def _decoder(
     return ModelShape(0, width, layers, heads, kv_heads, width // heads, ffn, rope=Rope(theta=theta), **more)
 
 
-# Names are the size with the vocabulary the shape is usually given (2K at 1M ... 128K at 70B).
+# Named by their size with the usual vocabulary (2K at 1M ... 128K at 70B).
 PRESETS: dict[str, ModelShape] = {
     "1M": _decoder(128, 4, 4, 2, 352),
     "3M": _decoder(192, 6, 6, 2, 512),
@@ -232,7 +227,7 @@ ALIASES = {
 
 
 def preset(name: str) -> ModelShape | None:
-    """The shape of that name (case does not matter), vocabulary 0, or None."""
+    """The shape of that name, ignoring case, with vocabulary 0; None if unknown."""
     by_lower = {key.lower(): key for key in PRESETS}
     key = by_lower.get(name.lower()) or ALIASES.get(name.lower())
     return PRESETS[key] if key else None
@@ -243,7 +238,7 @@ def with_vocab(shape: ModelShape, vocab: int) -> ModelShape:
 
 
 def parts(shape: ModelShape) -> dict[str, int]:
-    """Parameters by what they do, in the order of the forward pass; parts that a shape lacks are left out."""
+    """Parameters by part, in the order of the forward pass; parts without parameters are left out."""
     if shape.wrapped:
         return {"wrapped": shape.wrapped_parameters}
     norm = 2 if shape.norm == "layer" else 1
@@ -318,7 +313,7 @@ def _mamba(shape: ModelShape) -> int:
     assert shape.mamba is not None
     mamba = shape.mamba
     inner = mamba.heads * mamba.head_dim
-    mixed = inner + 2 * mamba.groups * mamba.state  # what the convolution runs over
+    mixed = inner + 2 * mamba.groups * mamba.state  # channels of the convolution
     biases = mamba.bias * (inner + mixed + mamba.heads + shape.width)
     return _mamba_matrices(shape) + biases + mixed * (mamba.conv + mamba.conv_bias) + 3 * mamba.heads + inner
 
@@ -330,7 +325,7 @@ def _mamba_matrices(shape: ModelShape) -> int:
 
 
 def active(shape: ModelShape) -> int:
-    """Parameters that work on one token: of the experts only those it is sent to."""
+    """Active parameters per token: only the experts that it is routed to."""
     found = parts(shape)
     total = sum(found.values())
     return total - _idle(shape, found) if shape.moe else total
@@ -342,8 +337,8 @@ def _idle(shape: ModelShape, found: dict[str, int]) -> int:
 
 
 def multiplied(shape: ModelShape) -> int:
-    """Parameters in a matrix product for every token. Embeddings are only looked up; norms, biases and short
-    convolutions are no products either (0.004 % of a 7B model, 0.1 % of GPT-2)."""
+    """Parameters in matrix products per token. Excludes embeddings, norms, biases and short convolutions (0.004 % of
+    a 7B model, 0.1 % of GPT-2)."""
     if shape.wrapped:
         return active(shape) - shape.vocab * shape.width * (not shape.tied)
     found = parts(shape)
@@ -361,7 +356,7 @@ def multiplied(shape: ModelShape) -> int:
 
 def flops_per_token(shape: ModelShape, context: int) -> int:
     """Training FLOPs per token, forward and backward: 6 N + 12 L d T with attention in full; windows bound the keys.
-    Tests hold it to torch's own counter for every family."""
+    Tests compare it with torch's FLOP counter for every family."""
     total = 6 * multiplied(shape)
     value_dim = shape.mla.value_dim if shape.mla else shape.head_dim
     for layer in range(shape.layers):
@@ -377,8 +372,8 @@ def flops_per_token(shape: ModelShape, context: int) -> int:
 
 
 def cache_bytes(shape: ModelShape, tokens: int, bytes_per_value: int = 2) -> int:
-    """Cache of one sequence; a window bounds it, a latent waist is counted as what could be kept, and a state space
-    keeps a state of fixed size in float32. An encoder-decoder keeps as much of a text as long that it reads."""
+    """Bytes of the KV cache of one sequence. Windows bound it, latent attention counts its compressed form, and a state
+    space has a fixed-size float32 state. An encoder-decoder also caches an input of the same length."""
     if shape.decoder_layers:
         return shape.decoder_layers * 2 * tokens * 2 * shape.kv_heads * shape.head_dim * bytes_per_value
     total = 0
@@ -389,7 +384,7 @@ def cache_bytes(shape: ModelShape, tokens: int, bytes_per_value: int = 2) -> int
             values = inner * mamba.state + (mamba.conv - 1) * (inner + 2 * mamba.groups * mamba.state)
             total += 4 * values // bytes_per_value
             continue
-        kept = min(tokens, shape.window(layer) or tokens)
+        cached = min(tokens, shape.window(layer) or tokens)
         per = shape.mla.kv_rank + shape.mla.rope_dim if shape.mla else 2 * shape.kv_heads * shape.head_dim
-        total += kept * per
+        total += cached * per
     return total * bytes_per_value

@@ -1,8 +1,5 @@
-"""How a scoring service is asked over HTTP: what is sent, where the score stands in the answer, and how fast.
-
-Settings of the steps that score documents (trained classifiers, perplexity, a user's function or service), and of
-the one that rewrites them by a user's function.
-"""
+"""Settings of the curation steps that score documents (classifiers, perplexity, a user's function or HTTP service) or
+rewrite them."""
 
 from __future__ import annotations
 
@@ -31,49 +28,51 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 class ServiceSpec(ShortSection):
-    """A service that scores text. `service: URL` is short for `service: {url: URL}`: it gets {"text": ...} by POST and
-    answers {"score": ...}.
+    """An HTTP service that scores text. `service: URL` is short for `service: {url: URL}`: it receives {"text": ...} by
+    POST and returns {"score": ...}.
 
-    Answers are kept on disk, so a job that is stopped and started again asks for nothing twice.
+    Answers are cached on disk, so a restarted job sends no text twice.
     """
 
     preset: Literal["plain", "perspective"] = setting(
-        "plain", "plain, or perspective for Google's API of that name", "perspective"
+        "plain", "plain, or perspective for Google's Perspective API", "perspective"
     )
-    url: str = setting("", "where requests go; keys do not belong in it", "https://host/score")
+    url: str = setting("", "URL of the service, without keys", "https://host/score")
     request: dict[str, Any] | None = setting(
-        None, 'JSON to send; "{text}" stands for the text, "{texts}" for a list of them', {"input": "{text}"}
+        None, 'JSON to send; "{text}" is replaced by the text, "{texts}" by a list of texts', {"input": "{text}"}
     )
     response: Named | None = setting(
-        None, "path to the score in the answer; a number picks of a list, * takes all of it", "results.0.score"
+        None, "path to the score in the answer; a number selects an entry of a list, * all entries", "results.0.score"
     )
-    batch: int = setting(1, "texts in one request", 16, ge=1, le=10_000)
+    batch: int = setting(1, "texts per request", 16, ge=1, le=10_000)
     key_env: Named | None = setting(
-        None, "environment variable that holds the key; the key itself is written nowhere", "SCORER_KEY"
+        None, "environment variable that holds the key; the key is written nowhere", "SCORER_KEY"
     )
     key_header: str = setting(
         "Authorization: Bearer {key}",
-        "the header that carries the key",
+        "header with the key",
         "X-Api-Key: {key}",
         pattern=r"^[A-Za-z0-9-]+: ?[^\r\n]*\{key\}[^\r\n]*$",
     )
-    key_query: Named | None = setting(None, "the URL's parameter that carries the key, instead of a header", "key")
+    key_query: Named | None = setting(None, "URL parameter with the key, instead of a header", "key")
     requests_per_s: float = setting(
         10.0,
-        "most requests a second, all workers of a machine together; "
+        "maximum requests per second of all workers of a machine; "
         "on a cluster, the service's limit divided by the number of machines",
         1.0,
         gt=0,
         le=100_000,
     )
-    parallel: int = setting(4, "requests of one worker that wait for an answer at once", 4, ge=1, le=256)
-    timeout: Seconds = setting(30.0, "longest wait for an answer", "30s", gt=0)
-    retries: int = setting(6, "further attempts after 429, 5xx, no answer or no connection", 6, ge=0, le=100)
-    backoff: Seconds = setting(1.0, "wait before the first retry; it doubles each time", "1s", gt=0)
-    longest_wait: Seconds = setting(600.0, "longest wait before one retry, also when asked for more", "10 min", gt=0)
-    max_bytes: int | None = setting(None, "only so much of the beginning of a text is sent", 20480, ge=1)
+    parallel: int = setting(4, "parallel requests per worker", 4, ge=1, le=256)
+    timeout: Seconds = setting(30.0, "timeout of a request", "30s", gt=0)
+    retries: int = setting(6, "retries after 429, 5xx, no answer or no connection", 6, ge=0, le=100)
+    backoff: Seconds = setting(1.0, "wait before the first retry; doubles each time", "1s", gt=0)
+    longest_wait: Seconds = setting(
+        600.0, "maximum wait before a retry, even if the service asks for more", "10 min", gt=0
+    )
+    max_bytes: int | None = setting(None, "maximum bytes of a text to send; longer texts are cut", 20480, ge=1)
     cache: Named = setting(
-        "auto", "file that answers are kept in, on a local disk (auto: in the user's cache folder)", "scores.sqlite"
+        "auto", "file of cached answers, on a local disk (auto: in the user's cache folder)", "scores.sqlite"
     )
 
     @model_validator(mode="before")
@@ -95,24 +94,24 @@ class ServiceSpec(ShortSection):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected a URL such as https://host/score, got {shown(value)}")
         if parts.username or parts.password:
-            raise ValueError("a URL with a password in it would be logged: use key_env and key_header")
+            raise ValueError("the URL contains a password, which would be logged: use key_env and key_header")
         return value
 
     @model_validator(mode="after")
     def _placeholders(self) -> ServiceSpec:
         if not self.url:
-            raise ValueError("give the service's url, such as https://host/score")
-        wanted = "{texts}" if self.batch > 1 else "{text}"
-        if not _holds(self.request, wanted):
-            raise ValueError(f'with batch: {self.batch} the request needs "{wanted}" as one of its values')
+            raise ValueError("set url, such as https://host/score")
+        placeholder = "{texts}" if self.batch > 1 else "{text}"
+        if not _contains(self.request, placeholder):
+            raise ValueError(f'with batch: {self.batch} the request needs "{placeholder}" as one of its values')
         return self
 
 
-def _holds(value: Any, wanted: str) -> bool:
+def _contains(value: Any, wanted: str) -> bool:
     if isinstance(value, dict):
-        return any(_holds(inner, wanted) for inner in value.values())
+        return any(_contains(inner, wanted) for inner in value.values())
     if isinstance(value, list):
-        return any(_holds(inner, wanted) for inner in value)
+        return any(_contains(inner, wanted) for inner in value)
     return value == wanted
 
 
@@ -120,22 +119,22 @@ _BEST = "best "
 
 
 class Bounds(SpecSection):
-    """A score's lowest and highest value that is kept."""
+    """The lowest and highest score to keep."""
 
-    min: float | None = setting(None, "lowest score that is kept", 0.5, ge=-1e12, le=1e12)
-    max: float | None = setting(None, "highest score that is kept", 2.5, ge=-1e12, le=1e12)
+    min: float | None = setting(None, "lowest score to keep", 0.5, ge=-1e12, le=1e12)
+    max: float | None = setting(None, "highest score to keep", 2.5, ge=-1e12, le=1e12)
 
     @model_validator(mode="after")
     def _some(self) -> Bounds:
         if self.min is None and self.max is None:
-            raise ValueError("give min or max, such as {max: 2.5}")
+            raise ValueError("set min or max, such as {max: 2.5}")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min} lies above max {self.max}: nothing would be kept")
+            raise ValueError(f"min {self.min} is above max {self.max}: nothing would be kept")
         return self
 
 
-def _keep(value: Any) -> Any:
-    """A number is the lowest score, a mapping has bounds, and `best 25%` is checked and left as it was written."""
+def _parse_keep(value: Any) -> Any:
+    """A number is the lowest score, a mapping is Bounds, and `best 25%` is checked and stays a string."""
     if isinstance(value, (dict, Bounds)):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -146,54 +145,54 @@ def _keep(value: Any) -> Any:
             f"got {shown(value)}"
         )
     if parse_share(value.removeprefix(_BEST)) <= 0:
-        raise ValueError(f"{shown(value)} would keep nothing; leave the step out or name a larger share")
+        raise ValueError(f"{shown(value)} would keep nothing; remove the step or write a larger share")
     return value
 
 
-def _kind(value: Any) -> str:
+def _keep_kind(value: Any) -> str:
     return "bounds" if isinstance(value, (dict, Bounds)) else "share" if isinstance(value, str) else "least"
 
 
 def best_share(keep: object) -> float | None:
-    """The share of documents that `best 25%` stands for; None for anything else."""
+    """The share in `best 25%`; None for other values of `keep`."""
     return parse_share(keep.removeprefix(_BEST)) if isinstance(keep, str) else None
 
 
 Keep = Annotated[
     Annotated[float, Tag("least")] | Annotated[Bounds, Tag("bounds")] | Annotated[str, Tag("share")],
-    Discriminator(_kind),
-    BeforeValidator(_keep),
+    Discriminator(_keep_kind),
+    BeforeValidator(_parse_keep),
     WithJsonSchema({"type": ["number", "string", "object"], "examples": ["best 25%"]}),
 ]
 Per = Literal["corpus", "source"]
-_PER = "what a share such as best 25% is taken of: the whole corpus, or each source"
-_LABEL_ONLY = "not set: nothing is dropped, documents are only labelled"
+_PER = "whether a share such as best 25% is of the whole corpus or of each source"
+_LABEL_ONLY = "not set: only label documents"
 
 
 class QualitySpec(StepSpec, step="quality"):
-    """Documents that a trained classifier finds poor go. The label `quality` is the probability of its first class."""
+    """Drops documents with a low classifier score. The label `quality` is the probability of the first class."""
 
-    model: Named = setting(..., "a classifier trained from folders of good and other text", "quality.safetensors")
+    model: Named = setting(..., "a classifier trained on folders of good and other text", "quality.safetensors")
     keep: Keep | None = setting(None, f"lowest score, or a share such as best 25%; {_LABEL_ONLY}", 0.5)
     per: Per = setting("corpus", _PER, "source")
 
 
 class DomainSpec(StepSpec, step="domain"):
-    """Labels each document with the most probable class of a trained classifier, as `domain`, and may filter by it."""
+    """Labels each document with the most probable class of a trained classifier, as `domain`, and can filter by it."""
 
-    model: Named = setting(..., "a classifier trained from one folder for each domain", "domain.safetensors")
-    keep: list[str] | None = setting(None, f"domains that are kept; {_LABEL_ONLY}", ["science", "news"], min_length=1)
-    min_probability: float = setting(0.0, "below it, the domain is called unsure", 0.5, ge=0, le=1)
+    model: Named = setting(..., "a classifier trained on one folder per domain", "domain.safetensors")
+    keep: list[str] | None = setting(None, f"domains to keep; {_LABEL_ONLY}", ["science", "news"], min_length=1)
+    min_probability: float = setting(0.0, "documents below it get the domain unsure", 0.5, ge=0, le=1)
 
 
 class PerplexitySpec(StepSpec, step="perplexity"):
-    """Documents that a small model of good text finds surprising go.
+    """Drops documents with a high perplexity under a small model of good text.
 
-    The label `perplexity` is in bits per byte, which is fair to long and short documents; `perplexity_part` is head,
+    The label `perplexity` is in bits per byte, comparable for long and short documents; `perplexity_part` is head,
     middle or tail as in CCNet.
     """
 
-    model: Named = setting(..., "a model trained from good text", "wiki.safetensors")
+    model: Named = setting(..., "a model trained on good text", "wiki.safetensors")
     keep: Keep | None = setting(
         None,
         f"highest bits per byte, or a share such as best 30% (lowest first); {_LABEL_ONLY}",
@@ -202,27 +201,27 @@ class PerplexitySpec(StepSpec, step="perplexity"):
     )
     per: Per = setting("corpus", _PER, "source")
     head: Share = setting(0.3, "share of documents labelled head", "30%")
-    middle: Share = setting(0.3, "share labelled middle; the rest is the tail", "30%")
+    middle: Share = setting(0.3, "share of documents labelled middle; the rest is the tail", "30%")
 
     @field_validator("keep")
     @classmethod
     def _bounded_above(cls, value: float | Bounds | str | None) -> float | Bounds | str | None:
         if isinstance(value, float):
-            raise ValueError(f"a low perplexity is good: write {{max: {value:g}}} for the highest that is kept")
+            raise ValueError(f"low perplexity is good: write {{max: {value:g}}} for the highest to keep")
         return value
 
     @model_validator(mode="after")
     def _whole(self) -> PerplexitySpec:
         if self.head + self.middle > 1:
-            raise ValueError(f"head {self.head:g} and middle {self.middle:g} are more than the whole")
+            raise ValueError(f"head {self.head:g} and middle {self.middle:g} sum to more than 1: lower them")
         return self
 
 
 class ScoreSpec(StepSpec, step="score"):
-    """Scores from a Python function of yours, or from an HTTP service. Name one of the two.
+    """Scores from your Python function or from an HTTP service. Set one of the two.
 
-    Nothing of it runs unless a spec names it. Results are kept: they are computed anew when the function's file or
-    these settings change; when only something behind them changed, give another `version`.
+    Results are cached and recomputed when the function's file or these settings change. If only something behind them
+    changed, set another `version`.
     """
 
     function: str | None = setting(
@@ -232,39 +231,42 @@ class ScoreSpec(StepSpec, step="score"):
         pattern=r"^[^:\s][^:]*:[A-Za-z_]\w*$",
     )
     takes: Literal["texts", "text"] = setting(
-        "texts", "texts: a list of texts, one number for each comes back; text: one text, one number", "text"
+        "texts",
+        "texts: the function takes a list of texts and returns one number each; text: one text, one number",
+        "text",
     )
     service: ServiceSpec | None = setting(None, "an HTTP service instead of a function", "https://host/score")
-    name: str = setting("score", "the label that is set", "toxicity", pattern=r"^[a-z][a-z0-9_]*$")
+    name: str = setting("score", "name of the label", "toxicity", pattern=r"^[a-z][a-z0-9_]*$")
     keep: Keep | None = setting(
         None, f"lowest score, bounds, or a share such as best 25%; {_LABEL_ONLY}", 0.5, {"max": 0.5}, "best 25%"
     )
-    better: Literal["higher", "lower"] = setting("higher", "which scores a share such as best 25% keeps", "lower")
+    better: Literal["higher", "lower"] = setting(
+        "higher", "which scores are better, for a share such as best 25%", "lower"
+    )
     per: Per = setting("corpus", _PER, "source")
-    version: str = setting("", "any word; another one means that scores have to be computed anew", "2")
+    version: str = setting("", "any string; a new one recomputes the scores", "2")
 
     @model_validator(mode="after")
     def _one(self) -> ScoreSpec:
         if (self.function is None) == (self.service is None):
-            raise ValueError("give either function: file.py:name or service: URL")
+            raise ValueError("set either function: file.py:name or service: URL")
         return self
 
 
 class RewriteSpec(StepSpec, step="rewrite"):
-    """Some documents are replaced by what a Python function of yours makes of them, with the label `rewritten`.
+    """Replaces documents by the output of your Python function, with the label `rewritten`.
 
-    The function gets a list of texts and returns as many; None or an empty text leaves the original as it is. A step
-    changes documents and cannot add any: to train on original and rewritten text, name the same path as two sources
-    and give one of them this step. Conversations are left as they are. Nothing of it runs unless a spec names it;
-    results are kept until the function's file or these settings change.
+    The function gets a list of texts and returns as many; None or an empty text keeps the original. A step cannot add
+    documents: to train on original and rewritten text, list the same path as two sources and give one of them this
+    step. Conversations are not changed. Results are cached until the function's file or these settings change.
     """
 
     function: str = setting(
         ...,
-        "module:name or path/to/file.py:name of a function that takes a list of texts and returns one",
+        "module:name or path/to/file.py:name of a function from a list of texts to a list of texts",
         "rewriters.py:paraphrase",
         pattern=r"^[^:\s][^:]*:[A-Za-z_]\w*$",
     )
     share: Share = setting(1.0, "share of documents to rewrite, chosen by a hash of the text", "10%")
-    texts: int = setting(32, "texts in one call of the function, at most", 32, ge=1)
-    version: str = setting("", "any word; another one means that texts have to be rewritten anew", "2")
+    texts: int = setting(32, "maximum texts per call of the function", 32, ge=1)
+    version: str = setting("", "any string; a new one rewrites the texts again", "2")
