@@ -153,7 +153,7 @@ class RunWriter(Run):
             if isinstance(error, IsADirectoryError):
                 raise UserError(f"{path}: is a folder, but the run needs a file of this name; move it away") from error
             raise UserError(
-                f"{path}: cannot be written: {error.strerror}; set `runs` in the spec to a writable folder with free space"
+                f"{path}: cannot be written: {error.strerror}; set `runs` in the spec to a writable folder"
             ) from error
 
     @property
@@ -207,7 +207,7 @@ class RunWriter(Run):
         return Snapshot(self.folder, {name: (journal, journal.size_bytes) for name, journal in self._journals.items()})
 
     def go_back(self, step: int, saved: Mapping[str, bytes]) -> list[Record]:
-        """Restore metrics and the start of the events to a checkpoint at `step`, whose snapshot holds the journals `saved`.
+        """Restore metrics and the start of the events to a checkpoint at `step`, whose snapshot holds `saved`.
         Journals with lost or altered records are rewritten; returns the events about them."""
         if not saved:
             self.cut_after(step)
