@@ -142,7 +142,7 @@ class DecontaminateSpec(StepSpec, step="decontaminate"):
 
 
 PiiKind = Literal["email", "phone", "ssn", "credit_card", "iban", "ip", "api_key"]
-PII_KINDS: tuple[PiiKind, ...] = ("email", "phone", "ssn", "credit_card", "iban", "ip", "api_key")
+ALL_KINDS: tuple[PiiKind, ...] = ("email", "phone", "ssn", "credit_card", "iban", "ip", "api_key")
 # Crawlers for training data, by their names in robots.txt.
 TRAINING_AGENTS = (
     "GPTBot", "CCBot", "Google-Extended", "ClaudeBot", "anthropic-ai", "Applebot-Extended", "Bytespider",
@@ -158,7 +158,7 @@ class PiiSpec(StepSpec, step="pii"):
     """
 
     kinds: list[PiiKind] = setting(
-        list(PII_KINDS), "kinds to find: " + ", ".join(PII_KINDS), ["email", "ip"], min_length=1
+        list(ALL_KINDS), "kinds to find: " + ", ".join(ALL_KINDS), ["email", "ip"], min_length=1
     )
     action: Literal["redact", "drop"] = setting(
         "redact", "redact: replace by placeholders; drop: drop the document", "redact"
