@@ -84,7 +84,7 @@ def test_a_program_that_takes_the_childs_place_stays_tied(start: Start) -> None:
 def test_a_parent_that_died_before_is_noticed() -> None:
     environment = {**os.environ, "BESSEMER_PARENT_PID": "1"}
     done = subprocess.run([sys.executable, "-c", TIED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "has died; leaving" in done.stderr and "tied" not in done.stdout
+    assert done.returncode == 1 and "has died; exiting" in done.stderr and "tied" not in done.stdout
 
 
 def test_a_grandchild_and_a_program_of_the_users_own_are_not_tied() -> None:

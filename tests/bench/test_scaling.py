@@ -181,6 +181,6 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.chdir(tmp_path)
     assert said("nothing.yaml").startswith("nothing.yaml: neither a file or folder nor a preset")
-    assert said("10M", "--ranks", "one").startswith("--ranks one: write numbers with commas between")
+    assert said("10M", "--ranks", "one").startswith("--ranks one: write numbers separated by commas")
     assert said("10M", "--layouts", "zp=2").startswith("--layouts zp=2: write degrees")
     assert said("10M", "--steps", "0").startswith("--steps 0: write 1 or more")

@@ -152,7 +152,7 @@ def test_prune_by_rules(call: Call, run: Path) -> None:
 def test_restore_sets_later_checkpoints_aside(call: Call, run: Path) -> None:
     call("checkpoints", "tag", str(run), "step-00000010.a1", "v0.1.0")
     said = call("checkpoints", "restore", str(run), "v0.1.0")
-    assert said.code == 0 and "goes on from step-00000010.a1 (step 10)" in said.out
+    assert said.code == 0 and "will continue from step-00000010.a1 (step 10)" in said.out
     assert names(run) == ["step-00000010.a1"]
     aside = run / "checkpoints" / "abandoned"
     assert [verify(path).step for path in sorted(aside.iterdir())] == [20, 30]

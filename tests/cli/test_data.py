@@ -90,7 +90,7 @@ def test_the_same_data_for_another_setting_is_not_prepared(call: Call) -> None:
         (("prepare", "spec.yaml", "--engine", "spark"), "--engine spark: write local or ray"),
         (("prepare", "spec.yaml", "--set", "data.sources.web=none/"), "source 'web': "),
         (("prepare", "spec.yaml", "--set", "data.clean=[nosuch]"), "data.clean"),
-        (("report", "data"), "data: is a folder; give the spec's YAML file"),
+        (("report", "data"), "data: is a folder; pass the YAML file of a spec"),
         (("report", "spec.yaml", "--set", "x"), "--set x: write it as key=value"),
     ],
 )
@@ -141,7 +141,7 @@ def test_classifier(call: Call) -> None:
         (("q.safetensors", "--class", "good=good"), "name two or more"),
         (("q.safetensors", "--class", "good"), "--class good: write NAME=PATH"),
         (("q.safetensors", "--class", "good=good", "--class", "other=none"), "none"),
-        (("good", "--class", "good=good", "--class", "other=good"), "good: is a folder; name the file"),
+        (("good", "--class", "good=good", "--class", "other=good"), "good: is a folder; name a file"),
     ],
 )
 def test_classifier_refuses_in_one_line(call: Call, arguments: tuple[str, ...], told: str) -> None:

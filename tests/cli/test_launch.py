@@ -35,7 +35,7 @@ def test_without_the_client_the_files_are_written_and_the_command_told(call: Cal
     said = call("launch", "my-run.yaml", "--on", "slurm", "--set", "name=other")
     assert said.code == 0
     folder = Path.cwd() / "runs" / "other" / "launch"
-    assert "sbatch is not on this machine. Where it is, run:\n" in said.out
+    assert "sbatch is not installed here. On a machine that has it, run:\n" in said.out
     assert said.out.endswith(f"  sbatch --parsable {folder}/job.sbatch\n")
     assert {path.name for path in folder.iterdir()} == {"job.sbatch", "node.sh", "spec.yaml"}
 
@@ -45,8 +45,11 @@ def test_without_the_client_the_files_are_written_and_the_command_told(call: Cal
     [
         ((), "--on missing: write --on slurm, kubernetes, sky, modal, ssh or local"),
         (("--on", "kubernetes"), "--on kubernetes needs --image IMAGE"),
-        (("--on", "ssh", "--hosts", "a", "--qos", "x"), "--qos: ssh has no such thing; it is for slurm"),
-        (("--on", "slurm", "--partition", "x\n#SBATCH --evil"), "--partition 'x\\n#SBATCH --evil': holds a line break"),
+        (("--on", "ssh", "--hosts", "a", "--qos", "x"), "--qos: ssh has no such option; it is for slurm"),
+        (
+            ("--on", "slurm", "--partition", "x\n#SBATCH --evil"),
+            "--partition 'x\\n#SBATCH --evil': contains a line break",
+        ),
         (("--on", "slurm", "--gpus", "8", "--set", "parallel.dp_shard=5"), "parallel: dp_shard 5 needs 5 processes"),
         (("--on", "local", "--gpus", "99"), "--gpus 99: this machine has "),
     ],
@@ -83,7 +86,9 @@ def test_a_missing_client_is_named_with_the_command_to_run(call: Call, on: str, 
     folder.mkdir(parents=True)
     LaunchJob(on, "my-run", "42", str(folder.absolute()), time.time(), 1, 8).save()
     said = call("launch", "status", "my-run")
-    assert said.code == 2 and said.err.startswith(f"{client} is not on this machine; where it is, run: {client} ")
+    assert said.code == 2 and said.err.startswith(
+        f"{client} is not installed here; on a machine that has it, run: {client} "
+    )
     listed = json.loads(call("launch", "status", "--json").out)  # one that cannot be asked does not hide the others
     assert [(row["name"], row["on"], row["state"]) for row in listed] == [("my-run", on, "?")]
 
@@ -93,7 +98,7 @@ def test_a_record_that_cannot_be_read_is_named(call: Call) -> None:
     path.parent.mkdir(parents=True)
     path.write_text("{")
     said = call("launch", "status", "my-run")
-    assert said.code == 2 and said.err.startswith("runs/my-run/launch/job.json: not readable as a submission")
+    assert said.code == 2 and said.err.startswith("runs/my-run/launch/job.json: not a readable job record")
 
 
 def test_an_empty_queue(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_launch_files_beside_the_spec(
         (("--emit", "slurm"), "add --write FILE.yaml"),
         (("--write", "a.yaml", "--emit", "pbs"), "--emit pbs: write one of slurm"),
         (("--write", "a.yaml", "--emit", "kubernetes"), "--emit kubernetes needs --image"),
-        (("--write", "a.yaml", "--emit", "ssh", "--hosts", "one,two"), "names 2 machines, and the plan has 1"),
-        (("--write", "a.yaml", "--emit", "slurm", "--volume", "x"), "--volume: slurm has no such thing"),
+        (("--write", "a.yaml", "--emit", "ssh", "--hosts", "one,two"), "lists 2 machines, but the plan has 1"),
+        (("--write", "a.yaml", "--emit", "slurm", "--volume", "x"), "--volume: slurm has no such option"),
     ],
 )
 def test_launch_files_that_cannot_be(call: Call, options: tuple[str, ...], words: str) -> None:

@@ -28,7 +28,7 @@ def test_a_spec_is_not_fine_while_its_files_are_missing(call: Call) -> None:
     lines = refused.err.splitlines()
     assert lines[0].startswith("run.yaml:1: model.hf: no such folder: 'qwen/'")
     assert lines[1] == "run.yaml:3: data.sources.mine.path: nothing matches 'data/*.jsonl': correct it"
-    assert lines[2:] == ["run.yaml: add --skip-paths if its files are on another machine"]
+    assert lines[2:] == ["run.yaml: pass --skip-paths if its files are on another machine"]
     elsewhere = call("spec", "check", "run.yaml", "--skip-paths")
     assert (elsewhere.code, elsewhere.out) == (0, "run.yaml: fine (run run); its paths were not looked at\n")
 

@@ -173,8 +173,8 @@ def test_the_command_asks_on_the_run_s_own_held_out_text(run: Path) -> None:
 
 def test_the_command_says_what_is_missing(run: Path) -> None:
     for arguments, message in (
-        ([], "say what to measure: --needle"),
-        (["--needle", "--lengths", "x"], "write 512,4Ki"),
+        ([], "name what to measure: --needle"),
+        (["--needle", "--lengths", "x"], "write for example 512,4Ki"),
     ):
         with pytest.raises(UserError, match=message):
             CliRunner().invoke(app, ["evaluate", str(run), *arguments], catch_exceptions=False)

@@ -159,7 +159,7 @@ def test_a_job_warned_and_preempted_ends_as_if_nothing_had_happened(
         told("scancel", "--batch", "--signal=USR1", job.id)  # what Slurm sends when the time is nearly up
         started_again(job)
         saved = [event["reason"] for event in run.events("interrupted")]
-        assert saved == ["SIGUSR1"] and "back into the queue" in log.read_text()
+        assert saved == ["SIGUSR1"] and "requeueing" in log.read_text()
         first = next(iter(event for event in run.events("interrupted")))["step"]
         until(lambda: at_step(run, first + 200), "200 steps more")
         told("scontrol", "requeue", job.id)  # preempted: the step gets SIGTERM from Slurm itself

@@ -82,7 +82,7 @@ def test_a_run_over_ssh_is_started_told_of_and_stopped(host: str, ask: Callable[
     assert [state.state for state in ssh.states(job)] == ["RUNNING"]
     with pytest.raises(UserError, match="already"):
         submit(request, lambda line: None)
-    assert run_client(ssh.cancel(job)) == f"{host}: asked to save and leave\n"
+    assert run_client(ssh.cancel(job)) == f"{host}: told to save and exit\n"
     until = time.monotonic() + 60
     while ssh.states(job)[0].state != "ENDED":
         assert time.monotonic() < until

@@ -231,5 +231,7 @@ def test_a_finding_is_plain_data() -> None:
 
 def test_a_folder_in_the_place_of_a_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics" / "steps.jsonl").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"metrics/steps.jsonl: is a folder, where the run keeps a file; move it away"):
+    with pytest.raises(
+        UserError, match=r"metrics/steps.jsonl: is a folder, but the run needs a file of this name; move it away"
+    ):
         RunWriter(tmp_path)

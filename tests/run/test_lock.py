@@ -147,7 +147,7 @@ def test_another_host_with_a_fresh_heartbeat_is_alive(tmp_path: Path) -> None:
     owner = Owner("other-host", 12, 1.0, time.time())
     write_owner(tmp_path, owner, silence_s=STALE_S - 60)
     assert is_alive(owner, tmp_path)
-    with pytest.raises(UserError, match=r"process 12 on other-host .*last sign of life 6\d s ago; after 120 s"):
+    with pytest.raises(UserError, match=r"process 12 on other-host .*last heartbeat 6\d s ago; after 120 s"):
         Lock(tmp_path).acquire()
 
 

@@ -78,7 +78,7 @@ def test_what_is_written_comes_before_the_name_and_the_name_before_path_and_form
     assert domain_of("wikipedia", source) == ("books", "written in the spec")
     source = SourceSpec(path=["data/github/*.jsonl"])
     assert domain_of("wikipedia", source)[0] == "reference"
-    assert domain_of("mine", source) == ("code", "its path has 'github'")
+    assert domain_of("mine", source) == ("code", "its path contains 'github'")
     source = SourceSpec(path=["x.jsonl"], messages_field="turns")
     assert domain_of("mine", source)[0] == "dialogue"
     assert domain_of("mine", SourceSpec(path=["x"], format="source"))[0] == "code"

@@ -49,7 +49,7 @@ def test_no_foreign_name_is_listed_twice_or_is_a_section_of_ours() -> None:
 )
 def test_a_name_of_another_tool(name: str, key: str) -> None:
     (line,) = problems(**{name: 1})
-    assert f": {name}: unknown key; here it is {key}" in line
+    assert f": {name}: unknown key; in Bessemer it is {key}" in line
 
 
 def test_another_tools_name_for_a_required_key_is_one_mistake() -> None:
@@ -68,7 +68,7 @@ def test_of_thousands_of_problems_the_first_are_shown() -> None:
         validate(parse(yaml.safe_dump(GOOD | {f"key{i}": 1 for i in range(1000)}), "run.yaml"))
     lines = str(refused.value).splitlines()
     assert len(refused.value.problems) == 1000 and len(lines) == 21
-    assert lines[-1] == "and 980 more problems; mend these first"
+    assert lines[-1] == "and 980 more problems; fix these first"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_value_of_another_unit_or_meaning_is_not_repeated(key: str) -> None:
         ("budget", "50M", "budget: {tokens: 50M}"),
         ("tokenizer", "gpt2", "tokenizer: {path: gpt2}"),
         ("guard", "off", "guard: {enabled: false}"),
-        ("lints", "off", "keys below it, such as lints: {silence: [no_warmup]} (rules that are wrong for this run)"),
+        ("lints", "off", "keys below it, such as lints: {silence: [no_warmup]} (warnings to silence for this run)"),
     ],
 )
 def test_a_value_in_the_place_of_a_section_gets_its_key(key: str, value: str, written: str) -> None:

@@ -66,7 +66,7 @@ def test_five_mistakes_are_five_lines(spec_file: Path) -> None:
         "my-run.yaml:5: data.context: 1 is too short: write at least 2 tokens, such as 2048",
         "my-run.yaml:8: budget.batch: expected a number of tokens such as 4096, 256K or 20M, got 'lots'",
         "my-run.yaml:13: optimizer.betas: list should have at least 2 items after validation, not 1; "
-        "write betas: [0.9, 0.95] (decay of the two moments)",
+        "write betas: [0.9, 0.95] (decay rates of the two moments)",
         "my-run.yaml:16: lr: unknown key here; it belongs under optimizer:",
     ]
 
@@ -74,10 +74,10 @@ def test_five_mistakes_are_five_lines(spec_file: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("seed: -1", "seed: -1 should be greater than or equal to 0; write seed: 0 (seed of everything random)"),
-        ("seed: a", "seed: expected a whole number, got 'a'; write seed: 0 (seed of everything random)"),
+        ("seed: -1", "seed: -1 should be greater than or equal to 0; write seed: 0 (seed of all random draws)"),
+        ("seed: a", "seed: expected a whole number, got 'a'; write seed: 0 (seed of all random draws)"),
         ('seed: "5"', "seed: expected a whole number, got '5': remove the quotes"),
-        ("seed: 1.5", "seed: expected a whole number, got 1.5; write seed: 0 (seed of everything random)"),
+        ("seed: 1.5", "seed: expected a whole number, got 1.5; write seed: 0 (seed of all random draws)"),
         ("name: 2024", 'name: expected text, got 2024: put it in quotes, name: "2024"'),
         ("name: true", 'name: expected text, got true: put it in quotes, name: "true"'),
         ("name: ../x", "name: expected letters, digits, '.', '_' and '-', 100 at most, beginning with a letter or "),
@@ -87,10 +87,10 @@ def test_five_mistakes_are_five_lines(spec_file: Path) -> None:
         ),
         ("precision: 16", "precision: expected auto, fp32, tf32, bf16, fp16, fp8 or fp8_rowwise, got 16"),
         ("guard: no", "guard: expected a mapping of keys, got 'no'"),
-        ("guard: {enabled: no}", "guard.enabled: expected true or false, got 'no'; write enabled: true (judge steps)"),
+        ("guard: {enabled: no}", "guard.enabled: expected true or false, got 'no'; write enabled: true (check steps)"),
         ("guard: {window: 8}", "guard.window: 8 should be greater than or equal to 16; write window: 128 ("),
         ("guard: {sigma: 8}", "guard.sigma: unknown key; did you mean"),
-        ("guard: {zzz: 8}", "guard.zzz: unknown key; known here: enabled, window, warmup"),
+        ("guard: {zzz: 8}", "guard.zzz: unknown key; known keys: enabled, window, warmup"),
         ("tokens: 5", "tokens: unknown key here; it belongs under budget: (or evaluate)"),
         ("guard: {lr: 5}", "guard.lr: unknown key in guard; it belongs under optimizer:"),
         ("parallel: {threads: none}", "parallel.threads: expected a number of threads such as 8, got 'none'"),
@@ -101,7 +101,7 @@ def test_five_mistakes_are_five_lines(spec_file: Path) -> None:
         ("seed: [1,\n 2]", "seed: expected a whole number, got [1, 2]"),
         ("seed:", "seed: expected a whole number, got nothing"),
         ("seed: .inf", "seed: "),
-        ("1: 2", "1: unknown key; known here: name, runs, seed"),
+        ("1: 2", "1: unknown key; known keys: name, runs, seed"),
         ('"a\\nb": 2', "a b: unknown key"),
     ],
 )
@@ -113,7 +113,7 @@ def test_one_wrong_line_is_one_message(spec_file: Path, line: str, told: str) ->
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        ("model: 10M", "model: 11M", "my-run.yaml:1: model.preset: no preset '11M'; there are 1M, 3M, 10M"),
+        ("model: 10M", "model: 11M", "my-run.yaml:1: model.preset: no preset '11M'; write one of 1M, 3M, 10M"),
         ("model: 10M", "model: 5", "my-run.yaml:1: model: expected a mapping of keys, got 5; write model: 10M"),
         ("model: 10M", "model:", "my-run.yaml:1: model: expected a mapping of keys, got nothing; write model: 10M"),
         ("model: 10M", "model: {widht: 64, layers: 2, heads: 2}", "my-run.yaml:1: model.widht: unknown key; did you"),
@@ -125,7 +125,7 @@ def test_one_wrong_line_is_one_message(spec_file: Path, line: str, told: str) ->
             "web: {weight: 1}",
             "my-run.yaml:4: data.sources.web.path: missing; write path: data/*.jsonl.gz",
         ),
-        ("    web: data/", "    {}", "my-run.yaml:3: data.sources: name at least one source"),
+        ("    web: data/", "    {}", "my-run.yaml:3: data.sources: list at least one source"),
         ("tokens: 20M", "tokens: 1e400", "my-run.yaml:6: budget.tokens: expected a number of tokens"),
         ("lr: 1e-4", "lr: .nan", "my-run.yaml:11: optimizer.lr: expected a number such as 3e-4, got nan: it must be"),
         ("lr: 1e-4", "eps: .inf", "my-run.yaml:11: optimizer.eps: expected a finite number, got inf; write eps:"),
@@ -146,7 +146,7 @@ def test_one_wrong_value_is_one_message(spec_file: Path, before: str, after: str
 
 def test_missing_sections_say_what_to_write(spec_file: Path) -> None:
     assert problems(spec_file, "") == [
-        "my-run.yaml: data: missing; write data: {sources: {code: src/}} (what is read and how it is mixed)",
+        "my-run.yaml: data: missing; write data: {sources: {code: src/}} (sources, curation and mixture)",
         "my-run.yaml: model: missing; write model: 10M (the network)",
     ]
     assert problems(spec_file, "model: 10M\ndata: {}\n") == [
@@ -174,9 +174,9 @@ def test_wrong_entries_of_a_list_are_each_told(spec_file: Path) -> None:
 def test_mistakes_on_the_command_line_are_told_with_the_setting(spec_file: Path) -> None:
     found = problems(spec_file, overrides=("seed=x", "noequals", "optimizer={lr: high}", "data.sources.web.w=1"))
     assert found == [
-        "--set seed=x: seed: expected a whole number, got 'x'; write seed: 0 (seed of everything random)",
+        "--set seed=x: seed: expected a whole number, got 'x'; write seed: 0 (seed of all random draws)",
         "--set optimizer={lr: high}: optimizer.lr: expected a number such as 3e-4, got 'high'",
-        "--set data.sources.web.w=1: data.sources.web.w: unknown key; known here: "
+        "--set data.sources.web.w=1: data.sources.web.w: unknown key; known keys: "
         "path, format, text_field, id_field, url_field, messages_field, include, exclude, storage, clean, weight, "
         "domain, max_epochs",
         "--set noequals: write it as key=value, such as --set optimizer.lr=3e-4",
@@ -196,8 +196,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, told in [
         (tmp_path / "none.yaml", "no such file"),
-        (tmp_path, "is a folder; give the spec's YAML file"),
-        (tmp_path / "run", f"is a folder; give {tmp_path / 'run' / 'spec.yaml'}"),
+        (tmp_path, "is a folder; pass the YAML file of a spec"),
+        (tmp_path / "run", f"is a folder; pass {tmp_path / 'run' / 'spec.yaml'}"),
         (tmp_path / "binary.yaml", "not UTF-8 text"),
         (tmp_path / "file" / "x.yaml", "cannot be read: Not a directory"),
         (tmp_path / ("x" * 300), "cannot be read: File name too long"),

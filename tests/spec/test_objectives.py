@@ -30,7 +30,7 @@ def test_the_special_tokens_that_a_tokenizer_must_have():
         ({"kind": "masked", "mask": 0.8, "random": 0.3}, "add up to 1.1: lower them"),
         ({"kind": "infill", "tokens": ["<a>", "<b>"]}, "infill uses 3 tokens .* not 2"),
         ({"kind": "prefix", "tokens": ["<a>"]}, "prefix uses 0 tokens"),
-        ({"kind": "denoise", "tokens": ["<a>", "<a>"]}, "names one twice"),
+        ({"kind": "denoise", "tokens": ["<a>", "<a>"]}, "lists a token twice"),
         ({"kind": "denoise", "rate": 0.0}, "greater than 0"),
         ({"kind": "bert"}, "'causal', 'masked', 'denoise', 'prefix' or 'infill'"),
     ],

@@ -31,8 +31,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("nope.jsonl", "no such file or folder: 'nope.jsonl'"),
         ("here.jsonl/x", "no such file or folder"),
-        ("x" * 420 + ".jsonl", "a path of 426 characters is longer than this file system takes"),
-        ("a/" * 3000, "longer than this file system takes"),
+        ("x" * 420 + ".jsonl", "a path of 426 characters is too long for this file system"),
+        ("a/" * 3000, "too long for this file system"),
         ("a\0b", "'a\\x00b' cannot be read: embedded null byte"),
         ("*.parquet", "nothing matches '*.parquet'"),
         ("empty", "is an empty folder"),
@@ -68,7 +68,7 @@ def test_a_file_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"start_from": "."}, "start_from", "is not a checkpoint"),
         ({"tokenizer": {"path": "tok.json"}}, "tokenizer.path", "no such file or folder"),
         ({"tokenizer": {"chat": "x.jinja"}}, "tokenizer.chat", "no such file"),
-        ({"tokenizer": {"chat": "empty"}}, "tokenizer.chat", "is a folder: give a file"),
+        ({"tokenizer": {"chat": "empty"}}, "tokenizer.chat", "is a folder: write a file"),
     ],
 )
 def test_other_paths(more: dict[str, Any], key: str, problem: str) -> None:

@@ -60,8 +60,8 @@ def test_numbers_and_bounds() -> None:
         ("best of all", "expected a share"),
         (True, "expected a lowest score"),
         ([0.5], "expected a lowest score"),
-        ({}, "give min or max"),
-        ({"min": 2.0, "max": 1.0}, "min 2.0 lies above max 1.0"),
+        ({}, "set min or max"),
+        ({"min": 2.0, "max": 1.0}, "min 2.0 is above max 1.0"),
         ({"least": 1.0}, "least"),
         (float("nan"), "finite"),
     ],
@@ -75,7 +75,7 @@ def test_what_keep_may_not_be(keep: Any, message: str) -> None:
 def test_perplexity_is_bounded_above() -> None:
     with pytest.raises(ValidationError, match=r"write \{max: 2.5\}"):
         PerplexitySpec(model="m", keep=2.5)
-    with pytest.raises(ValidationError, match=r"head 0.6 and middle 0.5 are more than the whole"):
+    with pytest.raises(ValidationError, match=r"head 0.6 and middle 0.5 sum to more than 1"):
         PerplexitySpec(model="m", head=0.6, middle=0.5)
 
 
@@ -106,7 +106,7 @@ def test_the_presets() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "give the service's url"),
+        ({}, "set url"),
         ({"url": "file:///etc/passwd"}, "expected a URL such as https"),
         ({"url": "host/score"}, "expected a URL such as https"),
         ({"url": "https://me:secret@host/"}, "use key_env and key_header"),

@@ -117,7 +117,7 @@ def test_weights_of_another_spec_are_not_trained_on(tiny: Callable[..., RunSpec]
     write_files(emit("accelerate", tiny(), folder), folder)
     (folder / "model").mkdir()
     write_files(emit("accelerate", tiny(), folder), folder)
-    with pytest.raises(UserError, match="holds the first weights of another spec"):
+    with pytest.raises(UserError, match="holds the initial weights of another spec"):
         write_files(emit("accelerate", tiny(seed=5), folder), folder)
 
 

@@ -35,7 +35,7 @@ def test_a_preset_fills_what_is_not_written() -> None:
     assert DedupMinhashSpec(preset="curator").numbers == ("char", 24, 20, 13)
     assert DedupMinhashSpec(preset="curator", bands=9).numbers == ("char", 24, 9, 13)
     assert DedupMinhashSpec(preset="none", unit="char", ngram=7, bands=2, rows=3).numbers == ("char", 7, 2, 3)
-    with pytest.raises(ValidationError, match="preset none needs ngram, rows as well"):
+    with pytest.raises(ValidationError, match="preset: none also needs ngram, rows"):
         DedupMinhashSpec(preset="none", unit="char", bands=2)
 
 

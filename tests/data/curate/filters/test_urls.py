@@ -414,6 +414,6 @@ def test_another_robots_txt_is_another_step(tmp_path: Path) -> None:
 
 
 def test_an_opt_out_needs_somebody() -> None:
-    with pytest.raises(ValidationError, match="nobody opted out"):
+    with pytest.raises(ValidationError, match="no opt-outs"):
         OptOutSpec()
     assert opt_out([Document("", "f", 1), page("nonsense url")], domains=["x.org"]) == [None, None]
