@@ -69,9 +69,7 @@ else:
 class PaddingSpec(SpecSection):
     """Used with `packing: pad`, where every row is one document."""
 
-    to: Literal["longest", "context"] = setting(
-        "longest", "pad to the longest row of the micro-batch, or to the context", "longest"
-    )
+    to: Literal["longest", "context"] = setting("longest", "pad to the longest row or to the context", "longest")
     multiple_of: int = setting(8, "round the padded length up to a multiple", 8, ge=1, le=65536)
     side: Literal["right", "left"] = setting("right", "side of the padding", "right")
     long: Literal["split", "truncate"] = setting(
@@ -86,9 +84,7 @@ class CurriculumSpec(SpecSection):
     by: Literal["none", "length", "label"] = setting("none", "none, length or label", "length")
     label: str | None = setting(None, "a label set by a step, such as quality", "quality")
     descending: bool = setting(False, "largest first", False)
-    groups: int = setting(
-        8, "number of groups of rising measure; documents are shuffled within each", 8, ge=1, le=65536
-    )
+    groups: int = setting(8, "groups of rising measure; documents are shuffled within each", 8, ge=1, le=65536)
 
     @model_validator(mode="after")
     def _named(self) -> CurriculumSpec:
@@ -105,9 +101,7 @@ class NoiseSpec(SpecSection):
 
     mask_spans: float = setting(0.0, "share of tokens in masked spans", 0.15, ge=0, lt=1)
     span_length: float = setting(3.0, "mean length of a masked span", 3.0, ge=1, le=1e6)
-    mask: list[str] = setting(
-        [], "special token that replaces a masked span; several are used in turn, as sentinels", ["<mask>"]
-    )
+    mask: list[str] = setting([], "special tokens that replace masked spans, used in turn", ["<mask>"])
     replace: float = setting(0.0, "share of tokens replaced by random ones", 0.05, ge=0, lt=1)
     delete: float = setting(0.0, "share of tokens deleted with their targets", 0.05, ge=0, lt=1)
 
@@ -132,9 +126,7 @@ class TokenizerSpec(SpecSection):
     path: str | None = setting(
         None, "a tokenizer.json, a SentencePiece .model or a tiktoken file to load", "tokenizer.json", min_length=1
     )
-    kind: Literal["bpe", "unigram", "wordpiece", "char"] = setting(
-        "bpe", "what to train: bpe, unigram, wordpiece or char", "bpe"
-    )
+    kind: Literal["bpe", "unigram", "wordpiece", "char"] = setting("bpe", "bpe, unigram, wordpiece or char", "bpe")
     vocab: AutoVocab = setting("auto", "tokens to train", "8K")
     eos: str | None = setting(None, "the end-of-document token", "</s>", min_length=1)
     special: list[str] = setting([], "tokens with an id of their own, never split", ["<|user|>", "<|assistant|>"])
@@ -144,7 +136,7 @@ class TokenizerSpec(SpecSection):
     sample: Bytes = setting(64_000_000, "text to train the tokenizer on, at most", "64MB")
 
 
-class SourceSpec(ShortSection):
+class SourceSpec(ShortSection, short="path"):
     """A named body of text. `name: PATH` is short for `name: {path: PATH}`."""
 
     path: Paths = setting([], "files, folders, globs or URLs (s3://, gs://, az://, https://)", "data/*.jsonl.gz")
@@ -155,9 +147,7 @@ class SourceSpec(ShortSection):
     messages_field: str | None = setting(None, "the field that holds a conversation, instead of text_field", "messages")
     include: Paths = setting([], "file patterns inside folders", "*.py")
     exclude: Paths = setting([], "file patterns to exclude inside folders", "tests/*")
-    storage: dict[str, Any] = setting(
-        {}, "options of the remote file system; secrets go in the environment", {"anon": True}
-    )
+    storage: dict[str, Any] = setting({}, "file system options; secrets go in the environment", {"anon": True})
     clean: list[CleanStep] = setting([], "steps for this source only, before those of data.clean", ["whitespace"])
     weight: Weight = setting(1.0, "share in the mixture, relative to the others", 1.0)
     domain: Domain | None = setting(None, "its domain, for mix: auto (default: derived from its name)", "code")
@@ -165,25 +155,13 @@ class SourceSpec(ShortSection):
         None, "maximum epochs over this source; then its share goes to the others", 4.0, gt=0, le=1_000_000
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, (str, list)) else value
 
-
-class StoreSpec(ShortSection):
+class StoreSpec(ShortSection, short="url"):
     """Data that `bessemer data publish` uploaded. `store: URL` is short for `store: {url: URL}`."""
 
     url: str = setting(..., "URL of the published data (s3://, gs://, az://, ...)", "s3://bucket/corpus")
-    storage: dict[str, Any] = setting(
-        {}, "options of the remote file system; secrets go in the environment", {"anon": True}
-    )
+    storage: dict[str, Any] = setting({}, "file system options; secrets go in the environment", {"anon": True})
     cache: Bytes | None = setting(None, "disk space for downloaded shards (default: enough for all)", "50GB")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"url": value} if isinstance(value, str) else value
 
     @field_validator("url")
     @classmethod
@@ -208,16 +186,12 @@ class DataSpec(SpecSection):
         "s3://bucket/corpus",
     )
     clean: list[CleanStep] = setting(
-        [], "curation steps for all sources, in order", ["whitespace", {"length": {"min_chars": 100}}]
+        [], "curation steps for all sources", ["whitespace", {"length": {"min_chars": 100}}]
     )
     bad_rows: Share = setting(0.01, "largest share of unreadable rows before the job fails", "1%")
     part: Bytes = setting(64 << 20, "bytes of files per unit of work", "64MiB")
-    mix: Literal["weights", "auto"] = setting(
-        "weights", "weights: those of the sources; auto: target shares by domain", "auto"
-    )
-    phases: list[MixPhase] = setting(
-        [], "mixtures for later parts of the run", [{"start": "10M", "weights": {"code": 1}}]
-    )
+    mix: Literal["weights", "auto"] = setting("weights", "weights: of the sources; auto: shares by domain", "auto")
+    phases: list[MixPhase] = setting([], "later mixtures of the run", [{"start": "10M", "weights": {"code": 1}}])
     context: AutoContext = setting("auto", "tokens per training sequence", 2048)
     packing: Literal["concat", "best_fit", "pad"] = setting(
         "concat", "concat, best_fit (keeps documents whole if they fit) or pad", "best_fit"

@@ -22,9 +22,7 @@ class HangSpec(SpecSection):
     """When a step that does not finish counts as a hang."""
 
     factor: float = _factor(5.0, "a step may take this many times the longest of the recent steps")
-    least: Seconds = setting(
-        30.0, "but always at least this long; then the processes check which of them is frozen", "60s", gt=0
-    )
+    least: Seconds = setting(30.0, "but at least this long; then the processes look for a frozen one", "60s", gt=0)
     first: Seconds = setting(
         1800.0,
         "limit of the first step, of evaluations and of saves, which may compile or wait for storage",
@@ -64,16 +62,12 @@ class DetectSpec(SpecSection):
         "lasting change of the gradient, activation or update of one layer, relative to its history and to other "
         "layers",
     )
-    update_high: float = setting(
-        0.3, "largest update of a layer in one step, relative to its weights", 0.3, gt=0, le=1e9
-    )
+    update_high: float = setting(0.3, "largest update of a layer, relative to its weights", 0.3, gt=0, le=1e9)
     update_low: float = setting(1e-8, "smallest relative update while the learning rate is high", 1e-8, ge=0, le=1)
     dead_units: Share = _share(0.25, "share of units of a layer that are always inactive")
     saturated_units: Share = _share(0.25, "share of units of a layer that are always saturated")
     attention_logit: float = setting(100.0, "attention logit above which growth is reported", 100.0, gt=0, le=1e9)
-    attention_entropy: Share = _share(
-        0.03, "mean attention entropy, as a share of the maximum, below which a layer has collapsed"
-    )
+    attention_entropy: Share = _share(0.03, "mean attention entropy, of the maximum, below which a layer has collapsed")
     router_balance: Share = _share(0.25, "effective share of experts in use (exp of the routing entropy)")
     overfit_rise: Share = _share(0.01, "rise of the validation loss above its best while the training loss still falls")
     loss_scale_least: float = setting(1.0, "fp16 loss scale below which gradients are lost", 1.0, gt=0, le=2.0**32)
@@ -133,9 +127,7 @@ class GuardSpec(SpecSection):
     loss_sigma: float = setting(10.0, "robust deviations of the loss that count as an outlier", 10.0, gt=0, le=1e9)
     grad_sigma: float = setting(13.0, "the same for the log of the gradient norm", 13.0, gt=0, le=1e9)
     max_vetoes: int = setting(5, "consecutive vetoes before a rollback", 5, ge=1, le=1_000_000)
-    veto_share: Share = setting(
-        0.05, "largest share of vetoed outliers in the window; more are treated as normal data", "5%"
-    )
+    veto_share: Share = setting(0.05, "largest share of vetoed outliers in the window; more are normal data", "5%")
     suspect_sigma: float = setting(
         3.5,
         "robust deviations of the loss, or of the share of one row in it, from which documents are examined",
@@ -143,19 +135,13 @@ class GuardSpec(SpecSection):
         gt=0,
         le=1e6,
     )
-    look_every: AutoInterval = setting(
-        "auto", "interval between measurements of layers, units and attention", "50 steps"
-    )
-    copies: Literal["auto", "off"] = setting(
-        "auto", "keep two recent states in memory for rollbacks, if memory allows", "off"
-    )
+    look_every: AutoInterval = setting("auto", "interval between measurements inside the model", "50 steps")
+    copies: Literal["auto", "off"] = setting("auto", "keep two recent states in memory for rollbacks", "off")
     copy_every: AutoInterval = setting("auto", "interval between snapshots in memory", "50 steps")
     detect: DetectSpec = section(DetectSpec, "thresholds of the detectors")
     ladder: LadderSpec = section(LadderSpec, "rollbacks")
     trial: TrialSpec = section(TrialSpec, "trials of suspicious steps")
-    forget: ForgetSpec | None = setting(
-        None, "limit forgetting of earlier training", {"sources": ["general"], "limit": "5%"}
-    )
+    forget: ForgetSpec | None = setting(None, "limit forgetting", {"sources": ["general"], "limit": "5%"})
 
     @model_validator(mode="before")
     @classmethod

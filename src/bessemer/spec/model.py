@@ -79,7 +79,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 TOKENS = {"masked": ["<mask>"], "infill": ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"]}
 
 
-class ObjectiveSpec(ShortSection):
+class ObjectiveSpec(ShortSection, short="kind"):
     """A training objective. `causal` is short for `{kind: causal}`. With several objectives, each row gets one, chosen
     by a hash of its position. Keys of another kind are errors.
     """
@@ -103,25 +103,18 @@ class ObjectiveSpec(ShortSection):
         gt=0,
         le=1,
     )
-    mask: float | None = setting(None, "masked: share of these replaced by the mask token (0.8)", 0.8, ge=0, le=1)
+    mask: float | None = setting(None, "masked: share of them replaced by the mask token (0.8)", 0.8, ge=0, le=1)
     random: float | None = setting(
-        None, "masked: share of these replaced by random tokens (0.1); the rest stay", 0.1, ge=0, le=1
+        None, "masked: share replaced by random tokens (0.1); the rest stay", 0.1, ge=0, le=1
     )
     span: float | None = setting(None, "denoise: mean tokens per span (3)", 3.0, ge=1, le=1e6)
-    suffix_first: float | None = setting(
-        None, "infill: share of rearranged documents with the suffix first (0.5)", 0.5, ge=0, le=1
-    )
+    suffix_first: float | None = setting(None, "infill: share of these with the suffix first (0.5)", 0.5, ge=0, le=1)
     tokens: list[str] = setting(
         [],
         "special tokens: for masked <mask>; for infill <fim_prefix>, <fim_middle>, <fim_suffix>; for denoise "
         "<extra_id_0>, <extra_id_1>, ..., one per span of a row",
         ["[MASK]"],
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_kind(self) -> ObjectiveSpec:
@@ -252,17 +245,13 @@ class MambaSpec(SpecSection):
     chunk: Side = setting(128, "positions per chunk of the scan", 128)
 
 
-class ModelSpec(ShortSection):
+class ModelSpec(ShortSection, short="preset"):
     """The network. `model: 10M` is short for `model: {preset: 10M}`. Other keys override the preset or the Hugging Face
     folder."""
 
     preset: str | None = setting(None, "a named shape: " + ", ".join(PRESETS), "10M")
-    hf: str | None = setting(
-        None, "a Hugging Face model folder: its shape, weights and tokenizer", "Qwen3-0.6B/", min_length=1
-    )
-    wrap: bool = setting(
-        False, "run the folder's model with transformers, for families that Bessemer does not have", True
-    )
+    hf: str | None = setting(None, "Hugging Face folder: shape, weights and tokenizer", "Qwen3-0.6B/", min_length=1)
+    wrap: bool = setting(False, "run the folder's model with transformers, for families without native support", True)
     width: int | None = setting(None, "size of the residual stream", 320, ge=8, le=MAX_DIMENSION)
     layers: Side | None = setting(None, "number of blocks", 6)
     heads: Side | None = setting(None, "attention heads", 5)
@@ -295,9 +284,7 @@ class ModelSpec(ShortSection):
     norm_place: Literal["pre", "post", "sandwich", "branch"] | None = setting(
         None, "pre, post, sandwich (both) or branch (on the output of each branch)", "pre"
     )
-    parallel: Literal["none", "one_norm", "two_norms"] | None = setting(
-        None, "attention and feed-forward in parallel", "none"
-    )
+    parallel: Literal["none", "one_norm", "two_norms"] | None = setting(None, "parallel attention and FFN", "none")
     activation: Activation | None = setting(None, "relu, gelu, gelu_tanh, silu or relu2", "silu")
     gated: bool | None = setting(None, "gated feed-forward layer (SwiGLU, GeGLU)", True)
     qkv_bias: bool | None = setting(None, "biases of queries, keys and values", False)
@@ -314,11 +301,6 @@ class ModelSpec(ShortSection):
     logit_cap: Factor | None = setting(None, "soft cap of the output logits", 30.0)
     init: Init = setting("gpt", "initial weights: gpt, depth, small, xavier, kaiming or mup", "gpt")
     mup_width: Side = setting(256, "with init: mup: the width at which hyperparameters were tuned", 256)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"preset": value} if isinstance(value, str) else value
 
     @field_validator("preset")
     @classmethod

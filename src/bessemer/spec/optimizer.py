@@ -140,9 +140,7 @@ class OptimizerSpec(SpecSection):
     )
     lr: AutoNumber = setting("auto", "peak learning rate", 3e-4)
     betas: list[Beta] | None = setting(None, "decay rates of the two moments", [0.9, 0.95], min_length=2, max_length=2)
-    eps: float | None = setting(
-        None, "epsilon: 1e-8, for adagrad 1e-10; lion and adafactor have none", 1e-8, gt=0, le=1
-    )
+    eps: float | None = setting(None, "epsilon (1e-8, adagrad 1e-10); lion and adafactor have none", 1e-8, gt=0, le=1)
     momentum: Beta | None = setting(None, "momentum of sgd (0.9), rmsprop (0) and muon (0.95)", 0.9)
     nesterov: bool | None = setting(None, "Nesterov momentum of sgd (false) and muon (true)", True)
     alpha: Beta | None = setting(None, "decay of the squared gradients in rmsprop (0.99)", 0.99)
@@ -175,7 +173,7 @@ class OptimizerSpec(SpecSection):
         "host",
     )
     ema: float | None = setting(
-        None, "exponential moving average of the weights with this decay, for evaluation", 0.999, gt=0, lt=1
+        None, "moving average of the weights with this decay, for evaluation", 0.999, gt=0, lt=1
     )
 
     def settings(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class DeepSpeedSpec(SpecSection):
 
     zero: Literal[0, 1, 2, 3] = setting(2, "ZeRO stage 0 to 3: shard nothing, optimizer state, gradients, weights", 3)
     offload: Literal["none", "cpu", "nvme"] = setting(
-        "none", "where optimizer state (and weights, with zero 3) is offloaded", "cpu"
+        "none", "offload optimizer state (and weights, with zero 3)", "cpu"
     )
     folder: str | None = setting(None, "folder on the NVMe disk, with offload: nvme", "/local")
 
@@ -58,15 +58,9 @@ class ParallelSpec(SpecSection):
 
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "auto, cpu, cuda or mps", "cuda")
     threads: AutoThreads = setting("auto", "CPU threads; changes the last digits of a CPU run", 8)
-    engine: Literal["torch", "deepspeed"] = setting(
-        "torch", "torch or deepspeed, which then does the clipping", "deepspeed"
-    )
-    dp_replicate: AutoDegree = setting(
-        "auto", "data-parallel replicas; each processes its share of the rows of a step", 2
-    )
-    dp_shard: AutoDegree = setting(
-        "auto", "processes that shard the weights, gradients and optimizer state of a replica (FSDP)", 8
-    )
+    engine: Literal["torch", "deepspeed"] = setting("torch", "torch or deepspeed, which then clips", "deepspeed")
+    dp_replicate: AutoDegree = setting("auto", "data-parallel replicas; each processes its share of a step's rows", 2)
+    dp_shard: AutoDegree = setting("auto", "processes that shard the weights, gradients and moments of a replica", 8)
     tp: Degree = setting(1, "tensor parallel: processes that share every matrix of a layer", 2)
     cp: Degree = setting(1, "context parallel: processes that share the tokens of a row", 2)
     context: Literal["ulysses", "ring"] = setting(
@@ -77,7 +71,7 @@ class ParallelSpec(SpecSection):
     pp: Degree = setting(1, "pipeline parallel: stages that hold consecutive layers", 2)
     ep: Degree = setting(1, "expert parallel: processes that share the experts of a layer", 2)
     patience: Seconds = setting(
-        1800.0, "timeout of collectives; then the process exits, and the launcher restarts all", "10 min", gt=0
+        1800.0, "timeout of collectives; then the launcher restarts all processes", "10 min", gt=0
     )
     sequence: bool = setting(True, "with tp: also shard norms and residuals along the sequence", False)
     replicas: ReplicasSpec = section(ReplicasSpec, "how replicas reduce gradients")

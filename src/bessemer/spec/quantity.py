@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -23,6 +23,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainSerializer,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
@@ -316,7 +317,22 @@ class SpecSection(BaseModel):
 
 
 class ShortSection(SpecSection):
-    """A section that may also be written as one string; the JSON Schema says so to editors."""
+    """A section that may also be written as the value of one key: `model: 10M` for `model: {preset: 10M}`.
+
+    `short` names that key. Lists are also short forms of keys that hold paths.
+    """
+
+    short: ClassVar[str] = ""
+
+    def __init_subclass__(cls, short: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.short = short
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_short(cls, value: Any) -> Any:
+        is_short = isinstance(value, str) or (isinstance(value, list) and cls.short == "path")
+        return {cls.short: value} if is_short and cls.short else value
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -61,9 +61,7 @@ class CheckpointSpec(SpecSection):
         "maximum total size; the oldest are deleted first, but never the newest, confirmed, best or tagged",
         "500GB",
     )
-    archive_model_only: bool = setting(
-        False, "reduce checkpoints of keep_every to the weights, a third of the size", True
-    )
+    archive_model_only: bool = setting(False, "reduce keep_every checkpoints to the weights, a third of the size", True)
     remote: str | None = setting(
         None,
         "fsspec URL to copy checkpoints to in the background, under the run's name; credentials come from the "
@@ -71,7 +69,7 @@ class CheckpointSpec(SpecSection):
         "s3://bucket/checkpoints",
     )
     remote_keep_last: int | None = setting(
-        None, "number of newest checkpoints to keep there (default: keep_last)", 5, ge=1, le=1_000_000
+        None, "newest checkpoints to keep there (default: keep_last)", 5, ge=1, le=1_000_000
     )
 
     @field_validator("remote")
@@ -102,9 +100,7 @@ class BudgetSpec(SpecSection):
     steps: StepCount | None = setting(None, "steps instead of tokens", 1000)
     epochs: float | None = setting(None, "epochs instead of tokens", 1.0, gt=0, le=1_000_000)
     batch: AutoBatch = setting("auto", "tokens per batch (one optimizer step)", "256K")
-    batch_changes: list[BatchChange] = setting(
-        [], "other batch sizes later in the run", [{"from_step": 1000, "batch": "512K"}]
-    )
+    batch_changes: list[BatchChange] = setting([], "later batch sizes", [{"from_step": 1000, "batch": "512K"}])
     micro_batch: AutoSequences = setting("auto", "sequences per forward pass", 8)
     stop: StopSpec = section(StopSpec, "rules that end the run early")
 
@@ -139,9 +135,7 @@ class LintsSpec(SpecSection):
 class RunSpec(SpecSection):
     """One run."""
 
-    name: str = setting(
-        "auto", "name of the run and its folder (default: the spec file's name)", "my-run", pattern=r"^\w[\w.-]{0,99}$"
-    )
+    name: str = setting("auto", "name of the run (default: of the spec file)", "my-run", pattern=r"^\w[\w.-]{0,99}$")
     runs: str = setting("runs", "folder that holds the runs", "runs", min_length=1)
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: Literal["pretrain"] = setting("pretrain", "pretrain", "pretrain")

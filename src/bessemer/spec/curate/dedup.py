@@ -31,9 +31,7 @@ class DedupUrlSpec(StepSpec, step="dedup_url"):
     """Keeps one of several documents with the same URL. Documents without a URL are kept."""
 
     keep: Keep = _keep()
-    tracking: list[str] = setting(
-        TRACKING, "query parameters to ignore; a trailing * matches any ending", ["utm_*", "fbclid"]
-    )
+    tracking: list[str] = setting(TRACKING, "query parameters to ignore; * matches any ending", ["utm_*", "fbclid"])
     ignore_query: bool = setting(False, "ignore the whole query", True)
 
 
@@ -60,9 +58,7 @@ class DedupMinhashSpec(StepSpec, step="dedup_minhash"):
     bands: int | None = setting(None, "buckets per document", 14, ge=1, le=512)
     rows: int | None = setting(None, "hashes per bucket", 8, ge=1, le=512)
     seed: int = setting(1, "seed of the hash functions", 1, ge=0, lt=2**32)
-    verify: float | None = setting(
-        None, "minimum similarity, estimated from all hashes, of documents in one bucket", 0.7, gt=0, le=1
-    )
+    verify: float | None = setting(None, "minimum estimated similarity of documents in one bucket", 0.7, gt=0, le=1)
     keep: Keep = _keep()
 
     @model_validator(mode="after")
@@ -110,33 +106,22 @@ class DedupSubstringsSpec(StepSpec, step="dedup_substrings"):
     min_left_chars: int = _left()
 
 
-class EvaluationSetSpec(ShortSection):
+class EvaluationSetSpec(ShortSection, short="path"):
     """An evaluation set: JSONL or text files, one item per line. `PATH` is short for `{path: PATH}`."""
 
     path: Paths = setting(..., "files, folders or globs", "evals/arc/*.jsonl")
     fields: list[str] = setting([], "JSON fields of an item, in order (default: all strings)", ["question", "answer"])
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, (str, list)) else value
-
 
 class DecontaminateSpec(StepSpec, step="decontaminate"):
     """Drops, cuts or reports documents that contain text of an evaluation set."""
 
-    sets: dict[str, EvaluationSetSpec] = setting(
-        ..., "evaluation sets by name", {"arc": "evals/arc.jsonl"}, min_length=1
-    )
+    sets: dict[str, EvaluationSetSpec] = setting(..., "evaluation sets", {"arc": "evals/arc.jsonl"}, min_length=1)
     ngram: int = setting(13, "words that must match: 13 as in GPT-3, 12 as in FineWeb", 12, ge=2, le=64)
-    action: Literal["drop", "cut", "report"] = setting(
-        "drop", "drop the document, cut the match, or only report it", "cut"
-    )
+    action: Literal["drop", "cut", "report"] = setting("drop", "drop the document, cut the match, or report it", "cut")
     max_matches: int = setting(0, "allowed matching n-grams per document", 2, ge=0)
     max_share: Share = setting(0.0, "and allowed share of matching words", "1%")
-    max_items: int | None = setting(
-        None, "ignore n-grams that occur in more evaluation items than this (boilerplate)", 10, ge=1
-    )
+    max_items: int | None = setting(None, "ignore n-grams in more evaluation items than this (boilerplate)", 10, ge=1)
     margin_chars: int = setting(0, "characters also cut on both sides; 200 in GPT-3", 200, ge=0)
     min_left_chars: int = _left()
 
@@ -157,12 +142,8 @@ class PiiSpec(StepSpec, step="pii"):
     Labels such as `pii_email` count the findings. The values are written nowhere.
     """
 
-    kinds: list[PiiKind] = setting(
-        list(ALL_KINDS), "kinds to find: " + ", ".join(ALL_KINDS), ["email", "ip"], min_length=1
-    )
-    action: Literal["redact", "drop"] = setting(
-        "redact", "redact: replace by placeholders; drop: drop the document", "redact"
-    )
+    kinds: list[PiiKind] = setting(list(ALL_KINDS), "kinds: " + ", ".join(ALL_KINDS), ["email", "ip"], min_length=1)
+    action: Literal["redact", "drop"] = setting("redact", "replace by placeholders, or drop the document", "redact")
     drop_above: int | None = setting(None, "with redact: drop documents with more findings", 100, ge=0)
     placeholders: Literal["plain", "numbered", "hashed"] = setting(
         "plain",
@@ -177,9 +158,7 @@ class PiiSpec(StepSpec, step="pii"):
         "BESSEMER_PII_KEY",
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
     )
-    private_ips: bool = setting(
-        False, "also redact private, local and documentation addresses (192.168.0.1, ::1)", False
-    )
+    private_ips: bool = setting(False, "also redact private, local and documentation addresses (192.168.0.1)", False)
 
     @field_validator("form")
     @classmethod
@@ -238,10 +217,10 @@ class OptOutSpec(StepSpec, step="opt_out"):
         min_length=1,
     )
     all_agents: bool = setting(
-        False, "also apply the rules for * to agents without their own rules, as a crawler would", False
+        False, "also apply the rules for * to agents without their own, as a crawler would", False
     )
     signals: bool = setting(
-        True, "respect Content-Signal: ai-train=no and Content-Usage: train-ai=n of robots.txt", True
+        True, "respect Content-Signal: ai-train=no and Content-Usage: train-ai=n in robots.txt", True
     )
     hashes: Paths = setting([], "files with SHA-256 hashes of texts that opted out, in hex, one per line", "hashes.txt")
     ids: Paths = setting([], "files with ids of documents that opted out, one per line", "ids.txt")

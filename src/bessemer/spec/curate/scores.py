@@ -34,9 +34,7 @@ class ServiceSpec(ShortSection):
     Answers are cached on disk, so a restarted job sends no text twice.
     """
 
-    preset: Literal["plain", "perspective"] = setting(
-        "plain", "plain, or perspective for Google's Perspective API", "perspective"
-    )
+    preset: Literal["plain", "perspective"] = setting("plain", "plain, or perspective (Google's API)", "perspective")
     url: str = setting("", "URL of the service, without keys", "https://host/score")
     request: dict[str, Any] | None = setting(
         None, 'JSON to send; "{text}" is replaced by the text, "{texts}" by a list of texts', {"input": "{text}"}
@@ -45,9 +43,7 @@ class ServiceSpec(ShortSection):
         None, "path to the score in the answer; a number selects an entry of a list, * all entries", "results.0.score"
     )
     batch: int = setting(1, "texts per request", 16, ge=1, le=10_000)
-    key_env: Named | None = setting(
-        None, "environment variable that holds the key; the key is written nowhere", "SCORER_KEY"
-    )
+    key_env: Named | None = setting(None, "environment variable with the key, which is written nowhere", "SCORER_KEY")
     key_header: str = setting(
         "Authorization: Bearer {key}",
         "header with the key",
@@ -67,12 +63,10 @@ class ServiceSpec(ShortSection):
     timeout: Seconds = setting(30.0, "timeout of a request", "30s", gt=0)
     retries: int = setting(6, "retries after 429, 5xx, no answer or no connection", 6, ge=0, le=100)
     backoff: Seconds = setting(1.0, "wait before the first retry; doubles each time", "1s", gt=0)
-    longest_wait: Seconds = setting(
-        600.0, "maximum wait before a retry, even if the service asks for more", "10 min", gt=0
-    )
+    longest_wait: Seconds = setting(600.0, "maximum wait before a retry, whatever the service asks", "10 min", gt=0)
     max_bytes: int | None = setting(None, "maximum bytes of a text to send; longer texts are cut", 20480, ge=1)
     cache: Named = setting(
-        "auto", "file of cached answers, on a local disk (auto: in the user's cache folder)", "scores.sqlite"
+        "auto", "file of cached answers on a local disk (auto: in the user's cache)", "scores.sqlite"
     )
 
     @model_validator(mode="before")
@@ -240,9 +234,7 @@ class ScoreSpec(StepSpec, step="score"):
     keep: Keep | None = setting(
         None, f"lowest score, bounds, or a share such as best 25%; {_LABEL_ONLY}", 0.5, {"max": 0.5}, "best 25%"
     )
-    better: Literal["higher", "lower"] = setting(
-        "higher", "which scores are better, for a share such as best 25%", "lower"
-    )
+    better: Literal["higher", "lower"] = setting("higher", "which scores a share such as best 25% keeps", "lower")
     per: Per = setting("corpus", _PER, "source")
     version: str = setting("", "any string; a new one recomputes the scores", "2")
 

@@ -73,12 +73,8 @@ class WhitespaceSpec(StepSpec, step="whitespace"):
 class BoilerplateSpec(StepSpec, step="boilerplate"):
     """Removes short boilerplate lines: cookie notices, share buttons, copyright lines, menus."""
 
-    phrases: list[str] = setting(
-        [], "more phrases that mark a short line as boilerplate, ignoring case", ["read our newsletter"]
-    )
-    patterns: list[Pattern] = setting(
-        [], "more regular expressions; a line that matches is removed", [r"^Page \d+ of \d+$"]
-    )
+    phrases: list[str] = setting([], "more boilerplate phrases for short lines, ignoring case", ["read our newsletter"])
+    patterns: list[Pattern] = setting([], "more regular expressions of boilerplate lines", [r"^Page \d+ of \d+$"])
     builtin: bool = setting(True, "also use the built-in phrases", False)
     max_words: int = setting(20, "lines with more words are kept", 12, ge=1)
     menu_lines: int = setting(3, "consecutive menu entries that are removed" + OFF, 5, ge=0)
@@ -175,9 +171,7 @@ class GopherRepetitionSpec(StepSpec, step="gopher_repetition"):
 class C4Spec(StepSpec, step="c4"):
     """The rules of C4 (Raffel et al. 2020), without its list of bad words. FineWeb uses line_end_punctuation: false."""
 
-    line_end_punctuation: bool = setting(
-        True, "drop lines that do not end in . ? ! or a quote, or end in an ellipsis", False
-    )
+    line_end_punctuation: bool = setting(True, "drop lines that end in an ellipsis, or not in . ? ! or a quote", False)
     min_line_words: NonNegative | None = _rule(3, "minimum words of a line")
     max_word_chars: NonNegative | None = _rule(1000, "maximum word length; lines with longer words are dropped")
     remove_citations: bool = setting(True, "remove marks such as [3] and [edit]", False)
@@ -186,9 +180,7 @@ class C4Spec(StepSpec, step="c4"):
     drop_lorem_ipsum: bool = setting(True, "drop documents with lorem ipsum", False)
     drop_curly_brackets: bool = setting(True, "drop documents with a curly bracket", False)
     min_sentences: NonNegative | None = _rule(5, "minimum sentences in the remaining lines")
-    min_paragraphs: int | None = setting(
-        None, "mC4's rule: minimum long lines before any line is dropped (mC4: 3)" + OFF, 3, ge=0
-    )
+    min_paragraphs: int | None = setting(None, "mC4's rule: minimum number of long lines (mC4: 3)" + OFF, 3, ge=0)
     min_paragraph_chars: int = setting(200, "minimum characters of a long line in mC4's rule", 200, ge=1)
 
 
@@ -211,13 +203,11 @@ class LanguageSpec(StepSpec, step="language"):
     """
 
     keep: list[str] = setting([], "language codes to keep; empty: label only", ["en", "de"])
-    min_confidence: Share = setting(
-        0.65, "minimum score of the language; with `keep`, documents below it are dropped", 0.65
-    )
+    min_confidence: Share = setting(0.65, "minimum score of the language; with `keep`, others are dropped", 0.65)
     min_chars: int = setting(0, "shorter documents are not classified; `short` decides", 20, ge=0)
     short: Literal["keep", "drop"] = setting("keep", "what to do with documents below min_chars", "drop")
     sample_chars: Count = setting(
-        3000, "characters to classify, taken from the beginning, middle and end of longer documents", 3000
+        3000, "characters to classify, from beginning, middle and end of longer documents", 3000
     )
     model: Named | None = setting(None, "another fastText model, such as lid.176.bin or GlotLID", "lid.176.bin")
 
@@ -236,17 +226,13 @@ class ToxicitySpec(StepSpec, step="toxicity"):
     )
     default_language: Named = setting("en", "language of documents without a language label", "en")
     allow: list[str] = setting(
-        ["sm", "グロ", "女の子", "性"], "list entries to ignore (default: those that C4 ignored)", ["sex education"]
+        ["sm", "グロ", "女の子", "性"], "list entries to ignore (default: as C4)", ["sex education"]
     )
-    action: Literal["drop", "lines"] = setting(
-        "drop", "drop: drop the document; lines: drop only the lines with hits", "lines"
-    )
+    action: Literal["drop", "lines"] = setting("drop", "drop the document, or only the lines with hits", "lines")
     min_hits: int = setting(1, "minimum hits", 3, ge=1)
     min_share: Share = setting(0.0, "minimum share of hits among the words", "1%")
     keep_fraction: Share = setting(0.0, "share of such documents to keep anyway, chosen by a hash of the text", "10%")
-    classifier: Named | None = setting(
-        None, "a classifier trained from folders of texts, one class named toxic", "toxic.safetensors"
-    )
+    classifier: Named | None = setting(None, "a trained classifier with a class named toxic", "toxic.safetensors")
     max_score: Share = setting(0.5, "maximum probability of the class toxic", 0.5)
 
     @model_validator(mode="after")
