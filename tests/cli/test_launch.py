@@ -43,7 +43,7 @@ def test_without_the_client_the_files_are_written_and_the_command_told(call: Cal
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((), "--on missing: write --on slurm, kubernetes, sky, modal, ssh or local"),
+        ((), "--on missing: write one of slurm, kubernetes, sky, modal, ssh, local"),
         (("--on", "kubernetes"), "--on kubernetes needs --image IMAGE"),
         (("--on", "ssh", "--hosts", "a", "--qos", "x"), "--qos: ssh has no such option; it is for slurm"),
         (
@@ -72,7 +72,7 @@ def test_a_secret_is_refused_by_file_and_line_and_nothing_written(call: Call) ->
 
 
 def test_nothing_was_launched(call: Call) -> None:
-    assert call("launch", "status").out == "nothing was launched under runs\n"
+    assert call("launch", "status").out == "no launched runs under runs\n"
     said = call("launch", "cancel", "my-run")
     assert said.code == 2 and said.err.startswith("my-run: nothing was launched under runs/my-run")
 

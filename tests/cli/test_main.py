@@ -21,7 +21,7 @@ from bessemer.run.directory import RunWriter
 from .conftest import Call
 
 GOOD = "model: 10M\ndata:\n  sources:\n    web: data/\n"
-DATA_VERBS = ("prepare", "verify", "report", "check", "classifier", "perplexity", "audit", "extend")
+DATA_VERBS = ("prepare", "publish", "verify", "report", "check", "classifier", "perplexity", "audit", "extend")
 CHECKPOINT_VERBS = (
     "list", "verify", "diff", "prune", "restore", "tag", "lineage", "import", "average", "pack", "unpack",
 )  # fmt: skip
@@ -288,7 +288,7 @@ def test_a_full_disk_is_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) ->
     Path("runs").mkdir()
     monkeypatch.setattr("bessemer.run.directory.list_runs", full)
     said = call("runs")
-    assert said.code == 1 and said.err.startswith("runs/a/plan.json: No space left on device; make room")
+    assert said.code == 1 and said.err.startswith("runs/a/plan.json: No space left on device; free some space")
 
 
 def test_a_real_process_with_a_file_name_that_is_no_text(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_more_processes_than_a_cpu_can_run_are_refused(call: Call, monkeypatch: 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     Path("run.yaml").write_text(GOOD + "parallel: {device: cpu, dp_replicate: 64}\n")
     said = call("train", "run.yaml")
-    assert said.code == 2 and said.err.startswith("parallel: needs 64 processes") and "at most 8" in said.err
+    assert said.code == 2 and said.err.startswith("parallel: needs 64 processes") and "enough for 8" in said.err
     assert not Path("runs").exists()
 
 

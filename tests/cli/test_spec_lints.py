@@ -27,10 +27,10 @@ def test_a_spec_is_not_fine_while_its_files_are_missing(call: Call) -> None:
     assert (refused.code, refused.out) == (2, "")
     lines = refused.err.splitlines()
     assert lines[0].startswith("run.yaml:1: model.hf: no such folder: 'qwen/'")
-    assert lines[1] == "run.yaml:3: data.sources.mine.path: nothing matches 'data/*.jsonl': correct it"
+    assert lines[1] == "run.yaml:3: data.sources.mine.path: no file matches 'data/*.jsonl': correct the pattern"
     assert lines[2:] == ["run.yaml: pass --skip-paths if its files are on another machine"]
     elsewhere = call("spec", "check", "run.yaml", "--skip-paths")
-    assert (elsewhere.code, elsewhere.out) == (0, "run.yaml: fine (run run); its paths were not looked at\n")
+    assert (elsewhere.code, elsewhere.out) == (0, "run.yaml: fine (run run); its paths were not checked\n")
 
 
 def test_a_model_of_no_known_family_is_told_before_the_run(call: Call) -> None:

@@ -86,7 +86,7 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"budget__tokens": 5, "budget__steps": 5, "budget__epochs": 1.0},
         {"budget.steps": "keep one", "budget.epochs": "keep one"},
     ),
-    ({"model": {"width": 64}}, {"model": "layers and heads missing"}),
+    ({"model": {"width": 64}}, {"model": "missing layers, heads"}),
     ({"model": {}}, {"model": "missing width, layers, heads"}),
     ({"model": {"width": 320, "layers": 1, "heads": 6}}, {"model.heads": "write heads: 5"}),
     # 2 heads would divide 10 too, but leave an odd head size of 5.

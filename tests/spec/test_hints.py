@@ -90,13 +90,13 @@ def test_the_hint_has_the_users_own_value(key: str, value: object, written: str)
     for line in (*problems(**{key: value}), *problems(parallel={key: value})):
         assert f"; write {written} (" in line
     (line,) = problems(**{key: ["x"]})
-    assert "; write " not in line and "; such as " in line
+    assert "; write " not in line and "; for example " in line
 
 
 @pytest.mark.parametrize("key", ["gradient_accumulation_steps", "min_lr", "wandb_project", "evals_per_epoch"])
 def test_a_value_of_another_unit_or_meaning_is_not_repeated(key: str) -> None:
     (line,) = problems(**{key: 1})
-    assert "; write " not in line and "; such as " in line
+    assert "; write " not in line and "; for example " in line
 
 
 @pytest.mark.parametrize(

@@ -120,11 +120,7 @@ def test_one_wrong_line_is_one_message(spec_file: Path, line: str, told: str) ->
         ("model: 10M", "model: {preset: 11M, heads: 7}", "my-run.yaml:1: model.preset: no preset '11M'"),
         ("web: data/", "web: 5", "my-run.yaml:4: data.sources.web: expected a mapping of keys, got 5; write web: PATH"),
         ("web: data/", "web: [1]", "my-run.yaml:4: data.sources.web.path.0: expected text, got 1: put it in quotes"),
-        (
-            "web: data/",
-            "web: {weight: 1}",
-            "my-run.yaml:4: data.sources.web.path: missing; write path: data/*.jsonl.gz",
-        ),
+        ("web: data/", "web: {weight: 1}", "my-run.yaml:4: data.sources.web.path: no file: write a file"),
         ("    web: data/", "    {}", "my-run.yaml:3: data.sources: list at least one source"),
         ("tokens: 20M", "tokens: 1e400", "my-run.yaml:6: budget.tokens: expected a number of tokens"),
         ("lr: 1e-4", "lr: .nan", "my-run.yaml:11: optimizer.lr: expected a number such as 3e-4, got nan: it must be"),

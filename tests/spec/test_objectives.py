@@ -24,9 +24,9 @@ def test_the_special_tokens_that_a_tokenizer_must_have():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kind": "masked", "span": 3.0}, "span belongs to denoise: remove it, or write kind: denoise"),
-        ({"kind": "causal", "rate": 0.1}, "rate belongs to masked and denoise and infill"),
-        ({"kind": "masked", "rate": 1.0}, "rate 1 leaves nothing to go by"),
+        ({"kind": "masked", "span": 3.0}, "span is a key of denoise: remove it, or write kind: denoise"),
+        ({"kind": "causal", "rate": 0.1}, "rate is a key of masked and denoise and infill"),
+        ({"kind": "masked", "rate": 1.0}, "rate 1 leaves no context"),
         ({"kind": "masked", "mask": 0.8, "random": 0.3}, "add up to 1.1: lower them"),
         ({"kind": "infill", "tokens": ["<a>", "<b>"]}, "infill uses 3 tokens .* not 2"),
         ({"kind": "prefix", "tokens": ["<a>"]}, "prefix uses 0 tokens"),

@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("x" * 420 + ".jsonl", "a path of 426 characters is too long for this file system"),
         ("a/" * 3000, "too long for this file system"),
         ("a\0b", "'a\\x00b' cannot be read: embedded null byte"),
-        ("*.parquet", "nothing matches '*.parquet'"),
+        ("*.parquet", "no file matches '*.parquet'"),
         ("empty", "is an empty folder"),
         ("loop", "cannot be read: Too many levels of symbolic links"),
     ],
@@ -62,7 +62,7 @@ def test_a_file_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     ("more", "key", "problem"),
     [
         ({"model": {"hf": "nope"}}, "model.hf", "no such folder"),
-        ({"model": {"hf": "here.jsonl"}}, "model.hf", "is a file: give a folder"),
+        ({"model": {"hf": "here.jsonl"}}, "model.hf", "is a file: write a folder"),
         ({"model": {"hf": "."}}, "model.hf", "it has no config.json"),
         ({"start_from": "empty"}, "start_from", "is an empty folder"),
         ({"start_from": "."}, "start_from", "is not a checkpoint"),

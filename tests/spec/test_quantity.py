@@ -89,7 +89,7 @@ def test_counts(written: Any, count: int) -> None:
     ("written", "why"),
     [
         ("1,5M", "expected a number of tokens"),  # 1.5M or 15M?
-        ("1000 steps", "counts steps, not tokens"),
+        ("1000 steps", "the unit is steps, not tokens"),
         ("1.0005K", "whole number"),
         (0.5, "whole number"),
         (-1, "got -1"),

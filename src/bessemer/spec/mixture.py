@@ -96,7 +96,7 @@ def domain_of(name: str, source: SourceSpec, formats: Collection[str] = ()) -> t
     `formats` are the formats of its files, if they have been listed; they matter with `format: auto`.
     """
     if source.domain is not None:
-        return source.domain, "set in the spec"
+        return source.domain, "written in the spec"
     if match := _match_domain(_words_of(name)):
         return match[0], f"its name contains {match[1]!r}"
     if source.messages_field is not None:
