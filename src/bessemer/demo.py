@@ -72,7 +72,7 @@ class Batching:
     rows: int
 
 
-def batching(device: torch.device) -> Batching:
+def choose_batching(device: torch.device) -> Batching:
     return Batching(256, 4) if device.type == "cpu" else Batching(1024, 8)
 
 
@@ -105,7 +105,7 @@ def write_poison(folder: Path) -> Path:
 def choose_size(machine: Machine, device: torch.device, seconds: float, corpus_bytes: int) -> SizeChoice:
     """The largest size that trains on TOKENS_PER_PARAMETER tokens per parameter in the time, by timing real steps."""
     chosen: SizeChoice | None = None
-    size = batching(device)
+    size = choose_batching(device)
     for width, layers, heads, ffn, vocab, bytes_per_token in SIZES:
         # Untied: a tied embedding learns to expect unseen tokens after unseen tokens, and the poison would look normal.
         shape = ModelShape(vocab, width, layers, heads, heads, width // heads, ffn, tied=False)
@@ -137,7 +137,7 @@ def choose_seed(positions: int) -> tuple[int, float]:
 
 def write_spec(folder: Path, runs: str, choice: SizeChoice, poison: Path, device: torch.device) -> tuple[Path, RunSpec]:
     shape = choice.shape
-    size = batching(device)
+    size = choose_batching(device)
     steps = choice.tokens // (size.context * size.rows)
     seed, weight = choose_seed(steps * size.rows)
     library = corpus_source(device).model_dump()
@@ -171,7 +171,7 @@ def learning_rate(shape: ModelShape) -> float:
     return float(f"{3e-3 * (128 / shape.width) ** 0.5:.2g}")
 
 
-def _start(path: Path, live: bool) -> subprocess.Popen[bytes]:
+def _start_training(path: Path, live: bool) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "bessemer", "train", str(path), *([] if live else ["--plain"])]
     return subprocess.Popen(command, env=child_environment())
 
@@ -190,7 +190,7 @@ def kill_after(process: subprocess.Popen[bytes], run: Run, step: int) -> None:
     )
 
 
-def compare(before: dict[int, float], after: dict[int, float], resumed_at: int) -> str:
+def compare_losses(before: dict[int, float], after: dict[int, float], resumed_at: int) -> str:
     """Compares the losses of the steps that were trained twice: before the kill, and after the resume."""
     gaps = {step: abs(before[step] - after[step]) for step in before if step >= resumed_at}
     if not gaps:
@@ -204,7 +204,7 @@ def losses(run: Run) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in run.metrics()}
 
 
-def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
+def run_demo(runs: str, minutes: float, live: bool) -> Iterator[str]:
     """Runs the demo and yields lines to print. Raises UserError if something that must happen did not."""
     started = time.monotonic()
     folder = Path(runs) / "demo"
@@ -212,7 +212,7 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
         if Run(folder).state == "running":
             raise UserError(f"{folder}: a demo is running in it; wait for it, or use --runs ANOTHER_FOLDER")
         if not (folder.parent / SPEC_NAME).exists():
-            raise UserError(f"{folder}: is not the demo's; use --runs ANOTHER_FOLDER")
+            raise UserError(f"{folder}: was not made by the demo; use --runs ANOTHER_FOLDER")
         shutil.rmtree(folder)
     Path(runs).mkdir(parents=True, exist_ok=True)
     device = pick_device(ParallelSpec())
@@ -240,33 +240,34 @@ def play(runs: str, minutes: float, live: bool) -> Iterator[str]:
     run = Run(folder)
     every = spec.checkpoint.every
     assert isinstance(every, int)
-    kill_after(_start(path, live), run, round(0.7 * steps / every) * every + every // 2)  # between two saves
+    kill_after(_start_training(path, live), run, round(0.7 * steps / every) * every + every // 2)  # between two saves
     if live:
         print("\x1b[?25h", end="", flush=True)  # the killed view could not restore the cursor
     before = losses(run)
     yield f"kill       process killed on purpose (SIGKILL) after step {max(before):,}; the same command again:"
-    code = _start(path, live).wait()
+    code = _start_training(path, live).wait()
     if code != 0:
         raise UserError(f"the resumed run ended with exit code {code}; see {folder}/logs/rank-0.log")
-    yield from verdicts(run, before, poison, steps)
-    yield from completions(folder)
+    yield from report_results(run, before, poison, steps)
+    yield from generate_samples(folder)
     yield f"took       {human_time(time.monotonic() - started)} in total   run: {folder}"
-    yield f"next       bessemer runs {runs}   bessemer replay {folder} --step {_veto(run, poison)['step']} --show"
+    vetoed_step = _poison_veto(run, poison)["step"]
+    yield f"next       bessemer runs {runs}   bessemer replay {folder} --step {vetoed_step} --show"
     yield f"           bessemer generate {folder} --prompt 'import '   bessemer spec show {path}"
 
 
-def _veto(run: Run, poison: Path) -> dict[str, Any]:
+def _poison_veto(run: Run, poison: Path) -> dict[str, Any]:
     named = [event for event in run.events("veto") if Path(event["documents"][0]["file"]) == poison.resolve()]
     if not named:
         raise UserError(f"no veto named {poison}: the guard missed the poisoned batch; see {run.events_path}")
     return named[-1]
 
 
-def verdicts(run: Run, before: dict[int, float], poison: Path, steps: int) -> Iterator[str]:
+def report_results(run: Run, before: dict[int, float], poison: Path, steps: int) -> Iterator[str]:
     """Lines about the veto, the resume and the loss, from the run's records."""
-    yield veto_line(_veto(run, poison)).replace("veto  ", "veto       ", 1)
+    yield veto_line(_poison_veto(run, poison)).replace("veto  ", "veto       ", 1)
     resumed = [event for event in run.events("started") if event["resumed_from"]][-1]
-    yield f"resume     from step {resumed['step']:,}; {compare(before, losses(run), resumed['step'])}"
+    yield f"resume     from step {resumed['step']:,}; {compare_losses(before, losses(run), resumed['step'])}"
     if [record["step"] for record in run.metrics()] != list(range(steps)):
         raise UserError(f"{run.steps_path}: a step is missing or doubled")
     first, *_, last = run.validations()
@@ -277,7 +278,7 @@ def verdicts(run: Run, before: dict[int, float], poison: Path, steps: int) -> It
     )
 
 
-def completions(folder: Path) -> Iterator[str]:
+def generate_samples(folder: Path) -> Iterator[str]:
     """Lines that the model writes."""
     model, tokenizer = load_trained(folder)
     prompts = prompt_format(folder, tokenizer)
