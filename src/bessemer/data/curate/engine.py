@@ -110,11 +110,15 @@ class _Worker:
 
     def result(self, name: str) -> Any:
         try:
-            answer = self.pipe.recv()
+            return unwrap_answer(self.pipe.recv(), name)
         except (EOFError, ConnectionResetError):
             self._process.join(5)
-            raise UserError(_describe_exit(self._process.exitcode, name)) from None
-        return unwrap_answer(answer, name)
+        code = self._process.exitcode
+        if code is None or code >= 0:
+            raise UserError(f"{name}: the worker exited with code {code}. Finished work is kept; run it again")
+        kind = signal.Signals(-code).name
+        fix = "most likely out of memory; use fewer workers" if kind == "SIGKILL" else "run it again"
+        raise UserError(f"{name}: the worker was killed by {kind}: {fix}. The next run continues from finished work")
 
     def stop(self) -> None:
         self._process.kill()
@@ -159,33 +163,25 @@ def unwrap_answer(answer: tuple[str, Any], name: str) -> Any:
     raise UserError(value) if kind == "refused" else RuntimeError(f"{name}: {value}")
 
 
-def _describe_exit(code: int | None, name: str) -> str:
-    if code is not None and code < 0:
-        kind = signal.Signals(-code).name
-        why = "most likely out of memory; use fewer workers" if kind == "SIGKILL" else "run it again"
-        return f"{name}: the worker was killed by {kind}: {why}. The next run continues from the finished work"
-    return f"{name}: the worker exited with code {code}. Finished work is kept; run it again"
-
-
 def _serve(pipe: Connection, lifeline: Connection) -> None:
     """The main loop of a worker: runs tasks until the pipe closes."""
+
+    def exit_with_parent() -> None:
+        try:
+            lifeline.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     # One thread per worker for libraries that would use all cores.
     os.environ.update({"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
-    threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     while True:
         try:
             function, task = pipe.recv()
         except (EOFError, OSError):
             return
         pipe.send(run_task(function, task))
-
-
-def _exit_with_parent(lifeline: Connection) -> None:
-    try:
-        lifeline.recv()
-    except (EOFError, OSError):
-        os._exit(1)
 
 
 def cores() -> int:

@@ -162,14 +162,11 @@ def page(report: dict[str, Any]) -> str:
 
 def _summary(report: dict[str, Any]) -> str:
     sources = report["sources"].values()
-    read, kept_documents = (
-        sum(source["documents_read"] for source in sources),
-        sum(source["documents"] for source in sources),
-    )
+    keys = ("documents_read", "documents", "bytes")
+    read, left, size_bytes = (sum(source[key] for source in sources) for key in keys)
     tokens = sum(sum(source["tokens"].values()) for source in sources)
-    share = f" ({100 * kept_documents / read:.1f} %)" if read else ""
-    size = human_bytes(sum(source["bytes"] for source in sources))
-    return f"{read:,} documents read, {kept_documents:,} kept{share}: {size} of text, {tokens:,} tokens."
+    share = f" ({100 * left / read:.1f} %)" if read else ""
+    return f"{read:,} documents read, {left:,} kept{share}: {human_bytes(size_bytes)} of text, {tokens:,} tokens."
 
 
 def _sources(report: dict[str, Any]) -> Table:
@@ -177,14 +174,11 @@ def _sources(report: dict[str, Any]) -> Table:
     total = sum(sum(source["tokens"].values()) for source in report["sources"].values()) or 1
     for name, source in report["sources"].items():
         tokens = sum(source["tokens"].values())
-        rows.append(
-            [
-                name, f"{source['files']:,}", f"{source['documents_read']:,}", f"{source['documents']:,}",
-                human_bytes(source["bytes_read"]), human_bytes(source["bytes"]), f"{source['tokens'].get('train', 0):,}",
-                f"{source['tokens'].get('validation', 0):,}", f"{tokens / total:.1%}",
-                f"{source['bytes'] / tokens:.2f}" if tokens else "", f"{source['bad']:,}", f"{source['empty']:,}",
-            ]
-        )  # fmt: skip
+        counts = [f"{source[key]:,}" for key in ("files", "documents_read", "documents")]
+        sizes = [human_bytes(source[key]) for key in ("bytes_read", "bytes")]
+        split = [f"{source['tokens'].get(key, 0):,}" for key in ("train", "validation")]
+        ratios = [f"{tokens / total:.1%}", f"{source['bytes'] / tokens:.2f}" if tokens else ""]
+        rows.append([name, *counts, *sizes, *split, *ratios, f"{source['bad']:,}", f"{source['empty']:,}"])
     columns = ["source", "files", "documents in", "out", "bytes in", "out", "training tokens", "held out"]
     return Table([*columns, "share", "bytes/token", "bad rows", "empty"], rows)
 

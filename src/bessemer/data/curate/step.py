@@ -24,6 +24,8 @@ from bessemer.errors import UserError
 from bessemer.spec.curate.step import StepSpec
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+# Runs a module-level function on every task, on all workers, and returns the results in order.
+RunTasks = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 Ints = npt.NDArray[np.int64]
 
 
@@ -64,12 +66,6 @@ class Collected:
                 return {name: arrays[name] for name in arrays.files}
         except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
             raise UserError(f"{self.path}: damaged ({error}); delete it and run again") from error
-
-
-class RunTasks(Protocol):
-    """Runs a module-level function on every task, on all workers, and returns the results in order."""
-
-    def __call__(self, function: Callable[[Any], Any], tasks: Sequence[Any], /) -> list[Any]: ...
 
 
 class GlobalStep(Protocol):

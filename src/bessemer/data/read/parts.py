@@ -117,12 +117,10 @@ def line_starts(file: IO[bytes], rising_offsets: Sequence[int]) -> Iterator[tupl
 
 def _cut_row_groups(opened: IO[bytes], file: FileEntry, part_bytes: int) -> Iterator[FilePiece]:
     metadata = open_parquet(opened).metadata
-    sizes, counts = [], []
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        sizes.append(sum(group.column(index).total_compressed_size for index in range(group.num_columns)))
-        counts.append(group.num_rows)
-    yield from _group_units(file, sizes, counts, part_bytes)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [[group.column(index) for index in range(group.num_columns)] for group in groups]
+    sizes = [sum(column.total_compressed_size for column in group) for group in columns]
+    yield from _group_units(file, sizes, [group.num_rows for group in groups], part_bytes)
 
 
 def _cut_batches(opened: IO[bytes], file: FileEntry, part_bytes: int) -> Iterator[FilePiece]:
@@ -191,8 +189,11 @@ def read_part(
             rows = _READERS[piece.file.format](Reading(piece, source, cache, counts))
             yield from (row for row in rows if row is not None)
         except UNREADABLE as error:
+            reason = redacted(getattr(error, "strerror", None) or error) or type(error).__name__
+            problem = reason if isinstance(error, DamagedFile) else f"cannot be read ({reason})"
             part_name = "" if part.name == piece.file.name else f" ({part.name})"
-            raise UserError(f"{_describe_error(piece, error)}; its part{part_name} was not used") from error
+            fix = f"restore it or leave it out; its part{part_name} was not used"
+            raise UserError(f"{piece.file.name}: {problem}; {fix}") from error
 
 
 def read_documents(files: Iterable[FileEntry], source: SourceSpec) -> Iterator[Document]:
@@ -202,11 +203,3 @@ def read_documents(files: Iterable[FileEntry], source: SourceSpec) -> Iterator[D
             if isinstance(row, BadRow):
                 raise UserError(f"{row.file}:{row.row}: {row.reason}")
             yield row
-
-
-def _describe_error(piece: FilePiece, error: BaseException) -> str:
-    fix = "restore it or leave it out"
-    if isinstance(error, DamagedFile):
-        return f"{piece.file.name}: {redacted(error)}; {fix}"
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"{piece.file.name}: cannot be read ({redacted(text) or type(error).__name__}); {fix}"

@@ -191,16 +191,15 @@ def _message(message: Any, place: str) -> dict[str, Any]:
 
 
 def _dump_record(record: Mapping[str, Any]) -> str:
-    values = {str(key): _shorten(item) for key, item in list(record.items())[:20]}
+    """The first fields of a record as JSON, with long values cut."""
+    values: dict[str, Any] = {}
+    for key, item in list(record.items())[:20]:
+        if isinstance(item, bytes):
+            item = item[: 4 * _RAW_CHARS].decode("utf-8", "replace")
+        if not isinstance(item, (str, int, float, bool, type(None))):
+            item = repr(item)
+        values[str(key)] = item[:_RAW_CHARS] if isinstance(item, str) else item
     return json.dumps(values, ensure_ascii=False, default=str)
-
-
-def _shorten(item: Any) -> Any:
-    if isinstance(item, bytes):
-        item = item[: 4 * _RAW_CHARS].decode("utf-8", "replace")
-    if isinstance(item, str):
-        return item[:_RAW_CHARS]
-    return item if isinstance(item, (int, float, bool, type(None))) else repr(item)[:_RAW_CHARS]
 
 
 def read_jsonl(reading: Reading) -> Rows:
@@ -245,21 +244,16 @@ def _document(reading: Reading, row: int, line: bytes) -> Row | None:
     try:
         record = parse_json(line, "utf-8-sig" if row == 1 else "utf-8")
     except (ValueError, RecursionError) as error:
-        return _invalid_json(reading, row, line, error)
+        fix = "correct or delete this line"
+        if row == 1 and line.lstrip()[:1] == b"[":
+            fix = "write one object per line, not an array"
+        elif encoding := wide_encoding(line):
+            return reading.bad(row, f"the file is in {encoding}, not in UTF-8; convert it, such as with iconv", line)
+        return reading.bad(row, f"not valid JSON in UTF-8 ({error}); {fix}", line)
     if not isinstance(record, dict):
-        field = reading.fields[0]
-        reason = f'a {type(record).__name__}; each line must be like {{"{field}": "..."}}'
+        reason = f'a {type(record).__name__}; each line must be like {{"{reading.fields[0]}": "..."}}'
         return reading.bad(row, reason, line)
     return reading.document(row, record, line)
-
-
-def _invalid_json(reading: Reading, row: int, line: bytes, error: Exception) -> BadRow:
-    fix = "correct or delete this line"
-    if row == 1 and line.lstrip()[:1] == b"[":
-        fix = "write one object per line, not an array"
-    elif encoding := wide_encoding(line):
-        return reading.bad(row, f"the file is in {encoding}, not in UTF-8; convert it, such as with iconv", line)
-    return reading.bad(row, f"not valid JSON in UTF-8 ({error}); {fix}", line)
 
 
 _UTF16_ZEROS, _UTF32_ZEROS = 0.3, 0.6  # of ASCII text, 1/2 of UTF-16 and 3/4 of UTF-32 are zero bytes

@@ -38,11 +38,14 @@ def shown(path: str) -> str:
         return path
     try:
         parts = urlsplit(path)
-    except ValueError:  # such as a bracket that is no IPv6 address
+    except ValueError:  # such as an unclosed bracket
         return re.sub(r"//[^/@]*@", "//", path).partition("?")[0]
-    host = parts.netloc.rpartition("@")[2]
-    public_items = [item for item in parts.query.split("&") if item and not _is_secret(item.partition("=")[0])]
-    return urlunsplit(parts._replace(netloc=host, query="&".join(public_items), fragment=parts.fragment))
+    public = []
+    for item in filter(None, parts.query.split("&")):
+        name = item.partition("=")[0]
+        if not (_SIGNATURE.fullmatch(name) or _names_secret(name)):
+            public.append(item)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="&".join(public)))
 
 
 def redacted(message: object) -> str:
@@ -69,10 +72,6 @@ def check_storage(storage: Mapping[str, Any], where: str = "storage") -> None:
             )
         elif isinstance(value, str) and shown(value) != value:
             raise UserError(f"{place}: the URL holds a password or signature; set credentials in the environment")
-
-
-def _is_secret(parameter: str) -> bool:
-    return bool(_SIGNATURE.fullmatch(parameter)) or _names_secret(parameter)
 
 
 def _names_secret(name: str) -> bool:

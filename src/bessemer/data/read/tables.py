@@ -163,7 +163,11 @@ def read_csv(reading: Reading) -> Rows:
     # The limit is process-wide and 128 KiB by default.
     csv.field_size_limit(max(csv.field_size_limit(), rows.LONGEST_ROW_BYTES))
     with reading.open_unpacked() as file:
-        text = _decoded(file)
+        buffered = cast(io.BufferedReader, file)
+        encoding = encoding_of(buffered.peek(4)[:4])
+        # Invalid bytes become surrogates, so that they can be reported with their row.
+        errors = "surrogateescape" if encoding == "utf-8-sig" else "replace"
+        text = io.TextIOWrapper(buffered, encoding, errors, newline="")
         lines = iter(lambda: text.readline(rows.LONGEST_ROW_BYTES), "")
         first = next(lines, "")
         if not first.strip():
@@ -197,14 +201,6 @@ def _read_rows(reading: Reading, records: Iterator[list[str]], header: list[str]
             yield reading.bad(row, "not valid UTF-8; convert the file or delete this row", _join_fields(record))
         else:
             yield reading.document(row, dict(zip(header, record, strict=True)))
-
-
-def _decoded(file: IO[bytes]) -> io.TextIOWrapper:
-    buffered = cast(io.BufferedReader, file)
-    encoding = encoding_of(buffered.peek(4)[:4])
-    # Invalid bytes become surrogates, so that they can be reported with their row.
-    errors = "surrogateescape" if encoding == "utf-8-sig" else "replace"
-    return io.TextIOWrapper(buffered, encoding, errors, newline="")
 
 
 def _delimiter(header: str, reading: Reading) -> str:

@@ -102,12 +102,6 @@ def _expand(name: str, pattern: str) -> list[str]:
     return files
 
 
-def content_hash(files: Mapping[str, Sequence[str]]) -> str:
-    """A hash of the names of the sets and the content of their files."""
-    contents = [[name, [(path, file_identity(path)) for path in paths]] for name, paths in files.items()]
-    return str(xxhash.xxh3_128_hexdigest(json.dumps(contents).encode()))
-
-
 def read_items(sets: Mapping[str, EvaluationSetSpec]) -> Iterator[EvaluationItem]:
     """Every item with text of every set, in order."""
     files = list_set_files(sets)
@@ -208,7 +202,9 @@ class Decontaminate:
 
     def __init__(self, spec: DecontaminateSpec, seed: int) -> None:
         self.spec = spec
-        self.identity = content_hash(list_set_files(spec.sets))
+        files = list_set_files(spec.sets).items()
+        contents = [[name, [(path, file_identity(path)) for path in paths]] for name, paths in files]
+        self.identity = str(xxhash.xxh3_128_hexdigest(json.dumps(contents).encode()))
 
     @property
     def index(self) -> EvaluationIndex:

@@ -232,7 +232,7 @@ class PieceIndex:
 
     folder: Path
     parts: int
-    buckets: int
+    records: int
     least: int
     first_too: bool
     checked: bool
@@ -243,21 +243,11 @@ class PieceIndex:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return piece_dtype(self.checked)
+        return np.dtype([("key", "<u8"), *([("check", "<u8")] if self.checked else []), ("position", "<i8")])
 
-
-def create_piece_index(
-    folder: Path, parts: int, records: int, least: int, *, first_too: bool, checked: bool
-) -> PieceIndex:
-    """An empty index for `records` pieces."""
-    buckets = shuffle.bucket_count(records, piece_dtype(checked))
-    pieces = PieceIndex(folder, parts, buckets, least, first_too, checked)
-    pieces.repeats.mkdir(parents=True)
-    return pieces
-
-
-def piece_dtype(checked: bool) -> np.dtype[Any]:
-    return np.dtype([("key", "<u8"), *([("check", "<u8")] if checked else []), ("position", "<i8")])
+    @property
+    def buckets(self) -> int:
+        return shuffle.bucket_count(self.records, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -386,7 +376,8 @@ class DedupParagraphs:
         numbers = shuffle.numbering(collected)
         records, least = shuffle.count_records(collected, "key"), self.spec.min_count
         folder = scratch / "pieces"
-        pieces = create_piece_index(folder, len(collected), records, least, first_too=False, checked=True)
+        pieces = PieceIndex(folder, len(collected), records, least, first_too=False, checked=True)
+        pieces.repeats.mkdir(parents=True)
         total = sum(run_tasks(scatter_pieces, shuffle.for_parts("paragraphs", pieces, collected)))
         buckets = run_tasks(find_repeats, shuffle.for_buckets("repeats", pieces, pieces.buckets))
         places = Places.of(collected, scratch)

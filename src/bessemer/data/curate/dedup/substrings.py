@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from bessemer.data.curate.dedup import shuffle
 from bessemer.data.curate.dedup.clusters import Resolved, find_ranges, keep_or_drop
-from bessemer.data.curate.dedup.exact import PieceIndex, create_piece_index, find_repeats, read_repeats, write_pieces
+from bessemer.data.curate.dedup.exact import PieceIndex, find_repeats, read_repeats, write_pieces
 from bessemer.data.curate.dedup.near import powers
 from bessemer.data.curate.dedup.shuffle import BucketTask, PartTask, Records, begins, for_buckets, for_parts, position
 from bessemer.data.curate.step import Arrays, Collected, Ints, Outcome, RunTasks
@@ -221,7 +221,8 @@ def resolve_windows(collected: Sequence[Collected], scratch: Path, run_tasks: Ru
     """The byte ranges to cut, by part, and a summary."""
     anchors = shuffle.count_records(collected, "key")
     at = scratch / "anchors"
-    pieces = create_piece_index(at, len(collected), anchors, least=2, first_too=True, checked=False)
+    pieces = PieceIndex(at, len(collected), anchors, least=2, first_too=True, checked=False)
+    pieces.repeats.mkdir(parents=True)
     search = WindowSearch(scratch, length, pieces)
     for folder in ("contexts", "ranges", "rulings"):
         (scratch / folder).mkdir()

@@ -80,26 +80,22 @@ def _blocks(texts: Sequence[str]) -> Iterator[tuple[int, str, list[int]]]:
         yield first, "".join(parts), list(map(len, parts))
 
 
+# The words for each share in the reasons of dropped documents.
+_SHARE_NAMES = {
+    "symbols": "symbols", "digits": "digits", "upper_case": "capitals", "punctuation": "punctuation",
+    "urls": "characters in URLs", "alphabetic_words": "words with a letter", "stop_words": "stop words",
+}  # fmt: skip
+_SHARE_KINDS = {"symbols": _SYMBOL, "digits": _DIGIT, "punctuation": _PUNCTUATION}
+
+
 class ShareBounds:
     """The bounds of a spec and their measures; nothing without a bound is measured."""
 
     def __init__(self, spec: ShareSpec) -> None:
         self._words: Words = shared_words()
         self._stop_words = frozenset(spec.stop_words)
-        measures: dict[str, tuple[str, Callable[[Sequence[str], Ints], Shares]]] = {
-            "symbols": ("symbols", lambda _, kinds: _share(kinds[:, _SYMBOL], _visible(kinds))),
-            "digits": ("digits", lambda _, kinds: _share(kinds[:, _DIGIT], _visible(kinds))),
-            "upper_case": ("capitals", lambda _, kinds: _share(kinds[:, _UPPER], kinds[:, _UPPER] + kinds[:, _LETTER])),
-            "punctuation": ("punctuation", lambda _, kinds: _share(kinds[:, _PUNCTUATION], _visible(kinds))),
-            "urls": ("characters in URLs", lambda texts, kinds: _share(self._url_chars(texts), _visible(kinds))),
-            "alphabetic_words": ("words with a letter", lambda texts, _: self._alphabetic(texts)),
-            "stop_words": ("stop words", lambda texts, _: self._stops(texts)),
-        }  # fmt: skip
-        self.bounds = [
-            (name, measure, getattr(spec, f"min_{key}"), getattr(spec, f"max_{key}"))
-            for key, (name, measure) in measures.items()
-            if getattr(spec, f"min_{key}") is not None or getattr(spec, f"max_{key}") is not None
-        ]
+        limits = ((key, getattr(spec, f"min_{key}"), getattr(spec, f"max_{key}")) for key in _SHARE_NAMES)
+        self.bounds = [(key, least, most) for key, least, most in limits if least is not None or most is not None]
 
     def find_violations(self, texts: Sequence[str]) -> list[tuple[str, float] | None]:
         """For each text the first violated bound and the share, or None."""
@@ -107,37 +103,38 @@ class ShareBounds:
         if not self.bounds or not texts:
             return violations
         kinds = _kind_counts(texts)
-        for name, measure, least, most in self.bounds:
-            for i, share in enumerate(measure(texts, kinds).tolist()):
+        for key, least, most in self.bounds:
+            for i, share in enumerate(self._measure(key, texts, kinds).tolist()):
                 if violations[i] is None and least is not None and share < least:
-                    violations[i] = (f"share of {name} below {least:g}", share)
+                    violations[i] = (f"share of {_SHARE_NAMES[key]} below {least:g}", share)
                 elif violations[i] is None and most is not None and share > most:
-                    violations[i] = (f"share of {name} above {most:g}", share)
+                    violations[i] = (f"share of {_SHARE_NAMES[key]} above {most:g}", share)
         return violations
-
-    @staticmethod
-    def _url_chars(texts: Sequence[str]) -> Ints:
-        return np.array([sum(len(url) for url in _URL.findall(text)) for text in texts], np.int64)
 
     def stop_word_count(self, text: str) -> int:
         return self._words.count_of(self._stop_words, text)
 
-    def _alphabetic(self, texts: Sequence[str]) -> Shares:
+    def _measure(self, key: str, texts: Sequence[str], kinds: Ints) -> Shares:
+        visible = kinds.sum(axis=1) - kinds[:, _SPACE]
+        if key in _SHARE_KINDS:
+            return _share(kinds[:, _SHARE_KINDS[key]], visible)
+        if key == "upper_case":
+            return _share(kinds[:, _UPPER], kinds[:, _UPPER] + kinds[:, _LETTER])
+        if key == "urls":
+            return _share([sum(map(len, _URL.findall(text))) for text in texts], visible)
+        if key == "stop_words":
+            return _share([self.stop_word_count(text) for text in texts], [self._words.count(text) for text in texts])
         counts = [self._words.counts(text) for text in texts]
-        return np.array([count.alphabetic / max(count.words, 1) for count in counts], np.float64)
-
-    def _stops(self, texts: Sequence[str]) -> Shares:
-        shares = [self.stop_word_count(text) / max(self._words.count(text), 1) for text in texts]
-        return np.array(shares, np.float64)
+        return _share([count.alphabetic for count in counts], [count.words for count in counts])
 
 
-def _visible(kinds: Ints) -> Ints:
-    return np.asarray(kinds.sum(axis=1) - kinds[:, _SPACE])
+def _share(part: npt.ArrayLike, total: npt.ArrayLike) -> Shares:
+    """The share; 0 where the total is 0."""
+    return np.asarray(np.asarray(part) / np.maximum(total, 1))
 
 
-def _share(part: Ints, total: Ints) -> Shares:
-    """The share; 0 where the whole is empty."""
-    return np.asarray(part / np.maximum(total, 1))
+def _has_text(line: str) -> bool:
+    return bool(line) and not line.isspace()
 
 
 class Length(PerDocumentStep):
@@ -147,7 +144,7 @@ class Length(PerDocumentStep):
         measures: tuple[tuple[str, Callable[[str], int], int, int | None], ...] = (
             ("characters", len, spec.min_chars, spec.max_chars),
             ("bytes", byte_length, spec.min_bytes, spec.max_bytes),
-            ("lines", _count_lines, spec.min_lines, spec.max_lines),
+            ("lines", lambda text: sum(map(_has_text, text.split("\n"))), spec.min_lines, spec.max_lines),
             ("words", chunk_count, spec.min_words, spec.max_words),
         )
         self._bounds = [bound for bound in measures if bound[2] or bound[3] is not None]
@@ -196,7 +193,7 @@ class Lines(PerDocumentStep):
         kept_lines = [
             line
             for line, violation in zip(lines, broken, strict=True)
-            if not line or line.isspace() or not (violation or self._wrong_length(line))
+            if not _has_text(line) or not (violation or self._wrong_length(line))
         ]
         if len(kept_lines) == len(lines):
             return None
@@ -215,10 +212,6 @@ class Lines(PerDocumentStep):
         )
 
 
-def _count_lines(text: str) -> int:
-    return sum(bool(line) and not line.isspace() for line in text.split("\n"))
-
-
 UNKNOWN = "und"  # undetermined in ISO 639
 _PREFIX = "__label__"
 _CAPITAL, _SMALL = re.compile("[A-Z]"), re.compile("[a-z]")
@@ -231,7 +224,8 @@ class Language(PerDocumentStep):
         self.spec = spec
         self._path = _model_path(spec.model)
         self._model = _load_model(str(self._path))
-        languages = sorted(_languages(str(self._path))) if spec.keep else []
+        labels = self._model.predict("a", k=-1, threshold=-1.0)[0] if spec.keep else []
+        languages = sorted(str(label).removeprefix(_PREFIX) for label in labels)
         if unknown := sorted(set(spec.keep) - set(languages)):
             problem = f"language: keep: the model has no language {unknown[0]!r}"
             raise UserError(f"{problem}; write its codes, such as {', '.join(languages[:4])}")
@@ -298,13 +292,6 @@ def _load_model(path: str) -> Any:
         return fasttext.load_model(path)
     except ValueError as error:
         raise UserError(f"language: {path} is no fastText model ({error}); give one such as lid.176.bin") from None
-
-
-@lru_cache(maxsize=4)
-def _languages(path: str) -> frozenset[str]:
-    """The language codes of the model."""
-    labels, _ = _load_model(path).predict("a", k=-1, threshold=-1.0)
-    return frozenset(str(label).removeprefix(_PREFIX) for label in labels)
 
 
 ANY = "any"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -134,16 +134,17 @@ def forbids_training(robots: Robots, agents: Sequence[str], path: str) -> bool:
 def forbids_mining(ai: Robots, agents: Sequence[str], path: str) -> bool:
     """Whether an ai.txt forbids the path or its type. A path without an extension counts as html."""
     path = normal_path(path.partition("?")[0])
-    last = path.rpartition("/")[2]
-    kind = path if "." in last else path + ("index.html" if path.endswith("/") else ".html")
-    groups = (ai.get(agent.lower()) for agent in ("*", *agents))
-    return any(group and not is_allowed([_match_type(rule) for rule in group.rules], kind) for group in groups)
-
-
-def _match_type(rule: RobotsRule) -> RobotsRule:
-    """`*.txt` names a file type, so it must match the end."""
-    is_type = rule.path.startswith("*.") and not rule.path.endswith("$")
-    return RobotsRule(rule.allow, rule.path + "$") if is_type else rule
+    if "." not in path.rpartition("/")[2]:
+        path += "index.html" if path.endswith("/") else ".html"
+    for group in filter(None, (ai.get(agent.lower()) for agent in ("*", *agents))):
+        # `*.txt` names a file type, so it must match the end.
+        rules = [
+            rule._replace(path=rule.path + "$" if rule.path.startswith("*.") and rule.path[-1] != "$" else rule.path)
+            for rule in group.rules
+        ]
+        if not is_allowed(rules, path):
+            return True
+    return False
 
 
 @lru_cache(maxsize=8192)
@@ -289,16 +290,13 @@ def _names(files: tuple[ListFile, ...]) -> NameList:
 
 @lru_cache(maxsize=16)
 def _hashed(files: tuple[ListFile, ...]) -> NameList:
-    return NameList.of(_read_hashes(files))
-
-
-def _read_hashes(files: tuple[ListFile, ...]) -> Iterator[str]:
+    hashes = []
     for file in files:
         for row, line in file.lines():
-            hash_text = line.split()[0].lower()  # sha256sum appends a name
-            if not _SHA256.fullmatch(hash_text):
+            hashes.append(line.split()[0].lower())  # sha256sum appends a name
+            if not _SHA256.fullmatch(hashes[-1]):
                 raise UserError(f"{file.path}:{row}: {line[:80]!r} is no SHA-256; write 64 hex digits a line")
-            yield hash_text
+    return NameList.of(hashes)
 
 
 def _folder(path: str) -> str:

@@ -136,7 +136,9 @@ class Service:
         parts = urlsplit(spec.url)
         # Query parameters may hold secrets.
         self.shown_url = f"{parts.scheme}://{parts.netloc}{parts.path}"
-        self.answers = AnswerCache(_cache_path(spec.cache))
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "bessemer" / "service-answers.sqlite"
+        cache = cache if spec.cache == "auto" else Path(spec.cache)
+        self.answers = AnswerCache(cache.expanduser().absolute())
         self._opener = urllib.request.build_opener(_NoRedirect)
         definition = [spec.url, spec.request, spec.response, spec.batch > 1, version]
         self._definition = json.dumps(definition, sort_keys=True).encode()
@@ -271,13 +273,6 @@ class Service:
     def _wait(wait_s: float, stop: threading.Event) -> None:
         if stop.wait(wait_s) if wait_s > 0 else stop.is_set():
             raise _Stopped
-
-
-def _cache_path(cache: str) -> Path:
-    if cache != "auto":
-        return Path(cache).expanduser().absolute()
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser().absolute() / "bessemer" / "service-answers.sqlite"
 
 
 def _fill_template(template: Any, texts: list[str]) -> Any:

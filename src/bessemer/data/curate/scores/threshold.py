@@ -92,9 +92,6 @@ class _Bucket:
         shifted = word >> np.uint64(64 - self.bits % 64 - self.width)
         return (shifted & np.uint64(2**self.width - 1)).astype(np.int64)
 
-    def narrowed(self, digit: int) -> _Bucket:
-        return _Bucket(self.bits + self.width, self.begin << self.width | digit)
-
 
 def find_cut(
     collected: Sequence[Collected], count: int, total: int, ranking: ScoreRanking, run_tasks: RunTasks
@@ -104,13 +101,14 @@ def find_cut(
     tasks = group_parts(collected)
     bucket, inside = _Bucket(), total
     while inside > _MOST_GATHERED and bucket.bits < 128:
-        counts = sum(run_tasks(_histogram, [(group, ranking, bucket) for group in tasks]))
+        counts: Ints = np.sum(run_tasks(_histogram, [(group, ranking, bucket) for group in tasks]), axis=0)
         # Find the digit of the last record to keep, from the best down.
         reached = np.cumsum(counts[::-1])
         step = int(np.searchsorted(reached, count))
         digit = len(counts) - 1 - step
         count -= int(reached[step] - counts[digit])
-        bucket, inside = bucket.narrowed(digit), int(counts[digit])
+        bucket = _Bucket(bucket.bits + bucket.width, bucket.begin << bucket.width | digit)
+        inside = int(counts[digit])
     groups = run_tasks(_gather, [(group, ranking, bucket) for group in tasks])
     records = np.concatenate(groups)
     order = np.lexsort(records.T[::-1])

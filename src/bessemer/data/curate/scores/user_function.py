@@ -189,19 +189,16 @@ class Rewrite:
 
     def apply(self, documents: Sequence[Document]) -> list[Outcome]:
         outcomes: list[Outcome] = [None] * len(documents)
-        chosen = [i for i, document in enumerate(documents) if self._chosen(document)]
+        candidates = [i for i, document in enumerate(documents) if document.text and document.messages is None]
+        hashes = {i: xxhash.xxh3_64_intdigest(documents[i].text.encode(), seed=self._hash_seed) for i in candidates}
+        chosen = [i for i in candidates if hashes[i] < self._limit]
         for first in range(0, len(chosen), self.spec.texts):
-            at = chosen[first : first + self.spec.texts]
-            for i, text in zip(at, self._call([documents[i] for i in at]), strict=True):
+            batch = chosen[first : first + self.spec.texts]
+            for i, text in zip(batch, self._call([documents[i] for i in batch]), strict=True):
                 if text and text != documents[i].text:
                     documents[i].labels[LABEL] = 1.0
                     outcomes[i] = text
         return outcomes
-
-    def _chosen(self, document: Document) -> bool:
-        if document.messages is not None or not document.text:
-            return False
-        return xxhash.xxh3_64_intdigest(document.text.encode(), seed=self._hash_seed) < self._limit
 
     def _call(self, documents: list[Document]) -> list[str]:
         """One text per document; empty where the original stays."""
