@@ -88,7 +88,7 @@ def test_activations_and_attention_are_those_of_the_formulas(qk_norm):
     model = random_model(qk_norm=qk_norm)
     with torch.no_grad():
         expected = list(blocks_by_hand(model, TOKENS, DOCUMENTS))
-    found = LayerStats(model).look(model, TOKENS, AttentionMask(DOCUMENTS)).read()["layers"]
+    found = LayerStats(model).sample(model, TOKENS, AttentionMask(DOCUMENTS)).read()["layers"]
     assert list(found) == ["blocks.0", "blocks.1"]
     for i, values in enumerate(expected):
         assert found[f"blocks.{i}"] == pytest.approx(values, rel=1e-10)
@@ -97,7 +97,7 @@ def test_activations_and_attention_are_those_of_the_formulas(qk_norm):
 def test_without_a_mask_attention_is_causal():
     model = random_model()
     one = torch.zeros_like(DOCUMENTS)
-    plain, masked = (LayerStats(model).look(model, TOKENS, sight).read() for sight in (None, AttentionMask(one)))
+    plain, masked = (LayerStats(model).sample(model, TOKENS, sight).read() for sight in (None, AttentionMask(one)))
     for name, values in plain["layers"].items():
         assert values == pytest.approx(masked["layers"][name], rel=1e-12)
 
@@ -105,7 +105,7 @@ def test_without_a_mask_attention_is_causal():
 def test_long_rows_are_sampled():
     model = random_model()
     tokens = torch.randint(0, 11, (1, 200))
-    values = LayerStats(model).look(model, tokens).read()["layers"]["blocks.1"]
+    values = LayerStats(model).sample(model, tokens).read()["layers"]["blocks.1"]
     assert 0 < values["entropy"] < 1 and values["logit"] > 0
 
 
@@ -122,7 +122,7 @@ def test_dead_and_saturated_units_are_counted():
             block.ffn.gate.weight[5:8, 0] = 20.0
             block.ffn.gate.weight[8:, 0] = 1.0
             block.ffn.up.weight[19] = 0.0
-    for values in LayerStats(model).look(model, TOKENS).read()["layers"].values():
+    for values in LayerStats(model).sample(model, TOKENS).read()["layers"].values():
         assert values["dead"] == pytest.approx(6 / 20) and values["saturated"] == pytest.approx(3 / 20)
 
 
@@ -136,10 +136,10 @@ def test_gradients_weights_and_updates_by_layer():
         groups.setdefault(layer_of(name), []).append(parameter)
     gradients = {name: math.sqrt(sum(float((p.grad**2).sum()) for p in ps)) for name, ps in groups.items()}
     before = {name: math.sqrt(sum(float((p.detach() ** 2).sum()) for p in ps)) for name, ps in groups.items()}
-    inside.before()
+    inside.record_gradients()
     optimizer.step()
-    inside.after()
-    layers = inside.look(model, TOKENS).read()["layers"]
+    inside.record_updates()
+    layers = inside.sample(model, TOKENS).read()["layers"]
     assert list(groups) == ["embedding", "blocks.0", "blocks.1", "norm", "head"]
     for name, parameters in groups.items():
         after = math.sqrt(sum(float((p.detach() ** 2).sum()) for p in parameters))
@@ -152,13 +152,13 @@ def test_gradients_weights_and_updates_by_layer():
 def test_the_change_of_a_large_parameter_is_estimated_from_a_sample():
     model = random_model(vocab=20_001)
     inside = LayerStats(model)
-    inside.before()
+    inside.record_gradients()
     weight = model.embedding.weight.detach()
     noise = 0.01 * torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     exact = float(noise.norm() / weight.norm())
     weight += noise
-    inside.after()
-    found = inside.look(model, TOKENS).read()["layers"]["embedding"]["update_ratio"]
+    inside.record_updates()
+    found = inside.sample(model, TOKENS).read()["layers"]["embedding"]["update_ratio"]
     assert found == pytest.approx(exact, rel=0.05)
 
 
@@ -166,16 +166,16 @@ def test_a_vetoed_step_shows_no_update():
     model = random_model()
     inside = LayerStats(model)
     model(TOKENS).sum().backward()
-    inside.before()
-    inside.after()
-    assert all(v["update_ratio"] == 0 for v in inside.look(model, TOKENS).read()["layers"].values())
+    inside.record_gradients()
+    inside.record_updates()
+    assert all(v["update_ratio"] == 0 for v in inside.sample(model, TOKENS).read()["layers"].values())
 
 
 def test_nothing_stays_behind():
     """No hook, no gradient, the same loss and gradients as without a look."""
     model = random_model()
     expected = model(TOKENS)
-    LayerStats(model).look(model, TOKENS)
+    LayerStats(model).sample(model, TOKENS)
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(model(TOKENS), expected)
@@ -185,7 +185,7 @@ def test_nothing_stays_behind():
 
     handle = model.norm.register_forward_pre_hook(broken)
     with pytest.raises(RuntimeError, match="inside the model"):
-        LayerStats(model).look(model, TOKENS)
+        LayerStats(model).sample(model, TOKENS)
     handle.remove()
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
@@ -193,12 +193,12 @@ def test_nothing_stays_behind():
 def test_a_look_under_bf16_and_a_nan_in_a_layer():
     model = random_model(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = LayerStats(model).look(model, TOKENS).read()["layers"]
-    full = LayerStats(model).look(model, TOKENS).read()["layers"]
+        low = LayerStats(model).sample(model, TOKENS).read()["layers"]
+    full = LayerStats(model).sample(model, TOKENS).read()["layers"]
     assert low["blocks.1"]["rms"] == pytest.approx(full["blocks.1"]["rms"], rel=0.05)
     with torch.no_grad():
         model.blocks[1].ffn.up.weight[0, 0] = float("nan")
-    layers = LayerStats(model).look(model, TOKENS).read()["layers"]
+    layers = LayerStats(model).sample(model, TOKENS).read()["layers"]
     assert math.isfinite(layers["blocks.0"]["rms"]) and math.isnan(layers["blocks.1"]["rms"])
 
 

@@ -301,20 +301,20 @@ def test_a_pardon_forgets_the_vetoes_and_neither_the_window_nor_the_streak():
     for _ in range(20):
         assert [say(judge, 12.0)["code"] for _ in range(3)] == [LOSS_OUTLIER] * 3
         before = held(judge)
-        judge.pardon()
+        judge.forgive_vetoes()
         assert held(judge) == before and int(judge.streak) == 3 and not judge.vetoed_N.any()
         assert say(judge, 4.0)["code"] == ACCEPT
     assert int(judge.count) == 220
 
 
-@pytest.mark.parametrize("change", ["judge", "veto", "reopen", "reopened", "pardon"])
+@pytest.mark.parametrize("change", ["judge", "veto", "reopen", "reopened", "forgive_vetoes"])
 def test_the_tensors_of_a_state_never_change_in_place(change):
     """A save in the background and a copy in memory hold them while the judge goes on."""
     judge = filled(max_vetoes=1)
     say(judge, 12.0)
     state = judge.state()
     before = {name: tensor.clone() for name, tensor in state.items()}
-    if change in ("reopen", "pardon"):
+    if change in ("reopen", "forgive_vetoes"):
         getattr(judge, change)()
     else:
         say(judge, {"judge": 4.0, "veto": float("nan"), "reopened": 12.0}[change])
@@ -338,7 +338,7 @@ def test_another_number_of_rows_moves_the_floor():
     for _ in range(128):
         say(judge, 2.0)
     assert say(judge, 4.0)["code"] == ACCEPT
-    judge.expect(256)
+    judge.set_rows(256)
     assert say(judge, 4.0)["code"] == LOSS_OUTLIER
 
 

@@ -33,7 +33,7 @@ from bessemer.guard.watchdog import (
     write_wait_report,
 )
 from bessemer.run.directory import Run, RunWriter
-from bessemer.session.recovery import restart as again
+from bessemer.session.recovery import restart
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.schema import RunSpec
@@ -285,9 +285,9 @@ def test_pace_counts_own_work_and_not_the_waiting_between_layers(monkeypatch: py
         block.register_forward_hook(lambda module, inputs, made: made.register_hook(wait) and None)
     pace, where = StepPace(blocks, torch.device("cpu")), PhaseTracker()
     for step in range(REPORT_EVERY):
-        where.begin(step)
+        where.begin_step(step)
         now[0] += 0.5  # the host, before the first layer
-        where.enter("forward")
+        where.enter_phase("forward")
         with pace.measuring(step):
             for _ in range(2):  # micro-batches
                 x = torch.ones(4, requires_grad=True) * 1
@@ -296,7 +296,7 @@ def test_pace_counts_own_work_and_not_the_waiting_between_layers(monkeypatch: py
                 x.sum().backward()
         pace.end(step, where)
     assert all(len(block._forward_hooks) == len(block._forward_pre_hooks) == 1 for block in blocks)
-    assert pace.own_s() == 0.5 + 2 * 2 * 3.0
+    assert pace.read_own_s() == 0.5 + 2 * 2 * 3.0
     assert [step for step in range(64) if StepPace.due(step) and step % MEASURE_EVERY == 0] == []
 
 
@@ -362,15 +362,15 @@ def test_a_run_that_ended_for_good_is_not_started_again(
     tmp_path: Path, kind: str, details: dict[str, Any], code: int
 ) -> None:
     last_event(tmp_path, kind, **details)
-    assert again.ended_before(tmp_path) == code
+    assert restart.ended_before(tmp_path) == code
 
 
 def test_the_last_word_of_another_launch_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last_event(tmp_path, "refused", reason="data.sources: no such file")
-    assert again.ended_before(tmp_path) == 0  # the first start of this launch
+    assert restart.ended_before(tmp_path) == 0  # the first start of this launch
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     (tmp_path / "events.jsonl").write_text('{"kind": "refused", "time": 1000.0}\n')  # long before this launcher
-    assert again.ended_before(tmp_path) == 0
+    assert restart.ended_before(tmp_path) == 0
 
 
 @pytest.mark.usefixtures("restarted")
@@ -381,10 +381,10 @@ def test_the_lock_of_a_lost_host_is_taken_over_when_it_has_been_silent(
         monkeypatch.setattr(f"{module}.STALE_S", 1.5)
     (tmp_path / "owner.json").write_text(json.dumps({"host": "lost", "pid": 7, "started": 1.0, "since": 1.0}))
     began = time.monotonic()
-    with again.open_again(tmp_path) as run:
+    with restart.open_run(tmp_path) as run:
         assert run.lock.taken_from.host == "lost"
     assert time.monotonic() - began > 1.0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     (tmp_path / "owner.json").write_text(json.dumps({"host": "lost", "pid": 7, "started": 1.0, "since": 1.0}))
     with pytest.raises(UserError, match="lost"):
-        again.open_again(tmp_path)
+        restart.open_run(tmp_path)

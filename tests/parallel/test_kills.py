@@ -216,7 +216,7 @@ def test_bessemer_train_starts_killed_workers_again_by_itself(tiny_spec: Spec, t
     same(found["broken"], found["whole"], 300)
     assert len(list(found["broken"].events("started"))) == 2
     (taken,) = found["broken"].events("lock_taken")
-    assert "died without its last word" in taken["reason"]
+    assert "died without releasing the lock" in taken["reason"]
     assert any(event["from_step"] % 10 == 0 for event in found["broken"].events("metrics_cut"))
 
 

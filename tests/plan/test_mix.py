@@ -177,7 +177,7 @@ def test_what_was_read_stands_beside_what_was_aimed_at() -> None:
 def test_too_little_text_is_passed_over_more_often_and_says_so() -> None:
     shares = auto_shares(found(web=10**6, code=3 * 10**6), budget_tokens=40 * 10**6)
     assert [share.epochs for share in shares.values()] == pytest.approx([10, 10])
-    assert all("after 4 epochs repeats teach less" in share.reason for share in shares.values())
+    assert all("past 4 repeats teach less" in share.reason for share in shares.values())
     held = {"web": DomainShare(10**6, "web", max_epochs=2), "code": DomainShare(3 * 10**6, "code")}
     shares = auto_shares(held, budget_tokens=40 * 10**6)
     assert shares["web"].epochs == pytest.approx(2)  # the user's own limit stands

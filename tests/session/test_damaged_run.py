@@ -72,7 +72,7 @@ def test_a_run_without_its_checkpoints_starts_over_only_if_asked(short: Make) ->
     before = losses(spec)
     shutil.rmtree(run_folder(spec) / "checkpoints")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"step-00000011.a1: missing, and the events tell of it. " + REFUSAL):
+        with pytest.raises(UserError, match=r"step-00000011.a1: missing, but the events list it. " + REFUSAL):
             train(spec)
     assert losses(spec) == before
     assert Session(spec, restart=True).train().kind == "finished"

@@ -13,7 +13,7 @@ from bessemer.model.transformer import build
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run
 from bessemer.session.session import train
-from bessemer.session.start import decide_shape, fit_positions, load_source, open_source, with_its_tokenizer
+from bessemer.session.start import decide_shape, fit_positions, load_source, open_source, with_folder_tokenizer
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS
 from bessemer.train.trained import load_trained
@@ -75,7 +75,7 @@ def test_a_resumed_run_goes_on_with_its_own_weights(folder: Path, tmp_path: Path
 
 
 def test_new_tokens_begin_as_the_mean_of_the_others(folder: Path, tmp_path: Path) -> None:
-    spec = with_its_tokenizer(spec_of(folder, tmp_path, tokenizer={"special": [f"<|{k}|>" for k in range(5)]}))
+    spec = with_folder_tokenizer(spec_of(folder, tmp_path, tokenizer={"special": [f"<|{k}|>" for k in range(5)]}))
     source = open_source(spec)
     assert source is not None
     vocab = Tokenizer.load(folder / "tokenizer.json", special=spec.tokenizer.special).vocab_size
@@ -95,7 +95,7 @@ def test_a_folder_without_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((folder / name).read_bytes())
     with pytest.raises(UserError, match=r"no tokenizer\.json: write tokenizer: \{path: FILE\}"):
-        with_its_tokenizer(spec_of(bare, tmp_path))
+        with_folder_tokenizer(spec_of(bare, tmp_path))
 
 
 def test_other_weights_than_the_shape_needs_are_refused_by_name(folder: Path, tmp_path: Path) -> None:

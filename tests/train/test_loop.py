@@ -234,7 +234,7 @@ def test_a_guard_that_is_off_reports_no_incident(make_job):
 def test_a_look_inside_changes_no_digit(make_job):
     looked, plain = make_job(look=3), make_job()
     seen = []
-    looked.guard.detectors.inside = lambda step, look: seen.append((step, look)) or []
+    looked.guard.detectors.check_layers = lambda step, look: seen.append((step, look)) or []
     train_loop(looked)
     train_loop(plain)
     assert [step for step, _ in seen] == list(range(0, STEPS, 3))

@@ -169,7 +169,7 @@ def start_until_done(spec: RunSpec, faults: Sequence[Fault], folder: Path) -> No
     plan = folder / "faults.json"
     plan.write_text(json.dumps([asdict(fault) for fault in faults]))
     (folder / "chaos-spec.yaml").write_text(dump_spec(spec))
-    command = [sys.executable, "-m", "bessemer.chaos.child", str(folder / "chaos-spec.yaml"), str(plan)]
+    command = [sys.executable, "-m", "bessemer.chaos.inject", str(folder / "chaos-spec.yaml"), str(plan)]
     for _ in range(MAX_STARTS):
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
         state = Run(folder).state

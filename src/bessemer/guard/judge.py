@@ -69,9 +69,9 @@ class Judge:
         self.vetoed_N = torch.zeros(spec.window, device=device)  # of the last steps, accepted or not
         self._age_N = torch.arange(spec.window, device=device)
         self._sigma_2 = torch.tensor([spec.loss_sigma, spec.grad_sigma], device=device)
-        self.expect(rows)
+        self.set_rows(rows)
 
-    def expect(self, rows: int) -> None:
+    def set_rows(self, rows: int) -> None:
         """Sets the rows of a step, from now on."""
         floors = [max(LOSS_FLOOR, ODD_ROW / rows), GRAD_FLOOR + GRAD_ODD_ROW / rows, ROW_FLOOR]
         self._floor_3 = torch.tensor(floors, device=self.window_3N.device)
@@ -95,7 +95,7 @@ class Judge:
         self.window_3N = torch.full_like(self.window_3N, float("nan"))
         self.count, self.streak = torch.zeros_like(self.count), torch.zeros_like(self.streak)
 
-    def pardon(self) -> None:
+    def forgive_vetoes(self) -> None:
         """The vetoes so far were right: they do not count towards `veto_share`. Their streak continues."""
         self.vetoed_N = torch.zeros_like(self.vetoed_N)
 

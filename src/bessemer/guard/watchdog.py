@@ -48,11 +48,11 @@ class PhaseTracker:
     entered: int = 0
     first_s: dict[str, float] = field(default_factory=dict)  # first entry of each phase
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         self.step, self.entered, self.first_s = step, 0, {}
-        self.enter("begin")
+        self.enter_phase("begin")
 
-    def enter(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """Costs half a microsecond; called a dozen times per step."""
         self.phase = phase
         self.entered += 1
@@ -137,7 +137,7 @@ class StepPace:
         """Whether the pace is reported at this step. It is not a measured step, so no device is waited for."""
         return step % REPORT_EVERY == REPORT_EVERY - 1
 
-    def own_s(self) -> float:
+    def read_own_s(self) -> float:
         """Median seconds of the steps measured since the last call; 0 if there are none."""
         seconds = [host_s + _seconds(spans) for host_s, spans in self._measured]
         self._measured = []

@@ -1,6 +1,5 @@
-"""A job put together from decided parts: for a run that trains, and for one that is only looked at again.
-
-Which layers each stage of a pipeline holds, by what they cost on this device.
+"""Builds a job from a resolved run: model, optimizer, guard, recorder; fits it into memory, and cuts the layers into
+pipeline stages.
 """
 
 from __future__ import annotations
@@ -9,26 +8,33 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from bessemer.checkpoint.remote import RemoteCheckpoints
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.batches import BatchStream
+from bessemer.data.stream.order import Segment
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.guard.detect.watch import Detectors
 from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder
 from bessemer.guard.layer_stats import LayerStats
+from bessemer.guard.replica_check import ReplicaCheck
+from bessemer.guard.watchdog import StepPace
+from bessemer.model.attention import SelfAttention
+from bessemer.model.attention_backends import choose, set_backend
 from bessemer.model.attention_mask import AttentionMask
+from bessemer.model.block import TransformerBlock
 from bessemer.model.transformer import Decoder, build
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import optimizer_for
+from bessemer.optim.choose import note_groups, optimizer_for
 from bessemer.optim.ema import Ema
 from bessemer.optim.schedule import Schedule
 from bessemer.parallel.context import ContextColumns, Ring
@@ -38,21 +44,27 @@ from bessemer.parallel.shard import divide_experts, first_weights, lay_over
 from bessemer.parallel.world import World
 from bessemer.plan.decide import HALF, TrainPlan, keeping
 from bessemer.plan.decision import Plan
+from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import stages_each
+from bessemer.plan.search.replicas import check_static_graph
 from bessemer.run.directory import RunWriter
-from bessemer.session.start import set_dropout
+from bessemer.session.data import build_stream, log_packing
+from bessemer.session.dry_run import ResolvedRun
 from bessemer.spec.load import dump_spec
+from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.compile import FP8, compile_blocks, compute_in, compute_type
+from bessemer.train.compile import FP8, compile_blocks, compute_in, compute_type, use_tf32
 from bessemer.train.device import memory_limit, synchronize
 from bessemer.train.engine import Engine
 from bessemer.train.evaluate import Evaluator, HeldOutSet
 from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.loss import linear_cross_entropy
-from bessemer.train.lowp.fp8 import convert
+from bessemer.train.lowp.fp8 import convert, converted
 from bessemer.train.lowp.loss_scale import LossScale
 from bessemer.train.memory import recompute
+from bessemer.train.memory.fit import building, fit
+from bessemer.train.memory.snapshots import MemorySnapshots, fits_snapshots
 from bessemer.train.objective import make_pretrain
 from bessemer.train.pipeline_runner import PipelineRunner
 from bessemer.train.saver import CheckpointSaver
@@ -61,9 +73,65 @@ if TYPE_CHECKING:
     from bessemer.parallel.pipeline import Pipeline
 
 
+def build_job(
+    spec: RunSpec,
+    resolved: ResolvedRun,
+    machine: Machine,
+    world: World,
+    run: RunWriter,
+    view: RunView,
+    previous: Plan | None,
+) -> Job:
+    """The job at step 0, with fresh weights and the attention kernel chosen. `previous` is the plan to continue."""
+    training, shape, plan, device = resolved.training, resolved.shape, resolved.plan, world.device
+    log_packing(spec, resolved.rows, training, plan)
+    stream = build_stream(spec, resolved.data, resolved.rows, training, [Segment(0, 0)])
+    peak_flops = machine.peak(training.precision)[0] * world.size
+    stages = decide_stages(spec, shape, training, world, plan)
+    parts = JobParts(
+        training, shape, stream, resolved.held_out, resolved.data.tokenizer, device, peak_flops, world, stages
+    )
+    with building(keeping(spec, training.weights), shape, training, device, world.layout.dp_shard):
+        view.activity("building the model")
+        job = make_job(spec, parts, run, view)
+        choose_attention(job.engine, plan, previous)
+    if training.precision in FP8:
+        reason = "the linear layers of inner blocks; the first and last block and the head stay in bf16"
+        plan.add("precision.layers", len(converted(job.engine.model)), reason, "rule")
+    return job
+
+
+def fit_memory(job: Job, plan: Plan, resumed: bool) -> int | None:
+    """Fits the micro-batch to the device memory, which may change `job.plan`, and attaches the checks that depend on
+    it. Returns the measured peak in bytes."""
+    with use_tf32(job.plan.precision):
+        job.recorder.view.activity("measuring the memory of a step")
+        peak_bytes = fit(job, plan, resumed=resumed)
+    check_static_graph(job.spec, job.world.layout, job.plan)
+    model, guard = job.engine.model, job.spec.guard
+    if job.world.size > 1:
+        job.guard.step_pace = StepPace(model.blocks, job.engine.device)
+        job.guard.replica_check = ReplicaCheck(model, job.world, guard.detect.weights if guard.enabled else None)
+    note_groups(model, job.spec, plan)
+    return peak_bytes
+
+
+def attach_snapshots(job: Job, peak_bytes: int | None) -> None:
+    """Keeps recent states in memory if they fit, for fast rollbacks."""
+    spec = job.spec
+    if spec.guard.copies == "off" or not spec.guard.enabled or spec.parallel.engine == "deepspeed":
+        return
+    fits, needed, free = fits_snapshots(job.state(), job.engine.device, job.world, peak_bytes)
+    if all(job.world.gather(fits)):
+        job.guard.snapshots = MemorySnapshots()
+    else:
+        memory = f"two snapshots of the state need {human_bytes(needed)}, {human_bytes(free)} are free"
+        job.recorder.event("no_copies", reason=f"{memory}: rollbacks will read checkpoints")
+
+
 @dataclass(frozen=True)
 class JobParts:
-    """What a job is made of, all decided."""
+    """The parts of a job."""
 
     plan: TrainPlan
     shape: ModelShape
@@ -73,7 +141,7 @@ class JobParts:
     device: torch.device
     peak_flops: float
     world: World = field(default_factory=World)
-    cuts: tuple[range, ...] = ()  # the layers of each stage of a pipeline
+    stages: tuple[range, ...] = ()  # the layers of each pipeline stage
 
 
 def spec_fingerprint(spec: RunSpec) -> str:
@@ -81,19 +149,19 @@ def spec_fingerprint(spec: RunSpec) -> str:
 
 
 def open_remote(spec: RunSpec, run_folder: Path) -> RemoteCheckpoints | None:
-    """The durable tier, if the spec names one."""
+    """The remote checkpoint tier, if the spec names one."""
     url = spec.checkpoint.remote
     return RemoteCheckpoints(f"{url.rstrip('/')}/{run_folder.name}") if url else None
 
 
-def divide(model: Decoder, world: World, spec: RunSpec, cuts: tuple[range, ...]) -> Pipeline | None:
-    """Of the layout, all that changes the layers themselves; weights are laid out after this, by `lay_over`."""
+def parallelize_layers(model: Decoder, world: World, spec: RunSpec, stages: tuple[range, ...]) -> Pipeline | None:
+    """Applies the parts of the layout that change the layers; `lay_over` shards the weights afterwards."""
     layout, mesh = world.layout, world.mesh
     pipeline = None
     if layout.pp > 1:
         from bessemer.parallel.pipeline import Pipeline  # torch's schedules take a second to import
 
-        pipeline = Pipeline(model, world, spec.parallel.pipeline, cuts)
+        pipeline = Pipeline(model, world, spec.parallel.pipeline, stages)
     if layout.tp > 1:
         assert mesh is not None
         from bessemer.parallel.tensor import divide_tensors
@@ -111,12 +179,11 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     spec = keeping(spec, plan.weights)
     matrices = torch.float32 if plan.weights == "fp32" else torch.bfloat16
     world = parts.world
-    laid_out = world.divided
-    model = build(parts.shape, "meta" if laid_out else device, spec.seed, spec.model.init, matrices)
+    model = build(parts.shape, "meta" if world.divided else device, spec.seed, spec.model.init, matrices)
     set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
     if plan.precision in FP8:
         convert(model, plan.precision, device)
-    pipeline = divide(model, world, spec, parts.cuts)
+    pipeline = parallelize_layers(model, world, spec, parts.stages)
     if plan.compiled:
         kind = compute_type(plan.precision)
         compile_blocks(model, plan.micro_rows, plan.context, kind, chained=plan.compile == "chain")
@@ -125,18 +192,18 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         optimizer = engage(model, spec, world, plan.micro_rows)
     else:
         stages = pipeline.stages if pipeline else ()
-        told = lay_over(model, world, device.type == "cuda" and plan.precision in HALF, spec.parallel, stages)
-        if laid_out:
+        after_step = lay_over(model, world, device.type == "cuda" and plan.precision in HALF, spec.parallel, stages)
+        if world.divided:
             first_weights(model, stages, device, spec.seed, spec.model.init)
-        divided = spec.parallel.replicas.divide_optimizer and world.size > 1
-        optimizer = optimizer_of_replicas(model, spec, world) if divided else optimizer_for(model, spec)
-        if told:
-            optimizer.afterwards.append(told)
-    named = list(model.named_parameters())  # what the optimizer freezes has no average either
+        sharded = spec.parallel.replicas.divide_optimizer and world.size > 1
+        optimizer = optimizer_of_replicas(model, spec, world) if sharded else optimizer_for(model, spec)
+        if after_step:
+            optimizer.afterwards.append(after_step)
+    named = list(model.named_parameters())  # frozen parameters have no average
     objective = make_pretrain(spec, parts.stream.order.names, parts.tokenizer, parts.shape, plan.context)
     if world.layout.cp > 1:
-        shared = Ring if spec.parallel.context == "ring" else ContextColumns
-        objective.columns = shared(world.columns, world.cp_rank, world.layout.cp)
+        columns = Ring if spec.parallel.context == "ring" else ContextColumns
+        objective.columns = columns(world.columns, world.cp_rank, world.layout.cp)
     if world.layout.tp > 1:
         assert world.mesh is not None
         objective.tensors = world.mesh["tp"]
@@ -165,43 +232,72 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     )  # fmt: skip
 
 
+def set_dropout(model: nn.Module, embedding: float, attention: float, residual: float) -> None:
+    for module in model.modules():
+        if isinstance(module, Decoder):
+            module.dropout = embedding
+        elif isinstance(module, SelfAttention):
+            module.dropout = attention
+        elif isinstance(module, TransformerBlock):
+            module.dropout = residual
+
+
+def choose_attention(engine: Engine, plan: Plan, previous: Plan | None) -> None:
+    """Chooses the fastest correct attention kernel by measurement; a resumed run keeps its kernel."""
+    if engine.device.type != "cuda" or engine.model.shape.wrapped:
+        plan.add("attention", "sdpa", "torch chooses the kernel on this device", "rule")
+        return
+    if engine.world.layout.cp > 1 and engine.spec.parallel.context == "ring":
+        plan.add("attention", "sdpa", "ring attention needs kernels that return the log-sum-exp", "rule")
+        return
+    name = plan.keep("attention", "auto", previous)
+    if name is None:
+        dtype = compute_type(engine.plan.precision)
+        tasks = {task.kind for task in engine.spec.tasks}
+        packed, prefix = not engine.spec.data.cross_documents, not tasks <= {"causal", "infill"}
+        choice = choose(
+            engine.model.shape, engine.plan.context, engine.plan.micro_rows, dtype, engine.device, packed,
+            prefix=prefix, dropout=engine.spec.dropout.attention > 0,
+        )  # fmt: skip
+        name = plan.add("attention", choice.name, choice.reason, "measured")
+    set_backend(engine.model, str(name))
+
+
 REPEATS = 3
-TOKENS = 8192  # of a measurement: enough to fill a device
+TOKENS = 8192  # of a measurement: enough to saturate a device
 
 
 def cut_layers(costs: Sequence[float], stages: int, before: float = 0.0, behind: float = 0.0) -> list[range]:
-    """Which layers each stage holds such that the dearest stage is as cheap as can be; every stage has one at least.
-    `before` and `behind` are what the first and the last stage pay besides (embedding, head)."""
+    """The layers of each stage such that the most expensive stage is as cheap as possible; each has at least one.
+    `before` and `behind` are additional costs of the first and the last stage (embedding, head)."""
     layers = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = list(accumulate(costs, initial=0.0))
 
     def price(first: int, last: int, stage: int) -> float:
         return sums[last] - sums[first] + before * (stage == 0) + behind * (stage == stages - 1)
 
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # last layer -> highest price, ends of the stages
     for stage in range(stages):
         left = stages - stage - 1
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        extended: dict[int, tuple[float, tuple[int, ...]]] = {}
         for first, (worst, ends) in best.items():
             for last in range(first + 1, layers - left + 1):
-                dearest = max(worst, price(first, last, stage))
-                if last not in found or dearest < found[last][0]:
-                    found[last] = (dearest, (*ends, last))
-        best = found
+                highest = max(worst, price(first, last, stage))
+                if last not in extended or highest < extended[last][0]:
+                    extended[last] = (highest, (*ends, last))
+        best = extended
     ends = best[layers][1]
     return [range(first, last) for first, last in zip((0, *ends), ends, strict=False)]
 
 
 def decide_stages(spec: RunSpec, shape: ModelShape, training: TrainPlan, world: World, plan: Plan) -> tuple[range, ...]:
-    """Cut where the dearest stage is cheapest; the first process measures, for all."""
+    """The layers of each pipeline stage, by their cost on this device as rank 0 measures it."""
     if world.layout.pp == 1:
         return ()
     kinds = [(shape.mixer(layer), shape.has_experts(layer)) for layer in range(shape.layers)]
-    found = world.agree(_measure(shape, kinds, training, world.device) if world.main else None)
-    assert found is not None
-    costs, behind = found
+    measured = world.agree(_measure_layers(shape, kinds, training, world.device) if world.main else None)
+    assert measured is not None
+    costs, behind = measured
     cuts = cut_layers([costs[kind] for kind in kinds], world.layout.pp * stages_each(spec), behind=behind)
     layer = max(costs.values())
     reason = f"a layer takes {layer * 1e3:.1f} ms forward and back, the head {behind * 1e3:.1f} ms"
@@ -209,7 +305,7 @@ def decide_stages(spec: RunSpec, shape: ModelShape, training: TrainPlan, world: 
     return tuple(cuts)
 
 
-def _measure(
+def _measure_layers(
     shape: ModelShape, kinds: list[tuple[str, bool]], training: TrainPlan, device: torch.device
 ) -> tuple[dict[tuple[str, bool], float], float]:
     """Seconds of a forward and backward pass through a layer of each kind, and through the head."""
@@ -217,13 +313,13 @@ def _measure(
     costs: dict[tuple[str, bool], float] = {}
     behind = 0.0
     for kind in dict.fromkeys(kinds):
-        model = build(_alone(shape, kinds.index(kind)), device, 0)
+        model = build(_up_to(shape, kinds.index(kind)), device, 0)
         x_BTW = torch.randn(rows, training.context, shape.width, device=device, requires_grad=True)
         targets_R = torch.zeros(rows * training.context, dtype=torch.int64, device=device)
         place, block = model.place(x_BTW, AttentionMask(causal=shape.causal)), model.blocks[-1]
 
         def layer() -> Tensor:
-            out: Tensor = block(x_BTW, place, None)  # noqa: B023  called in this round alone
+            out: Tensor = block(x_BTW, place, None)  # noqa: B023  only called in this iteration
             return out.float().sum()
 
         def head() -> Tensor:
@@ -237,8 +333,8 @@ def _measure(
     return costs, behind
 
 
-def _alone(shape: ModelShape, layer: int) -> ModelShape:
-    """A model of layers up to this one has it last; most models have but one kind, and the first is it."""
+def _up_to(shape: ModelShape, layer: int) -> ModelShape:
+    """The model of the layers up to this one; most models have one kind of layer, and it is the first."""
     assert layer == 0 or not shape.decoder_layers
     return replace(shape, layers=layer + 1)
 

@@ -1,8 +1,6 @@
-"""From a spec to prepared data: the size of the tokenizer is decided, everything else is in the spec.
+"""The data of a run: prepared or published stores or the caller's datasets, their rows, and the stream of batches.
 
-From prepared data to the run's batches: rows as the spec packs them, in the order and with the noise it asks for.
-
-Documents that trials convicted, in earlier runs or this one, left out of this one.
+Also excludes the documents that trials convicted, in this run or in others.
 """
 
 from __future__ import annotations
@@ -46,21 +44,21 @@ from bessemer.spec.schema import RunSpec
 from bessemer.train.evaluate import HeldOutSet
 from bessemer.train.job import Job
 
-OWN = "python"  # the path of a source that is given as an object
+PYTHON_SOURCE = "python"  # the path of a source whose dataset the caller passes
 DATA_FILES = "data_files.json"  # in the run's folder: the files that its last start read
-_MOST_FILES = 100_000  # longer listings are not recorded: 100 bytes a file
+_MOST_FILES = 100_000  # longer listings are not recorded: 100 bytes per file
 _SHOWN_FILES = 5
 
 
 def data_cache(spec: RunSpec) -> Path:
-    """Where a spec's prepared data lives; runs in one folder share it."""
+    """The folder of a spec's prepared data; runs in one folder share it."""
     return Path(spec.runs) / ".data"
 
 
 def prepare_data(
     spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, engine: Engine | None = None
 ) -> Prepared:
-    """The stores of the spec's sources, made from their files now or found in the cache."""
+    """The stores of the spec's sources, from the cache or prepared now."""
     for name, source in spec.data.sources.items():
         if not source.path:
             raise UserError(f"data.sources.{name}.path: missing: preparing data needs its files")
@@ -70,7 +68,7 @@ def prepare_data(
 
 @dataclass(frozen=True)
 class UserData:
-    """A caller's datasets, by the names that the spec has for them; `NAME.validation` is validated on."""
+    """The caller's datasets by source name; `NAME.validation` is its held-out part."""
 
     tokenizer: Tokenizer
     train: dict[str, Any]
@@ -82,7 +80,7 @@ Data = Prepared | UserData
 
 
 def open_published(spec: RunSpec) -> Prepared:
-    """The data that the spec's `data.store` names. Shards are fetched when they are read."""
+    """The data of the spec's `data.store`. Shards are fetched when they are read."""
     assert spec.data.store is not None
     prepared = open_prepared(mirror(spec.data.store, data_cache(spec)))
     check_fit(spec.data, spec.tokenizer, prepared)
@@ -92,7 +90,7 @@ def open_published(spec: RunSpec) -> Prepared:
 def publish_data(
     spec: RunSpec, store: StoreSpec, context: int, progress: Callable[[str], None]
 ) -> tuple[Prepared, int]:
-    """Prepares the spec's data and packs its rows if that is not done yet, and uploads both; the data and its size."""
+    """Prepares the spec's data, packs its rows and uploads both; returns the data and its size."""
     prepared = prepare_data(spec, Plan(), progress)
     for name, rows in make_rows(spec, prepared, context).items():
         rank_documents(spec, prepared, rows, name)
@@ -103,11 +101,11 @@ def publish_data(
 def open_data(
     spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, datasets: Mapping[str, Any] | None = None
 ) -> Data:
-    """What a run reads: token stores prepared here or published, or the caller's own datasets."""
-    if datasets or any(_is_own(source) for source in spec.data.sources.values()):
+    """The data that a run reads: prepared or published token stores, or the caller's datasets."""
+    if datasets or any(_is_python_source(source) for source in spec.data.sources.values()):
         if spec.data.store is not None:
             raise UserError("data.store: cannot be mixed with datasets from Python: remove it, or the datasets")
-        return _own(spec, datasets or {})
+        return _open_user_data(spec, datasets or {})
     if spec.data.store is not None:
         prepared = open_published(spec)
         tokens = sum(source.tokens for source in prepared.train.values())
@@ -117,24 +115,26 @@ def open_data(
     return prepare_data(spec, plan, progress)
 
 
-def _is_own(source: SourceSpec) -> bool:
-    return source.path == [OWN]
+def _is_python_source(source: SourceSpec) -> bool:
+    return source.path == [PYTHON_SOURCE]
 
 
-def _own(spec: RunSpec, datasets: Mapping[str, Any]) -> UserData:
+def _open_user_data(spec: RunSpec, datasets: Mapping[str, Any]) -> UserData:
     sources = spec.data.sources
     for name, source in sources.items():
-        if not _is_own(source):
-            raise UserError(f"data.sources.{name}.path: own datasets and files cannot be mixed: write path: {OWN}")
-        if name not in datasets:
-            given = ", ".join(datasets) or "none"
+        if not _is_python_source(source):
             raise UserError(
-                f"data.sources.{name}: its path is {OWN}: call bessemer.train_run(spec, datasets={{{name!r}: ...}}) "
-                f"(given: {given})"
+                f"data.sources.{name}.path: datasets from Python and files cannot be mixed: write path: {PYTHON_SOURCE}"
             )
-    wrong = [name for name in datasets if name.removesuffix(".validation") not in sources]
-    if wrong:
-        raise UserError(f"dataset {wrong[0]!r}: the spec has no such source; it has {', '.join(sources)}")
+        if name not in datasets:
+            passed = ", ".join(datasets) or "none"
+            raise UserError(
+                f"data.sources.{name}: its path is {PYTHON_SOURCE}: call "
+                f"bessemer.train_run(spec, datasets={{{name!r}: ...}}) (passed: {passed})"
+            )
+    unknown = [name for name in datasets if name.removesuffix(".validation") not in sources]
+    if unknown:
+        raise UserError(f"dataset {unknown[0]!r}: the spec has no such source; it has {', '.join(sources)}")
     tokenizer = load_tokenizer(spec.data, spec.tokenizer)
     if tokenizer is None:
         raise UserError("tokenizer.path: datasets from Python need a tokenizer: give its file")
@@ -147,7 +147,7 @@ def list_data_files(spec: RunSpec) -> dict[str, list[Any]]:
     """The files of the spec's sources with what tells their contents apart; empty for a caller's own datasets."""
     if spec.data.store is not None:
         return {f"{spec.data.store.url.rstrip('/')}/{PREPARED}": [content_digest(read_manifest(spec.data.store))]}
-    if any(_is_own(source) for source in spec.data.sources.values()):
+    if any(_is_python_source(source) for source in spec.data.sources.values()):
         return {}
     return {entry.name: entry.identity[1:] for entries in list_sources(spec.data).values() for entry in entries}
 
@@ -252,8 +252,8 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
     return found
 
 
-def explain(spec: RunSpec, rows: dict[str, Rows], training: TrainPlan, plan: Plan) -> None:
-    """What the packing and the curriculum cost, in the plan."""
+def log_packing(spec: RunSpec, rows: dict[str, Rows], training: TrainPlan, plan: Plan) -> None:
+    """Adds the cost of packing and curriculum to the plan."""
     packed = [(name, source.index.padding_share) for name, source in rows.items() if isinstance(source, BestFitRows)]
     if packed:
         shares = {name: f"{share:.2%} padding" for name, share in packed}
@@ -310,38 +310,38 @@ def _ranking(spec: RunSpec, data: Data, rows: Rows, name: str, plan: TrainPlan) 
 
 
 def _transforms(spec: RunSpec, data: Data) -> list[Transform]:
-    """Noise first: it may shorten rows, and what is then padding can be cut off."""
-    found: list[Transform] = []
+    """Noise comes first: it may shorten rows, and the padding is trimmed afterwards."""
+    transforms: list[Transform] = []
     tokenizer = data.tokenizer
     noise = make_noise(spec.data.noise, spec.seed, tokenizer.vocab_size, tokenizer.special)
     if noise is not None:
-        found.append(noise)
+        transforms.append(noise)
     if spec.data.packing == "pad" and spec.data.padding.to == "longest":
-        found.append(Trim(spec.data.padding.multiple_of, spec.data.padding.side))
-    return found
+        transforms.append(Trim(spec.data.padding.multiple_of, spec.data.padding.side))
+    return transforms
 
 
-def leave_out(job: Job) -> None:
-    """Ban what the spec's lists name: from the start in a new run, from here on in one that goes on, so that past steps
-    still replay. Entries that no longer fit their file are told and ignored."""
+def exclude_documents(job: Job) -> None:
+    """Bans the documents of the spec's exclusion lists: from the start in a new run, from this step on in a resumed
+    one, so that past steps still replay. Entries that no longer fit their file are reported and ignored."""
     if not job.spec.data.exclude or not isinstance(job.data.stream, BatchStream):
         return
     entries = [entry for path in job.spec.data.exclude for entry in read_exclusions(path)]
-    found, stale = banned_documents(entries, job.data.stream.sources)
+    excluded, stale = banned_documents(entries, job.data.stream.sources)
     position = job.data.stream.steps.position(job.start_step)
-    new = found - set(job.data.stream.banned)
+    new = excluded - set(job.data.stream.banned)
     if new:
         job.data.stream = job.data.stream.replace(banned={**job.data.stream.banned, **dict.fromkeys(new, position)})
     lists = ", ".join(job.spec.data.exclude)
-    job.recorder.event("excluded", documents=len(found), reason=f"{len(found)} documents are left out: {lists}")
+    job.recorder.event("excluded", documents=len(excluded), reason=f"{len(excluded)} documents are excluded: {lists}")
     for line in stale:
         job.recorder.event("exclusion_stale", reason=line)
 
 
-def offer(spec: RunSpec, job: Job) -> None:
-    """Tell of other runs' lists that convict documents of this run's files."""
-    if spec.data.store is not None or any(source.path == [OWN] for source in spec.data.sources.values()):
+def report_other_exclusions(spec: RunSpec, job: Job) -> None:
+    """Reports exclusion lists of other runs that name documents of this run's files."""
+    if spec.data.store is not None or any(_is_python_source(source) for source in spec.data.sources.values()):
         return
     files = {entry.name for entries in list_sources(spec.data).values() for entry in entries}
-    for found in offers(files, spec.runs, [*spec.data.exclude, job.recorder.run.folder / FILE_NAME]):
-        job.recorder.event("exclusions_offered", reason=found.line)
+    for offer in offers(files, spec.runs, [*spec.data.exclude, job.recorder.run.folder / FILE_NAME]):
+        job.recorder.event("exclusions_offered", reason=offer.line)

@@ -1,11 +1,8 @@
-"""The validation loss of any weights of a run's model, on the sequences that the run is validated on.
+"""Replays a past step of a run (`bessemer replay RUN --step N`): its documents, or a trial of it. Also evaluates other
+weights on the run's validation data. The run is not changed.
 
-A past step's batch, rebuilt from the run's own records: the stream is a pure function, so nothing was kept of it.
-
-A past step put on trial by hand: `bessemer replay RUN --step N`.
-
-The state before the step comes from the scene that was kept of it, or from the newest checkpoint before, from which the
-recorded steps are run again in memory. Nothing of the run is changed.
+The batch is rebuilt from the run's records, since the stream is a pure function. The state before the step comes from a
+saved scene, or from an earlier checkpoint by replaying the recorded steps in memory.
 """
 
 from __future__ import annotations
@@ -38,11 +35,10 @@ from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import number
-from bessemer.session.build import JobParts, make_job
-from bessemer.session.data import OWN, Data, build_stream, held_out_rows, make_rows
-from bessemer.session.restore import bans_of, digits_from, rounds_otherwise, usual
+from bessemer.session.build import JobParts, choose_attention, make_job
+from bessemer.session.data import PYTHON_SOURCE, Data, build_stream, held_out_rows, make_rows
+from bessemer.session.restore import banned_documents_of, bitwise_since, normal_range, rounding_changes
 from bessemer.session.session import existing_run
-from bessemer.session.start import choose_attention
 from bessemer.spec.data import SourceSpec
 from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.schema import RunSpec
@@ -58,7 +54,7 @@ from bessemer.trial.trial import run_trial
 
 
 def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
-    """A function from weights, by native names, to the loss. One evaluation costs what one inside the run does."""
+    """A function from weights, by native names, to the validation loss. A call costs one evaluation of the run."""
     _, spec = existing_run(folder)
     run, stream, data, plan = stream_of(folder)
     device = pick_device(ParallelSpec())
@@ -66,10 +62,9 @@ def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
     sizes = plan.context, plan.evaluate_tokens, plan.micro_rows
     evaluator = Evaluator(held_out, *sizes, plan.precision, device)
     if not evaluator.available:
-        raise UserError(f"{folder}: holds out no data to choose by; leave out --greedy, or train with data.validation")
-    about = json.loads((run.folder / "model.json").read_text())
-    model = build(ModelShape.from_dict(about["shape"]), device, spec.seed)
-
+        raise UserError(f"{folder}: has no held-out data; omit --greedy, or train with data.validation")
+    shape = json.loads((run.folder / "model.json").read_text())["shape"]
+    model = build(ModelShape.from_dict(shape), device, spec.seed)
     objective = make_pretrain(spec, stream.order.names, data.tokenizer, model.shape, plan.context)
 
     @torch.no_grad()
@@ -82,14 +77,14 @@ def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
 
 
 def stream_of(folder: str | Path) -> tuple[Run, BatchStream, Data, TrainPlan]:
-    """The data stream of an existing run."""
+    """An existing run with its data stream, data and training plan."""
     run, spec = existing_run(folder)
     settings = run.folder / "settings.json"
     if not settings.exists():
         raise UserError(f"{folder}: the run stopped before its data was prepared; train it first")
-    if any(source.path == [OWN] for source in spec.data.sources.values()):
+    if any(source.path == [PYTHON_SOURCE] for source in spec.data.sources.values()):
         raise UserError(
-            f"{folder}: was trained on a dataset from Python, which only the program that has it can replay"
+            f"{folder}: was trained on a dataset from Python, which only the program that passed it can replay"
         )
     plan = TrainPlan.from_json(settings.read_text())
     data = open_prepared(Path(json.loads((run.folder / "data.json").read_text())["folder"]))
@@ -97,18 +92,18 @@ def stream_of(folder: str | Path) -> tuple[Run, BatchStream, Data, TrainPlan]:
     committed = CheckpointStore(run.checkpoints).committed()
     segments = [Segment.from_json(entry) for entry in committed[-1][1].segments] if committed else [Segment(0, 0)]
     stream = build_stream(spec, data, rows, plan, segments)
-    assert isinstance(stream, BatchStream), "files can be read again"
+    assert isinstance(stream, BatchStream), "files are replayable"
     if committed:
-        stream = stream.replace(banned=bans_of(committed[-1][1]))
+        stream = stream.replace(banned=banned_documents_of(committed[-1][1]))
     return run, stream, data, plan
 
 
 def documents_of(folder: str | Path, step: int, texts: bool = False) -> list[dict[str, Any]]:
     """The documents of a step, those with most tokens first.
 
-    `texts` adds the part of each that was in the batch, and looks it up in the file: `in_file` is `same` where the
-    text stands there as it was trained on, `cleaned` where a step of the spec changed it, and otherwise what prevents
-    the comparison. That costs a reading of each file up to the row.
+    `texts` adds the part of each document that was in the batch, and compares it with the file: `in_file` is `same` if
+    the file has this text, `cleaned` if a curation step changed it, and otherwise why they cannot be compared. That
+    reads each file up to the row.
     """
     _, stream, prepared, plan = stream_of(folder)
     if not 0 <= step < plan.total_steps:
@@ -128,7 +123,7 @@ def documents_of(folder: str | Path, step: int, texts: bool = False) -> list[dic
 
 
 def _parts(stream: BatchStream, step: int) -> Iterator[tuple[str, Origin, list[int]]]:
-    """The documents' tokens in a step as targets, before noise and without padding."""
+    """The tokens of each document in a step as targets, before noise and without padding."""
     plain = BatchStream(stream.sources, stream.order, stream.sequence_length, stream.steps)
     batch = plain.batch(step)
     for k, name in enumerate(stream.names):
@@ -157,10 +152,10 @@ def _compare(documents: list[dict[str, Any]], spec: RunSpec, tokenizer: Tokenize
         for document in group:
             row = rows.get(document["row"])
             text = row.text if row else None
-            if row and row.messages and not problems(row.messages):  # trained on as it is laid out
+            if row and row.messages and not problems(row.messages):  # trained on as rendered
                 text = tokenizer.decode(render(row.messages, tokenizer, template)[0].tolist())
             parts = [part.removesuffix(tokenizer.eos) for part in document["texts"]]
-            # A row may begin or end inside a character of several tokens, which then shows as a replacement mark.
+            # A row may begin or end inside a character of several tokens, which decodes to a replacement mark.
             same = text is not None and all(part.strip("�") in text for part in parts)
             document["in_file"] = "the row is gone" if text is None else "same" if same else "cleaned"
             if row and row.decode_error:
@@ -168,10 +163,10 @@ def _compare(documents: list[dict[str, Any]], spec: RunSpec, tokenizer: Tokenize
 
 
 def rows_of(source: SourceSpec, file: str, rows: Iterable[int]) -> dict[int, Document]:
-    """Some rows of one of a source's files, as they stand there now."""
+    """Some rows of a source's file, as the file has them now."""
     entries = [entry for entry in list_files(source) if entry.name == file]
     if not entries:
-        raise UserError(f"{file}: no longer among the source's files")
+        raise UserError(f"{file}: is no longer among the source's files")
     wanted = set(rows)
     found: dict[int, Document] = {}
     pieces = [piece for part in divide("", entries, source) for piece in part.pieces]
@@ -188,11 +183,11 @@ def rows_of(source: SourceSpec, file: str, rows: Iterable[int]) -> dict[int, Doc
 
 
 HISTORY = 512
-BY_HAND = "tried by hand"  # the symptom of a step that nothing was wrong with when it ran
+BY_HAND = "tried by hand"  # the symptom of a step that was not vetoed
 
 
 class ReadOnlyRun(RunWriter):
-    """A run's directory that nothing is written into."""
+    """A run's directory that is never written to."""
 
     def __init__(self, folder: str | Path) -> None:
         Run.__init__(self, folder)
@@ -202,40 +197,40 @@ class ReadOnlyRun(RunWriter):
 
 
 def job_of(folder: str | Path, device: str = "auto") -> tuple[Job, RunSpec]:
-    """The job of an existing run, with fresh weights, that writes nothing."""
+    """The job of an existing run, with fresh weights; it writes nothing."""
     run, spec = existing_run(folder)
     _, stream, data, plan = stream_of(folder)
-    about = json.loads((run.folder / "model.json").read_text())
-    asked = spec.parallel if device == "auto" else spec.parallel.model_copy(update={"device": device})
-    use_threads(asked)
-    parts = JobParts(plan, ModelShape.from_dict(about["shape"]), stream, {}, data.tokenizer, pick_device(asked), 1.0)
+    shape = ModelShape.from_dict(json.loads((run.folder / "model.json").read_text())["shape"])
+    parallel = spec.parallel if device == "auto" else spec.parallel.model_copy(update={"device": device})
+    use_threads(parallel)
+    parts = JobParts(plan, shape, stream, {}, data.tokenizer, pick_device(parallel), 1.0)
     job = make_job(spec, parts, ReadOnlyRun(folder), RunView())
     choose_attention(job.engine, Plan(), Plan.from_json((run.folder / "plan.json").read_text()))
     return job, spec
 
 
 def try_step(folder: str | Path, step: int, budget_s: float | None = None, device: str = "auto") -> IncidentCase:
-    """What the trial says of a step of a run, vetoed or not."""
+    """Runs a trial of a past step, vetoed or not."""
     job, spec = job_of(folder, device)
     if not 0 <= step < job.plan.total_steps:
         raise UserError(f"--step {step}: this run has steps 0 to {job.plan.total_steps - 1}")
     records = list(job.recorder.run.metrics())
-    _bring_to(job, step, records)
+    _load_state_before(job, step, records)
     history = [record for record in records if record["step"] < step][-HISTORY:]
     recorded = next((record for record in records if record["step"] == step), None)
     batches = job.data.stream.micro_batches(step, job.plan.micro_rows)
-    if recorded is None:  # rolled back past, or not reached
-        found = measure(job.engine, batches, job.data.stream.step_count(step))
-        loss, norm, lr = found.loss, found.grad_norm, job.lr(step)
+    if recorded is None:  # rolled back, or not reached
+        measured = measure(job.engine, batches, job.data.stream.step_count(step))
+        loss, norm, lr = measured.loss, measured.grad_norm, job.lr(step)
     else:
         loss, norm, lr = (number(recorded[key]) or float("nan") for key in ("loss", "grad_norm", "lr"))
     veto = next((event for event in job.recorder.run.events("veto") if event["step"] == step), None)
     symptom = veto["reason"] if veto else BY_HAND
-    normal = _normal(veto, spec) or usual(history, spec.guard.loss_sigma, spec.guard.grad_sigma)
+    normal = _normal(veto, spec) or normal_range(history, spec.guard.loss_sigma, spec.guard.grad_sigma)
     scene = StepScene(step, symptom, lr, loss, norm, normal, batches, history)
     budget_s = budget_s or spec.guard.trial.budget
     events = list(job.recorder.run.events())
-    trial = run_trial(job, scene, _earlier(job, step), budget_s, events, job.data.decode, _alike_from(job, events))
+    trial = run_trial(job, scene, _earlier(job, step), budget_s, events, job.data.decode, _bitwise_from(job, events))
     keys = ("step", "loss", "grad_norm", "lr", "veto")
     return IncidentCase(
         run=job.recorder.run.name, step=step, time=time.time(), symptom=symptom,
@@ -245,58 +240,58 @@ def try_step(folder: str | Path, step: int, budget_s: float | None = None, devic
 
 
 def _normal(veto: dict[str, Any] | None, spec: RunSpec) -> NormalRange | None:
-    found = veto["statistics"] if veto else {}
-    values = [number(found.get(key)) for key in ("loss_center", "loss_scale", "grad_center", "grad_scale")]
+    statistics = veto["statistics"] if veto else {}
+    values = [number(statistics.get(key)) for key in ("loss_center", "loss_scale", "grad_center", "grad_scale")]
     if any(value is None or value != value for value in values):
         return None
     loss, loss_scale, grad, grad_scale = (float(value) for value in values if value is not None)
     return NormalRange(loss, loss_scale, grad, grad_scale, spec.guard.loss_sigma, spec.guard.grad_sigma)
 
 
-def _bring_to(job: Job, step: int, records: list[dict[str, Any]]) -> None:
-    """The weights and moments before the step."""
+def _load_state_before(job: Job, step: int, records: list[dict[str, Any]]) -> None:
+    """Loads weights and moments from before the step."""
     scenes = CheckpointStore(job.recorder.run.folder / "scenes")
     for folder, manifest in scenes.committed():
         if manifest.step == step:
             _load(job, scenes, folder, manifest)
             return
-    shelf = CheckpointStore(job.recorder.run.checkpoints)
-    for folder, manifest in reversed(shelf.committed()):
+    store = CheckpointStore(job.recorder.run.checkpoints)
+    for folder, manifest in reversed(store.committed()):
         if manifest.step <= step:
             try:
-                _load(job, shelf, folder, manifest)
+                _load(job, store, folder, manifest)
             except DamagedCheckpoint:
                 continue
             replay_to(job, step, records)
             return
-    # From the very beginning, if no step is missing: the first weights follow from the seed.
+    # From step 0, if no record is missing: the initial weights follow from the seed.
     replay_to(job, step, records)
 
 
-def _load(job: Job, shelf: CheckpointStore, folder: Path, manifest: Manifest) -> None:
-    shelf.load(folder, job.engine.state())
+def _load(job: Job, store: CheckpointStore, folder: Path, manifest: Manifest) -> None:
+    store.load(folder, job.engine.state())
     segments = [Segment.from_json(entry) for entry in manifest.segments]
     job.data.stream = job.data.stream.replace(
-        StepPositions(job.data.stream.steps.batch_phases, segments), bans_of(manifest)
+        StepPositions(job.data.stream.steps.batch_phases, segments), banned_documents_of(manifest)
     )
     job.start_step = manifest.step
 
 
-def _alike_from(job: Job, events: list[dict[str, Any]]) -> int:
-    """The step since which the run computed as this process does: after its last, if it was trained by several."""
+def _bitwise_from(job: Job, events: list[dict[str, Any]]) -> int:
+    """The step since which the run rounded as this process does; its end if it never did."""
     committed = CheckpointStore(job.recorder.run.checkpoints).committed()
-    other = committed and rounds_otherwise(job, committed[-1][1])
-    return job.plan.total_steps if other else digits_from(events)
+    changed = committed and rounding_changes(job, committed[-1][1])
+    return job.plan.total_steps if changed else bitwise_since(events)
 
 
 def _earlier(job: Job, step: int) -> list[EarlierState]:
-    shelf = CheckpointStore(job.recorder.run.checkpoints)
+    store = CheckpointStore(job.recorder.run.checkpoints)
     found = []
-    for folder, manifest in reversed(shelf.committed()):
+    for folder, manifest in reversed(store.committed()):
         if manifest.step < step:
 
             def load(folder: Path = folder) -> None:
-                shelf.load(folder, job.engine.state())
+                store.load(folder, job.engine.state())
 
             found.append(EarlierState(manifest.step, folder.name, load))
     return found

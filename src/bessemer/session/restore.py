@@ -1,6 +1,6 @@
-"""What a run's own records say of its past: what was usual, where it was best, since when its digits stand.
+"""Restores the state that a run starts from: its newest checkpoint that verifies, another run's, or a weights folder.
 
-A job continued from its checkpoints: the newest that verifies, on the same data, with the same past.
+Also reads a run's records: the normal range of its losses, its best stretch, the checkpoints that it should have.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bessemer.checkpoint.lineage import abandon_all
+from bessemer.checkpoint.lineage import LINEAGE, abandon_all, record_lineage, repair_lineage
 from bessemer.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, read_manifest, verify_file
-from bessemer.checkpoint.remote import RemoteCheckpoints
+from bessemer.checkpoint.remote import RemoteCheckpoints, recover
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.order import Segment, StepPositions
 from bessemer.data.stream.user_dataset import IterableStream
@@ -27,7 +27,9 @@ from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import number
 from bessemer.run.snapshot import NAME as RUN_COPY
 from bessemer.run.snapshot import PLAN, SPEC, read_snapshot
+from bessemer.session.build import open_remote, spec_fingerprint
 from bessemer.session.data import describe_file_changes
+from bessemer.session.start import WeightSource, load_source
 from bessemer.spec.load import load_spec, parse, validate
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job, Progress
@@ -35,26 +37,80 @@ from bessemer.train.saver import package_versions
 from bessemer.trial.case import NormalRange
 
 
-def digits_from(events: Iterable[Mapping[str, Any]]) -> int:
-    """The step since which a run's sums are rounded as they are now."""
+@dataclass(frozen=True)
+class PreviousStart:
+    """Spec and plan of the checkpoint to continue from; both None for a run with nothing saved."""
+
+    spec: RunSpec | None = None
+    plan: Plan | None = None
+
+
+def prepare_checkpoints(spec: RunSpec, run: RunWriter, restart: bool, event: Callable[..., None]) -> None:
+    """Removes unfinished saves and downloads what only the remote tier has. With `restart`, sets all checkpoints aside.
+    Raises UserError if the run had checkpoints and none is left."""
+    remote, store = open_remote(spec, run.folder), CheckpointStore(run.checkpoints)
+    if restart:
+        set_aside(run, remote)
+    sweep(run, store, event)
+    if remote:
+        recover(store, remote, event)
+    if not any(store.newest_first()):
+        refuse_start_over(run, store)
+
+
+def restore(job: Job, spec: RunSpec, previous: PreviousStart, source: WeightSource | None) -> str | None:
+    """Loads the newest checkpoint, or the weights that a new run starts from, and records the lineage. Returns the name
+    of the checkpoint, None for a new run."""
+    run, world = job.recorder.run, job.world
+    with world.first_alone():
+        restored = restore_newest(job, CheckpointStore(run.checkpoints, world), previous.spec)
+    if restored is not None:
+        refill_history(job)
+    elif spec.start_from:
+        start_from(job, Path(spec.start_from))
+    elif source is not None:
+        start_from_folder(job, source)
+    if world.main:
+        if damage := repair_lineage(run.folder):
+            job.recorder.event("records_repaired", file=f"checkpoints/{LINEAGE}", reason=damage)
+        record_lineage(
+            run.folder, stream_fingerprint=job.data.stream.fingerprint, spec_fingerprint=spec_fingerprint(spec),
+            versions=package_versions(), resumed_from=restored, started_from=spec.start_from,
+        )  # fmt: skip
+    world.wait()
+    return restored
+
+
+def start_from_folder(job: Job, source: WeightSource) -> None:
+    """Loads the weights of a Hugging Face folder."""
+    with job.engine.optimizer.opened(job.engine.model):
+        added = load_source(job.engine.model, source)
+    if job.engine.ema:
+        job.engine.ema.restart()
+    more = f"; {added} new tokens, initialised to the mean of the others" if added else ""
+    job.recorder.event("started_from", checkpoint=str(source.folder.path), reason=f"{source.name} weights{more}")
+
+
+def bitwise_since(events: Iterable[Mapping[str, Any]]) -> int:
+    """The step since which a run rounds its sums as it does now."""
     return max((int(number(e.get("step")) or 0) for e in events if e.get("kind") == "digits_may_differ"), default=0)
 
 
 def refill_history(job: Job) -> None:
-    """After a restore: the records of the steps before, as if no process had ended. Trials compare with such steps."""
+    """After a restore: reads the records of the last steps, which trials compare with."""
     size = job.recorder.history.maxlen or 0
     records = [r for r in job.recorder.run.metrics() if r["step"] < job.start_step][-size:] if job.world.main else []
     job.recorder.history.extend(job.world.agree(records))
 
 
-def recent(job: Job) -> list[dict[str, Any]]:
-    """What a report shows of the last steps."""
+def recent_records(job: Job) -> list[dict[str, Any]]:
+    """The last steps, as a report shows them."""
     keys = ("step", "loss", "grad_norm", "lr", "veto")
     return [{key: record[key] for key in keys} for record in job.recorder.history]
 
 
-def usual(history: Iterable[dict[str, Any]], loss_sigma: float, grad_sigma: float) -> NormalRange:
-    """What was usual, from the records: the block of 32 accepted steps with the lowest median loss."""
+def normal_range(history: Iterable[dict[str, Any]], loss_sigma: float, grad_sigma: float) -> NormalRange:
+    """The normal range, from the block of 32 accepted steps with the lowest median loss."""
     block = lowest_block([record for record in history if record["veto"] is None])
     losses = [float(record["loss"]) for record in block] or [float("nan")]
     norms = [float(record["grad_norm"]) for record in block] or [float("nan")]
@@ -64,14 +120,14 @@ def usual(history: Iterable[dict[str, Any]], loss_sigma: float, grad_sigma: floa
 
 
 def lowest_block(records: Sequence[dict[str, Any]], size: int = 32) -> list[dict[str, Any]]:
-    """The best stretch of a run: the block of so many records with the lowest median loss."""
+    """The best stretch of a run: the block of `size` records with the lowest median loss."""
     blocks = [list(records[i : i + size]) for i in range(0, len(records), size)] if records else [[]]
-    whole = [block for block in blocks if len(block) == size] or blocks
-    return min(whole, key=lambda block: statistics.median(r["loss"] for r in block) if block else float("inf"))
+    full = [block for block in blocks if len(block) == size] or blocks
+    return min(full, key=lambda block: statistics.median(r["loss"] for r in block) if block else float("inf"))
 
 
-def best_before(history: Sequence[dict[str, Any]]) -> int:
-    """The step after the run's best stretch: slow trouble began somewhere behind it."""
+def end_of_best_stretch(history: Sequence[dict[str, Any]]) -> int:
+    """The step after the run's best stretch: slow trouble began after it."""
     block = lowest_block([record for record in history if record["veto"] is None and number(record["loss"])])
     return int(block[-1]["step"]) + 1 if block else 0
 
@@ -79,15 +135,15 @@ def best_before(history: Sequence[dict[str, Any]]) -> int:
 def differences(old: Any, new: Any, key: str = "") -> dict[str, list[Any]]:
     """Changed leaves of two specs: key -> [before, after]."""
     if isinstance(old, dict) and isinstance(new, dict):
-        found: dict[str, list[Any]] = {}
+        changes: dict[str, list[Any]] = {}
         for name in sorted(set(old) | set(new)):
-            found |= differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-        return found
+            changes |= differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+        return changes
     return {} if old == new else {key: [old, new]}
 
 
 def saved_checkpoints(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Checkpoints that a run's events say are there, with their steps: saved or fetched, and not deleted since."""
+    """Checkpoints that should exist by the run's events, with their steps: saved or fetched, and not deleted since."""
     names: dict[str, int] = {}
     for event in events:
         kind, name = event.get("kind"), event.get("checkpoint")
@@ -95,9 +151,9 @@ def saved_checkpoints(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
             names = {}
         elif kind in ("saved", "fetched", "restored") and isinstance(name, str):
             names[name] = int(number(event.get("step")) or 0)
-        if kind != "uploaded":  # which tells of what was removed from the remote tier
-            for gone in (*_names(event.get("removed")), *_names(event.get("abandoned"))):
-                names.pop(gone, None)
+        if kind != "uploaded":  # it lists removals from the remote tier
+            for removed in (*_names(event.get("removed")), *_names(event.get("abandoned"))):
+                names.pop(removed, None)
     return names
 
 
@@ -105,9 +161,8 @@ def _names(value: Any) -> list[str]:
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
 
-def earlier_start(run: Run) -> tuple[RunSpec | None, Plan | None]:
-    """Spec and plan of the newest checkpoint: its own copies, or for those of earlier versions the run's files. None
-    for a run with nothing saved, which is planned as a new one."""
+def load_previous_start(run: Run) -> PreviousStart:
+    """Reads spec and plan from the newest checkpoint, or from the run's files if an earlier version saved it."""
     for folder in CheckpointStore(run.checkpoints).newest_first():
         try:
             saved = run_files(folder)
@@ -115,21 +170,20 @@ def earlier_start(run: Run) -> tuple[RunSpec | None, Plan | None]:
             continue
         try:
             if saved:
-                return _spec(saved, folder), Plan.from_json(saved[PLAN].decode())
+                return PreviousStart(_spec(saved, folder), Plan.from_json(saved[PLAN].decode()))
             spec, plan = run.folder / SPEC, run.folder / PLAN
-            return (
-                load_spec(spec) if spec.exists() else None,
-                Plan.from_json(plan.read_text()) if plan.exists() else None,
+            return PreviousStart(
+                load_spec(spec) if spec.exists() else None, Plan.from_json(plan.read_text()) if plan.exists() else None
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{run.folder / PLAN}: unreadable ({error}); put it back, or pass --restart to begin from step 0"
             ) from None
-    return None, None
+    return PreviousStart()
 
 
 def run_files(checkpoint: Path) -> dict[str, bytes]:
-    """The run's own files as a checkpoint keeps them, verified; empty for checkpoints of earlier versions."""
+    """The run's files as saved in a checkpoint, verified; empty for checkpoints of earlier versions."""
     manifest = read_manifest(checkpoint)
     if RUN_COPY not in manifest.files:
         return {}
@@ -141,51 +195,51 @@ def _spec(saved: Mapping[str, bytes], checkpoint: Path) -> RunSpec | None:
     return validate(parse(saved[SPEC].decode(), f"{checkpoint / RUN_COPY}:{SPEC}")) if SPEC in saved else None
 
 
-def sweep(run: Run, shelf: CheckpointStore, event: Callable[..., None]) -> None:
-    """Remove what never became a checkpoint, and tell of one that has lost its manifest."""
-    if swept := shelf.sweep(saved_checkpoints(run.events())):
+def sweep(run: Run, store: CheckpointStore, event: Callable[..., None]) -> None:
+    """Removes unfinished saves, and reports checkpoints without a manifest."""
+    if swept := store.sweep(saved_checkpoints(run.events())):
         event("swept", checkpoints=swept, reason=f"{len(swept)} saves that never finished were removed")
-    for folder in shelf.without_manifest():
+    for folder in store.without_manifest():
         event("checkpoint_passed_over", checkpoint=folder.name, reason=f"{folder / NAME}: missing")
 
 
-def restore_newest(job: Job, shelf: CheckpointStore, former: RunSpec | None) -> str | None:
-    """Load the newest checkpoint that verifies; damaged ones are passed over with an event. Its name, or None for a run
-    that has saved nothing yet. A run that has is never started over."""
-    faults = []
-    for folder in shelf.newest_first():
+def restore_newest(job: Job, store: CheckpointStore, saved_spec: RunSpec | None) -> str | None:
+    """Loads the newest checkpoint that verifies; damaged ones are passed over with an event. Returns its name, or None
+    for a run that has saved nothing yet. Raises UserError rather than start over a run that has."""
+    errors = []
+    for folder in store.newest_first():
         try:
-            load_checkpoint(job, shelf, folder, former)
+            load_checkpoint(job, store, folder, saved_spec)
         except DamagedCheckpoint as error:
             job.recorder.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
-            faults.append(str(error))
+            errors.append(str(error))
             continue
         return folder.name
-    refuse_start_over(job.recorder.run, shelf, faults)
+    refuse_start_over(job.recorder.run, store, errors)
     job.recorder.run.cut_after(0)
     return None
 
 
-def refuse_start_over(run: Run, shelf: CheckpointStore, faults: Sequence[str] = ()) -> None:
-    """Raise UserError if there was a checkpoint to go on from. `faults` are what is wrong with those that are there."""
-    faults = [*faults, *(f"{folder / NAME}: missing" for folder in shelf.without_manifest())]
+def refuse_start_over(run: Run, store: CheckpointStore, errors: Sequence[str] = ()) -> None:
+    """Raises UserError if there should be a checkpoint to continue from. `errors` are those of existing checkpoints."""
+    errors = [*errors, *(f"{folder / NAME}: missing" for folder in store.without_manifest())]
     saved = saved_checkpoints(run.events())
-    if not faults and saved:
+    if not errors and saved:
         newest = max(saved, key=lambda name: saved[name])
-        faults = [f"{run.checkpoints / newest}: missing, and the events tell of it"]
-    if not faults and any(run.metrics()) and not any(run.events("started")):
-        faults = [f"{run.events_path}: does not tell of the start of the steps in {run.steps_path}"]
-    if faults:
+        errors = [f"{run.checkpoints / newest}: missing, but the events list it"]
+    if not errors and any(run.metrics()) and not any(run.events("started")):
+        errors = [f"{run.events_path}: has no start event for the steps in {run.steps_path}"]
+    if errors:
         raise UserError(
-            f"{faults[0]}. No checkpoint verifies. Refusing to start over; pass --restart to begin from step 0."
+            f"{errors[0]}. No checkpoint verifies. Refusing to start over; pass --restart to begin from step 0."
         )
 
 
 def set_aside(run: RunWriter, remote: RemoteCheckpoints | None) -> None:
-    """Before a run is begun again from step 0: its checkpoints go to `abandoned/`, its metrics are deleted."""
-    if remote and (there := remote.committed()):
+    """Before a restart from step 0: moves the checkpoints to `abandoned/` and deletes the metrics."""
+    if remote and (uploaded := remote.committed()):
         raise UserError(
-            f"--restart: {remote.url} holds {len(there)} checkpoints of this run, and a later start would fetch them: "
+            f"--restart: {remote.url} holds {len(uploaded)} checkpoints of this run, which a later start would fetch: "
             "delete them, or give the run another name"
         )
     moved = abandon_all(run.checkpoints)
@@ -195,7 +249,7 @@ def set_aside(run: RunWriter, remote: RemoteCheckpoints | None) -> None:
 
 
 def start_from(job: Job, folder: Path) -> None:
-    """Begin with the weights of another run's checkpoint or of an import; moments, window and data start anew."""
+    """Loads only the weights of another run's checkpoint or of an import; moments, window and data start fresh."""
     folder = Path(os.path.expanduser(folder))
     if not os.path.exists(folder / "manifest.json"):
         raise UserError(
@@ -215,83 +269,83 @@ def start_from(job: Job, folder: Path) -> None:
 
 
 def load_checkpoint(
-    job: Job, shelf: CheckpointStore, folder: Path, former: RunSpec | None, rewind: bool = True
+    job: Job, store: CheckpointStore, folder: Path, saved_spec: RunSpec | None, rewind: bool = True
 ) -> Manifest:
-    """Verify it and put it into the job, and its records into the run. Raises Damaged, or UserError where it belongs to
-    other data. `former` is the spec of a checkpoint that has no copy of its own. Without `rewind` an iterable stays
-    where it has been read to: some cannot be put back, and a rollback skips what has passed."""
+    """Verifies a checkpoint and loads it into the job, and its records into the run. Raises DamagedCheckpoint, or
+    UserError if it was trained on other data. `saved_spec` is for a checkpoint without its own copy. Without `rewind`
+    an iterable keeps its position: some cannot go back, and a rollback skips what was read."""
     state, saved = job.load_targets(), run_files(folder)
-    former = _spec(saved, folder) or former
-    if former and former.guard.window != job.spec.guard.window:  # another window starts empty
+    saved_spec = _spec(saved, folder) or saved_spec
+    if saved_spec and saved_spec.guard.window != job.spec.guard.window:  # a window of another size starts empty
         state = {name: tensor for name, tensor in state.items() if not name.startswith("guard.")}
-    had_ema = former is None or former.optimizer.ema is not None
-    if job.engine.ema and not had_ema:  # an average that begins now
+    had_ema = saved_spec is None or saved_spec.optimizer.ema is not None
+    if job.engine.ema and not had_ema:  # the average starts now
         state = {name: tensor for name, tensor in state.items() if not name.startswith("ema.")}
-    if former and (former.precision, former.loss_scale) != ("fp16", "dynamic"):  # a scale that begins now
+    if saved_spec and (saved_spec.precision, saved_spec.loss_scale) != ("fp16", "dynamic"):  # the scale starts now
         state = {name: tensor for name, tensor in state.items() if not name.startswith("scaling.")}
     refuse_other_data(job, read_manifest(folder), folder)
-    manifest = shelf.load(folder, state, optional=("guard.rows",))  # which earlier versions did not save
+    manifest = store.load(folder, state, optional=("guard.rows",))  # not saved by earlier versions
     job.engine.finish_load(state)
     if job.engine.ema and not had_ema:
         job.engine.ema.restart()
-    accept_state(job, state, manifest, rewind)
+    load_run_state(job, state, manifest, rewind)
     for repair in job.recorder.run.go_back(manifest.step, saved):
         job.recorder.view.event(repair)
     return manifest
 
 
-def accept_state(job: Job, state: dict[str, torch.Tensor], manifest: Manifest, rewind: bool = True) -> None:
-    """Everything besides weights and moments, which are loaded in place."""
+def load_run_state(job: Job, state: dict[str, torch.Tensor], manifest: Manifest, rewind: bool = True) -> None:
+    """Loads everything but weights and moments, which are loaded in place."""
     job.guard.load_tensors(state)
     if manifest.guard:
         job.guard.load_state(manifest.guard)
     job.data.stream = job.data.stream.replace(
         StepPositions(job.data.stream.steps.batch_phases, [Segment.from_json(s) for s in manifest.segments]),
-        bans_of(manifest),
+        banned_documents_of(manifest),
     )
     if rewind and isinstance(job.data.stream, IterableStream):
         job.data.stream.resume(manifest.step, manifest.stream_state)
     job.recorder.progress = Progress(**manifest.progress)
     job.start_step = manifest.step
-    if changed := rounds_otherwise(job, manifest):
+    if changed := rounding_changes(job, manifest):
         job.recorder.event(
             "digits_may_differ", step=manifest.step,
-            reason=f"{changed}: the losses go on, their last digits may differ from an unbroken run's",
+            reason=f"{changed}: the last digits of losses may differ from those of an uninterrupted run",
         )  # fmt: skip
 
 
-def rounds_otherwise(job: Job, manifest: Manifest) -> str:
-    """What of this start makes sums in another order than those that a checkpoint came from; empty if nothing does."""
+def rounding_changes(job: Job, manifest: Manifest) -> str:
+    """Settings of this start that change the order of sums since the checkpoint; empty if there are none."""
     degrees = ({key: n for key, n in asdict(job.world.layout).items() if n > 1}, manifest.layout)
-    words = [" x ".join(f"{key} {degree}" for key, degree in found.items()) or "one process" for found in degrees]
-    here = {"threads": torch.get_num_threads(), "device": job.engine.device.type, "torch": package_versions()["torch"]}
-    there = {"threads": manifest.threads, "device": manifest.device, "torch": manifest.versions["torch"]}
-    here["layout"], there["layout"] = words
-    return ", ".join(f"{key} {there[key]} -> {here[key]}" for key in here if here[key] != there[key])
+    layouts = [" x ".join(f"{key} {n}" for key, n in layout.items()) or "one process" for layout in degrees]
+    now = {"threads": torch.get_num_threads(), "device": job.engine.device.type, "torch": package_versions()["torch"]}
+    saved = {"threads": manifest.threads, "device": manifest.device, "torch": manifest.versions["torch"]}
+    now["layout"], saved["layout"] = layouts
+    return ", ".join(f"{key} {saved[key]} -> {now[key]}" for key in now if now[key] != saved[key])
 
 
-def bans_of(manifest: Manifest) -> dict[tuple[str, int], int]:
-    """Documents that were left out so far, and from which position on."""
+def banned_documents_of(manifest: Manifest) -> dict[tuple[str, int], int]:
+    """Excluded documents, with the position from which they are excluded."""
     return {(source, document): position for source, document, position in manifest.guard.get("bans", [])}
 
 
 def refuse_other_data(job: Job, manifest: Manifest, folder: Path) -> None:
-    """Positions must mean the same tokens, and past steps must have read the same positions."""
+    """Raises UserError unless positions mean the same tokens and past steps read the same positions."""
     if manifest.stream_fingerprint != job.data.stream.fingerprint:
         changed = differences(manifest.stream, json.loads(json.dumps(job.data.stream.identity)))
-        what = "; ".join(f"{key} was {old}, is {new}" for key, (old, new) in changed.items())
+        changes = "; ".join(f"{key} was {old}, is {new}" for key, (old, new) in changed.items())
         if files := describe_file_changes(job.recorder.run.folder, job.spec):
-            what = f"data files {files}; {what}"
+            changes = f"data files {files}; {changes}"
         raise UserError(
-            f"{folder}: was trained on another data stream ({what}): its positions mean other tokens now. "
-            "Put these back, or give the run another name"
+            f"{folder}: was trained on another data stream ({changes}), so its positions mean other tokens. "
+            "Restore these settings, or give the run another name"
         )
     past = [entry for entry in manifest.batch_rows if entry[0] < manifest.step]
     now = [[p.from_step, p.rows] for p in job.data.stream.steps.batch_phases if p.from_step < manifest.step]
     if past != now:
-        was, asked = (rows[-1][1] * job.plan.context for rows in (past, now))
+        saved_batch, batch = (rows[-1][1] * job.plan.context for rows in (past, now))
         raise UserError(
-            f"{folder}: its {manifest.step:,} steps had batches of {was:,} tokens, the spec says {asked:,}: "
-            "to change the size from here on, write budget.batch_changes: "
-            f"[{{from_step: {manifest.step}, batch: {asked}}}]"
+            f"{folder}: its {manifest.step:,} steps had batches of {saved_batch:,} tokens, the spec says {batch:,}: "
+            "to change the size from this step on, write budget.batch_changes: "
+            f"[{{from_step: {manifest.step}, batch: {batch}}}]"
         )

@@ -1,7 +1,7 @@
-"""A run that begins with somebody's weights: a Hugging Face folder gives shape, tokenizer and tensors.
+"""What a run starts with: the completed spec, the model shape, and the weights of a Hugging Face folder.
 
-The vocabulary may grow: tokens of `tokenizer.special` that the folder lacks get rows of their own, which begin as the
-mean of the others.
+The vocabulary may grow: tokens of `tokenizer.special` that the folder lacks get new rows, initialised to the mean of
+the others.
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from bessemer.errors import UserError
-from bessemer.model.attention import SelfAttention
-from bessemer.model.attention_backends import choose, set_backend
-from bessemer.model.block import TransformerBlock
 from bessemer.model.families.family import Family
 from bessemer.model.families.folder import Folder, check_folder, ours
 from bessemer.model.families.registry import read_shape
@@ -27,18 +23,16 @@ from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.compile import compute_type
-from bessemer.train.engine import Engine
 
-GROWN = ("embedding.weight", "head.weight", "head_bias")  # one row for each token
+TOKEN_ROWS = ("embedding.weight", "head.weight", "head_bias")  # tensors with one row per token
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A folder of weights and what its config.json describes."""
+    """A folder of weights and the model that its config.json describes."""
 
     folder: Folder
-    family: Family | None  # None: transformers runs it
+    family: Family | None  # None: run by transformers
     shape: ModelShape
 
     @property
@@ -47,7 +41,7 @@ class WeightSource:
 
 
 def open_source(spec: RunSpec) -> WeightSource | None:
-    """What `model.hf` names, if anything. Reads config.json and no weights."""
+    """The folder of `model.hf`, if the spec names one. Reads config.json but no weights."""
     if spec.model.hf is None:
         return None
     folder = Folder(spec.model.hf)
@@ -57,71 +51,71 @@ def open_source(spec: RunSpec) -> WeightSource | None:
 
 
 def completed(spec: RunSpec) -> RunSpec:
-    """The spec with what follows from its own words: the special tokens of its tasks, and the folder's tokenizer."""
+    """The spec with what it implies: the special tokens of its tasks, and the folder's tokenizer."""
     context = spec.data.context if isinstance(spec.data.context, int) else 0
     names = [name for task in spec.tasks if context or task.kind != "denoise" for name in task.special_tokens(context)]
-    wanted = list(dict.fromkeys([*spec.tokenizer.special, *names]))
-    if wanted != spec.tokenizer.special:
-        spec = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"special": wanted})})
-    return with_its_tokenizer(spec)
+    special = list(dict.fromkeys([*spec.tokenizer.special, *names]))
+    if special != spec.tokenizer.special:
+        spec = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"special": special})})
+    return with_folder_tokenizer(spec)
 
 
-def with_its_tokenizer(spec: RunSpec) -> RunSpec:
-    """The spec with the folder's tokenizer named, unless it names one itself."""
+def with_folder_tokenizer(spec: RunSpec) -> RunSpec:
+    """The spec with the folder's tokenizer, unless it names one itself."""
     if spec.model.hf is None or spec.tokenizer.path is not None:
         return spec
     files = Folder(spec.model.hf).tokenizer_files
-    known = [name for name in ("tokenizer.json", "tokenizer.model") if name in files]
-    if not known:
+    names = [name for name in ("tokenizer.json", "tokenizer.model") if name in files]
+    if not names:
         raise UserError(
-            f"model.hf: {spec.model.hf} has no tokenizer.json: write tokenizer: {{path: FILE}} with the one it was "
-            "trained with"
+            f"model.hf: {spec.model.hf} has no tokenizer.json: write tokenizer: {{path: FILE}} with the tokenizer "
+            "that it was trained with"
         )
-    tokenizer = spec.tokenizer.model_copy(update={"path": str(files[known[0]])})
+    tokenizer = spec.tokenizer.model_copy(update={"path": str(files[names[0]])})
     return spec.model_copy(update={"tokenizer": tokenizer})
 
 
 def decide_shape(spec: RunSpec, source: WeightSource | None, vocab: int, plan: Plan) -> tuple[ModelShape, int]:
-    """The model's shape with a tokenizer of that size, and the context."""
-    given = source.shape if source else None
-    # Some models have rows to spare, which stay.
-    shape = model_shape(spec.model, max(vocab, given.vocab if given else 0), given)
-    shape = stretched(shape, given)
+    """The model's shape with a vocabulary of that size, and the context."""
+    folder_shape = source.shape if source else None
+    # Some models have spare rows, which stay.
+    shape = model_shape(spec.model, max(vocab, folder_shape.vocab if folder_shape else 0), folder_shape)
+    shape = scale_positions(shape, folder_shape)
     if source:
-        what = f"{source.name}, {human_count(shape.parameters)} parameters"
-        plan.add("model", what, f"config.json of {source.folder.path}", "model")
+        value = f"{source.name}, {human_count(shape.parameters)} parameters"
+        plan.add("model", value, f"config.json of {source.folder.path}", "model")
     context = decide_context(spec, shape, plan)
-    if given and given.wrapped:
-        check_wrapped(given, vocab, context)
+    if folder_shape and folder_shape.wrapped:
+        check_wrapped(folder_shape, vocab, context)
         plan.add("model.wrap", True, LIMITS, "asked")
-    note_stretch(spec, shape, context, plan)
+    log_position_scaling(spec, shape, context, plan)
     return fit_positions(shape, context), context
 
 
-def stretched(shape: ModelShape, given: ModelShape | None) -> ModelShape:
-    """Where the spec stretches a folder's positions: from the folder's context on, unless it says otherwise."""
+def scale_positions(shape: ModelShape, folder_shape: ModelShape | None) -> ModelShape:
+    """If the spec scales a folder's rotary positions: by default from the folder's context on."""
     rope = shape.rope
-    if given is None or rope.scaling == "none" or rope == given.rope:
+    if folder_shape is None or rope.scaling == "none" or rope == folder_shape.rope:
         return shape
-    original = rope.original or given.max_positions
+    original = rope.original or folder_shape.max_positions
     return replace(shape, rope=replace(rope, original=original), max_positions=int(original * rope.factor))
 
 
-def note_stretch(spec: RunSpec, shape: ModelShape, context: int, plan: Plan) -> None:
-    """What was done to rotary positions, or should have been, in the plan."""
+def log_position_scaling(spec: RunSpec, shape: ModelShape, context: int, plan: Plan) -> None:
+    """Adds the scaling of rotary positions to the plan, or the advice to scale them."""
     rope = shape.rope
     if shape.positions != "rope":
         return
     if rope.scaling != "none":
-        told = f"positions of {rope.original:,} tokens are stretched to {int(rope.original * rope.factor):,}"
-        plan.add("model.rope", f"{rope.scaling} x{rope.factor:g}", told, "asked" if spec.model.rope else "model")
+        reason = f"positions of {rope.original:,} tokens are stretched to {int(rope.original * rope.factor):,}"
+        plan.add("model.rope", f"{rope.scaling} x{rope.factor:g}", reason, "asked" if spec.model.rope else "model")
     elif shape.max_positions and context > shape.max_positions:
-        told = f"{context:,} tokens exceed the {shape.max_positions:,} that the model is good for"
-        plan.add("model.rope", "none", f"{told}: stretch them (docs/context.md)", "model")
+        reason = f"{context:,} tokens exceed the {shape.max_positions:,} that the model supports"
+        plan.add("model.rope", "none", f"{reason}: stretch them (docs/context.md)", "model")
 
 
 def fit_positions(shape: ModelShape, context: int) -> ModelShape:
-    """Learned positions are as many as the context, unless said otherwise; a longer context has none to learn."""
+    """The model has as many learned positions as the context, unless the spec sets them."""
     if shape.positions != "learned":
         return shape
     if not shape.max_positions:
@@ -135,54 +129,23 @@ def fit_positions(shape: ModelShape, context: int) -> ModelShape:
 
 
 def load_source(model: Decoder, source: WeightSource) -> int:
-    """Fill the model, which may have more tokens than the folder; how many were added."""
-    given = source.shape.vocab
+    """Loads the folder's weights into the model, which may have more tokens; returns how many were added."""
+    folder_vocab = source.shape.vocab
     if source.family is None:
         assert isinstance(model, WrappedModel)
         load_wrapped(model, source.folder.path)
         return 0
     with torch.device("meta"):
-        check_folder(network(replace(model.shape, vocab=given)), source.folder, source.family)
+        check_folder(network(replace(model.shape, vocab=folder_vocab)), source.folder, source.family)
     state = dict(model.state_dict())
     with torch.no_grad():
-        for name, tensor in ours(source.folder, replace(model.shape, vocab=given), source.family):
+        for name, tensor in ours(source.folder, replace(model.shape, vocab=folder_vocab), source.family):
             target = state.pop(name, None)
-            if target is None:  # of another stage
+            if target is None:  # belongs to another pipeline stage
                 continue
-            if name in GROWN and len(target) > given:
+            if name in TOKEN_ROWS and len(target) > folder_vocab:
                 mean = tensor.float().mean(dim=0, keepdim=tensor.ndim > 1).to(tensor.dtype)
-                tensor = torch.cat((tensor, mean.expand(len(target) - given, *tensor.shape[1:])))
+                tensor = torch.cat((tensor, mean.expand(len(target) - folder_vocab, *tensor.shape[1:])))
             fill(target, tensor)
-    assert not state, f"no piece of {source.family.name} fills {sorted(state)}"
-    return model.shape.vocab - given
-
-
-def set_dropout(model: nn.Module, embedding: float, attention: float, residual: float) -> None:
-    for module in model.modules():
-        if isinstance(module, Decoder):
-            module.dropout = embedding
-        elif isinstance(module, SelfAttention):
-            module.dropout = attention
-        elif isinstance(module, TransformerBlock):
-            module.dropout = residual
-
-
-def choose_attention(engine: Engine, plan: Plan, previous: Plan | None) -> None:
-    """The kernel that is fastest here and right, by measurement; a resumed run keeps the one it had."""
-    if engine.device.type != "cuda" or engine.model.shape.wrapped:
-        plan.add("attention", "sdpa", "torch's own choice; nothing to measure here", "rule")
-        return
-    if engine.world.layout.cp > 1 and engine.spec.parallel.context == "ring":
-        plan.add("attention", "sdpa", "a ring attends block by block, with kernels that say their log-sum-exp", "rule")
-        return
-    name = plan.keep("attention", "auto", previous)
-    if name is None:
-        dtype = compute_type(engine.plan.precision)
-        tasks = {task.kind for task in engine.spec.tasks}
-        packed, prefix = not engine.spec.data.cross_documents, not tasks <= {"causal", "infill"}
-        choice = choose(
-            engine.model.shape, engine.plan.context, engine.plan.micro_rows, dtype, engine.device, packed,
-            prefix=prefix, dropout=engine.spec.dropout.attention > 0,
-        )  # fmt: skip
-        name = plan.add("attention", choice.name, choice.reason, "measured")
-    set_backend(engine.model, str(name))
+    assert not state, f"no tensor of {source.family.name} fills {sorted(state)}"
+    return model.shape.vocab - folder_vocab

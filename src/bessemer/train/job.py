@@ -325,7 +325,7 @@ class Job:
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Around a part of a step: notes the phase for the watchdog, and marks it for an attached profiler."""
-        self.guard.phase_tracker.enter(name)
+        self.guard.phase_tracker.enter_phase(name)
         profiler = self.recorder.profiler
         return nullcontext() if profiler is None else profiler.span(name)
 

@@ -79,7 +79,7 @@ class TrainLoop:
             self.validation = validate(job, 0)
         elif 0 < first < self.total and self.evaluations.due_by_steps(first) and not is_evaluated(job, first):
             self.validation = validate(job, first)  # a signal or an incident came before it
-        guard.judge.expect(job.data.stream.steps.rows(first))
+        guard.judge.set_rows(job.data.stream.steps.rows(first))
         if guard.replica_check:
             guard.replica_check.start(first)
         job.engine.model.train()
@@ -89,7 +89,7 @@ class TrainLoop:
     def run_step(self, step: int, prefetch: Prefetch) -> Outcome | None:
         """Compute, judge and update one step; an outcome if the loop ends in it."""
         job, guard, optimizer, began_s = self.job, self.job.guard, self.job.engine.optimizer, time.perf_counter()
-        guard.phase_tracker.begin(step)
+        guard.phase_tracker.begin_step(step)
         with job.span("data"):
             batches = prefetch.get(step)
         if self.due.snapshot:
@@ -128,7 +128,7 @@ class TrainLoop:
             return incident
         if step in self.changes:
             guard.judge.reopen()
-            guard.judge.expect(job.data.stream.steps.rows(step))
+            guard.judge.set_rows(job.data.stream.steps.rows(step))
             guard.detectors.reopen(self.changes[step])
             job.recorder.event("guard_reopened", step=step, reason=self.changes[step])
         if guard.snapshots and self.due.snapshot:
@@ -141,7 +141,7 @@ class TrainLoop:
         if guard.step_pace:
             guard.step_pace.end(step, guard.phase_tracker)
         if guard.replica_check and guard.replica_check.due(done):
-            guard.replica_check.take(step)
+            guard.replica_check.start_digest(step)
         job.saver.poll(job)
         job.saver.confirm(job, done)
         if job.recorder.profiler:
@@ -168,7 +168,7 @@ class TrainLoop:
         result.step_s += job.world.agree(time.perf_counter() - waited_s)
         self.pending = None
         if guard.replica_check and due.save:  # no state is saved that differs between replicas
-            guard.replica_check.take(step)
+            guard.replica_check.start_digest(step)
         if incident := report_step(job, result):
             return self.stop_at(incident, done)
         return self.evaluate_and_save(done, evaluating)
@@ -257,14 +257,14 @@ def agree(job: Job, result: StepResult, due: Due) -> Due:
     signal = job.interrupt.signal
     if world.size == 1:
         return replace(due, signal=signal)
-    job.guard.phase_tracker.enter("agree")
+    job.guard.phase_tracker.enter_phase("agree")
     flags = [due.sample_layers, due.snapshot, due.leave, due.evaluate, due.save, signal is not None]
     flags += [signal == name for name in SIGNALS]
     of_main = [result.step_s, result.wait_s, result.memory_bytes, *result.clocks]
     stats: list[float] = []
     if pace and pace.due(result.step):  # every few steps each rank's own times
         bubble_s = max(0.0, result.step_s - engine.pipeline.pipeline.busy_s) if engine.pipeline else 0.0
-        stats = in_own_slot(world, [pace.own_s(), result.wait_s, result.memory_bytes, bubble_s])
+        stats = in_own_slot(world, [pace.read_own_s(), result.wait_s, result.memory_bytes, bubble_s])
     sums = world.sums([*stats, *map(float, flags), *(number if world.main else 0.0 for number in of_main)])
     if stats:
         result.rank_stats, sums = by_rank(sums[: len(stats)]), sums[len(stats) :]
@@ -280,7 +280,7 @@ def agree(job: Job, result: StepResult, due: Due) -> Due:
 
 def save(job: Job, done: int, validation_loss: float | None) -> bool:
     """A checkpoint after `done` steps; False if the disk refused."""
-    job.guard.phase_tracker.enter("save")
+    job.guard.phase_tracker.enter_phase("save")
     job.recorder.view.activity(f"saving after step {done:,}")
     return job.saver.save(job, done, validation_loss) is not None
 
@@ -294,7 +294,7 @@ def validate(job: Job, done: int) -> dict[str, Any] | None:
         job.check_interrupt()
 
     began_s = time.perf_counter()
-    job.guard.phase_tracker.enter("evaluate")
+    job.guard.phase_tracker.enter_phase("evaluate")
     try:
         with engine.ema.swap() if engine.ema else nullcontext():
             result = job.data.evaluator.evaluate(engine.model, engine.objective, engine.pipeline, on_batch)

@@ -118,7 +118,7 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
     else:
         reject = torch.zeros((), device=device) if result.tokens else torch.ones((), device=device)
     if sample_layers:
-        guard.layer_stats.before(1.0 if loss_scale is None else loss_scale.scale)
+        guard.layer_stats.record_gradients(1.0 if loss_scale is None else loss_scale.scale)
     if loss_scale is not None:
         scalars["loss_scale"] = loss_scale.scale
     result.scalars = ScalarTransfer(scalars)  # before the scale is updated in place
@@ -128,10 +128,10 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
     with job.span("optimizer"):
         engine.update(result.lr, reject, divisor)
     if sample_layers:
-        guard.layer_stats.after()
+        guard.layer_stats.record_updates()
         inputs = engine.objective.feed(result.batches[0].part(0, SAMPLE_ROWS), device)
         with compute_in(engine.plan.precision, device):
-            sample = guard.layer_stats.look(engine.model, inputs.tokens_BT, inputs.sight, **inputs.more)
+            sample = guard.layer_stats.sample(engine.model, inputs.tokens_BT, inputs.sight, **inputs.more)
         result.layer_sample = sample
 
 
@@ -269,7 +269,7 @@ def raise_alarms(job: Job, result: StepResult, numbers: StepNumbers, record: dic
         alarms += guard.detectors.step({**record, "lr_planned": job.lr(result.step)}, result.clocks)
     searching = numbers.overflow and math.isfinite(numbers.loss)  # for the loss scale: its layers are no alarm
     if result.tokens and result.layer_sample and not searching:
-        alarms += guard.detectors.inside(result.step, result.layer_sample.read())
+        alarms += guard.detectors.check_layers(result.step, result.layer_sample.read())
     for alarm in alarms:
         record_alarm(job.recorder, alarm)
     return alarms

@@ -50,7 +50,7 @@ def test_without_a_prediction_nothing_is_told():
 def test_the_watch_passes_it_on_and_saves_none_of_it():
     watch = Detectors(GuardSpec(), None, 1000)
     before = watch.state()
-    watch.gap = PlanGapDetector(EXPECTED, HostLoad)
+    watch.plan_gap = PlanGapDetector(EXPECTED, HostLoad)
     assert watch.state() == before
     waiting = records(WARM_UP + WINDOW, 2.0, wait=0.9)
     found = [alarm for record in waiting for alarm in watch.step(record)]

@@ -38,7 +38,7 @@ def watching(look_of, looks=60, seed=0):
     rng = np.random.default_rng(seed)
     watch = Detectors(GuardSpec(), None, 10**6)
     watch.settings.lr = 1e-3
-    return [alarm for t in range(looks) for alarm in watch.inside(50 * t, look_of(rng, t))]
+    return [alarm for t in range(looks) for alarm in watch.check_layers(50 * t, look_of(rng, t))]
 
 
 def test_healthy_looks_raise_nothing():

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from bessemer.guard.detect.alarm import BLOCK, Alarm, Record, Severity, StepBlock, alarm, debounce
-from bessemer.guard.detect.layers import LayerDetector
 from bessemer.guard.detect.losses import (
     DivergenceDetector,
     GradientDetector,
@@ -21,6 +20,7 @@ from bessemer.guard.detect.losses import (
     SpikeDetector,
 )
 from bessemer.guard.detect.machine import MemoryDetector, PlanGapDetector, SettingsDetector, SpeedDetector
+from bessemer.guard.layer_stats import LayerDetector
 from bessemer.spec.guard import GuardSpec
 
 SAVED_KEYS = (
@@ -38,7 +38,7 @@ class Detectors:
         self, spec: GuardSpec, memory_limit_bytes: int | None, total_steps: int, hosts: Sequence[str] = ()
     ) -> None:
         self.hosts = list(hosts)
-        self.gap: PlanGapDetector | None = None  # set if there is a plan to compare with
+        self.plan_gap: PlanGapDetector | None = None  # set if there is a plan to compare with
         self.spec, self.memory_limit_bytes, self.total_steps = spec, memory_limit_bytes, total_steps
         self._begin()
 
@@ -68,7 +68,7 @@ class Detectors:
             return alarms + self._not_finite(record)
         self._nonfinite = 0
         alarms += self.spike.step(record) + self.grad_spike.step(record)
-        alarms += self.gap.step(record) if self.gap else []
+        alarms += self.plan_gap.step(record) if self.plan_gap else []
         self._attempts.append(record)
         if len(self._attempts) == BLOCK:
             alarms += self._evaluate()
@@ -100,7 +100,7 @@ class Detectors:
         """Checks the record of a validation."""
         return self.overfitting.validation(record, self.divergence.level())
 
-    def inside(self, step: int, sample: dict[str, Any]) -> list[Alarm]:
+    def check_layers(self, step: int, sample: dict[str, Any]) -> list[Alarm]:
         """Checks a sample of `LayerStats`."""
         return self.looks.check(step, sample, self.settings.lr or 0.0)
 

@@ -11,7 +11,7 @@ from bessemer.cli.main import app
 from bessemer.observe.view import LineView
 from bessemer.plan.actual import HostLoad
 from bessemer.run.directory import Run
-from bessemer.session import against_plan
+from bessemer.session import record
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
 from bessemer.train.rank_report import HostLoadProbe
@@ -25,16 +25,16 @@ def test_the_first_run_teaches_the_second(
     make_spec: Callable[..., RunSpec], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(against_plan, "WORTH_KEEPING_S", 0.0)
-    monkeypatch.setattr(against_plan, "Around", Quiet)  # whatever else this machine is doing
+    monkeypatch.setattr(record, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(record, "HostLoadProbe", Quiet)  # whatever else this machine is doing
     first, second = make_spec("first"), make_spec("second")
     Session(first).train()
     plan = json.loads((run_folder(first) / "plan.json").read_text())["decisions"]
     (said,) = [one for one in plan if one["key"].startswith("expected.")]
     assert said["value"] == "unknown" and "bessemer bench" in said["reason"]
     (kept,) = (tmp_path / "cache/bessemer/machines").glob("*.runs.jsonl")
-    record = json.loads(kept.read_text())
-    assert record["run"] == "first" and record["base_s"] is None and record["step_s"] > 0
+    entry = json.loads(kept.read_text())
+    assert entry["run"] == "first" and entry["base_s"] is None and entry["step_s"] > 0
 
     Session(second, LineView(line_every_s=0.0)).train()
     said = capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_the_first_run_teaches_the_second(
     assert "1 earlier run on this machine" in named["expected.tokens_per_s"]["reason"]
     (event,) = Run(run_folder(second)).events("against_plan")
     numbers = event["numbers"]
-    rate = 128 / record["step_s"]  # tokens of a batch
+    rate = 128 / entry["step_s"]  # tokens of a batch
     assert abs(numbers["tokens/s"]["plan"] / rate - 1) < 1e-6 and numbers["tokens/s"]["run"] > 0
     assert set(numbers) == {"memory", "tokens/s", "MFU", "time", "error_bar", "basis", "steps"}
     assert len(kept.read_text().splitlines()) == 2
@@ -61,7 +61,7 @@ def test_short_runs_and_those_with_faults_are_not_kept(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Session(make_spec("short")).train()
-    monkeypatch.setattr(against_plan, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(record, "WORTH_KEEPING_S", 0.0)
     Session(make_spec("faulty"), faults=Faults()).train()
     assert not list((tmp_path / "cache").rglob("*.runs.jsonl"))
 
@@ -73,10 +73,10 @@ def test_a_step_is_measured_before_the_first_one_and_changes_nothing(
     plain = make_spec("plain", dropout={"residual": 0.1})
     measured = make_spec("measured", dropout={"residual": 0.1})
     Session(plain).train()
-    monkeypatch.setattr(against_plan, "WORTH_MEASURING_S", 0.0)
+    monkeypatch.setattr(record, "WORTH_MEASURING_S", 0.0)
     estimates = []
-    kept = against_plan.estimate_duration
-    monkeypatch.setattr(against_plan, "estimate_duration", lambda *a: estimates.append(kept(*a)) or estimates[-1])
+    kept = record.estimate_duration
+    monkeypatch.setattr(record, "estimate_duration", lambda *a: estimates.append(kept(*a)) or estimates[-1])
     Session(measured).train()
     (estimate,) = estimates
     assert estimate is not None and estimate.seconds > 0 and "measured before the first step" in estimate.basis
