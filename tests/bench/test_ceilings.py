@@ -10,14 +10,14 @@ import torch
 from bessemer.bench import ceilings
 from bessemer.bench.ceilings import (
     all_reduce_rate,
-    attempt,
     attention,
-    attentions,
-    copies,
-    disk,
+    measure_attention,
     measure_ceilings,
+    measure_copies,
+    measure_disk,
+    measure_matmul,
+    measure_rate,
     product,
-    products,
 )
 from bessemer.model.attention import KERNELS
 from bessemer.plan.hardware import CeilingReading
@@ -42,13 +42,13 @@ def one_second(monkeypatch):
 
 
 def test_flops_of_a_product(one_second):
-    found = list(products(CPU, 0.1))
+    found = list(measure_matmul(CPU, 0.1))
     assert [reading.key for reading in found] == [f"matmul_{p}" for p in ("fp32", "bf16", "fp16") for _ in range(2)]
     assert found[0] == CeilingReading("matmul_fp32", "24x16x40", 2.0 * 24 * 16 * 40, "FLOP/s")
     assert one_second[0].shape == (24, 40) and one_second[0].dtype == torch.float32
     assert {x.dtype for x in one_second} == {torch.float32, torch.bfloat16, torch.float16}
     assert all(float(x.float().std()) > 0.5 for x in one_second)  # of random numbers
-    assert len(list(products(CPU, 0.1, quick=True))) == 3
+    assert len(list(measure_matmul(CPU, 0.1, quick=True))) == 3
 
 
 def test_a_type_that_is_hopeless_on_a_cpu_is_given_up_after_a_small_product(monkeypatch):
@@ -61,7 +61,7 @@ def test_a_type_that_is_hopeless_on_a_cpu_is_given_up_after_a_small_product(monk
 
     monkeypatch.setattr(ceilings, "median_s", taken)
     monkeypatch.setattr(ceilings, "CPU_SHAPES", ((64, 64, 64),))
-    found = list(products(CPU, 0.1))
+    found = list(measure_matmul(CPU, 0.1))
     assert [(reading.key, reading.size) for reading in found[1:]] == [
         ("matmul_bf16", "256x256x256"), ("matmul_fp16", "256x256x256"),
     ]  # fmt: skip
@@ -70,7 +70,7 @@ def test_a_type_that_is_hopeless_on_a_cpu_is_given_up_after_a_small_product(monk
 
 
 def test_flops_of_attention(one_second):
-    found = list(attentions(CPU, 0.1))
+    found = list(measure_attention(CPU, 0.1))
     assert [(reading.key, reading.note) for reading in found] == [
         (f"attention_{what}_{size}", "sdpa") for size in (8, 16) for what in ("forward", "both")
     ]
@@ -90,7 +90,7 @@ def test_attention_is_causal():
 
 
 def test_bytes_of_a_copy(one_second):
-    found = list(copies(CPU, 0.1))
+    found = list(measure_copies(CPU, 0.1))
     assert found == [CeilingReading("copy", "0 MiB", 2.0 * (1 << 10), "B/s", "read and written")]
     assert one_second[0].nbytes == 1 << 10 and float(one_second[0].std()) > 0.2
 
@@ -100,7 +100,7 @@ def test_what_a_device_cannot_do_is_said(capfd):
         os.write(2, b"a native trace\n")
         raise RuntimeError("no such kernel\nand a long trace")
 
-    assert attempt("copy", "1", "B/s", 1.0, broken, CPU, 0.1, "flash") == CeilingReading(
+    assert measure_rate("copy", "1", "B/s", 1.0, broken, CPU, 0.1, "flash") == CeilingReading(
         "copy", "1", None, "B/s", "flash: no such kernel"
     )
     assert capfd.readouterr().err == ""
@@ -116,7 +116,7 @@ def test_a_product_in_fp8_multiplies():
 
 def test_the_disk_is_measured_and_left_as_it_was(monkeypatch, tmp_path):
     monkeypatch.setattr(ceilings, "BLOCK", 1 << 16)
-    write, read = disk(tmp_path / "runs" / "not yet there", quick=True)
+    write, read = measure_disk(tmp_path / "runs" / "not yet there", quick=True)
     assert (write.key, read.key) == ("disk_write", "disk_read") and write.size == read.size
     assert write.rate > 0 and read.rate > 0 and str(tmp_path) in write.note and "cache" in read.note
     assert list(tmp_path.iterdir()) == []
@@ -126,7 +126,7 @@ def test_a_disk_that_is_slow_is_not_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr(ceilings, "BLOCK", 1 << 12)
     clock = iter(range(1000))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    write, _ = disk(tmp_path)
+    write, _ = measure_disk(tmp_path)
     # Looks, each a second after the last: the start, one before each portion, the end.
     assert write.rate == (3 - 1) * 4 * (1 << 12) / 4
 
@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_written_is_a_row_of_the_table(monkeypatch, tmp_
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ceilings.tempfile, "NamedTemporaryFile", refuse)
-    assert list(disk(tmp_path)) == [
+    assert list(measure_disk(tmp_path)) == [
         CeilingReading("disk_write", "", None, "B/s", f"{tmp_path}: No space left on device")
     ]
 
@@ -168,7 +168,7 @@ def test_everything_on_a_cpu(one_second, monkeypatch, tmp_path):
 @pytest.fixture
 def gpu(monkeypatch, one_second):
     """A GPU as far as rows of the table go, with the capability that is asked for."""
-    for name in ("product", "attention", "copier"):
+    for name in ("make_matmul", "make_attention", "make_copy"):
         monkeypatch.setattr(ceilings, name, lambda *_: lambda: None)
 
     def with_capability(*capability):
@@ -180,14 +180,14 @@ def gpu(monkeypatch, one_second):
 
 def test_the_rows_of_a_gpu(gpu):
     hopper = gpu(9, 0)
-    found = list(products(hopper, 0.1))
+    found = list(measure_matmul(hopper, 0.1))
     assert [reading.key for reading in found[::4]] == [f"matmul_{p}" for p in ("fp32", "tf32", "bf16", "fp16", "fp8")]
     assert [reading.size for reading in found[:4]] == ["x".join(map(str, shape)) for shape in ceilings.GPU_SHAPES]
-    assert {reading.note for reading in attentions(hopper, 0.1)} == set(KERNELS)
-    assert [reading.key for reading in copies(hopper, 0.1)] == [
+    assert {reading.note for reading in measure_attention(hopper, 0.1)} == set(KERNELS)
+    assert [reading.key for reading in measure_copies(hopper, 0.1)] == [
         "copy", "to_device_pinned", "to_device_unpinned", "from_device_pinned", "from_device_unpinned",
     ]  # fmt: skip
-    older = {reading.key: reading for reading in products(gpu(7, 5), 0.1)}
+    older = {reading.key: reading for reading in measure_matmul(gpu(7, 5), 0.1)}
     assert older["matmul_tf32"].note == "needs compute capability 8.0" and older["matmul_fp8"].rate is None
     assert older["matmul_fp16"].rate == 2.0 * 16384 * 4096 * 14336
 
@@ -195,15 +195,15 @@ def test_the_rows_of_a_gpu(gpu):
 def test_links_are_measured_where_there_is_more_than_one_gpu(monkeypatch, gpu):
     monkeypatch.setattr(ceilings, "all_reduce_rate", lambda backend, count, size: 5.0 * count)
     device = gpu(9, 0)
-    (alone,), (four,) = ceilings.links(device, 1), ceilings.links(device, 4)
+    (alone,), (four,) = ceilings.measure_links(device, 1), ceilings.measure_links(device, 4)
     assert alone.rate is None and "one GPU" in alone.note and four.rate == 20.0
 
     def broken(*_):
         raise RuntimeError("link down")
 
     monkeypatch.setattr(ceilings, "all_reduce_rate", broken)
-    (down,) = ceilings.links(device, 4)
-    assert down.rate is None and down.note == "link down" and not list(ceilings.links(CPU, 4))
+    (down,) = ceilings.measure_links(device, 4)
+    assert down.rate is None and down.note == "link down" and not list(ceilings.measure_links(CPU, 4))
 
 
 @pytest.mark.slow

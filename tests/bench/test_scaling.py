@@ -121,8 +121,8 @@ def test_a_worker_times_steps_of_the_asked_size(small: dict[str, Any], tmp_path:
     spec = timed_spec(RunSpec.model_validate(small), {}, 256, steps=3)
     session = ScalingSession(spec, tmp_path / "scratch", steps=3, vocab=1000)
     session.train()
-    assert session.found["tokens"] == 256 and session.found["step_s"] > 0
-    assert session.found["parameters"] > 16 * 1000  # as many tokens as a preset has, not as the text needs
+    assert session.result["tokens"] == 256 and session.result["step_s"] > 0
+    assert session.result["parameters"] > 16 * 1000  # as many tokens as a preset has, not as the text needs
     assert not (tmp_path / "runs" / "small").exists() and not list(tmp_path.glob("scratch/checkpoints/step-*"))
 
 
@@ -140,7 +140,7 @@ def test_processes_that_send_nothing_do_the_same_work(
         session.train()
     finally:
         part()
-    assert session.found["tokens"] == 128 and session.found["step_s"] > 0
+    assert session.result["tokens"] == 128 and session.result["step_s"] > 0
     assert session.world.layout.dp_replicate == layout.get("dp_replicate", 1)
 
 

@@ -28,7 +28,8 @@ CHECKPOINT_VERBS = (
 LAUNCH_VERBS = ("submit", "status", "logs", "cancel", "queue")
 INSPECT_VERBS = ("lr", "gradients", "landscape", "histograms", "noise", "nan")
 VERBS = (
-    "plan", "plan check", "train", "runs", "replay", "chaos", "generate", "evaluate", "export", "model show", "bench",
+    "plan", "plan search", "plan simulate", "plan serve", "plan memory", "plan job", "plan check",
+    "train", "runs", "replay", "chaos", "generate", "evaluate", "export", "model show", "bench",
     "bench scaling", "demo",
     "spec check", "spec show", "spec schema",
     *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),

@@ -38,7 +38,9 @@ def test_a_spec_is_planned_wherever_it_stands_in_the_line(call: Call) -> None:
     assert first.code == last.code == 0 and json.loads(first.out) == json.loads(last.out)
     found = json.loads(first.out)
     assert found["tokens"] == 20_000_000_000 and found["best"]["layout"]["tp"] == 2
-    over = json.loads(call("plan", "run.yaml", "--gpus=8xH100", "--tokens", "5B", "--tp", "1", "--json").out)
+    over = json.loads(
+        call("plan", "run.yaml", "--gpus=8xH100", "--tokens", "5B", "--set", "parallel.tp=1", "--json").out
+    )
     assert over["tokens"] == 5_000_000_000 and over["best"]["layout"]["tp"] == 1
 
 
@@ -70,8 +72,7 @@ def test_a_written_spec_is_checked_and_planned_again(call: Call) -> None:
     )
     assert again["best"] == plan["best"] and again["wall_s"] == plan["wall_s"]
     assert (
-        call(*LINE, "--write", "run.yaml").err
-        == "--write run.yaml: is there already: give another name, or remove it\n"
+        call(*LINE, "--write", "run.yaml").err == "--write run.yaml: the file exists: give another name, or remove it\n"
     )
 
 
@@ -96,43 +97,43 @@ def test_json_stays_json_when_files_are_written(call: Call) -> None:
         ("ssh", ("--hosts", "one,two"), "launch.sh", ("one", "two")),
     ],
 )
-def test_launch_files_beside_the_spec(
+def test_job_files_of_a_planned_spec(
     call: Call, target: str, options: tuple[str, ...], file: str, words: tuple[str, ...]
 ) -> None:
-    line = ("plan", "--model", "7b", "--gpus", "16xA100-80GB", "--write", "big.yaml", "--emit", target, *options)
-    said = call(*line)
+    assert call("plan", "--model", "7b", "--gpus", "16xA100-80GB", "--write", "big.yaml").code == 0
+    said = call("plan", "job", "big.yaml", "--gpus", "16xA100-80GB", "--on", target, *options)
     assert said.code == 0, said.err
     text = (Path("runs/big/launch") / file).read_text()
     assert all(word in text for word in words)
-    assert "start    " in said.out and Path("big.yaml").exists()
+    assert "start    " in said.out
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--emit", "slurm"), "add --write FILE.yaml"),
-        (("--write", "a.yaml", "--emit", "pbs"), "--emit pbs: write one of slurm"),
-        (("--write", "a.yaml", "--emit", "kubernetes"), "--emit kubernetes needs --image"),
-        (("--write", "a.yaml", "--emit", "ssh", "--hosts", "one,two"), "lists 2 machines, but the plan has 1"),
-        (("--write", "a.yaml", "--emit", "slurm", "--volume", "x"), "--volume: slurm has no such option"),
+        (("pbs",), "--on pbs: write one of slurm"),
+        (("kubernetes",), "--on kubernetes needs --image"),
+        (("ssh", "--hosts", "one,two"), "lists 2 machines, but the plan has 1"),
+        (("slurm", "--volume", "x"), "--volume: slurm has no such option"),
     ],
 )
-def test_launch_files_that_cannot_be(call: Call, options: tuple[str, ...], words: str) -> None:
-    said = call(*LINE, *options)
+def test_job_files_that_cannot_be(call: Call, options: tuple[str, ...], words: str) -> None:
+    Path("run.yaml").write_text(SPEC)
+    said = call("plan", "job", "run.yaml", "--gpus", "8xH100", "--on", *options)
     assert said.code == 2 and words in said.err and said.err.count("\n") == 1
-    assert not Path("a.yaml").exists() and not Path("runs").exists()
+    assert not Path("runs").exists()
 
 
 def test_a_budget_and_a_deadline(call: Call) -> None:
-    said = call("plan", "--model", "1b", "--tokens", "20B", "--budget", "500usd", "--deadline", "30d")
+    said = call("plan", "search", "--model", "1b", "--tokens", "20B", "--budget", "500usd", "--deadline", "30d")
     assert said.code == 0 and said.out.startswith("within $500 and 30 days, cheapest first:")
-    found = json.loads(call("plan", "--budget", "500usd", "--json").out)
+    found = json.loads(call("plan", "search", "--budget", "500usd", "--json").out)
     assert 0 < found["offers"][0]["usd"] <= 500 and found["parameters"] > 5e8
     assert found["limits"] == {"budget_usd": 500.0, "deadline_days": 30.0}
 
 
 def test_serving(call: Call) -> None:
-    line = ("plan", "--serve", "--model", "7b", "--rps", "10", "--ttft", "500ms", "--tpot", "50ms")
+    line = ("plan", "serve", "--model", "7b", "--rps", "10", "--ttft", "500ms", "--tpot", "50ms")
     said = call(*line)
     assert said.code == 0 and "a million tokens" in said.out and "setting  tensor_parallel_size" in said.out
     best = json.loads(call(*line, "--gpus", "A100-80GB", "--json").out)["best"]
@@ -144,21 +145,22 @@ def test_serving(call: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "write --model and --gpus, or --budget and --deadline, such as: bessemer plan"),
+        ((), "write --model and --gpus, such as: bessemer plan"),
         (("--model", "7b"), "write --model and --gpus"),
         (("--model", "7b", "--gpus", "8xA100", "--tokens", "-5"), "--tokens -5: expected a number of tokens such as"),
         (("--model", "7b", "--gpus", "8xA1000"), "not in the catalogue: write A100-80GB"),
-        (("--model", "7b", "--budget", "0usd"), "--budget 0usd: nothing trains for nothing: write dollars above 0"),
-        (("--model", "7b", "--gpus", "8xA100", "--tp", "3"), "parallel.tp: 3 does not divide 32 heads"),
-        (("--model", "7b", "--gpus", "8xA100", "--tp", "0"), "parallel.tp"),
-        (("--model", "7b", "--gpus", "8xA100", "--precision", "bf17"), "did you mean bf16?"),
-        (("--model", "7b", "--gpus", "8xA100", "--context", "1"), "--context 1: write 2 tokens or more"),
+        (("search", "--model", "7b", "--budget", "0usd"), "--budget 0usd: write dollars above 0"),
+        (("search", "--model", "7b"), "write --budget, such as 5000usd"),
+        (("search", "--deadline", "3d"), "write --model or --budget too"),
+        (("--model", "7b", "--gpus", "8xA100", "--set", "parallel.tp=3"), "parallel.tp: 3 does not divide 32 heads"),
+        (("--model", "7b", "--gpus", "8xA100", "--set", "parallel.tp=0"), "parallel.tp"),
+        (("--model", "7b", "--gpus", "8xA100", "--set", "precision=bf17"), "did you mean bf16?"),
+        (("--model", "7b", "--gpus", "8xA100", "--set", "data.context=1"), "data.context"),
         (("--model", "7b", "--gpus", "8xA100", "--tokens-per-second", "1.2M"), "6.1 PFLOP/s each"),
         (("--model", "7b", "--gpus", "8xA100", "--tokens-per-second", "55K"), "nearest: --tokens-per-second"),
         (("none.yaml", "--gpus", "8xA100"), "none.yaml: no such file"),
-        (("--serve", "--model", "7b"), "--serve: write --model and --rps"),
-        (("--serve", "--model", "7b", "--rps", "10", "--ttft", "0ms"), "--ttft 0ms: write a time above 0"),
-        (("--serve", "--model", "70b", "--rps", "1", "--tpot", "1ms"), "write --tpot"),
+        (("serve", "--model", "7b", "--rps", "10", "--ttft", "0ms"), "--ttft 0ms: write a time above 0"),
+        (("serve", "--model", "70b", "--rps", "1", "--tpot", "1ms"), "write --tpot"),
     ],
     ids=str,
 )
@@ -180,10 +182,17 @@ def test_questions_on_a_terminal(call: Call, monkeypatch: pytest.MonkeyPatch) ->
 def test_no_plan_loads_torch(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom bessemer.cli.main import app\n"
-        "for line in (['--model', '1b', '--gpus', '8xH100'], ['--budget', '100usd'],\n"
-        "             ['--serve', '--model', '7b', '--rps', '1']):\n"
+        "for line in (['--model', '1b', '--gpus', '8xH100'], ['search', '--budget', '100usd'],\n"
+        "             ['serve', '--model', '7b', '--rps', '1']):\n"
         "    app(['plan', *line], standalone_mode=False)\n"
         "assert not {'torch', 'numpy'} & set(sys.modules), sorted(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_lists_every_command_with_an_example(call: Call) -> None:
+    text = call("plan", "--help").out
+    for command in ("run", "search", "simulate", "serve", "memory", "job", "interview", "check"):
+        assert f"\n  {command} " in text
+        assert f"bessemer plan {command if command != 'run' else '--model'}" in text

@@ -13,13 +13,13 @@ from bessemer.plan.actual import (
     ActualRun,
     HostLoad,
     actual,
+    compare,
     compare_run,
     comparison_json,
     comparison_line,
     comparison_lines,
     findings,
     likely_reason,
-    side_by_side,
 )
 from bessemer.plan.cost_model.operators import work_of
 from bessemer.plan.cost_model.step_time import StepSetup, step_time
@@ -38,12 +38,13 @@ from bessemer.plan.expect import (
     record_of,
     with_history,
 )
-from bessemer.plan.hardware import Cluster, Machine, ceilings_path, find_gpu, kept_ceilings
+from bessemer.plan.hardware import Cluster, Machine, ceilings_path, find_gpu, saved_ceilings
 from bessemer.plan.search.layout import ALONE
-from bessemer.plan.search.proposal import propose
 from bessemer.run.directory import Run
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape, with_vocab
+
+from .plans import plan_on
 
 CPU = Machine("cpu", "Some CPU", 16 << 30, 2, {"fp32": 1e11, "bf16": 1e10})
 GPU = Machine("cuda", "NVIDIA H200", 141 << 30, 16, {"fp32": 5e13, "bf16": 7e14})
@@ -154,10 +155,10 @@ def test_a_prediction_beyond_the_roofline_is_withheld_with_its_reason() -> None:
 def test_runs_that_no_gpu_can_have_done_do_not_correct_a_plan(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wish = ("125M", "1xH200", 10**9, 1024)
-    plain = propose(*wish)
+    plain = plan_on(*wish)
     one = record((expect(occasion(), []).step_s or 0.0) / 20)
     assert keep_record(history_path("NVIDIA H200", 1, "2.11.0+cu128"), one) is None
-    found = propose(*wish)
+    found = plan_on(*wish)
     assert found.best.mfu == plain.best.mfu < 1 and found.wall_s == plain.wall_s
     assert any("1 earlier run" in note and "is withheld" in note and "MFU" in note for note in found.notes)
 
@@ -198,14 +199,14 @@ def test_records_are_kept_beside_the_bench_and_read_by_the_planner(tmp_path: Pat
     assert keep_record(path, one) is None and keep_record(path, one) is None
     assert load_records(path) == [one, one]
     gpu = find_gpu("H200")
-    assert kept_ceilings(gpu) is None  # the file is not taken for a bench
+    assert saved_ceilings(gpu) is None  # the file is not taken for a bench
     cluster = Cluster(gpu, 1, 1, gpu.network_bandwidth)
     slower = with_history(cluster, "bf16", SHAPE.parameters)
     setup = StepSetup(work_of(SHAPE), ALONE, 16, 64, 1024)
     plain, corrected = step_time(setup, cluster), step_time(setup, slower)
     assert corrected.total_s == pytest.approx(2 * plain.total_s) and "2 earlier runs" in corrected.basis
     wish = ("125M", "1xH200", 10**9, 1024)
-    assert "2 earlier runs" in propose(*wish).best.time.basis
+    assert "2 earlier runs" in plan_on(*wish).best.time.basis
     eight = replace(cluster, count=8, per_node=8)
     assert with_history(eight, "bf16", SHAPE.parameters) == eight
     path.write_text("{}\n" + json.dumps(one.__dict__) + "\n")
@@ -224,7 +225,7 @@ def test_numbers_of_a_run_by_hand() -> None:
     assert found is not None and found.steps == 20
     assert found.step_s == pytest.approx(1.2) and found.own_s == 0.75 and found.wait_s == pytest.approx(0.2375)
     assert found.jumps_s == pytest.approx(4.25 / 20) and found.tokens_per_s == pytest.approx(2000 / 24)
-    rows = {row.name: row for row in side_by_side(EXPECTED, found)}
+    rows = {row.name: row for row in compare(EXPECTED, found)}
     assert rows["tokens/s"].ratio == pytest.approx(1 / 1.2)
     assert rows["time"].actual == pytest.approx(1200) and rows["memory"].ratio == 1.0
     assert any("tokens/s" in line and "100" in line and "83" in line for line in comparison_lines(EXPECTED, found))

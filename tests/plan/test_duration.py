@@ -9,7 +9,7 @@ from bessemer.plan.decide import Interval, TrainPlan
 from bessemer.plan.expect import ExpectedRun, Occasion, expect
 from bessemer.plan.hardware import Machine
 from bessemer.plan.local import check_options, estimate_duration, local_json, local_lines, plan_here, rough_time
-from bessemer.plan.request import ask_spec
+from bessemer.plan.request import request_from_spec
 from bessemer.plan.search.layout import ALONE
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape, with_vocab
@@ -95,7 +95,7 @@ def test_a_spec_is_planned_for_this_machine_as_training_would_decide() -> None:
     spec = RunSpec.model_validate(
         {"model": "10M", "data": {"sources": {"notes": "data/"}, "context": 512}, "budget": {"tokens": "50M"}}
     )
-    found = plan_here(ask_spec(spec), CPU, lambda shape, context, precision: 1000.0, [])
+    found = plan_here(request_from_spec(spec), CPU, lambda shape, context, precision: 1000.0, [])
     keys = set(found.plan.decisions)
     assert {"precision", "budget.batch", "budget.micro_batch", "steps", "optimizer.lr"} <= keys
     assert not keys & {"epochs", "evaluate.tokens"}, "what only the data can settle"
@@ -105,11 +105,11 @@ def test_a_spec_is_planned_for_this_machine_as_training_would_decide() -> None:
     assert "this machine (Some CPU, 2 threads" in text and "about 15 h here (1,000 tokens/s)" in text
     assert "others  --gpus 8xH100" in text and "--budget" in text
     assert local_json(found)["duration"]["seconds"] == found.duration.seconds
-    unknown = plan_here(ask_spec(spec), CPU, lambda shape, context, precision: None, [])
+    unknown = plan_here(request_from_spec(spec), CPU, lambda shape, context, precision: None, [])
     assert unknown.duration is None and "is in no catalogue" in "\n".join(local_lines(unknown))
     epochs = spec.model_copy(update={"budget": spec.budget.model_copy(update={"tokens": "auto", "epochs": 2.0})})
     with pytest.raises(UserError, match="a plan reads no data"):
-        plan_here(ask_spec(epochs), CPU, lambda shape, context, precision: 1.0, [])
+        plan_here(request_from_spec(epochs), CPU, lambda shape, context, precision: 1.0, [])
 
 
 def test_what_only_gpus_of_the_catalogue_have_is_refused() -> None:

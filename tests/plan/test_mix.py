@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bessemer.data.stream.order import MixturePhase, StreamOrder
 from bessemer.errors import UserError
-from bessemer.plan.mixtures import AUTO_EPOCHS, DomainShare, auto_shares, cap_epochs, compare
+from bessemer.plan.mixtures import AUTO_EPOCHS, SourceDomain, auto_shares, cap_epochs
 from bessemer.spec.mixture import quantise
 
 NAMES = ["web", "code", "maths", "books"]
@@ -124,9 +124,9 @@ def test_the_phase_without_data_is_named() -> None:
         cap_epochs([(0, {"a": 1.0})], {"a": 10}, {"a": 0.01}, total=5)
 
 
-def found(**tokens: int) -> dict[str, DomainShare]:
+def found(**tokens: int) -> dict[str, SourceDomain]:
     domains = {"web": "web", "code": "code", "maths": "math", "books": "books", "mine": "other"}
-    return {name: DomainShare(count, domains[name]) for name, count in tokens.items()}  # type: ignore[arg-type]
+    return {name: SourceDomain(count, domains[name]) for name, count in tokens.items()}  # type: ignore[arg-type]
 
 
 def test_plenty_of_text_gives_the_targets() -> None:
@@ -144,9 +144,9 @@ def test_a_domain_is_divided_by_tokens_and_unmarked_text_counts_as_web() -> None
     assert shares["web"].share + shares["mine"].share == pytest.approx(50 / 67)
     doubled = auto_shares(
         {
-            "a": DomainShare(10**9, "web", weight=2.0),
-            "b": DomainShare(10**9, "web"),
-            "c": DomainShare(10**9, "web", weight=0),
+            "a": SourceDomain(10**9, "web", weight=2.0),
+            "b": SourceDomain(10**9, "web"),
+            "c": SourceDomain(10**9, "web", weight=0),
         },
         10**9,
     )
@@ -158,41 +158,29 @@ def test_a_small_source_is_repeated_four_times_and_the_others_share_the_rest() -
     assert shares["maths"].epochs == pytest.approx(AUTO_EPOCHS)
     assert shares["maths"].share == pytest.approx(0.04)
     assert shares["web"].share / shares["code"].share == pytest.approx(50 / 17)
-    assert "limited so that repeats still teach" in shares["maths"].reason
-    assert "what others cannot fill is added" in shares["web"].reason
-
-
-def test_what_was_read_stands_beside_what_was_aimed_at() -> None:
-    shares = auto_shares(found(web=10**12, code=10**12, maths=10**7), budget_tokens=10**9)
-    mixture = quantise({name: share.share for name, share in shares.items()})
-    order = StreamOrder([MixturePhase(0, mixture)], dict.fromkeys(mixture.names, 10**6), seed=2)
-    rows = compare(shares, order.consumed(50_000))
-    assert [name for name, *_ in rows] == ["web", "code", "maths"]
-    for name, target, planned, actual in rows:
-        assert (target, planned) == (shares[name].target, shares[name].share)
-        assert actual == pytest.approx(planned, rel=0.011)
-    assert compare(shares, {})[0][3] == 0
+    assert "limited, since repeats teach less" in shares["maths"].reason
+    assert "includes what others cannot fill" in shares["web"].reason
 
 
 def test_too_little_text_is_passed_over_more_often_and_says_so() -> None:
     shares = auto_shares(found(web=10**6, code=3 * 10**6), budget_tokens=40 * 10**6)
     assert [share.epochs for share in shares.values()] == pytest.approx([10, 10])
     assert all("past 4 repeats teach less" in share.reason for share in shares.values())
-    held = {"web": DomainShare(10**6, "web", max_epochs=2), "code": DomainShare(3 * 10**6, "code")}
+    held = {"web": SourceDomain(10**6, "web", max_epochs=2), "code": SourceDomain(3 * 10**6, "code")}
     shares = auto_shares(held, budget_tokens=40 * 10**6)
     assert shares["web"].epochs == pytest.approx(2)  # the user's own limit stands
     assert shares["code"].epochs == pytest.approx(38 / 3)
     with pytest.raises(UserError, match=r"give 2M tokens and the run asks for 40M"):
-        auto_shares({"web": DomainShare(10**6, "web", max_epochs=2)}, budget_tokens=40 * 10**6)
+        auto_shares({"web": SourceDomain(10**6, "web", max_epochs=2)}, budget_tokens=40 * 10**6)
     with pytest.raises(UserError, match="no source with tokens"):
-        auto_shares({"web": DomainShare(0, "web")}, budget_tokens=5)
+        auto_shares({"web": SourceDomain(0, "web")}, budget_tokens=5)
 
 
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=5),
         st.builds(
-            DomainShare,
+            SourceDomain,
             st.integers(1, 10**13),
             st.sampled_from(["web", "code", "math", "science", "books", "news", "multilingual", "other"]),
             weight=st.sampled_from([1.0, 0.5, 3.0]),
@@ -203,7 +191,7 @@ def test_too_little_text_is_passed_over_more_often_and_says_so() -> None:
     ),
     st.integers(1, 10**13),
 )
-def test_shares_add_up_and_respect_every_limit(sources: dict[str, DomainShare], budget: int) -> None:
+def test_shares_add_up_and_respect_every_limit(sources: dict[str, SourceDomain], budget: int) -> None:
     try:
         shares = auto_shares(sources, budget)
     except UserError:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.hardware import gpus, parse_cluster, usable_parts
+from bessemer.plan.hardware import gpus, parse_cluster, usable_subclusters
 from bessemer.plan.search.proposal import Proposal, even_rows, propose
+
+from .plans import plan_on, request
 
 MODELS = ("125m", "350m", "1b", "3b", "7b", "8b", "13b", "34b", "70b", "120b", "405b")
 CONTEXTS = (None, None, 1024, 2048, 4096, 8192, 32_768, 131_072)
@@ -23,7 +25,7 @@ class Question:
     batch: int | None = None
 
     def plan(self) -> Proposal:
-        return propose(self.model, f"{self.count} x {self.gpu}", self.tokens, self.context, self.batch)
+        return plan_on(self.model, f"{self.count} x {self.gpu}", self.tokens, self.context, self.batch)
 
 
 def drawn(seed: int, most_gpus: int = 4096) -> Question:
@@ -48,7 +50,7 @@ def check(question: Question) -> bool:
     assert longer.wall_s >= plan.wall_s * (1 - 1e-9), f"{question}: earlier with twice the tokens"
     assert all(0 < one.best.mfu <= 1 for one in (plan, twice, longer)), f"{question}: beyond the roofline"
     idle = any("are idle" in note for note in twice.notes)
-    assert idle == (twice.wish.cluster.count < twice.given.count), f"{question}: idle GPUs and no word of them"
+    assert idle == (twice.goal.cluster.count < twice.available.count), f"{question}: idle GPUs and no word of them"
     return True
 
 
@@ -81,26 +83,24 @@ def test_two_hundred_random_plans() -> None:
 def test_idle_gpus_are_named_with_the_reason() -> None:
     plan = Question("125m", "B200", 256, 100_000_000_000).plan()
     (note,) = [note for note in plan.notes if "are idle" in note]
-    assert note.startswith(f"{plan.wish.cluster.count} of 256 GPUs are used, ") and "on all of them" in note
-    assert plan.best.layout.size == plan.wish.cluster.count < plan.given.count == 256
+    assert note.startswith(f"{plan.goal.cluster.count} of 256 GPUs are used, ") and "on all of them" in note
+    assert plan.best.layout.size == plan.goal.cluster.count < plan.available.count == 256
 
 
 def test_rows_that_do_not_divide_are_padded_and_said() -> None:
     plan = Question("1b", "A100-80GB", 8, 20_000_000_000, context=4096, batch=4096 * 9).plan()
     lost = 1 - 9 / plan.best.padded_rows
-    assert plan.wish.rows == 9 and plan.best.padded_rows % plan.best.layout.dp == 0
+    assert plan.goal.rows == 9 and plan.best.padded_rows % plan.best.layout.dp == 0
     assert any("padded" in note for note in plan.notes) == (lost >= 0.05)
 
 
 def test_degrees_that_are_written_leave_gpus_idle_rather_than_be_refused() -> None:
-    from bessemer.plan.request import ask
-    from bessemer.plan.search.proposal import propose_for
 
-    asked = ask("7b", 10_000_000_000, degrees={"pp": 3})
-    plan = propose_for(asked, parse_cluster("8xH100"))
-    assert plan.wish.cluster.count == 6 and plan.best.layout.pp == 3
+    asked = request("7b", 10_000_000_000, degrees={"pp": 3})
+    plan = propose(asked, parse_cluster("8xH100"))
+    assert plan.goal.cluster.count == 6 and plan.best.layout.pp == 3
     with pytest.raises(UserError, match="pp 3 needs 3 GPUs, and there are 2"):
-        propose_for(asked, parse_cluster("2xH100"))
+        propose(asked, parse_cluster("2xH100"))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_parts_of_a_cluster_are_among_those_of_twice_as_many(text: str) -> None:
     cluster = parse_cluster(text)
     nodes = cluster.nodes if "nodes" in text else None
     twice = parse_cluster(f"{2 * nodes} nodes of 4 H100" if nodes else f"{2 * cluster.count}x{cluster.gpu.name}")
-    parts = usable_parts(cluster)
-    assert parts[0] == cluster and set(parts) <= set(usable_parts(twice))
+    parts = usable_subclusters(cluster)
+    assert parts[0] == cluster and set(parts) <= set(usable_subclusters(twice))
     assert all(part.count % part.per_node == 0 and part.count <= cluster.count for part in parts)
 
 

@@ -1,5 +1,5 @@
-"""`bessemer bench scaling`: what more processes gain, measured. Each number of processes and each layout is started as
-`bessemer train` would start it, times some true steps, and ends.
+"""Measures the scaling of training over processes and layouts (`bessemer bench scaling`). Each combination starts as
+with `bessemer train`, times some real steps, and ends.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from bessemer.train.device import name_and_memory, pick_device
 from bessemer.train.saver import package_versions
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
-USUAL = ("dp_replicate", "dp_shard", "dp_replicate=2+dp_shard")  # layouts that every model has
-ROWS = 16  # of a step, where only a model is named
-BUSY = 0.5  # programs for each core that run already: then nothing that is measured on a CPU holds
-ALIKE = 0.03  # throughputs that repeat no better: then the layout that holds less is suggested
+USUAL = ("dp_replicate", "dp_shard", "dp_replicate=2+dp_shard")  # layouts that every model supports
+ROWS = 16  # of a step, if only a model is named
+BUSY = 0.5  # load per core above which measurements on a CPU are unreliable
+NOISE = 0.03  # of throughputs; within it the layout with less memory is suggested
 Layout = dict[str, int]
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One measurement. `communication` is the share of a step that is gone when nothing is sent."""
+    """One measurement. `communication` is the share of a step that vanishes if nothing is sent."""
 
     ranks: int
     layout: Layout
@@ -65,7 +65,7 @@ class Scaling:
     """All measurements of one model."""
 
     target: str
-    kind: str  # strong: the same batch for all; weak: as many tokens for each process
+    kind: str  # strong: the same batch for all; weak: the same tokens per process
     date: str
     machine: str
     device: str
@@ -74,7 +74,7 @@ class Scaling:
     batch_tokens: int  # of one process under weak scaling
     steps: int
     versions: dict[str, str]
-    load: float = 0.0  # of the machine by others when it began, for each core
+    load: float = 0.0  # of the machine by others at the start, per core
     rows: list[ScalingRow] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -86,43 +86,43 @@ def layout_words(layout: Layout) -> str:
 
 
 def parse_layout(text: str) -> dict[str, int | None]:
-    """`tp=2+dp_shard` as degrees, None for the one that takes what is left."""
-    found: dict[str, int | None] = {}
+    """`tp=2+dp_shard` as degrees; None for the degree that takes the remaining processes."""
+    degrees: dict[str, int | None] = {}
     for item in text.split("+"):
         key, _, degree = item.strip().partition("=")
         if key not in DEGREES or (degree and not (degree.isdigit() and int(degree))):
             raise UserError(
                 f"--layouts {text}: write degrees such as dp_shard or tp=2+dp_shard, of {', '.join(DEGREES)}"
             )
-        found[key] = int(degree) if degree else None
-    if sum(degree is None for degree in found.values()) > 1:
-        raise UserError(f"--layouts {text}: only one degree can take what is left: write a number for the others")
-    return found
+        degrees[key] = int(degree) if degree else None
+    if sum(degree is None for degree in degrees.values()) > 1:
+        raise UserError(f"--layouts {text}: only one degree can take the rest: write a number for the others")
+    return degrees
 
 
-def filled(asked: dict[str, int | None], ranks: int) -> Layout | None:
-    """The layout over so many processes; None where it does not come out even, or leaves nothing to divide."""
+def fill_layout(degrees: dict[str, int | None], ranks: int) -> Layout | None:
+    """The layout over `ranks` processes; None if it does not divide evenly, or the open degree would be 1."""
     product = 1
-    for key, degree in asked.items():
+    for key, degree in degrees.items():
         product *= (degree or 1) if key != "ep" else 1  # experts are divided among the same processes
     left = ranks // product
-    opens = any(degree is None for degree in asked.values())
-    if product * left != ranks or (left > 1 and not opens) or (left == 1 and opens and len(asked) > 1):
+    opens = any(degree is None for degree in degrees.values())
+    if product * left != ranks or (left > 1 and not opens) or (left == 1 and opens and len(degrees) > 1):
         return None
-    return {key: degree or left for key, degree in asked.items()}
+    return {key: degree or left for key, degree in degrees.items()}
 
 
 def layouts_of(texts: Sequence[str], ranks: int) -> list[Layout]:
     if ranks == 1:
         return [{}]
-    return [layout for text in texts if (layout := filled(parse_layout(text), ranks)) is not None]
+    return [layout for text in texts if (layout := fill_layout(parse_layout(text), ranks)) is not None]
 
 
 def spec_of(
     target: str, settings: list[str], context: int, batch: int | None, scratch: Path
 ) -> tuple[RunSpec, int | None]:
-    """The spec of a file, or one around a preset or a folder of weights, with text that means nothing; and how many
-    tokens the model is to have, where the text needs fewer."""
+    """The spec of a file, or one for a preset or a folder of weights with random text; and the model's vocabulary if
+    the text needs a smaller one."""
     if Path(target).is_file():
         return load_spec(target, [*settings, *([f"budget.batch={batch}"] if batch else [])]), None
     named = preset(target) is not None
@@ -143,8 +143,8 @@ def spec_of(
 
 
 def timed_spec(spec: RunSpec, layout: Layout, batch_tokens: int, steps: int) -> RunSpec:
-    """The spec as a worker runs it: no longer than needed, in this layout, and nothing but steps in it. The guard would
-    stop at what processes compute that hear nothing."""
+    """The spec as a worker runs it: in this layout, only as many steps as needed, without guard (which would stop runs
+    that do not communicate) and remote checkpoints."""
     degrees = {key: layout.get(key, 1) for key in DEGREES}
     budget: dict[str, Any] = {"steps": WARMUP + steps + 2, "tokens": None, "batch": batch_tokens, "batch_changes": []}
     return spec.model_copy(
@@ -197,7 +197,7 @@ def measure_row(spec: RunSpec, ranks: int, layout: Layout, request: dict[str, An
 
 
 def with_efficiency(rows: list[ScalingRow]) -> list[ScalingRow]:
-    """Throughput for each process against that of the fewest processes that were measured."""
+    """Throughput per process relative to the smallest number of processes."""
     done = [row for row in rows if row.tokens_per_s]
     if not done:
         return rows
@@ -210,18 +210,18 @@ def with_efficiency(rows: list[ScalingRow]) -> list[ScalingRow]:
 
 
 def suggestion(scaling: Scaling) -> dict[str, Any] | None:
-    """The fastest; of those that are as fast within what repeats, the one that holds least in each process."""
+    """The fastest layout; among equally fast ones, the one with the fewest processes and the least memory."""
     done = [row for row in scaling.rows if row.tokens_per_s]
     if not done:
         return None
     best = max(row.tokens_per_s or 0.0 for row in done)
-    near = [row for row in done if (row.tokens_per_s or 0.0) >= (1 - ALIKE) * best]
+    near = [row for row in done if (row.tokens_per_s or 0.0) >= (1 - NOISE) * best]
     fewest = min(row.ranks for row in near)
     chosen = min((row for row in near if row.ranks == fewest), key=lambda row: row.memory_bytes or 0)
     most = max(row.ranks for row in done)
     reason = f"{chosen.tokens_per_s:,.0f} tokens/s, the most of {len(done)} measured"
     if len(near) > 1:
-        reason += f" within {ALIKE:.0%}, with the least memory of those"
+        reason += f" within {NOISE:.0%}, with the least memory of those"
     if chosen.ranks < most:
         reason += f"; {most} processes gain nothing with this batch"
     return {"ranks": chosen.ranks, "parallel": chosen.layout, "reason": reason}
@@ -232,7 +232,7 @@ def measure_scaling(
     weak: bool = False, steps: int = 10, context: int = 1024, batch: int | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Scaling:  # fmt: skip
-    """Every number of processes in every layout, one after the other."""
+    """Measures every number of processes in every layout, one after the other."""
     if "WORLD_SIZE" in os.environ:
         raise UserError("bench scaling starts processes itself: run it without torchrun")
     if steps < 1:
@@ -245,9 +245,9 @@ def measure_scaling(
         device = pick_device(spec.parallel)
         counts = check_ranks(ranks, device)
         threads = None
-        if device.type == "cpu":  # as many for each process whatever their number, or efficiency would mean nothing
-            asked = spec.parallel.threads
-            threads = asked if isinstance(asked, int) else max(1, (os.cpu_count() or 1) // max(counts))
+        if device.type == "cpu":  # the same for any number of processes, so that efficiencies are comparable
+            setting = spec.parallel.threads
+            threads = setting if isinstance(setting, int) else max(1, (os.cpu_count() or 1) // max(counts))
         load = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
         tell(f"preparing {target}")
         decided = decide(spec, device)
@@ -258,37 +258,39 @@ def measure_scaling(
             load,
         )  # fmt: skip
         rows: list[ScalingRow] = []
-        for count, layout in plan_of(counts, layouts, tell):
+        for count, layout in combinations(counts, layouts, tell):
             tell(f"measuring {count} processes: {layout_words(layout)}" if count > 1 else "measuring one process")
-            asked_spec = timed_spec(spec, layout, tokens * (count if weak else 1), steps)
-            rows.append(measure_row(asked_spec, count, layout, {"steps": steps, "vocab": vocab}, threads))
+            worker_spec = timed_spec(spec, layout, tokens * (count if weak else 1), steps)
+            rows.append(measure_row(worker_spec, count, layout, {"steps": steps, "vocab": vocab}, threads))
             tell(f"  {rows[-1].tokens_per_s:,.0f} tokens/s" if rows[-1].tokens_per_s else f"  {rows[-1].fault}")
         scaling.rows.extend(with_efficiency(rows))
         return scaling
 
 
-def plan_of(counts: Sequence[int], layouts: Sequence[str], tell: Callable[[str], None]) -> Iterator[tuple[int, Layout]]:
+def combinations(
+    counts: Sequence[int], layouts: Sequence[str], tell: Callable[[str], None]
+) -> Iterator[tuple[int, Layout]]:
     for count in counts:
         found = layouts_of(layouts, count)
         if not found:
-            tell(f"none of {', '.join(layouts)} comes out even over {count} processes")
+            tell(f"none of {', '.join(layouts)} divides {count} processes evenly")
         yield from ((count, layout) for layout in found)
 
 
-def check_ranks(asked: Sequence[int] | None, device: torch.device) -> list[int]:
-    """Powers of two up to the GPUs of this machine, or its cores."""
+def check_ranks(ranks: Sequence[int] | None, device: torch.device) -> list[int]:
+    """The given numbers of processes; by default powers of two up to the GPUs or cores of this machine."""
     most = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
-    if asked is None:
+    if ranks is None:
         return [2**k for k in range(4) if 2**k <= most]
-    if any(count < 1 for count in asked):
-        raise UserError(f"--ranks {','.join(map(str, asked))}: write numbers of 1 or more")
-    if device.type == "cuda" and max(asked) > most:
-        raise UserError(f"--ranks {max(asked)}: this machine has {most} GPUs: write {most} or less")
-    return sorted(set(asked))
+    if any(count < 1 for count in ranks):
+        raise UserError(f"--ranks {','.join(map(str, ranks))}: write numbers of 1 or more")
+    if device.type == "cuda" and max(ranks) > most:
+        raise UserError(f"--ranks {max(ranks)}: this machine has {most} GPUs: write {most} or less")
+    return sorted(set(ranks))
 
 
 def table(scaling: Scaling) -> list[str]:
-    """What was measured, and how, and what follows."""
+    """The measurements and the suggestion."""
     rows = [["ranks", "layout", "tokens/s", "step", "efficiency", "communication", "memory"]]
     for row in scaling.rows:
         if row.tokens_per_s is None or row.step_s is None:
@@ -308,10 +310,10 @@ def table(scaling: Scaling) -> list[str]:
         *columns(rows),
         "",
     ]
-    lines.append("communication: the share of a step that is gone when the same processes send nothing")
+    lines.append("communication: the share of a step that vanishes if the same processes send nothing")
     if scaling.load > BUSY:
         lines.append(
-            f"others were using this machine ({scaling.load:g} programs for each core): measure again when idle"
+            f"other programs used this machine (load {scaling.load:g} per core): measure again when it is idle"
         )
     if found := suggestion(scaling):
         inner = ", ".join(f"{key}: {degree}" for key, degree in found["parallel"].items())
@@ -321,7 +323,7 @@ def table(scaling: Scaling) -> list[str]:
 
 
 def save(scaling: Scaling, place: Path) -> Path:
-    """Into a file, or a dated one in a folder; with the command that made it."""
+    """Write JSON with the command line to a file, or to a dated file in a folder."""
     path = place / f"scaling-{scaling.date[:10]}.json" if place.is_dir() or not place.suffix else place
     path.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["bessemer", *sys.argv[1:]])

@@ -1,7 +1,7 @@
-"""One process of a measurement of `bessemer bench scaling`: some steps of a run, timed and thrown away.
+"""A worker process of `bessemer bench scaling`: times some steps of a run and discards them.
 
-They are timed twice: as they are, and among processes that send nothing to each other. The second time computes the
-same on whatever lies in memory instead of what others would have sent; the difference is what communication costs.
+The steps are timed twice: normally, and with processes that send nothing to each other and compute on whatever is in
+memory. The difference is the cost of communication.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from bessemer.train.job import Interrupt, Job, Outcome
 from bessemer.train.loop import train_loop
 
 Word = TypeVar("Word")
-WARMUP = 4  # steps before: buckets, kernels, allocations
-TIMED, SILENT, FAULT = "timed.json", "silent", "fault"  # what a worker leaves in its folder
+WARMUP = 4  # untimed steps: buckets, kernels, allocations
+TIMED, SILENT, FAULT = "timed.json", "silent", "fault"  # files that a worker writes
 DONE = "timed"
 
 
 class SilentView(World):
-    """Processes that send nothing: each takes its own word for everyone's."""
+    """A world without communication: each process takes its own value for everyone's."""
 
     @property
     def main(self) -> bool:
-        return True  # each has a folder of its own
+        return True  # each process has its own folder
 
     def agree(self, word: Word) -> Word:
         return word
@@ -69,7 +69,7 @@ class SilentView(World):
 
 
 def join_silently(device: torch.device) -> SilentView:
-    """torch's fake process group has every collective and carries out none."""
+    """Join torch's fake process group, whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -82,7 +82,7 @@ def join_silently(device: torch.device) -> SilentView:
 
 @dataclass
 class Stopwatch:
-    """Lets WARMUP steps pass, times `steps`, then ends the loop; the loop calls it as it calls a profiler."""
+    """Skips WARMUP steps, times `steps` steps, then ends the loop, which calls it like a profiler."""
 
     device: torch.device
     steps: int
@@ -90,7 +90,7 @@ class Stopwatch:
 
     @property
     def step_s(self) -> float:
-        """On a CPU the median, since others may use it too; a GPU is not waited for between steps."""
+        """The median on a CPU, which others may use too; the mean on a GPU, which does not synchronize every step."""
         if self.device.type == "cuda":
             return (self.ends_s[-1] - self.ends_s[WARMUP - 1]) / self.steps
         return statistics.median(b - a for a, b in pairwise(self.ends_s[WARMUP - 1 :]))
@@ -107,13 +107,13 @@ class Stopwatch:
 
 
 class ScalingSession(Session):
-    """A start of the spec in a folder of its own that ends after the timed steps. `vocab` is the model's where the
-    tokenizer has fewer tokens."""
+    """A session in its own folder that ends after the timed steps. `vocab` is the model's vocabulary if the tokenizer's
+    is smaller."""
 
     def __init__(self, spec: RunSpec, folder: Path, steps: int, vocab: int | None = None, silent: bool = False) -> None:
         super().__init__(spec)
         self.folder, self.steps, self.vocab, self.silent = folder, steps, vocab, silent
-        self.found: dict[str, Any] = {}
+        self.result: dict[str, Any] = {}
 
     def train(self) -> Outcome:
         device = pick_device(self.spec.parallel)
@@ -134,7 +134,7 @@ class ScalingSession(Session):
         job.recorder.profiler = watch = Stopwatch(job.engine.device, self.steps)
         outcome = train_loop(job)
         rows = job.data.stream.steps.rows(0)
-        self.found = {
+        self.result = {
             "step_s": watch.step_s, "tokens": rows * job.plan.context, "parameters": job.engine.model.shape.parameters,
             "micro_rows": job.plan.micro_rows, "precision": job.plan.precision,
             "memory_bytes": max(job.world.gather(memory_in_use(job.engine.device))),
@@ -143,33 +143,33 @@ class ScalingSession(Session):
 
 
 def measure(request: dict[str, Any], folder: Path) -> None:
-    """Both timings; what is found goes to files in `folder`. With experts divided among processes there is no second
-    one: how much is sent where would not be known."""
+    """Time the steps with and without communication, and write the results to files in `folder`. With expert
+    parallelism there is no second timing, since the routing depends on communication."""
     rank, size = (int(os.environ.get(key, default)) for key, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     spec, steps, vocab = load_spec(folder / "spec.yaml"), request["steps"], request["vocab"]
     session = ScalingSession(spec, folder / "run", steps, vocab)
     session.train()
     part()
     if rank == 0:
-        (folder / TIMED).write_text(json.dumps(session.found))
+        (folder / TIMED).write_text(json.dumps(session.result))
     del session
     gc.collect()
     if size > 1 and spec.parallel.ep == 1:
-        quiet = ScalingSession(spec, folder / f"{SILENT}-{rank}", steps, vocab, silent=True)
-        quiet.train()
+        silent = ScalingSession(spec, folder / f"{SILENT}-{rank}", steps, vocab, silent=True)
+        silent.train()
         part()
-        (folder / f"{SILENT}-{rank}.json").write_text(json.dumps(quiet.found))
+        (folder / f"{SILENT}-{rank}.json").write_text(json.dumps(silent.result))
 
 
 def main(folder: Path) -> None:
-    """A refused layout is a finding; anything else ends the process."""
+    """A refused layout is a result; any other error ends the process."""
     try:
         measure(json.loads((folder / "request.json").read_text()), folder)
-    except SystemExit:  # rank 0 writes why
+    except SystemExit:  # rank 0 writes the reason
         return
     except BaseException as error:
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        (folder / f"{FAULT}-{os.environ.get('RANK', '0')}.txt").write_text(words[0])
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        (folder / f"{FAULT}-{os.environ.get('RANK', '0')}.txt").write_text(lines[0])
         if not isinstance(error, UserError):
             traceback.print_exc()
             raise

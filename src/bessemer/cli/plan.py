@@ -1,4 +1,4 @@
-"""`bessemer plan`: what to run, on what, for how long, at what price, and why; and how right such plans have been."""
+"""`bessemer plan`: plans a run before it starts. One command for each question that a user asks."""
 
 from __future__ import annotations
 
@@ -10,324 +10,345 @@ import typer
 from bessemer.cli.console import CommandGroup
 
 if TYPE_CHECKING:
-    from bessemer.plan.interview import InterviewAnswers
-    from bessemer.plan.request import PlanRequest
+    from bessemer.plan.request import InterviewAnswers, PlanRequest
+    from bessemer.plan.search.budget import BudgetRanking
     from bessemer.plan.search.proposal import Proposal
 
 
-class _SpecOrCommand(CommandGroup):
-    """`plan SPEC` is `plan --spec SPEC`: the first word that is neither an option's nor a command's is a spec."""
+class _RunByDefault(CommandGroup):
+    """`plan ...` means `plan run ...` unless the first word is a command. The help shows an example of each command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        flags = {"-h", "--help"}
-        for option in self.params:
-            flags |= set(option.opts) if getattr(option, "is_flag", False) else set()
-        at = 0
-        while at < len(args) and args[at].startswith("-"):
-            at += 1 if args[at] in flags or "=" in args[at] else 2
-        if at < len(args) and args[at] not in self.commands:
-            args = [*args[:at], "--spec", *args[at:]]
-        return super().parse_args(ctx, args)
+        known = {*self.commands, "-h", "--help"}
+        return super().parse_args(ctx, args if args and args[0] in known else ["run", *args])
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        super().format_commands(ctx, formatter)
+        with formatter.section("Examples"):
+            for command in self.commands.values():
+                formatter.write(f"  {(command.help or '').partition('Example: ')[2].strip()}\n")
 
 
-app = typer.Typer(cls=_SpecOrCommand, subcommand_metavar="[SPEC.yaml | COMMAND ...]")
+app = typer.Typer(
+    cls=_RunByDefault,
+    subcommand_metavar="[COMMAND] [SPEC.yaml] [OPTIONS]...",
+    help="Plan a run before it starts: layout, batch, learning rate, memory, days and money. Every number comes with "
+    "its reason and its error. The word `run` may be left out; without arguments, `bessemer plan` asks questions.",
+)
+SPEC = typer.Argument(None, help="A run's YAML file. The plan keeps what it sets and decides the rest.")
+SETTINGS = typer.Option([], "--set", help="Set a key of the spec, such as data.context=8192. Repeatable.")
+MODEL = typer.Option(None, "--model", help="A size or a preset, such as 7B or llama-7b.")
+TOKENS = typer.Option(None, "--tokens", help="Training tokens, such as 100B. Default: compute-optimal for the model.")
+GPUS = typer.Option(None, "--gpus", help="Such as 8xA100-80GB or '2 nodes of 8 H100'. Default with a SPEC: this host.")
+NETWORK = typer.Option(None, "--network", help="Bandwidth of a node, such as '8 x NDR' or '400 Gb/s'.")
+WRITE = typer.Option(None, "--write", help="Write the planned spec to this file, each decision with its reason.")
+AS_JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
-@app.callback(invoke_without_command=True)
-def plan(
-    context: typer.Context,
-    spec: Path | None = typer.Option(None, "--spec", hidden=True),
-    settings: list[str] = typer.Option([], "--set", help="With a spec: override a key. Repeatable."),
-    model: str | None = typer.Option(None, "--model", help="A size or preset, such as 7B or llama-7b."),
-    gpus: str | None = typer.Option(
-        None, "--gpus", help="Such as 8xA100-80GB or '2 nodes of 8 H100'; with a spec left out: this machine."
+@app.command()
+def run(
+    spec: Path | None = SPEC,
+    model: str | None = MODEL,
+    tokens: str | None = TOKENS,
+    gpus: str | None = GPUS,
+    network: str | None = NETWORK,
+    settings: list[str] = SETTINGS,
+    tokens_per_second: str | None = typer.Option(
+        None, "--tokens-per-second", help="Refuse the plan if it is slower than this, with the arithmetic."
     ),
-    tokens: str | None = typer.Option(None, "--tokens", help="Such as 100B; left out: as many as suit the model."),
-    row: int | None = typer.Option(None, "--context", help="Tokens of a row; left out: by size."),
-    batch: str | None = typer.Option(None, "--batch", help="Tokens of a step, such as 4M; left out: by size."),
-    precision: str | None = typer.Option(None, "--precision", help="bf16, fp16, fp8, tf32 or fp32."),
-    tp: int | None = typer.Option(None, "--tp", help="Tensor parallel; left out: what is fastest, as --cp and --pp."),
-    cp: int | None = typer.Option(None, "--cp", help="Context parallel."),
-    pp: int | None = typer.Option(None, "--pp", help="Pipeline parallel."),
-    network: str | None = typer.Option(None, "--network", help="Of a node, such as '8 x NDR' or '400 Gb/s'."),
-    rate: str | None = typer.Option(None, "--tokens-per-second", help="A wish to be checked against what is possible."),
-    budget: str | None = typer.Option(None, "--budget", help="Such as 50000usd: rank GPUs, providers and regions."),
-    deadline: str | None = typer.Option(None, "--deadline", help="Such as 30d, alone or with --budget."),
-    write: Path | None = typer.Option(None, "--write", help="Write the spec, every decision with its reason."),
-    emit: str | None = typer.Option(
-        None, "--emit", help="With --write: launch files too, for slurm, kubernetes, sky, modal or ssh."
-    ),
-    image: str | None = typer.Option(None, "--image", help="With --emit: a container image with Bessemer in it."),
-    volume: str | None = typer.Option(None, "--volume", help="With --emit: a claim, a Modal volume or a bucket."),
-    install: str | None = typer.Option(None, "--install", help="With --emit sky or modal: what pip installs."),
-    hosts: str | None = typer.Option(None, "--hosts", help="With --emit ssh: HOST[,HOST...]."),
-    serve: bool = typer.Option(False, "--serve", help="Plan serving instead: GPUs, settings, price of a token."),
-    rps: float | None = typer.Option(None, "--rps", help="With --serve: requests a second."),
-    ttft: str | None = typer.Option(None, "--ttft", help="With --serve: wait for the first token, such as 500ms."),
-    tpot: str | None = typer.Option(None, "--tpot", help="With --serve: wait between tokens, such as 50ms."),
-    prompt: int = typer.Option(1000, "--prompt", help="With --serve: tokens of a prompt."),
-    answer: int = typer.Option(250, "--answer", help="With --serve: tokens of an answer."),
-    purpose: str | None = typer.Option(
-        None, "--for", help="Only the memory of training, lora, qlora, dpo, ppo or inference."
-    ),
-    rank: int = typer.Option(32, "--rank", help="With --for lora or qlora: of the adapters."),
-    simulate: bool = typer.Option(False, "--simulate", help="Play the run: spread of finish and cost, what-ifs."),
-    picture: Path | None = typer.Option(None, "--picture", help="Simulate, and draw one step: FILE.svg."),
-    seed: int = typer.Option(0, "--seed", help="With --simulate: other numbers, other luck."),
-    as_json: bool = typer.Option(False, "--json", help="As JSON."),
+    write: Path | None = WRITE,
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Plan a training run before there is anything to run: layout, batch, learning rate, memory, days and money, each
-    with its reason and the error that such predictions had. From a few words, from a spec that leaves things open, or
-    from a budget and a deadline; without any, questions are asked on a terminal.
+    """Plan a training run on given GPUs, or a spec on this machine. Without enough options it asks on a terminal.
 
     Example: bessemer plan --model 7b --tokens 100B --gpus 8xA100-80GB
     """
-    if context.invoked_subcommand:
-        return
-    from bessemer.plan.interview import InterviewAnswers
+    from bessemer.plan.local import OTHER_MACHINES, check_options, local_json, local_lines
+    from bessemer.plan.request import InterviewAnswers, parse_count_option
+    from bessemer.plan.search.proposal import check_rate
 
-    words = InterviewAnswers(model, tokens, gpus, budget, deadline)
-    if purpose:
-        others = {"--serve": serve, "--simulate": simulate, "--picture": picture, "--write": write,
-                  "--budget": budget, "--deadline": deadline, "SPEC.yaml": spec}  # fmt: skip
-        if wrong := [name for name, given in others.items() if given]:
-            raise _fault(f"--for {purpose} tells memory alone: leave {wrong[0]} out")
-        _purpose(purpose, words, row, precision, rank, as_json)
+    if spec is None and not (model and gpus):
+        _plan_answers(_ask_missing(InterviewAnswers(model, tokens, gpus)), network, settings, write, as_json)
         return
-    if serve and (simulate or picture):
-        raise _fault("--simulate plays training: leave it out, or --serve")
-    if serve:
-        _serve(words, row, rps, ttft, tpot, prompt, answer, as_json)
-        return
-    if emit and not write:
-        raise _fault(f"--emit {emit}: launch files need the spec they start: add --write FILE.yaml")
-    if spec is None:
-        words = _complete(words)
-    how_to_ask = ""
-    settled = {"--batch": batch, "--context": row, "--precision": precision, "--tp": tp, "--cp": cp, "--pp": pp}
-    if spec is not None and not (words.gpus or words.budget or words.deadline):
-        asked = _from_spec(spec, settings, words.model, _tokens(words), settled)
-        more = {"--simulate": simulate, "--picture": picture, "--write": write, "--network": network,
-                "--tokens-per-second": rate}  # fmt: skip
-        words = _this_machine(asked, words, more, as_json)
-        if words.gpus is None:  # printed already
+    request = _request(spec, model, tokens, settings)
+    local_gpus = None
+    if gpus is None:
+        from bessemer.train.speed import catalogued_gpus, plan_measured
+
+        local_gpus = catalogued_gpus(request.spec.parallel)
+        if local_gpus is None:
+            check_options({"--write": write, "--network": network, "--tokens-per-second": tokens_per_second})
+            local = plan_measured(request)
+            _print(local_json(local), local_lines(local), as_json)
             return
-        from bessemer.plan.local import OTHERS
-
-        how_to_ask = OTHERS
-    found, shown = _answer(words, spec, settings, settled, network, rate)
-    played = None
-    if simulate or picture:
-        from bessemer.plan.simulate.report import simulated
-
-        played = simulated(found, seed, picture)
-    print(_text(found, shown, as_json, played))
-    if how_to_ask and not as_json:
-        print(f"  others  {how_to_ask}")
-    if write:
-        options = {"image": image, "volume": volume, "install": install, "hosts": hosts}
-        _write(found, write, emit, options, as_json)
+    proposal = _propose(request, gpus or local_gpus, network)
+    if rate := parse_count_option("--tokens-per-second", tokens_per_second):
+        check_rate(proposal, rate)
+    _print_proposal(proposal, as_json)
+    if local_gpus and not as_json:
+        print(f"  others  {OTHER_MACHINES}")
+    _write(proposal, write, as_json)
 
 
-def _fault(text: str) -> Exception:
-    from bessemer.errors import UserError
+@app.command()
+def search(
+    spec: Path | None = SPEC,
+    budget: str | None = typer.Option(None, "--budget", help="Such as 50000usd."),
+    deadline: str | None = typer.Option(None, "--deadline", help="Such as 30d. Default: 30 days."),
+    model: str | None = typer.Option(None, "--model", help="A size or a preset. Default: what the budget trains best."),
+    tokens: str | None = TOKENS,
+    gpus: str | None = typer.Option(None, "--gpus", help="Search one GPU type (H100) or one cluster (8xH100) only."),
+    network: str | None = NETWORK,
+    settings: list[str] = SETTINGS,
+    write: Path | None = WRITE,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Search GPU types, their number and providers for the cheapest run within a budget, a deadline or both.
 
-    return UserError(text)
+    Example: bessemer plan search --model 7b --tokens 100B --budget 10000usd --deadline 30d
+    """
+    from bessemer.plan.request import parse_count_option, parse_limits, request_from_options
+    from bessemer.plan.search.budget import choose_model, search_budget
 
-
-def _complete(words: InterviewAnswers) -> InterviewAnswers:
-    """Questions for what is missing, where somebody is there to answer."""
-    import sys
-
-    from bessemer.plan.interview import interview
-
-    enough = words.model and (words.gpus or words.budget or words.deadline)
-    if enough or words.budget:
-        return words
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise _fault(
-            "write --model and --gpus, or --budget and --deadline, such as: "
-            "bessemer plan --model 7b --tokens 100B --gpus 8xA100-80GB"
-        )
-    return interview(words, lambda question, default: str(typer.prompt(question, default=default)), print)
-
-
-def _tokens(words: InterviewAnswers) -> int | None:
-    from bessemer.plan.request import option_count
-
-    return option_count("--tokens", words.tokens)
-
-
-def _this_machine(asked: PlanRequest, words: InterviewAnswers, more: dict[str, Any], as_json: bool) -> InterviewAnswers:
-    """The same wishes with this machine's GPUs, where the catalogue has them; elsewhere its plan is printed."""
-    import json
-    from dataclasses import replace
-
-    from bessemer.plan.local import check_options, local_json, local_lines
-    from bessemer.train.speed import catalogued_gpus, plan_measured
-
-    if gpus := catalogued_gpus(asked.spec.parallel):
-        return replace(words, gpus=gpus)
-    check_options(more)
-    found = plan_measured(asked)
-    print(json.dumps(local_json(found), indent=1) if as_json else "\n".join(local_lines(found)))
-    return words
-
-
-def _answer(
-    words: InterviewAnswers, spec: Path | None, settings: list[str], settled: dict[str, Any], network: str | None,
-    rate: str | None,
-) -> tuple[Proposal, Any]:  # fmt: skip
-    """The plan, and the ranking that it comes first in where there is one."""
-    from bessemer.plan.hardware import parse_cluster
-    from bessemer.plan.request import option_count
-    from bessemer.plan.search.budget import fulfil, parse_limits
-    from bessemer.plan.search.proposal import check_rate, propose_for
-
-    tokens = _tokens(words)
-    if spec is not None:
-        asked = _from_spec(spec, settings, words.model, tokens, settled)
-    elif words.model is None:
-        from bessemer.plan.search.budget import model_for_budget
-
-        limits = parse_limits(words.budget, words.deadline)
-        asked = model_for_budget(
-            limits, tokens, lambda size, whole: _from_words(size, whole, settled), words.gpus, network
-        )
+    if not (budget or deadline):
+        raise _error("plan search: write --budget, such as 5000usd, --deadline, such as 30d, or both")
+    limits = parse_limits(budget, deadline)
+    if spec is None and model is None:
+        if budget is None:
+            raise _error("plan search --deadline: write --model or --budget too, such as --model 7b")
+        request = choose_model(
+            limits, parse_count_option("--tokens", tokens),
+            lambda size, count: request_from_options(size, count, settings), gpus, network,
+        )  # fmt: skip
     else:
-        asked = _from_words(words.model, tokens, settled)
-    ranking = None
-    if words.budget or words.deadline:
-        ranking = fulfil(asked, parse_limits(words.budget, words.deadline), words.gpus, network)
-        found = ranking.best
-    else:
-        assert words.gpus is not None
-        found = propose_for(asked, parse_cluster(words.gpus, network))
-    if wanted := option_count("--tokens-per-second", rate):
-        check_rate(found, wanted)
-    return found, ranking
+        request = _request(spec, model, tokens, settings)
+    ranking = search_budget(request, limits, gpus, network)
+    _print_ranking(ranking, as_json)
+    _write(ranking.best, write, as_json)
 
 
-def _from_words(model: str, tokens: int | None, settled: dict[str, Any]) -> PlanRequest:
-    from bessemer.plan.request import ask, option_count
+@app.command()
+def simulate(
+    spec: Path | None = SPEC,
+    model: str | None = MODEL,
+    tokens: str | None = TOKENS,
+    gpus: str | None = GPUS,
+    network: str | None = NETWORK,
+    settings: list[str] = SETTINGS,
+    picture: Path | None = typer.Option(None, "--picture", help="Draw the timeline of one step: FILE.svg."),
+    seed: int = typer.Option(0, "--seed", help="Seed of the random failures and delays."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Simulate a planned run with failures, stragglers and preemptions: spread of its finish and cost, and what-ifs.
 
-    degrees = {key: settled[f"--{key}"] for key in ("tp", "cp", "pp")}
-    batch = option_count("--batch", settled["--batch"])
-    return ask(model, tokens, settled["--context"], batch, settled["--precision"] or "auto", degrees)
+    Example: bessemer plan simulate --model 70b --tokens 2T --gpus 4096xH100 --picture step.svg
+    """
+    from bessemer.plan.present import proposal_json, proposal_lines
+    from bessemer.plan.search.budget import alternative_lines
+    from bessemer.plan.simulate.run import run_simulation, simulation_json, simulation_lines
 
-
-def _from_spec(
-    spec: Path, settings: list[str], model: str | None, tokens: int | None, settled: dict[str, Any]
-) -> PlanRequest:
-    """A spec; options of the command line are laid over it as `--set` would."""
-    from bessemer.plan.request import ask_spec
-    from bessemer.spec.load import load_document
-
-    keys = {"--batch": "budget.batch", "--context": "data.context", "--precision": "precision",
-            "--tp": "parallel.tp", "--cp": "parallel.cp", "--pp": "parallel.pp"}  # fmt: skip
-    over = [f"{keys[name]}={value}" for name, value in settled.items() if value is not None]
-    over += [f"model={model.upper()}"] if model else []
-    over += [f"budget.tokens={tokens}"] if tokens else []
-    loaded = load_document(spec, [*settings, *over])
-    run = loaded.spec
-    if "name" not in loaded.document.data:  # what is written from it has its own file's name
-        run = run.model_copy(update={"name": "auto"})
-    if run.model.hf is None:
-        return ask_spec(run)
-    from bessemer.export.describe import find_shape  # reads the folder's config.json, for which it loads torch
-
-    return ask_spec(run, find_shape(run.model.hf))
+    proposal = _propose(_request(spec, model, tokens, settings), gpus, network)
+    simulation = run_simulation(proposal, seed, picture)
+    text = [*proposal_lines(proposal), *alternative_lines(proposal), "", *simulation_lines(simulation)]
+    _print(proposal_json(proposal) | {"simulation": simulation_json(simulation)}, text, as_json)
 
 
-def _text(found: Proposal, ranking: Any, as_json: bool, played: Any = None) -> str:
-    import json
+@app.command()
+def serve(
+    model: str = typer.Option(..., "--model", help="A size or a preset, such as 7B or llama-7b."),
+    rps: float = typer.Option(..., "--rps", help="Requests per second."),
+    ttft: str | None = typer.Option(None, "--ttft", help="Longest time to the first token (default: 500ms)."),
+    tpot: str | None = typer.Option(None, "--tpot", help="Longest time per output token (default: 30ms)."),
+    prompt: int = typer.Option(1000, "--prompt", help="Tokens of a prompt."),
+    answer: int = typer.Option(250, "--answer", help="Tokens of an answer."),
+    gpus: str | None = typer.Option(None, "--gpus", help="A GPU type, such as H100. Default: the cheapest."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Plan serving: GPUs, replicas, engine settings and the price of a million tokens for a load and two latencies.
 
-    from bessemer.plan.present.show import lines, ranking_json, ranking_lines, to_json
-    from bessemer.plan.search.budget import lever_lines
+    Example: bessemer plan serve --model 7b --rps 10 --ttft 500ms --tpot 50ms
+    """
+    from bessemer.plan.cost_model.serving import find_serving, parse_demand, serving_json, serving_lines
+    from bessemer.plan.request import request_from_options
 
-    if as_json:
-        told = ranking_json(ranking) if ranking else to_json(found)
-        if played:
-            from bessemer.plan.simulate import report as simulation_report
-
-            told["simulation"] = simulation_report.to_json(played)
-        return json.dumps(told, indent=1)
-    shown = ranking_lines(ranking) if ranking else [*lines(found), *lever_lines(found)]
-    if played:
-        from bessemer.plan.simulate import report as simulation_report
-
-        shown += ["", *simulation_report.lines(played)]
-    return "\n".join(shown)
-
-
-def _write(found: Proposal, path: Path, emit: str | None, options: dict[str, str | None], as_json: bool) -> None:
-    """The spec, and beside it what starts it somewhere. Beside JSON the names of the files are no part of it."""
-    import shlex
-    import sys
-
-    from bessemer.plan.present.to_spec import spec_text, write_spec
-
-    def tell(line: str) -> None:
-        print(line, file=sys.stderr if as_json else sys.stdout)
-
-    text = spec_text(found, shlex.join(["bessemer", *sys.argv[1:]]))
-    request = None
-    if emit:  # what is wrong with it is told before anything is written
-        from bessemer.launch.submit import planned_request, write_planned
-
-        price = found.costs[0].price if found.costs else None
-        request = planned_request(path, text, emit, found.wish.cluster, price, options)
-    write_spec(path, text)
-    tell(f"written  {path}")
-    if request:
-        write_planned(request, tell)
+    shape, demand = request_from_options(model).shape, parse_demand(rps, prompt, answer, ttft, tpot)
+    options = find_serving(shape, demand, gpus)
+    _print(serving_json(shape, demand, options), serving_lines(shape, demand, options), as_json)
 
 
-def _purpose(
-    purpose: str, words: InterviewAnswers, row: int | None, precision: str | None, rank: int, as_json: bool
-) -> None:  # fmt: skip
-    import json
+@app.command()
+def memory(
+    use: str = typer.Argument(help="training, lora, qlora, dpo, ppo or inference."),
+    model: str = typer.Option(..., "--model", help="A size or a preset, such as 7B or llama-7b."),
+    gpus: str = typer.Option(..., "--gpus", help="Such as A100-80GB or 8xH100."),
+    context: int = typer.Option(4096, "--context", help="Tokens of a row, a rollout or a conversation."),
+    precision: str = typer.Option("bf16", "--precision", help="bf16, fp16, fp8, tf32, fp32; for inference also int4."),
+    rank: int = typer.Option(32, "--rank", help="Rank of the adapters of lora and qlora."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Show what a model needs in GPU memory for training, adapters, preference training, PPO or inference.
 
+    Example: bessemer plan memory qlora --model 70b --gpus A100-80GB --context 2048
+    """
     from bessemer.plan.cost_model.purposes import check_use, fit_purpose, purpose_json, purpose_lines
-    from bessemer.plan.request import ask
+    from bessemer.plan.request import request_from_options
 
-    use = check_use(purpose)
-    if words.model is None or words.gpus is None:
-        raise _fault(f"--for {use}: write --model and --gpus, such as: --for {use} --model 7b --gpus A100-80GB")
-    found = fit_purpose(use, ask(words.model, context=row).shape, words.gpus, row or 4096, rank, precision or "bf16")
-    print(json.dumps(purpose_json(found), indent=1) if as_json else "\n".join(purpose_lines(found)))
+    shape = request_from_options(model, settings=[f"data.context={context}"]).shape
+    fit = fit_purpose(check_use(use), shape, gpus, context, rank, precision)
+    _print(purpose_json(fit), purpose_lines(fit), as_json)
 
 
-def _serve(
-    words: InterviewAnswers, row: int | None, rps: float | None, ttft: str | None,
-    tpot: str | None, prompt: int, answer: int,
-    as_json: bool,
-) -> None:  # fmt: skip
-    import json
+@app.command()
+def job(
+    spec: Path = typer.Argument(help="A spec, such as one that --write wrote."),
+    gpus: str = typer.Option(..., "--gpus", help="The cluster, such as 16xA100-80GB."),
+    on: str = typer.Option(..., "--on", help="slurm, kubernetes, sky, modal or ssh."),
+    image: str | None = typer.Option(None, "--image", help="A container image that contains Bessemer."),
+    volume: str | None = typer.Option(None, "--volume", help="A volume claim, a Modal volume or a bucket."),
+    install: str | None = typer.Option(None, "--install", help="sky and modal: what pip installs."),
+    hosts: str | None = typer.Option(None, "--hosts", help="ssh: HOST[,HOST...]."),
+) -> None:
+    """Write the files that start a spec on a cluster, for as many nodes as its plan uses. Submits nothing.
 
-    from bessemer.plan.cost_model.serving import demand_of, serving_json, serving_lines, ways_to_serve
-    from bessemer.plan.request import ask
+    Example: bessemer plan job my-7b.yaml --gpus 16xA100-80GB --on slurm
+    """
+    from bessemer.launch.submit import planned_request, write_planned
 
-    if words.model is None or rps is None:
-        raise _fault("--serve: write --model and --rps, such as: bessemer plan --serve --model 7b --rps 10")
-    shape, demand = ask(words.model, context=row).shape, demand_of(rps, prompt, answer, ttft, tpot)
-    ways = ways_to_serve(shape, demand, words.gpus)
-    told = serving_json(shape, demand, ways)
-    print(json.dumps(told, indent=1) if as_json else "\n".join(serving_lines(shape, demand, ways)))
+    proposal = _propose(_request(spec, None, None, []), gpus, None)
+    price = proposal.costs[0].price if proposal.costs else None
+    options = {"image": image, "volume": volume, "install": install, "hosts": hosts}
+    write_planned(planned_request(spec, spec.read_text(), on, proposal.goal.cluster, price, options), print)
+
+
+@app.command()
+def interview() -> None:
+    """Ask for model, tokens and GPUs or budget, one question after the other, then print the plan.
+
+    Example: bessemer plan interview
+    """
+    from bessemer.plan.request import InterviewAnswers
+
+    _plan_answers(_ask_missing(InterviewAnswers()), None, [], None, False)
 
 
 @app.command()
 def check(
     rows: Path = typer.Argument(help="A CSV file with the columns of vTrain's or llm-foundry's published table."),
-    as_json: bool = typer.Option(False, "--json", help="As JSON."),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Predict the step time of every row from its configuration alone, beside what was measured.
+    """Compare predicted with measured step times: every row of a table is predicted from its configuration alone.
 
     Example: bessemer plan check benchmarks/data/planner/llmfoundry_mfu.csv
     """
-    import json
-
     from bessemer.plan.check import check_file, table, to_json
 
-    found = check_file(rows)
-    print(json.dumps(to_json(found), indent=1) if as_json else "\n".join(table(found)))
+    checked = check_file(rows)
+    _print(to_json(checked), table(checked), as_json)
+
+
+def _error(text: str) -> Exception:
+    from bessemer.errors import UserError
+
+    return UserError(text)
+
+
+def _print(data: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    import json
+
+    print(json.dumps(data, indent=1) if as_json else "\n".join(lines))
+
+
+def _ask_missing(answers: InterviewAnswers) -> InterviewAnswers:
+    """Ask for what the options leave out, if a person is there to answer."""
+    import sys
+
+    from bessemer.plan.request import ask_missing
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise _error("write --model and --gpus, such as: bessemer plan --model 7b --tokens 100B --gpus 8xA100-80GB")
+    return ask_missing(answers, lambda question, default: str(typer.prompt(question, default=default)), print)
+
+
+def _plan_answers(
+    answers: InterviewAnswers, network: str | None, settings: list[str], write: Path | None, as_json: bool
+) -> None:
+    """The plan of an interview: on the named GPUs, or the best within the budget and deadline."""
+    request = _request(None, answers.model, answers.tokens, settings)
+    if answers.gpus:
+        proposal = _propose(request, answers.gpus, network)
+        _print_proposal(proposal, as_json)
+    else:
+        from bessemer.plan.request import parse_limits
+        from bessemer.plan.search.budget import search_budget
+
+        ranking = search_budget(request, parse_limits(answers.budget, answers.deadline), None, network)
+        proposal = ranking.best
+        _print_ranking(ranking, as_json)
+    _write(proposal, write, as_json)
+
+
+def _request(spec: Path | None, model: str | None, tokens: str | None, settings: list[str]) -> PlanRequest:
+    """From a spec, over which the options count as `--set` does, or from the options alone."""
+    from bessemer.plan.request import parse_count_option, request_from_options, request_from_spec
+
+    count = parse_count_option("--tokens", tokens)
+    if spec is None:
+        if model is None:
+            raise _error("write --model, such as --model 7b, or name a spec")
+        return request_from_options(model, count, settings)
+    from bessemer.spec.load import load_document
+
+    overrides = [f"model={model.upper()}"] if model else []
+    overrides += [f"budget.tokens={count}"] if count else []
+    loaded = load_document(spec, [*settings, *overrides])
+    run = loaded.spec
+    if "name" not in loaded.document.data:  # a spec that is written from this one gets the name of its own file
+        run = run.model_copy(update={"name": "auto"})
+    if run.model.hf is None:
+        return request_from_spec(run)
+    from bessemer.export.describe import find_shape  # reads config.json, and loads torch for it
+
+    return request_from_spec(run, find_shape(run.model.hf))
+
+
+def _propose(request: PlanRequest, gpus: str | None, network: str | None) -> Proposal:
+    """The plan on the named GPUs, or on this machine's if they are in the catalogue."""
+    from bessemer.plan.hardware import parse_cluster
+    from bessemer.plan.search.proposal import propose
+
+    if gpus is None and not request.from_options:
+        from bessemer.train.speed import catalogued_gpus
+
+        gpus = catalogued_gpus(request.spec.parallel)
+    if gpus is None:
+        raise _error("write --gpus, such as --gpus 8xH100")
+    return propose(request, parse_cluster(gpus, network))
+
+
+def _print_proposal(proposal: Proposal, as_json: bool) -> None:
+    from bessemer.plan.present import proposal_json, proposal_lines
+    from bessemer.plan.search.budget import alternative_lines
+
+    if as_json:
+        _print(proposal_json(proposal), [], as_json)
+    else:
+        _print({}, [*proposal_lines(proposal), *alternative_lines(proposal)], as_json)
+
+
+def _print_ranking(ranking: BudgetRanking, as_json: bool) -> None:
+    from bessemer.plan.present import ranking_json, ranking_lines
+
+    _print(ranking_json(ranking), ranking_lines(ranking), as_json)
+
+
+def _write(proposal: Proposal, path: Path | None, as_json: bool) -> None:
+    """Write the planned spec. With --json the file's name goes to stderr."""
+    if path is None:
+        return
+    import shlex
+    import sys
+
+    from bessemer.plan.present import spec_text, write_spec
+
+    write_spec(path, spec_text(proposal, shlex.join(["bessemer", *sys.argv[1:]])))
+    print(f"written  {path}", file=sys.stderr if as_json else sys.stdout)

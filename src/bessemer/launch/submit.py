@@ -132,7 +132,7 @@ def planned_request(
     """The request of a planned run; `text` is its spec. `options` are those that only the user knows: image, volume,
     install, hosts."""
     if on not in PLAN_TARGETS:
-        raise UserError(f"--emit {on}: write one of {', '.join(PLAN_TARGETS)}")
+        raise UserError(f"--on {on}: write one of {', '.join(PLAN_TARGETS)}")
     given_options = {key: value for key, value in options.items() if value}
     hosts = tuple(host.strip() for host in given_options.pop("hosts", "").split(",") if host.strip())
     if hosts and len(hosts) != cluster.nodes:
@@ -146,10 +146,7 @@ def planned_request(
     run = named(validate(parse(text, str(path))), path)
     request = LaunchRequest(run, on, cluster.nodes, cluster.per_node, on_demand=on_demand, hosts=hosts)
     request = replace(request, **given_options, **derived)  # type: ignore[arg-type]
-    try:
-        return check_request(request)
-    except UserError as error:
-        raise UserError(str(error).replace("--on ", "--emit ")) from None
+    return check_request(request)
 
 
 def write_planned(request: LaunchRequest, report: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
-"""`bessemer plan check`: predicts measured runs from their configuration alone and says how far off it was.
+"""Predicts the step times of measured runs from their configuration and reports the errors (`bessemer plan check`).
 
-Two published tables are read by their columns: vTrain's (Megatron-LM on A100s) and llm-foundry's (MPT under FSDP on
-A100s and H100s). What a table does not say of its setup is written here, once for all its rows.
+Reads two published tables: vTrain's (Megatron-LM on A100s) and llm-foundry's (MPT with FSDP on A100s and H100s).
+Settings that a table does not state are constants here.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MPT = {
 MPT_VOCAB = 50_368
 GPT2_VOCAB = 50_257
 FOUNDRY_GPUS = {"a100_40gb": "A100-40GB", "a100_80gb": "A100-80GB", "h100_80gb": "H100"}
-HDR_4, HDR_8, NDR_8 = 100e9, 200e9, 400e9  # bytes/s of a node
+HDR_4, HDR_8, NDR_8 = 100e9, 200e9, 400e9  # bytes/s per node
 
 
 @dataclass(frozen=True)
 class CheckCase:
-    """One row: what ran, where, and how many seconds a step took."""
+    """One row: configuration, cluster and measured step time."""
 
     number: int
     words: str
@@ -61,64 +61,58 @@ class CheckedCase:
 
     @property
     def error(self) -> float:
-        """As a fraction of what was measured; positive: predicted too slow."""
+        """Relative to the measured time; positive: predicted too slow."""
         return self.predicted_s / self.case.measured_s - 1
 
 
-def check_file(path: Path, known: Constants | None = None) -> list[CheckedCase]:
-    return check(read_rows(path), known, f"{path}: ")
+def check_file(path: Path) -> list[CheckedCase]:
+    return check(read_rows(path), place=f"{path}: ")
 
 
 def check(cases: Iterable[CheckCase], known: Constants | None = None, place: str = "") -> list[CheckedCase]:
-    found = []
+    checked = []
     for case in cases:
         try:
             time = step_time(case.setup, case.cluster, known)
-        except UserError as fault:
-            raise UserError(f"{place}row {case.number}: {fault}") from None
-        found.append(CheckedCase(case, time.total_s, time.parts))
-    return found
+        except UserError as error:
+            raise UserError(f"{place}row {case.number}: {error}") from None
+        checked.append(CheckedCase(case, time.total_s, time.parts))
+    return checked
 
 
-def mean_absolute_error(found: list[CheckedCase]) -> float:
-    return sum(abs(one.error) for one in found) / len(found)
+def mean_absolute_error(checked: list[CheckedCase]) -> float:
+    return sum(abs(row.error) for row in checked) / len(checked)
 
 
-def to_json(found: list[CheckedCase]) -> dict[str, Any]:
+def to_json(checked: list[CheckedCase]) -> dict[str, Any]:
     rows = [
-        {
-            "row": one.case.number,
-            "configuration": one.case.words,
-            "predicted_s": one.predicted_s,
-            "measured_s": one.case.measured_s,
-            "error": one.error,
-            "parts_s": one.parts,
-        }
-        for one in found
-    ]
-    return {"mean_absolute_error": mean_absolute_error(found), "rows": rows}
+        {"row": row.case.number, "configuration": row.case.words, "predicted_s": row.predicted_s,
+         "measured_s": row.case.measured_s, "error": row.error, "parts_s": row.parts}
+        for row in checked
+    ]  # fmt: skip
+    return {"mean_absolute_error": mean_absolute_error(checked), "rows": rows}
 
 
-def table(found: list[CheckedCase]) -> list[str]:
-    """Lines to print: a row each, and the mean."""
-    width = max(len(one.case.words) for one in found)
+def table(checked: list[CheckedCase]) -> list[str]:
+    """One line per row, and the mean."""
+    width = max(len(row.case.words) for row in checked)
     lines = [f"{'row':>4}  {'configuration':<{width}}  {'predicted':>10}  {'measured':>10}  {'error':>7}"]
-    for one in found:
-        times = f"{one.predicted_s:>8.4g} s  {one.case.measured_s:>8.4g} s"
-        lines.append(f"{one.case.number:>4}  {one.case.words:<{width}}  {times}  {one.error:>+7.1%}")
-    lines.append(f"\nmean absolute error {mean_absolute_error(found):.2%} over {len(found)} rows")
+    for row in checked:
+        times = f"{row.predicted_s:>8.4g} s  {row.case.measured_s:>8.4g} s"
+        lines.append(f"{row.case.number:>4}  {row.case.words:<{width}}  {times}  {row.error:>+7.1%}")
+    lines.append(f"\nmean absolute error {mean_absolute_error(checked):.2%} over {len(checked)} rows")
     return lines
 
 
 def read_rows(path: Path) -> list[CheckCase]:
-    """Every row of a table in either form; a row that cannot be read or be true is refused by its number (the header is
-    row 1, as an editor counts)."""
+    """The rows of a table in either format. An unreadable or impossible row is refused by its number (the header is row
+    1)."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"{path}: cannot be read as text ({fault})") from fault
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text ({error})") from error
     table = csv.DictReader(text.splitlines())
     columns = set(table.fieldnames or ())
     read: Callable[[dict[str, str], int], CheckCase]
@@ -127,24 +121,24 @@ def read_rows(path: Path) -> list[CheckCase]:
     elif {*FOUNDRY, FOUNDRY_RATE} <= columns:
         read = _foundry
     else:
-        lacks = min(
+        missing = min(
             sorted({*VTRAIN.values(), VTRAIN_TIME} - columns), sorted({*FOUNDRY, FOUNDRY_RATE} - columns), key=len
         )
-        raise UserError(f"{path}: neither vTrain's nor llm-foundry's columns: {', '.join(map(repr, lacks))} missing")
+        raise UserError(f"{path}: neither vTrain's nor llm-foundry's columns: {', '.join(map(repr, missing))} missing")
     cases = []
     for number, row in enumerate(table, start=2):
         try:
             if None in row.values() or None in row:
                 raise UserError("has more or fewer fields than the header")
             cases.append(read(row, number))
-        except UserError as fault:
-            raise UserError(f"{path}: row {number}: {fault}") from None
+        except UserError as error:
+            raise UserError(f"{path}: row {number}: {error}") from None
     if not cases:
         raise UserError(f"{path}: a header and no rows")
     return cases
 
 
-def _whole(row: dict[str, str], column: str) -> int:
+def _integer(row: dict[str, str], column: str) -> int:
     value = _number(row, column)
     if value != int(value):
         raise UserError(f"{column} is {row[column]!r}: write a whole number above zero")
@@ -169,13 +163,13 @@ def _flag(row: dict[str, str], column: str) -> bool:
 
 
 def _vtrain(row: dict[str, str], number: int) -> CheckCase:
-    """Megatron-LM on nodes of eight A100-80GB. The rest is assumed: fp16, unfused attention, GPT-2's vocabulary, four
-    HDR adapters a node.
+    """Megatron-LM on nodes of eight A100-80GB. Assumed: fp16, unfused attention, GPT-2's vocabulary, four HDR adapters
+    per node.
 
-    That runs of several nodes recompute layers, pad the vocabulary and sum gradients in fp32, and those of one node do
-    none of it, was concluded from the table itself: other ways fit it worse (on several nodes 6.3 instead of 5.6 % with
-    fp16 sums and an unpadded head, in a fit to that table alone)."""
-    n = {key: _whole(row, column) for key, column in VTRAIN.items()}
+    Inferred from the table: multi-node runs recompute layers, pad the vocabulary and sum gradients in fp32; single-node
+    runs do none of it. Other assumptions fit worse (6.3 instead of 5.6 % on several nodes with fp16 sums and an
+    unpadded head, in a fit to that table alone)."""
+    n = {key: _integer(row, column) for key, column in VTRAIN.items()}
     if n["tp"] * n["dp"] * n["pp"] != n["gpus"]:
         raise UserError(f"tensor {n['tp']} x data {n['dp']} x pipeline {n['pp']} parallelism is not {n['gpus']} GPUs")
     if n["width"] % n["heads"]:
@@ -194,7 +188,7 @@ def _vtrain(row: dict[str, str], number: int) -> CheckCase:
         precision="fp16",
         recompute="full" if several else "none",
         attention="unfused",
-        manner="megatron",
+        framework="megatron",
         reduce_bytes=4 if several else 2,
     )
     constants = "vtrain-512" if several else "vtrain-node"
@@ -208,15 +202,15 @@ def _vtrain(row: dict[str, str], number: int) -> CheckCase:
 
 
 def _foundry(row: dict[str, str], number: int) -> CheckCase:
-    """MPT: FSDP over all GPUs, Triton's flash attention, learned positions, nodes of eight."""
+    """MPT: FSDP over all GPUs, Triton flash attention, learned positions, nodes of eight."""
     name, gpu_name = row["Model"].strip().lower(), row["GPU"].strip().lower()
     if name not in MPT:
         raise UserError(f"Model is {row['Model']!r}: write one of {', '.join(MPT)}")
     if gpu_name not in FOUNDRY_GPUS:
         raise UserError(f"GPU is {row['GPU']!r}: write one of {', '.join(FOUNDRY_GPUS)}")
     width, layers, heads = MPT[name]
-    context, count = _whole(row, "SeqLen (T)"), _whole(row, "# GPUs")
-    micro, batches = _whole(row, "MicroBatchSize"), _whole(row, "GradAccum")
+    context, count = _integer(row, "SeqLen (T)"), _integer(row, "# GPUs")
+    micro, batches = _integer(row, "MicroBatchSize"), _integer(row, "GradAccum")
     if count > 8 and count % 8:
         raise UserError(f"{count} GPUs are no whole nodes of 8")
     precision = row["Precision"].strip().lower()
@@ -235,7 +229,7 @@ def _foundry(row: dict[str, str], number: int) -> CheckCase:
         precision=precision.removeprefix("amp_"),
         recompute="full" if _flag(row, "Activation Checkpointing") else "none",
         attention="triton",
-        manner="fsdp",
+        framework="fsdp",
         reduce_bytes=2 if row["MP Mode"].strip().upper() == "PURE" else 4,
         keeps_weights=sharding == "SHARD_GRAD_OP",
         autocast=precision.startswith("amp"),

@@ -1,6 +1,6 @@
-"""The rules behind `auto`. Each function decides one group of settings and writes its reasons into the plan.
+"""Decides what a spec leaves `auto`. Each function decides one group of settings and records its reason in the plan.
 
-Learning rate, batch and warm-up follow the recipe (`recipe/rates.py`), as what `bessemer plan` proposes does.
+Learning rate, batch and warm-up follow recipe/pretraining.py, as in `bessemer plan`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.memory import Passes, decide_micro_batch
-from bessemer.plan.decision import EMPIRICAL, Plan
+from bessemer.plan.decision import BASES, EMPIRICAL, Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
-from bessemer.plan.recipe.fine_tuning import BASES
-from bessemer.plan.recipe.rates import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
+from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
 from bessemer.plan.search.layout import ALONE, Layout
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.model import model_shape
@@ -36,7 +35,7 @@ CHINCHILLA = "Chinchilla 2022, approach 1"
 
 @dataclass(frozen=True)
 class Interval:
-    """How often something happens: by steps, by seconds, or whichever comes first."""
+    """How often something happens: every so many steps or seconds, whichever comes first."""
 
     steps: int | None
     seconds: float | None
@@ -44,12 +43,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """The numbers that the loop needs, all decided."""
+    """The settings of the training loop, all decided."""
 
     context: int
     batch_rows: tuple[tuple[int, int], ...]  # (from_step, sequences)
     micro_rows: int
-    activations: str | float  # none, selective, full, or the share that is kept
+    activations: str | float  # recomputation: none, selective, full, or the share of activations that is saved
     total_steps: int
     peak_lr: float
     warmup_steps: int
@@ -88,7 +87,7 @@ def vocab_limit(width: int) -> int:
 
 
 def decide_vocab(spec: RunSpec, corpus_bytes: int, plan: Plan) -> int:
-    """Vocabulary of a tokenizer that is to be trained."""
+    """Vocabulary size of a tokenizer that is trained for the run."""
     width = model_shape(spec.model, vocab=0).width
     vocab = 512
     while vocab < 65_536 and corpus_bytes > vocab * 16_000:
@@ -104,23 +103,23 @@ def decide_context(spec: RunSpec, shape: ModelShape, plan: Plan) -> int:
     context = 256 if parameters < 20e6 else 1024 if parameters < 500e6 else 4096
     decided = (context, f"usual for a model of {human_count(parameters)} parameters", "rule")
     if shape.max_positions and context > shape.max_positions:
-        decided = (shape.max_positions, "all that the model has positions for", "model")
+        decided = (shape.max_positions, "the most positions that the model has", "model")
     return int(plan.choose("data.context", spec.data.context, decided, EMPIRICAL if decided[2] == "rule" else ""))
 
 
 def faster_precision(rates: dict[str, float]) -> str:
-    """bf16 if it trains at least 1.1 times as fast as fp32; below that its rounding is not worth it."""
+    """bf16 if it trains at least 1.1 times as fast as fp32; for less the rounding is not worth it."""
     return "bf16" if rates.get("bf16", 0.0) > 1.1 * rates["fp32"] else "fp32"
 
 
 def decide_precision(spec: RunSpec, machine: Machine, plan: Plan, previous: Plan | None = None) -> str:
-    """bf16 where it is measured to be faster on this device, else fp32. A resumed run keeps what was measured first."""
+    """bf16 if it is measured to be faster on this device, else fp32. A resumed run keeps its first decision."""
     if spec.precision != "auto":
-        return str(plan.asked("precision", spec.precision))
+        return str(plan.add_requested("precision", spec.precision))
     if spec.memory.kept != "fp32":
         return str(plan.add("precision", "bf16", f"memory.weights {spec.memory.kept} keeps weights in it", "rule"))
-    if kept := plan.keep("precision", spec.precision, previous):
-        return str(kept)
+    if precision := plan.keep("precision", spec.precision, previous):
+        return str(precision)
     if machine.training:
         value = faster_precision(machine.training)
         rates = " and ".join(f"{key} {rate:,.0f}" for key, rate in machine.training.items())
@@ -135,47 +134,47 @@ def decide_precision(spec: RunSpec, machine: Machine, plan: Plan, previous: Plan
 def decide_weights(
     spec: RunSpec, shape: ModelShape, machine: Machine, precision: str, plan: Plan, previous: Plan | None = None
 ) -> str:
-    """How weights are kept. A resumed run keeps them as they were: its checkpoints have them so."""
+    """The format of the weights. A resumed run keeps the format of its checkpoints."""
     key = "memory.weights"
-    # Experts' routers, state spaces and others' modules count on fp32 weights.
+    # Routers of experts, state-space models and modules of other libraries need fp32 weights.
     dense = not (shape.wrapped or shape.moe or shape.mamba or shape.decoder_layers)
     if spec.memory.weights != "auto":
         if spec.memory.weights != "fp32" and not dense:
             kinds = "experts, state spaces, encoder-decoders and other libraries' models"
             raise UserError(f"{key}: {kinds} keep fp32 weights: remove {spec.memory.weights}, or write fp32")
-        return str(plan.asked(key, spec.memory.weights))
+        return str(plan.add_requested(key, spec.memory.weights))
     if previous is not None:
         return str(plan.keep(key, "auto", previous) or "fp32")
-    own = spec.parallel.engine == "torch" and spec.optimizer.name == "adamw"
-    if machine.device != "cuda" or precision not in HALF or not own or not dense:
+    adamw = spec.parallel.engine == "torch" and spec.optimizer.name == "adamw"
+    if machine.device != "cuda" or precision not in HALF or not adamw or not dense:
         return "fp32"
-    reason = "fp32 as bf16 and the 16 bits that it lacks: as exact, no casts, 14 bytes a parameter instead of 18"
+    reason = "fp32 split into bf16 and 16 low bits: as exact, no casts, 14 bytes a parameter instead of 18"
     return str(plan.add(key, "kahan", reason, "rule", "established"))
 
 
 def keeping(spec: RunSpec, weights: str) -> RunSpec:
-    """The spec with what was decided for its weights."""
+    """The spec with the decided format of its weights."""
     return spec.model_copy(update={"memory": spec.memory.model_copy(update={"weights": weights})})
 
 
 def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Plan, layout: Layout = ALONE) -> str:
-    """Whether blocks are compiled, and how."""
+    """Whether and how blocks are compiled."""
     if spec.compile != "auto":
-        return str(plan.asked("compile", spec.compile))
-    gathered = spec.parallel.engine == "deepspeed" and spec.parallel.deepspeed.zero == 3  # layer by layer, by hooks
+        return str(plan.add_requested("compile", spec.compile))
+    gathered = spec.parallel.engine == "deepspeed" and spec.parallel.deepspeed.zero == 3  # by hooks, layer by layer
     if machine.device != "cuda" or shape.wrapped or gathered:
         return "off"
-    how = "chain" if layout.size == 1 and spec.parallel.engine != "deepspeed" else "block"
-    reason = "memory-bound work in fewer kernels; the whole model at once came out slower"
-    plan.add("compile", how, reason, "rule", EMPIRICAL)
-    return how
+    mode = "chain" if layout.size == 1 and spec.parallel.engine != "deepspeed" else "block"
+    reason = "fuses memory-bound work; compiling the full model at once was slower"
+    plan.add("compile", mode, reason, "rule", EMPIRICAL)
+    return mode
 
 
-def _rows(key: str, batch: int, context: int) -> int:
-    """Whole sequences in a batch of so many tokens."""
+def _batch_rows(key: str, batch: int, context: int) -> int:
+    """Sequences in a batch of `batch` tokens."""
     if batch < context:
         raise UserError(
-            f"{key}: {batch} tokens do not hold one sequence of {context}: write at least {context}, "
+            f"{key}: {batch} tokens are fewer than one sequence of {context}: write at least {context}, "
             f"or data.context: {batch}"
         )
     return round(batch / context)
@@ -184,24 +183,24 @@ def _rows(key: str, batch: int, context: int) -> int:
 def decide_batch(
     spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None
 ) -> int:
-    """Sequences in a batch."""
+    """Sequences per batch."""
     key = "budget.batch"
     batch = plan.keep(key, spec.budget.batch, previous)
     if batch is None:
         answer = batch_tokens(shape.parameters, tokens)
         decided = (max(4, round(answer.value / context)) * context, answer.reason, answer.source)
         batch = plan.choose(key, spec.budget.batch, decided, answer.basis)
-    rows = _rows(key, int(batch), context)
+    rows = _batch_rows(key, int(batch), context)
     if rows * context != batch:
         plan.add(key, rows * context, f"{batch:,} rounded to {rows} whole sequences of {context}", "asked")
     return rows
 
 
 def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Plan) -> int | None:
-    """Length of the run in tokens; None when it is given in steps."""
+    """Length of the run in tokens; None if the spec gives it in steps."""
     budget = spec.budget
     if budget.steps is not None:
-        plan.asked("budget.steps", budget.steps)
+        plan.add_requested("budget.steps", budget.steps)
         return None
     if budget.epochs is not None:
         reason = f"{budget.epochs:g} passes over {corpus_tokens:,} training tokens"
@@ -214,14 +213,14 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
 def decide_lr(
     spec: RunSpec, shape: ModelShape, tokens: int, batch: int, plan: Plan, previous: Plan | None = None
 ) -> float:
-    """The peak learning rate for a batch of so many tokens. Trained weights get a third of what suits fresh ones: a
-    higher one adapts faster and forgets more."""
+    """The peak learning rate for a batch of `batch` tokens. Trained weights get a third of the rate for random weights:
+    a higher rate adapts faster and forgets more."""
     key, name = "optimizer.lr", spec.optimizer.name
-    kept = plan.keep(key, spec.optimizer.lr, previous)
-    if kept is not None:
-        return float(kept)
+    previous_lr = plan.keep(key, spec.optimizer.lr, previous)
+    if previous_lr is not None:
+        return float(previous_lr)
     continued = spec.start_from is not None or spec.model.hf is not None
-    # The few tokens of a continued run would ask for a rate that suits no model of its size.
+    # The laws are not valid for the few tokens of a continued run.
     tokens = max(tokens, 20 * shape.parameters) if continued else tokens
     answer, usual = learning_rate(shape.parameters, tokens), batch_tokens(shape.parameters, tokens).value
     value, reasons, sources, basis = answer.value, [answer.reason], [answer.source], answer.basis
@@ -231,7 +230,7 @@ def decide_lr(
         reasons.append(smaller.reason)
         sources.append(smaller.source)
     for applies, share, reason, source in (
-        (name == "lion", LION_SHARE, "a fifth of that, since each of Lion's steps is whole", LION),
+        (name == "lion", LION_SHARE, "a fifth of that for Lion, whose updates have full size", LION),
         (continued, 1 / 3, "a third of that for trained weights", REWARM),
     ):
         if applies:
@@ -243,29 +242,27 @@ def decide_lr(
 
 
 def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan) -> int:
-    written = spec.schedule.warmup
-    if written != "auto":
-        steps = span_steps(written, total_steps, step_tokens)
-        steps = int(plan.add("schedule.warmup", steps, f"{written} in steps", "asked"))
+    setting = spec.schedule.warmup
+    if setting != "auto":
+        steps = span_steps(setting, total_steps, step_tokens)
+        steps = int(plan.add("schedule.warmup", steps, f"{setting} in steps", "asked"))
         if steps >= total_steps:
-            raise UserError(
-                f"schedule.warmup: {steps:,} steps of warm-up leave nothing of a run of {total_steps:,}: write 2%"
-            )
+            raise UserError(f"schedule.warmup: {steps:,} steps are the whole run of {total_steps:,}: write 2%")
         return steps
     answer = warmup_steps(total_steps)
     return int(plan.add("schedule.warmup", answer.value, answer.reason, answer.source, answer.basis))
 
 
 def decide_interval(
-    key: str, written: int | str, total_steps: int, per_run: int, seconds: float | None, plan: Plan
+    key: str, setting: int | str, total_steps: int, per_run: int, seconds: float | None, plan: Plan
 ) -> Interval:
-    """How often; `auto` is `per_run` times in the run, and where `seconds` is given not more rarely than that."""
-    if isinstance(written, int):
-        plan.asked(key, f"{written} steps")
-        return Interval(written, None)
-    if written != "auto":
-        plan.asked(key, written)
-        return Interval(None, float(written.split()[0]))
+    """`auto` is `per_run` times per run, and at least every `seconds` if given."""
+    if isinstance(setting, int):
+        plan.add_requested(key, f"{setting} steps")
+        return Interval(setting, None)
+    if setting != "auto":
+        plan.add_requested(key, setting)
+        return Interval(None, float(setting.split()[0]))
     steps = max(1, -(-total_steps // per_run))
     limit = f" or {human_time(seconds)}, whichever is sooner" if seconds else ""
     plan.add(key, f"{steps} steps{limit}", f"{per_run} times in the run", "rule", "open question")
@@ -273,28 +270,25 @@ def decide_interval(
 
 
 def decide_guard(spec: RunSpec, plan: Plan) -> tuple[Interval, Interval]:
-    """How often the guard looks inside the model, and how often it copies the state in memory."""
+    """How often the guard measures layer statistics, and how often it snapshots the state in memory."""
     look, copy = spec.guard.look_every, spec.guard.copy_every
     if look == "auto":
-        # 26 ms at 18M and 35 ms at 1B parameters on an H200: both limits keep it near 0.2 % of the time.
-        reason = "a look costs about a forward pass of two rows"
+        # 26 ms at 18M and 35 ms at 1B parameters on an H200: the limits keep it near 0.2 % of the time.
+        reason = "costs about a forward pass of two rows"
         every = f"{LOOK_EVERY_STEPS} steps, at most every {LOOK_EVERY_S:.0f} s"
         plan.add("guard.look_every", every, reason, "rule", EMPIRICAL)
     if copy == "auto":
-        reason = "the older of two copies is confirmed by later steps"
+        reason = "later steps confirm the older of two snapshots"
         plan.add("guard.copy_every", f"{COPY_EVERY_STEPS} steps", reason, "rule", EMPIRICAL)
     elif isinstance(copy, int) and copy < COPY_LEAST_STEPS:
         raise UserError(
-            f"guard.copy_every: {copy} steps leave no copy that later steps confirm: write {COPY_LEAST_STEPS} or more"
+            f"guard.copy_every: {copy} steps leave no time to confirm a snapshot: write {COPY_LEAST_STEPS} or more"
         )
-    return (
-        Interval(LOOK_EVERY_STEPS, LOOK_EVERY_S)
-        if look == "auto"
-        else decide_interval("guard.look_every", look, 0, 1, None, plan),
-        Interval(COPY_EVERY_STEPS, None)
-        if copy == "auto"
-        else decide_interval("guard.copy_every", copy, 0, 1, None, plan),
-    )
+    intervals = [Interval(LOOK_EVERY_STEPS, LOOK_EVERY_S), Interval(COPY_EVERY_STEPS, None)]
+    for i, (key, setting) in enumerate((("guard.look_every", look), ("guard.copy_every", copy))):
+        if setting != "auto":
+            intervals[i] = decide_interval(key, setting, 0, 1, None, plan)
+    return intervals[0], intervals[1]
 
 
 def decide_training(
@@ -308,31 +302,31 @@ def decide_training(
     previous: Plan | None = None,
     layout: Layout = ALONE,
 ) -> TrainPlan:
-    """Everything the loop needs, for data that is already counted. `previous` is the plan of the resumed run."""
+    """All settings of the training loop, once the data is counted. `previous` is the plan of a resumed run."""
     precision = decide_precision(spec, machine, plan, previous)
-    weights = "fp32"  # where the spec leaves it open, since bf16 and fp32 are not divided together
+    weights = "fp32"  # the default of sharded weights: bf16 and fp32 are not sharded together
     if (layout.size == 1 and not spec.parallel.shard.alone) or spec.memory.weights != "auto":
         weights = decide_weights(spec, shape, machine, precision, plan, previous)
     compile = decide_compile(spec, shape, machine, plan, layout)
     train_tokens = sum(sources[name].tokens for name in sources_used(spec))
-    asked = decide_tokens(spec, shape, train_tokens, plan)
-    estimate = asked if asked is not None else 20 * shape.parameters
+    budget_tokens = decide_tokens(spec, shape, train_tokens, plan)
+    estimate = budget_tokens if budget_tokens is not None else 20 * shape.parameters
     rows = decide_batch(spec, shape, context, estimate, plan, previous)
     phases: tuple[tuple[int, int], ...] = ((0, rows),)
     for i, change in enumerate(spec.budget.batch_changes):
-        size = _rows(f"budget.batch_changes.{i}.batch", change.batch, context)
+        size = _batch_rows(f"budget.batch_changes.{i}.batch", change.batch, context)
         phases = (*phases, (change.from_step, size))
-    if asked is None:
+    if budget_tokens is None:
         assert spec.budget.steps is not None
         total_steps = spec.budget.steps
         tokens = tokens_after(phases, total_steps) * context
     else:
-        total_steps, tokens = steps_for(phases, -(-asked // context)), asked
+        total_steps, tokens = steps_for(phases, -(-budget_tokens // context)), budget_tokens
     reason = f"{human_count(tokens)} tokens in batches of {rows * context:,}"
     plan.add("steps", total_steps, reason, "counted")
     mixtures = decide_mixtures(spec, context, sources, tokens, plan, previous)
     smallest = -(-min(size for start, size in phases if start < total_steps) // layout.dp)
-    smallest = max(1, smallest // layout.pp)  # a pipeline wants a micro-batch for each stage
+    smallest = max(1, smallest // layout.pp)  # a pipeline needs a micro-batch per stage
     dense = compile != "off" and not (shape.moe or shape.mamba)
     passes = Passes(context // layout.cp, 1, precision, "none", dense, machine.device, shards=layout.held)
     passes = decide_micro_batch(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
@@ -369,15 +363,15 @@ def decide_training(
 def decide_evaluation(
     spec: RunSpec, context: int, tokens: int, held_out_tokens: int, plan: Plan, previous: Plan | None = None
 ) -> int:
-    """Held-out tokens of one evaluation. A resumed run keeps them: its losses are compared with the earlier ones."""
-    kept = plan.keep("evaluate.tokens", spec.evaluate.tokens, previous)
-    if kept is not None:
-        return int(kept)
-    # A forward pass is a third of a training step, so 15 % of the tokens between two evaluations is 5 % of the time.
+    """Held-out tokens of one evaluation. A resumed run keeps them, so that its losses stay comparable."""
+    previous_tokens = plan.keep("evaluate.tokens", spec.evaluate.tokens, previous)
+    if previous_tokens is not None:
+        return int(previous_tokens)
+    # A forward pass is a third of a training step: 15 % of the tokens between two evaluations are 5 % of the time.
     wanted = max(8 * context, int(0.15 * tokens / EVALUATIONS_PER_RUN))
     reason = "evaluations take about 5 % of the time"
     if wanted > held_out_tokens:
-        wanted, reason = held_out_tokens, f"all of the held-out part: {reason} or less"
+        wanted, reason = held_out_tokens, f"the full held-out part: {reason} or less"
     return int(plan.choose("evaluate.tokens", spec.evaluate.tokens, (wanted, reason, "rule"), "open question"))
 
 

@@ -1,20 +1,33 @@
-"""Plan: every decision taken for a run, with value, reason and source. Lies beside the spec, prints as a table."""
+"""The plan of a run: every decision with its value, reason and source. A run folder stores it as plan.json."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, get_args
 
-from bessemer.plan.recipe.fine_tuning import Basis
-
+Basis = Literal["established", "empirical at this scale", "open question"]
+BASES: tuple[Basis, ...] = get_args(Basis)  # strongest first
 EMPIRICAL: Basis = "empirical at this scale"
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class RecipeAnswer(Generic[Value]):
+    """A value that the recipe recommends. `source` names the paper, run or rule. `basis` says how reliable it is:
+    established (reproduced by others), empirical at this scale (fitted or used at a similar size), or an open question
+    (extrapolated, or sources disagree)."""
+
+    value: Value
+    reason: str
+    source: str
+    basis: Basis
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One setting and why. `source` is the rule, paper or measurement; `asked` if the user wrote it. `basis` says how
-    far a rule of thumb carries; what was asked, counted or measured needs none."""
+    """One setting and why. `source` is the rule, paper or measurement, or `asked` if the user set it. `basis` is empty
+    for values that were set, counted or measured."""
 
     key: str
     value: Any
@@ -25,7 +38,7 @@ class Decision:
 
 @dataclass
 class Plan:
-    """Decisions in the order they were taken."""
+    """Decisions in the order in which they were made."""
 
     decisions: dict[str, Decision] = field(default_factory=dict)
 
@@ -33,19 +46,24 @@ class Plan:
         self.decisions[key] = Decision(key, value, reason, source, basis)
         return value
 
-    def asked(self, key: str, value: Any) -> Any:
+    def add_answer(self, key: str, answer: RecipeAnswer[Any]) -> Any:
+        return self.add(key, answer.value, answer.reason, answer.source, answer.basis)
+
+    def add_requested(self, key: str, value: Any) -> Any:
+        """A value that the user set."""
         return self.add(key, value, "written in the spec", "asked")
 
-    def choose(self, key: str, written: Any, decide: tuple[Any, str, str], basis: Basis | Literal[""] = "") -> Any:
-        """The user's value where there is one, else the planner's (value, reason, source)."""
-        return self.asked(key, written) if written not in ("auto", None) else self.add(key, *decide, basis)
+    def choose(self, key: str, setting: Any, decided: tuple[Any, str, str], basis: Basis | Literal[""] = "") -> Any:
+        """The user's setting if there is one, else the planner's (value, reason, source)."""
+        return self.add_requested(key, setting) if setting not in ("auto", None) else self.add(key, *decided, basis)
 
-    def keep(self, key: str, written: Any, previous: Plan | None) -> Any:
-        """What a resumed run decided at its first start and still leaves to the planner; None where there is nothing.
+    def keep(self, key: str, setting: Any, previous: Plan | None) -> Any:
+        """The value that a resumed run decided at its first start, if the spec still leaves the key open; else None.
 
-        Another batch would move every position of the data, another split or precision the last digits of the loss.
+        Another batch would move every data position; another split or precision would change the last digits of the
+        loss.
         """
-        if written != "auto" or previous is None or key not in previous.decisions:
+        if setting != "auto" or previous is None or key not in previous.decisions:
             return None
         self.decisions[key] = previous.decisions[key]
         return previous.value(key)
@@ -58,13 +76,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        plan = Plan()
-        for item in json.loads(text)["decisions"]:
-            plan.decisions[item["key"]] = Decision(**item)
-        return plan
+        return Plan({item["key"]: Decision(**item) for item in json.loads(text)["decisions"]})
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """For a table: key, value, reason, source and what that rests on."""
+        """Rows of a table: key, value, reason, and source with its basis."""
         return [
             (d.key, _short(d.value), d.reason, f"{d.source}, {d.basis}" if d.basis else d.source)
             for d in self.decisions.values()

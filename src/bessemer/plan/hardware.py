@@ -1,11 +1,8 @@
-"""The hardware catalogue: what GPUs, links and networks promise on paper (data/hardware.json, each with its source),
-and the words a user writes for a cluster ("8xA100-80GB"). What `bessemer bench` measured on a machine goes before it.
+"""Hardware that the planner knows: the catalogue of GPUs and networks (data/hardware.json, with sources), clusters as
+users write them ("8xA100-80GB"), the local machine, and the rates that `bessemer bench` measured.
 
-What the planner knows of the machine: facts measured elsewhere, and the table of published peaks.
-
-What a machine does at most: the numbers of `bessemer bench`, kept for each user and each kind of machine.
-
-The planner and the profiler count from them; `bench/ceilings.py` measures them.
+Measured rates take precedence over data sheets. bench/ceilings.py measures them; each user keeps one file per kind of
+machine.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ FORMS = "write it as 8xA100-80GB, '64 x H100' or '2 nodes of 8 A100'"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. Rates are per second; `link` is one direction between a GPU and its neighbours in the node."""
+    """One GPU type. Rates are per second; the link is one direction between a GPU and its neighbours in the node."""
 
     name: str
     generation: str
@@ -40,23 +37,24 @@ class Gpu:
     watts: float
     link_name: str
     link_bandwidth: float
-    node: int  # GPUs of a usual node
+    node: int  # GPUs in a usual node
     network_name: str
     network_bandwidth: float  # of all adapters of a usual node, one direction
     peaks: dict[str, float] = field(hash=False)  # precision -> dense FLOP/s
     source: str = ""
 
     def peak(self, precision: str) -> float:
-        """Dense FLOP/s. fp8_rowwise and the like are their first word; what the device lacks is refused."""
-        word = precision.split("_")[0]
-        if word not in self.peaks:
-            raise UserError(f"precision: {self.name} has no {word} units: write one of {', '.join(self.peaks)}")
-        return self.peaks[word]
+        """Dense FLOP/s; fp8_rowwise counts as fp8. Refuses a precision that the GPU does not support."""
+        precision = precision.split("_")[0]
+        if precision not in self.peaks:
+            raise UserError(f"precision: {self.name} has no {precision} units: write one of {', '.join(self.peaks)}")
+        return self.peaks[precision]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`count` GPUs of one kind in equal nodes. `measured` are rates of `bessemer bench` by key, where there are any."""
+    """`count` GPUs of one type in equal nodes. `measured` has the rates of `bessemer bench` by key, if there are
+    any."""
 
     gpu: Gpu
     count: int
@@ -65,9 +63,9 @@ class Cluster:
     network_name: str = ""
     measured: dict[str, float] = field(default_factory=dict, hash=False, compare=False)
     source: str = "data sheets"
-    constants: str = ""  # whose network constants of data/steptime.json are taken; "": the defaults
-    slower: float = 1.0  # by which runs here took longer than predicted
-    slower_error: float = 0.0  # how far apart they lay
+    constants: str = ""  # the network constants of data/steptime.json to use; "": the defaults
+    slower: float = 1.0  # measured over predicted step time of earlier runs
+    slower_error: float = 0.0  # the spread of those runs
     slower_source: str = ""
 
     @property
@@ -87,8 +85,8 @@ def user_file() -> Path:
     return config / "bessemer/hardware.json"
 
 
-def _plain(name: str) -> str:
-    """Letters and digits alone: 'NVIDIA A100-SXM4-80GB' and 'a100 sxm4 80gb' are one."""
+def _normalize(name: str) -> str:
+    """Letters and digits only: 'NVIDIA A100-SXM4-80GB' and 'a100 sxm4 80gb' are the same."""
     return re.sub(r"nvidia|geforce|tesla|amd|instinct|[^a-z0-9]", "", name.lower())
 
 
@@ -108,10 +106,10 @@ def _gpu(entry: dict[str, Any], place: str) -> Gpu:
             peaks={key: rate * 1e12 for key, rate in entry["peaks_tflops"].items()},
             source=entry.get("source", place),
         )
-    except (KeyError, TypeError, AttributeError) as fault:
+    except (KeyError, TypeError, AttributeError) as error:
         example = "write it as the entries of the catalogue that ships with bessemer"
         name = entry.get("name", "?") if isinstance(entry, dict) else entry
-        raise UserError(f"{place}: GPU {name}: {fault} is missing or not a number: {example}") from fault
+        raise UserError(f"{place}: GPU {name}: {error} is missing or not a number: {example}") from error
 
 
 @cache
@@ -119,23 +117,28 @@ def _read(text: str, place: str) -> tuple[dict[str, Gpu], dict[str, str], dict[s
     try:
         data = json.loads(text)
         entries = data["gpus"]
-    except (ValueError, KeyError, TypeError) as fault:
-        raise UserError(f'{place}: not a catalogue ({fault}): write {{"gpus": [...]}} or remove the file') from fault
-    found = [_gpu(entry, place) for entry in entries]
-    names = {_plain(gpu.name): gpu.name for gpu in found}
-    names |= {_plain(other): e["name"] for e in entries for other in e.get("aliases", ()) if _plain(other) not in names}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{place}: not a catalogue ({error}): write {{"gpus": [...]}} or remove the file') from error
+    gpus = [_gpu(entry, place) for entry in entries]
+    names = {_normalize(gpu.name): gpu.name for gpu in gpus}
+    names |= {
+        _normalize(other): e["name"]
+        for e in entries
+        for other in e.get("aliases", ())
+        if _normalize(other) not in names
+    }
     ports = {key: rate for key, rate in data.get("adapters_gbit_s", {}).items() if not key.startswith("_")}
-    return {gpu.name: gpu for gpu in found}, names, ports
+    return {gpu.name: gpu for gpu in gpus}, names, ports
 
 
 def _catalogue() -> tuple[dict[str, Gpu], dict[str, str], dict[str, float]]:
-    """GPUs by name, names by plain name, Gb/s by network. The user's file adds and replaces."""
+    """GPUs by name, names by normalized name, Gb/s by network. The user's file adds entries and replaces them."""
     shipped = resources.files("bessemer.plan").joinpath("data/hardware.json")
     gpus, names, ports = _read(_shipped_text(str(shipped)), "hardware.json")
-    own = user_file()
-    if not own.exists():
+    user = user_file()
+    if not user.exists():
         return gpus, names, ports
-    more = _read(own.read_text(), str(own))
+    more = _read(user.read_text(), str(user))
     return gpus | more[0], names | more[1], ports | more[2]
 
 
@@ -145,26 +148,26 @@ def _shipped_text(path: str) -> str:
 
 
 def gpus() -> dict[str, Gpu]:
-    """The whole catalogue by name."""
+    """The catalogue by name."""
     return dict(_catalogue()[0])
 
 
 def find_gpu(name: str) -> Gpu:
-    """By its name, an alias or what the driver calls it; an unknown one is refused with the nearest."""
+    """By name, alias or driver name. An unknown name is refused with the nearest ones."""
     known, names, _ = _catalogue()
-    plain = _plain(name)
-    if plain in names:
-        return known[names[plain]]
-    near = difflib.get_close_matches(plain, names, n=3, cutoff=0.5)
-    words = list(dict.fromkeys(names[key] for key in near)) or list(known)
+    key = _normalize(name)
+    if key in names:
+        return known[names[key]]
+    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    words = list(dict.fromkeys(names[match] for match in near)) or list(known)
     raise UserError(
         f"GPU {name.strip()!r} is not in the catalogue: write {', '.join(words)}, or add it to {user_file()}"
     )
 
 
 def parse_cluster(text: str, network: str | None = None) -> Cluster:
-    """From "8xA100-80GB", "64 x H100", "2 nodes of 8 A100", "2x8xH100" or "A100". Nodes are the usual ones of that GPU
-    unless they are written; `network` is such as "100 Gb/s", "InfiniBand NDR" or "8 x HDR" for a node."""
+    """From "8xA100-80GB", "64 x H100", "2 nodes of 8 A100", "2x8xH100" or "A100". Without a node size, nodes are the
+    usual ones of that GPU. `network` is the bandwidth of a node: "100 Gb/s", "InfiniBand NDR" or "8 x HDR"."""
     words = text.strip()
     number = r"(-?[\d,_]+(?:\.\d+)?)"
     times = r"\s*[x×*]\s*"
@@ -180,12 +183,12 @@ def parse_cluster(text: str, network: str | None = None) -> Cluster:
             numbers = [_count(group, words) for group in match.groups() if group and group != match["name"]]
             gpu = find_gpu(match["name"].removesuffix("s") if _unknown_plural(match["name"]) else match["name"])
             return _cluster(gpu, numbers, words, network)
-    raise UserError(f"GPUs {text!r}: no name and number found: {FORMS}")
+    raise UserError(f"GPUs {text!r}: no GPU name and number: {FORMS}")
 
 
 def _unknown_plural(name: str) -> bool:
     names = _catalogue()[1]
-    return name.endswith("s") and _plain(name) not in names and _plain(name[:-1]) in names
+    return name.endswith("s") and _normalize(name) not in names and _normalize(name[:-1]) in names
 
 
 def _count(word: str, text: str) -> int:
@@ -206,36 +209,36 @@ def _cluster(gpu: Gpu, numbers: list[int], text: str, network: str | None) -> Cl
 
 
 def usual_per_node(gpu: Gpu, count: int) -> int:
-    """GPUs of each node where only their number is known: those of a usual node, or where these do not divide it, the
-    largest equal nodes that are no larger."""
+    """GPUs per node if only the total is known: those of a usual node, or the largest smaller number that divides
+    it."""
     return next(size for size in range(min(gpu.node, count), 0, -1) if count % size == 0)
 
 
-def resized(cluster: Cluster, count: int) -> Cluster:
-    """The same kind of cluster with another number of GPUs, as if that had been asked for."""
+def resize(cluster: Cluster, count: int) -> Cluster:
+    """The same kind of cluster with another number of GPUs."""
     if cluster.per_node == usual_per_node(cluster.gpu, cluster.count):
         return replace(cluster, count=count, per_node=usual_per_node(cluster.gpu, count))
     return replace(cluster, count=count, per_node=count if count < cluster.per_node else gcd(cluster.per_node, count))
 
 
-def usable_parts(cluster: Cluster, unit: int = 1) -> list[Cluster]:
-    """The cluster, and what a run may use of it while the rest is idle; largest first. Each has a multiple of `unit`
-    GPUs: halves, every number to 32 and four in each doubling beyond, in the nodes that there are.
+def usable_subclusters(cluster: Cluster, unit: int = 1) -> list[Cluster]:
+    """The cluster and the parts of it that a run may use with the rest idle, largest first. Each has a multiple of
+    `unit` GPUs: halves, every number to 32, and four sizes per doubling above, within the existing nodes.
 
-    The parts of a cluster are among those of one with twice the GPUs, so the best of them is never worse there.
+    A cluster with twice the GPUs has the same subclusters and more, so its best one is never worse.
     """
     counts = {cluster.count >> k for k in range(cluster.count.bit_length()) if cluster.count % (1 << k) == 0}
     sizes = {*range(1, 33), *(m << k for m in (4, 5, 6, 7) for k in range(3, cluster.count.bit_length()))}
     nodes = max(cluster.nodes, -(-cluster.count // cluster.gpu.node))
     for size in sizes:
-        if (count := size * unit) <= cluster.count and resized(cluster, count).nodes <= nodes:
+        if (count := size * unit) <= cluster.count and resize(cluster, count).nodes <= nodes:
             counts.add(count)
-    return [resized(cluster, count) if count < cluster.count else cluster
+    return [resize(cluster, count) if count < cluster.count else cluster
             for count in sorted(counts, reverse=True) if count % unit == 0]  # fmt: skip
 
 
 def parse_network(text: str) -> tuple[float, str]:
-    """Bytes a second of a node, and its name: "100 Gb/s", "100GbE", "InfiniBand NDR", "8 x HDR"."""
+    """Bytes per second of a node and the network's name, from "100 Gb/s", "100GbE", "InfiniBand NDR" or "8 x HDR"."""
     ports = _catalogue()[2]
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text)
     assert match or not text.strip()
@@ -251,44 +254,42 @@ def parse_network(text: str) -> tuple[float, str]:
         return ports[plain[word]] * times * 1e9 / 8, plain[word]
     near = difflib.get_close_matches(word, plain, n=2, cutoff=0.3)
     words = ", ".join(dict.fromkeys(plain[key] for key in near)) or ", ".join(ports)
-    raise UserError(f"network {text!r} is not known: write Gb/s of a node (such as 400 Gb/s), or {words}")
+    raise UserError(f"network {text!r} is unknown: write Gb/s of a node (such as 400 Gb/s), or {words}")
 
 
 def with_ceilings(cluster: Cluster, ceilings: Ceilings | None) -> Cluster:
-    """The same cluster with measured rates, if they were measured on this kind of GPU."""
+    """The same cluster with measured rates, if they were measured on this GPU type."""
     if ceilings is None or ceilings.device != "cuda" or not same_gpu(cluster.gpu, ceilings.name):
         return cluster
     return replace(cluster, measured=ceilings.best(), source=ceilings.source)
 
 
-def catalogued(cluster: Cluster) -> Cluster:
-    """The same cluster without anything that was measured of it."""
+def without_measurements(cluster: Cluster) -> Cluster:
+    """The same cluster by its data sheets only."""
     return Cluster(
         cluster.gpu, cluster.count, cluster.per_node, cluster.network_bandwidth, cluster.network_name,
         constants=cluster.constants,
     )  # fmt: skip
 
 
-def kept_ceilings(gpu: Gpu) -> Ceilings | None:
-    """The newest measurement of this kind of GPU that this user keeps."""
+def saved_ceilings(gpu: Gpu) -> Ceilings | None:
+    """The newest measurement of this GPU type that this user has saved."""
     folder = ceilings_path("any", 1, "any").parent
-    found = [
-        kept for path in sorted(folder.glob("*.json")) if (kept := load_ceilings(path)) and same_gpu(gpu, kept.name)
-    ]
-    return max(found, key=lambda kept: kept.date, default=None)
+    saved = [ceilings for path in sorted(folder.glob("*.json")) if (ceilings := load_ceilings(path))]
+    return max((c for c in saved if same_gpu(gpu, c.name)), key=lambda ceilings: ceilings.date, default=None)
 
 
 def same_gpu(gpu: Gpu, name: str) -> bool:
-    """Whether a device that calls itself so is of that kind."""
+    """Whether a device of this driver name is of that GPU type."""
     known, names, _ = _catalogue()
-    plain = _plain(name)
-    return plain in names and known[names[plain]].name == gpu.name
+    key = _normalize(name)
+    return key in names and known[names[key]].name == gpu.name
 
 
 @dataclass(frozen=True)
 class DataSheet:
-    """A device's data sheet: dense FLOP/s in bf16 and fp8, and bytes a second of its memory. None: it has no such
-    units, or variants of one name differ."""
+    """Dense FLOP/s in bf16 and fp8, and bytes per second of memory. None: no such units, or variants of the name
+    differ."""
 
     bf16: float
     fp8: float | None = None
@@ -296,12 +297,12 @@ class DataSheet:
 
     @property
     def tf32(self) -> float:
-        return self.bf16 / 2  # on every device here that has it
+        return self.bf16 / 2  # true of every device in the table that has it
 
 
-# In TFLOP/s and GB/s, without sparsity; matched as words of the device's name, the first that fits: the special before
-# the general. V100 and T4 have no bf16 units, theirs are fp16. MI250 and MI250X are of one of the card's two dies: each
-# is a device of its own to torch. fp8 of GeForce is with fp32 accumulation.
+# TFLOP/s and GB/s without sparsity. The first name that matches words of the device's name counts, so special names
+# come before general ones. V100 and T4 have fp16 instead of bf16 units. MI250 and MI250X: one of the two dies, each of
+# which is a device to torch. fp8 of GeForce: with fp32 accumulation.
 SHEETS: tuple[tuple[str, float, float | None, float | None], ...] = (
     ("GB200", 2500, 5000, 8000), ("B200", 2250, 4500, 8000), ("GH200", 989, 1979, None),
     ("H200 NVL", 835, 1671, 4800), ("H200", 989, 1979, 4800),
@@ -321,42 +322,36 @@ SHEETS: tuple[tuple[str, float, float | None, float | None], ...] = (
 
 
 def data_sheet(name: str) -> DataSheet | None:
-    """Of the device of that name, or None when it is not in the table."""
+    """The data sheet of a device name; None if it is not in the table."""
     for key, bf16, fp8, memory in SHEETS:
         if re.search(rf"\b{key}\b", name, re.I):
             return DataSheet(bf16 * 1e12, fp8 and fp8 * 1e12, memory and memory * 1e9)
     return None
 
 
-def published_peak(name: str) -> float | None:
-    """Dense bf16 FLOP/s of that device, or None when it is not in the table."""
-    return sheet.bf16 if (sheet := data_sheet(name)) else None
-
-
 @dataclass(frozen=True)
 class Machine:
-    """One device as measured at start, or by `bessemer bench` before. `matmul` maps precision to measured FLOP/s."""
+    """The local device, measured at start or earlier by `bessemer bench`. `matmul` maps precision to FLOP/s."""
 
     device: str
     name: str
     memory_bytes: int
     threads: int
     matmul: dict[str, float] = field(default_factory=dict)
-    training: dict[str, float] = field(
-        default_factory=dict
-    )  # precision -> tokens/s of a short stack of the run's shape
+    # precision -> tokens/s of a few layers of the run's shape
+    training: dict[str, float] = field(default_factory=dict)
     source: str = "measured at start"
 
     def peak(self, precision: str) -> tuple[float, str]:
-        """FLOP/s that utilisation is counted against, and where the number is from. That of fp8 is counted against
-        bf16, as in every published table but a few: a faster precision should show as a higher utilisation."""
+        """The FLOP/s that utilisation (MFU) refers to, and its source. For fp8 it is the bf16 peak, as in most
+        published tables: a faster precision shows as a higher utilisation."""
         counted = "bf16" if precision.startswith("fp8") else precision
         sheet = data_sheet(self.name) if self.device == "cuda" else None
         if sheet and counted in ("bf16", "fp16"):
             return sheet.bf16, f"data sheet of {self.name}"
         if sheet and counted == "tf32":
             return sheet.tf32, f"data sheet of {self.name}"
-        # A device without bf16 has no rate for it, and fp16 is as fast where both are.
+        # A device without bf16 has no rate for it; fp16 is as fast on devices that have both.
         measured = next(
             key for key in (counted, "bf16" if counted == "fp16" else "fp32", "fp32") if self.matmul.get(key)
         )
@@ -371,12 +366,12 @@ HEADER = f"{'what':<22} {'size':<20} {'rate':>16} {'sheet':>5}  note"
 
 @dataclass(frozen=True)
 class CeilingReading:
-    """One rate. `key` says of what: matmul_bf16, attention_forward_64, attention_both_64, copy, to_device_pinned,
-    disk_write, all_reduce and so on; sizes and kernels share one."""
+    """One measured rate. `key` is what was measured: matmul_bf16, attention_forward_64, attention_both_64, copy,
+    to_device_pinned, disk_write, all_reduce, ... Readings of several sizes and kernels share a key."""
 
     key: str
     size: str
-    rate: float | None  # None: not measured, and `note` says why
+    rate: float | None  # None: not measured; `note` says why
     unit: str  # FLOP/s or B/s
     note: str = ""
 
@@ -385,7 +380,7 @@ class CeilingReading:
 class Ceilings:
     device: str
     name: str
-    count: int  # GPUs; on a CPU its threads
+    count: int  # GPUs, or threads of a CPU
     date: str
     versions: dict[str, str]
     readings: tuple[CeilingReading, ...] = ()
@@ -404,14 +399,14 @@ class Ceilings:
         return {key.removeprefix("matmul_"): rate for key, rate in self.best().items() if key.startswith("matmul_")}
 
     def line(self, reading: CeilingReading) -> str:
-        """One row of the printed table, with the share of what the data sheet promises."""
+        """One row of the printed table, with the share of the data sheet's rate."""
         scale, prefix = next((pair for pair in ((1e12, "T"), (1e9, "G")) if (reading.rate or 0) >= pair[0]), (1e6, "M"))
         rate = "-" if reading.rate is None else f"{reading.rate / scale:,.4g} {prefix}{reading.unit}"
-        peak = self._promised(reading.key)
+        peak = self._sheet_rate(reading.key)
         share = f"{reading.rate / peak:.0%}" if reading.rate and peak else ""
         return f"{reading.key.replace('_', ' '):<22} {reading.size:<20} {rate:>16} {share:>5}  {reading.note}".rstrip()
 
-    def _promised(self, key: str) -> float | None:
+    def _sheet_rate(self, key: str) -> float | None:
         sheet = data_sheet(self.name) if self.device == "cuda" else None
         if sheet is None:
             return None
@@ -429,7 +424,7 @@ class Ceilings:
 
 
 def ceilings_path(name: str, count: int, torch_version: str) -> Path:
-    """Machines of one kind share a file: a cluster with one home folder is measured once."""
+    """Machines of one kind share a file, so a cluster with a shared home folder is measured once."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "bessemer/machines" / (re.sub(r"[^\w.+-]+", "-", f"{name} x{count} torch {torch_version}") + ".json")
 
@@ -438,17 +433,17 @@ def store_ceilings(ceilings: Ceilings, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, ceilings.to_json())
-    except OSError as fault:
+    except OSError as error:
         fix = "set XDG_CACHE_HOME to a folder of yours, or use --no-save"
-        raise UserError(f"{path}: cannot be written ({fault.strerror}): {fix}") from fault
+        raise UserError(f"{path}: cannot be written ({error.strerror}): {fix}") from error
 
 
 def load_ceilings(path: Path) -> Ceilings | None:
-    """None where nothing was measured. A damaged file is told of and passed over: a run must start without it."""
+    """None if nothing was measured. A damaged file causes a warning, not an error: a run can start without it."""
     try:
         return Ceilings.from_json(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as fault:
-        warnings.warn(f"{path}: not readable ({fault}): run bessemer bench again", stacklevel=2)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warnings.warn(f"{path}: not readable ({error}): run bessemer bench again", stacklevel=2)
         return None

@@ -1,11 +1,8 @@
-"""How long a run will take on this machine, and, where that is long for a CPU, a smaller run that takes 20 minutes.
+"""Plans a spec on this machine, if it is not in the GPU catalogue (`bessemer plan SPEC`), and estimates how long it
+takes.
 
-`train/speed.py` measures a step before the first one; here is the arithmetic that follows from it.
-
-`bessemer plan SPEC` without `--gpus`: the run on this machine, decided as `bessemer train` would, before its data is
-read, and how long it will take there.
-
-For machines outside of the GPU catalogue; the others are planned by proposal.py.
+train/speed.py measures a few rows; the estimate follows from them. For a long run on a CPU it suggests a smaller run of
+20 minutes. proposal.py plans for GPUs of the catalogue.
 """
 
 from __future__ import annotations
@@ -20,22 +17,22 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.expect import BAR, ExpectedRun, Occasion, RunRecord, expect
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize
-from bessemer.plan.present.show import WIDTH, decision_lines
-from bessemer.plan.request import PlanRequest, tokens_of
+from bessemer.plan.present import WIDTH, decision_lines
+from bessemer.plan.request import PlanRequest, spec_tokens
 from bessemer.plan.search.layout import ALONE
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
 
-LONG_S = 3600.0  # on a CPU; beyond it a smaller run is suggested
+LONG_S = 3600.0  # on a CPU, above which a smaller run is suggested
 SHORT_S = 1200.0  # of the suggested run
 TOKENS_PER_PARAMETER = 20  # enough for the suggested run (Chinchilla 2022)
-FORWARD_SHARE = 1 / 3  # of a training step: what an evaluation takes for as many tokens
+FORWARD_SHARE = 1 / 3  # time of an evaluation relative to a training step of the same tokens
 
 
 @dataclass(frozen=True)
 class SmallerRun:
-    """What to write for a run of about 20 minutes. None: that key stays as it is."""
+    """Settings for a run of about 20 minutes. None: that key stays as it is."""
 
     preset: str | None
     tokens: int | None
@@ -43,13 +40,13 @@ class SmallerRun:
 
     def __str__(self) -> str:
         keys = {"model": self.preset, "budget.tokens": None if self.tokens is None else human_count(self.tokens)}
-        written = [f"`{key}: {value}`" for key, value in keys.items() if value is not None]
-        return f"{' with '.join(written)} takes {rough_time(self.seconds)}"
+        settings = [f"`{key}: {value}`" for key, value in keys.items() if value is not None]
+        return f"{' with '.join(settings)} takes {rough_time(self.seconds)}"
 
 
 @dataclass(frozen=True)
 class DurationEstimate:
-    """Of the steps that are left, with their evaluations. `error` is the mean error, as a fraction; None: `seconds` is
+    """Time of the remaining steps, with their evaluations. `error` is the mean error, as a fraction; None: `seconds` is
     a lower bound."""
 
     seconds: float
@@ -61,19 +58,18 @@ class DurationEstimate:
     def __str__(self) -> str:
         """Such as "about 55 h here (250 tokens/s); `model: 1M` takes 20 min"."""
         rate = f"{self.tokens_per_s:,.0f} tokens/s"
-        about = "at least" if self.error is None else "about"
-        words = f"{about} {rough_time(self.seconds)} here ({rate})"
+        bound = "at least" if self.error is None else "about"
+        words = f"{bound} {rough_time(self.seconds)} here ({rate})"
         return words if self.smaller is None else f"{words}; {self.smaller}"
 
 
 def estimate_duration(
     occasion: Occasion, expected: ExpectedRun, start_step: int = 0, rate_of: Callable[[ModelShape], float] | None = None
 ) -> DurationEstimate | None:
-    """The time from `start_step` to the end; None where nothing is known of this machine's speed.
+    """The time from `start_step` to the end; None if the speed of this machine is unknown.
 
-    `rate_of` measures the training rate of another shape here, in tokens/s. It is called only for a run from random
-    weights of over an hour on a CPU, for one or two presets. Without it there is no suggestion: small models do not
-    reach the FLOP/s of large ones.
+    `rate_of` measures the tokens/s of another shape on this machine. It is called only for runs of over an hour on a
+    CPU, for one or two presets. Without it there is no suggestion: small models do not reach the FLOP/s of large ones.
     """
     rate, training = expected.tokens_per_s, occasion.training
     if rate is None:
@@ -88,7 +84,7 @@ def estimate_duration(
 
 
 def evaluation_share(occasion: Occasion) -> float:
-    """Time of evaluations over that of training steps."""
+    """Time of evaluations relative to that of training steps."""
     training = occasion.training
     every = training.evaluate.steps
     if not every:  # by seconds
@@ -99,40 +95,40 @@ def evaluation_share(occasion: Occasion) -> float:
 
 
 def smaller_run(occasion: Occasion, tokens: int, rate: float, rate_of: Callable[[ModelShape], float]) -> SmallerRun:
-    """The largest preset that reads the run's tokens, or 20 for each parameter where that is fewer, in 20 minutes.
-    Where none does, the smallest with fewer tokens. A run that continues a model keeps it, and reads fewer tokens."""
+    """The largest preset that trains on the run's tokens (at most 20 per parameter) in 20 minutes, or the smallest
+    preset with fewer tokens. A run that continues a model keeps the model and reads fewer tokens."""
     spec, shape, context = occasion.spec, occasion.shape, occasion.training.context
-    slower = 1 + evaluation_share(occasion)
+    overhead = 1 + evaluation_share(occasion)
     if spec.model.hf is not None or spec.start_from is not None:
-        return SmallerRun(None, _round_down(SHORT_S * rate / slower), SHORT_S)
+        return SmallerRun(None, _round_down(SHORT_S * rate / overhead), SHORT_S)
     flops_per_s = rate * shape.flops_per_token(context)
     smallest: tuple[str, float] | None = None
     for name, small in _smaller_presets(spec, shape):
         needed = min(tokens, TOKENS_PER_PARAMETER * small.parameters)
         last = name == next(iter(PRESETS))
-        if needed * small.flops_per_token(context) * slower / flops_per_s > SHORT_S and not last:
+        if needed * small.flops_per_token(context) * overhead / flops_per_s > SHORT_S and not last:
             continue  # too long even at the FLOP/s of the larger model
         small_rate = rate_of(small)
-        seconds = needed * slower / small_rate
+        seconds = needed * overhead / small_rate
         if seconds <= SHORT_S:
             return SmallerRun(name, None if needed == tokens else _round_down(needed), seconds)
         smallest = name, small_rate
-    if smallest is None:  # nothing is smaller
-        return SmallerRun(None, _round_down(SHORT_S * rate / slower), SHORT_S)
-    return SmallerRun(smallest[0], _round_down(SHORT_S * smallest[1] / slower), SHORT_S)
+    if smallest is None:  # no preset is smaller
+        return SmallerRun(None, _round_down(SHORT_S * rate / overhead), SHORT_S)
+    return SmallerRun(smallest[0], _round_down(SHORT_S * smallest[1] / overhead), SHORT_S)
 
 
 def _smaller_presets(spec: RunSpec, shape: ModelShape) -> list[tuple[str, ModelShape]]:
-    """With the vocabulary that they would get, largest first."""
-    named = []
+    """With the vocabulary that each would get, largest first."""
+    presets = []
     for name, small in PRESETS.items():
         vocab = min(shape.vocab, vocab_limit(small.width)) if spec.tokenizer.vocab == "auto" else shape.vocab
-        named.append((name, replace(small, vocab=vocab)))
-    return [(name, small) for name, small in reversed(named) if small.parameters < shape.parameters]
+        presets.append((name, replace(small, vocab=vocab)))
+    return [(name, small) for name, small in reversed(presets) if small.parameters < shape.parameters]
 
 
 def _round_down(tokens: float) -> int:
-    """To two digits: a suggestion is read by people."""
+    """To two digits."""
     scale = 10 ** max(0, len(str(int(tokens))) - 2)
     return max(1, int(tokens) // scale * scale)
 
@@ -146,9 +142,9 @@ def rough_time(seconds: float) -> str:
     raise AssertionError(f"{seconds} s is no duration")
 
 
-NEEDS_DATA = ("data.", "epochs", "mixture", "evaluate.tokens")  # decisions that only the data can settle
-OTHERS = "--gpus 8xH100 plans the same run for other machines, --budget 500usd --deadline 7d for what can be rented"
-RateOf = Callable[[ModelShape, int, str], float | None]  # shape, context and precision -> tokens/s measured here
+NEEDS_DATA = ("data.", "epochs", "mixture", "evaluate.tokens")  # decisions that depend on the data
+OTHER_MACHINES = "--gpus 8xH100 plans the same run on other machines, `plan search --budget 500usd` on rented ones"
+RateOf = Callable[[ModelShape, int, str], float | None]  # shape, context and precision -> measured tokens/s
 
 
 @dataclass(frozen=True)
@@ -165,15 +161,16 @@ class LocalPlan:
         return tokens_after(self.training.batch_rows, self.training.total_steps) * self.training.context
 
 
-def plan_here(asked: PlanRequest, machine: Machine, rate_of: RateOf, records: list[RunRecord]) -> LocalPlan:
-    """What `train` would decide, with as much data as the budget reads, and the time by a short measurement."""
-    spec, shape, plan = asked.spec, asked.shape, Plan()
-    plan.add("model", f"{human_count(shape.parameters)} parameters", asked.reason, asked.source, asked.basis)
+def plan_here(request: PlanRequest, machine: Machine, rate_of: RateOf, records: list[RunRecord]) -> LocalPlan:
+    """The decisions of `bessemer train`, assuming as much data as the budget reads, and a measured estimate of the
+    time."""
+    spec, shape, plan = request.spec, request.shape, Plan()
+    plan.add("model", f"{human_count(shape.parameters)} parameters", request.reason, request.source, request.basis)
     context = decide_context(spec, shape, plan)
     if spec.budget.epochs is not None:
-        tokens_of(spec, context)  # which refuses it: no data is read
+        spec_tokens(spec, context)  # refuses epochs, since no data is read
     if spec.precision == "auto" and machine.matmul.get("bf16", 0.0) > 1.3 * machine.matmul["fp32"]:
-        short = replace(shape, layers=min(2, shape.layers))  # as at the start of a run
+        short = replace(shape, layers=min(2, shape.layers))  # as a run does at its start
         rates = {key: rate for key in ("fp32", "bf16") if (rate := rate_of(short, context, key))}
         machine = replace(machine, training=rates if len(rates) == 2 else {})
     enough = SourceSize(1 << 60, (1 << 60) // context)
@@ -192,33 +189,30 @@ def plan_here(asked: PlanRequest, machine: Machine, rate_of: RateOf, records: li
     return LocalPlan(shape, machine, plan, training, expected, estimate_duration(occasion, expected, 0, preset_rate))
 
 
-def local_lines(found: LocalPlan, width: int = WIDTH) -> list[str]:
-    machine, expected = found.machine, found.expected
-    what = f"{human_count(found.shape.parameters)} parameters on {human_count(found.tokens)} tokens"
-    where = f"this machine ({machine.name}, {machine.threads} threads, {human_bytes(machine.memory_bytes)})"
+def local_lines(local: LocalPlan, width: int = WIDTH) -> list[str]:
+    machine, expected = local.machine, local.expected
+    run = f"{human_count(local.shape.parameters)} parameters on {human_count(local.tokens)} tokens"
+    place = f"this machine ({machine.name}, {machine.threads} threads, {human_bytes(machine.memory_bytes)})"
     bar = f", within {BAR * expected.error:.0%}" if expected.error else ""
-    if found.duration:
-        time = f"{found.duration} ({expected.basis}{bar})"
-    else:
-        time = expected.basis
+    time = f"{local.duration} ({expected.basis}{bar})" if local.duration else expected.basis
     memory = f"{human_bytes(expected.estimated_bytes)} of tensors in a step, of {human_bytes(machine.memory_bytes)}"
     return [
-        f"{what}, {where}", "", *decision_lines(found.plan, width), "", f"  memory  {memory}", f"  time    {time}",
-        f"  others  {OTHERS}",
+        f"{run}, {place}", "", *decision_lines(local.plan, width), "", f"  memory  {memory}", f"  time    {time}",
+        f"  others  {OTHER_MACHINES}",
     ]  # fmt: skip
 
 
-def local_json(found: LocalPlan) -> dict[str, Any]:
+def local_json(local: LocalPlan) -> dict[str, Any]:
     return {
-        "model": found.shape.to_dict(), "parameters": found.shape.parameters, "tokens": found.tokens,
-        "machine": found.machine.to_json(), "context": found.training.context,
-        "batch_rows": found.training.batch_rows[0][1],
-        "decisions": [asdict(decision) for decision in found.plan.decisions.values()],
-        "expected": asdict(found.expected), "duration": asdict(found.duration) if found.duration else None,
+        "model": local.shape.to_dict(), "parameters": local.shape.parameters, "tokens": local.tokens,
+        "machine": local.machine.to_json(), "context": local.training.context,
+        "batch_rows": local.training.batch_rows[0][1],
+        "decisions": [asdict(decision) for decision in local.plan.decisions.values()],
+        "expected": asdict(local.expected), "duration": asdict(local.duration) if local.duration else None,
     }  # fmt: skip
 
 
 def check_options(options: dict[str, object]) -> None:
-    """Refuse what only a plan for GPUs of the catalogue has."""
-    if wrong := [name for name, value in options.items() if value]:
-        raise UserError(f"{wrong[0]}: for GPUs of the catalogue: write --gpus, such as --gpus 8xH100, or leave it out")
+    """Refuse options that need GPUs of the catalogue."""
+    if used := [name for name, value in options.items() if value]:
+        raise UserError(f"{used[0]}: for GPUs of the catalogue: write --gpus, such as --gpus 8xH100, or leave it out")

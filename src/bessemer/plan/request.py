@@ -1,44 +1,52 @@
-"""What a user asks of the planner, as a spec: from a few words of the command line, or from a spec that leaves things
-open. Both ways lead to one RunSpec, so that one planner answers both.
+"""What a user asks the planner for: parsed from command-line options, from a spec, or asked in an interview.
+
+Options and specs both become a RunSpec, so that one planner serves both.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bessemer.errors import UserError
-from bessemer.plan.recipe.fine_tuning import Basis, RecipeAnswer
-from bessemer.plan.recipe.shape import design
+from bessemer.plan.decision import Basis, RecipeAnswer
+from bessemer.plan.hardware import parse_cluster
+from bessemer.plan.recipe.pretraining import design_shape
 from bessemer.plan.search.search import FixedDegrees
-from bessemer.spec.document import Document
+from bessemer.spec.document import Document, override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
-from bessemer.spec.quantity import human_count, parse_count
+from bessemer.spec.quantity import human_count, human_time, parse_count, parse_duration
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
 
 SIZE = re.compile(r"(?:[a-z0-9.]+[-_ ])*?(\d+(?:\.\d+)?)\s*([kmbt])", re.I)
 SCALES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-# Tokens that presets are usually given: theirs of Llama 1 and 3 and of GPT-2, and few for small ones.
-WORDS = {"1M": 2048, "3M": 4096, "10M": 8192, "30M": 16_384, "60M": 16_384, "125M": 50_304, "350M": 50_304,
-         "760M": 50_304, "7B": 32_000, "13B": 32_000, "34B": 32_000}  # fmt: skip
-LLAMA_3_WORDS = 128_256
-USUAL_WORDS = 32_000  # where a tokenizer is yet to be trained
-USUAL_CONTEXT = 4096
+# Vocabularies of the presets: those of Llama 1 and GPT-2, and smaller ones for small models. Others have Llama 3's.
+PRESET_VOCAB = {"1M": 2048, "3M": 4096, "10M": 8192, "30M": 16_384, "60M": 16_384, "125M": 50_304, "350M": 50_304,
+                "760M": 50_304, "7B": 32_000, "13B": 32_000, "34B": 32_000}  # fmt: skip
+LLAMA_3_VOCAB = 128_256
+DEFAULT_VOCAB = 32_000  # if the tokenizer is not trained yet
+DEFAULT_CONTEXT = 4096
 CLEAN = RecipeAnswer(
-    ("dedup_exact", "dedup_minhash"), "what is there ten times is recited about 1,000 times as often",
+    ("dedup_exact", "dedup_minhash"), "models recite text that occurs ten times about 1,000 times as often",
     "Kandpal et al. 2022", "established",
 )  # fmt: skip
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+DAY = 86_400.0
+DEFAULT_DEADLINE_S = 30 * DAY  # if only a budget is given
+MONEY = re.compile(
+    r"(?:usd|\$)?\s*([0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmb])?\s*(?:usd|dollars?|\$)?", re.I
+)
+TRIES = 5  # answers to one question of the interview
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A spec with what is settled, the shape of its model, and why that shape. `answers` are choices that were made
-    for the user on the way, by key of the spec; `from_words` where there is no spec: its data is yet to be named."""
+    """A spec with the user's settings, the shape of its model, and where that shape comes from. `answers` are choices
+    made for the user on the way, by spec key. `from_options`: there is no spec file, and its data has no name yet."""
 
     spec: RunSpec
     shape: ModelShape
@@ -46,52 +54,57 @@ class PlanRequest:
     source: str = "asked"
     basis: Basis | Literal[""] = ""
     answers: Mapping[str, RecipeAnswer[Any]] = field(default_factory=dict)
-    from_words: bool = False
+    from_options: bool = False
 
 
-def ask(
-    model: str, tokens: int | None = None, context: int | None = None, batch: int | None = None,
-    precision: str = "auto", degrees: Mapping[str, int | None] | None = None,
-) -> PlanRequest:  # fmt: skip
-    """From the words of a command line. Degrees are those of `parallel` in a spec."""
-    if context is not None and context < 2:
-        raise UserError(f"--context {context}: write 2 tokens or more, such as 4096")
-    section, words, reason, answers = _model(model, context or USUAL_CONTEXT)
-    sources = {"sources": {"text": "data/"}, "clean": list(CLEAN.value)}
-    data: dict[str, Any] = {"model": section, "tokenizer": {"vocab": words}, "data": sources}
-    if context is not None:
-        data["data"]["context"] = context
-    budget = {"tokens": tokens, "batch": batch}
-    data["budget"] = {key: value for key, value in budget.items() if value is not None}
-    data["parallel"] = {key: degree for key, degree in (degrees or {}).items() if degree is not None}
-    if precision != "auto":
-        data["precision"] = precision
-    spec = _validated(data)
-    return PlanRequest(
-        spec, model_shape(spec.model, words), reason, answers={**answers, "data.clean": CLEAN}, from_words=True
-    )
+def request_from_options(model: str, tokens: int | None = None, settings: Sequence[str] = ()) -> PlanRequest:
+    """From command-line options. `settings` are overrides of spec keys, as `--set` takes them."""
+    document = Document({}, "command line")
+    context = _apply(document, settings).get("data", {})
+    context = context.get("context") if isinstance(context, dict) else None
+    section, vocab, reason, answers = _model_section(model, context if isinstance(context, int) else DEFAULT_CONTEXT)
+    data: dict[str, Any] = {
+        "model": section, "tokenizer": {"vocab": vocab},
+        "data": {"sources": {"text": "data/"}, "clean": list(CLEAN.value)},
+        "budget": {} if tokens is None else {"tokens": tokens}, "parallel": {},
+    }  # fmt: skip
+    document = Document(data, "command line")
+    _apply(document, settings)
+    try:
+        spec = validate(document)
+    except SpecError as error:
+        raise UserError(error.problems[0]) from None
+    shape = model_shape(spec.model, vocab)
+    return PlanRequest(spec, shape, reason, answers={**answers, "data.clean": CLEAN}, from_options=True)
 
 
-def ask_spec(spec: RunSpec, given: ModelShape | None = None) -> PlanRequest:
-    """From a spec; `given` is the shape of a folder that it names."""
-    words = given.vocab if given else spec.tokenizer.vocab
-    if words == "auto":
+def _apply(document: Document, settings: Sequence[str]) -> dict[str, Any]:
+    for setting in settings:
+        override(document, setting)
+    return dict(document.data)
+
+
+def request_from_spec(spec: RunSpec, folder_shape: ModelShape | None = None) -> PlanRequest:
+    """From a spec. `folder_shape` is the shape of the model folder that the spec names."""
+    vocab = folder_shape.vocab if folder_shape else spec.tokenizer.vocab
+    if vocab == "auto":
         preset = next((key for key in PRESETS if key.lower() == (spec.model.preset or "").lower()), "")
-        words = WORDS.get(preset, LLAMA_3_WORDS) if preset else USUAL_WORDS
-    shape = model_shape(spec.model, int(words), given)
-    return PlanRequest(spec, shape, f"the spec's, with {words:,} tokens of vocabulary")
+        vocab = PRESET_VOCAB.get(preset, LLAMA_3_VOCAB) if preset else DEFAULT_VOCAB
+    shape = model_shape(spec.model, int(vocab), folder_shape)
+    return PlanRequest(spec, shape, f"the spec's, with a vocabulary of {vocab:,} tokens")
 
 
-def option_count(name: str, text: str | None) -> int | None:
-    """Tokens of an option of the command line."""
+def parse_count_option(name: str, text: str | None) -> int | None:
+    """A number of tokens, such as 100B."""
     try:
         return None if text is None else parse_count(text, least=1)
-    except ValueError as fault:
-        raise UserError(f"{name} {text}: {fault}") from None
+    except ValueError as error:
+        raise UserError(f"{name} {text}: {error}") from None
 
 
-def _model(text: str, context: int) -> tuple[dict[str, Any], int, str, Mapping[str, RecipeAnswer[Any]]]:
-    """The spec's section for a size or preset, its vocabulary, why, and the choices of a design."""
+def _model_section(text: str, context: int) -> tuple[dict[str, Any], int, str, Mapping[str, RecipeAnswer[Any]]]:
+    """The spec's model section for a size or preset, its vocabulary, the reason, and the choices of a designed
+    shape."""
     match = SIZE.fullmatch(text.strip())
     if not match:
         raise UserError(
@@ -99,42 +112,35 @@ def _model(text: str, context: int) -> tuple[dict[str, Any], int, str, Mapping[s
         )
     name = f"{match[1]}{match[2].upper()}"
     if name in PRESETS:
-        words = WORDS.get(name, LLAMA_3_WORDS)
-        usual = RecipeAnswer(words, f"usual for the preset {name}", "Llama 1 and 3, GPT-2", "established")
-        return {"preset": name}, words, f"the preset {name}", {"tokenizer.vocab": usual}
+        vocab = PRESET_VOCAB.get(name, LLAMA_3_VOCAB)
+        answer = RecipeAnswer(vocab, f"usual for the preset {name}", "Llama 1 and 3, GPT-2", "established")
+        return {"preset": name}, vocab, f"the preset {name}", {"tokenizer.vocab": answer}
     try:
-        found = design(float(match[1]) * SCALES[match[2].lower()], context)
-    except UserError as fault:
-        raise UserError(f"--model {text}: {fault}") from None
-    shape = found.shape
+        design = design_shape(float(match[1]) * SCALES[match[2].lower()], context)
+    except UserError as error:
+        raise UserError(f"--model {text}: {error}") from None
+    shape = design.shape
     section = {key: getattr(shape, key) for key in ("width", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied")}
     section["rope"] = {"theta": shape.rope.theta}
-    reason = f"{human_count(shape.parameters)} parameters for a wish of {name}"
-    return section, shape.vocab, reason, found.answers
+    reason = f"{human_count(shape.parameters)} parameters for a requested size of {name}"
+    return section, shape.vocab, reason, design.answers
 
 
-def _validated(data: dict[str, Any]) -> RunSpec:
-    try:
-        return validate(Document(data, "command line"))
-    except SpecError as error:
-        raise UserError(error.problems[0]) from None
-
-
-def kept_by(spec: RunSpec) -> FixedDegrees:
-    """What the spec settles of a layout: degrees that are written, and how a pass is run."""
+def fixed_degrees(spec: RunSpec) -> FixedDegrees:
+    """The parts of a layout that the spec sets: degrees, micro-batch, recomputation and pipeline stages."""
     parallel, memory = spec.parallel, spec.memory
-    written = {key: getattr(parallel, key) for key in DEGREES if key in parallel.model_fields_set}
-    degrees = {key: int(degree) for key, degree in written.items() if degree != "auto"}
+    settings = {key: getattr(parallel, key) for key in DEGREES if key in parallel.model_fields_set}
+    degrees = {key: int(degree) for key, degree in settings.items() if degree != "auto"}
     stages = None
     if "pipeline" in parallel.model_fields_set:
         stages = parallel.pipeline.stages if parallel.pipeline.schedule in ("interleaved", "zero_bubble") else 1
-    how = memory.activations if memory.activations in ("none", "selective", "full") else None
+    mode = memory.activations if memory.activations in ("none", "selective", "full") else None
     rows = None if spec.budget.micro_batch == "auto" else int(spec.budget.micro_batch)
-    return FixedDegrees(**degrees, micro_rows=rows, activations=how, stages=stages)  # type: ignore[arg-type]
+    return FixedDegrees(**degrees, micro_rows=rows, activations=mode, stages=stages)  # type: ignore[arg-type]
 
 
-def tokens_of(spec: RunSpec, context: int) -> int | None:
-    """The length that the spec gives, in tokens; None where it is left open."""
+def spec_tokens(spec: RunSpec, context: int) -> int | None:
+    """The length of the run in tokens; None if the spec leaves it open."""
     budget = spec.budget
     if budget.epochs is not None:
         raise UserError("budget.epochs: a plan reads no data: write --tokens, such as --tokens 20B")
@@ -143,3 +149,91 @@ def tokens_of(spec: RunSpec, context: int) -> int | None:
     if budget.batch == "auto":
         raise UserError("budget.steps: a plan needs the length in tokens: write budget.batch too, or --tokens")
     return budget.steps * max(1, round(budget.batch / context)) * context
+
+
+@dataclass(frozen=True)
+class BudgetLimits:
+    budget_usd: float | None
+    deadline_s: float
+    default_deadline: bool = False  # the user gave no deadline
+
+    def __str__(self) -> str:
+        money = [f"${self.budget_usd:,.0f}"] if self.budget_usd else []
+        return " and ".join([*money, in_days(self.deadline_s)])
+
+
+def in_days(seconds: float) -> str:
+    return f"{seconds / DAY:,.3g} days" if seconds >= 2 * DAY else human_time(seconds)
+
+
+def parse_money(text: str) -> float:
+    """`50000usd`, `$50k`, `1.5M` -> dollars."""
+    match = MONEY.fullmatch(text.strip())
+    if not match:
+        raise UserError(f"--budget {text}: write dollars above 0, such as 50000usd or 50k")
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9}.get((match[2] or "").lower(), 1.0)
+    usd = float(match[1].replace(",", "").replace("_", "")) * scale
+    if usd <= 0:
+        raise UserError(f"--budget {text}: write dollars above 0, such as 500usd")
+    return usd
+
+
+def parse_limits(budget: str | None, deadline: str | None) -> BudgetLimits:
+    usd = parse_money(budget) if budget is not None else None
+    if deadline is None:
+        return BudgetLimits(usd, DEFAULT_DEADLINE_S, default_deadline=True)
+    try:
+        seconds = parse_duration(deadline)
+    except ValueError as error:
+        raise UserError(f"--deadline {deadline}: {error}") from None
+    if seconds <= 0:
+        raise UserError(f"--deadline {deadline}: write a time above 0, such as 30d")
+    return BudgetLimits(usd, seconds)
+
+
+Prompt = Callable[[str, str], str]  # question and default -> answer
+
+
+@dataclass(frozen=True)
+class InterviewAnswers:
+    """Text as the command-line options have it."""
+
+    model: str | None = None
+    tokens: str | None = None
+    gpus: str | None = None
+    budget: str | None = None
+    deadline: str | None = None
+
+
+def ask_missing(answers: InterviewAnswers, prompt: Prompt, log: Callable[[str], None]) -> InterviewAnswers:
+    """Ask for what is missing. Each question has a default; an invalid answer is logged and asked for again."""
+
+    def check_tokens(text: str) -> object:
+        return text == "auto" or parse_count_option("tokens", text)
+
+    def ask(question: str, default: str, check: Callable[[str], object]) -> str:
+        for _ in range(TRIES):
+            text = prompt(question, default).strip() or default
+            try:
+                check(text)
+            except UserError as error:
+                log(str(error))
+            else:
+                return text
+        raise UserError(f"{question}: no valid answer in {TRIES} tries: write it as an option instead")
+
+    model, tokens, gpus = answers.model, answers.tokens, answers.gpus
+    budget, deadline = answers.budget, answers.deadline
+    if model is None:
+        model = ask("Size of the model (such as 1B, 7B, llama-7b)", "7B", request_from_options)
+    if tokens is None:
+        text = ask("Tokens to train on (auto: compute-optimal)", "auto", check_tokens)
+        tokens = None if text == "auto" else text
+    if gpus is None and budget is None and deadline is None:
+        question = "GPUs (such as 8xA100-80GB; any: let the budget decide)"
+        gpus = ask(question, "8xH100", lambda text: text == "any" or parse_cluster(text))
+        if gpus == "any":
+            gpus = None
+            budget = ask("Budget in dollars", "50k", lambda text: parse_limits(text, None))
+            deadline = ask("Deadline", "30d", lambda text: parse_limits(None, text))
+    return InterviewAnswers(model, tokens, gpus, budget, deadline)

@@ -7,25 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.plan.cost_model.goodput import (
-    LLAMA_3,
-    RSC_1,
-    USUAL,
-    Reliability,
-    effective_share,
-    ettr,
-    goodput,
-    mtti_s,
-    spot_break_even,
-    young,
-)
+from bessemer.plan.cost_model.goodput import Reliability, effective_share, goodput
+
+LLAMA_3 = 419 / (16_384 / 8 * 54)  # failures of a node in a day: 419 unexpected interruptions in 54 days
+RSC_1 = 6.50e-3  # Kokolis et al. 2025
+
+
+def first_order(nodes: int, failures_per_node_day: float, restart_s: float, save_s: float, every_s: float) -> float:
+    """E[ETTR] of Kokolis et al. 2025."""
+    lost = nodes * failures_per_node_day / 86_400 * (restart_s + every_s / 2)
+    return max(0.0, (1 - lost) / (1 + save_s / every_s))
 
 
 def test_llama_3_405b() -> None:
     """419 unexpected interruptions in 54 days of 16,384 GPUs, over 90 % of the time effective."""
     assert pytest.approx(3.79, abs=0.01) == LLAMA_3 * 1000
-    assert mtti_s(2048, LLAMA_3) / 3600 == pytest.approx(3.09, abs=0.01)
-    assert [round(young(save, mtti_s(2048, LLAMA_3))) for save in (10, 30, 120)] == [472, 817, 1635]
+    assert goodput(2048, Reliability(LLAMA_3)).mtti_s / 3600 == pytest.approx(3.09, abs=0.01)
     run = goodput(2048, Reliability(LLAMA_3, restart_s=300, save_stall_s=10))
     assert 0.9 < run.share < 0.95
     assert run.interruptions(54 * 86_400 * run.share) == pytest.approx(419)
@@ -33,9 +30,9 @@ def test_llama_3_405b() -> None:
 
 def test_the_research_clusters_of_meta() -> None:
     """RSC-1: projected 1.8 h at 16,384 GPUs and 0.23 h at 131,072; the same model gives 28.8 h at 1,024."""
-    assert mtti_s(16_384 // 8, RSC_1) / 3600 == pytest.approx(1.8, abs=0.01)
-    assert mtti_s(131_072 // 8, RSC_1) / 3600 == pytest.approx(0.23, abs=0.005)
-    assert mtti_s(1024 // 8, RSC_1) / 3600 == pytest.approx(28.8, abs=0.05)
+    assert goodput(16_384 // 8, Reliability(RSC_1)).mtti_s / 3600 == pytest.approx(1.8, abs=0.01)
+    assert goodput(131_072 // 8, Reliability(RSC_1)).mtti_s / 3600 == pytest.approx(0.23, abs=0.005)
+    assert goodput(1024 // 8, Reliability(RSC_1)).mtti_s / 3600 == pytest.approx(28.8, abs=0.05)
 
 
 def test_ninety_eight_thousand_gpus_train_half_of_the_time() -> None:
@@ -57,7 +54,7 @@ def test_shares_add_up_and_agree_with_the_paper_where_little_is_lost(
     assert found.share + found.saves + found.redone + found.restarts == pytest.approx(1)
     assert all(0 <= part <= 1 for part in (found.share, found.saves, found.redone, found.restarts))
     if found.share > 0.97:
-        assert found.share == pytest.approx(ettr(nodes, rate, restart, save, found.save_every_s), abs=2e-3)
+        assert found.share == pytest.approx(first_order(nodes, rate, restart, save, found.save_every_s), abs=2e-3)
 
 
 @given(st.integers(1, 5000), st.floats(30, 20_000))
@@ -71,17 +68,8 @@ def test_more_failures_never_help() -> None:
     assert shares == sorted(shares, reverse=True)
     assert goodput(100, Reliability(failures_per_node_day=0)).mtti_s == math.inf
     assert effective_share(1.0, 600, 10, 10_000)[0] == 0.0
-    assert ettr(100_000, USUAL, 600, 10, 600) == 0.0
-
-
-def test_spot_pays_for_few_nodes_and_not_for_many() -> None:
-    spot = Reliability(preemptions_per_node_hour=0.05, requeue_s=900)
-    ratios = [spot_break_even(nodes, spot, 6.88, 2.35) for nodes in (1, 8, 64, 512)]
-    assert ratios[0] == pytest.approx(2.35 / 6.88, rel=0.1)
-    assert ratios == sorted(ratios) and ratios[-1] > 1
 
 
 def test_nonsense_is_one_line() -> None:
-    for ask in (lambda: goodput(0), lambda: mtti_s(-3, USUAL)):
-        with pytest.raises(UserError, match="nodes"):
-            ask()
+    with pytest.raises(UserError, match="nodes"):
+        goodput(0)

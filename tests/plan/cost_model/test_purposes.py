@@ -96,24 +96,24 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_take() -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (("--for", "nonsense", "--model", "7b", "--gpus", "A100"), "--for nonsense: write training, lora"),
-        (("--for", "lora", "--model", "7b"), "write --model and --gpus"),
-        (("--for", "lora", "--model", "7b", "--gpus", "A100", "--budget", "5usd"), "leave --budget out"),
-        (("--for", "lora", "--model", "7b", "--gpus", "A100", "--rank", "0"), "rank: 0"),
-        (("--for", "inference", "--model", "7b", "--gpus", "A100", "--precision", "bf8"), "--precision bf8"),
+        (("nonsense", "--model", "7b", "--gpus", "A100"), "memory nonsense: write training, lora"),
+        (("lora", "--model", "7b", "--gpus", "A100", "--rank", "0"), "rank: 0"),
+        (("inference", "--model", "7b", "--gpus", "A100", "--precision", "bf8"), "--precision bf8"),
     ],
 )
 def test_nonsense_is_one_line(words: tuple[str, ...], fault: str, monkeypatch: Any) -> None:
     from bessemer.cli.main import app
 
     with pytest.raises(UserError, match=fault) as caught:
-        app(["plan", *words], standalone_mode=False)
+        app(["plan", "memory", *words], standalone_mode=False)
     assert "\n" not in str(caught.value)
 
 
 def test_on_the_command_line(capsys: Any) -> None:
     from bessemer.cli.main import app
 
-    app(["plan", "--for", "qlora", "--model", "70b", "--gpus", "A100-80GB", "--context", "2048"], standalone_mode=False)
+    app(
+        ["plan", "memory", "qlora", "--model", "70b", "--gpus", "A100-80GB", "--context", "2048"], standalone_mode=False
+    )
     said = capsys.readouterr().out
     assert "for qlora on 1 x A100-80GB" in said and "NF4" in said and "short" not in said

@@ -79,7 +79,7 @@ def test_work_counts_what_the_shape_counts() -> None:
 def test_the_bubble_is_that_of_the_schedule() -> None:
     """Stages of equal length: (p - 1) / m of the work of the stages, less by interleaving."""
     work = gpt(4096, 32, 32, 50_304, 2048)
-    setup = StepSetup(work, Layout(pp=8), 1, 64, 2048, manner="megatron")
+    setup = StepSetup(work, Layout(pp=8), 1, 64, 2048, framework="megatron")
     cluster = parse_cluster("8xA100")
     found, woven = step_time(setup, cluster), step_time(replace(setup, virtual=4), cluster)
     assert woven.bubble_s == pytest.approx(found.bubble_s / 4)
@@ -120,9 +120,9 @@ def test_experts_and_state_spaces_are_timed_with_a_wide_error_bar() -> None:
     moe = replace(with_vocab(PRESETS["1B"], 32_000), moe=Moe(experts=8, top_k=2, ffn=8192))
     mamba = replace(with_vocab(PRESETS["1B"], 32_000), mixers=("mamba", "attention"), mamba=Mamba(heads=64))
     plain = work_of(with_vocab(PRESETS["1B"], 32_000))
-    dense = step_time(StepSetup(plain, Layout(dp_shard=8), 2, 16, 2048, manner="fsdp"), NODE)
+    dense = step_time(StepSetup(plain, Layout(dp_shard=8), 2, 16, 2048, framework="fsdp"), NODE)
     for shape in (moe, mamba):
-        found = step_time(StepSetup(work_of(shape), Layout(dp_shard=8), 2, 16, 2048, manner="fsdp"), NODE)
+        found = step_time(StepSetup(work_of(shape), Layout(dp_shard=8), 2, 16, 2048, framework="fsdp"), NODE)
         assert math.isfinite(found.total_s) and found.error > dense.error
     spread = StepSetup(work_of(moe), Layout(dp_shard=8, ep=8), 2, 16, 2048)
     assert step_time(spread, NODE).tp_s > 0
@@ -154,15 +154,16 @@ def test_impossible_configurations_are_refused_with_the_fix(change: dict[str, ob
 @given(
     tp=st.sampled_from([1, 2, 4, 8]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2, 8, 64]),
     replicas=st.sampled_from([1, 2]), micro=st.integers(1, 8), batches=st.integers(1, 16),
-    manner=st.sampled_from(["megatron", "fsdp", "compiled"]), recompute=st.sampled_from(["none", "selective", "full"]),
+    framework=st.sampled_from(["megatron", "fsdp", "compiled"]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
     more=st.floats(1, 8),
 )  # fmt: skip
 def test_better_hardware_is_never_slower_and_more_work_never_faster(
-    tp: int, pp: int, dp: int, replicas: int, micro: int, batches: int, manner: str, recompute: str, more: float
+    tp: int, pp: int, dp: int, replicas: int, micro: int, batches: int, framework: str, recompute: str, more: float
 ) -> None:
     layout = Layout(replicas, dp, tp, 1, pp)
     setup = StepSetup(
-        PLAIN.work, layout, micro, micro * batches * layout.dp, 2048, "bf16", recompute, "flash", manner
+        PLAIN.work, layout, micro, micro * batches * layout.dp, 2048, "bf16", recompute, "flash", framework
     )  # type: ignore[arg-type]  # fmt: skip
     nodes = max(1, layout.size // 8)
     cluster = parse_cluster(f"{nodes} nodes of {layout.size // nodes} A100")

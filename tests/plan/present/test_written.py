@@ -7,14 +7,16 @@ import pytest
 
 from bessemer.errors import UserError
 from bessemer.plan.hardware import parse_cluster
-from bessemer.plan.present.to_spec import spec_text, write_spec
-from bessemer.plan.request import ask, ask_spec, kept_by
-from bessemer.plan.search.proposal import Proposal, propose, propose_for
+from bessemer.plan.present import spec_text, write_spec
+from bessemer.plan.request import fixed_degrees, request_from_spec
+from bessemer.plan.search.proposal import Proposal, propose
 from bessemer.plan.search.search import FixedDegrees
 from bessemer.spec.document import parse
 from bessemer.spec.lints import lint
 from bessemer.spec.load import validate
 from bessemer.spec.schema import RunSpec
+
+from ..plans import plan_on, request
 
 BILLION = 10**9
 
@@ -40,19 +42,19 @@ def spec_of(text: str) -> RunSpec:
     ],
 )
 def test_a_written_plan_is_a_spec_without_warnings_and_the_same_plan_again(model: str, gpus: str) -> None:
-    first = propose(model, gpus)
+    first = plan_on(model, gpus)
     text = spec_text(first, "bessemer plan")
     spec = spec_of(text)
     assert lint(spec) == []
-    again = propose_for(ask_spec(spec), first.wish.cluster)
-    assert again.shape == first.shape and again.tokens == first.tokens and again.wish.rows == first.wish.rows
+    again = propose(request_from_spec(spec), first.goal.cluster)
+    assert again.shape == first.shape and again.tokens == first.tokens and again.goal.rows == first.goal.rows
     assert again.best.layout == first.best.layout and again.best.micro_rows == first.best.micro_rows
     assert again.seconds == pytest.approx(first.seconds)
     assert spec_of(spec_text(again)).model_dump() == spec.model_dump(), "what is settled stays as it is written"
 
 
 def test_every_decision_has_its_comment() -> None:
-    found = propose("27B", "64xH100")
+    found = plan_on("27B", "64xH100")
     lines = spec_text(found).splitlines()
     words = " ".join(line.strip().lstrip("# ") for line in lines)
     for decision in found.plan.decisions.values():
@@ -67,7 +69,7 @@ def spec(**sections: object) -> RunSpec:
 
 
 def planned(run: RunSpec, gpus: str = "8xA100-80GB") -> Proposal:
-    return propose_for(ask_spec(run), parse_cluster(gpus))
+    return propose(request_from_spec(run), parse_cluster(gpus))
 
 
 def test_a_spec_keeps_what_it_says_and_is_told_the_rest() -> None:
@@ -82,12 +84,12 @@ def test_a_spec_keeps_what_it_says_and_is_told_the_rest() -> None:
     assert asked >= {"data.context", "budget.tokens", "budget.batch", "budget.micro_batch", "precision", "parallel.tp",
                      "optimizer.lr", "schedule.warmup", "memory.activations", "checkpoint.every"}  # fmt: skip
     assert found.best.layout.tp == 2 and found.best.micro_rows == 1 and found.best.activations == "full"
-    assert found.wish.context == 2048 and found.wish.rows == 512 and found.shape.vocab == 50_000
+    assert found.goal.context == 2048 and found.goal.rows == 512 and found.shape.vocab == 50_000
     steps = found.plan.value("steps")
     assert steps == -(-30 * BILLION // 2**20) and found.plan.value("schedule.warmup") == round(0.03 * steps)
     decided = {key for key in found.plan.decisions if key.startswith("parallel.")} - asked
     assert "parallel.dp_shard" in decided
-    assert found.asked.spec.data.sources.keys() == {"web"} and "web: data/" in spec_text(found)
+    assert found.request.spec.data.sources.keys() == {"web"} and "web: data/" in spec_text(found)
 
 
 def test_an_optimizer_that_keeps_less_fits_more() -> None:
@@ -97,10 +99,10 @@ def test_an_optimizer_that_keeps_less_fits_more() -> None:
 
 
 def test_degrees_that_are_written_are_those_that_are_kept() -> None:
-    assert kept_by(spec()) == FixedDegrees()
-    assert kept_by(spec(parallel={"tp": 1, "dp_shard": "auto"})) == FixedDegrees(tp=1)
+    assert fixed_degrees(spec()) == FixedDegrees()
+    assert fixed_degrees(spec(parallel={"tp": 1, "dp_shard": "auto"})) == FixedDegrees(tp=1)
     pipeline = {"pp": 4, "pipeline": {"schedule": "interleaved", "stages": 4}}
-    assert kept_by(spec(parallel=pipeline)) == FixedDegrees(pp=4, stages=4)
+    assert fixed_degrees(spec(parallel=pipeline)) == FixedDegrees(pp=4, stages=4)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ def test_trained_weights_get_a_lower_rate() -> None:
 
 
 def test_old_gpus_train_in_fp16() -> None:
-    found = propose("1B", "8xV100-32GB")
-    assert found.wish.precision == "fp16" and "loss scaled" in found.plan.decisions["precision"].reason
+    found = plan_on("1B", "8xV100-32GB")
+    assert found.goal.precision == "fp16" and "loss scaled" in found.plan.decisions["precision"].reason
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 def test_decisions_of_words_and_of_a_spec_say_so() -> None:
-    words = propose_for(ask("1B", 20 * BILLION), parse_cluster("1xH200")).plan.decisions["budget.tokens"]
+    words = propose(request("1B", 20 * BILLION), parse_cluster("1xH200")).plan.decisions["budget.tokens"]
     told = planned(spec(budget={"tokens": "20B"}, model="1B"), "1xH200").plan.decisions["budget.tokens"]
     assert asdict(words) | {"reason": ""} == asdict(told) | {"reason": ""}
     assert (words.reason, told.reason) == ("as asked", "written in the spec")

@@ -9,18 +9,20 @@ import pytest
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.memory import Passes, estimate
 from bessemer.plan.hardware import parse_cluster
-from bessemer.plan.request import ask_spec
-from bessemer.plan.search.proposal import RUNGS, _with, lighter, propose, propose_for
+from bessemer.plan.request import request_from_spec
+from bessemer.plan.search.proposal import MEMORY_FALLBACKS, _with_settings, lighter, propose
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS
+
+from ..plans import plan_on
 
 PLAIN = RunSpec.model_validate({"model": "7B", "data": {"sources": {"text": "data/"}}})
 
 
 def refusal(model: str, gpus: str, **more: Any) -> str:
     with pytest.raises(UserError) as fault:
-        propose(model, gpus, tokens=10**8, **more)
+        plan_on(model, gpus, tokens=10**8, **more)
     assert "\n" not in str(fault.value)
     return str(fault.value)
 
@@ -35,10 +37,10 @@ def proposed(message: str) -> list[str]:
 def test_each_rung_needs_less_than_the_one_before(size: str) -> None:
     keys: dict[str, Any] = {}
     totals = []
-    for rung in RUNGS:
+    for rung in MEMORY_FALLBACKS:
         keys |= rung
         passes = Passes(4096, 1, "bf16", "full", compiled=True, several="memory.update" not in keys)
-        totals.append(estimate(_with(PLAIN, keys), PRESETS[size], passes).total)
+        totals.append(estimate(_with_settings(PLAIN, keys), PRESETS[size], passes).total)
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(totals)
 
 
@@ -56,7 +58,7 @@ def test_what_a_refusal_proposes_is_not_refused(model: str, gpus: str, first: st
     file = tmp_path / "run.yaml"
     file.write_text(f"name: a\nmodel: {model.upper()}\ndata: {{sources: {{text: data/}}, context: 4096}}\n")
     spec = load_spec(file, [*keys, "tokenizer.vocab=32000", "budget.tokens=100M"])
-    assert propose_for(ask_spec(spec), parse_cluster(gpus)).best.needs.total > 0
+    assert propose(request_from_spec(spec), parse_cluster(gpus)).best.needs.total > 0
 
 
 def test_a_70b_model_is_at_the_edge_of_one_h200_and_says_what_it_takes_of_the_host() -> None:

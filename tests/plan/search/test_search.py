@@ -14,12 +14,13 @@ from bessemer.errors import UserError
 from bessemer.plan.cost_model.memory import HEAD_CHUNK, Passes
 from bessemer.plan.cost_model.rank_memory import rank_needs
 from bessemer.plan.hardware import parse_cluster
-from bessemer.plan.present.show import lines
+from bessemer.plan.present import proposal_lines
 from bessemer.plan.search.layout import Layout
-from bessemer.plan.search.proposal import propose
-from bessemer.plan.search.search import USABLE, FixedDegrees, SearchGoal, can_beat, layouts, search, why
+from bessemer.plan.search.search import USABLE, FixedDegrees, SearchGoal, can_beat, explain_loss, layouts, search
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.shape import PRESETS, ModelShape
+
+from ..plans import plan_on
 
 EACH = optimizer_bytes(OptimizerSpec(), MemorySpec(), "bf16")
 LLAMA_405B = replace(
@@ -47,8 +48,8 @@ def test_the_best_fits_and_nothing_that_fits_is_faster() -> None:
     rates = [one.tokens_per_s for one in found.ranked]
     assert rates == sorted(rates, reverse=True) and all(one.needs.total <= limit for one in found.ranked)
     assert all(one.needs.total > limit for one in found.too_large)
-    assert "slower" in why(found.best, found.ranked[1], asked)
-    assert "does not fit" in why(found.best, found.too_large[0], asked)
+    assert "slower" in explain_loss(found.best, found.ranked[1], asked)
+    assert "does not fit" in explain_loss(found.best, found.too_large[0], asked)
 
 
 def test_a_large_search_is_quick() -> None:
@@ -70,13 +71,13 @@ def test_what_is_settled_is_kept() -> None:
         FixedDegrees(dp_replicate=1, tp=1, pp=1),
         FixedDegrees(cp=2),
     ):
-        found = search(replace(asked, kept=kept))
+        found = search(replace(asked, fixed=kept))
         assert found.ranked
         for one in found.ranked:
             degrees = {key: value for key, value in vars(kept).items() if value is not None and key != "stages"}
             assert {key: getattr(one.layout, key) for key in degrees} == degrees
             assert kept.stages in (None, one.virtual)
-    found = search(replace(asked, kept=FixedDegrees(micro_rows=2, activations="full")))
+    found = search(replace(asked, fixed=FixedDegrees(micro_rows=2, activations="full")))
     assert {(one.micro_rows, one.activations) for one in found.ranked} == {(2, "full")}
 
 
@@ -85,7 +86,7 @@ def test_what_is_not_tried_could_not_have_won(gpus: str) -> None:
     """The search leaves out recomputation where everything fits without; looking at every mode finds nothing faster."""
     asked = wish(replace(PRESETS["3B"], vocab=32_000), gpus)
     every = [one for how in ("none", "selective", "full")
-             for one in search(replace(asked, kept=FixedDegrees(activations=how))).ranked]  # fmt: skip
+             for one in search(replace(asked, fixed=FixedDegrees(activations=how))).ranked]  # fmt: skip
     assert search(asked).best.tokens_per_s == max(one.tokens_per_s for one in every)
 
 
@@ -122,8 +123,8 @@ def test_memory_beside_published_peaks() -> None:
 
 
 def test_a_plan_of_a_line() -> None:
-    found = propose("7b", "8xA100-80GB", 100_000_000_000)
-    text = "\n".join(lines(found))
+    found = plan_on("7b", "8xA100-80GB", 100_000_000_000)
+    text = "\n".join(proposal_lines(found))
     for word in (
         "6.74B parameters on 100B tokens",
         "parallel.dp_shard",
@@ -160,8 +161,8 @@ def test_the_verb_as_json() -> None:
         (["--model", "7b"], "write --model and --gpus"),
         (["--model", "70b", "--gpus", "8xA100"], r"nothing fits: the leanest .* about \d+ GPUs"),
         (["--model", "7b", "--gpus", "8xA100", "--tokens-per-second", "1.2M"], r"6\.1 PFLOP/s each"),
-        (["--model", "7b", "--gpus", "8xA100", "--batch", "100"], "fewer tokens than a row"),
-        (["--model", "7b", "--gpus", "8xA100", "--precision", "fp8"], "has no fp8 units"),
+        (["--model", "7b", "--gpus", "8xA100", "--set", "budget.batch=100"], "is fewer tokens than a row"),
+        (["--model", "7b", "--gpus", "8xA100", "--set", "precision=fp8"], "has no fp8 units"),
     ],
     ids=str,
 )

@@ -1,9 +1,9 @@
-"""Peak bytes of training on one device, by what takes them, and from that the micro-batch and what is computed again.
+"""Estimates the peak memory of a training step on one device, and decides micro-batch and recomputation from it.
 
-A step is fullest at one of three moments: at the loss, when every block has left what it keeps and the logits are made,
-in the last layer's backward pass, beside what all layers keep, or at its end, when all gradients are there. Activations
-are counted by the tensors that a block keeps; tests compare them with what torch really saves, and the whole with peaks
-measured on an H200 (docs/cost-model.md). A probing step corrects the rest (train/memory/fit.py).
+Memory peaks at one of three moments: at the loss, with all saved activations and the logits; in the last layer's
+backward pass, with all saved activations; or at the end of the backward pass, with all gradients. Activations are
+counted by the tensors that a block saves. Tests compare them with what torch saves, and the sum with peaks measured on
+an H200 (docs/cost-model.md). A trial step corrects the estimate (train/memory/fit.py).
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
 ROWS, ACTIVATIONS = "budget.micro_batch", "memory.activations"  # keys of the plan
-Activations = str | float  # none, selective, full, or the share that is kept
-STEPS_UP = ("none", "selective", "full")  # what `auto` goes through: each keeps less and costs more
-HEAD_CHUNK = {"cpu": 4 << 20, "cuda": 2 << 30}  # logits at a time, train/loss.py
-LONG, TILE = (
-    32_768,
-    16_384,
-)  # tokens of a micro-batch, beyond which whole layers are run again in tiles, train/memory/tiles.py
-MOST_TOKENS = {"cpu": 16_384, "cuda": 32_768}  # of a micro-batch: beyond, a device is no busier
-SHARE = {"cpu": 1 / 3, "cuda": 0.92}  # of the device's memory: a machine's is not for one process alone
+Activations = str | float  # recomputation: none, selective, full, or the share of activations that is saved
+STEPS_UP = ("none", "selective", "full")  # `auto` tries them in order: each saves memory and costs time
+HEAD_CHUNK = {"cpu": 4 << 20, "cuda": 2 << 30}  # bytes of logits at a time, train/loss.py
+LONG, TILE = 32_768, 16_384  # tokens of a micro-batch above which layers are recomputed in tiles; train/memory/tiles.py
+MOST_TOKENS = {"cpu": 16_384, "cuda": 32_768}  # of a micro-batch: more do not keep a device busier
+SHARE = {"cpu": 1 / 3, "cuda": 0.92}  # of the device's memory; host memory is shared with other processes
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How forward and backward are run."""
+    """How the forward and backward passes run."""
 
     context: int
     rows: int
@@ -41,8 +38,8 @@ class Passes:
     activations: Activations
     compiled: bool
     device: str = "cuda"
-    several: bool = True  # micro-batches in a step: their gradients add up in fp32
-    shards: int = 1  # processes among which weights, gradients and moments are divided
+    several: bool = True  # several micro-batches per step: gradients accumulate in fp32
+    shards: int = 1  # processes that share weights, gradients and moments
 
     @property
     def bytes(self) -> int:
@@ -55,13 +52,13 @@ class Passes:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes at the peak of a step, and when that is."""
+    """Bytes at the peak of a step, and the moment of the peak."""
 
     moment: str
     weights: int
     gradients: int
     moments: int
-    casts: int  # of weights, in the type of the passes
+    casts: int  # copies of weights in the compute precision
     activations: int
     head: int
     workspace: int
@@ -71,52 +68,52 @@ class MemoryNeeds:
         return sum(self._sizes().values())
 
     def words(self) -> str:
-        """What takes it, the largest first."""
-        found = sorted(self._sizes().items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} {human_bytes(size)}" for name, size in found if size)
+        """The parts, largest first."""
+        parts = sorted(self._sizes().items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {human_bytes(size)}" for name, size in parts if size)
 
     def _sizes(self) -> dict[str, int]:
         return {name: size for name, size in asdict(self).items() if name != "moment"}
 
 
 def estimate(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryNeeds:
-    """Gradients lie beside all activations only from a step's second micro-batch on."""
-    each, how = optimizer_bytes(spec.optimizer, spec.memory, passes.precision), passes.activations
+    """Peak memory of a step. Gradients and all activations coexist only from the second micro-batch on."""
+    each, mode = optimizer_bytes(spec.optimizer, spec.memory, passes.precision), passes.activations
     parameters, embedding = shape.parameters, shape.vocab * shape.width
-    # Compiled blocks that recompute anything cast their weights again too.
-    cast = each.working if how == "none" or not passes.compiled else 0.0
+    # Compiled blocks with recomputation cast their weights again too.
+    cast = each.working if mode == "none" or not passes.compiled else 0.0
     layers = shape.layers + shape.decoder_layers
-    stay = min(3, layers) / layers if spec.memory.offload_activations else 1.0
+    on_device = min(3, layers) / layers if spec.memory.offload_activations else 1.0
     moments = each.moments * parameters
-    if spec.optimizer.name == "muon":  # AdamW's part has two moments
+    if spec.optimizer.name == "muon":  # the embeddings use AdamW, with two moments
         moments += each.moments * embedding * (1 if shape.tied else 2)
     gradients = int((4.0 if passes.several and each.gradients else each.gradients) * parameters) // passes.shards
-    standing = {
+    constant = {
         "weights": int(each.weights * parameters) // passes.shards, "moments": int(moments) // passes.shards,
         "casts": int(cast * (parameters - embedding * (not shape.tied))),
     }  # fmt: skip
     at_loss = MemoryNeeds(
-        "at the loss", **standing, gradients=gradients if passes.several else 0,
-        activations=int(activation_bytes(shape, passes) * stay), head=head_bytes(shape, passes, each.weights),
+        "at the loss", **constant, gradients=gradients if passes.several else 0,
+        activations=int(activation_bytes(shape, passes) * on_device), head=head_bytes(shape, passes, each.weights),
         workspace=0,
     )  # fmt: skip
-    kept = int(_kept(shape, layers - 1, passes) * passes.tokens * passes.bytes)
+    saved = int(_saved_numbers(shape, layers - 1, passes) * passes.tokens * passes.bytes)
     at_last = MemoryNeeds(
-        "in the last layer's backward pass", **standing,
+        "in the last layer's backward pass", **constant,
         gradients=gradients if passes.several else int(each.gradients * embedding) // passes.shards,
-        activations=at_loss.activations, head=0, workspace=max(0, layer_bytes(shape, passes) - kept),
+        activations=at_loss.activations, head=0, workspace=max(0, layer_bytes(shape, passes) - saved),
     )  # fmt: skip
     at_end = MemoryNeeds(
-        "at the end of the backward pass", **standing, gradients=gradients or int(each.weights * embedding),
+        "at the end of the backward pass", **constant, gradients=gradients or int(each.weights * embedding),
         activations=0, head=0, workspace=layer_bytes(shape, passes),
     )  # fmt: skip
     return max(at_loss, at_last, at_end, key=lambda needs: needs.total)
 
 
 def head_bytes(shape: ModelShape, passes: Passes, weight_bytes: float, parts: int = 1) -> int:
-    """Of the loss head, of which each process has one of `parts`: a chunk of logits, its weight's gradient summed in
-    fp32 beside what is cast of the weight, hidden rows with their gradients. In fp32 a chunk is made before the last
-    goes. The GPU's kernel has chunks of one size; weights in bf16 need no cast, and one chunk alone no sum."""
+    """Bytes of the loss head, which is split into `parts` among processes: a chunk of logits, the weight's gradient in
+    fp32 and its cast, hidden rows with their gradients. In fp32 two chunks coexist. The GPU kernel uses equal chunks;
+    bf16 weights need no cast, and a single chunk needs no fp32 sum."""
     half, embedding = passes.bytes == 2, shape.vocab * shape.width // parts
     limit, logits = HEAD_CHUNK.get(passes.device, 256 << 20), passes.tokens * shape.vocab * passes.bytes // parts
     even = half and passes.device == "cuda"
@@ -127,79 +124,79 @@ def head_bytes(shape: ModelShape, passes: Passes, weight_bytes: float, parts: in
     return chunk + embedding * each + 4 * passes.tokens * shape.width * passes.bytes
 
 
-@lru_cache(maxsize=64)  # a search asks thousands of times, and every count goes through all layers
+@lru_cache(maxsize=64)  # a search calls it thousands of times, and each count walks all layers
 def _parameters(shape: ModelShape) -> int:
     return shape.parameters
 
 
 def layer_bytes(shape: ModelShape, passes: Passes) -> int:
-    """Of the block that is gone back through: what it kept or computes again, and its gradients on their way down."""
+    """Bytes of the block in its backward pass: its saved or recomputed activations, and their gradients."""
     whole = layer_numbers(shape, 0, passes) * 1.3
-    if not _in_tiles(shape, passes):
+    if not _uses_tiles(shape, passes):
         return int(passes.tokens * passes.bytes * whole)
-    # Through both: what the layer reads and its first norm gives, what attention reads and gives, the gradients of the
-    # layer's output and input, and of weights, summed in float32. A tile is on its way beside attention's gradient.
-    # Attention's backward pass has gradients of all it read as well; in float32 those of queries once more, and keys
-    # and values, if shared, have theirs for each of the queries' heads.
+    # Always: inputs of the layer and outputs of its first norm, inputs and outputs of attention, gradients of the
+    # layer's output and input, and fp32 sums of weight gradients. A tile coexists with attention's output gradient.
+    # Attention's backward pass holds gradients of all its inputs, those of queries again in fp32, and those of shared
+    # keys and values for each query head.
     queries = shape.heads * shape.key_dim
-    lasting, embeddings = 4 * shape.width + _mixer(shape, 0), shape.vocab * shape.width * (2 - shape.tied)
+    lasting, embeddings = 4 * shape.width + _mixer_numbers(shape, 0), shape.vocab * shape.width * (2 - shape.tied)
     sums = 4 * (_parameters(shape) - embeddings) // (shape.layers + shape.decoder_layers)
     shared = 2 * queries * (shape.kv_heads < shape.heads)
     tile = passes.tokens * queries + TILE * whole
-    attending = passes.tokens * (_mixer(shape, 0) + 2 * queries + shared)
+    attending = passes.tokens * (_mixer_numbers(shape, 0) + 2 * queries + shared)
     return int(passes.bytes * (passes.tokens * lasting + max(tile, attending))) + sums
 
 
-def _in_tiles(shape: ModelShape, passes: Passes) -> bool:
-    """Whether a layer of which only the input is kept goes through what follows attention tile by tile."""
+def _uses_tiles(shape: ModelShape, passes: Passes) -> bool:
+    """Whether a fully recomputed layer runs the part after attention in tiles."""
     plain = shape.mixer(0) == "attention" and not shape.has_experts(0) and shape.parallel != "one_norm"
     long = passes.activations == "full" and passes.compiled and passes.tokens > LONG
     return long and plain and shape.positions not in ("alibi", "relative")
 
 
-@lru_cache(maxsize=4096)  # a search asks for the same passes in many layouts
+@lru_cache(maxsize=4096)  # a search uses the same passes in many layouts
 def activation_bytes(shape: ModelShape, passes: Passes) -> int:
-    """Kept from forward to backward by all blocks."""
-    layers, how = shape.layers + shape.decoder_layers, passes.activations
-    if isinstance(how, str) or passes.compiled:
-        numbers = sum(_kept(shape, layer, passes) for layer in range(layers))
-    else:  # plain blocks are kept or checkpointed as a whole
-        whole = layers - round((1 - how) * layers)
-        numbers = sum(layer_numbers(shape, layer, passes) for layer in range(whole)) + (layers - whole) * shape.width
+    """Bytes that all blocks save from the forward to the backward pass."""
+    layers, mode = shape.layers + shape.decoder_layers, passes.activations
+    if isinstance(mode, str) or passes.compiled:
+        numbers = sum(_saved_numbers(shape, layer, passes) for layer in range(layers))
+    else:  # eager blocks are either saved or recomputed as a whole
+        saved = layers - round((1 - mode) * layers)
+        numbers = sum(layer_numbers(shape, layer, passes) for layer in range(saved)) + (layers - saved) * shape.width
     return int(passes.tokens * passes.bytes * numbers)
 
 
-def _kept(shape: ModelShape, layer: int, passes: Passes) -> float:
-    """Numbers a token that one block keeps."""
-    how, width, mixer = passes.activations, shape.width, _mixer(shape, layer)
-    if how == "full":
+def _saved_numbers(shape: ModelShape, layer: int, passes: Passes) -> float:
+    """Numbers per token that one block saves."""
+    mode, width, mixer = passes.activations, shape.width, _mixer_numbers(shape, layer)
+    if mode == "full":
         return width
-    if how == "selective":
-        return (2 if passes.compiled else 3) * width + mixer + _inner(shape, layer) * (1 + shape.gated)
-    every = layer_numbers(shape, layer, passes)
+    if mode == "selective":
+        return (2 if passes.compiled else 3) * width + mixer + _inner_numbers(shape, layer) * (1 + shape.gated)
+    numbers = layer_numbers(shape, layer, passes)
     if passes.compiled and passes.precision == "fp8" and shape.gated and 0 < layer < shape.layers - 1:
-        # As one function it computes SwiGLU again (train/lowp/fp8.py); inputs of other products stay in 8 bits too.
-        every -= 0.75 * width + _inner(shape, layer)
-    # torch's partitioner never gives up what lies between the graphs.
-    return every if isinstance(how, str) else max(width + mixer, how * every)
+        # The fused function recomputes SwiGLU (train/lowp/fp8.py); inputs of other products are saved in 8 bits too.
+        numbers -= 0.75 * width + _inner_numbers(shape, layer)
+    # torch's partitioner always saves the tensors between its graphs.
+    return numbers if isinstance(mode, str) else max(width + mixer, mode * numbers)
 
 
 def layer_numbers(shape: ModelShape, layer: int, passes: Passes) -> float:
-    """Numbers a token that one block keeps if nothing is computed again, each of the size that passes have.
+    """Numbers per token that one block saves without recomputation, each in the compute precision.
 
-    Compiled: what the block and both norms read and give (4 widths), q, k, v and attention's output, and of the
-    feed-forward part both products and what `down` reads. Plain blocks keep the activation's output too. A CPU also
-    keeps the rows that RMSNorm has scaled, with the stream in float32, and casts what a norm gives for each product.
+    Compiled: inputs and outputs of the block and both norms (4 widths), q, k, v and attention's output, and in the
+    feed-forward part both products and the input of `down`. Eager blocks also save the activation's output. A CPU also
+    saves the rows that RMSNorm scaled, with the residual stream in fp32, and a cast of each norm's output per product.
     """
-    width, plain, read, given = shape.width, not passes.compiled, 2.0, 2
-    if plain and passes.device == "cpu":
-        read = 2 * (1 + (shape.norm == "rms")) * 4 / passes.bytes
-        given = 2 if passes.bytes == 4 else 4 + shape.gated
-    inner = _inner(shape, layer) * (3 + plain if shape.gated else 2)
-    return (read + given) * width + _mixer(shape, layer) * (1 + (layer >= shape.layers)) + inner
+    width, eager, inputs, outputs = shape.width, not passes.compiled, 2.0, 2
+    if eager and passes.device == "cpu":
+        inputs = 2 * (1 + (shape.norm == "rms")) * 4 / passes.bytes
+        outputs = 2 if passes.bytes == 4 else 4 + shape.gated
+    inner = _inner_numbers(shape, layer) * (3 + eager if shape.gated else 2)
+    return (inputs + outputs) * width + _mixer_numbers(shape, layer) * (1 + (layer >= shape.layers)) + inner
 
 
-def _mixer(shape: ModelShape, layer: int) -> int:
+def _mixer_numbers(shape: ModelShape, layer: int) -> int:
     if shape.mixer(layer) == "mamba":
         assert shape.mamba is not None
         return 46 * shape.mamba.heads * shape.mamba.head_dim  # 23 numbers of the inner width, in float32
@@ -210,8 +207,8 @@ def _mixer(shape: ModelShape, layer: int) -> int:
     return 2 * (shape.heads + shape.kv_heads) * shape.head_dim
 
 
-def _inner(shape: ModelShape, layer: int) -> int:
-    """Of the feed-forward part; tokens are moved to their experts and back."""
+def _inner_numbers(shape: ModelShape, layer: int) -> int:
+    """Numbers per token of the feed-forward part; tokens move to their experts and back."""
     if not shape.has_experts(layer):
         return shape.ffn
     assert shape.moe is not None
@@ -222,42 +219,42 @@ def decide_micro_batch(
     spec: RunSpec, shape: ModelShape, passes: Passes, batch: int, machine: Machine, plan: Plan,
     previous: Plan | None = None,
 ) -> Passes:  # fmt: skip
-    """`passes` with rows and activations decided: the first mode in which one row fits (or the rows that were asked
-    for), and in it as many rows as fit, a divisor of the `batch`."""
+    """`passes` with rows and recomputation decided: the first mode in which one row (or the requested rows) fits, and
+    in it the most rows that fit and divide the `batch`."""
     limit = int(machine.memory_bytes * SHARE.get(machine.device, SHARE["cpu"]))
 
-    def needs(rows: int, how: Activations) -> MemoryNeeds:
-        return estimate(spec, shape, replace(passes, rows=rows, activations=how, several=rows < batch))
+    def needs(rows: int, mode: Activations) -> MemoryNeeds:
+        return estimate(spec, shape, replace(passes, rows=rows, activations=mode, several=rows < batch))
 
-    rows = _given_rows(spec, batch, plan, previous)
-    written = spec.memory.activations
-    kept = plan.keep(ACTIVATIONS, written, previous) if written == "auto" else plan.asked(ACTIVATIONS, written)
-    modes: tuple[Activations, ...] = STEPS_UP if kept is None else (kept,)
-    how = next((mode for mode in modes if needs(rows or 1, mode).total <= limit), modes[-1])
-    if kept is None:
-        reason = "all of them fit" if how == "none" else "the least that is computed again for the rest to fit"
-        size = f"{human_bytes(needs(rows or 1, how).total)} of {human_bytes(limit)} at {rows or 1} rows"
-        plan.add(ACTIVATIONS, how, f"{reason}: {size}", "estimate")
+    rows = _fixed_rows(spec, batch, plan, previous)
+    setting = spec.memory.activations
+    fixed = plan.keep(ACTIVATIONS, setting, previous) if setting == "auto" else plan.add_requested(ACTIVATIONS, setting)
+    modes: tuple[Activations, ...] = STEPS_UP if fixed is None else (fixed,)
+    best = next((mode for mode in modes if needs(rows or 1, mode).total <= limit), modes[-1])
+    if fixed is None:
+        reason = "all of them fit" if best == "none" else "the least recomputation that fits"
+        size = f"{human_bytes(needs(rows or 1, best).total)} of {human_bytes(limit)} at {rows or 1} rows"
+        plan.add(ACTIVATIONS, best, f"{reason}: {size}", "estimate")
     if rows is None:
         cap = max(1, MOST_TOKENS.get(machine.device, MOST_TOKENS["cpu"]) // passes.context)
-        fitting = [n for n in range(1, min(batch, cap) + 1) if batch % n == 0 and needs(n, how).total <= limit]
+        fitting = [n for n in range(1, min(batch, cap) + 1) if batch % n == 0 and needs(n, best).total <= limit]
         rows = max(fitting, default=1)
-        found = needs(rows, how)
-        reason = f"it divides the batch of {batch}; by estimate {human_bytes(found.total)}: {found.words()}"
+        peak = needs(rows, best)
+        reason = f"it divides the batch of {batch}; by estimate {human_bytes(peak.total)}: {peak.words()}"
         if not fitting:
-            reason = f"the least there is: by estimate the model hardly fits in {human_bytes(limit)}: {found.words()}"
+            reason = f"the minimum: by estimate the model hardly fits in {human_bytes(limit)}: {peak.words()}"
         plan.add(ROWS, rows, reason, "estimate")
-    return replace(passes, rows=rows, activations=how, several=rows < batch)
+    return replace(passes, rows=rows, activations=best, several=rows < batch)
 
 
-def _given_rows(spec: RunSpec, batch: int, plan: Plan, previous: Plan | None) -> int | None:
-    """A micro-batch that is not for the planner to choose, or None."""
-    asked = spec.budget.micro_batch
-    if asked != "auto":
-        if int(asked) > batch:
-            raise UserError(f"{ROWS}: {asked} sequences exceed the batch of {batch}: write {batch} or less")
-        return int(plan.asked(ROWS, asked))
+def _fixed_rows(spec: RunSpec, batch: int, plan: Plan, previous: Plan | None) -> int | None:
+    """The micro-batch that the spec or the previous plan fixes, or None."""
+    setting = spec.budget.micro_batch
+    if setting != "auto":
+        if int(setting) > batch:
+            raise UserError(f"{ROWS}: {setting} sequences exceed the batch of {batch}: write {batch} or less")
+        return int(plan.add_requested(ROWS, setting))
     if spec.memory.update == "in_backward":
-        return int(plan.add(ROWS, batch, "memory.update: in_backward cannot add up micro-batches", "rule"))
-    kept = plan.keep(ROWS, asked, previous)
-    return int(kept) if kept is not None and kept <= batch else None
+        return int(plan.add(ROWS, batch, "memory.update: in_backward cannot accumulate micro-batches", "rule"))
+    rows = plan.keep(ROWS, setting, previous)
+    return int(rows) if rows is not None and rows <= batch else None

@@ -1,18 +1,10 @@
-"""What a step has to compute, by kind of layer: the sides of every product, ready to be timed.
+"""Parts of a step's time: the matrix products of each layer, collectives, and the fitted efficiencies.
 
-How long processes take to exchange numbers: latency and bandwidth of rings, trees and two-level schemes over links
-inside a node and adapters between nodes.
+Collectives: sending b bytes over one hop costs latency + b / bandwidth (Hockney 1994; Thakur et al. 2005 for rings,
+trees and two-level schemes). Groups of one kind work at the same time and share their node's network adapters.
 
-The cost of sending b bytes over one hop is latency + b / bandwidth (Hockney 1994; Thakur et al. 2005 for the
-algorithms). Several groups of one kind work at the same time and share their node's adapters.
-
-What is reached of what the data sheets promise: one curve for each GPU type, the habits of a framework, and the
-shares of links and networks (data/steptime.json, written by benchmarks/planner_fit.py, which says how each was found).
-
-The published formulas for a GPT in 16 bits, as their papers have them: what our own estimates are checked against,
-and what a reader knows. Bytes; GB and GiB are left to the caller.
-
-h width, L layers, a heads, s tokens of a row, b rows of a micro-batch, t tensor parallel, p stages, v vocabulary.
+Efficiencies relative to data sheets: a curve for each GPU type, the overhead of each framework, and the shares of links
+and networks (data/steptime.json, written by benchmarks/planner_fit.py, which documents the fit).
 """
 
 from __future__ import annotations
@@ -33,20 +25,20 @@ from bessemer.spec.shape import ModelShape
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One kind of layer and how many there are. Products are (inputs, outputs, which side tensor parallelism divides);
-    those of experts work on the tokens sent to them."""
+    """One kind of layer and its number. Products are (inputs, outputs, the side that tensor parallelism divides); those
+    of experts apply to the tokens routed to them."""
 
     number: int
     products: tuple[tuple[int, int, str], ...]
-    window: int  # keys a position sees; 0: all before it
+    window: int  # of attention; 0: full
     attends: bool
-    ffn: int  # inner units a token passes, gate counted apart
+    ffn: int  # inner units per token, without the gate
     gated: bool
-    parameters: int  # all, experts with them
+    parameters: int  # with experts
     expert_products: tuple[tuple[int, int], ...] = ()
     experts: int = 0
     top_k: int = 0
-    scan_flops: int = 0  # of a state space, for a token
+    scan_flops: int = 0  # of a state-space model, per token
 
     @property
     def expert_parameters(self) -> int:
@@ -66,7 +58,7 @@ class StepWork:
     ends: int  # parameters of embedding, positions and head
     tied: bool
     causal: bool
-    pads_vocab: bool = True  # to a multiple that the hardware likes
+    pads_vocab: bool = True  # to a multiple of 128
 
     @property
     def attention_width(self) -> int:
@@ -74,8 +66,8 @@ class StepWork:
 
 
 def gpt(width: int, depth: int, heads: int, vocab: int, positions: int, pads_vocab: bool = True) -> StepWork:
-    """GPT-2's form, also MPT's and Megatron's: biases, LayerNorm, four times the width inside, learned positions, tied
-    ends."""
+    """GPT-2's architecture, as in MPT and Megatron: biases, LayerNorm, an inner width of 4, learned positions, tied
+    embeddings."""
     products = ((width, 3 * width, "out"), (width, width, "in"), (width, 4 * width, "out"), (4 * width, width, "in"))
     each = 12 * width**2 + 13 * width
     layer = LayerWork(depth, products, 0, True, 4 * width, False, each)
@@ -87,10 +79,10 @@ def gpt(width: int, depth: int, heads: int, vocab: int, positions: int, pads_voc
 
 @lru_cache(maxsize=256)
 def work_of(shape: ModelShape) -> StepWork:
-    """Of any shape. An encoder-decoder's second stack is counted as layers of the same kind with a second attention."""
+    """The work of any shape. An encoder-decoder's second stack counts as layers of the same kind."""
     kinds = Counter((shape.mixer(i), shape.window(i), shape.has_experts(i)) for i in range(shape.layers))
-    found = count.parts(shape)
-    ends = sum(found.get(part, 0) for part in ("embedding", "positions", "token types", "head"))
+    counts = count.parts(shape)
+    ends = sum(counts.get(part, 0) for part in ("embedding", "positions", "token types", "head"))
     depth = shape.layers + shape.decoder_layers
     layers = [_layer(shape, number, *kind) for kind, number in kinds.items()]
     if shape.decoder_layers:
@@ -151,7 +143,7 @@ def _layer(shape: ModelShape, number: int, mixer: str, window: int, experts: boo
 
 @dataclass(frozen=True)
 class Fabric:
-    """What the processes are joined by. Bandwidths are bytes a second in one direction."""
+    """The interconnect. Bandwidths are bytes per second in one direction."""
 
     per_node: int
     link: float  # of one GPU inside its node
@@ -166,8 +158,8 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Group:
-    """`size` processes that talk; `inside` of them sit in each of `nodes` nodes; `rivals` such groups share a node's
-    adapters."""
+    """A process group: `size` processes, `inside` of them in each of `nodes` nodes. `rivals` such groups share a node's
+    network adapters."""
 
     size: int
     inside: int
@@ -179,7 +171,7 @@ ALONE = Group(1, 1, 1, 1)
 
 
 def group(size: int, stride: int, fabric: Fabric) -> Group:
-    """Of every stride-th process: neighbours (stride 1) fill a node first."""
+    """The group of every stride-th process; neighbours (stride 1) fill a node first."""
     if size <= 1:
         return ALONE
     inside = max(1, min(size, fabric.per_node // stride))
@@ -188,7 +180,7 @@ def group(size: int, stride: int, fabric: Fabric) -> Group:
 
 
 def bandwidth(who: Group, fabric: Fabric) -> float:
-    """Of a ring through the group: its slowest hop."""
+    """Bandwidth of a ring through the group: that of its slowest hop."""
     between = fabric.network / who.rivals
     return min(fabric.link, between) if who.nodes > 1 else fabric.link
 
@@ -206,7 +198,7 @@ def ring_pass(size: float, who: Group, fabric: Fabric) -> float:
 
 
 def two_level_pass(size: float, who: Group, fabric: Fabric) -> float:
-    """Half of an all-reduce in two levels: inside the nodes, then each part among its peers in the others."""
+    """Half of a two-level all-reduce: inside the nodes, then each part among its peers in other nodes."""
     inside, nodes = who.inside, who.nodes
     near = (inside - 1) / inside * size / fabric.link + (inside - 1) * fabric.link_latency_s
     far = (nodes - 1) / nodes * size / inside / (fabric.network / who.rivals / inside)
@@ -214,14 +206,14 @@ def two_level_pass(size: float, who: Group, fabric: Fabric) -> float:
 
 
 def tree_reduce(size: float, who: Group, fabric: Fabric) -> float:
-    """All-reduce up and down a tree of nodes (a chain inside each), in pieces: all bytes pass twice."""
+    """All-reduce up and down a tree of nodes with a chain inside each, pipelined: all bytes pass twice."""
     depth = ceil(log2(who.nodes)) if who.nodes > 1 else 0
     lag = depth * fabric.network_latency_s + (who.inside - 1) * fabric.link_latency_s
     return 2 * (size / bandwidth(who, fabric) + lag)
 
 
 def all_reduce(size: float, who: Group, fabric: Fabric) -> float:
-    """Every process ends with the sum of `size` bytes; the fastest way, as NCCL's tuner takes."""
+    """Every process gets the sum of `size` bytes, by the fastest algorithm, as NCCL's tuner chooses."""
     if who.size == 1:
         return 0.0
     ring = 2 * ring_pass(size, who, fabric)
@@ -231,7 +223,7 @@ def all_reduce(size: float, who: Group, fabric: Fabric) -> float:
 
 
 def all_gather(size: float, who: Group, fabric: Fabric) -> float:
-    """Every process ends with all `size` bytes, of which it had its part."""
+    """Every process gets all `size` bytes, of which it had a part."""
     if who.size == 1:
         return 0.0
     ring = ring_pass(size, who, fabric)
@@ -239,76 +231,77 @@ def all_gather(size: float, who: Group, fabric: Fabric) -> float:
 
 
 def reduce_scatter(size: float, who: Group, fabric: Fabric) -> float:
-    """Every process ends with its part of the sum of `size` bytes: an all-gather backwards."""
+    """Every process gets its part of the sum of `size` bytes: an all-gather in reverse."""
     return all_gather(size, who, fabric)
 
 
 def all_to_all(size: float, who: Group, fabric: Fabric) -> float:
-    """Every process sends `size` bytes, an equal part to each other one."""
+    """Every process sends `size` bytes, an equal part to each of the others."""
     n = who.size
     if n == 1:
         return 0.0
     near = (who.inside - 1) / n * size / fabric.link
-    # Every GPU of a node sends at once, so each has its share of the adapters.
+    # All GPUs of a node send at once and share its adapters.
     far = (n - who.inside) / n * size / (fabric.network / fabric.per_node) if who.nodes > 1 else 0.0
     return max(near, far) + latency(who, fabric) * ceil(log2(n))
 
 
 def point_to_point(size: float, stride: int, fabric: Fabric) -> float:
-    """`size` bytes to the process `stride` further on, while the others of the node do the same."""
+    """`size` bytes to the process `stride` ranks away, while the others of the node do the same."""
     if stride >= fabric.per_node:
         return size / (fabric.network / fabric.per_node) + fabric.network_latency_s
     return size / fabric.link + fabric.link_latency_s
 
 
-Manner = Literal["megatron", "fsdp", "compiled"]
-# The type whose curve is taken for a generation without measured runs.
+Framework = Literal["megatron", "fsdp", "compiled"]
+# The GPU type whose curve is used for a generation without measured runs.
 STANDS_FOR = {"hopper": "H100", "blackwell": "H100", "cdna": "H100"}
 CURVES = {"A100-40GB": "A100", "A100-80GB": "A100", "H100": "H100", "H200": "H200"}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one GPU type. A product of m x k by k x n takes flops / (gemm * peak) + bytes / (gemm_memory * bandwidth):
-    large ones reach nearly `gemm`, narrow ones less."""
+    """Efficiencies of one GPU type. A product takes flops / (gemm * peak) + bytes / (gemm_memory * bandwidth): large
+    products nearly reach `gemm`, narrow ones less."""
 
     gemm: float
     gemm_memory: float
     memory: float  # of the bandwidth, in element-wise passes
-    unaligned: float  # of the peak, in products with an odd side
+    unaligned: float  # of the peak, in products whose sides are not multiples of 8
     batched: float  # of the peak, in unfused attention's products
     triton: float  # of the peak, in the forward pass of causal attention with heads of 128, by kernel
     flash: float
     cudnn: float
     narrow: float  # the same with heads of 64, relative
     short: float  # tokens of context at which attention reaches half of that
-    fp8: float  # times as fast as bf16, casts with it
+    fp8: float  # speed relative to bf16, including casts
 
 
 @dataclass(frozen=True)
 class FrameworkHabits:
-    """Of a framework. Passes are reads or writes of one number in the forward pass; backward has twice as many."""
+    """Overheads of a framework. Passes are reads or writes of one number in the forward pass; backward has twice as
+    many."""
 
-    launch_s: float  # the host's time for a layer, forward and back: a floor
-    launch_tp_s: float  # more of it where layers are divided
+    launch_s: float  # host time per layer, forward and backward: a lower bound
+    launch_tp_s: float  # additional host time with tensor parallelism
     whole_passes: float  # over the width: norms, residuals
     attention_passes: float  # over all heads: splits, transposes, rotations
     ffn_passes: float  # over the inner units
     autocast: float  # times the passes under autocast
     head_passes: float  # over the logits, 4 bytes each
-    head_s: float  # ends of a micro-batch: embedding, loss, their launches
-    step_s: float  # once a step: clipping, logging, data
-    optimizer_bytes: float  # read and written for a parameter
-    exposed: float  # of overlapped communication that still shows
+    head_s: float  # per micro-batch: embedding, loss, their launches
+    step_s: float  # once per step: clipping, logging, data
+    optimizer_bytes: float  # read and written per parameter
+    exposed: float  # share of overlapped communication that is not hidden
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the links inside a node and of its adapters; and what processes of a layer wait for one another."""
+    """Shares of the bandwidth of links and network that are reached, and the synchronization time of collectives."""
 
     link: float
     network: float
-    sync_s: float  # of each collective inside a layer, for each doubling of the group
+    sync_s: float  # per collective inside a layer and doubling of the group
 
 
 @dataclass(frozen=True)
@@ -316,7 +309,7 @@ class Constants:
     curves: dict[str, Curve]
     habits: dict[str, FrameworkHabits]
     shares: dict[str, Shares]
-    errors: dict[str, dict[str, Any]]  # kind of configuration -> mean absolute error on rows the fit had not seen
+    errors: dict[str, dict[str, Any]]  # kind of configuration -> mean absolute error on held-out rows
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Constants:
@@ -344,56 +337,3 @@ def curve_name(gpu: Gpu) -> str:
 
 def shares_name(cluster: Cluster) -> str:
     return cluster.constants or ("nvlink" if cluster.gpu.link_bandwidth > 1e11 else "pcie")
-
-
-MIXED_ADAM = 12  # bytes of a parameter beside 16-bit weights and gradients: fp32 weights and two moments
-Zero = Literal[0, 1, 2, 3]
-Recompute = Literal["none", "selective", "full"]
-
-
-def zero_states(parameters: float, stage: Zero, devices: int, others: int = MIXED_ADAM) -> float:
-    """Weights, gradients and optimizer states on a device (Rajbhandari et al. 2020, table 1)."""
-    weights = 2 * parameters / (devices if stage >= 3 else 1)
-    gradients = 2 * parameters / (devices if stage >= 2 else 1)
-    return weights + gradients + others * parameters / (devices if stage >= 1 else 1)
-
-
-def zero_traffic(parameters: float, stage: Zero) -> float:
-    """Numbers that a device sends in a step, in parameters."""
-    return (3 if stage == 3 else 2) * parameters
-
-
-def gpt_parameters(h: int, L: int, s: int, v: int) -> float:
-    """Narayanan et al. 2021, equation 2: biases and norms with it."""
-    return 12 * L * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * L * h))
-
-
-def layer_activations(
-    h: int, a: int, s: int, b: int, t: int = 1, sequence: bool = False, how: Recompute = "none"
-) -> float:
-    """Of one layer, dropout masks with it (Korthikanti et al. 2022, table 2)."""
-    if how == "full":
-        return 2 * s * b * h
-    scores = 0.0 if how == "selective" else 5 * a * s / h
-    return s * b * h * ((34 + scores) / t if sequence else 10 + 24 / t + scores / t)
-
-
-def stage_activations(
-    h: int, L: int, a: int, s: int, b: int, t: int, p: int, m: int = 1, sequence: bool = False, how: Recompute = "none"
-) -> float:
-    """Of the first stage, which keeps those of p micro-batches: as much as all layers of one; more with m interleaved
-    stages in each process."""
-    more = 1 + (p - 1) / (p * m) if m > 1 else 1.0
-    return L * more * layer_activations(h, a, s, b, t, sequence, how)
-
-
-def model_flops(h: int, L: int, s: int, v: int, rows: int) -> float:
-    """Of a step over so many rows, forward and back, nothing computed twice (Narayanan et al. 2021, equation 3)."""
-    return 72 * rows * s * L * h**2 * (1 + s / (6 * h) + v / (12 * L * h))
-
-
-def hardware_flops(h: int, L: int, s: int, v: int, rows: int, how: Recompute) -> float:
-    """With what is computed twice."""
-    if how == "full":
-        return 96 * rows * s * L * h**2 * (1 + s / (6 * h) + v / (16 * L * h))
-    return 72 * rows * s * L * h**2 * (1 + (s / (3 * h) if how == "selective" else s / (6 * h)) + v / (12 * L * h))

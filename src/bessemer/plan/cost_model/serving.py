@@ -1,43 +1,42 @@
-"""Serving: GPUs, settings and the price of a million tokens for a rate of requests and two promises of latency.
+"""Plans serving: GPUs, engine settings and the price of a million tokens for a request rate and two latency limits.
 
-Prefill is bound by FLOPs, decode by reading the weights and the caches: a roofline with shares of the data sheet that
-engines reach. Requests come at random and are batched continuously; prefills take their share of the time from decodes.
-
-Serving as it is asked for in a few words, and the answer as a person reads it and as JSON.
+A roofline model: prefill is bound by FLOPs, decode by reading weights and caches, at shares of the data sheet that
+engines usually reach. Requests arrive at random and are batched continuously; prefills take time from decodes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.cost import Price, PriceList, Term, load_prices
 from bessemer.plan.hardware import Gpu, gpus, parse_cluster
-from bessemer.plan.present.show import WIDTH
+from bessemer.plan.present import WIDTH
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.shape import ModelShape, active, cache_bytes, multiplied
 
 Precision = Literal["bf16", "fp16", "fp8", "int4"]
 WEIGHT_BYTES: dict[Precision, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int4": 0.56}
-# Shares of the data sheet that an engine is taken to reach, in products of long prompts and in reads while decoding:
-# estimates, not measured here. Training reaches 40 to 60 % in products (plan/cost_model/step_time.py).
+# Assumed shares of the data sheet: products of long prompts, and reads while decoding. Not measured here; training
+# reaches 40 to 60 % in products (step_time.py).
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.65
-MEMORY_SHARE = 0.9  # of a GPU that an engine takes, as vLLM's gpu_memory_utilization
-ENGINE_BYTES = 2e9  # CUDA context, graphs and workspaces of a GPU
-STEP_S = 2e-3  # scheduling and launching of one decode step
+MEMORY_SHARE = 0.9  # of a GPU that the engine uses, as vLLM's gpu_memory_utilization
+ENGINE_BYTES = 2e9  # CUDA context, graphs and workspaces per GPU
+STEP_S = 2e-3  # scheduling and launching one decode step
 # One all-reduce of a small tensor among the GPUs of a node: one-shot kernels over NVLink, and over PCIe.
 HOP_S, HOP_PCIE_S = 12e-6, 40e-6
-BUSY = 0.85  # share of its capacity that a replica is planned for, so that bursts do not queue
+BUSY = 0.85  # planned load of a replica, so that bursts do not queue
+SHOWN_OPTIONS = 8
 MOST_SEQUENCES = 512
 
 
 @dataclass(frozen=True)
 class ServingDemand:
-    """Requests a second, each with a prompt and an answer, and the longest waits: for the first token, and between
-    tokens."""
+    """Requests per second, tokens of a prompt and an answer, and the latency limits: time to the first token and time
+    per output token."""
 
     rps: float
     prompt: int = 1000
@@ -53,20 +52,20 @@ class ServingDemand:
 
     @property
     def tokens(self) -> int:
-        """Of one request, at its end."""
+        """Of one request when it ends."""
         return self.prompt + self.answer
 
 
 @dataclass(frozen=True)
 class Serving:
-    """One way to serve: `tensor_parallel` GPUs hold a replica, `replicas` of them share the requests."""
+    """A serving configuration: `tensor_parallel` GPUs per replica, `replicas` that share the requests."""
 
     gpu: str
     precision: Precision
     tensor_parallel: int
     replicas: int
-    sequences: int  # at once in a replica, at the planned load
-    most_sequences: int  # that memory holds at full length
+    sequences: int  # concurrent in a replica at the planned load
+    most_sequences: int  # that fit in memory at full length
     rps_per_replica: float
     ttft_s: float
     tpot_s: float
@@ -81,7 +80,7 @@ class Serving:
         return self.tensor_parallel * self.replicas
 
     def settings(self, demand: ServingDemand) -> dict[str, object]:
-        """As vLLM names them."""
+        """Engine settings by their vLLM names."""
         return {
             "tensor_parallel_size": self.tensor_parallel,
             "dtype": self.precision,
@@ -93,7 +92,7 @@ class Serving:
         }
 
 
-def parse_wait(name: str, text: str | None) -> float | None:
+def parse_latency(name: str, text: str | None) -> float | None:
     """`500ms` or `0.5s` -> seconds."""
     if text is None:
         return None
@@ -104,18 +103,18 @@ def parse_wait(name: str, text: str | None) -> float | None:
 
 
 def cache_per_token(shape: ModelShape, bytes_per_value: int = 2) -> int:
-    """Bytes of keys and values of one token: 2 x layers x KV heads x head size x bytes; a latent waist keeps less."""
+    """KV-cache bytes per token: 2 x layers x KV heads x head size x bytes; less with latent attention (MLA)."""
     return cache_bytes(shape, 2, bytes_per_value) - cache_bytes(shape, 1, bytes_per_value)
 
 
 def weight_bytes(shape: ModelShape, precision: Precision) -> float:
-    """Matrices in the precision of serving, the embedding and the head in 16 bits."""
+    """Matrices in the serving precision, embedding and head in 16 bits."""
     ends = shape.vocab * shape.width * (1 if shape.tied else 2)
     return WEIGHT_BYTES[precision] * (shape.parameters - ends) + 2.0 * ends
 
 
 class _Replica:
-    """The times of one replica: a model over some GPUs of one kind."""
+    """Timing of one replica."""
 
     def __init__(self, shape: ModelShape, gpu: Gpu, precision: Precision, split: int, demand: ServingDemand) -> None:
         self.demand, self.split = demand, split
@@ -123,7 +122,7 @@ class _Replica:
         self.flops = gpu.peak(compute) * split * PREFILL_SHARE
         self.bandwidth = gpu.memory_bandwidth * split * DECODE_SHARE
         self.weights = weight_bytes(shape, precision)
-        # A batch of any size soon meets all experts; one sequence reads its own alone.
+        # A batch reads all experts; a single sequence only those that it is routed to.
         self.read_one = self.weights * active(shape) / shape.parameters
         self.per_token = 2.0 * multiplied(shape)  # FLOPs
         self.scores = 2.0 * shape.layers * shape.attention_width  # FLOPs of attention for a token and a key
@@ -133,7 +132,7 @@ class _Replica:
         self.hops_s = 2 * shape.layers * hop if split > 1 else 0.0
         moved = 4.0 * shape.layers * shape.width * 2 * (split - 1) / split  # bytes of two all-reduces for a token
         self.moved_s = moved / gpu.link_bandwidth if split > 1 else 0.0
-        # A replica shares its cache among GPUs up to the number of KV heads; beyond it heads are kept twice.
+        # GPUs share the cache up to the number of KV heads; beyond that, heads are duplicated.
         copies = max(1.0, split / max(1, shape.kv_heads))
         room = split * (gpu.memory_bytes * MEMORY_SHARE - ENGINE_BYTES) - self.weights
         self.most = int(room / (self.cache * copies)) if room > 0 else 0
@@ -145,19 +144,19 @@ class _Replica:
         return max(flops / self.flops, self.weights / self.bandwidth) + self.moved_s * prompt + self.hops_s + STEP_S
 
     def step_s(self, sequences: float) -> float:
-        """One token for each sequence."""
+        """Seconds of a decode step: one token for each sequence."""
         read = self.weights if sequences > 1 else self.read_one
         bytes_s = (read + sequences * self.mean_cache) / self.bandwidth
         flops_s = sequences * self.per_token / self.flops
         return max(bytes_s, flops_s) + self.hops_s + sequences * self.moved_s + STEP_S
 
     def at(self, rps: float) -> tuple[float, float, float] | None:
-        """(time to first token, time between tokens, sequences at once) under a load; None where it cannot keep up."""
-        busy = rps * self.prefill_s  # share of the time that prefills take
+        """(time to first token, time per output token, concurrent sequences) at this load; None if it is too high."""
+        busy = rps * self.prefill_s  # share of the time for prefills
         if busy >= 1:
             return None
-        # Little's law: rps x answer x time between tokens sequences are decoding. That time is the longer of two lines
-        # in their number, so that the number is the larger of two solutions.
+        # Little's law: rps x answer x time per token sequences are decoding. That time is the larger of two linear
+        # functions of their number, so the number is the larger of two solutions.
         rate, fixed = rps * self.demand.answer, self.hops_s + STEP_S
         lines = (
             (self.weights / self.bandwidth + fixed, self.mean_cache / self.bandwidth + self.moved_s),
@@ -174,15 +173,15 @@ class _Replica:
         return self.prefill_s + queue + self.step_s(sequences), between, sequences
 
     def fits(self, rps: float) -> bool:
-        found = self.at(rps)
-        if found is None:
+        latency = self.at(rps)
+        if latency is None:
             return False
-        first, between, sequences = found
+        first, between, sequences = latency
         demand = self.demand
         return first <= demand.ttft_s and between <= demand.tpot_s and sequences <= min(self.most, MOST_SEQUENCES)
 
     def capacity(self) -> float:
-        """Most requests a second within the promises; 0 where even a single one breaks them."""
+        """Most requests per second within the latency limits; 0 if a single request exceeds them."""
         if not self.most or not self.fits(1e-6):
             return 0.0
         low, high = 1e-6, 1.0
@@ -197,8 +196,8 @@ class _Replica:
 def serve(
     shape: ModelShape, demand: ServingDemand, gpu: Gpu, precisions: tuple[Precision, ...] = ("bf16",)
 ) -> list[Serving]:
-    """Ways to serve on one kind of GPU, fewest GPUs first. Refused with the arithmetic where there is none."""
-    found = []
+    """Configurations on one GPU type, fewest GPUs first. Refused with the arithmetic if there are none."""
+    options = []
     for precision in precisions:
         if precision == "fp8" and "fp8" not in gpu.peaks:
             continue
@@ -212,25 +211,16 @@ def serve(
             replicas = max(1, math.ceil(demand.rps / capacity))
             at = replica.at(demand.rps / replicas)
             assert at is not None, "within its capacity a replica keeps up"
-            found.append(
+            options.append(
                 Serving(
-                    gpu.name,
-                    precision,
-                    split,
-                    replicas,
-                    math.ceil(at[2]),
-                    replica.most,
-                    capacity,
-                    at[0],
-                    at[1],
+                    gpu.name, precision, split, replicas, math.ceil(at[2]), replica.most, capacity, at[0], at[1],
                     cache_per_token(shape),
                 )
-            )
-    if not found:
-        raise UserError(
-            _why_not(shape, demand, gpu, "fp8" if "fp8" in precisions and "fp8" in gpu.peaks else precisions[0])
-        )
-    return sorted(found, key=lambda way: (way.gpus, way.tensor_parallel))
+            )  # fmt: skip
+    if not options:
+        smallest: Precision = "fp8" if "fp8" in precisions and "fp8" in gpu.peaks else precisions[0]
+        raise UserError(_explain_impossible(shape, demand, gpu, smallest))
+    return sorted(options, key=lambda option: (option.gpus, option.tensor_parallel))
 
 
 def rank_serving(
@@ -241,35 +231,34 @@ def rank_serving(
     term: Term = "on_demand",
     precisions: tuple[Precision, ...] = ("bf16", "fp8"),
 ) -> list[Serving]:
-    """Ways over GPU types, providers and regions by the price of a million tokens; the machines run all the time."""
-    found, refused = [], ""
+    """The cheapest configuration for each GPU type, provider and region, by the price of machines that always run."""
+    options, refusal = [], ""
     for gpu in gpus:
         try:
-            ways = serve(shape, demand, gpu, precisions)
-        except UserError as fault:
-            refused = refused or str(fault)
+            configurations = serve(shape, demand, gpu, precisions)
+        except UserError as error:
+            refusal = refusal or str(error)
             continue
         for price in prices.find(gpu=gpu.name, term=term):
-            fitting = [way for way in ways if price.most is None or way.tensor_parallel <= price.most]
+            fitting = [c for c in configurations if price.most is None or c.tensor_parallel <= price.most]
             if fitting:
-                found.append(_priced(fitting[0], price, demand))
-    if not found:
-        raise UserError(refused or f"no {term} price for {', '.join(gpu.name for gpu in gpus)}: add one to your prices")
-    return sorted(found, key=lambda way: (way.usd_hour, way.tpot_s))
+                options.append(_add_price(fitting[0], price, demand))
+    if not options:
+        raise UserError(refusal or f"no {term} price for {', '.join(gpu.name for gpu in gpus)}: add one to your prices")
+    return sorted(options, key=lambda option: (option.usd_hour, option.tpot_s))
 
 
-def _priced(way: Serving, price: Price, demand: ServingDemand) -> Serving:
-    usd = way.gpus * price.usd_hour
-    answered = demand.rps * 3600 / 1e6  # millions of requests an hour
-    return Serving(
-        way.gpu, way.precision, way.tensor_parallel, way.replicas, way.sequences, way.most_sequences,
-        way.rps_per_replica, way.ttft_s, way.tpot_s, way.cache_bytes_per_token, price, usd,
-        usd / (answered * demand.answer), usd / (answered * demand.tokens),
+def _add_price(option: Serving, price: Price, demand: ServingDemand) -> Serving:
+    usd = option.gpus * price.usd_hour
+    requests = demand.rps * 3600 / 1e6  # millions per hour
+    return replace(
+        option, price=price, usd_hour=usd, usd_per_million_output=usd / (requests * demand.answer),
+        usd_per_million=usd / (requests * demand.tokens),
     )  # fmt: skip
 
 
-def _why_not(shape: ModelShape, demand: ServingDemand, gpu: Gpu, precision: Precision) -> str:
-    """The bound that a single request already breaks on eight GPUs."""
+def _explain_impossible(shape: ModelShape, demand: ServingDemand, gpu: Gpu, precision: Precision) -> str:
+    """The limit that a single request exceeds on the largest tensor-parallel group."""
     split = max(size for size in (1, 2, 4, 8) if size <= gpu.node and shape.heads % size == 0)
     replica = _Replica(shape, gpu, precision, split, demand)
     name = f"{split} x {gpu.name}"
@@ -286,8 +275,7 @@ def _why_not(shape: ModelShape, demand: ServingDemand, gpu: Gpu, precision: Prec
             f"serving: a token takes at least {1000 * step:.1f} ms on {name}, of which reading "
             f"{human_bytes(replica.read_one)} of weights at {human_bytes(replica.bandwidth)}/s takes "
             f"{1000 * replica.read_one / replica.bandwidth:.1f}: write --tpot {math.ceil(1000 * step * 1.2)}ms or "
-            "more, "
-            "or take fp8 weights or a smaller model"
+            "more, or use fp8 weights or a smaller model"
         )
     return (
         f"serving: a prompt of {demand.prompt:,} tokens takes at least {1000 * first:.0f} ms on {name} "
@@ -296,29 +284,26 @@ def _why_not(shape: ModelShape, demand: ServingDemand, gpu: Gpu, precision: Prec
     )
 
 
-SHOWN = 8
-
-
-def demand_of(rps: float, prompt: int, answer: int, ttft: str | None, tpot: str | None) -> ServingDemand:
-    """With waits as people write them, such as 500ms."""
+def parse_demand(rps: float, prompt: int, answer: int, ttft: str | None, tpot: str | None) -> ServingDemand:
+    """With latencies as text, such as 500ms."""
     usual = ServingDemand(1)
-    first, between = parse_wait("--ttft", ttft), parse_wait("--tpot", tpot)
+    first, between = parse_latency("--ttft", ttft), parse_latency("--tpot", tpot)
     return ServingDemand(rps, prompt, answer, first or usual.ttft_s, between or usual.tpot_s)
 
 
-def ways_to_serve(shape: ModelShape, demand: ServingDemand, where: str | None) -> list[Serving]:
-    """On the GPU type that is named, or on all that are rented on demand; the cheapest first."""
+def find_serving(shape: ModelShape, demand: ServingDemand, gpu_type: str | None) -> list[Serving]:
+    """On the named GPU type, or on all that are rented on demand; cheapest first."""
     prices = load_prices()
     rented = {price.gpu for price in prices.prices if price.term == "on_demand"}
-    # The fastest first: what even that cannot do is told of it.
+    # Fastest first: an impossible demand is explained for the fastest GPU.
     fastest = sorted(gpus().values(), key=lambda gpu: -gpu.memory_bandwidth)
-    types = [parse_cluster(where).gpu] if where else [gpu for gpu in fastest if gpu.name in rented]
+    types = [parse_cluster(gpu_type).gpu] if gpu_type else [gpu for gpu in fastest if gpu.name in rented]
     return rank_serving(shape, demand, types, prices)
 
 
-def serving_lines(shape: ModelShape, demand: ServingDemand, ways: list[Serving]) -> list[str]:
-    best = ways[0]
-    shown = [
+def serving_lines(shape: ModelShape, demand: ServingDemand, options: list[Serving]) -> list[str]:
+    best = options[0]
+    lines = [
         f"{human_count(shape.parameters)} parameters, {demand.rps:g} requests/s of {demand.prompt:,} tokens and "
         f"{demand.answer:,} answered; first token within {1000 * demand.ttft_s:.0f} ms, then "
         f"{1000 * demand.tpot_s:.0f} ms a token",
@@ -329,21 +314,22 @@ def serving_lines(shape: ModelShape, demand: ServingDemand, ways: list[Serving])
         f"{best.sequences} requests at once in a replica (memory holds {best.most_sequences})",
         f"  cache    {human_bytes(best.cache_bytes_per_token)} a token",
     ]
-    shown += [f"  setting  {key}: {str(value).lower()}" for key, value in best.settings(demand).items()]
-    shown.append("  basis    a roofline at shares of the data sheet that engines usually reach; not measured here")
+    lines += [f"  setting  {key}: {str(value).lower()}" for key, value in best.settings(demand).items()]
+    lines.append("  basis    a roofline at shares of the data sheet that engines usually reach; not measured here")
     seen: set[tuple[str, str]] = set()
-    for way in ways:
-        if way.price is None or (way.gpu, way.precision) in seen or len(seen) == SHOWN:
+    for option in options:
+        if option.price is None or (option.gpu, option.precision) in seen or len(seen) == SHOWN_OPTIONS:
             continue
-        seen.add((way.gpu, way.precision))
-        shown.append(
-            f"  cost     ${way.usd_per_million:.3f} a million tokens (${way.usd_per_million_output:.2f} of output), "
-            f"${way.usd_hour:,.2f} an hour: {way.gpus} x {way.gpu} {way.precision}, {way.price.provider} "
-            f"{way.price.region} (prices of {way.price.date})"[:WIDTH]
+        seen.add((option.gpu, option.precision))
+        price = option.price
+        lines.append(
+            f"  cost     ${option.usd_per_million:.3f} a million tokens (${option.usd_per_million_output:.2f} of "
+            f"output), ${option.usd_hour:,.2f} an hour: {option.gpus} x {option.gpu} {option.precision}, "
+            f"{price.provider} {price.region} (prices of {price.date})"[:WIDTH]
         )
-    return shown
+    return lines
 
 
-def serving_json(shape: ModelShape, demand: ServingDemand, ways: list[Serving]) -> dict[str, Any]:
-    told = [{**asdict(way), "gpus": way.gpus, "settings": way.settings(demand)} for way in ways]
-    return {"parameters": shape.parameters, "demand": asdict(demand), "best": told[0], "ways": told}
+def serving_json(shape: ModelShape, demand: ServingDemand, options: list[Serving]) -> dict[str, Any]:
+    rows = [{**asdict(option), "gpus": option.gpus, "settings": option.settings(demand)} for option in options]
+    return {"parameters": shape.parameters, "demand": asdict(demand), "best": rows[0], "ways": rows}

@@ -1,7 +1,7 @@
-"""How long a training step takes: every operator by its roofline, collectives by the cluster's shape, the pipeline's
-bubble, the optimizer, and what the host costs. One prediction takes tens of microseconds: a search asks for thousands.
+"""Predicts the time of a training step: operators by their roofline, collectives by the cluster's topology, the
+pipeline bubble, the optimizer and the host. A prediction takes tens of microseconds, since a search makes thousands.
 
-Sizes: a micro-batch has `tokens` = rows x context / cp on a process. Seconds are those of the busiest process.
+A micro-batch has `tokens` = rows x context / cp on a process. Seconds are those of the busiest process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from bessemer.plan.cost_model.operators import (
     Constants,
     Curve,
     Fabric,
+    Framework,
     FrameworkHabits,
     Group,
     LayerWork,
-    Manner,
     StepWork,
     all_gather,
     all_reduce,
@@ -35,20 +35,22 @@ from bessemer.plan.search.layout import Layout
 
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "unfused", "triton", "flash", "cudnn"]
-CUDNN = ("hopper", "blackwell")  # where `auto` is cuDNN's kernel, 1.5 to 2 times as fast as flash there
-# Passes over the scores of unfused attention, counted: forward product 1, mask and softmax 2, dropout 2.5, product 1.
+CUDNN = ("hopper", "blackwell")  # generations on which `auto` is cuDNN's kernel, 1.5 to 2 times as fast as flash
+# Passes over the scores of unfused attention: forward product 1, mask and softmax 2, dropout 2.5, product 1.
 SCORES_FORWARD, SCORES_BACKWARD = 6.5, 13.0
 FLASH_BACKWARD = 2.5  # times the forward's products: five instead of two (Dao et al. 2022)
-IN_STEP = 0.95  # of a lone product's rate that it has in a step: 735 of 770 TFLOP/s on an H200 (power, clocks)
-ATTENTION_IN_STEP = 0.76  # the same of attention: 286 of 376 TFLOP/s there, heads of 64, forward and backward
-SOFT = 4.0  # how sharply the slower of two things that run at once decides: (a^4 + b^4)^(1/4)
+IN_STEP = (
+    0.95  # rate of a product inside a step, relative to a benchmark: 735 of 770 TFLOP/s on an H200 (power, clocks)
+)
+ATTENTION_IN_STEP = 0.76  # the same for attention: 286 of 376 TFLOP/s, heads of 64, forward and backward
+SOFT = 4.0  # exponent of the smooth maximum of two overlapping times: (a^4 + b^4)^(1/4)
 
 
 @dataclass(frozen=True)
 class StepSetup:
-    """A configuration to be timed. `manner`: megatron reduces gradients after the last micro-batch; fsdp gathers and
-    reduces layer by layer under the products, as llm-foundry ran it in 2023; compiled is the same with fused layers
-    and loss, as here."""
+    """A configuration to predict. `framework`: megatron reduces gradients after the last micro-batch; fsdp gathers and
+    reduces each layer during the products, as llm-foundry did in 2023; compiled is the same with fused layers and
+    loss, as in Bessemer."""
 
     work: StepWork
     layout: Layout
@@ -58,13 +60,13 @@ class StepSetup:
     precision: str = "bf16"
     recompute: Recompute = "none"
     attention: Attention = "auto"
-    manner: Manner = "compiled"
-    virtual: int = 1  # interleaved stages of a process
+    framework: Framework = "compiled"
+    virtual: int = 1  # pipeline stages per process (interleaved)
     sequence_parallel: bool = False
-    reduce_bytes: int = 4  # of a gradient on its way
-    keeps_weights: bool = False  # gathered weights stay until backward (ZeRO-2)
+    reduce_bytes: int = 4  # per gradient in the reduction
+    keeps_weights: bool = False  # gathered weights stay until the backward pass (ZeRO-2)
     autocast: bool = False
-    distributed_optimizer: bool = False  # megatron: moments divided among replicas
+    distributed_optimizer: bool = False  # megatron: moments sharded among replicas
 
     @property
     def micro_batches(self) -> int:
@@ -72,8 +74,8 @@ class StepSetup:
 
 
 def micro_batches(rows: int, layout: Layout, micro_rows: int, virtual: int = 1) -> int:
-    """Of each process in a step. As in training, rows that do not divide evenly are padded, and a pipeline runs at
-    least one micro-batch for each stage, whole rounds of them where a process holds several stages."""
+    """Micro-batches per process and step. As in training, rows are padded until they divide evenly. A pipeline runs at
+    least one micro-batch per stage, and full rounds of them if a process holds several stages."""
     share = -(-rows // layout.dp)
     count = -(-share // micro_rows)
     if layout.pp == 1:
@@ -82,22 +84,22 @@ def micro_batches(rows: int, layout: Layout, micro_rows: int, virtual: int = 1) 
 
 
 def padded_rows(rows: int, layout: Layout, micro_rows: int, virtual: int = 1) -> int:
-    """Rows that a step computes, with what its processes are padded by."""
+    """Rows that a step computes, with padding."""
     return micro_batches(rows, layout, micro_rows, virtual) * micro_rows * layout.dp
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they go to; they add up to `total_s`. `error` is the mean absolute error measured for
-    this kind of configuration, as a fraction, and `basis` says on what."""
+    """Parts of a step's seconds, which add up to `total_s`. `error` is the mean absolute error for this kind of
+    configuration, as a fraction, and `basis` says where it was measured."""
 
     compute_s: float
     tp_s: float  # collectives inside layers: tensor, context and expert parallelism
-    dp_s: float  # gathering weights and reducing gradients, as far as it shows
-    pp_s: float  # stages passing on
+    dp_s: float  # gathering weights and reducing gradients, as far as it is not hidden
+    pp_s: float  # sending activations between stages
     bubble_s: float
     optimizer_s: float
-    stall_s: float  # the host: launches, waiting, what happens once a step
+    stall_s: float  # the host: launches, waiting, once-per-step work
     error: float
     basis: str
 
@@ -111,7 +113,7 @@ class StepTime:
         return sum(self.parts.values())
 
     def corrected(self, cluster: Cluster) -> StepTime:
-        """By what runs on this machine took: every part alike, since nobody knows which was wrong."""
+        """Scaled by the measured over predicted time of earlier runs here, all parts by the same factor."""
         parts = {f"{name}_s": seconds * cluster.slower for name, seconds in self.parts.items()}
         return StepTime(**parts, error=cluster.slower_error, basis=f"corrected by {cluster.slower_source}")
 
@@ -121,7 +123,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Of the device: products in FLOP/s, traffic in bytes/s."""
+    """Rates of the device: products in FLOP/s, memory traffic in bytes/s."""
 
     gemm: float
     head: float  # the output embedding's products, never in fp8
@@ -133,10 +135,10 @@ class _Rates:
 
 
 def step_time(setup: StepSetup, cluster: Cluster, known: Constants | None = None) -> StepTime:
-    """The prediction. Impossible configurations are refused with the fix."""
+    """The predicted time. Impossible configurations are refused with the fix."""
     _check(setup, cluster)
     known = known or constants()
-    habits = known.habits[setup.manner]
+    habits = known.habits[setup.framework]
     share = known.shares[shares_name(cluster)]
     fabric = Fabric(
         cluster.per_node,
@@ -144,8 +146,8 @@ def step_time(setup: StepSetup, cluster: Cluster, known: Constants | None = None
         cluster.network_bandwidth * share.network,
     )
     rates = _rates(setup, cluster, known.curves[curve_name(cluster.gpu)])
-    # One card is no cluster: power limits, stragglers and other clocks take what a single measured GPU does not show.
-    alone = setup.manner != "compiled" or _on_one_h200(cluster)
+    # The compiled framework was measured on one GPU; power limits, stragglers and clocks slow down a cluster.
+    alone = setup.framework != "compiled" or _on_one_h200(cluster)
     slower = 1.0 if alone else known.errors["unmeasured"].get("slower", 1.0)
     time = _Timer(setup, habits, fabric, share.sync_s, rates).step(*expected_error(setup, cluster, known), slower)
     return time.corrected(cluster) if cluster.slower_source else time
@@ -156,20 +158,20 @@ def _on_one_h200(cluster: Cluster) -> bool:
 
 
 def expected_error(setup: StepSetup, cluster: Cluster, known: Constants) -> tuple[float, str]:
-    """Of the kind of configuration, from rows that the fit had not seen; wider for what nobody measured."""
+    """Error of this kind of configuration on held-out rows; wider for unmeasured kinds."""
     where = "several nodes" if cluster.nodes > 1 else "one node"
     wide = known.errors["unmeasured"]
-    kind = f"{setup.manner}, {where}"
-    if setup.manner == "compiled" and _on_one_h200(cluster):
+    kind = f"{setup.framework}, {where}"
+    if setup.framework == "compiled" and _on_one_h200(cluster):
         kind = "compiled, one H200"
-    found = known.errors.get(kind, wide)
-    strange = setup.layout.cp > 1 or any(layer.experts or layer.scan_flops for layer in setup.work.layers)
-    if strange:
+    error = known.errors.get(kind, wide)
+    unmeasured = setup.layout.cp > 1 or any(layer.experts or layer.scan_flops for layer in setup.work.layers)
+    if unmeasured:
         return wide["mean_absolute_error"], wide["of"]
     if cluster.gpu.name not in CURVES and not cluster.measured:
         basis = f"{wide['of']}; the curve of {curve_name(cluster.gpu)} stands in for {cluster.gpu.name}"
         return wide["mean_absolute_error"], basis
-    return found["mean_absolute_error"], found["of"]
+    return error["mean_absolute_error"], error["of"]
 
 
 def _check(setup: StepSetup, cluster: Cluster) -> None:
@@ -193,13 +195,13 @@ def _check(setup: StepSetup, cluster: Cluster) -> None:
 
 
 def _rates(setup: StepSetup, cluster: Cluster, curve: Curve) -> _Rates:
-    """What was measured on this machine, else the data sheet times the curve."""
+    """Rates measured on this machine, else the data sheet times the curve."""
     gpu, measured = cluster.gpu, cluster.measured
     half = "bf16" if setup.precision.startswith(("fp8", "fp4")) else setup.precision
     peak = gpu.peak(half)
     gemm = head = measured.get(f"matmul_{half}", 0.0) * IN_STEP or peak * curve.gemm
     if setup.precision.startswith(("fp8", "fp4")):
-        gpu.peak("fp8")  # refused where there are none
+        gpu.peak("fp8")  # refuses a GPU without fp8 units
         gemm *= curve.fp8
     wide = setup.work.head_dim >= 96
     attention = 0.0
@@ -226,7 +228,7 @@ def _soft_max(first: float, second: float) -> float:
 
 
 class _Timer:
-    """One prediction: holds what its parts share."""
+    """One prediction; holds the values that its parts share."""
 
     def __init__(self, setup: StepSetup, habits: FrameworkHabits, fabric: Fabric, sync_s: float, rates: _Rates) -> None:
         self.setup, self.work, self.layout = setup, setup.work, setup.layout
@@ -244,7 +246,7 @@ class _Timer:
     # One layer of a micro-batch, on one process.
 
     def products(self, layer: LayerWork) -> float:
-        """Forward: every matrix, divided by tensor parallelism along one side."""
+        """Forward time of the matrix products, divided by tensor parallelism along one side."""
         tokens, tp, rates = self.tokens, self.layout.tp, self.rates
         multiplied = sides = 0.0
         for into, out, divided in layer.products:
@@ -263,7 +265,7 @@ class _Timer:
         )
 
     def scores(self, layer: LayerWork) -> tuple[float, float]:
-        """Attention's own work, forward and backward. Causal kernels skip the half that is masked; unfused products do
+        """Forward and backward time of attention scores. Causal kernels skip the masked half; unfused products do
         not."""
         if not layer.attends:
             return 0.0, 0.0
@@ -281,7 +283,7 @@ class _Timer:
         return forward, FLASH_BACKWARD * forward
 
     def passes(self, layer: LayerWork) -> float:
-        """Element-wise work of the forward pass."""
+        """Forward time of element-wise work."""
         habits, tp = self.habits, self.layout.tp
         whole = habits.whole_passes * self.work.width / (tp if self.setup.sequence_parallel else 1)
         attention = habits.attention_passes * self.work.attention_width if layer.attends else 0.0
@@ -289,8 +291,8 @@ class _Timer:
         numbers = self.tokens * (whole + (attention + ffn) / tp)
         return numbers * self.bytes * (habits.autocast if self.setup.autocast else 1.0) / self.rates.memory
 
-    def inner(self, layer: LayerWork) -> tuple[float, int]:
-        """Seconds of the collectives inside a layer's forward pass, and how many there are."""
+    def inner(self, layer: LayerWork) -> float:
+        """Seconds of the collectives inside a layer's forward pass."""
         seconds, number = 0.0, 0
         hidden = self.tokens * self.work.width * self.bytes
         if self.tensor.size > 1:
@@ -304,32 +306,31 @@ class _Timer:
             seconds += 2 * all_to_all(hidden * layer.top_k, self.experts, self.fabric)
             number += 2
         sync = self.sync_s * log2(max(self.tensor.size, self.contexts.size, self.experts.size))
-        return seconds + number * sync, number
+        return seconds + number * sync
 
     def layer(self, layer: LayerWork) -> tuple[float, float, float, float]:
-        """Compute, inner collectives, the host's surplus, weights and gradients under way: forward and backward."""
+        """Compute, inner collectives, host stalls, and exposed FSDP traffic, forward and backward."""
         setup = self.setup
         products, passes = self.products(layer), self.passes(layer)
         forward, backward = self.scores(layer)
-        # Selective: attention's scores in Megatron, here whatever takes no product.
-        some = forward if setup.manner == "megatron" else passes
-        again = {"none": 0.0, "selective": some, "full": products + forward + passes}[setup.recompute]
-        compute = 3 * (products + passes) + forward + backward + again
-        inner, _ = self.inner(layer)
-        inner *= 3 if setup.recompute == "full" else 2
+        # Selective recomputes attention scores in Megatron, here everything but products.
+        selective = forward if setup.framework == "megatron" else passes
+        recomputed = {"none": 0.0, "selective": selective, "full": products + forward + passes}[setup.recompute]
+        compute = 3 * (products + passes) + forward + backward + recomputed
+        inner = self.inner(layer) * (3 if setup.recompute == "full" else 2)
         launch = self.habits.launch_s + (self.habits.launch_tp_s if self.layout.tp > 1 else 0.0)
         launch *= 4 / 3 if setup.recompute == "full" else 1.0
         device = compute + inner
         stall = _soft_max(device, launch) - device
-        return compute, inner, stall, self.under_way(layer, device + stall)
+        return compute, inner, stall, self.exposed_fsdp(layer, device + stall)
 
-    def under_way(self, layer: LayerWork, layer_s: float) -> float:
-        """What FSDP's gathers and reductions of one layer add to it."""
-        if self.setup.manner == "megatron" or self.shards.size == 1 or self.layout.pp > 1:
+    def exposed_fsdp(self, layer: LayerWork, layer_s: float) -> float:
+        """Seconds that FSDP's gathers and reductions add to one layer."""
+        if self.setup.framework == "megatron" or self.shards.size == 1 or self.layout.pp > 1:
             return 0.0
         # Experts that are divided among the shards are not gathered.
-        held = layer.parameters - layer.expert_parameters * (1 - 1 / self.layout.ep)
-        seconds = self.fsdp_traffic(held / self.layout.tp)
+        gathered = layer.parameters - layer.expert_parameters * (1 - 1 / self.layout.ep)
+        seconds = self.fsdp_traffic(gathered / self.layout.tp)
         return _soft_max(layer_s, seconds) - layer_s + self.habits.exposed * seconds
 
     def fsdp_traffic(self, parameters: float) -> float:
@@ -337,10 +338,10 @@ class _Timer:
         gathered = gathers * all_gather(parameters * self.bytes, self.shards, self.fabric)
         return gathered + all_gather(parameters * self.setup.reduce_bytes, self.shards, self.fabric)
 
-    # The ends and the whole step.
+    # The head and the full step.
 
     def head(self) -> tuple[float, float]:
-        """Output embedding and loss of a micro-batch, compute and collectives, forward and backward."""
+        """Compute and collectives of the output embedding and loss of a micro-batch, forward and backward."""
         tokens, width, tp = self.tokens, self.work.width, self.layout.tp
         padded = self.work.pads_vocab or tp > 1
         vocab = ceil(self.work.vocab / (128 * tp)) * 128 if padded else self.work.vocab
@@ -349,76 +350,75 @@ class _Timer:
         products = 3 * (2 * tokens * width * vocab / rate + sides / self.rates.gemm_memory)
         passes = tokens * vocab * 4 * self.habits.head_passes / self.rates.memory
         exchange = 0.0
-        if self.tensor.size > 1:  # embedding forward, head backward, and three short ones of the loss
+        if self.tensor.size > 1:  # embedding forward, head backward, and three short ones for the loss
             hidden = all_reduce(tokens * width * self.bytes, self.tensor, self.fabric)
             short = all_reduce(tokens * 4, self.tensor, self.fabric)
             exchange = 2 * hidden + 3 * short + 5 * self.sync_s * log2(self.tensor.size)
         return products + passes, exchange
 
     def step(self, error: float, basis: str, slower: float = 1.0) -> StepTime:
-        """The whole; `slower` is how many times as long computing takes as its parts alone."""
+        """The full step. `slower` scales compute."""
         setup, layout, work = self.setup, self.layout, self.work
         batches, pp = setup.micro_batches, layout.pp
         compute = inner = stall = data = 0.0
         for layer in work.layers:
-            one = self.layer(layer)
+            layer_compute, layer_inner, layer_stall, layer_data = self.layer(layer)
             number = layer.number * ceil(work.depth / pp) / work.depth  # on the fullest stage
-            compute += number * one[0]
-            inner += number * one[1]
-            stall += number * one[2]
-            data += number * one[3]
+            compute += number * layer_compute
+            inner += number * layer_inner
+            stall += number * layer_stall
+            data += number * layer_data
         head, exchange = self.head()
         compute, head = compute * slower, head * slower
         stage = compute + inner + stall + data
-        if setup.manner != "megatron" and pp == 1 and self.shards.size > 1:
+        if setup.framework != "megatron" and pp == 1 and self.shards.size > 1:
             data += self.fsdp_traffic(work.ends / layout.tp) * self.habits.exposed
         passing = 0.0
         if pp > 1:
             hidden = self.tokens * work.width * self.bytes / layout.tp
             passing = 2 * setup.virtual * point_to_point(hidden, layout.tp * layout.cp * layout.dp, self.fabric)
-        ends = self.habits.head_s
         after = self.gradients(batches * stage)
-        kept = work.parameters / (layout.tp * pp)
-        if setup.manner != "megatron":
-            kept /= self.shards.size
+        updated = work.parameters / (layout.tp * pp)  # parameters per process
+        if setup.framework != "megatron":
+            updated /= self.shards.size
         elif setup.distributed_optimizer:
-            kept /= layout.dp
+            updated /= layout.dp
         return StepTime(
             compute_s=batches * (compute + head),
             tp_s=batches * (inner + exchange),
             dp_s=batches * data + after,
             pp_s=(batches + pp - 1) * passing,
             bubble_s=(pp - 1) * stage / setup.virtual,
-            optimizer_s=kept * self.habits.optimizer_bytes / self.rates.memory,
-            stall_s=batches * (stall + ends) + self.habits.step_s,
+            optimizer_s=updated * self.habits.optimizer_bytes / self.rates.memory,
+            stall_s=batches * (stall + self.habits.head_s) + self.habits.step_s,
             error=error,
             basis=basis,
         )
 
     def gradients(self, running_s: float) -> float:
-        """What is reduced once a step: among replicas, and of tied ends between the first and the last stage."""
+        """Seconds of reductions once per step: among replicas, and of tied embeddings between first and last stage."""
         setup, layout, work = self.setup, self.layout, self.work
-        mine = work.parameters / layout.pp + (work.ends if layout.pp > 1 else 0) * (1 - 1 / layout.pp)
-        mine /= layout.tp
+        local = work.parameters / layout.pp + (work.ends if layout.pp > 1 else 0) * (1 - 1 / layout.pp)
+        local /= layout.tp
         seconds = 0.0
-        if setup.manner == "megatron":
-            everyone = group(layout.dp * layout.cp, layout.tp, self.fabric)
-            seconds = all_reduce(mine * setup.reduce_bytes, everyone, self.fabric)
+        if setup.framework == "megatron":
+            replicas = group(layout.dp * layout.cp, layout.tp, self.fabric)
+            seconds = all_reduce(local * setup.reduce_bytes, replicas, self.fabric)
             if layout.pp > 1 and work.tied:
                 ends = work.vocab * work.width / layout.tp * setup.reduce_bytes
                 pair = _pair(layout, self.fabric)
                 seconds += all_reduce(ends, pair, self.fabric)
             return seconds
         if self.copies.size > 1:
-            seconds += all_reduce(mine / self.shards.size * setup.reduce_bytes, self.copies, self.fabric)
+            seconds += all_reduce(local / self.shards.size * setup.reduce_bytes, self.copies, self.fabric)
         if layout.pp > 1 and self.shards.size > 1:
-            seconds += self.fsdp_traffic(mine)
-        # It runs under the backward pass of the last micro-batch, about two thirds of its time.
-        beside = running_s / setup.micro_batches * 2 / 3
-        return _soft_max(beside, seconds) - beside + self.habits.exposed * seconds if seconds else 0.0
+            seconds += self.fsdp_traffic(local)
+        # It overlaps the backward pass of the last micro-batch, about two thirds of its time.
+        backward_s = running_s / setup.micro_batches * 2 / 3
+        return _soft_max(backward_s, seconds) - backward_s + self.habits.exposed * seconds if seconds else 0.0
 
 
 def _pair(layout: Layout, fabric: Fabric) -> Group:
-    """First and last stage: every process of a node may have such a partner."""
+    """First and last stage; every process of a node may have such a partner."""
     stride = layout.tp * layout.cp * layout.dp
     return group(2, stride * (layout.pp - 1), fabric)

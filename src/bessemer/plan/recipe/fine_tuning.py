@@ -1,15 +1,8 @@
-"""An answer of the recipe: a value with why, from where, and how sure that is.
+"""Recipes of fine-tuning: which objective fits the data, full training, LoRA or QLoRA by memory, LoRA settings, and the
+settings of SFT, DPO, SimPO, KTO, GRPO and PPO by model size.
 
-LoRA: which rank, alpha and learning rate, and what the adapters weigh.
-
-An adapter of rank r beside a matrix of d_in x d_out has r (d_in + d_out) parameters.
-
-Which fine-tuning: what the data can teach decides the objective, what fits in memory decides full, LoRA or QLoRA.
-
-Settings of fine-tuning, preference training and RL by size, from released recipes.
-
-Sources: Tulu 3 (Lambert et al. 2024, tables of 8B and 70B), the papers of DPO, SimPO, KTO and GRPO, and the defaults
-that TRL and OpenRLHF ship. Rates are for full training; LoRA takes ten times as much.
+Sources: Tulu 3 (Lambert et al. 2024, tables of 8B and 70B), the papers of the objectives, and the defaults of TRL and
+OpenRLHF. Learning rates are for full training; LoRA takes ten times as much.
 """
 
 from __future__ import annotations
@@ -17,35 +10,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from bessemer.errors import UserError
+from bessemer.plan.decision import Basis, RecipeAnswer
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.shape import ModelShape
 
-Basis = Literal["established", "empirical at this scale", "open question"]
-BASES: tuple[Basis, ...] = get_args(Basis)  # from firm to weak
-Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class RecipeAnswer(Generic[Value]):
-    """`source` names the paper, run or rule. `basis` says how far it carries: established (found again by others),
-    empirical at this scale (fitted or used near here), or an open question (extrapolated, or sources disagree)."""
-
-    value: Value
-    reason: str
-    source: str
-    basis: Basis
-
-
 Use = Literal["style", "instructions", "domain", "rl"]
 MODULES = ("q", "k", "v", "o", "gate", "up", "down")
-# Rank by what is learnt. RL takes in about a bit from an episode, so that even rank 1 matched full training.
-_USUAL: dict[Use, int] = {"style": 16, "instructions": 32, "domain": 64, "rl": 8}
+# Rank by use. RL learns about one bit per episode, so that even rank 1 matched full training.
+_USUAL_RANK: dict[Use, int] = {"style": 16, "instructions": 32, "domain": 64, "rl": 8}
 SCHULMAN = "Schulman et al. 2025, LoRA without regret"
-BITS_PER_PARAMETER = 2.0  # Allen-Zhu and Li 2024, knowledge capacity: what a trained parameter can hold
+BITS_PER_PARAMETER = 2.0  # knowledge capacity of a trained parameter (Allen-Zhu and Li 2024)
 LARGEST_RANK = 256
 
 
@@ -59,7 +37,7 @@ class LoraSettings:
 
 
 def matrix_sides(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """(d_in, d_out) of each kind of matrix of a layer."""
+    """(d_in, d_out) of each matrix of a layer."""
     width, inner, kv = shape.width, shape.attention_width, shape.kv_heads * shape.head_dim
     sides = {"q": (width, inner), "k": (width, kv), "v": (width, kv), "o": (inner, width)}
     if shape.gated:
@@ -68,7 +46,7 @@ def matrix_sides(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def lora_parameters(shape: ModelShape, rank: int, modules: tuple[str, ...] = MODULES) -> int:
-    """Trained parameters: the sum of r (d_in + d_out) over the chosen matrices of all layers."""
+    """Trained parameters: the sum of r (d_in + d_out) over the adapted matrices of all layers."""
     if rank < 1:
         raise UserError(f"rank: {rank} is no rank: write at least 1, such as 16")
     sides = matrix_sides(shape)
@@ -76,18 +54,18 @@ def lora_parameters(shape: ModelShape, rank: int, modules: tuple[str, ...] = MOD
 
 
 def lora(shape: ModelShape, use: Use, full_rate: float, learnt_tokens: float = 0.0) -> RecipeAnswer[LoraSettings]:
-    """Rank, alpha and learning rate. `full_rate` is what full fine-tuning would take; `learnt_tokens` are those of the
-    data that count in the loss, about a bit of new information each."""
-    if use not in _USUAL:
-        raise UserError(f"use {use!r}: write {', '.join(_USUAL)}")
-    rank = _USUAL[use]
+    """Rank, alpha and learning rate. `full_rate` is the learning rate of full fine-tuning; `learnt_tokens` is the
+    number of tokens in the loss, each about one bit of new information."""
+    if use not in _USUAL_RANK:
+        raise UserError(f"use {use!r}: write {', '.join(_USUAL_RANK)}")
+    rank = _USUAL_RANK[use]
     reason = f"usual for {use}"
     basis: Basis = "empirical at this scale"
     while use != "rl" and rank < LARGEST_RANK and BITS_PER_PARAMETER * lora_parameters(shape, rank) < learnt_tokens:
         rank *= 2
-        reason = f"{human_count(learnt_tokens)} learnt tokens, about a bit each, need so many parameters of 2 bits"
+        reason = f"{human_count(learnt_tokens)} learnt tokens, about a bit each, need parameters of 2 bits each"
     if use != "rl" and BITS_PER_PARAMETER * lora_parameters(shape, rank) < learnt_tokens:
-        reason += f"; more than rank {rank} holds: full fine-tuning will learn more"
+        reason += f"; more than rank {rank} can hold: full fine-tuning learns more"
         basis = "open question"
     size = lora_parameters(shape, rank)
     share = size / shape.parameters
@@ -102,21 +80,25 @@ Objective = Literal["prompting", "continue", "sft", "dpo", "kto", "rl"]
 Weights = Literal["none", "full", "lora", "qlora"]
 
 # Rows below which an objective learns mostly noise.
-FEWEST = {"sft": 50, "dpo": 500, "kto": 500, "rl": 100}
+FEWEST_ROWS = {"sft": 50, "dpo": 500, "kto": 500, "rl": 100}
 LIMA = "Zhou et al. 2023, LIMA: 1,000 good rows made an assistant"
-FEW_ROWS = 1000  # of demonstrations: adapters learn less from them, and forget less (Biderman et al. 2024)
-# Bytes a parameter: weights in 16 bits; in NF4 with double quantisation, 0.5 and 0.127 / 8 (Dettmers et al. 2023).
+FEW_ROWS = 1000  # demonstrations, below which adapters are better: they forget less (Biderman et al. 2024)
+# Bytes per parameter in 16 bits, and in NF4 with double quantization: 0.5 + 0.127 / 8 (Dettmers et al. 2023).
 HALF_BYTES, NF4_BYTES = 2.0, 0.516
 ADAPTER_SHARE = 0.006  # of the parameters: rank 16 on all matrices of a 7B
-# Activations of one checkpointed row, buffers and fragmentation, and what a GPU's driver takes: with these a 7B needs
-# 22 GB with LoRA and 9 with QLoRA (Axolotl's table: 16 to 24, and 10 to 14).
-ROOM, DRIVER_BYTES = 1.2, 4e9
-EXTRA = {"dpo": HALF_BYTES, "kto": HALF_BYTES, "rl": 2 * HALF_BYTES}  # the reference; for RL rollouts too
+# Factor for activations of one checkpointed row, buffers and fragmentation; and memory of the GPU driver. A 7B model
+# then needs 22 GB with LoRA and 9 with QLoRA (Axolotl's table: 16 to 24, and 10 to 14).
+OVERHEAD, DRIVER_BYTES = 1.2, 4e9
+EXTRA_BYTES = {
+    "dpo": HALF_BYTES,
+    "kto": HALF_BYTES,
+    "rl": 2 * HALF_BYTES,
+}  # per parameter: the reference, for RL also rollouts
 
 
 @dataclass(frozen=True)
 class Method:
-    """What to do, in order: an SFT stage comes before preferences where there is none yet."""
+    """How to fine-tune. `stages` are in order: SFT comes before preference training if the model is not aligned yet."""
 
     objective: Objective
     weights: Weights
@@ -127,95 +109,93 @@ class Method:
 def choose_method(
     goal: Goal, data: Data, rows: int, parameters: float, memory_bytes: float, aligned: bool = False
 ) -> RecipeAnswer[Method]:
-    """The objective for a goal and the data at hand, and how much of the model is trained in `memory_bytes` (of all
-    GPUs together). `aligned` says that the model already follows instructions."""
-    _check(goal, data, rows, parameters, memory_bytes)
-    objective, reason, source, basis = _objective(goal, data, rows)
+    """The objective for a goal and the available data, and full, LoRA or QLoRA training for `memory_bytes` of all GPUs
+    together. `aligned`: the model already follows instructions."""
+    _check_method(goal, data, rows, parameters, memory_bytes)
+    objective, reason, source, basis = _choose_objective(goal, data, rows)
     if objective == "prompting":
         return RecipeAnswer(Method("prompting", "none", ("prompting",), 0.0), reason, source, basis)
-    weights, needed, why = _weights(objective, rows, parameters, memory_bytes)
+    weights, needed, why = _choose_weights(objective, rows, parameters, memory_bytes)
     preference = objective in ("dpo", "kto", "rl")
     stages = ("sft", objective) if preference and not aligned else (objective,)
     if len(stages) > 1:
-        reason += "; SFT first, or it has to find good answers before it can prefer them"
+        reason += "; SFT first, since preference training needs a model that gives good answers"
     return RecipeAnswer(Method(objective, weights, stages, needed), f"{reason}; {why}", source, basis)
 
 
-def _objective(goal: Goal, data: Data, rows: int) -> tuple[Objective, str, str, Basis]:
-    told = f"{rows:,} rows"
+def _choose_objective(goal: Goal, data: Data, rows: int) -> tuple[Objective, str, str, Basis]:
+    amount = f"{rows:,} rows"
     if data == "text":
         if goal == "knowledge":
-            return "continue", f"{told} of plain text carry knowledge: continue pre-training, with replay", (
+            return "continue", f"{amount} of plain text carry knowledge: continue pre-training, with replay", (
                 "Ibrahim et al. 2024, continual pre-training"), "established"  # fmt: skip
         return "prompting", f"plain text shows no {goal}: write demonstrations, 50 or more", LIMA, "established"
     if data == "demonstrations":
-        if rows < FEWEST["sft"]:
-            fewer = f"{told} of demonstrations are fewer than {FEWEST['sft']}: put the best ones into the prompt"
+        if rows < FEWEST_ROWS["sft"]:
+            fewer = f"{amount} of demonstrations are fewer than {FEWEST_ROWS['sft']}: put the best ones into the prompt"
             return "prompting", fewer, LIMA, "empirical at this scale"
         extra = "; facts hardly stick this way and invite invention" if goal == "knowledge" else ""
         source = f"{LIMA}; Gekhman et al. 2024" if goal == "knowledge" else LIMA
-        return "sft", f"{told} of demonstrations are imitated{extra}", source, "established"
+        return "sft", f"{amount} of demonstrations are imitated{extra}", source, "established"
     if data == "pairs":
-        if rows < FEWEST["dpo"]:
-            few = f"{told} of pairs are fewer than {FEWEST['dpo']}: imitate the chosen answers"
+        if rows < FEWEST_ROWS["dpo"]:
+            few = f"{amount} of pairs are fewer than {FEWEST_ROWS['dpo']}: imitate the chosen answers"
             return "sft", few, "rule", "open question"
-        return "dpo", f"{told} of pairs say which answer is better", "Rafailov et al. 2023, DPO", "established"
+        return "dpo", f"{amount} of pairs say which answer is better", "Rafailov et al. 2023, DPO", "established"
     if data == "ratings":
-        if rows < FEWEST["kto"]:
-            few = f"{told} of ratings are fewer than {FEWEST['kto']}: imitate the good answers"
+        if rows < FEWEST_ROWS["kto"]:
+            few = f"{amount} of ratings are fewer than {FEWEST_ROWS['kto']}: imitate the good answers"
             return "sft", few, "rule", "open question"
-        return "kto", f"{told} judge single answers, which cannot be paired", "Ethayarajh et al. 2024, KTO", (
+        return "kto", f"{amount} judge single answers, which cannot be paired", "Ethayarajh et al. 2024, KTO", (
             "empirical at this scale")  # fmt: skip
     if data == "verifier":
-        if rows < FEWEST["rl"]:
-            few = (
-                f"{told} to check are fewer than {FEWEST['rl']}: sample answers, keep those that pass and imitate them"
-            )
+        if rows < FEWEST_ROWS["rl"]:
+            few = f"{amount} to check are fewer than {FEWEST_ROWS['rl']}: sample answers and imitate those that pass"
             return "sft", few, "Yuan et al. 2023, rejection sampling", "empirical at this scale"
-        return "rl", f"{told} whose answers can be checked: the reward is the check", (
+        return "rl", f"{amount} whose answers can be checked: the reward is the check", (
             "Guo et al. 2025, DeepSeek-R1"), "established"  # fmt: skip
-    if goal in ("preferences", "reasoning") and rows >= FEWEST["rl"]:
-        return "rl", f"{told} of prompts need a reward model or a judge, and a KL term against hacking it", (
+    if goal in ("preferences", "reasoning") and rows >= FEWEST_ROWS["rl"]:
+        return "rl", f"{amount} of prompts need a reward model or a judge, and a KL term against hacking it", (
             "Ouyang et al. 2022; Gao et al. 2023"), "empirical at this scale"  # fmt: skip
-    return "prompting", f"{told} of prompts without answers teach nothing alone: collect answers or pairs", "rule", (
+    return "prompting", f"{amount} of prompts without answers teach nothing alone: collect answers or pairs", "rule", (
         "established")  # fmt: skip
 
 
 def method_bytes(objective: Objective, weights: Weights, parameters: float) -> float:
-    """Memory of training, without the division among GPUs: states, a reference where one is needed, and some room."""
+    """Memory of training, summed over GPUs: optimizer states, a reference model if needed, and overhead."""
     states = optimizer_bytes(OptimizerSpec(), MemorySpec()).device  # AdamW with fp32 weights: 18 bytes
-    extra = EXTRA.get(objective, 0.0) * parameters
+    extra = EXTRA_BYTES.get(objective, 0.0) * parameters
     if weights == "full":
-        return DRIVER_BYTES + ROOM * (states * parameters + extra)
+        return DRIVER_BYTES + OVERHEAD * (states * parameters + extra)
     base = HALF_BYTES if weights == "lora" else NF4_BYTES
-    # With adapters the reference is the base model itself; rollouts of RL read the same weights.
-    return DRIVER_BYTES + ROOM * (base * parameters + states * ADAPTER_SHARE * parameters)
+    # With adapters the base model is the reference; rollouts of RL use the same weights.
+    return DRIVER_BYTES + OVERHEAD * (base * parameters + states * ADAPTER_SHARE * parameters)
 
 
-def _weights(objective: Objective, rows: int, parameters: float, memory: float) -> tuple[Weights, float, str]:
+def _choose_weights(objective: Objective, rows: int, parameters: float, memory: float) -> tuple[Weights, float, str]:
     kinds: tuple[Weights, ...] = ("full", "lora", "qlora")
     needs = {kind: method_bytes(objective, kind, parameters) for kind in kinds}
     few = objective == "sft" and rows < FEW_ROWS
     for kind in kinds:
         if needs[kind] > memory or (kind == "full" and few):
             continue
-        told = f"{kind} needs about {human_bytes(needs[kind])} of {human_bytes(memory)}"
+        reason = f"{kind} needs about {human_bytes(needs[kind])} of {human_bytes(memory)}"
         if kind == "lora" and few:
-            told += f"; {rows:,} rows would make full training forget (Biderman et al. 2024)"
+            reason += f"; {rows:,} rows would make full training forget (Biderman et al. 2024)"
         elif kind != "full":
             before = kinds[kinds.index(kind) - 1]
-            told += f"; {before} would need {human_bytes(needs[before])}"
+            reason += f"; {before} would need {human_bytes(needs[before])}"
         if kind != "full" and objective == "continue":
-            told += "; adapters take in less knowledge than full training"
-        return kind, needs[kind], told
+            reason += "; adapters learn less knowledge than full training"
+        return kind, needs[kind], reason
     raise UserError(
         f"memory: {human_count(parameters)} parameters need at least {human_bytes(needs['qlora'])} with QLoRA, and "
-        f"{human_bytes(memory)} are there: take more or larger GPUs, or a model of at most "
+        f"{human_bytes(memory)} are available: use more or larger GPUs, or a model of at most "
         f"{human_count(max(0.0, parameters * (memory - DRIVER_BYTES) / (needs['qlora'] - DRIVER_BYTES)))} parameters"
     )
 
 
-def _check(goal: str, data: str, rows: int, parameters: float, memory: float) -> None:
+def _check_method(goal: str, data: str, rows: int, parameters: float, memory: float) -> None:
     for name, value, known in (("goal", goal, get_args(Goal)), ("data", data, get_args(Data))):
         if value not in known:
             raise UserError(f"{name} {value!r}: write {', '.join(known)}")
@@ -233,7 +213,7 @@ LORA_FACTOR = 10.0  # Schulman et al. 2025, LoRA without regret
 
 @dataclass(frozen=True)
 class Tuning:
-    """An objective and its settings, by name."""
+    """An objective and its settings by name."""
 
     objective: str
     settings: dict[str, Any]
@@ -263,7 +243,7 @@ def dpo(parameters: float, lora: bool = False) -> RecipeAnswer[Tuning]:
 
 
 def simpo(parameters: float, lora: bool = False) -> RecipeAnswer[Tuning]:
-    """Pairs without a reference model: length-normalised with a margin; still after SFT."""
+    """Preference pairs without a reference model: length-normalized, with a margin; after SFT."""
     settings = {"beta": 2.5, "gamma": 1.375, "learning_rate": _rate(_DPO_RATES, parameters, lora), "epochs": 1,
                 "batch_rows": 128, "nll_weight": 0.0}  # fmt: skip
     reason = "no second model in memory; the margin is gamma / beta on the mean log-probability of a token"
@@ -271,7 +251,7 @@ def simpo(parameters: float, lora: bool = False) -> RecipeAnswer[Tuning]:
 
 
 def kto(parameters: float, desirable: int, undesirable: int, lora: bool = False) -> RecipeAnswer[Tuning]:
-    """Single answers judged good or bad. The rarer kind weighs more, so that w_d n_d / (w_u n_u) lies in [1, 4/3]."""
+    """Single answers judged good or bad. The rarer kind weighs more, so that w_d n_d / (w_u n_u) is in [1, 4/3]."""
     if desirable < 1 or undesirable < 1:
         raise UserError(f"KTO: {desirable} desirable and {undesirable} undesirable rows: it needs some of both")
     ratio = 7 / 6  # the middle of [1, 4/3]
@@ -286,14 +266,14 @@ def kto(parameters: float, desirable: int, undesirable: int, lora: bool = False)
 
 
 def grpo(parameters: float, verifiable: bool = True, lora: bool = False) -> RecipeAnswer[Tuning]:
-    """RL with groups of answers. A learned reward needs the KL term; a checkable one does with less or none."""
+    """RL with groups of answers. A learned reward needs the KL term; a verifiable one needs little or none."""
     settings = {
         "learning_rate": 1e-6 * (LORA_FACTOR if lora else 1.0), "group": 8, "clip": 0.2,
         "kl": 0.001 if verifiable else 0.05, "temperature": 1.0, "loss": "sum over tokens of all answers",
         "prompts": 128,
     }  # fmt: skip
     if verifiable:
-        reason = "answers are checked, so that the reward cannot be talked round: a small KL only keeps the language"
+        reason = "a verified reward cannot be hacked by words: a small KL term only preserves the language"
         source, sure = "Shao et al. 2024, GRPO; Guo et al. 2025, DeepSeek-R1 (KL 0.001)", _basis(parameters)
         return RecipeAnswer(Tuning("grpo", settings), reason, source, sure)
     reason = "a learned reward is hacked without a KL term: 0.05, and stop when KL passes 2 or lengths drift"
@@ -314,7 +294,7 @@ def ppo(lora: bool = False) -> RecipeAnswer[Tuning]:
 
 
 def _rate(points: tuple[tuple[float, float], ...], parameters: float, lora: bool) -> float:
-    """Interpolated on logarithms between released sizes, and flat beyond them."""
+    """Interpolated in log space between released sizes, constant beyond them."""
     if not parameters > 0:
         raise UserError(f"parameters: {parameters:g} is no size: write a number above 0, such as 8e9")
     value = points[-1][1] if parameters >= points[-1][0] else points[0][1]
@@ -324,5 +304,5 @@ def _rate(points: tuple[tuple[float, float], ...], parameters: float, lora: bool
     return float(f"{value * (LORA_FACTOR if lora else 1.0):.2g}")
 
 
-def _basis(parameters: float) -> Any:
+def _basis(parameters: float) -> Basis:
     return "empirical at this scale" if 1e9 <= parameters <= 100e9 else "open question"

@@ -1,8 +1,5 @@
-"""How a model is laid over the processes of a run: how many replicas, among how many each is divided, and how.
-
-What `parallel.engine: deepspeed` asks for, checked before anything is built and told in the plan.
-
-Nothing that the engine cannot do is left out in silence: each is refused by the key that asks for it.
+"""Decides and checks the parallel layout of a run: replicas, shards, tensor, context, pipeline and expert parallelism,
+or DeepSpeed's ZeRO stage. Combinations that are not supported are refused by the key that asks for them.
 """
 
 from __future__ import annotations
@@ -21,15 +18,15 @@ from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
 REPLICATE, SHARD = "parallel.dp_replicate", "parallel.dp_shard"
-# Optimizers whose step of a part is the part of their step.
+# Optimizers whose update of a shard equals the shard of their update.
 ELEMENTWISE = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "lion")
-WHOLE = 0.25  # of a device's memory that weights, gradients and moments may take before they are divided
+REPLICATED_SHARE = 0.25  # of a device's memory that weights, gradients and moments may take before they are sharded
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. The product of all but `ep` is the number of processes; experts are divided among those
-    that divide the other weights."""
+    """Degrees of parallelism. The product of all but `ep` is the number of processes; experts are divided among the
+    processes that shard the other weights."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -40,7 +37,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Among how many processes the rows of a step are divided."""
+        """Number of processes that share the rows of a step."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -49,12 +46,12 @@ class Layout:
 
     @property
     def inner(self) -> bool:
-        """Whether a replica is divided by more than its weights."""
+        """Whether a replica uses tensor, context or pipeline parallelism."""
         return self.tp * self.cp * self.pp > 1
 
     @property
     def held(self) -> int:
-        """Into how many parts the weights of a replica are divided."""
+        """Number of parts that the weights of a replica are divided into."""
         return self.dp_shard * self.cp * self.tp * self.pp
 
 
@@ -62,113 +59,115 @@ ALONE = Layout()
 
 
 def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machine, size: int, plan: Plan) -> Layout:
-    """What the spec asks for if it fills the processes; what it leaves open is decided by whether one device holds a
-    whole replica with room to spare. Either gives the same losses, so a resumed run is free to choose anew."""
-    asked = spec.parallel
-    check_engine(asked)
-    if asked.engine == "deepspeed":
+    """The layout that the spec sets. What it leaves open depends on whether one device easily holds a full replica.
+    Both choices give the same losses, so a resumed run may change them."""
+    parallel = spec.parallel
+    check_engine(parallel)
+    if parallel.engine == "deepspeed":
         check_zero(spec, shape, size, plan)
         return Layout(dp_replicate=size)
-    inner = {"tp": asked.tp, "cp": asked.cp, "pp": asked.pp}
-    given = {REPLICATE: asked.dp_replicate, SHARD: asked.dp_shard}
-    fixed = {key: int(degree) for key, degree in given.items() if degree != "auto"}
+    inner = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
+    outer = {REPLICATE: parallel.dp_replicate, SHARD: parallel.dp_shard}
+    fixed = {key: int(degree) for key, degree in outer.items() if degree != "auto"}
     fixed |= {f"parallel.{key}": degree for key, degree in inner.items() if degree > 1}
-    settled = Layout(fixed.get(REPLICATE, 1), fixed.get(SHARD, 1), **inner)
-    _check_tensor(shape, settled, size)
-    _check_context(spec, shape, settled, context, size)
+    fixed_layout = Layout(fixed.get(REPLICATE, 1), fixed.get(SHARD, 1), **inner)
+    _check_tensor(shape, fixed_layout, size)
+    _check_context(spec, shape, fixed_layout, context, size)
     product = 1
     for key, degree in fixed.items():
-        plan.asked(key, degree)
+        plan.add_requested(key, degree)
         product *= degree
-    open_keys = [key for key in given if key not in fixed]
+    open_keys = [key for key in outer if key not in fixed]
     if size % product or (not open_keys and product != size):
         words = " x ".join(f"{key.removeprefix('parallel.')} {degree}" for key, degree in fixed.items())
-        raise UserError(f"parallel: {words} needs {product} processes, and there are {size}: {_nearest(size, fixed)}")
+        raise UserError(
+            f"parallel: {words} needs {product} processes, and there are {size}: {_suggest_degree(size, fixed)}"
+        )
     left = size // product
-    degrees = {key: int(fixed.get(key, 1)) for key in given}
+    degrees = {key: int(fixed.get(key, 1)) for key in outer}
     if size > 1 and len(open_keys) == 1:
         degrees[open_keys[0]] = plan.add(open_keys[0], left, f"what is left of {size} processes", "rule")
     elif size > 1 and open_keys:
-        whole = optimizer_bytes(spec.optimizer, spec.memory, spec.precision).device * shape.parameters
-        part = whole // (asked.tp * asked.pp)
-        fits = part <= WHOLE * machine.memory_bytes and asked.ep == 1
-        held = f"weights, gradients and moments are {human_bytes(part)} of {human_bytes(machine.memory_bytes)}: "
-        reason = held + ("each device holds them whole" if fits else "they are divided among all devices")
-        if asked.ep > 1:
+        total = optimizer_bytes(spec.optimizer, spec.memory, spec.precision).device * shape.parameters
+        part = total // (parallel.tp * parallel.pp)
+        fits = part <= REPLICATED_SHARE * machine.memory_bytes and parallel.ep == 1
+        reason = f"weights, gradients and moments are {human_bytes(part)} of {human_bytes(machine.memory_bytes)}: "
+        reason += "each device holds them whole" if fits else "they are divided among all devices"
+        if parallel.ep > 1:
             reason = "experts are divided among the same processes as the other weights"
-        shards = 1 if fits else asked.ep if asked.ep > 1 and left % asked.ep == 0 else left
+        shards = 1 if fits else parallel.ep if parallel.ep > 1 and left % parallel.ep == 0 else left
         degrees = {REPLICATE: left // shards, SHARD: shards}
         for key, degree in degrees.items():
             plan.add(key, degree, reason, "estimate")
-    layout = Layout(degrees[REPLICATE], degrees[SHARD], **inner, ep=asked.ep)
+    layout = Layout(degrees[REPLICATE], degrees[SHARD], **inner, ep=parallel.ep)
     check_layout(spec, shape, layout, context)
     return layout
 
 
-def data_ranks(asked: ParallelSpec, size: int) -> int:
-    """Among how many of `size` processes the rows of a step are divided."""
-    return size if asked.engine == "deepspeed" else size // (asked.tp * asked.cp * asked.pp)
+def data_ranks(parallel: ParallelSpec, size: int) -> int:
+    """Number of the `size` processes that share the rows of a step."""
+    return size if parallel.engine == "deepspeed" else size // (parallel.tp * parallel.cp * parallel.pp)
 
 
 def check_layout(spec: RunSpec, shape: ModelShape, layout: Layout, context: int, size: int = 0) -> None:
-    """Refuse, with the fix, what a model cannot be divided by or what would not be the same run. `size` is the number
-    of processes where the layout has settled only some degrees, and is 1 in the others."""
+    """Refuse degrees that do not divide the model, and settings that several processes do not support. `size` is the
+    number of processes if the layout fixes only some degrees and has 1 for the others."""
     size = size or layout.size
     if layout.size > 1 or spec.parallel.shard.alone:
-        _refuse(spec, shape, layout)
+        _check_settings(spec, shape, layout)
     _check_tensor(shape, layout, size)
     _check_context(spec, shape, layout, context, size)
     _check_pipeline(spec, shape, layout)
     _check_experts(shape, layout, size)
 
 
-def _refuse(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
-    """What would not be the same run over several processes."""
+def _check_settings(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
+    """Refuse settings that several processes, or sharded weights, do not support."""
     name = spec.optimizer.name
-    parts = layout.held > 1 or spec.parallel.shard.alone
-    faults = {
+    sharded = layout.held > 1 or spec.parallel.shard.alone
+    single_process = {
         "model: another library's modules are not divided": bool(shape.wrapped),
         "memory.update: in_backward": spec.memory.update == "in_backward",
         "memory.offload_activations": spec.memory.offload_activations,
         f"precision: {spec.precision}": spec.precision in ("fp8", "fp8_rowwise"),
     }
-    halves = {
+    unsharded = {
         f"memory.weights: {spec.memory.kept} keeps vectors in fp32 beside matrices in bf16": spec.memory.kept != "fp32",
         f"optimizer.name: {name} steps whole matrices": name not in ELEMENTWISE,
     }
-    for words, found in faults.items():
-        if found:
+    for words, used in single_process.items():
+        if used:
             raise UserError(f"{words}: for one process in this version; change this, or run it in one (WORLD_SIZE=1)")
-    for words, found in halves.items():
-        if found and parts:
+    for words, used in unsharded.items():
+        if used and sharded:
             raise UserError(f"{words}: not divided in this version; change this, or write parallel.dp_shard: 1")
 
 
-def _degrees(fits: Callable[[int], bool], above: int, room: int) -> str:
-    """The degrees that the model and `room` processes allow, in words; where there are none, what the model allows."""
-    allowed = [degree for degree in range(2, min(above, 64) + 1) if fits(degree)]
-    found = [degree for degree in allowed if room % degree == 0]
-    if found or not allowed:
-        return f"write {_either(found or [1])}"
-    return f"write 1, or {_either(allowed)} on a multiple of as many processes"
+def _suggest_degrees(fits: Callable[[int], bool], most: int, processes: int) -> str:
+    """The degrees that the model and the processes allow, or else what the model allows."""
+    allowed = [degree for degree in range(2, min(most, 64) + 1) if fits(degree)]
+    possible = [degree for degree in allowed if processes % degree == 0]
+    if possible or not allowed:
+        return f"write {_join_or(possible or [1])}"
+    return f"write 1, or {_join_or(allowed)} on a multiple of as many processes"
 
 
-def _either(degrees: list[int]) -> str:
+def _join_or(degrees: list[int]) -> str:
     words = [str(degree) for degree in degrees]
     return f"{', '.join(words[:-1])} or {words[-1]}" if words[1:] else words[0]
 
 
-def _room(layout: Layout, degree: int, size: int) -> int:
-    """How many of `size` processes this degree may take, beside the others of the layout."""
+def _processes_for(layout: Layout, degree: int, size: int) -> int:
+    """How many of `size` processes the other degrees of the layout leave for this one."""
     others = layout.size // degree
     return size // others if size % others == 0 else 1
 
 
 def _check_tensor(shape: ModelShape, layout: Layout, size: int) -> None:
-    """Every matrix of a layer must fall into equal parts along its heads and inner units."""
+    """Tensor parallelism divides heads and inner units of a layer into equal parts."""
     if layout.tp == 1:
         return
-    faults = {
+    unsupported = {
         "experts (use ep)": bool(shape.moe),
         "a state space": shape.mamba is not None,
         "latent attention": shape.mla is not None,
@@ -176,33 +175,33 @@ def _check_tensor(shape: ModelShape, layout: Layout, size: int) -> None:
         f"{shape.positions} positions": shape.positions in ("alibi", "relative"),
         "an encoder and a decoder": shape.decoder_layers > 0,
     }
-    for words, found in faults.items():
-        if found:
+    for words, used in unsupported.items():
+        if used:
             raise UserError(f"parallel.tp: a model with {words} is not divided this way: write 1, or use dp_shard")
-    whole = gcd(shape.heads, shape.kv_heads, shape.ffn)
-    if whole % layout.tp:
+    divisible = gcd(shape.heads, shape.kv_heads, shape.ffn)
+    if divisible % layout.tp:
         sizes = f"{shape.heads} heads, {shape.kv_heads} key-value heads and {shape.ffn} inner units"
-        fix = _degrees(lambda tp: whole % tp == 0, whole, _room(layout, layout.tp, size))
+        fix = _suggest_degrees(lambda tp: divisible % tp == 0, divisible, _processes_for(layout, layout.tp, size))
         raise UserError(f"parallel.tp: {layout.tp} does not divide {sizes}: {fix}")
 
 
 def _check_context(spec: RunSpec, shape: ModelShape, layout: Layout, context: int, size: int) -> None:
-    """Rows must fall into equal parts: two for each process of a ring, and one where heads are exchanged for columns
-    around attention, which must do so too."""
+    """Context parallelism divides rows into equal parts: two per process in a ring, one with Ulysses, which also
+    divides the heads."""
     if layout.cp == 1:
         return
     ring = spec.parallel.context == "ring"
     if ring:
         _check_ring(spec, shape)
     plain = [task.kind for task in spec.tasks] == ["causal"] and shape.causal
-    faults = {
+    unsupported = {
         "experts": bool(shape.moe),
         "a state space": shape.mamba is not None,
         f"{shape.positions} positions": shape.positions in ("alibi", "relative"),
         "tasks other than causal": not plain,
     }
-    for words, found in faults.items():
-        if found:
+    for words, used in unsupported.items():
+        if used:
             raise UserError(f"parallel.cp: rows are not divided with {words}: write 1, or use dp_shard")
     heads = shape.heads // layout.tp
 
@@ -213,20 +212,20 @@ def _check_context(spec: RunSpec, shape: ModelShape, layout: Layout, context: in
         sizes = f"{heads} heads of a process" + (f" and {context} tokens of a row" if context else "")
         if ring:
             sizes = f"{context} tokens of a row in two parts for each process"
-        fix = _degrees(fits, layout.cp if ring else heads, _room(layout, layout.cp, size))
+        fix = _suggest_degrees(fits, layout.cp if ring else heads, _processes_for(layout, layout.cp, size))
         if not ring and context % (2 * layout.cp) == 0 and context % (layout.cp * layout.tp) == 0:
             fix += ", or parallel.context: ring"
         raise UserError(f"parallel.cp: {layout.cp} does not divide {sizes}: {fix}")
 
 
 def _check_ring(spec: RunSpec, shape: ModelShape) -> None:
-    """Blocks of keys are merged by their log-sum-exp alone."""
-    faults = {
+    """A ring merges blocks of keys by their log-sum-exp only."""
+    unsupported = {
         "soft caps of logits (model.attention_cap)": shape.attention_cap is not None,
         "dropout.attention": spec.dropout.attention > 0,
     }
-    for words, found in faults.items():
-        if found:
+    for words, used in unsupported.items():
+        if used:
             raise UserError(f"parallel.context: a ring has no {words}: write ulysses, or remove it")
 
 
@@ -241,9 +240,9 @@ def _check_pipeline(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
 
 
 def stages_each(spec: RunSpec) -> int:
-    """How many stages a process holds."""
-    asked = spec.parallel.pipeline
-    return asked.stages if asked.schedule in ("interleaved", "zero_bubble") else 1
+    """Pipeline stages per process."""
+    pipeline = spec.parallel.pipeline
+    return pipeline.stages if pipeline.schedule in ("interleaved", "zero_bubble") else 1
 
 
 def _check_experts(shape: ModelShape, layout: Layout, size: int) -> None:
@@ -258,66 +257,69 @@ def _check_experts(shape: ModelShape, layout: Layout, size: int) -> None:
         )
     if shape.moe.capacity is not None:
         raise UserError(
-            "parallel.ep: a capacity is kept by all experts together: remove model.moe.capacity, or write 1"
+            "parallel.ep: a capacity applies to all experts together: remove model.moe.capacity, or write 1"
         )
     if shape.moe.experts % layout.ep:
         experts = shape.moe.experts
-        fix = _degrees(lambda ep: experts % ep == 0, experts, _room(layout, layout.dp, size))
+        fix = _suggest_degrees(lambda ep: experts % ep == 0, experts, _processes_for(layout, layout.dp, size))
         raise UserError(f"parallel.ep: {layout.ep} does not divide {experts} experts: {fix}")
 
 
-def _nearest(size: int, fixed: dict[str, int]) -> str:
-    """The degree that would fit, of the key that is given last."""
+def _suggest_degree(size: int, fixed: dict[str, int]) -> str:
+    """The degree that would fit, for the last key that is set."""
     key = list(fixed)[-1]
     others = 1
     for name, degree in fixed.items():
         others *= degree if name != key else 1
     best = size // others if size % others == 0 else 1
     if key not in (REPLICATE, SHARD):
-        best = gcd(best, fixed[key])  # divides the model as the given degree does
+        best = gcd(best, fixed[key])  # divides the model if the set degree does
     if best == fixed[key]:
         return "leave dp_replicate or dp_shard auto"
-    written = REPLICATE in fixed or SHARD in fixed
-    return f"write {key}: {best}" + (", or leave dp_replicate and dp_shard auto" if written else "")
+    outer_set = REPLICATE in fixed or SHARD in fixed
+    return f"write {key}: {best}" + (", or leave dp_replicate and dp_shard auto" if outer_set else "")
 
 
 DEEPSPEED_KEY = "parallel.deepspeed"
-STEPPED_IN_PARTS = ("adamw", "adam", "sgd", "lion")  # whose step of a flat part is the part of their step
+SHARDABLE = ("adamw", "adam", "sgd", "lion")  # their update of a flat shard is the shard of their update
 DIVIDED = ("nothing", "moments", "moments and gradients", "weights, gradients and moments")
 
 
 def check_zero(spec: RunSpec, shape: ModelShape, size: int, plan: Plan) -> None:
-    """Refuse what DeepSpeed does not do here; say in the plan what it does. The engine divides among all processes."""
-    for key, words in _faults(spec, shape, size):
+    """Refuse settings that DeepSpeed does not support here, and record its stage in the plan. DeepSpeed shards among
+    all processes."""
+    for key, words in _unsupported_by_deepspeed(spec, shape, size):
         raise UserError(f"{key}: {words}")
-    asked = spec.parallel.deepspeed
-    plan.asked("parallel.engine", "deepspeed")
-    among = f"{DIVIDED[asked.zero]} divided among {size} processes" if size > 1 else "one process holds everything"
-    plan.add(f"{DEEPSPEED_KEY}.zero", asked.zero, among if asked.zero else "every process holds everything", "asked")
-    if asked.offload != "none":
-        what = "weights and moments" if asked.zero == 3 and asked.offload == "cpu" else "moments"
-        where = "the host's memory" if asked.offload == "cpu" else str(asked.folder)
-        plan.add(f"{DEEPSPEED_KEY}.offload", asked.offload, f"{what} lie in {where} between uses", "asked")
-    lost = ["copies in memory (rollbacks read checkpoints)", "trials"]
-    if asked.zero:
-        lost = ["looks inside the model", *lost]
-    plan.add("guard", "judges before the update", f"under DeepSpeed without {', '.join(lost)}", "rule")
+    settings = spec.parallel.deepspeed
+    plan.add_requested("parallel.engine", "deepspeed")
+    sharding = (
+        f"{DIVIDED[settings.zero]} divided among {size} processes" if settings.zero else "every process holds all"
+    )
+    plan.add(f"{DEEPSPEED_KEY}.zero", settings.zero, sharding if size > 1 else "one process holds all", "asked")
+    if settings.offload != "none":
+        tensors = "weights and moments" if settings.zero == 3 and settings.offload == "cpu" else "moments"
+        place = "host memory" if settings.offload == "cpu" else str(settings.folder)
+        plan.add(f"{DEEPSPEED_KEY}.offload", settings.offload, f"{tensors} stay in {place} between uses", "asked")
+    missing = ["snapshots in memory (rollbacks read checkpoints)", "trials"]
+    if settings.zero:
+        missing = ["layer statistics", *missing]
+    plan.add("guard", "judges before the update", f"under DeepSpeed without {', '.join(missing)}", "rule")
 
 
 def check_engine(parallel: ParallelSpec) -> None:
-    """DeepSpeed's keys without DeepSpeed would change nothing."""
+    """Refuse DeepSpeed's keys without DeepSpeed, where they have no effect."""
     if parallel.engine != "deepspeed" and parallel.deepspeed != DeepSpeedSpec():
         raise UserError(
             f"{DEEPSPEED_KEY}: parallel.engine is {parallel.engine}: write engine: deepspeed, or leave this out"
         )
 
 
-def _faults(spec: RunSpec, shape: ModelShape, size: int) -> Iterator[tuple[str, str]]:
+def _unsupported_by_deepspeed(spec: RunSpec, shape: ModelShape, size: int) -> Iterator[tuple[str, str]]:
     parallel, memory = spec.parallel, spec.memory
-    yield from _misplaced(parallel)
+    yield from _deepspeed_conflicts(parallel)
     for key in ("tp", "cp", "pp", "ep"):
         if getattr(parallel, key) > 1:
-            yield f"parallel.{key}", "DeepSpeed divides a run by its rows alone here: write 1, or engine: torch"
+            yield f"parallel.{key}", "with DeepSpeed only data parallelism is supported: write 1, or engine: torch"
     if parallel.dp_shard not in ("auto", 1):
         yield (
             "parallel.dp_shard",
@@ -343,35 +345,29 @@ def _faults(spec: RunSpec, shape: ModelShape, size: int) -> Iterator[tuple[str, 
     if shape.wrapped:
         yield "model", "another library's modules are for engine: torch"
     if spec.optimizer.veto not in ("auto", "host"):
-        yield "optimizer.veto", f"{spec.optimizer.veto}: DeepSpeed's step is withheld by a host read; write auto"
-    yield from _of_stage(spec)
+        yield "optimizer.veto", f"{spec.optimizer.veto}: DeepSpeed vetoes a step on the host; write auto"
+    yield from _unsupported_by_zero(spec)
 
 
-def _misplaced(parallel: ParallelSpec) -> Iterator[tuple[str, str]]:
-    asked = parallel.deepspeed
+def _deepspeed_conflicts(parallel: ParallelSpec) -> Iterator[tuple[str, str]]:
+    settings = parallel.deepspeed
     if parallel.device == "mps":
         yield "parallel.device", "mps has no DeepSpeed: write cpu or cuda, or engine: torch"
-    if asked.offload != "none" and asked.zero == 0:
-        yield f"{DEEPSPEED_KEY}.offload", f"{asked.offload} needs divided moments: write zero: 1, 2 or 3"
-    if asked.offload == "nvme" and asked.zero != 3:
+    if settings.offload != "none" and settings.zero == 0:
+        yield f"{DEEPSPEED_KEY}.offload", f"{settings.offload} needs divided moments: write zero: 1, 2 or 3"
+    if settings.offload == "nvme" and settings.zero != 3:
         yield f"{DEEPSPEED_KEY}.offload", "nvme needs zero: 3; write that, or offload: cpu"
-    if asked.offload == "nvme" and not asked.folder:
+    if settings.offload == "nvme" and not settings.folder:
         yield f"{DEEPSPEED_KEY}.folder", "offload: nvme needs a folder on the fast disk, such as /local"
-    if asked.folder and asked.offload != "nvme":
-        yield f"{DEEPSPEED_KEY}.folder", f"offload is {asked.offload}: write offload: nvme, or leave the folder out"
+    if settings.folder and settings.offload != "nvme":
+        yield f"{DEEPSPEED_KEY}.folder", f"offload is {settings.offload}: write offload: nvme, or leave the folder out"
 
 
-def _of_stage(spec: RunSpec) -> Iterator[tuple[str, str]]:
+def _unsupported_by_zero(spec: RunSpec) -> Iterator[tuple[str, str]]:
     zero, name = spec.parallel.deepspeed.zero, spec.optimizer.name
-    if zero and name not in STEPPED_IN_PARTS:
-        yield (
-            "optimizer.name",
-            f"{name} over parts of a matrix: write {' or '.join(STEPPED_IN_PARTS)}, or {DEEPSPEED_KEY}.zero: 0",
-        )
+    if zero and name not in SHARDABLE:
+        yield "optimizer.name", f"{name} on shards: write {' or '.join(SHARDABLE)}, or {DEEPSPEED_KEY}.zero: 0"
     if zero == 3 and spec.optimizer.ema:
-        yield (
-            "optimizer.ema",
-            f"weights lie in parts under {DEEPSPEED_KEY}.zero: 3: write zero: 2, or leave the average out",
-        )
+        yield "optimizer.ema", f"{DEEPSPEED_KEY}.zero: 3 shards the weights: write zero: 2, or leave the average out"
     if zero == 3 and spec.compile in ("block", "chain"):
-        yield "compile", f"layers are gathered as they are called under {DEEPSPEED_KEY}.zero: 3: write off, or zero: 2"
+        yield "compile", f"{DEEPSPEED_KEY}.zero: 3 gathers layers when they are called: write off, or zero: 2"

@@ -1,1 +1,1 @@
-"""simulate."""
+"""Discrete-event simulation of a planned run: one step (step.py) and the whole run with failures (run.py)."""
