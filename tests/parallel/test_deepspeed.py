@@ -261,10 +261,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"memory": {"moments": "8bit"}}, "memory: weights, moments, offload_optimizer and update are for engine: torch"),
     ({"memory": {"offload_activations": True}}, "memory.offload_activations: for engine: torch"),
     ({"precision": "fp8"}, "precision: fp8 is for engine: torch"),
-    ({"optimizer": {"name": "muon"}}, "optimizer.name: muon over parts of a matrix"),
+    ({"optimizer": {"name": "muon"}}, "optimizer.name: muon on shards"),
     ({"optimizer": {"veto": "select"}}, "optimizer.veto: select"),
-    ({"optimizer": {"ema": 0.99}, "parallel": {"deepspeed": {"zero": 3}}}, "optimizer.ema: weights lie in parts"),
-    ({"compile": "block", "parallel": {"deepspeed": {"zero": 3}}}, "compile: layers are gathered"),
+    ({"optimizer": {"ema": 0.99}, "parallel": {"deepspeed": {"zero": 3}}}, "optimizer.ema: parallel.deepspeed.zero: 3"),
+    ({"compile": "block", "parallel": {"deepspeed": {"zero": 3}}}, "compile: parallel.deepspeed.zero: 3 gathers"),
 ]
 
 
@@ -289,8 +289,8 @@ def test_the_plan_says_what_is_divided_and_what_the_guard_lacks() -> None:
     check_zero(bare({"engine": "deepspeed", "deepspeed": {"zero": 3, "offload": "cpu"}}), SHAPE, 2, plan)
     told = {key: decision.reason for key, decision in plan.decisions.items()}
     assert told["parallel.deepspeed.zero"] == "weights, gradients and moments divided among 2 processes"
-    assert told["parallel.deepspeed.offload"] == "weights and moments lie in the host's memory between uses"
-    assert "without looks inside the model" in told["guard"]
+    assert told["parallel.deepspeed.offload"] == "weights and moments stay in host memory between uses"
+    assert "without layer statistics" in told["guard"]
 
 
 @pytest.mark.parametrize("version", [None, "0.12.6", "1.0.0"])

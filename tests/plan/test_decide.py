@@ -154,7 +154,7 @@ def test_a_batch_that_was_asked_for_is_whole_sequences() -> None:
 
 
 def test_a_batch_smaller_than_a_context_that_was_left_to_the_planner_is_refused() -> None:
-    with pytest.raises(UserError, match=r"budget.batch: 127 tokens do not hold one sequence of 128"):
+    with pytest.raises(UserError, match=r"budget.batch: 127 tokens are fewer than one sequence of 128"):
         decide_batch(spec_with(budget__batch=127), SHAPE, 128, 10**9, Plan())
     changed = spec_with(budget__batch_changes=[{"from_step": 1, "batch": 100}])
     with pytest.raises(UserError, match=r"budget.batch_changes.0.batch: 100 tokens"):
@@ -234,7 +234,7 @@ def test_warmup(warmup: str, total: int, steps: int) -> None:
 
 @pytest.mark.parametrize("warmup", ["100%", "1000 steps", "1M tokens"])
 def test_a_warmup_as_long_as_the_run_is_refused(warmup: str) -> None:
-    with pytest.raises(UserError, match=r"schedule.warmup: 1,000 steps .* leave nothing of a run of 1,000: write 2%"):
+    with pytest.raises(UserError, match=r"schedule.warmup: 1,000 steps are the whole run of 1,000: write 2%"):
         decide_warmup(spec_with(schedule__warmup=warmup), 1000, 1000, Plan())
 
 

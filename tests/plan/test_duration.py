@@ -106,7 +106,7 @@ def test_a_spec_is_planned_for_this_machine_as_training_would_decide() -> None:
     assert "others  --gpus 8xH100" in text and "--budget" in text
     assert local_json(found)["duration"]["seconds"] == found.duration.seconds
     unknown = plan_here(request_from_spec(spec), CPU, lambda shape, context, precision: None, [])
-    assert unknown.duration is None and "is in no catalogue" in "\n".join(local_lines(unknown))
+    assert unknown.duration is None and "is not in the catalogue" in "\n".join(local_lines(unknown))
     epochs = spec.model_copy(update={"budget": spec.budget.model_copy(update={"tokens": "auto", "epochs": 2.0})})
     with pytest.raises(UserError, match="a plan reads no data"):
         plan_here(request_from_spec(epochs), CPU, lambda shape, context, precision: 1.0, [])

@@ -163,7 +163,7 @@ def test_recomputation_only_where_a_row_does_not_fit() -> None:
     assert decided(shape=eight, memory__moments="8bit")[1] == "none"
     rows, how, plan = decided(shape=eight)
     assert (rows, how) == (2, "full")
-    assert "the least that is computed again" in plan.decisions[ACTIVATIONS].reason
+    assert "the least recomputation that fits" in plan.decisions[ACTIVATIONS].reason
     small = Machine("cuda", "x", 10**9, 1, {"fp32": 1.0})
     rows, how, plan = decided(small, shape=eight)
     assert (rows, how) == (1, "full") and "hardly fits in 920 MB" in plan.decisions[ROWS].reason

@@ -64,7 +64,7 @@ def test_ppo_holds_four_models() -> None:
     models = parts["weights"] + parts["gradients"] + parts["moments"] + parts["gathered"]
     assert models == 18 * size
     many = purpose_needs("ppo", SMALL, Layout(dp_shard=64), replace(ROW, rows=64, activations="full"))
-    assert many.moment == "while it answers" and many.parts["cache"] == 64 * 2048 * 2 * 32 * 4096 * 2
+    assert many.moment == "during a rollout" and many.parts["cache"] == 64 * 2048 * 2 * 32 * 4096 * 2
 
 
 def test_inference_is_weights_and_cache() -> None:
@@ -90,7 +90,7 @@ def test_more_gpus_never_hold_less(use: Use) -> None:
 def test_what_does_not_fit_says_by_how_much_and_what_to_take() -> None:
     found = fit_purpose("training", SMALL, "A100-80GB", 2048)
     assert not found.fits and found.rows == 1 and found.activations == "full"
-    assert any(line.startswith("  short   by ") and "take lora" in line for line in purpose_lines(found))
+    assert any(line.startswith("  short   by ") and "use lora" in line for line in purpose_lines(found))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_what_cannot_be_divided_so_is_refused_with_what_can(more: dict[str, Any]
         (4, {"cp": 4}, "parallel.cp: 4 does not divide 6 heads"),
         (2, {"ep": 2, "dp_shard": 2}, "parallel.ep: the model has no experts"),
         (8, {"dp_shard": 3}, "dp_shard 3 needs 3 processes, and there are 8"),
-        (2, {"dp_shard": 2, "replicas": {"compress": "bf16"}}, "parallel.replicas.compress: for whole replicas"),
+        (2, {"dp_shard": 2, "replicas": {"compress": "bf16"}}, "parallel.replicas.compress: for full replicas"),
     ],
 )
 def test_layouts_are_refused_before_data_is_read(size: int, parallel: dict[str, Any], words: str) -> None:

@@ -16,7 +16,7 @@ from bessemer.spec.lints import lint
 from bessemer.spec.load import validate
 from bessemer.spec.schema import RunSpec
 
-from ..plans import plan_on, request
+from .plans import plan_on, request
 
 BILLION = 10**9
 
@@ -144,7 +144,7 @@ def test_old_gpus_train_in_fp16() -> None:
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     write_spec(path, "a: 1\n")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="the file exists"):
         write_spec(path, "a: 2\n")
     assert path.read_text() == "a: 1\n"
     with pytest.raises(UserError, match="cannot be written"):

@@ -141,8 +141,8 @@ def test_the_nearest_plan_is_possible() -> None:
     budget = re.search(r"--budget (\d+usd)", str(fault.value))
     tokens = re.search(r"--tokens ([\d.]+)B", str(fault.value))
     assert budget and tokens
-    assert search_budget(asked, parse_limits(budget[1], "30d")).ways
-    assert search_budget(request("7b", int(float(tokens[1]) * BILLION)), parse_limits("1000usd", "30d")).ways
+    assert search_budget(asked, parse_limits(budget[1], "30d")).options
+    assert search_budget(request("7b", int(float(tokens[1]) * BILLION)), parse_limits("1000usd", "30d")).options
 
 
 def test_a_cluster_that_is_named_is_held_to_the_deadline() -> None:
@@ -151,7 +151,7 @@ def test_a_cluster_that_is_named_is_held_to_the_deadline() -> None:
     found = search_budget(request("7b", 10 * BILLION), parse_limits(None, "10d"), "8xA100-80GB")
     assert [way.name for way in found.options] == ["8 x A100-80GB"]
     alone = search_budget(request("7b", 100 * BILLION), parse_limits("50k", "30d"), "H100")
-    assert {way.proposal.goal.cluster.gpu.name for way in alone.ways} == {"H100"}
+    assert {way.proposal.goal.cluster.gpu.name for way in alone.options} == {"H100"}
 
 
 def test_the_model_for_a_budget_spends_it_and_follows_the_law() -> None:
@@ -160,7 +160,7 @@ def test_the_model_for_a_budget_spends_it_and_follows_the_law() -> None:
     tokens = asked.spec.budget.tokens
     assert isinstance(tokens, int) and tokens == pytest.approx(optimal_tokens(asked.shape.parameters), rel=0.15)
     best = search_budget(asked, limits)
-    assert 0.6 * 2000 < best.ways[0].usd <= 2000
+    assert 0.6 * 2000 < best.options[0].usd <= 2000
     assert "Besiroglu" in best.best.plan.decisions["budget.tokens"].source
     fixed = choose_model(limits, 10 * BILLION, lambda size, tokens: request(size, tokens))
     assert fixed.spec.budget.tokens == 10 * BILLION and fixed.shape.parameters > asked.shape.parameters
