@@ -10,14 +10,14 @@ import torch
 from bessemer.bench import ceilings
 from bessemer.bench.ceilings import (
     all_reduce_rate,
-    attention,
+    make_attention,
+    make_matmul,
     measure_attention,
     measure_ceilings,
     measure_copies,
     measure_disk,
     measure_matmul,
     measure_rate,
-    product,
 )
 from bessemer.model.attention import KERNELS
 from bessemer.plan.hardware import CeilingReading
@@ -83,7 +83,7 @@ def test_flops_of_attention(one_second):
 
 def test_attention_is_causal():
     torch.manual_seed(0)
-    run = attention(CPU, torch.float32, (1, 16, 2, 8), "sdpa", backward=False)
+    run = make_attention(CPU, torch.float32, (1, 16, 2, 8), "sdpa", backward=False)
     torch.manual_seed(0)
     value = [torch.randn(1, 16, 2, 8) for _ in range(4)][2]
     assert torch.allclose(run()[:, 0], value[:, 0], atol=1e-6)  # the first position sees itself alone
@@ -108,7 +108,7 @@ def test_what_a_device_cannot_do_is_said(capfd):
 
 def test_a_product_in_fp8_multiplies():
     torch.manual_seed(0)
-    run = product(CPU, "fp8", 32, 64, 48)
+    run = make_matmul(CPU, "fp8", 32, 64, 48)
     torch.manual_seed(0)
     x, w = torch.randn(32, 64), torch.randn(48, 64)
     assert float((run().float() - x @ w.t()).norm() / (x @ w.t()).norm()) < 0.05

@@ -21,7 +21,7 @@ from bessemer.model.transformer import build
 from bessemer.parallel.deepspeed import engage, import_deepspeed
 from bessemer.parallel.world import World
 from bessemer.plan.decision import Plan
-from bessemer.plan.search.layout import check_engine, check_zero
+from bessemer.plan.search.layout import check_deepspeed, check_engine
 from bessemer.run.directory import Run
 from bessemer.session.session import run_folder, train
 from bessemer.spec.schema import RunSpec
@@ -273,7 +273,7 @@ def test_what_it_does_not_do_is_refused_in_one_line(asks: dict[str, Any], words:
     more = {key: value for key, value in asks.items() if key != "parallel"}
     spec = bare({"engine": "deepspeed", **asks.get("parallel", {})}, **more)
     with pytest.raises(UserError) as refused:
-        check_zero(spec, SHAPE, 2, Plan())
+        check_deepspeed(spec, SHAPE, 2, Plan())
     assert str(refused.value).startswith(words)
     assert "\n" not in str(refused.value)
 
@@ -286,7 +286,7 @@ def test_its_keys_without_it_are_refused() -> None:
 
 def test_the_plan_says_what_is_divided_and_what_the_guard_lacks() -> None:
     plan = Plan()
-    check_zero(bare({"engine": "deepspeed", "deepspeed": {"zero": 3, "offload": "cpu"}}), SHAPE, 2, plan)
+    check_deepspeed(bare({"engine": "deepspeed", "deepspeed": {"zero": 3, "offload": "cpu"}}), SHAPE, 2, plan)
     told = {key: decision.reason for key, decision in plan.decisions.items()}
     assert told["parallel.deepspeed.zero"] == "weights, gradients and moments divided among 2 processes"
     assert told["parallel.deepspeed.offload"] == "weights and moments stay in host memory between uses"

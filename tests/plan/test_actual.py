@@ -21,7 +21,7 @@ from bessemer.plan.actual import (
     findings,
     likely_reason,
 )
-from bessemer.plan.cost_model.operators import work_of
+from bessemer.plan.cost_model.operators import step_work
 from bessemer.plan.cost_model.step_time import StepSetup, step_time
 from bessemer.plan.decide import Interval, TrainPlan
 from bessemer.plan.decision import Plan
@@ -29,8 +29,8 @@ from bessemer.plan.expect import (
     ExpectedRun,
     Occasion,
     RunRecord,
-    correction,
     expect,
+    find_correction,
     history_path,
     keep_record,
     load_records,
@@ -39,7 +39,7 @@ from bessemer.plan.expect import (
     with_history,
 )
 from bessemer.plan.hardware import Cluster, Machine, ceilings_path, find_gpu, saved_ceilings
-from bessemer.plan.search.layout import ALONE
+from bessemer.plan.search.layout import ONE_PROCESS
 from bessemer.run.directory import Run
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape, with_vocab
@@ -60,7 +60,7 @@ def occasion(machine: Machine = GPU, shape: ModelShape = SHAPE, precision: str =
         look=every, copy=every, mixtures=(),
     )  # fmt: skip
     spec = RunSpec.model_validate({"model": "125M", "data": {"sources": {"web": "data/"}}})
-    return Occasion(spec, shape, training, machine, ALONE, 1, peak_flops=989e12 if machine is GPU else 1e11)
+    return Occasion(spec, shape, training, machine, ONE_PROCESS, 1, peak_flops=989e12 if machine is GPU else 1e11)
 
 
 def record(step_s: float = 1.0, of: Occasion | None = None, **more: Any) -> RunRecord:
@@ -86,7 +86,7 @@ def test_a_catalogued_gpu_has_a_prediction_with_its_error() -> None:
     of = occasion()
     found = expect(of, [])
     gpu = find_gpu("H200")
-    setup = StepSetup(work_of(SHAPE), ALONE, 16, 64, 1024, "bf16", "none")
+    setup = StepSetup(step_work(SHAPE), ONE_PROCESS, 16, 64, 1024, "bf16", "none")
     time = step_time(setup, Cluster(gpu, 1, 1, gpu.network_bandwidth))
     assert found.step_s == found.base_s == time.total_s and found.error == time.error
     assert found.tokens_per_s == 64 * 1024 / time.total_s
@@ -185,10 +185,10 @@ def test_the_catalogue_is_corrected_by_earlier_runs() -> None:
 
 def test_only_runs_that_resemble_count() -> None:
     one = record()
-    assert correction([one], "bf16", 1, SHAPE.parameters, True) is not None
+    assert find_correction([one], "bf16", 1, SHAPE.parameters, True) is not None
     for other in (("fp8", 1, SHAPE.parameters, True), ("bf16", 8, SHAPE.parameters, True),
                   ("bf16", 1, 9 * SHAPE.parameters, True), ("bf16", 1, SHAPE.parameters, False)):  # fmt: skip
-        assert correction([one], *other) is None
+        assert find_correction([one], *other) is None
 
 
 def test_records_are_kept_beside_the_bench_and_read_by_the_planner(tmp_path: Path, monkeypatch: Any) -> None:
@@ -202,7 +202,7 @@ def test_records_are_kept_beside_the_bench_and_read_by_the_planner(tmp_path: Pat
     assert saved_ceilings(gpu) is None  # the file is not taken for a bench
     cluster = Cluster(gpu, 1, 1, gpu.network_bandwidth)
     slower = with_history(cluster, "bf16", SHAPE.parameters)
-    setup = StepSetup(work_of(SHAPE), ALONE, 16, 64, 1024)
+    setup = StepSetup(step_work(SHAPE), ONE_PROCESS, 16, 64, 1024)
     plain, corrected = step_time(setup, cluster), step_time(setup, slower)
     assert corrected.total_s == pytest.approx(2 * plain.total_s) and "2 earlier runs" in corrected.basis
     wish = ("125M", "1xH200", 10**9, 1024)

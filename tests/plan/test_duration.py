@@ -10,7 +10,7 @@ from bessemer.plan.expect import ExpectedRun, Occasion, expect
 from bessemer.plan.hardware import Machine
 from bessemer.plan.local import check_options, estimate_duration, local_json, local_lines, plan_here, rough_time
 from bessemer.plan.request import request_from_spec
-from bessemer.plan.search.layout import ALONE
+from bessemer.plan.search.layout import ONE_PROCESS
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape, with_vocab
 
@@ -26,7 +26,7 @@ def first_run(machine: Machine = CPU, preset: str = "10M", **spec: object) -> Oc
         mixtures=(),
     )  # fmt: skip
     written = RunSpec.model_validate({"model": preset, "data": {"sources": {"notes": "data/"}}, **spec})
-    return Occasion(written, with_vocab(PRESETS[preset], 8192), training, machine, ALONE, 1, peak_flops=1e11)
+    return Occasion(written, with_vocab(PRESETS[preset], 8192), training, machine, ONE_PROCESS, 1, peak_flops=1e11)
 
 
 def at(rate: float, occasion: Occasion) -> ExpectedRun:

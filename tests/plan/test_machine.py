@@ -3,7 +3,7 @@
 import pytest
 
 from bessemer.plan.decision import Plan
-from bessemer.plan.hardware import SHEETS, DataSheet, Machine, data_sheet
+from bessemer.plan.hardware import DataSheet, Machine, data_sheet, data_sheets
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,13 @@ def test_other_devices_are_not_mistaken_for_known_ones(name: str) -> None:
 
 
 def test_every_entry_can_be_reached() -> None:
-    for key, bf16, fp8, memory in SHEETS:
+    for key, bf16, fp8, memory in data_sheets():
         found = data_sheet(f"NVIDIA {key}")
         assert found == DataSheet(bf16 * 1e12, fp8 and fp8 * 1e12, memory and memory * 1e9), key
 
 
 def test_fp8_and_memory_of_the_data_sheets() -> None:
-    for key, bf16, fp8, _ in SHEETS:
+    for key, bf16, fp8, _ in data_sheets():
         assert fp8 is None or fp8 == pytest.approx(2 * bf16, rel=0.02), f"{key}: dense fp8 is twice dense bf16"
     assert data_sheet("NVIDIA H200") == DataSheet(989e12, 1979e12, 4.8e12)
     names = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM-64GB")

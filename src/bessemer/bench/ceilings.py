@@ -76,8 +76,8 @@ def make_matmul(device: torch.device, precision: str, M: int, K: int, N: int) ->
     x, w = (torch.randn(rows, K, device=device).to(dtype) for rows in (M, N))
     if precision != "fp8":
         return lambda: x @ w.t()
-    one = torch.ones((), device=device)
-    return lambda: torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    scale = torch.ones((), device=device)
+    return lambda: torch._scaled_mm(x, w.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def measure_matmul(device: torch.device, budget_s: float, quick: bool = False) -> Iterator[CeilingReading]:
@@ -148,9 +148,9 @@ def measure_copies(device: torch.device, budget_s: float) -> Iterator[CeilingRea
     make = partial(make_copy, device, device, size, False)
     yield measure_rate("copy", f"{size >> 20} MiB", "B/s", 2.0 * size, make, device, budget_s, "read and written")
     for key, source, target in (("to_device", host, device), ("from_device", device, host)) if gpu else ():
-        for how in ("pinned", "unpinned"):
-            make = partial(make_copy, source, target, MOVED, how == "pinned")
-            yield measure_rate(f"{key}_{how}", f"{MOVED >> 20} MiB", "B/s", float(MOVED), make, device, budget_s)
+        for mode in ("pinned", "unpinned"):
+            make = partial(make_copy, source, target, MOVED, mode == "pinned")
+            yield measure_rate(f"{key}_{mode}", f"{MOVED >> 20} MiB", "B/s", float(MOVED), make, device, budget_s)
 
 
 def measure_disk(folder: Path, quick: bool = False) -> Iterator[CeilingReading]:

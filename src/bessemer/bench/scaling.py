@@ -187,12 +187,12 @@ def measure_row(spec: RunSpec, ranks: int, layout: Layout, request: dict[str, An
         fault = run_workers(folder, ranks, threads)
         if not (folder / TIMED).exists():
             return ScalingRow(ranks, layout, fault=fault)
-        found = json.loads((folder / TIMED).read_text())
+        timed = json.loads((folder / TIMED).read_text())
         quiet = [json.loads(path.read_text())["step_s"] for path in folder.glob(f"{SILENT}-*.json")]
-    step_s = found["step_s"]
+    step_s = timed["step_s"]
     share = max(0.0, 1 - max(quiet) / step_s) if len(quiet) == ranks else None
     return ScalingRow(
-        ranks, layout, found["tokens"] / step_s, step_s, None, share if ranks > 1 else 0.0, found["memory_bytes"], fault
+        ranks, layout, timed["tokens"] / step_s, step_s, None, share if ranks > 1 else 0.0, timed["memory_bytes"], fault
     )
 
 
@@ -271,10 +271,10 @@ def combinations(
     counts: Sequence[int], layouts: Sequence[str], tell: Callable[[str], None]
 ) -> Iterator[tuple[int, Layout]]:
     for count in counts:
-        found = layouts_of(layouts, count)
-        if not found:
+        possible = layouts_of(layouts, count)
+        if not possible:
             tell(f"none of {', '.join(layouts)} divides {count} processes evenly")
-        yield from ((count, layout) for layout in found)
+        yield from ((count, layout) for layout in possible)
 
 
 def check_ranks(ranks: Sequence[int] | None, device: torch.device) -> list[int]:
@@ -315,10 +315,10 @@ def table(scaling: Scaling) -> list[str]:
         lines.append(
             f"other programs used this machine (load {scaling.load:g} per core): measure again when it is idle"
         )
-    if found := suggestion(scaling):
-        inner = ", ".join(f"{key}: {degree}" for key, degree in found["parallel"].items())
+    if suggested := suggestion(scaling):
+        inner = ", ".join(f"{key}: {degree}" for key, degree in suggested["parallel"].items())
         words = f"parallel: {{{inner}}}" if inner else "one process"
-        lines.append(f"suggested: {words}: {found['reason']}")
+        lines.append(f"suggested: {words}: {suggested['reason']}")
     return lines
 
 

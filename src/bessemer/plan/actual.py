@@ -80,9 +80,9 @@ def actual(records: Iterable[dict[str, Any]], skip: int = WARM_UP) -> ActualRun 
     if len(rows) < LEAST:
         return None
     total_s = sum(row[0] for row in rows)
-    own = [max(0.0, row[0] - row[1]) for row in rows]
-    middle = median(own)
-    jumps = sum(seconds - middle for seconds in own if seconds > LONG * middle)
+    busy = [max(0.0, row[0] - row[1]) for row in rows]
+    middle = median(busy)
+    jumps = sum(seconds - middle for seconds in busy if seconds > LONG * middle)
     return ActualRun(
         steps=len(rows),
         step_s=total_s / len(rows),

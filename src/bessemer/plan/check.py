@@ -69,11 +69,11 @@ def check_file(path: Path) -> list[CheckedCase]:
     return check(read_rows(path), place=f"{path}: ")
 
 
-def check(cases: Iterable[CheckCase], known: Constants | None = None, place: str = "") -> list[CheckedCase]:
+def check(cases: Iterable[CheckCase], fitted: Constants | None = None, place: str = "") -> list[CheckedCase]:
     checked = []
     for case in cases:
         try:
-            time = step_time(case.setup, case.cluster, known)
+            time = step_time(case.setup, case.cluster, fitted)
         except UserError as error:
             raise UserError(f"{place}row {case.number}: {error}") from None
         checked.append(CheckedCase(case, time.total_s, time.parts))
@@ -181,16 +181,10 @@ def _vtrain(row: dict[str, str], number: int) -> CheckCase:
         raise UserError(f"{n['gpus']} GPUs are no whole nodes of 8")
     setup = StepSetup(
         work=gpt(n["width"], n["layers"], n["heads"], GPT2_VOCAB, n["context"], pads_vocab=several),
-        layout=Layout(dp_replicate=n["dp"], tp=n["tp"], pp=n["pp"]),
-        micro_batch=n["micro"],
-        global_batch=n["rows"],
-        context=n["context"],
-        precision="fp16",
-        recompute="full" if several else "none",
-        attention="unfused",
-        framework="megatron",
-        reduce_bytes=4 if several else 2,
-    )
+        layout=Layout(dp_replicate=n["dp"], tp=n["tp"], pp=n["pp"]), micro_batch=n["micro"], global_batch=n["rows"],
+        context=n["context"], precision="fp16", recompute="full" if several else "none", attention="unfused",
+        framework="megatron", reduce_bytes=4 if several else 2,
+    )  # fmt: skip
     constants = "vtrain-512" if several else "vtrain-node"
     gpu = find_gpu("A100-80GB")
     cluster = Cluster(gpu, n["gpus"], min(8, n["gpus"]), HDR_4, "InfiniBand HDR", constants=constants)
@@ -221,19 +215,12 @@ def _foundry(row: dict[str, str], number: int) -> CheckCase:
         raise UserError(f"Sharding Strategy is {row['Sharding Strategy']!r}: write FULL_SHARD or SHARD_GRAD_OP")
     hopper = gpu_name.startswith("h100")
     setup = StepSetup(
-        work=gpt(width, layers, heads, MPT_VOCAB, context),
-        layout=Layout(dp_shard=count),
-        micro_batch=micro,
-        global_batch=micro * batches * count,
-        context=context,
-        precision=precision.removeprefix("amp_"),
-        recompute="full" if _flag(row, "Activation Checkpointing") else "none",
-        attention="triton",
-        framework="fsdp",
-        reduce_bytes=2 if row["MP Mode"].strip().upper() == "PURE" else 4,
-        keeps_weights=sharding == "SHARD_GRAD_OP",
+        work=gpt(width, layers, heads, MPT_VOCAB, context), layout=Layout(dp_shard=count), micro_batch=micro,
+        global_batch=micro * batches * count, context=context, precision=precision.removeprefix("amp_"),
+        recompute="full" if _flag(row, "Activation Checkpointing") else "none", attention="triton", framework="fsdp",
+        reduce_bytes=2 if row["MP Mode"].strip().upper() == "PURE" else 4, keeps_weights=sharding == "SHARD_GRAD_OP",
         autocast=precision.startswith("amp"),
-    )
+    )  # fmt: skip
     gpu = find_gpu(FOUNDRY_GPUS[gpu_name])
     network, kind = (NDR_8, "mosaic-h100") if hopper else (HDR_8, "mosaic-a100")
     cluster = Cluster(gpu, count, min(8, count), network, "RoCE", constants=kind)

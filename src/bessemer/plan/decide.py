@@ -15,7 +15,7 @@ from bessemer.plan.decision import BASES, EMPIRICAL, Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
 from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
-from bessemer.plan.search.layout import ALONE, Layout
+from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count, human_time, span_steps
@@ -157,7 +157,7 @@ def keeping(spec: RunSpec, weights: str) -> RunSpec:
     return spec.model_copy(update={"memory": spec.memory.model_copy(update={"weights": weights})})
 
 
-def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Plan, layout: Layout = ALONE) -> str:
+def decide_compile(spec: RunSpec, shape: ModelShape, machine: Machine, plan: Plan, layout: Layout = ONE_PROCESS) -> str:
     """Whether and how blocks are compiled."""
     if spec.compile != "auto":
         return str(plan.add_requested("compile", spec.compile))
@@ -292,16 +292,9 @@ def decide_guard(spec: RunSpec, plan: Plan) -> tuple[Interval, Interval]:
 
 
 def decide_training(
-    spec: RunSpec,
-    shape: ModelShape,
-    context: int,
-    machine: Machine,
-    sources: Mapping[str, SourceSize],
-    held_out_tokens: int,
-    plan: Plan,
-    previous: Plan | None = None,
-    layout: Layout = ALONE,
-) -> TrainPlan:
+    spec: RunSpec, shape: ModelShape, context: int, machine: Machine, sources: Mapping[str, SourceSize],
+    held_out_tokens: int, plan: Plan, previous: Plan | None = None, layout: Layout = ONE_PROCESS,
+) -> TrainPlan:  # fmt: skip
     """All settings of the training loop, once the data is counted. `previous` is the plan of a resumed run."""
     precision = decide_precision(spec, machine, plan, previous)
     weights = "fp32"  # the default of sharded weights: bf16 and fp32 are not sharded together
@@ -341,23 +334,11 @@ def decide_training(
     reason = f"{human_count(tokens)} of {human_count(train_tokens)} training tokens"
     plan.add("epochs", round(tokens / max(1, train_tokens), 3), reason, "counted")
     return TrainPlan(
-        context=context,
-        batch_rows=phases,
-        micro_rows=passes.rows,
-        activations=passes.activations,
-        total_steps=total_steps,
-        peak_lr=peak_lr,
-        warmup_steps=warmup,
-        precision=precision,
-        weights=weights,
-        compile=compile,
-        evaluate=evaluate,
-        evaluate_tokens=evaluate_tokens,
-        save=save,
-        look=look,
-        copy=copy,
+        context=context, batch_rows=phases, micro_rows=passes.rows, activations=passes.activations,
+        total_steps=total_steps, peak_lr=peak_lr, warmup_steps=warmup, precision=precision, weights=weights,
+        compile=compile, evaluate=evaluate, evaluate_tokens=evaluate_tokens, save=save, look=look, copy=copy,
         mixtures=mixtures,
-    )
+    )  # fmt: skip
 
 
 def decide_evaluation(

@@ -16,7 +16,7 @@ from typing import Any
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.memory import Passes, estimate
-from bessemer.plan.cost_model.operators import constants, work_of
+from bessemer.plan.cost_model.operators import constants, step_work
 from bessemer.plan.cost_model.rank_memory import rank_needs
 from bessemer.plan.cost_model.step_time import StepSetup, padded_rows, step_time
 from bessemer.plan.decide import TrainPlan, keeping, tokens_after
@@ -109,7 +109,7 @@ def load_records(path: Path) -> list[RunRecord]:
     return records
 
 
-def correction(
+def find_correction(
     records: list[RunRecord], precision: str, processes: int, parameters: int, compiled: bool
 ) -> Correction | None:
     """From the newest similar runs that nothing slowed down; None if there are none."""
@@ -137,7 +137,7 @@ def with_history(cluster: Cluster, precision: str, parameters: int) -> Cluster:
     folder = ceilings_path("any", 1, "any").parent
     records = [record for path in sorted(folder.glob(f"*{SUFFIX}")) for record in load_records(path)]
     same = sorted((run for run in records if same_gpu(cluster.gpu, run.machine)), key=lambda run: run.date)
-    earlier = correction(same, precision, cluster.count, parameters, compiled=True)
+    earlier = find_correction(same, precision, cluster.count, parameters, compiled=True)
     if earlier is None or not earlier.step:
         return cluster
     return replace(cluster, slower=earlier.step, slower_error=earlier.error, slower_source=earlier.source)
@@ -217,7 +217,7 @@ def expect(occasion: Occasion, records: list[RunRecord], measured_s: float | Non
     (train/speed.py), used if the machine is not in the catalogue."""
     shape, training, machine = occasion.shape, occasion.training, occasion.machine
     processes = occasion.layout.size
-    earlier = correction(records, training.precision, processes, shape.parameters, occasion.compiled)
+    earlier = find_correction(records, training.precision, processes, shape.parameters, occasion.compiled)
     step_s, error, basis, base_s = _step_seconds(occasion, earlier, measured_s)
     mfu, withheld = None if step_s is None else occasion.flops / step_s / occasion.peak_flops, ""
     if mfu is not None and mfu > most_mfu(training.precision) + 1e-6:
@@ -290,7 +290,7 @@ def _predict_step(occasion: Occasion) -> tuple[float, float, str] | str:
         gpu = find_gpu(occasion.machine.name)
         cluster = Cluster(gpu, layout.size, occasion.per_node, gpu.network_bandwidth, gpu.network_name)
         setup = StepSetup(
-            work_of(shape), layout, training.micro_rows, padded_rows(occasion.rows, layout, training.micro_rows),
+            step_work(shape), layout, training.micro_rows, padded_rows(occasion.rows, layout, training.micro_rows),
             training.context, training.precision,
             recompute,  # type: ignore[arg-type]
             sequence_parallel=layout.tp > 1,

@@ -133,8 +133,7 @@ def _read(text: str, place: str) -> tuple[dict[str, Gpu], dict[str, str], dict[s
 
 def _catalogue() -> tuple[dict[str, Gpu], dict[str, str], dict[str, float]]:
     """GPUs by name, names by normalized name, Gb/s by network. The user's file adds entries and replaces them."""
-    shipped = resources.files("bessemer.plan").joinpath("data/hardware.json")
-    gpus, names, ports = _read(_shipped_text(str(shipped)), "hardware.json")
+    gpus, names, ports = _read(_shipped(), "hardware.json")
     user = user_file()
     if not user.exists():
         return gpus, names, ports
@@ -143,8 +142,8 @@ def _catalogue() -> tuple[dict[str, Gpu], dict[str, str], dict[str, float]]:
 
 
 @cache
-def _shipped_text(path: str) -> str:
-    return Path(path).read_text()
+def _shipped() -> str:
+    return resources.files("bessemer.plan").joinpath("data/hardware.json").read_text()
 
 
 def gpus() -> dict[str, Gpu]:
@@ -154,12 +153,12 @@ def gpus() -> dict[str, Gpu]:
 
 def find_gpu(name: str) -> Gpu:
     """By name, alias or driver name. An unknown name is refused with the nearest ones."""
-    known, names, _ = _catalogue()
+    gpus, names, _ = _catalogue()
     key = _normalize(name)
     if key in names:
-        return known[names[key]]
+        return gpus[names[key]]
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
-    words = list(dict.fromkeys(names[match] for match in near)) or list(known)
+    words = list(dict.fromkeys(names[match] for match in near)) or list(gpus)
     raise UserError(
         f"GPU {name.strip()!r} is not in the catalogue: write {', '.join(words)}, or add it to {user_file()}"
     )
@@ -281,9 +280,9 @@ def saved_ceilings(gpu: Gpu) -> Ceilings | None:
 
 def same_gpu(gpu: Gpu, name: str) -> bool:
     """Whether a device of this driver name is of that GPU type."""
-    known, names, _ = _catalogue()
+    gpus, names, _ = _catalogue()
     key = _normalize(name)
-    return key in names and known[names[key]].name == gpu.name
+    return key in names and gpus[names[key]].name == gpu.name
 
 
 @dataclass(frozen=True)
@@ -300,30 +299,15 @@ class DataSheet:
         return self.bf16 / 2  # true of every device in the table that has it
 
 
-# TFLOP/s and GB/s without sparsity. The first name that matches words of the device's name counts, so special names
-# come before general ones. V100 and T4 have fp16 instead of bf16 units. MI250 and MI250X: one of the two dies, each of
-# which is a device to torch. fp8 of GeForce: with fp32 accumulation.
-SHEETS: tuple[tuple[str, float, float | None, float | None], ...] = (
-    ("GB200", 2500, 5000, 8000), ("B200", 2250, 4500, 8000), ("GH200", 989, 1979, None),
-    ("H200 NVL", 835, 1671, 4800), ("H200", 989, 1979, 4800),
-    ("H100 PCIe", 756, 1513, 2000), ("H100 NVL", 835, 1671, 3900), ("H100", 989, 1979, 3350),
-    ("H800", 989, 1979, None), ("H20", 148, 296, 4000),
-    ("A100-SXM4-80GB", 312, None, 2039), ("A100 80GB PCIe", 312, None, 1935), ("A100-SXM4-40GB", 312, None, 1555),
-    ("A100-PCIE-40GB", 312, None, 1555), ("A100", 312, None, None),
-    ("A800", 312, None, None), ("A40", 150, None, 696), ("A30", 165, None, 933),
-    ("A10G", 70, None, 600), ("A10", 125, None, 600),
-    ("L40S", 362, 733, 864), ("L40", 181, 362, 864), ("L4", 121, 242, 300),
-    ("RTX 6000 Ada", 364, 728, 960), ("A6000", 155, None, 768),
-    ("RTX 5090", 209, 419, 1792), ("RTX 4090", 165, 330, 1008), ("RTX 3090", 71, None, 936),
-    ("V100", 125, None, 900), ("T4", 65, None, None),
-    ("MI325X", 1307, 2615, 6000), ("MI300X", 1307, 2615, 5300), ("MI250X", 191.5, None, 1600),
-    ("MI250", 181, None, 1600),
-)  # fmt: skip
+@cache
+def data_sheets() -> list[tuple[str, float, float | None, float | None]]:
+    """Name, bf16 and fp8 TFLOP/s, and memory GB/s of each entry of the catalogue."""
+    return [tuple(row) for row in json.loads(_shipped())["data_sheets"]["rows"]]
 
 
 def data_sheet(name: str) -> DataSheet | None:
-    """The data sheet of a device name; None if it is not in the table."""
-    for key, bf16, fp8, memory in SHEETS:
+    """The data sheet of a device name: the first entry whose words are in it; None if there is none."""
+    for key, bf16, fp8, memory in data_sheets():
         if re.search(rf"\b{key}\b", name, re.I):
             return DataSheet(bf16 * 1e12, fp8 and fp8 * 1e12, memory and memory * 1e9)
     return None
@@ -410,9 +394,9 @@ class Ceilings:
         sheet = data_sheet(self.name) if self.device == "cuda" else None
         if sheet is None:
             return None
-        known = {"matmul_fp8": sheet.fp8, "matmul_tf32": sheet.tf32, "copy": sheet.memory}
+        rates = {"matmul_fp8": sheet.fp8, "matmul_tf32": sheet.tf32, "copy": sheet.memory}
         like_bf16 = key in ("matmul_bf16", "matmul_fp16") or key.startswith("attention")
-        return sheet.bf16 if like_bf16 else known.get(key)
+        return sheet.bf16 if like_bf16 else rates.get(key)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

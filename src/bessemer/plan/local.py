@@ -19,7 +19,7 @@ from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize
 from bessemer.plan.present import WIDTH, decision_lines
 from bessemer.plan.request import PlanRequest, spec_tokens
-from bessemer.plan.search.layout import ALONE
+from bessemer.plan.search.layout import ONE_PROCESS
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
@@ -179,7 +179,7 @@ def plan_here(request: PlanRequest, machine: Machine, rate_of: RateOf, records: 
     )
     for key in [key for key in plan.decisions if key.startswith(NEEDS_DATA) and key != "data.context"]:
         del plan.decisions[key]
-    occasion = Occasion(spec, shape, training, machine, ALONE, 1, machine.peak(training.precision)[0])
+    occasion = Occasion(spec, shape, training, machine, ONE_PROCESS, 1, machine.peak(training.precision)[0])
     rate = rate_of(shape, context, training.precision)
     expected = expect(occasion, records, occasion.rows * context / rate if rate else None)
 

@@ -38,13 +38,9 @@ def sources_used(spec: RunSpec) -> list[str]:
 
 
 def decide_mixtures(
-    spec: RunSpec,
-    context: int,
-    sources: Mapping[str, SourceSize],
-    budget_tokens: int,
-    plan: Plan,
+    spec: RunSpec, context: int, sources: Mapping[str, SourceSize], budget_tokens: int, plan: Plan,
     previous: Plan | None = None,
-) -> tuple[tuple[int, Mixture], ...]:
+) -> tuple[tuple[int, Mixture], ...]:  # fmt: skip
     """Mixtures by start position: integer counts per block that approximate the weights. Epoch caps become phases."""
     data = spec.data
     first = {name: source.weight for name, source in data.sources.items() if source.weight > 0}
@@ -222,11 +218,9 @@ class CappedPhases:
 
 
 def cap_epochs(
-    phases: Sequence[tuple[int, Mapping[str, float]]],
-    sequences: Mapping[str, int],
-    max_epochs: Mapping[str, float],
+    phases: Sequence[tuple[int, Mapping[str, float]]], sequences: Mapping[str, int], max_epochs: Mapping[str, float],
     total: int,
-) -> CappedPhases:
+) -> CappedPhases:  # fmt: skip
     """Mixtures in which no source exceeds its cap by a single sequence. Once a source is spent, the others share its
     part.
 
@@ -292,13 +286,9 @@ def _allowed_sequences(name: str, sequences: int, epochs: float) -> int:
 
 
 def _out_of_data(
-    phase: int,
-    at: int,
-    total: int,
-    weights: Mapping[str, float],
-    sequences: Mapping[str, int],
+    phase: int, at: int, total: int, weights: Mapping[str, float], sequences: Mapping[str, int],
     max_epochs: Mapping[str, float],
-) -> UserError:
+) -> UserError:  # fmt: skip
     listed = ", ".join(f"{name} {max_epochs[name]:g} x {sequences[name]:,}" for name in sorted(weights))
     key = f"data.phases.{phase - 1}" if phase else "data.sources"
     need = max(max_epochs[name] for name in weights) * total / max(1, at)

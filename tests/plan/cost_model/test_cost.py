@@ -62,7 +62,7 @@ def test_failures_and_preemptions_cost() -> None:
 
 def test_storage_of_a_70b() -> None:
     """A full checkpoint is 840 GB: fp32 weights and two moments."""
-    found = cost.storage_of(70e9, 1e12, checkpoints=1)
+    found = cost.run_storage(70e9, 1e12, checkpoints=1)
     assert found.checkpoint_bytes == 840e9 and found.data_bytes == 4e12
 
 
@@ -80,7 +80,7 @@ def test_energy_and_carbon() -> None:
 
 
 def test_data_preparation() -> None:
-    raw = cost.preparation_of(1e11)
+    raw = cost.data_preparation(1e11)
     assert set(raw.core_hours) == {"tokenize", "filter", "dedup"}
     assert raw.core_hours["tokenize"] == pytest.approx(4e11 / 1e6 / cost.TOKENIZE_MB_S / 3600)
 

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.plan.cost_model.operators import gpt, work_of
+from bessemer.plan.cost_model.operators import gpt, step_work
 from bessemer.plan.cost_model.step_time import StepSetup, step_time
 from bessemer.plan.hardware import parse_cluster
 from bessemer.plan.search.layout import Layout
 from bessemer.spec.shape import PRESETS, Mamba, Moe, with_vocab
 
 SEVEN = with_vocab(PRESETS["7B"], 32_000)
-PLAIN = StepSetup(work_of(SEVEN), Layout(dp_shard=8), 4, 64, 2048)
+PLAIN = StepSetup(step_work(SEVEN), Layout(dp_shard=8), 4, 64, 2048)
 NODE = parse_cluster("8xA100-80GB")
 
 # Korthikanti et al. 2022, table 5 (none of it is in the fit): h, L, a, stages, interleaved, rows of a micro-batch,
@@ -53,7 +53,7 @@ def test_steps_of_megatron_that_the_fit_has_not_seen(name: str) -> None:
 def test_steps_on_one_h200(key: tuple[str, int, int, str]) -> None:
     name, micro, context, precision = key
     shape = replace(with_vocab(PRESETS[name], 50_304 if name == "125M" else 128_256), tied=name == "125M")
-    setup = StepSetup(work_of(shape), Layout(), micro, micro, context, precision, attention="cudnn")
+    setup = StepSetup(step_work(shape), Layout(), micro, micro, context, precision, attention="cudnn")
     found = step_time(setup, parse_cluster("1xH200"))
     assert micro * context / found.total_s == pytest.approx(H200[key], rel=0.04)
 
@@ -67,7 +67,7 @@ def test_the_parts_add_up() -> None:
 
 def test_work_counts_what_the_shape_counts() -> None:
     for shape in (SEVEN, with_vocab(PRESETS["1B"], 128_256), with_vocab(PRESETS["70B"], 128_256)):
-        work = work_of(shape)
+        work = step_work(shape)
         inside = sum(layer.number * layer.parameters for layer in work.layers)
         assert inside + work.ends == pytest.approx(shape.parameters, rel=1e-3)
         multiplied = sum(layer.number * into * out for layer in work.layers for into, out, _ in layer.products)
@@ -97,7 +97,7 @@ def test_recomputing_costs_at_most_a_third() -> None:
 
 
 def test_tensor_parallelism_across_nodes_is_dear() -> None:
-    work = work_of(with_vocab(PRESETS["70B"], 128_256))
+    work = step_work(with_vocab(PRESETS["70B"], 128_256))
     cluster = parse_cluster("16xH100")
     inside = step_time(StepSetup(work, Layout(dp_shard=2, tp=8), 1, 16, 4096), cluster)
     across = step_time(StepSetup(work, Layout(tp=16), 1, 16, 4096), cluster)
@@ -106,7 +106,7 @@ def test_tensor_parallelism_across_nodes_is_dear() -> None:
 
 def test_eight_gpus_on_a_slow_link_are_not_eight_times_as_fast() -> None:
     """The question of one of the first users: 8 GPUs only 3 times as fast as one."""
-    work = work_of(with_vocab(PRESETS["1B"], 128_256))
+    work = step_work(with_vocab(PRESETS["1B"], 128_256))
     one = step_time(StepSetup(work, Layout(), 2, 2, 2048), parse_cluster("1xA100-80GB-PCIe")).total_s
     slow = step_time(
         StepSetup(work, Layout(dp_replicate=8), 2, 16, 2048), parse_cluster("8 nodes of 1 A100-80GB-PCIe", "10 Gb/s")
@@ -119,12 +119,12 @@ def test_eight_gpus_on_a_slow_link_are_not_eight_times_as_fast() -> None:
 def test_experts_and_state_spaces_are_timed_with_a_wide_error_bar() -> None:
     moe = replace(with_vocab(PRESETS["1B"], 32_000), moe=Moe(experts=8, top_k=2, ffn=8192))
     mamba = replace(with_vocab(PRESETS["1B"], 32_000), mixers=("mamba", "attention"), mamba=Mamba(heads=64))
-    plain = work_of(with_vocab(PRESETS["1B"], 32_000))
+    plain = step_work(with_vocab(PRESETS["1B"], 32_000))
     dense = step_time(StepSetup(plain, Layout(dp_shard=8), 2, 16, 2048, framework="fsdp"), NODE)
     for shape in (moe, mamba):
-        found = step_time(StepSetup(work_of(shape), Layout(dp_shard=8), 2, 16, 2048, framework="fsdp"), NODE)
+        found = step_time(StepSetup(step_work(shape), Layout(dp_shard=8), 2, 16, 2048, framework="fsdp"), NODE)
         assert math.isfinite(found.total_s) and found.error > dense.error
-    spread = StepSetup(work_of(moe), Layout(dp_shard=8, ep=8), 2, 16, 2048)
+    spread = StepSetup(step_work(moe), Layout(dp_shard=8, ep=8), 2, 16, 2048)
     assert step_time(spread, NODE).tp_s > 0
 
 

@@ -197,12 +197,12 @@ def _prices(offer: Mapping[str, Any], data: Mapping[str, Any], place: str) -> li
     return prices
 
 
-def _check_name(kind: str, name: str, known: set[str]) -> str:
-    if name in known:
+def _check_name(kind: str, name: str, names: set[str]) -> str:
+    if name in names:
         return name
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"{kind} {name!r} is not in the price table: there are {', '.join(sorted(known))}{hint}")
+    raise UserError(f"{kind} {name!r} is not in the price table: there are {', '.join(sorted(names))}{hint}")
 
 
 # A node draws more power than its GPUs: an 8 x H100 node drew at most 8.4 kW in training (Latif et al. 2024), 1.5 times
@@ -300,12 +300,12 @@ def explain_impossible(
     )
 
 
-def storage_of(parameters: float, tokens: float, checkpoints: int = 3) -> Storage:
+def run_storage(parameters: float, tokens: float, checkpoints: int = 3) -> Storage:
     """Full checkpoints and the token store."""
     return Storage(CHECKPOINT_BYTES * parameters, checkpoints, TOKEN_BYTES * tokens)
 
 
-def preparation_of(tokens: float) -> Preparation:
+def data_preparation(tokens: float) -> Preparation:
     """Core-hours to filter, deduplicate and tokenize raw text until `tokens` tokens are in a store."""
     text = tokens * BYTES_PER_TOKEN
     raw = text / KEPT_SHARE
@@ -323,13 +323,9 @@ def energy_kwh(gpu: Gpu, gpu_hours: float, pue: float) -> float:
 
 
 def cost_of(
-    work: Work,
-    price: Price,
-    prices: PriceList,
-    storage: Storage | None = None,
-    preparation: Preparation | None = None,
+    work: Work, price: Price, prices: PriceList, storage: Storage | None = None, preparation: Preparation | None = None,
     reliability: Reliability | None = None,
-) -> Cost:
+) -> Cost:  # fmt: skip
     """Money, time, energy and carbon of a run at one offer, including failures and preemptions."""
     reliability = reliability or Reliability()
     notes = []

@@ -131,9 +131,9 @@ def _parameters(shape: ModelShape) -> int:
 
 def layer_bytes(shape: ModelShape, passes: Passes) -> int:
     """Bytes of the block in its backward pass: its saved or recomputed activations, and their gradients."""
-    whole = layer_numbers(shape, 0, passes) * 1.3
+    numbers = layer_numbers(shape, 0, passes) * 1.3
     if not _uses_tiles(shape, passes):
-        return int(passes.tokens * passes.bytes * whole)
+        return int(passes.tokens * passes.bytes * numbers)
     # Always: inputs of the layer and outputs of its first norm, inputs and outputs of attention, gradients of the
     # layer's output and input, and fp32 sums of weight gradients. A tile coexists with attention's output gradient.
     # Attention's backward pass holds gradients of all its inputs, those of queries again in fp32, and those of shared
@@ -142,7 +142,7 @@ def layer_bytes(shape: ModelShape, passes: Passes) -> int:
     lasting, embeddings = 4 * shape.width + _mixer_numbers(shape, 0), shape.vocab * shape.width * (2 - shape.tied)
     sums = 4 * (_parameters(shape) - embeddings) // (shape.layers + shape.decoder_layers)
     shared = 2 * queries * (shape.kv_heads < shape.heads)
-    tile = passes.tokens * queries + TILE * whole
+    tile = passes.tokens * queries + TILE * numbers
     attending = passes.tokens * (_mixer_numbers(shape, 0) + 2 * queries + shared)
     return int(passes.bytes * (passes.tokens * lasting + max(tile, attending))) + sums
 

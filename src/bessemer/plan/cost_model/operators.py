@@ -78,7 +78,7 @@ def gpt(width: int, depth: int, heads: int, vocab: int, positions: int, pads_voc
 
 
 @lru_cache(maxsize=256)
-def work_of(shape: ModelShape) -> StepWork:
+def step_work(shape: ModelShape) -> StepWork:
     """The work of any shape. An encoder-decoder's second stack counts as layers of the same kind."""
     kinds = Counter((shape.mixer(i), shape.window(i), shape.has_experts(i)) for i in range(shape.layers))
     counts = count.parts(shape)
@@ -170,7 +170,7 @@ class Group:
 ALONE = Group(1, 1, 1, 1)
 
 
-def group(size: int, stride: int, fabric: Fabric) -> Group:
+def make_group(size: int, stride: int, fabric: Fabric) -> Group:
     """The group of every stride-th process; neighbours (stride 1) fill a node first."""
     if size <= 1:
         return ALONE
@@ -179,71 +179,71 @@ def group(size: int, stride: int, fabric: Fabric) -> Group:
     return Group(size, inside, nodes, fabric.per_node / inside if nodes > 1 else 1)
 
 
-def bandwidth(who: Group, fabric: Fabric) -> float:
+def bandwidth(members: Group, fabric: Fabric) -> float:
     """Bandwidth of a ring through the group: that of its slowest hop."""
-    between = fabric.network / who.rivals
-    return min(fabric.link, between) if who.nodes > 1 else fabric.link
+    between = fabric.network / members.rivals
+    return min(fabric.link, between) if members.nodes > 1 else fabric.link
 
 
-def latency(who: Group, fabric: Fabric) -> float:
-    return fabric.network_latency_s if who.nodes > 1 else fabric.link_latency_s
+def latency(members: Group, fabric: Fabric) -> float:
+    return fabric.network_latency_s if members.nodes > 1 else fabric.link_latency_s
 
 
-def ring_pass(size: float, who: Group, fabric: Fabric) -> float:
+def ring_pass(size: float, members: Group, fabric: Fabric) -> float:
     """Half of a ring all-reduce: `size` bytes, n - 1 hops of 1 / n each."""
-    n = who.size
-    hops = n - who.nodes
-    lag = hops * fabric.link_latency_s + (who.nodes - 1) * fabric.network_latency_s
-    return (n - 1) / n * size / bandwidth(who, fabric) + lag
+    n = members.size
+    hops = n - members.nodes
+    lag = hops * fabric.link_latency_s + (members.nodes - 1) * fabric.network_latency_s
+    return (n - 1) / n * size / bandwidth(members, fabric) + lag
 
 
-def two_level_pass(size: float, who: Group, fabric: Fabric) -> float:
+def two_level_pass(size: float, members: Group, fabric: Fabric) -> float:
     """Half of a two-level all-reduce: inside the nodes, then each part among its peers in other nodes."""
-    inside, nodes = who.inside, who.nodes
+    inside, nodes = members.inside, members.nodes
     near = (inside - 1) / inside * size / fabric.link + (inside - 1) * fabric.link_latency_s
-    far = (nodes - 1) / nodes * size / inside / (fabric.network / who.rivals / inside)
+    far = (nodes - 1) / nodes * size / inside / (fabric.network / members.rivals / inside)
     return near + far + (nodes - 1) * fabric.network_latency_s
 
 
-def tree_reduce(size: float, who: Group, fabric: Fabric) -> float:
+def tree_reduce(size: float, members: Group, fabric: Fabric) -> float:
     """All-reduce up and down a tree of nodes with a chain inside each, pipelined: all bytes pass twice."""
-    depth = ceil(log2(who.nodes)) if who.nodes > 1 else 0
-    lag = depth * fabric.network_latency_s + (who.inside - 1) * fabric.link_latency_s
-    return 2 * (size / bandwidth(who, fabric) + lag)
+    depth = ceil(log2(members.nodes)) if members.nodes > 1 else 0
+    lag = depth * fabric.network_latency_s + (members.inside - 1) * fabric.link_latency_s
+    return 2 * (size / bandwidth(members, fabric) + lag)
 
 
-def all_reduce(size: float, who: Group, fabric: Fabric) -> float:
+def all_reduce(size: float, members: Group, fabric: Fabric) -> float:
     """Every process gets the sum of `size` bytes, by the fastest algorithm, as NCCL's tuner chooses."""
-    if who.size == 1:
+    if members.size == 1:
         return 0.0
-    ring = 2 * ring_pass(size, who, fabric)
-    if who.nodes == 1:
+    ring = 2 * ring_pass(size, members, fabric)
+    if members.nodes == 1:
         return ring
-    return min(ring, 2 * two_level_pass(size, who, fabric), tree_reduce(size, who, fabric))
+    return min(ring, 2 * two_level_pass(size, members, fabric), tree_reduce(size, members, fabric))
 
 
-def all_gather(size: float, who: Group, fabric: Fabric) -> float:
+def all_gather(size: float, members: Group, fabric: Fabric) -> float:
     """Every process gets all `size` bytes, of which it had a part."""
-    if who.size == 1:
+    if members.size == 1:
         return 0.0
-    ring = ring_pass(size, who, fabric)
-    return ring if who.nodes == 1 else min(ring, two_level_pass(size, who, fabric))
+    ring = ring_pass(size, members, fabric)
+    return ring if members.nodes == 1 else min(ring, two_level_pass(size, members, fabric))
 
 
-def reduce_scatter(size: float, who: Group, fabric: Fabric) -> float:
+def reduce_scatter(size: float, members: Group, fabric: Fabric) -> float:
     """Every process gets its part of the sum of `size` bytes: an all-gather in reverse."""
-    return all_gather(size, who, fabric)
+    return all_gather(size, members, fabric)
 
 
-def all_to_all(size: float, who: Group, fabric: Fabric) -> float:
+def all_to_all(size: float, members: Group, fabric: Fabric) -> float:
     """Every process sends `size` bytes, an equal part to each of the others."""
-    n = who.size
+    n = members.size
     if n == 1:
         return 0.0
-    near = (who.inside - 1) / n * size / fabric.link
+    near = (members.inside - 1) / n * size / fabric.link
     # All GPUs of a node send at once and share its adapters.
-    far = (n - who.inside) / n * size / (fabric.network / fabric.per_node) if who.nodes > 1 else 0.0
-    return max(near, far) + latency(who, fabric) * ceil(log2(n))
+    far = (n - members.inside) / n * size / (fabric.network / fabric.per_node) if members.nodes > 1 else 0.0
+    return max(near, far) + latency(members, fabric) * ceil(log2(n))
 
 
 def point_to_point(size: float, stride: int, fabric: Fabric) -> float:

@@ -180,9 +180,9 @@ def fit_purpose(
 ) -> PurposeFit:  # fmt: skip
     """The fit on these GPUs: a full replica on each if possible, else sharded among all. Inference takes the layout
     with the most conversations per GPU."""
-    known = tuple(SERVED) if use == "inference" else ("bf16", "fp16", "fp8", "tf32", "fp32")
-    if precision not in known:
-        raise UserError(f"--precision {precision}: for {use} write {', '.join(known)}")
+    supported = tuple(SERVED) if use == "inference" else ("bf16", "fp16", "fp8", "tf32", "fp32")
+    if precision not in supported:
+        raise UserError(f"--precision {precision}: for {use} write {', '.join(supported)}")
     cluster = parse_cluster(gpus) if isinstance(gpus, str) else gpus
     limit = USABLE * cluster.gpu.memory_bytes
     served = precision if precision in SERVED else "bf16"

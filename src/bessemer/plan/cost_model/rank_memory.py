@@ -75,12 +75,12 @@ class Weights:
 
 def rank_needs(
     shape: ModelShape, layout: Layout, each: ParameterBytes, passes: Passes, micro_batches: int = 1,
-    interleaved: int = 1, gpipe: bool = False,
+    interleaved: int = 1,
 ) -> RankNeeds:  # fmt: skip
     """Memory of the fullest pipeline stage. `passes.context` is that of a full row; `passes.shards` is ignored."""
     weights = Weights.of(shape)
     stages = [
-        _stage_needs(shape, weights, layout, each, passes, stage, micro_batches, interleaved, gpipe)
+        _stage_needs(shape, weights, layout, each, passes, stage, micro_batches, interleaved)
         for stage in sorted({0, layout.pp // 2, layout.pp - 1})
     ]
     return max(stages, key=lambda needs: needs.total)
@@ -88,7 +88,7 @@ def rank_needs(
 
 def _stage_needs(
     shape: ModelShape, weights: Weights, layout: Layout, each: ParameterBytes, passes: Passes, stage: int,
-    micro_batches: int, interleaved: int, gpipe: bool,
+    micro_batches: int, interleaved: int,
 ) -> RankNeeds:  # fmt: skip
     pp, tp = layout.pp, layout.tp
     first, last = stage == 0, stage == pp - 1
@@ -96,22 +96,21 @@ def _stage_needs(
     ends = weights.before * first + weights.behind * last + weights.before * (last and pp > 1 and shape.tied)
     dense, experts = (weights.block * layers + ends) / tp, weights.experts * layers
     divided = layout.dp_shard * layout.cp
-    own = dense / divided + experts / (layout.ep if layout.ep > 1 else divided)
+    held = dense / divided + experts / (layout.ep if layout.ep > 1 else divided)
     # A sharded model has the full gradients of one layer at a time, which are then reduced and scattered in fp32.
     block = weights.block / tp + (0 if layout.ep > 1 else weights.experts)
     half = 2 if passes.bytes == 2 else 4
     if divided == 1 and layout.ep == 1:
-        gathered = each.working * own
+        gathered = each.working * held
     else:
         at_once = layers if pp > 1 else min(layers, GATHERED)  # a pipeline keeps its layers gathered
         gathered = half * (block * at_once + ends / tp) + 2 * half * block
     local = replace(passes, context=passes.context // layout.cp) if layout.cp > 1 else passes
     saved = activation_bytes(shape, local) / (shape.layers + shape.decoder_layers) * layers / tp
-    in_flight = micro_batches if gpipe else min(micro_batches, pp - stage)
-    saved *= max(1, in_flight) * (1 + (pp - 1) / (pp * interleaved) if interleaved > 1 else 1)
-    gradients = (4.0 if passes.several and each.gradients else each.gradients) * own
+    saved *= max(1, min(micro_batches, pp - stage)) * (1 + (pp - 1) / (pp * interleaved) if interleaved > 1 else 1)
+    gradients = (4.0 if passes.several and each.gradients else each.gradients) * held
     constant = {
-        "weights": each.weights * own, "moments": each.moments * own, "gathered": gathered,
+        "weights": each.weights * held, "moments": each.moments * held, "gathered": gathered,
         "communication": 2 * BUCKET * (layout.dp_replicate > 1)
         + 4 * local.tokens * shape.width * passes.bytes * (pp > 1),
     }  # fmt: skip

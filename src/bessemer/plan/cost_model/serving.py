@@ -224,13 +224,9 @@ def serve(
 
 
 def rank_serving(
-    shape: ModelShape,
-    demand: ServingDemand,
-    gpus: list[Gpu],
-    prices: PriceList,
-    term: Term = "on_demand",
+    shape: ModelShape, demand: ServingDemand, gpus: list[Gpu], prices: PriceList, term: Term = "on_demand",
     precisions: tuple[Precision, ...] = ("bf16", "fp8"),
-) -> list[Serving]:
+) -> list[Serving]:  # fmt: skip
     """The cheapest configuration for each GPU type, provider and region, by the price of machines that always run."""
     options, refusal = [], ""
     for gpu in gpus:

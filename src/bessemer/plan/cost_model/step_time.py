@@ -26,7 +26,7 @@ from bessemer.plan.cost_model.operators import (
     all_to_all,
     constants,
     curve_name,
-    group,
+    make_group,
     point_to_point,
     shares_name,
 )
@@ -66,7 +66,6 @@ class StepSetup:
     reduce_bytes: int = 4  # per gradient in the reduction
     keeps_weights: bool = False  # gathered weights stay until the backward pass (ZeRO-2)
     autocast: bool = False
-    distributed_optimizer: bool = False  # megatron: moments sharded among replicas
 
     @property
     def micro_batches(self) -> int:
@@ -134,22 +133,22 @@ class _Rates:
     attention: float
 
 
-def step_time(setup: StepSetup, cluster: Cluster, known: Constants | None = None) -> StepTime:
+def step_time(setup: StepSetup, cluster: Cluster, fitted: Constants | None = None) -> StepTime:
     """The predicted time. Impossible configurations are refused with the fix."""
     _check(setup, cluster)
-    known = known or constants()
-    habits = known.habits[setup.framework]
-    share = known.shares[shares_name(cluster)]
+    fitted = fitted or constants()
+    habits = fitted.habits[setup.framework]
+    share = fitted.shares[shares_name(cluster)]
     fabric = Fabric(
         cluster.per_node,
         cluster.measured.get("all_reduce") or cluster.gpu.link_bandwidth * share.link,
         cluster.network_bandwidth * share.network,
     )
-    rates = _rates(setup, cluster, known.curves[curve_name(cluster.gpu)])
+    rates = _rates(setup, cluster, fitted.curves[curve_name(cluster.gpu)])
     # The compiled framework was measured on one GPU; power limits, stragglers and clocks slow down a cluster.
     alone = setup.framework != "compiled" or _on_one_h200(cluster)
-    slower = 1.0 if alone else known.errors["unmeasured"].get("slower", 1.0)
-    time = _Timer(setup, habits, fabric, share.sync_s, rates).step(*expected_error(setup, cluster, known), slower)
+    slower = 1.0 if alone else fitted.errors["unmeasured"].get("slower", 1.0)
+    time = _Timer(setup, habits, fabric, share.sync_s, rates).step(*expected_error(setup, cluster, fitted), slower)
     return time.corrected(cluster) if cluster.slower_source else time
 
 
@@ -157,14 +156,14 @@ def _on_one_h200(cluster: Cluster) -> bool:
     return cluster.gpu.name == "H200" and cluster.count == 1
 
 
-def expected_error(setup: StepSetup, cluster: Cluster, known: Constants) -> tuple[float, str]:
+def expected_error(setup: StepSetup, cluster: Cluster, fitted: Constants) -> tuple[float, str]:
     """Error of this kind of configuration on held-out rows; wider for unmeasured kinds."""
     where = "several nodes" if cluster.nodes > 1 else "one node"
-    wide = known.errors["unmeasured"]
+    wide = fitted.errors["unmeasured"]
     kind = f"{setup.framework}, {where}"
     if setup.framework == "compiled" and _on_one_h200(cluster):
         kind = "compiled, one H200"
-    error = known.errors.get(kind, wide)
+    error = fitted.errors.get(kind, wide)
     unmeasured = setup.layout.cp > 1 or any(layer.experts or layer.scan_flops for layer in setup.work.layers)
     if unmeasured:
         return wide["mean_absolute_error"], wide["of"]
@@ -213,14 +212,9 @@ def _rates(setup: StepSetup, cluster: Cluster, curve: Curve) -> _Rates:
         attention *= setup.context / (setup.context + curve.short)
     copy = measured.get("copy", 0.0)
     return _Rates(
-        gemm,
-        head,
-        gpu.memory_bandwidth * curve.gemm_memory,
-        copy * IN_STEP or gpu.memory_bandwidth * curve.memory,
-        peak * curve.unaligned,
-        peak * curve.batched,
-        attention,
-    )
+        gemm, head, gpu.memory_bandwidth * curve.gemm_memory, copy * IN_STEP or gpu.memory_bandwidth * curve.memory,
+        peak * curve.unaligned, peak * curve.batched, attention,
+    )  # fmt: skip
 
 
 def _soft_max(first: float, second: float) -> float:
@@ -237,11 +231,11 @@ class _Timer:
         self.tokens = setup.micro_batch * setup.context / layout.cp
         self.bytes = 4 if setup.precision in ("fp32", "tf32") else 2
         inner = layout.tp * layout.cp
-        self.tensor = group(layout.tp, 1, fabric)
-        self.contexts = group(layout.cp, layout.tp, fabric)
-        self.experts = group(layout.ep, inner, fabric)
-        self.shards = group(layout.dp_shard * layout.cp, layout.tp, fabric)
-        self.copies = group(layout.dp_replicate, inner * layout.dp_shard, fabric)
+        self.tensor = make_group(layout.tp, 1, fabric)
+        self.contexts = make_group(layout.cp, layout.tp, fabric)
+        self.experts = make_group(layout.ep, inner, fabric)
+        self.shards = make_group(layout.dp_shard * layout.cp, layout.tp, fabric)
+        self.copies = make_group(layout.dp_replicate, inner * layout.dp_shard, fabric)
 
     # One layer of a micro-batch, on one process.
 
@@ -381,8 +375,6 @@ class _Timer:
         updated = work.parameters / (layout.tp * pp)  # parameters per process
         if setup.framework != "megatron":
             updated /= self.shards.size
-        elif setup.distributed_optimizer:
-            updated /= layout.dp
         return StepTime(
             compute_s=batches * (compute + head),
             tp_s=batches * (inner + exchange),
@@ -402,7 +394,7 @@ class _Timer:
         local /= layout.tp
         seconds = 0.0
         if setup.framework == "megatron":
-            replicas = group(layout.dp * layout.cp, layout.tp, self.fabric)
+            replicas = make_group(layout.dp * layout.cp, layout.tp, self.fabric)
             seconds = all_reduce(local * setup.reduce_bytes, replicas, self.fabric)
             if layout.pp > 1 and work.tied:
                 ends = work.vocab * work.width / layout.tp * setup.reduce_bytes
@@ -421,4 +413,4 @@ class _Timer:
 def _pair(layout: Layout, fabric: Fabric) -> Group:
     """First and last stage; every process of a node may have such a partner."""
     stride = layout.tp * layout.cp * layout.dp
-    return group(2, stride * (layout.pp - 1), fabric)
+    return make_group(2, stride * (layout.pp - 1), fabric)

@@ -196,9 +196,9 @@ def _choose_weights(objective: Objective, rows: int, parameters: float, memory: 
 
 
 def _check_method(goal: str, data: str, rows: int, parameters: float, memory: float) -> None:
-    for name, value, known in (("goal", goal, get_args(Goal)), ("data", data, get_args(Data))):
-        if value not in known:
-            raise UserError(f"{name} {value!r}: write {', '.join(known)}")
+    for name, value, allowed in (("goal", goal, get_args(Goal)), ("data", data, get_args(Data))):
+        if value not in allowed:
+            raise UserError(f"{name} {value!r}: write {', '.join(allowed)}")
     for name, amount in (("rows", rows), ("parameters", parameters), ("memory", memory)):
         if not amount > 0:
             raise UserError(f"{name}: {amount:g} is no amount: write a number above 0")

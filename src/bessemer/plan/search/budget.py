@@ -328,13 +328,9 @@ def _is_gpu_type(where: str) -> bool:
 
 
 def _explain_impossible(
-    request: PlanRequest,
-    limits: BudgetLimits,
-    options: list[BudgetOption],
-    where: str | None,
-    network: str | None,
+    request: PlanRequest, limits: BudgetLimits, options: list[BudgetOption], where: str | None, network: str | None,
     prices: PriceList,
-) -> str:
+) -> str:  # fmt: skip
     size, tokens = request.shape.parameters, _tokens(request)
     work = f"{human_count(size)} parameters on {human_count(tokens)} tokens are {6 * size * tokens:.2g} FLOPs"
     if not options:

@@ -55,7 +55,7 @@ class Layout:
         return self.dp_shard * self.cp * self.tp * self.pp
 
 
-ALONE = Layout()
+ONE_PROCESS = Layout()
 
 
 def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machine, size: int, plan: Plan) -> Layout:
@@ -64,7 +64,7 @@ def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machi
     parallel = spec.parallel
     check_engine(parallel)
     if parallel.engine == "deepspeed":
-        check_zero(spec, shape, size, plan)
+        check_deepspeed(spec, shape, size, plan)
         return Layout(dp_replicate=size)
     inner = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     outer = {REPLICATE: parallel.dp_replicate, SHARD: parallel.dp_shard}
@@ -285,7 +285,7 @@ SHARDABLE = ("adamw", "adam", "sgd", "lion")  # their update of a flat shard is 
 DIVIDED = ("nothing", "moments", "moments and gradients", "weights, gradients and moments")
 
 
-def check_zero(spec: RunSpec, shape: ModelShape, size: int, plan: Plan) -> None:
+def check_deepspeed(spec: RunSpec, shape: ModelShape, size: int, plan: Plan) -> None:
     """Refuse settings that DeepSpeed does not support here, and record its stage in the plan. DeepSpeed shards among
     all processes."""
     for key, words in _unsupported_by_deepspeed(spec, shape, size):

@@ -13,11 +13,11 @@ from bessemer.errors import UserError
 from bessemer.plan.cost_model.cost import (
     Cost,
     Work,
+    data_preparation,
     explain_impossible,
     load_prices,
-    preparation_of,
     rank_offers,
-    storage_of,
+    run_storage,
 )
 from bessemer.plan.cost_model.goodput import SAVE_STALL_S, Goodput, goodput
 from bessemer.plan.cost_model.memory import Passes, estimate
@@ -170,7 +170,7 @@ def propose(request: PlanRequest, cluster: Cluster) -> Proposal:
             f"{SAVE_STALL_S:.0f} s; an hour at most", "Young 1974", "established",
         )  # fmt: skip
     work = Work(cluster.gpu.name, cluster.count, option.seconds, shape.parameters, tokens, cluster.per_node)
-    costs = rank_offers(work, load_prices(), storage_of(shape.parameters, tokens), preparation_of(tokens))
+    costs = rank_offers(work, load_prices(), run_storage(shape.parameters, tokens), data_preparation(tokens))
     if request.from_options:
         plan = _without_spec(plan)
     request = replace(request, spec=spec)
@@ -193,16 +193,16 @@ class _Option:
         return self.goodput.wall_s(self.seconds)
 
 
-def _fastest_option(spec: RunSpec, whole: SearchGoal, tokens: int) -> tuple[_Option, tuple[str, ...]]:
+def _fastest_option(spec: RunSpec, full_goal: SearchGoal, tokens: int) -> tuple[_Option, tuple[str, ...]]:
     """The run on the number of GPUs that finishes first, and why the others are idle. Tries all GPUs and every
     subcluster (`usable_subclusters`) that could finish earlier."""
-    least_s = tokens * least_seconds_per_token(whole)
+    least_s = tokens * least_seconds_per_token(full_goal)
     on_all = best = None
     refusal: UserError | None = None
-    for part in usable_subclusters(whole.cluster, _fixed_layout(whole.fixed).size):
+    for part in usable_subclusters(full_goal.cluster, _fixed_layout(full_goal.fixed).size):
         if best and least_s / part.count >= best.wall_s:
             break
-        part_spec, goal = _goal_on(part, spec, whole)
+        part_spec, goal = _goal_on(part, spec, full_goal)
         part_goodput = goodput(part.nodes)
         if best and not can_beat(goal, tokens / (best.wall_s * part_goodput.share)):
             continue
@@ -212,25 +212,25 @@ def _fastest_option(spec: RunSpec, whole: SearchGoal, tokens: int) -> tuple[_Opt
             refusal = refusal or error
             continue
         option = _Option(part_spec, goal, result, tokens / result.best.tokens_per_s, part_goodput, notes)
-        if part.count == whole.cluster.count:
+        if part.count == full_goal.cluster.count:
             on_all = option
         if best is None or option.wall_s < best.wall_s:
             best = option
     if best is None:
-        raise refusal or UserError(_explain_no_layout(whole))
+        raise refusal or UserError(_explain_no_layout(full_goal))
     return best, (
-        *_idle_notes(whole.cluster, best, on_all, refusal),
+        *_idle_notes(full_goal.cluster, best, on_all, refusal),
         *_padding_notes(best.goal, best.result.best),
         *best.notes,
     )
 
 
-def _goal_on(part: Cluster, spec: RunSpec, whole: SearchGoal) -> tuple[RunSpec, SearchGoal]:
+def _goal_on(part: Cluster, spec: RunSpec, full_goal: SearchGoal) -> tuple[RunSpec, SearchGoal]:
     """The same run on a subcluster, which decides how weights are fixed and which earlier runs correct the times."""
-    spec = _decide_weights(Plan(), spec, whole.shape, part, whole.precision)
-    state_bytes = optimizer_bytes(spec.optimizer, spec.memory, whole.precision)
-    cluster = with_history(part, whole.precision, whole.shape.parameters)
-    return spec, replace(whole, cluster=cluster, parameter_bytes=state_bytes)
+    spec = _decide_weights(Plan(), spec, full_goal.shape, part, full_goal.precision)
+    state_bytes = optimizer_bytes(spec.optimizer, spec.memory, full_goal.precision)
+    cluster = with_history(part, full_goal.precision, full_goal.shape.parameters)
+    return spec, replace(full_goal, cluster=cluster, parameter_bytes=state_bytes)
 
 
 def _search(spec: RunSpec, goal: SearchGoal) -> tuple[SearchGoal, SearchResult, tuple[str, ...]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from bessemer.errors import UserError
-from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import Layout, decide_layout
@@ -11,6 +12,9 @@ from bessemer.spec.model import model_shape
 from bessemer.spec.parallel import ReplicasSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+
+if TYPE_CHECKING:
+    from bessemer.plan.decide import TrainPlan
 
 REPLICAS_KEY = "parallel.replicas"
 CHANGES = {
@@ -42,11 +46,13 @@ def note_replicas(spec: RunSpec, layout: Layout, plan: Plan) -> None:
         plan.add(f"{REPLICAS_KEY}.divide_optimizer", True, f"{reason}, whole tensors", "asked")
 
 
-def check_processes(spec: RunSpec, given: ModelShape | None, size: int) -> None:
-    """Refuse a layout before processes start and data is read. `given` is the shape of a folder of weights. What
+def check_processes(spec: RunSpec, folder_shape: ModelShape | None, size: int) -> None:
+    """Refuse a layout before processes start and data is read. `folder_shape` is the shape of a folder of weights. What
     depends on the data (an open context) or on this machine's memory is checked later."""
     vocab = spec.tokenizer.vocab
-    shape = model_shape(spec.model, given.vocab if given else vocab if isinstance(vocab, int) else 0, given)
+    shape = model_shape(
+        spec.model, folder_shape.vocab if folder_shape else vocab if isinstance(vocab, int) else 0, folder_shape
+    )
     context = spec.data.context if isinstance(spec.data.context, int) else 0  # every degree divides 0
     unlimited = Machine("cpu", "any", 1 << 60, 1)
     note_replicas(spec, decide_layout(spec, shape, context, unlimited, size, Plan()), Plan())

@@ -10,7 +10,7 @@ from math import gcd
 from typing import Literal
 
 from bessemer.plan.cost_model.memory import Passes
-from bessemer.plan.cost_model.operators import constants, work_of
+from bessemer.plan.cost_model.operators import constants, step_work
 from bessemer.plan.cost_model.rank_memory import RankNeeds, rank_needs
 from bessemer.plan.cost_model.step_time import StepSetup, StepTime, micro_batches, padded_rows, step_time
 from bessemer.plan.hardware import Cluster
@@ -123,7 +123,7 @@ def search(goal: SearchGoal) -> SearchResult:
 
 def least_seconds_per_token(goal: SearchGoal) -> float:
     """Compute time per token on one GPU in the largest micro-batch. n GPUs never need less than 1/n of it."""
-    setup = StepSetup(work_of(goal.shape), Layout(), MOST_ROWS, MOST_ROWS, goal.context, goal.precision)
+    setup = StepSetup(step_work(goal.shape), Layout(), MOST_ROWS, MOST_ROWS, goal.context, goal.precision)
     time = step_time(setup, replace(goal.cluster, count=1, per_node=1))
     return time.compute_s / (MOST_ROWS * goal.context)
 
@@ -210,7 +210,7 @@ def can_beat(goal: SearchGoal, tokens_per_s: float) -> bool:
     candidates and stops at the first that fits."""
     limit = USABLE * goal.cluster.gpu.memory_bytes
     row_s = goal.context * least_seconds_per_token(goal) * goal.cluster.slower
-    launch_s = constants().habits["compiled"].launch_s * work_of(goal.shape).depth * goal.cluster.slower
+    launch_s = constants().habits["compiled"].launch_s * step_work(goal.shape).depth * goal.cluster.slower
     most_s = goal.rows * goal.context / tokens_per_s
     for layout in layouts(goal):
         for rows, virtual in product(_micro_rows(goal, layout), _stages(goal, layout)):
@@ -235,8 +235,8 @@ def _needs(goal: SearchGoal, layout: Layout, rows: int, mode: Mode, virtual: int
 
 def _time(goal: SearchGoal, layout: Layout, rows: int, mode: Mode, virtual: int) -> StepTime:
     setup = StepSetup(
-        work_of(goal.shape), layout, rows, padded_rows(goal.rows, layout, rows, virtual), goal.context, goal.precision,
-        mode, virtual=virtual, sequence_parallel=layout.tp > 1,
+        step_work(goal.shape), layout, rows, padded_rows(goal.rows, layout, rows, virtual), goal.context,
+        goal.precision, mode, virtual=virtual, sequence_parallel=layout.tp > 1,
     )  # fmt: skip
     return step_time(setup, goal.cluster)
 

@@ -17,7 +17,7 @@ from statistics import NormalDist, fmean, pstdev
 from typing import Literal
 
 from bessemer.observe.figure import IDLE, SpanStyle, Timeline
-from bessemer.plan.cost_model.operators import work_of
+from bessemer.plan.cost_model.operators import step_work
 from bessemer.plan.cost_model.step_time import StepSetup, StepTime, step_time
 from bessemer.plan.hardware import Cluster
 from bessemer.plan.search.proposal import Proposal
@@ -285,7 +285,7 @@ def best_setup(proposal: Proposal) -> StepSetup:
     """The best configuration of the search."""
     goal, best = proposal.goal, proposal.best
     return StepSetup(
-        work_of(goal.shape), best.layout, best.micro_rows, best.padded_rows, goal.context, goal.precision,
+        step_work(goal.shape), best.layout, best.micro_rows, best.padded_rows, goal.context, goal.precision,
         best.activations, virtual=best.virtual, sequence_parallel=best.layout.tp > 1,
     )  # fmt: skip
 
