@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bessemer.model.families.folder import Folder, theirs
+from bessemer.model.families.folder import Folder, theirs, write_folder
 from bessemer.model.families.llama import LLAMA
-from bessemer.model.families.writer import write_folder
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape, preset
 

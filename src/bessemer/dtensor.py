@@ -1,9 +1,10 @@
-"""Recognises DTensors without importing torch's DTensor module: that import takes a second, and a run of one process
+"""Helpers for DTensors, without importing torch's DTensor module: that import takes a second, and a run of one process
 has no DTensor."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
@@ -15,3 +16,21 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether the tensor is a DTensor. None exists before its module is loaded."""
     dtensor_class = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor_class is not None and isinstance(tensor, dtensor_class)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard of a tensor that this process holds, in the same memory; a plain tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def wrap_shard(shard: Tensor, like: DTensor, shape: Sequence[int] | None = None) -> DTensor:
+    """A shard as part of a DTensor with the mesh and placements of `like`, in the same memory; `shape` is the global
+    shape if it differs. Built by hand: `DTensor.from_local` would move a shard in host memory to the mesh's device."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    size = torch.Size(like.shape if shape is None else shape)
+    stride = torch.empty(size, device="meta").stride() if shape is not None else like.stride()
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(size, stride, shard.dtype))
+    return DTensor(shard, spec, requires_grad=False)

@@ -53,12 +53,12 @@ def test_exponential_shares_are_those_of_the_recursion() -> None:
 
 def test_what_cannot_be_averaged_is_refused() -> None:
     a, b = models(2)
-    with pytest.raises(UserError, match="b is not in all of them"):
+    with pytest.raises(UserError, match="b is not in all checkpoints"):
         average([a, {"a": b["a"]}])
-    with pytest.raises(UserError, match="not one model"):
+    with pytest.raises(UserError, match="not the same model"):
         average([a, {**b, "a": torch.ones(2)}])
     for shares in ([1.0], [1.0, -1.0], [0.0, 0.0]):
-        with pytest.raises(UserError, match="one weight >= 0 for each"):
+        with pytest.raises(UserError, match="one weight >= 0 per"):
             average([a, b], shares)
     with pytest.raises(UserError, match="decay 1"):
         exponential_weights(3, 1)

@@ -205,7 +205,7 @@ def test_a_refusal_at_any_sync_leaves_the_older_checkpoints_and_nothing_else(
             message = str(error)
         if calls <= refusing:
             break
-        assert "step-00000010.a1: the save failed: [Errno 28] No space left on device" in message
+        assert "step-00000010.a1: saving failed: [Errno 28] No space left on device" in message
         assert snapshot(shelf.folder) == before
     assert refusing >= 5  # shard, index, manifest and the folders
     assert verify(shelf.folder / "step-00000010.a1").step == 10
@@ -250,6 +250,6 @@ def small_files():
 
 def test_a_write_that_the_kernel_refuses(shelf, saved, manifest_of, small_files):
     before = snapshot(shelf.folder)
-    with pytest.raises(OSError, match=r"step-00000010\.a1: the save failed: \[Errno 27\] File too large"):
+    with pytest.raises(OSError, match=r"step-00000010\.a1: saving failed: \[Errno 27\] File too large"):
         shelf.save({"x": torch.randn(50_000)}, manifest_of(10))
     assert snapshot(shelf.folder) == before

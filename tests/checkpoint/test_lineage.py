@@ -30,7 +30,7 @@ def test_versions_name_checkpoints(shelf: CheckpointStore, manifest_of: Make) ->
     tag(shelf.folder, second.name, "1.1.0-rc.1+build.5")
     tag(shelf.folder, first.name, "v1.0.0")  # again is nothing new
     assert read_tags(shelf.folder) == {"v1.0.0": first.name, "1.1.0-rc.1+build.5": second.name}
-    with pytest.raises(UserError, match=r"v1\.0\.0 is step-00000010\.a1 already"):
+    with pytest.raises(UserError, match=r"v1\.0\.0 already tags step-00000010\.a1"):
         tag(shelf.folder, second.name, "v1.0.0")
     tag(shelf.folder, second.name, "v1.0.0", move=True)
     assert read_tags(shelf.folder)["v1.0.0"] == second.name

@@ -13,7 +13,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from bessemer.checkpoint import dcp as safe_reader
 from bessemer.checkpoint.dcp import TensorReader
-from bessemer.checkpoint.manifest import DamagedCheckpoint, commit, describe_files, read_manifest
+from bessemer.checkpoint.manifest import CONFIRMED, NAME, DamagedCheckpoint, commit, hash_file, read_manifest
+
+
+def describe_files(folder):
+    """Size and hash of every file in a checkpoint folder."""
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(NAME) and path.name != CONFIRMED)
+    return {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": hash_file(folder / name)} for name in names}
 
 
 @pytest.fixture

@@ -229,6 +229,6 @@ def test_what_the_disk_gives_back_is_compared_with_what_left_the_memory(shelf, s
                 file.write(bytes([byte ^ 4]))
 
     monkeypatch.setattr(os, "fsync", spoil)
-    with pytest.raises(OSError, match=r"what was read back differs from what was written: '.*distcp'"):
+    with pytest.raises(OSError, match=r"the data read back differs from the data written: '.*distcp'"):
         shelf.save(state_of(2), manifest_of(2))
     assert [path for path, _ in shelf.committed()] == [older] and names(shelf) == [older.name]

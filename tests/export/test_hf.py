@@ -261,7 +261,7 @@ def test_what_no_family_can_hold_is_named(run: Path, tmp_path: Path) -> None:
     odd = replace(native, shape=replace(native.shape, logit_cap=20.0))
     with pytest.raises(UserError, match=r"no family of Hugging Face.*logit_cap 20\.0"):
         to_hf(odd, tmp_path / "out")
-    with pytest.raises(UserError, match="--family gpt2: cannot hold this model; llama"):
+    with pytest.raises(UserError, match="--family gpt2: cannot represent this model; llama"):
         to_hf(native, tmp_path / "out", family="gpt2")
     assert not any(tmp_path.iterdir())
 

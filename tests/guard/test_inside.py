@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from bessemer.guard.layer_stats import LayerStats, attention_numbers, layer_of
 from bessemer.model.attention import Place
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.positions import rotate
+from bessemer.model.layers import rotate
 from bessemer.model.transformer import build
 from bessemer.spec.shape import ModelShape, Rope
 

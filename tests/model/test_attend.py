@@ -10,32 +10,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bessemer.model.attention import BACKENDS, AttentionCall, attend, flex, serving, unfit
+from bessemer.model.attention import BACKENDS, AttentionCall, attend, attend_flex, select_backend, unsupported_reason
 from bessemer.model.attention_mask import TILE, AttentionMask, document_borders
 
 CPU = torch.device("cpu")
 
 
-def may_look(sight: AttentionMask, window: int, b: int, q: int, k: int) -> bool:
+def may_look(attention_mask: AttentionMask, window: int, b: int, q: int, k: int) -> bool:
     """The rule in words, of numbers."""
-    if sight.documents_BT is not None and sight.documents_BT[b, q] != sight.documents_BT[b, k]:
+    if (
+        attention_mask.documents_BT is not None
+        and attention_mask.documents_BT[b, q] != attention_mask.documents_BT[b, k]
+    ):
         return False
     if window and abs(q - k) >= window:
         return False
-    size, before = sight.blocks
+    size, before = attention_mask.blocks
     if size and abs(q // size - k // size) > before and k >= size:
         return False
-    return not sight.causal or k <= q or (sight.prefix_BT is not None and bool(sight.prefix_BT[b, k]))
+    return (
+        not attention_mask.causal
+        or k <= q
+        or (attention_mask.prefix_BT is not None and bool(attention_mask.prefix_BT[b, k]))
+    )
 
 
 def loop(
-    q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, sight: AttentionMask, window: int, scale: float, cap: float | None,
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, attention_mask: AttentionMask, window: int, scale: float,
+    cap: float | None,
     bias_1NTS: Tensor | None,
 ) -> Tensor:  # fmt: skip
     (B, T, N, _), (_, S, K, _) = q_BTND.shape, k_BSKD.shape
     out = torch.empty(B, T, N, v_BSKE.shape[-1], dtype=torch.float64)
     for b, t, n in itertools.product(range(B), range(T), range(N)):
-        seen = [s for s in range(S) if may_look(sight, window, b, S - T + t, s)]
+        seen = [s for s in range(S) if may_look(attention_mask, window, b, S - T + t, s)]
         shared = n // (N // K)
         logits = []
         for s in seen:
@@ -66,7 +74,7 @@ def make_case(
         "q_BTND": normal(B, T, K * groups, 4),
         "k_BSKD": normal(B, S, K, 4),
         "v_BSKE": normal(B, S, K, E),
-        "sight": AttentionMask(
+        "attention_mask": AttentionMask(
             coins(0.4).cumsum(1) if packed else None, coins(0.3) if prefixed else None, causal, blocks
         ),
         "window": window,
@@ -136,13 +144,15 @@ SIGHTS = {
 @pytest.mark.parametrize(("cap", "biased"), [(None, False), (0.9, True)])
 def test_flex_gives_what_the_reference_gives_under_every_mask(kind: str, cap: float | None, biased: bool) -> None:
     # Forward only: torch has no backward of FlexAttention on a CPU. The gpu tests of test_backends.py have gradients.
-    sight, window = SIGHTS[kind]
+    attention_mask, window = SIGHTS[kind]
     random = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 256, heads, 16, generator=random, dtype=torch.float64) for heads in (4, 2, 2))
     bias = torch.randn(1, 4, 256, 256, generator=random, dtype=torch.float64) if biased else None
-    expected = attend(q, k, v, sight, window, 0.25, cap, bias, backend="math")
+    expected = attend(q, k, v, attention_mask, window, 0.25, cap, bias, backend="math")
     with torch.no_grad():
-        found = flex(*(x.transpose(1, 2) for x in (q, k, v)), sight, window, 0.25, cap, bias).transpose(1, 2)
+        found = attend_flex(*(x.transpose(1, 2) for x in (q, k, v)), attention_mask, window, 0.25, cap, bias).transpose(
+            1, 2
+        )
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -156,30 +166,32 @@ def test_tiles_hide_nothing_and_whole_ones_are_whole(
 ) -> None:
     T = tiles * TILE
     prefix = random_documents(2, T, 0.3, seed) % 2 == 0 if prefixed else None
-    sight = AttentionMask(random_documents(2, T, likely, seed) if likely else None, prefix, causal, blocks)
-    dense = sight.mask(window, T, T, CPU)
+    attention_mask = AttentionMask(random_documents(2, T, likely, seed) if likely else None, prefix, causal, blocks)
+    dense = attention_mask.mask(window, T, T, CPU)
     seen = torch.ones(1, 1, T, T, dtype=torch.bool) if dense is None else dense
     pairs = seen[:, 0].unflatten(2, (tiles, TILE)).unflatten(1, (tiles, TILE)).transpose(2, 3).flatten(3)
-    some, every = sight._tile_sight(window, T, CPU)
+    some, every = attention_mask._tile_visibility(window, T, CPU)
     assert not (pairs.any(-1) & ~some).any()
     assert torch.equal(every.expand_as(pairs[..., 0]), every & pairs.all(-1))
     # And none is lost or doubled on the way to FlexAttention's lists.
-    listed = sight.tiles(window, T, CPU)
+    listed = attention_mask.block_mask(window, T, CPU)
     assert torch.equal(listed.to_dense().bool()[:, 0], some)
 
 
 def test_a_long_row_of_short_documents_lists_few_tiles() -> None:
     documents = torch.arange(8192)[None] // 256
-    assert AttentionMask(documents).tiles(0, 8192, CPU).kv_num_blocks.sum() == 64  # diagonal ones, and
-    assert AttentionMask(documents).tiles(0, 8192, CPU).full_kv_num_blocks.sum() == 32  # one below it in each document
+    assert AttentionMask(documents).block_mask(0, 8192, CPU).kv_num_blocks.sum() == 64  # diagonal ones, and
+    assert (
+        AttentionMask(documents).block_mask(0, 8192, CPU).full_kv_num_blocks.sum() == 32
+    )  # one below it in each document
 
 
 def test_borders_of_documents_end_with_their_row() -> None:
     borders, longest = document_borders(torch.tensor([[3, 3, 4, 4], [4, 4, 4, 7]]))
     assert borders.tolist() == [0, 2, 4, 7, 8] and borders.dtype == torch.int32 and longest == 3
-    assert AttentionMask().lengths(2, 4, CPU)[0].tolist() == [0, 4, 8]
+    assert AttentionMask().cu_seqlens_on(2, 4, CPU)[0].tolist() == [0, 4, 8]
     documents = random_documents(3, 50, 0.2)
-    borders, longest = AttentionMask(documents).lengths(3, 50, CPU)
+    borders, longest = AttentionMask(documents).cu_seqlens_on(3, 50, CPU)
     pieces = [documents.flatten()[a:b] for a, b in itertools.pairwise(borders.tolist())]
     assert all(len(set(piece.tolist())) == 1 for piece in pieces) and longest == max(map(len, pieces))
 
@@ -207,10 +219,10 @@ PACKED = AttentionCall(1024, 1024, 64, 64, torch.bfloat16, "cuda", masked=True)
 )
 def test_what_each_backend_can_do(change: dict[str, Any], able: set[str]) -> None:
     call = AttentionCall(**(PACKED.__dict__ | change))
-    assert {name for name in BACKENDS if unfit(name, call) is None} == able
+    assert {name for name in BACKENDS if unsupported_reason(name, call) is None} == able
     for name in (*BACKENDS, "auto"):
         expected = name if name in able else "sdpa" if "sdpa" in able else "math"
-        assert serving(name, call) == expected
+        assert select_backend(name, call) == expected
 
 
 def test_a_query_alone_sees_its_whole_cache() -> None:

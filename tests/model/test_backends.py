@@ -18,10 +18,10 @@ from bessemer.model.attention_backends import (
     BackendTiming,
     candidates,
     choose,
-    contest,
+    compare_backends,
     largest_error,
-    proven,
     set_backend,
+    verify_long_rows,
 )
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import Decoder
@@ -93,8 +93,8 @@ def with_faults(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor, dict[s
 
 def leak(out: Tensor, call: dict[str, Any]) -> Tensor:
     """A window that is one position too wide."""
-    q, k, v, sight, window, *rest = call["args"]
-    return attend(q, k, v, AttentionMask(sight.documents_BT), window + 1, *rest)
+    q, k, v, attention_mask, window, *rest = call["args"]
+    return attend(q, k, v, AttentionMask(attention_mask.documents_BT), window + 1, *rest)
 
 
 def ignore_documents(out: Tensor, call: dict[str, Any]) -> Tensor:
@@ -126,12 +126,12 @@ def test_a_wrong_or_failing_backend_is_dropped_with_the_reason(
 ) -> None:
     with_faults(monkeypatch, fault)
     shape = shape_of(windows=(7,))
-    choice = contest(["broken", "sdpa"], {7: trial_of(shape, 7)}, Counter({7: 2}), budget_s=0.01)
+    choice = compare_backends(["broken", "sdpa"], {7: trial_of(shape, 7)}, Counter({7: 2}), budget_s=0.01)
     assert choice.name == "sdpa" and set(choice.times) == {"sdpa"}
     assert choice.dropped["broken"].startswith(why) and "trace" not in choice.reason
     assert f"broken dropped: {choice.dropped['broken']}" in choice.reason
     assert choice.errors["sdpa"] < 1e-12 and not choice.errors.get("broken", 1.0) < 0.01  # nor NaN
-    alone = contest(["broken"], {7: trial_of(shape, 7)}, Counter({7: 2}), budget_s=0.01)
+    alone = compare_backends(["broken"], {7: trial_of(shape, 7)}, Counter({7: 2}), budget_s=0.01)
     assert alone.name == "math"
 
 
@@ -158,19 +158,19 @@ def test_the_fastest_on_short_rows_has_to_be_right_on_long_ones(
 
     long = [lambda: trial_of(shape_of())]
     with_faults(monkeypatch, poison)
-    assert proven(fastest(), long, end=12).name == "broken"  # the poison is at the beginning
-    choice = proven(fastest(), long, end=48)
+    assert verify_long_rows(fastest(), long, end=12).name == "broken"  # the poison is at the beginning
+    choice = verify_long_rows(fastest(), long, end=48)
     assert choice.name == "sdpa" and "broken dropped: off by nan at the end of 48 tokens" in choice.reason
     assert "flash dropped: no kernel" in choice.reason
     with_faults(monkeypatch, fail)
-    assert proven(fastest(), long, end=12).dropped["broken"] == "no kernel for this head"
+    assert verify_long_rows(fastest(), long, end=12).dropped["broken"] == "no kernel for this head"
 
     def full(out: Tensor, call: dict[str, Any]) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with_faults(monkeypatch, full)
-    choice = proven(fastest(), long, end=12)
-    assert choice.name == "broken" and choice.reason.endswith("no room to check it at full length")
+    choice = verify_long_rows(fastest(), long, end=12)
+    assert choice.name == "broken" and choice.reason.endswith("not checked at full length (out of memory)")
 
 
 def test_the_fastest_over_all_layers_wins(shape_of: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_the_fastest_over_all_layers_wins(shape_of: Shapes, monkeypatch: pytest.
     monkeypatch.setattr(BackendTiming, "seconds", lambda trial, name, budget_s: costs[name, trial.window])
     shape = shape_of(layers=4, windows=(7, 7, 7, 0))
     trials = {window: trial_of(shape, window) for window in (0, 7)}
-    choice = contest(["sdpa", "math"], trials, backends.windows(shape), budget_s=1.0)
+    choice = compare_backends(["sdpa", "math"], trials, backends.windows(shape), budget_s=1.0)
     assert choice.name == "math" and choice.times == {"sdpa": 3.25, "math": 3.0}
     assert "math 3000.00 ms, sdpa 3250.00 ms" in choice.reason
 
@@ -212,14 +212,14 @@ def test_a_tie_goes_to_the_backend_that_repeats_its_bits(shape_of: Shapes, monke
         monkeypatch.setattr(
             BackendTiming, "seconds", lambda trial, name, budget_s, s=flex_s: s if name == "flex" else 1.0
         )
-        assert contest(["flex", "varlen"], {0: trial_of(shape_of())}, Counter({0: 1}), 1.0).name == winner
+        assert compare_backends(["flex", "varlen"], {0: trial_of(shape_of())}, Counter({0: 1}), 1.0).name == winner
 
 
 def test_set_backend_reaches_every_attention_layer(shape_of: Shapes) -> None:
     model = Decoder(shape_of())
     set_backend(model, "flex")
     assert [block.attention.backend for block in model.blocks] == ["flex", "flex"]
-    with pytest.raises(UserError, match="'flax': choose auto, sdpa"):
+    with pytest.raises(UserError, match="'flax' is unknown; write auto, sdpa"):
         set_backend(model, "flax")
 
 

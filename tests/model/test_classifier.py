@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.classifier import Classifier, headless, pooled
+from bessemer.model.classifier import Classifier, pool_documents, without_head
 from bessemer.model.init import init_weights
 from bessemer.model.transformer import Decoder
 
@@ -31,7 +31,7 @@ def test_pools_are_of_each_document_in_order(rows, data):
             number += 1
         documents.append(cells + [-1] * spare)
     for pool, states in expected.items():
-        found = pooled(x, torch.tensor(documents), pool)
+        found = pool_documents(x, torch.tensor(documents), pool)
         assert found.shape == (number, 5)
         if states:
             torch.testing.assert_close(found, torch.stack(states))
@@ -41,7 +41,7 @@ def test_pools_are_of_each_document_in_order(rows, data):
 @pytest.mark.parametrize("causal", [True, False])
 @torch.no_grad()
 def test_packed_texts_are_texts_alone(shape_of, pool, causal):
-    model = Classifier(Decoder(headless(shape_of(causal=causal))), 3, pool=pool, hidden=True)
+    model = Classifier(Decoder(without_head(shape_of(causal=causal))), 3, pool=pool, hidden=True)
     init_weights(model, 1, "kaiming")
     model = model.double().eval()
     texts = [torch.arange(9), torch.arange(4, 6), torch.arange(20, 34)]
@@ -52,7 +52,7 @@ def test_packed_texts_are_texts_alone(shape_of, pool, causal):
 
 
 def test_a_body_has_no_head_of_words(shape_of):
-    shape = headless(shape_of(tied=False, head_bias=True, head_transform=True))
+    shape = without_head(shape_of(tied=False, head_bias=True, head_transform=True))
     model = Classifier(Decoder(shape), 4, kind="token")
     outside = {name.split(".")[0] for name, _ in model.named_parameters()}
     assert outside == {"body", "score"} and not any("head" in name for name, _ in model.named_parameters())
@@ -61,7 +61,7 @@ def test_a_body_has_no_head_of_words(shape_of):
 
 
 def test_every_parameter_learns(shape_of):
-    model = Classifier(Decoder(headless(shape_of())), 4, pool="mean", hidden=True)
+    model = Classifier(Decoder(without_head(shape_of())), 4, pool="mean", hidden=True)
     init_weights(model, 1)
     model(torch.arange(12).view(2, 6)).logsumexp(-1).sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())

@@ -12,7 +12,7 @@ from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.encoder_decoder import CrossBlock, EncoderDecoder, cross_mask
 from bessemer.model.init import init_weights
-from bessemer.model.positions import relative_bucket
+from bessemer.model.layers import relative_bucket
 from bessemer.spec.shape import ModelShape, cache_bytes, parts
 from bessemer.train.objectives import Denoise
 
@@ -117,7 +117,7 @@ def test_the_text_is_read_once(model, monkeypatch):
 
 
 def test_generation_needs_a_text(model):
-    with pytest.raises(UserError, match="give it a text to read"):
+    with pytest.raises(UserError, match="needs a text to encode"):
         model.new_caches()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bessemer.model.attention import LATENT_EPS, LatentAttention, LayerCache, Place
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.positions import RotaryTable
+from bessemer.model.layers import RotaryTable
 from bessemer.spec import shape as count
 from bessemer.spec.shape import Mla, ModelShape, Rope
 
@@ -31,10 +31,10 @@ def make(shape: ModelShape, seed: int = 0) -> LatentAttention:
     return layer
 
 
-def place_of(shape: ModelShape, start: int, stop: int, sight: AttentionMask | None = None) -> Place:
+def place_of(shape: ModelShape, start: int, stop: int, attention_mask: AttentionMask | None = None) -> Place:
     assert shape.mla is not None
     cos, sin = RotaryTable(shape.mla.rope_dim, shape.rope).get(stop, torch.device("cpu"), torch.float64)
-    return Place(sight or AttentionMask(), (cos[start:], sin[start:]))
+    return Place(attention_mask or AttentionMask(), (cos[start:], sin[start:]))
 
 
 def rows(B: int, T: int) -> Tensor:

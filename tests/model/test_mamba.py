@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.mamba import HF_NAMES, Mamba2, MambaCache, init_mamba
+from bessemer.model.families.bert_t5_mamba import MAMBA_NAMES
+from bessemer.model.mamba import Mamba2, MambaCache, init_mamba
 from bessemer.spec.shape import Mamba
 
 WIDTH, EPS = 12, 1e-5
@@ -224,7 +225,7 @@ def peer_config(modeling: Any, mamba: Mamba, **fields: Any) -> Any:
 
 def peer_name(name: str) -> str:
     first, *rest = name.split(".")
-    return ".".join([HF_NAMES[first], *rest])
+    return ".".join([MAMBA_NAMES[first], *rest])
 
 
 def copied(theirs: nn.Module, mamba: Mamba) -> Mamba2:

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.model.positions import RelativeBias, alibi_bias, alibi_rounded, alibi_slopes, relative_bucket, sinusoidal
+from bessemer.model.layers import RelativeBias, alibi_bias, alibi_rounded, alibi_slopes, relative_bucket, sinusoidal
 
 CPU = torch.device("cpu")
 

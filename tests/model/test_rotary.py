@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.model.positions import RotaryTable, attention_factor, frequencies, rotate, yarn_mscale
+from bessemer.model.layers import RotaryTable, attention_factor, frequencies, rotate, yarn_mscale
 from bessemer.spec.shape import Rope
 
 CPU = torch.device("cpu")
@@ -269,7 +269,7 @@ def test_a_table_built_while_models_are_made_on_meta_is_real():
         (Rope(share=0.1), "rope.share 0.1 of head_dim 8 is 0"),
         (Rope(scaling="yarn", factor=4.0), "rope.original is 0"),
         (Rope(scaling="linear", factor=0.0), "rope.factor is 0.0"),
-        (Rope(scaling="ntk", factor=2.0, share=0.25), "more than one pair"),
+        (Rope(scaling="ntk", factor=2.0, share=0.25), "at least two pairs"),
         (Rope(scaling="longrope", original=8, short=(1.0,) * 4, long=(1.0,) * 3), "rope.long has 3 numbers; give 4"),
     ],
 )

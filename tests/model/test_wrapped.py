@@ -139,7 +139,7 @@ def test_a_state_space_model_trains_alone_but_not_packed(tmp_path: Path) -> None
     settings = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
     model = wrap(save(tmp_path, "mamba", settings), "cpu").eval()
     documents_BT = torch.tensor([[0] * 4 + [1] * 6])
-    with pytest.raises(UserError, match=r"mamba does not keep packed documents apart: write packing: pad"):
+    with pytest.raises(UserError, match=r"mamba cannot separate packed documents: write packing: pad"):
         model(tokens(1, 10), AttentionMask(documents_BT))
     prompt = tokens(1, 7)
     said = list(generate(model, prompt[0].tolist(), 5, (), Sampling(0.0)))  # without a cache
@@ -155,13 +155,13 @@ def test_llama_4_trains_alone_but_not_packed(tmp_path: Path) -> None:
         "attention_chunk_size": 16, "max_position_embeddings": 128, "pad_token_id": None,
     }  # fmt: skip
     folder = save(tmp_path, "llama4_text", settings)
-    with pytest.raises(UserError, match=r"Llama4ForCausalLM is none of those we know .*wrap: true"):
+    with pytest.raises(UserError, match=r"Llama4ForCausalLM is not supported .*wrap: true"):
         read_shape(json.loads((folder / "config.json").read_text()))
     model, reference, tokens_BT = wrap(folder, "cpu").eval(), theirs(folder).float(), tokens(1, 40)
     torch.testing.assert_close(model.logits(model(tokens_BT)), reference(tokens_BT).logits)
     expected = reference.generate(tokens_BT, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert list(generate(model, tokens_BT[0].tolist(), 5, (), Sampling(0.0))) == expected[0, 40:].tolist()
-    with pytest.raises(UserError, match=r"llama4_text does not keep packed documents apart: write packing: pad"):
+    with pytest.raises(UserError, match=r"llama4_text cannot separate packed documents: write packing: pad"):
         model(tokens_BT, AttentionMask(torch.tensor([[0] * 20 + [1] * 20])))
 
 
@@ -171,7 +171,7 @@ def test_llama_4_trains_alone_but_not_packed(tmp_path: Path) -> None:
         ({"architectures": ["XyzForCausalLM"]}, "wrap: true"),
         ({"model_type": "xyz"}, "wrap: true"),
         ({"architectures": ["RobertaForMaskedLM"]}, "only models that predict the next token"),
-        ({"architectures": ["Llama4ForConditionalGeneration"], "text_config": {}}, "save its text part"),
+        ({"architectures": ["Llama4ForConditionalGeneration"], "text_config": {}}, "save its text model"),
     ],
 )
 def test_wrapping_is_recommended_only_where_it_works(config: dict[str, Any], fix: str) -> None:
@@ -183,14 +183,14 @@ def test_wrapping_is_recommended_only_where_it_works(config: dict[str, Any], fix
 def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", "stablelm", CONFIGS["stablelm"])
     shape = read_wrapped(folder)
-    with pytest.raises(UserError, match="120 tokens do not fit the model's 96"):
+    with pytest.raises(UserError, match="120 tokens exceed the model's vocabulary of 96"):
         check_wrapped(shape, 120, 32)
     with pytest.raises(UserError, match="65 exceeds the model's 64"):
         check_wrapped(shape, V, 65)
-    with pytest.raises(UserError, match="only looks back: remove the prefix task"):
+    with pytest.raises(UserError, match="is causal only; remove the prefix task"):
         wrap(folder, "cpu")(tokens(1, 8), AttentionMask(prefix_BT=torch.ones(1, 8, dtype=torch.bool)))
     ahead = save(tmp_path / "b", "electra", {**SMALL, "embedding_size": 32, "pad_token_id": 0})
-    with pytest.raises(UserError, match=r"with a linear head|looks ahead"):
+    with pytest.raises(UserError, match=r"with a linear head|attends to later tokens"):
         wrap(ahead, "cpu")
 
 
@@ -200,7 +200,7 @@ def test_a_head_that_was_misread_is_found_out(tmp_path: Path) -> None:
     folder = save(tmp_path, "cohere", CONFIGS["cohere"])
     shape = read_wrapped(folder)
     assert shape.logit_scale == 0.25
-    with pytest.raises(UserError, match="cohere makes its logits in a way not known here"):
+    with pytest.raises(UserError, match="cohere computes its logits in an unsupported way"):
         load_wrapped(WrappedModel(replace(shape, logit_scale=1.0)), folder)
 
 
@@ -212,7 +212,7 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     state = load_file(file)
     del state["model.layers.1.mlp.up_proj.weight"]
     save_file(state, file, {"format": "pt"})
-    with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' is missing or of another shape"):
+    with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' is missing or has another shape"):
         wrap(folder, "cpu")
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.optim.low_memory import decoded, encoded, join_weights, noise, rounded, split_weights
+from bessemer.optim.low_memory import dequantize, join_weights, quantize, random_bits, split_weights, stochastic_round
 
 N = 1 << 16
 
@@ -25,7 +25,7 @@ def filled(value):
 @pytest.mark.parametrize("seed", [0, 12345, -(2**31)])
 def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average(value, seed):
     x = filled(value)
-    result = rounded(x, key(seed))
+    result = stochastic_round(x, key(seed))
     assert torch.equal(result, result.bfloat16().float()), "these are bf16 numbers"
     low = (x.view(torch.int32) & -0x10000).view(torch.float32)[0].double()  # towards zero
     high = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32)[0].double()
@@ -37,13 +37,13 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average(value, 
 
 def test_what_is_bf16_already_or_no_number_stays():
     odd = [0.0, -0.0, 1.5, -2.25, math.inf, -math.inf, math.nan]
-    result = rounded(torch.tensor(odd * 50), key(1)).view(50, -1)
+    result = stochastic_round(torch.tensor(odd * 50), key(1)).view(50, -1)
     assert all(str(float(value)) == str(wanted) for row in result for value, wanted in zip(row, odd, strict=True))
 
 
 def test_noise_is_even_independent_of_the_key_and_the_same_again():
-    a, b = noise(filled(0), key(1)).double(), noise(filled(0), key(2)).double()
-    assert torch.equal(a, noise(filled(0), key(1)).double())
+    a, b = random_bits(filled(0), key(1)).double(), random_bits(filled(0), key(2)).double()
+    assert torch.equal(a, random_bits(filled(0), key(1)).double())
     for bits in (a, b):
         assert bits.min() >= 0 and bits.max() < 2**16
         counts = torch.histc(bits, 64, 0, 2**16)
@@ -69,9 +69,9 @@ def test_halves_lose_nothing(bits):
 def test_blocks_of_8_bits_keep_zero_the_largest_and_the_sign():
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 10, 40)[:, None]
     x[7] = 0.0
-    codes, scale = encoded(x, True, key(1))
+    codes, scale = quantize(x, True, key(1))
     assert codes.dtype == torch.uint8 and codes.shape == x.shape and scale.shape == (40, 1)
-    back = decoded(codes, scale, signed=True)
+    back = dequantize(codes, scale, signed=True)
     assert torch.equal(back[7], torch.zeros(256))
     assert torch.equal(back.abs().amax(1), x.abs().amax(1)), "the largest of a block is exact"
     assert ((back == 0) | (back.sign() == x.sign())).all()
@@ -81,10 +81,10 @@ def test_blocks_of_8_bits_keep_zero_the_largest_and_the_sign():
 
 def test_a_second_moment_above_zero_is_never_zero():
     x = torch.logspace(0, -30, 256)[None]
-    codes, scale = encoded(x, False, key(1))
-    back = decoded(codes, scale, signed=False)
+    codes, scale = quantize(x, False, key(1))
+    back = dequantize(codes, scale, signed=False)
     assert (back > 0).all()
-    assert torch.equal(decoded(*encoded(torch.zeros(1, 256), False, key(1)), signed=False), torch.zeros(1, 256))
+    assert torch.equal(dequantize(*quantize(torch.zeros(1, 256), False, key(1)), signed=False), torch.zeros(1, 256))
     seen = x > 1e-6
     assert ((back - x).abs() / x)[seen].max() < 0.26
 
@@ -107,7 +107,7 @@ def test_the_update_is_nearer_than_torchao_s_and_right_on_average():
     exact = m / (v.sqrt() + 1e-8)
 
     def ours(x, signed, seed):
-        return decoded(*encoded(x, signed, key(seed)), signed)
+        return dequantize(*quantize(x, signed, key(seed)), signed)
 
     def theirs(x, signed):
         table = torch.tensor(peer.create_dynamic_map(signed))

@@ -89,8 +89,8 @@ class Missing(torch.optim.AdamW):
     [
         (IgnoresTheVerdict, "a rejected step changed"),
         (CountsAVetoedStep, "a rejected step changed"),
-        (NeverMoves, "an accepted step left"),
-        (MovesTheFirstBlockOnly, "an accepted step left"),
+        (NeverMoves, "an accepted step did not change"),
+        (MovesTheFirstBlockOnly, "an accepted step did not change"),
         (Missing, "no fused kernel here"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_path_that_does_not_hold_is_left_for_the_host_and_an_unsafe_host_stops
         assert optimizer.path == "host read"
         assert optimizer.fallback_reason.startswith(f"adamw, {path}: broken; the verdict is read on the host")
     monkeypatch.setattr(choose, "veto_fault", refuse(*PATHS.values()))
-    with pytest.raises(RuntimeError, match=r"cannot withhold a step of adamw on cpu: broken"):
+    with pytest.raises(RuntimeError, match=r"cannot reject steps of adamw on cpu: broken"):
         made()
 
 

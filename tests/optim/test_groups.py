@@ -57,14 +57,14 @@ def test_names_layers_ranges_and_globs(patterns, expected):
     [
         (
             ["blocks.3"],
-            r"'blocks.3' names nothing here: there are embedding, blocks.0 to blocks.2, norm.*; did you mean blocks",
+            r"'blocks.3' matches nothing: there are embedding, blocks.0 to blocks.2, norm.*; did you mean blocks",
         ),
-        (["blocks.0-7"], r"'blocks.0-7' names nothing.*blocks.0 to blocks.2"),
+        (["blocks.0-7"], r"'blocks.0-7' matches nothing.*blocks.0 to blocks.2"),
         (["embeding"], r"did you mean embedding"),
         (["head"], r"the head is the embedding; write embedding"),
-        (["blocks.2-1"], r"'blocks.2-1' names nothing"),
-        (["*"], r"leave nothing to train"),
-        (["xyz"], r"names nothing here: there are embedding, blocks.0 to blocks.2, norm"),
+        (["blocks.2-1"], r"'blocks.2-1' matches nothing"),
+        (["*"], r"freeze every parameter"),
+        (["xyz"], r"matches nothing: there are embedding, blocks.0 to blocks.2, norm"),
     ],
 )
 def test_what_names_nothing_or_everything_is_refused(patterns, words):
@@ -103,7 +103,7 @@ def test_mup_scales_the_matrices_that_read_the_width():
     assert scales["blocks.1.ffn.up.weight"] == 0.125  # both at once
     assert scales["head.weight"] == scales["norm.weight"] == scales["blocks.2.ffn_norm.weight"] == 1.0
     assert scales["embedding.weight"] == 0.125  # of the decay alone
-    with pytest.raises(UserError, match="mup has no rule for sgd: write adamw"):
+    with pytest.raises(UserError, match="mup does not support sgd: write adamw"):
         lr_scales(model, spec_of({"preset": "1M", "init": "mup"}, name="sgd"))
 
 
@@ -185,8 +185,8 @@ def test_the_plan_says_what_little_memory_costs():
     note_groups(model_of(), spec_of(memory=memory), plan)
     state, update = plan.decisions["optimizer state"], plan.decisions["memory.update"]
     assert state.value == "weights kahan, moments 8bit"
-    assert state.reason == "2 bytes a parameter on the device instead of 18, and 4.03 on the host"
-    assert "judged after its update" in update.reason and "nothing is clipped" in update.reason
+    assert state.reason == "2 bytes per parameter on the device instead of 18, and 4.03 on the host"
+    assert "judged after its update" in update.reason and "no clipping" in update.reason
 
 
 def test_a_run_s_optimizer_makes_its_matrices_bf16():

@@ -6,9 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bessemer.optim.choose import make_optimizer
+from bessemer.optim.choose import Lion, make_optimizer
 from bessemer.optim.guarded import clip_divisor
-from bessemer.optim.lion import Lion
 from bessemer.spec.optimizer import FUSED, SETTINGS, OptimizerSpec
 
 LIMIT = 1.0

@@ -101,7 +101,7 @@ def test_one_micro_batch_only():
     model, optimizer = made()
     optimizer.arm(1e-3)
     loss_of(model).backward()
-    with pytest.raises(UserError, match=r"memory.update: in_backward cannot add up micro-batches: write budget.micro"):
+    with pytest.raises(UserError, match=r"memory.update: in_backward cannot accumulate gradients: set budget.micro"):
         loss_of(model).backward()
 
 

@@ -12,7 +12,7 @@ from bessemer.model.transformer import build as build_model
 from bessemer.optim import low_memory as lean
 from bessemer.optim.choose import PATHS, make_optimizer, veto_fault
 from bessemer.optim.guarded import clip_divisor
-from bessemer.optim.low_memory import decoded, join_weights, to_low_precision
+from bessemer.optim.low_memory import dequantize, join_weights, to_low_precision
 from bessemer.spec.optimizer import LEAN, MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.shape import ModelShape
 
@@ -32,7 +32,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(st
 
 @pytest.fixture(autouse=True)
 def offload_of_small_tensors(monkeypatch):
-    monkeypatch.setattr(lean, "SMALLEST_OFFLOAD", 1)
+    monkeypatch.setattr(lean, "MIN_OFFLOAD_SIZE", 1)
 
 
 def model(weights="fp32", seed=0, device="cpu", shapes=SHAPES):
@@ -263,7 +263,7 @@ def test_second_moments_fall_as_slowly_as_they_should(moments):
         optimizer.step(1e-3, ACCEPT, torch.tensor(1.0))
     v = optimizer.state()["a.exp_avg_sq"]
     if moments == "8bit":
-        v = decoded(v, optimizer.state()["a.exp_avg_sq_scale"][:, None], signed=False)
+        v = dequantize(v, optimizer.state()["a.exp_avg_sq_scale"][:, None], signed=False)
     # A step of 8 bits is 5 % here and its middle is not its mean: what is left of 1 is 0.74, to the nearest 1.
     assert abs(v[:, 1:].double().mean() / 0.001 / 0.999**299 - 1) < {"bf16": 0.01, "8bit": 0.1}[moments]
 
@@ -291,8 +291,8 @@ def test_pieces_do_not_change_a_number(kind, monkeypatch):
     if kind["weights"] == "stochastic" or kind["moments"] != "fp32":
         pytest.skip("each piece has roundings of its own")
     results = []
-    for piece in (lean.PIECE, 1024):
-        monkeypatch.setattr(lean, "PIECE", piece)
+    for piece in (lean.PIECE_SIZE, 1024):
+        monkeypatch.setattr(lean, "PIECE_SIZE", piece)
         named = model(kind["weights"])
         optimizer = make_optimizer(named.items(), OptimizerSpec(), memory=MemorySpec(**kind))
         steps(optimizer, named, 4)
@@ -337,7 +337,7 @@ def test_compiled_is_the_eager_step(kind, monkeypatch):
     """torch.compile as on a GPU, here for the CPU: the same roundings, the rest within its fused multiply-adds."""
     results, genuine = [], lean.update
     for compiled in (False, True):
-        monkeypatch.setattr(lean, "update", lean._compiled() if compiled else genuine)
+        monkeypatch.setattr(lean, "update", lean._compiled_update() if compiled else genuine)
         named = model(kind["weights"])
         optimizer = make_optimizer(named.items(), OptimizerSpec(), memory=MemorySpec(**kind))
         steps(optimizer, named, 4)
@@ -422,7 +422,7 @@ def test_on_a_gpu_it_is_the_cpu_s_step_and_never_waits(kind):
         if kind["moments"] == "8bit":
             state = optimizer.state()
             codes, scale = (state[f"matrix.{key}"].cpu() for key in ("exp_avg_sq", "exp_avg_sq_scale"))
-            results[-1]["v"] = decoded(codes.view(len(scale), -1), scale[:, None], signed=False).double()
+            results[-1]["v"] = dequantize(codes.view(len(scale), -1), scale[:, None], signed=False).double()
     tolerance = {"fp32": 1e-5, "kahan": 1e-5, "stochastic": 0.02}[kind["weights"]]
     for name in results[0]:
         near = (results[0][name] - results[1][name]).abs() <= tolerance

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bessemer.optim.lion import Lion
+from bessemer.optim.choose import Lion
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.98), (0.3, 0.2)])

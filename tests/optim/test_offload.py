@@ -9,8 +9,7 @@ from torch import nn
 from bessemer.errors import UserError
 from bessemer.optim import low_memory as lean
 from bessemer.optim.choose import make_optimizer
-from bessemer.optim.low_memory import to_low_precision
-from bessemer.optim.offload import SLOTS, HostOffload, host_zeros
+from bessemer.optim.low_memory import SLOTS, HostOffload, host_zeros, to_low_precision
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 
 SHAPES = {"large": (96, 256), "matrix": (64, 80), "small": (3, 5)}
@@ -41,8 +40,8 @@ def run(device, weights, moments, offload, count=5):
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize(("weights", "moments"), KINDS)
 def test_the_host_changes_no_bit(weights, moments, device, monkeypatch):
-    monkeypatch.setattr(lean, "PIECE", 2048)  # many pieces in three slots
-    monkeypatch.setattr(lean, "SMALLEST_OFFLOAD", 100)
+    monkeypatch.setattr(lean, "PIECE_SIZE", 2048)  # many pieces in three slots
+    monkeypatch.setattr(lean, "MIN_OFFLOAD_SIZE", 100)
     here, there = (run(device, weights, moments, offload) for offload in (False, True))
     for name in SHAPES:
         assert torch.equal(here[0][name], there[0][name])
@@ -68,7 +67,7 @@ def test_slots_are_used_in_turn_and_pieces_come_back():
     host = [{"a": torch.full((100,), float(i)), "b": torch.zeros(8, 16, dtype=torch.uint8)} for i in range(7)]
     seen = []
     for tensors in host:
-        with shuttle.aboard(tensors) as live:
+        with shuttle.on_device(tensors) as live:
             assert live["b"].shape == (8, 16)
             seen.append(live["a"].data_ptr())
             live["a"] += 1
@@ -107,5 +106,5 @@ def test_host_memory_is_zero_exact_locked_and_given_back(monkeypatch):
 
 def test_a_host_that_refuses_says_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(2))
-    with pytest.raises(UserError, match=r"memory.offload_optimizer: the host refuses to lock 1 MiB more"):
+    with pytest.raises(UserError, match=r"memory.offload_optimizer: cannot pin another 1 MiB"):
         host_zeros((1 << 20,), torch.uint8, torch.device("cuda"))

@@ -93,7 +93,7 @@ def test_a_killed_worker_is_named(start: Start, tmp_path: Path) -> None:
     workers(tmp_path)[1].kill()
     assert exit_code(pid) == 1
     log = (tmp_path / "log").read_text()
-    assert "rank 1 (process" in log and "SIGKILL; no restart is left" in log and "Traceback" not in log
+    assert "rank 1 (process" in log and "SIGKILL; no restarts are left" in log and "Traceback" not in log
 
 
 def test_workers_end_when_the_agent_is_killed(start: Start, tmp_path: Path) -> None:

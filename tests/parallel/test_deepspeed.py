@@ -301,6 +301,6 @@ def test_a_missing_or_untried_version_is_one_line(monkeypatch: pytest.MonkeyPatc
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", found)
-    words = "deepspeed needs `pip install" if version is None else f"deepspeed {version} was not tried: pip install"
+    words = "deepspeed needs `pip install" if version is None else f"deepspeed {version} is untested: pip install"
     with pytest.raises(UserError, match=f"^parallel.engine: {words}"):
         import_deepspeed(torch.device("cpu"))

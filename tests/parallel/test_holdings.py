@@ -66,7 +66,7 @@ def test_both_ways_of_dividing_at_once(ranks: Ranks) -> None:
         assert weights["whole"]["numbers"] == 0
         assert each["moments"]["divided"] == weights["divided"] == each["gradients"]["divided"]
         (words,) = each["left_whole"]
-        assert words.startswith("embedding.weight (4.19 MB, 80% of") and "in 2 parts where others are in 4" in words
+        assert words.startswith("embedding.weight (4.19 MB, 80% of") and "in 2 shards while others are in 4" in words
     held = sum(each["weights"]["divided"]["numbers"] for each in found)
     assert held == matrices + 2 * (embedding + norm)
 
@@ -76,7 +76,7 @@ def test_what_tensor_parallelism_leaves_whole_is_named(ranks: Ranks) -> None:
         assert each["weights"]["whole"]["numbers"] == 4096 * 512 + 513
         assert each["weights"]["divided"] == {"tensors": 2, "numbers": 512 * 1024, "bytes": 4 * 512 * 1024}
         (words,) = each["left_whole"]
-        assert "in one piece where others are in 2" in words
+        assert "in one piece while others are in 2" in words
 
 
 def test_nothing_is_said_of_whole_replicas_or_small_tensors(ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from bessemer.checkpoint.store import single_process
+from bessemer.checkpoint.store import silence_single_process_warning
 from bessemer.errors import UserError
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.ema import Ema
@@ -142,7 +142,7 @@ def test_divided_moments_are_saved_and_loaded_as_parts_of_a_whole(ranks: Ranks, 
 
     ranks(2, save)
     alone = make_optimizer(Net().named_parameters(), OptimizerSpec(), memory=MemorySpec(moments="8bit")).state()
-    single_process()
+    silence_single_process_warning()
     dcp.load(alone, checkpoint_id=tmp_path, no_dist=True)
     assert all(bool((tensor == len(key) % 200).all()) for key, tensor in alone.items())
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.parallel.replicas import share_out
+from bessemer.parallel.replicas import assign_owners
 from bessemer.plan.decision import Plan
 from bessemer.plan.search.layout import Layout
 from bessemer.plan.search.replicas import note_replicas
@@ -162,7 +162,7 @@ def test_each_replica_holds_about_half_of_the_moments(ranks: Ranks, folder: Path
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=50), st.integers(1, 8))
 def test_shares_are_even_to_one_tensor(sizes: list[int], among: int) -> None:
-    owners = share_out(sizes, among)
+    owners = assign_owners(sizes, among)
     held = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == each) for each in range(among)]
     assert sum(held) == sum(sizes)
     assert max(held) - min(held) <= max(sizes)

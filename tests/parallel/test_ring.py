@@ -53,11 +53,11 @@ def _attention(size: int, kind: str, kv: int, value: int = D, strip: int = 512) 
     part = ring.part(T) if ring else torch.arange(T)
     sizes = ((N, D), (kv, D), (kv, value))
     q, k, v = (torch.randn(B, T, *one, dtype=torch.float64)[:, part].clone().requires_grad_() for one in sizes)
-    sight = AttentionMask(documents, blocks=blocks)
+    attention_mask = AttentionMask(documents, blocks=blocks)
     if ring:
-        out = ring.attend(q, k, v, sight, window, D**-0.5, _whole)
+        out = ring.attend(q, k, v, attention_mask, window, D**-0.5, _whole)
     else:
-        out = attend(q, k, v, sight, window, D**-0.5, backend="math")
+        out = attend(q, k, v, attention_mask, window, D**-0.5, backend="math")
     (out.square() * torch.arange(T, dtype=torch.float64)[part, None, None]).sum().backward()
     assert q.grad is not None and k.grad is not None and v.grad is not None
     return out.detach(), q.grad, k.grad, v.grad

@@ -1,1 +1,1 @@
-"""Saves that can be trusted: sharded state, a manifest that is the commit, retention."""
+"""Verified checkpoints: sharded state, a manifest that is the commit, retention, remote copies."""

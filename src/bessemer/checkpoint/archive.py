@@ -1,16 +1,15 @@
-"""Checkpoints packed small: a store of tensors by the hash of their bytes, compressed, optionally as differences.
+"""Packed checkpoints: an archive of tensors by content hash, compressed, optionally as differences.
 
-    STORE/NAME.json            one packed checkpoint: its manifest, and each tensor's type, shape and hash
+    STORE/NAME.json            one packed checkpoint: its manifest, and each tensor's dtype, shape and hash
     STORE/objects/ab/abcdef..  one tensor: a line of JSON (how it is packed), then the packed bytes
 
-An object's name is the SHA-256 of the tensor's bytes, so equal tensors are stored once and every read proves itself.
+An object's name is the SHA-256 of the tensor's bytes, so equal tensors are stored once and every read is verified.
 
-How a tensor's bytes are made small, without loss: difference of bit patterns, byte planes, then a compressor.
-
-Neighbouring checkpoints differ in the last bits of most numbers. Their bit patterns, read as integers and subtracted,
-give small numbers of either sign (folded to 0, -1, 1, -2, ... as 0, 1, 2, 3); laid out plane by plane (all first bytes,
-all second bytes, ...) the zeros lie together. fp32 weights one step apart: 58 % of their size (61 % with exclusive-or,
-88 % without a difference), ten steps apart 70 %. Bits, not numbers: NaN payloads and negative zeros come back exactly.
+Compression is lossless: difference of bit patterns, byte planes, then a compressor. Neighbouring checkpoints differ in
+the last bits of most numbers. Their bit patterns, subtracted as integers, give small numbers of either sign
+(zigzag-encoded: 0, -1, 1, -2, ... as 0, 1, 2, 3); plane by plane (all first bytes, all second bytes, ...) the zeros are
+contiguous. fp32 weights one step apart take 58 % of their size (61 % with exclusive-or, 88 % without a difference), ten
+steps apart 70 %. NaN payloads and negative zeros are preserved.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from bessemer.errors import UserError
 from bessemer.storage import write_atomic
 
 _HASH = re.compile(r"^[0-9a-f]{64}$")
-_SAMPLE = 1 << 20  # bytes of a tensor that tell whether a difference pays
-_MAX_CHAIN = 16  # a difference of a difference of ...: each link is one more read, and one more object that may be lost
+_SAMPLE = 1 << 20  # bytes of a tensor that decide whether a difference is smaller
+_MAX_CHAIN = 16  # differences of differences: each link is one more read and one more object that may be lost
 
 
 @dataclass
 class PackResult:
-    """What packing a checkpoint came to. `errors` are the largest |read back - saved| of each group of tensors."""
+    """The result of packing a checkpoint. `errors` are the largest |read back - saved| per group of tensors."""
 
     name: str
     bytes_before: int
@@ -54,49 +53,51 @@ class PackResult:
 
 
 class TensorArchive:
-    """Tensors' bytes by hash. Objects are written whole and never changed, so any number of writers may share one."""
+    """Tensor bytes by hash. Objects are written atomically and never changed, so any number of writers may share an
+    archive."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, key: str) -> Path:
         if not _HASH.match(key):
-            raise DamagedCheckpoint(f"{self.folder}: {key!r} is not the name of an object")
+            raise DamagedCheckpoint(f"{self.folder}: {key!r} is not an object name")
         return self.folder / "objects" / key[:2] / key
 
     def put(self, raw: bytes, item_bytes: int, codec: Codec, base: str | None) -> tuple[str, int, bool]:
-        """The object's name, the bytes written (0 if it was there), and whether as a difference. It was read back."""
+        """The object's name, the bytes written (0 if it existed), and whether as a difference. Reads the object
+        back."""
         key = hashlib.sha256(raw).hexdigest()
         path = self.path(key)
         if path.exists():
             try:
                 self.get(key)
                 return key, 0, False
-            except DamagedCheckpoint:  # a bad disk, or a crash while its file system was full: write it again
+            except DamagedCheckpoint:  # a bad disk or a crash: write it again
                 path.unlink()
-        about: dict[str, Any] = {"codec": codec, "item_bytes": item_bytes, "base": None, "chain": 0}
+        header: dict[str, Any] = {"codec": codec, "item_bytes": item_bytes, "base": None, "chain": 0}
         earlier = None
         if base is not None and (chain := self._read(base)[0]["chain"] + 1) <= _MAX_CHAIN:
             earlier = self.get(base)
             sizes = [len(encode(raw[:_SAMPLE], part, item_bytes, codec)) for part in (earlier[:_SAMPLE], None)]
-            if sizes[0] < sizes[1]:  # moments may differ too much between saves for it to pay
-                about |= {"base": base, "chain": chain}
+            if sizes[0] < sizes[1]:  # moments may differ too much between saves
+                header |= {"base": base, "chain": chain}
             else:
                 earlier = None
         payload = encode(raw, earlier, item_bytes, codec)
-        content = json.dumps(about).encode() + b"\n" + payload
+        content = json.dumps(header).encode() + b"\n" + payload
         write_atomic(path, content, parents=True)
         self.get(key)
-        return key, len(content), about["base"] is not None
+        return key, len(content), header["base"] is not None
 
     def get(self, key: str, links: int = _MAX_CHAIN) -> bytes:
-        """The tensor's bytes, proved by their hash. `links` ends a crafted chain that goes round in circles."""
-        about, payload = self._read(key)
-        if about["base"] and not links:
-            raise DamagedCheckpoint(f"{self.path(key)}: its chain of differences has no end")
-        base = self.get(about["base"], links - 1) if about["base"] else None
+        """The tensor's bytes, verified by their hash. `links` ends a crafted circular chain."""
+        header, payload = self._read(key)
+        if header["base"] and not links:
+            raise DamagedCheckpoint(f"{self.path(key)}: its chain of differences is circular or too long")
+        base = self.get(header["base"], links - 1) if header["base"] else None
         try:
-            raw = decode(payload, base, about["item_bytes"], about["codec"])
+            raw = decode(payload, base, header["item_bytes"], header["codec"])
         except (ValueError, TypeError) as error:
             raise DamagedCheckpoint(f"{self.path(key)}: cannot be unpacked: {error}") from None
         if hashlib.sha256(raw).hexdigest() != key:
@@ -107,26 +108,26 @@ class TensorArchive:
         path = self.path(key)
         try:
             line, _, payload = path.read_bytes().partition(b"\n")
-            about = json.loads(line)
-            if {"codec", "item_bytes", "base", "chain"} - set(about):
-                raise ValueError("its first line does not say how it is packed")
-            return about, payload
+            header = json.loads(line)
+            if {"codec", "item_bytes", "base", "chain"} - set(header):
+                raise ValueError("its header is incomplete")
+            return header, payload
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{path}: missing") from None
         except (ValueError, TypeError) as error:
             raise DamagedCheckpoint(f"{path}: unreadable: {error}") from None
 
     def index(self, name: str) -> dict[str, Any]:
-        """What was packed under a name."""
+        """The index of a packed checkpoint."""
         path = self.folder / f"{name}.json"
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found.pop("sha256") != _index_hash(found):
+            index = json.loads(path.read_text(encoding="utf-8"))
+            if index.pop("sha256") != _index_hash(index):
                 raise DamagedCheckpoint(f"{path}: its content differs from what was packed (hash mismatch)")
-            return found
+            return index
         except FileNotFoundError:
-            there = ", ".join(sorted(file.stem for file in self.folder.glob("*.json"))) or "nothing"
-            raise UserError(f"{self.folder}: nothing packed as {name!r}; there is {there}") from None
+            packed = ", ".join(sorted(file.stem for file in self.folder.glob("*.json"))) or "nothing"
+            raise UserError(f"{self.folder}: nothing is packed as {name!r}; there is {packed}") from None
         except (ValueError, KeyError, AttributeError) as error:
             raise DamagedCheckpoint(f"{path}: unreadable: {error}") from None
 
@@ -144,71 +145,71 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _largest(stored: Tensor, tensor: Tensor) -> float:
-    """The largest error; NaN and infinity that stayed what they were are none."""
+def _largest_error(stored: Tensor, tensor: Tensor) -> float:
+    """The largest error; unchanged NaN and infinity count as none."""
     error = (stored.double() - tensor.double()).abs().nan_to_num(0.0, math.inf)
     return error.max().item() if tensor.numel() else 0.0
 
 
 def _tensor(raw: bytes, dtype: str, shape: list[int]) -> Tensor:
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise DamagedCheckpoint(f"{dtype!r} is not a tensor's type")
-    return torch.from_numpy(np.frombuffer(bytearray(raw), np.uint8)).view(kind).reshape(shape)
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise DamagedCheckpoint(f"{dtype!r} is not a dtype")
+    return torch.from_numpy(np.frombuffer(bytearray(raw), np.uint8)).view(torch_dtype).reshape(shape)
 
 
 def pack(
     checkpoint: Path, store: Path, name: str, delta_from: str | None = None, codec: Codec = "zstd", bf16: bool = False
 ) -> PackResult:
-    """Pack a checkpoint and read every tensor back. Exact, but for `bf16`, which rounds weights and moments."""
+    """Pack a checkpoint and read every tensor back. Exact except with `bf16`, which rounds weights and moments."""
     if Path(name).name != name:
-        raise UserError(f"{name!r}: give it a plain name, without a slash")
+        raise UserError(f"{name!r}: choose a name without a slash")
     manifest = verify(checkpoint)
     store.mkdir(parents=True, exist_ok=True)
-    place = TensorArchive(store)
-    bases: Mapping[str, Any] = place.index(delta_from)["tensors"] if delta_from else {}
+    archive = TensorArchive(store)
+    bases: Mapping[str, Any] = archive.index(delta_from)["tensors"] if delta_from else {}
     packed = PackResult(name, manifest.bytes)
     tensors: dict[str, dict[str, Any]] = {}
     for tensor_name, tensor in SavedTensors(checkpoint).items():
         group = tensor_name.partition(".")[0]
         wide = tensor.is_floating_point() and tensor.element_size() > 2
-        # Counts stay exact, and so does what moves by thousandths.
+        # Counts stay exact, and so do biases that change by thousandths.
         exact = tensor.ndim == 0 or tensor_name.endswith("choice_bias") or group not in ("model", "optimizer")
         rounded = bf16 and wide and not exact
         stored = tensor.bfloat16() if rounded else tensor
-        about = {"dtype": str(stored.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        layout = {"dtype": str(stored.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         base = bases.get(tensor_name, {})
-        same_kind = {key: base.get(key) for key in about} == about
-        key, written, differs = place.put(
-            _bytes(stored), stored.element_size(), codec, base["sha256"] if same_kind else None
+        same_layout = {key: base.get(key) for key in layout} == layout
+        key, written, differs = archive.put(
+            _bytes(stored), stored.element_size(), codec, base["sha256"] if same_layout else None
         )
-        tensors[tensor_name] = {**about, "sha256": key, "was": str(tensor.dtype).removeprefix("torch.")}
-        packed.errors[group] = max(packed.errors.get(group, 0.0), _largest(stored, tensor) if rounded else 0.0)
+        tensors[tensor_name] = {**layout, "sha256": key, "was": str(tensor.dtype).removeprefix("torch.")}
+        packed.errors[group] = max(packed.errors.get(group, 0.0), _largest_error(stored, tensor) if rounded else 0.0)
         packed.tensors += 1
         packed.bytes_written += written
         packed.already_there += written == 0
         packed.as_difference += differs
-    kept = {**asdict(replace(manifest, files={})), "format": manifest.format}
-    index = {"manifest": json.loads(json.dumps(kept)), "tensors": tensors, "delta_from": delta_from}
-    if (store / f"{name}.json").exists() and place.index(name)["tensors"] != tensors:
-        raise UserError(f"{store / name}.json: another checkpoint is packed under this name; choose one with --name")
-    packed.bytes_written += place.write_index(name, index)
+    saved = {**asdict(replace(manifest, files={})), "format": manifest.format}
+    index = {"manifest": json.loads(json.dumps(saved)), "tensors": tensors, "delta_from": delta_from}
+    if (store / f"{name}.json").exists() and archive.index(name)["tensors"] != tensors:
+        raise UserError(f"{store / name}.json: another checkpoint has this name; choose another with --name")
+    packed.bytes_written += archive.write_index(name, index)
     return packed
 
 
-def unpack(store: Path, name: str, shelf: Path) -> Path:
-    """Write a packed checkpoint to a shelf; the folder verifies. Costs memory for one checkpoint."""
-    place = TensorArchive(store)
-    index = place.index(name)
+def unpack(store: Path, name: str, checkpoints: Path) -> Path:
+    """Write a packed checkpoint to a checkpoints folder; the result verifies. Needs memory for one checkpoint."""
+    archive = TensorArchive(store)
+    index = archive.index(name)
     try:
         manifest = Manifest(**index["manifest"])
     except TypeError as error:
-        raise DamagedCheckpoint(f"{store / name}.json: its manifest is of another version: {error}") from None
+        raise DamagedCheckpoint(f"{store / name}.json: its manifest has another version: {error}") from None
     state = {}
-    for tensor_name, about in index["tensors"].items():
-        tensor = _tensor(place.get(about["sha256"]), about["dtype"], about["shape"])
-        state[tensor_name] = tensor.to(getattr(torch, about["was"]))
-    target = CheckpointStore(shelf)
+    for tensor_name, entry in index["tensors"].items():
+        tensor = _tensor(archive.get(entry["sha256"]), entry["dtype"], entry["shape"])
+        state[tensor_name] = tensor.to(getattr(torch, entry["was"]))
+    target = CheckpointStore(checkpoints)
     folder = target.reserve(manifest.step, "model" if manifest.content == "model" else "step")
     target.write(folder, state, manifest)
     return folder
@@ -219,10 +220,10 @@ Codec = Literal["zstd", "zlib", "none"]
 
 def encode(raw: bytes, base: bytes | None, item_bytes: int, codec: Codec) -> bytes:
     """Packed bytes; `base` is as long as `raw`."""
-    signed, _, bits = _kinds(item_bytes)
+    signed, _, bits = _integer_types(item_bytes)
     data = np.frombuffer(raw, signed)
     if base is not None:
-        change = data - np.frombuffer(base, signed)  # wraps around, and back again in decode
+        change = data - np.frombuffer(base, signed)  # wraps around; decode reverses it
         data = (change << 1) ^ (change >> (bits - 1))
     planes = np.ascontiguousarray(data.view(np.uint8).reshape(-1, bits // 8).T).tobytes()
     if codec == "zstd":
@@ -233,7 +234,7 @@ def encode(raw: bytes, base: bytes | None, item_bytes: int, codec: Codec) -> byt
 
 
 def decode(packed: bytes, base: bytes | None, item_bytes: int, codec: Codec) -> bytes:
-    """The inverse of encode. ValueError where the bytes are not what it wrote."""
+    """The inverse of encode. ValueError for bytes that it did not write."""
     if codec == "zstd":
         zstandard = _zstandard()
         try:
@@ -247,7 +248,7 @@ def decode(packed: bytes, base: bytes | None, item_bytes: int, codec: Codec) -> 
             raise ValueError(error) from None
     elif codec != "none":
         raise ValueError(f"unknown compression {codec!r}")
-    signed, unsigned, bits = _kinds(item_bytes)
+    signed, unsigned, bits = _integer_types(item_bytes)
     planes = np.frombuffer(packed, np.uint8).reshape(bits // 8, -1)
     data = np.ascontiguousarray(planes.T).reshape(-1).view(signed)
     if base is not None:
@@ -256,8 +257,8 @@ def decode(packed: bytes, base: bytes | None, item_bytes: int, codec: Codec) -> 
     return data.tobytes()
 
 
-def _kinds(item_bytes: int) -> tuple[np.dtype[Any], np.dtype[Any], int]:
-    """The integers of an item's size; complex numbers are two."""
+def _integer_types(item_bytes: int) -> tuple[np.dtype[Any], np.dtype[Any], int]:
+    """The integers of an item's size; a complex number is two."""
     width = item_bytes if item_bytes < 8 else 8
     return np.dtype(f"<i{width}"), np.dtype(f"<u{width}"), 8 * width
 
@@ -266,5 +267,5 @@ def _zstandard():  # type: ignore[no-untyped-def]
     try:
         import zstandard
     except ImportError:
-        raise UserError("zstd needs `pip install bessemer[data]`; --compress zlib needs nothing") from None
+        raise UserError("zstd needs `pip install bessemer[data]`; or pass --compress zlib") from None
     return zstandard

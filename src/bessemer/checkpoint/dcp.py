@@ -1,20 +1,15 @@
-"""Reads torch DCP without trusting its pickle.
+"""torch's distributed checkpoint format (DCP), without trusting its pickle or the disk, and asynchronous saving.
 
-DCP keeps its index (`.metadata`) as a pickle, which runs code when loaded. Here it goes through an unpickler that knows
-only DCP's own data classes, and an index that names anything but tensors is refused.
+Reading: DCP's index (`.metadata`) is a pickle, which can run code. Here an unpickler that knows only DCP's data classes
+reads it, and an index with anything but tensors is refused.
 
-torch's DCP writer, checked: what reached the disk is read back and compared with what left the memory.
+Writing: each file is hashed while it is written. After fsync the kernel's cached copy is dropped (POSIX_FADV_DONTNEED;
+O_DIRECT's alignment rules differ between file systems) and the file is hashed again as the disk returns it: a hash
+taken only from the file would confirm whatever a bad disk, cable or file server made of it.
 
-A hash that is first taken from the file would vouch for whatever a bad disk, cable or file server made of it. Here each
-file is hashed on its way out; after fsync the kernel's copy is dropped (POSIX_FADV_DONTNEED: O_DIRECT has alignment
-rules that differ between file systems) and the file is hashed again, as the disk or the server gives it back. That is
-one read of what was written, and none of it stands in the loop's way when the save is asynchronous.
-
-What asynchronous saves are made of: a copy of the state that training cannot touch, and a thread to write it.
-
-A thread and not a process: torch's writing, hashing and fsync leave Python's lock to the training (the longest gap that
-a loop saw while 400 MB were written was 18 ms), and the copy needs no shared memory. It is a daemon, so that leaving at
-once means at once: an unfinished save has no manifest and is swept at the next start.
+Saving in the background: a copy of the state that training cannot change, and a thread that writes it. torch's writing,
+hashing and fsync release the GIL (the longest gap of a loop during 400 MB was 18 ms), and a thread needs no shared
+memory. It is a daemon, so a run can exit at once: an unfinished save has no manifest and is swept at the next start.
 """
 
 from __future__ import annotations
@@ -39,29 +34,28 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from bessemer.checkpoint.manifest import DamagedCheckpoint, hash_file
-from bessemer.dtensor import is_dtensor
+from bessemer.dtensor import is_dtensor, local, wrap_shard
 from bessemer.storage import sync_file
 
-# All that an index of tensors names, as torch 2.11 and 2.13 write it. Plain data classes but for the last two lines.
+# All names in an index of tensors, as torch 2.11 and 2.13 write it: plain data classes except the last two lines.
 _ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", "Metadata"),  # the whole
+    ("torch.distributed.checkpoint.metadata", "Metadata"),  # the index
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),  # a tensor: properties, size, chunks
     ("torch.distributed.checkpoint.metadata", "TensorProperties"),  # dtype, layout, memory format
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),  # an enum: the memory format's number
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),  # offsets and sizes of one chunk
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"),  # the key of a chunk
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),  # where and under which id it was saved
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),  # folder and id of the save
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),  # file, offset and length of a chunk
     ("torch", "Size"),  # a tuple of integers
-    ("torch.serialization", "_get_layout"),  # a table look-up from a layout's name
+    ("torch.serialization", "_get_layout"),  # looks up a layout by name
 }
-# The folder it was saved to, which nothing here reads: a pure path has no file system behind it. Python 3.13 alone says
-# `pathlib._local`, which other versions do not have.
+# The folder of the save, which is not used: a pure path cannot access files. Only Python 3.13 writes `pathlib._local`.
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Admits DCP's data classes and torch's own dtypes; any other name is refused before anything runs."""
+    """Allows DCP's data classes and torch's dtypes; any other name is refused before anything runs."""
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
@@ -75,28 +69,34 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise DamagedCheckpoint(
-            f"{self._path}: refers to {module}.{name}, which no checkpoint of ours does; it was not loaded"
+            f"{self._path}: refers to {module}.{name}, which no Bessemer checkpoint does; it was not loaded"
         )
 
 
 class TensorReader(FileSystemReader):
-    """torch's reader with a safe index; tensors themselves are read by torch with weights_only."""
+    """torch's reader with a safe index; torch reads the tensors themselves with weights_only."""
+
+    unpickler: type[_IndexUnpickler] = _IndexUnpickler
+    skip_objects = False  # ignore entries that are not tensors, instead of refusing the index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(str(self.path)) / ".metadata"
         try:
-            metadata = _IndexUnpickler(io.BytesIO(path.read_bytes()), path).load()
+            metadata = self.unpickler(io.BytesIO(path.read_bytes()), path).load()
         except DamagedCheckpoint:
             raise
         except Exception as error:  # a damaged pickle raises almost anything
             raise DamagedCheckpoint(f"{path}: unreadable index: {error}") from None
         if not isinstance(metadata, Metadata):
             raise DamagedCheckpoint(f"{path}: is not a checkpoint index")
-        for key, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise DamagedCheckpoint(f"{path}: entry {key!r} is not a tensor; it was not loaded")
-        for place in (metadata.storage_data or {}).values():
-            name = str(getattr(place, "relative_path", place))
+        entries = metadata.state_dict_metadata
+        objects = [key for key, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
+        if objects and not self.skip_objects:
+            raise DamagedCheckpoint(f"{path}: entry {objects[0]!r} is not a tensor; it was not loaded")
+        for key in objects:
+            del entries[key]
+        for chunk in (metadata.storage_data or {}).values():
+            name = str(getattr(chunk, "relative_path", chunk))
             if Path(name).name != name:
                 raise DamagedCheckpoint(f"{path}: points outside its folder, to {name}; it was not loaded")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -104,7 +104,7 @@ class TensorReader(FileSystemReader):
 
 
 class _HashedStream:
-    """A file being written that knows the hash of what was written to it. Whoever opened the file closes it."""
+    """A file being written, with the hash of its content. The opener closes the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest, self.bytes = file, xxhash.xxh3_128(), 0
@@ -122,7 +122,7 @@ class _HashedStream:
         self._file.flush()
 
     def fileno(self) -> int:
-        """For fsync. DCP calls it with the whole index still in Python's buffer, so that goes out first."""
+        """For fsync. DCP calls it with the index still in Python's buffer, so that is flushed first."""
         self._file.flush()
         return self._file.fileno()
 
@@ -134,7 +134,7 @@ class _HashedStream:
 
 
 class _HashedFiles(FileSystem):
-    """The local file system under a DCP writer; notes size and hash of every file by its name."""
+    """The local file system under a DCP writer; records size and hash of every file by name."""
 
     def __init__(self) -> None:
         self.written: dict[str, dict[str, Any]] = {}
@@ -152,10 +152,10 @@ class _HashedFiles(FileSystem):
 
 
 class CheckedWriter(FileSystemWriter):
-    """One file a rank, each hashed while it is written.
+    """One file per rank, hashed while it is written.
 
-    `copy_ahead_bytes` is how far tensors are fetched from the device ahead of the disk. For tensors in host memory it
-    must be 0: DCP would wait for the device's current stream, which belongs to the training.
+    `copy_ahead_bytes` is how far tensors are fetched from the device ahead of the disk. It must be 0 for tensors in
+    host memory: DCP would otherwise wait for the device's current stream, which belongs to training.
     """
 
     def __init__(self, folder: Path, copy_ahead_bytes: int) -> None:
@@ -164,17 +164,17 @@ class CheckedWriter(FileSystemWriter):
         self.fs = self._files
 
     def add(self, name: str, content: bytes) -> None:
-        """One more file in the folder, which holds no tensor."""
+        """Add a file without tensors."""
         with self._files.create_stream(Path(str(self.path)) / name, "wb") as stream:
             stream.write(content)
             sync_file(stream)
 
     def read_back(self) -> dict[str, dict[str, Any]]:
-        """Size and hash of every file, compared with what the disk holds; OSError names one that differs."""
+        """Size and hash of every file, compared with the disk's content; OSError names one that differs."""
         for name, written in self._files.written.items():
             path = Path(str(self.path)) / name
             if path.stat().st_size != written["bytes"] or hash_file(path, from_disk=True) != written["xxh3_128"]:
-                raise OSError(errno.EIO, "what was read back differs from what was written", str(path))
+                raise OSError(errno.EIO, "the data read back differs from the data written", str(path))
         return dict(sorted(self._files.written.items()))
 
 
@@ -183,77 +183,64 @@ State = dict[str, Tensor]
 
 
 def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Run `work` in a daemon thread; the future has its result or whatever it raised."""
+    """Run `work` in a daemon thread; the future has its result or exception."""
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # DCP's exception is a BaseException
+        except BaseException as error:  # DCP raises a BaseException
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
-def _here(tensor: Tensor) -> Tensor:
-    """What this process holds of it; the same memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def state_bytes(state: State) -> int:
-    """Of what this process holds of it."""
-    return sum(_here(tensor).numel() * tensor.element_size() for tensor in state.values())
+    """Bytes that this process holds."""
+    return sum(local(tensor).nbytes for tensor in state.values())
 
 
 class Staging:
-    """Host copies of a state, in memory that is kept from save to save: to touch it for the first time takes ten times
-    as long as to copy. For a GPU's tensors it is page-locked, which makes the copy several times as fast. Of a tensor
-    that is divided among processes each copies its part, and the copy is a part of the same whole."""
+    """Host copies of a state, in memory that is reused from save to save: allocating it takes ten times as long as
+    copying. It is pinned for GPU tensors, which makes the copy several times faster. Of a sharded tensor each process
+    copies its shard."""
 
     def __init__(self) -> None:
-        self._held: State = {}
+        self._copies: State = {}
 
     @property
     def bytes(self) -> int:
-        return state_bytes(self._held)
+        return state_bytes(self._copies)
 
     def copy(self, state: State) -> State:
-        """The copy is complete when this returns; it is overwritten by the next call."""
+        """The copy is complete on return; the next call overwrites it."""
         for name, tensor in state.items():
-            held = self._held.get(name)
-            if held is None or not _alike(held, tensor):
-                held = self._held[name] = _host_memory(tensor)
-            _here(held).copy_(_here(tensor), non_blocking=tensor.is_cuda)
+            copy = self._copies.get(name)
+            if copy is None or not _same_layout(copy, tensor):
+                copy = self._copies[name] = _host_memory(tensor)
+            local(copy).copy_(local(tensor), non_blocking=tensor.is_cuda)
         for device in {tensor.device for tensor in state.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return {name: self._held[name] for name in state}
+        return {name: self._copies[name] for name in state}
 
 
-def _alike(held: Tensor, tensor: Tensor) -> bool:
-    places = [getattr(one, "placements", None) for one in (held, tensor)]
-    return held.shape == tensor.shape and held.dtype == tensor.dtype and places[0] == places[1]
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    placements = [getattr(tensor, "placements", None) for tensor in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and placements[0] == placements[1]
 
 
 def _host_memory(tensor: Tensor) -> Tensor:
-    memory = _locked(_here(tensor))
-    if not is_dtensor(tensor):
-        return memory
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    # Built by hand: torch's own way would move it to the mesh's device.
-    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
-    return DTensor(memory, spec, requires_grad=False)
+    memory = _pinned(local(tensor))
+    return wrap_shard(memory, tensor) if is_dtensor(tensor) else memory
 
 
-def _locked(tensor: Tensor) -> Tensor:
+def _pinned(tensor: Tensor) -> Tensor:
     memory = torch.empty(tensor.shape, dtype=tensor.dtype)
     if tensor.is_cuda and memory.numel():
-        # torch's own page-locked allocator rounds up to powers of two: up to twice the memory for a large model.
+        # torch's pinned allocator rounds up to powers of two: up to twice the memory for a large model.
         cudart = torch.cuda.cudart()
-        address, size = memory.data_ptr(), memory.numel() * memory.element_size()
-        if int(cudart.cudaHostRegister(address, size, 1)) == 0:  # portable; if refused, the memory serves as it is
+        address = memory.data_ptr()
+        if int(cudart.cudaHostRegister(address, memory.nbytes, 1)) == 0:  # portable; unpinned memory works too
             weakref.finalize(memory, cudart.cudaHostUnregister, address)
     return memory

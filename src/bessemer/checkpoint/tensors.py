@@ -1,10 +1,7 @@
-"""A checkpoint's tensors one at a time, and checkpoints of weights alone: shared by averages, archives and imports.
+"""Reads a checkpoint's tensors one at a time, writes weights-only checkpoints, averages checkpoints (uniform,
+exponential, and the greedy soup of Wortsman et al. 2022, arXiv:2203.05482) and compares them.
 
-Averages of checkpoints: uniform, exponential, and the greedy soup of Wortsman et al. (2022, arXiv:2203.05482).
-
-Sums are in fp64 on the CPU, tensor by tensor; only the result is held whole, however many checkpoints go in.
-
-What changed between two checkpoints, tensor by tensor.
+Averages are summed in fp64 on the CPU, tensor by tensor; only the result is held in memory.
 """
 
 from __future__ import annotations
@@ -23,14 +20,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bessemer.checkpoint.dcp import CheckedWriter, TensorReader
 from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest, commit
-from bessemer.checkpoint.store import MODEL, CheckpointStore, _cause, single_process
+from bessemer.checkpoint.store import MODEL, CheckpointStore, _cause, silence_single_process_warning
 from bessemer.errors import UserError
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint folder, each read from disk when it is asked for: the memory held is one tensor's.
+    """The tensors of a checkpoint folder, each read from disk on access: memory holds one tensor.
 
-    The index is read once: at 1,000 ranks it is larger than many a tensor. Files are not hashed here; verify first.
+    The index is read once: at 1,000 ranks it is larger than many tensors. Files are not hashed here; verify first.
     """
 
     def __init__(self, folder: Path, prefix: str = "", reader: TensorReader | None = None) -> None:
@@ -50,13 +47,13 @@ class SavedTensors(Mapping[str, Tensor]):
 
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        single_process()
+        silence_single_process_warning()
         try:
             dcp.load({self._prefix + name: tensor}, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:  # a BaseException: no `except Exception` sees it
+        except CheckpointException as error:  # a BaseException
             cause = _cause(error)
-            what = (str(cause).splitlines() or [type(cause).__name__])[0]
-            raise DamagedCheckpoint(f"{self.folder}: tensor {name} cannot be read: {what}") from error
+            message = (str(cause).splitlines() or [type(cause).__name__])[0]
+            raise DamagedCheckpoint(f"{self.folder}: tensor {name} cannot be read: {message}") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -66,26 +63,23 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self._entries)
 
     def blank(self) -> dict[str, Tensor]:
-        """All of them by name, without their data."""
+        """All tensors by name, on the meta device."""
         entries = self._entries.items()
         return {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in entries}
 
 
 def save_model(
-    shelf: Path,
-    weights: Mapping[str, Tensor],
-    made_from: dict[str, Any],
-    like: Manifest | None = None,
+    folder: Path, weights: Mapping[str, Tensor], made_from: dict[str, Any], like: Manifest | None = None,
     loss: float | None = None,
-) -> Path:
-    """A checkpoint of weights alone, `model-N.aK`, with what it was made from in its manifest.
+) -> Path:  # fmt: skip
+    """A weights-only checkpoint, `model-N.aK`, with its sources in the manifest.
 
-    `like` gives it the step and fingerprints of a run; without one it is step 0, for a new run to start from.
+    `like` provides the step and fingerprints of a run; without it the step is 0, for a new run to start from.
     """
-    place, manifest = CheckpointStore(shelf), _manifest(made_from, like, loss)
-    folder = place.reserve(manifest.step, "model")
-    place.write(folder, {MODEL + name: tensor.contiguous() for name, tensor in weights.items()}, manifest)
-    return folder
+    store, manifest = CheckpointStore(folder), _manifest(made_from, like, loss)
+    checkpoint = store.reserve(manifest.step, "model")
+    store.write(checkpoint, {MODEL + name: tensor.contiguous() for name, tensor in weights.items()}, manifest)
+    return checkpoint
 
 
 def _manifest(made_from: dict[str, Any], like: Manifest | None = None, loss: float | None = None) -> Manifest:
@@ -99,8 +93,8 @@ def _manifest(made_from: dict[str, Any], like: Manifest | None = None, loss: flo
     )  # fmt: skip
 
 
-class _OneByOne(DefaultSavePlanner):
-    """Plans from tensors without data; each is read when its turn to be written comes, in their order."""
+class _StreamingPlanner(DefaultSavePlanner):
+    """Plans from meta tensors; each tensor is read when it is written, in their order."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -111,63 +105,63 @@ class _OneByOne(DefaultSavePlanner):
 
 
 def stream_model(
-    shelf: Path, blank: Mapping[str, Tensor], read: Callable[[str], Tensor], made_from: dict[str, Any]
+    folder: Path, blank: Mapping[str, Tensor], read: Callable[[str], Tensor], made_from: dict[str, Any]
 ) -> Path:
-    """As `save_model`, for weights that no memory holds: `read` is asked for one after another.
+    """Like `save_model`, for weights that do not fit into memory: `read` is called for one after another.
 
     A failure leaves files without a manifest: no checkpoint.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    folder = CheckpointStore(shelf).reserve(0, "model")
-    writer = CheckedWriter(folder, copy_ahead_bytes=0)
-    single_process()
+    checkpoint = CheckpointStore(folder).reserve(0, "model")
+    writer = CheckedWriter(checkpoint, copy_ahead_bytes=0)
+    silence_single_process_warning()
     try:
-        planner, names = _OneByOne(read), {MODEL + name: tensor for name, tensor in blank.items()}
+        planner, names = _StreamingPlanner(read), {MODEL + name: tensor for name, tensor in blank.items()}
         dcp.save(names, storage_writer=writer, planner=planner, no_dist=True)
-        commit(folder, replace(_manifest(made_from), attempt=1, files=writer.read_back()))
-    except CheckpointException as error:  # a BaseException: no `except Exception` sees it
+        commit(checkpoint, replace(_manifest(made_from), attempt=1, files=writer.read_back()))
+    except CheckpointException as error:  # a BaseException
         raise _cause(error) from error
-    return folder
+    return checkpoint
 
 
 Weights = Mapping[str, Tensor]
 
 
 def average(sources: Sequence[Weights], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
-    """The weighted mean of each tensor, in its own type. `weights` are relative; None counts all alike."""
-    share = [1.0] * len(sources) if weights is None else list(weights)
-    if not sources or len(share) != len(sources) or min(share) < 0 or sum(share) <= 0:
-        raise UserError(f"{len(sources)} checkpoints and weights {share}: give one weight >= 0 for each checkpoint")
+    """The weighted mean of each tensor, in its own dtype. `weights` are relative; None weights all equally."""
+    shares = [1.0] * len(sources) if weights is None else list(weights)
+    if not sources or len(shares) != len(sources) or min(shares) < 0 or sum(shares) <= 0:
+        raise UserError(f"{len(sources)} checkpoints and weights {shares}: give one weight >= 0 per checkpoint")
     for source in sources[1:]:
-        if other := sorted(set(source) ^ set(sources[0])):
-            raise UserError(f"checkpoints of different models cannot be averaged: {other[0]} is not in all of them")
-    total = sum(share)
-    return {name: _mean(name, sources, [weight / total for weight in share]) for name in sources[0]}
+        if unmatched := sorted(set(source) ^ set(sources[0])):
+            raise UserError(f"cannot average different models: {unmatched[0]} is not in all checkpoints")
+    total = sum(shares)
+    return {name: _mean(name, sources, [share / total for share in shares]) for name in sources[0]}
 
 
-def _mean(name: str, sources: Sequence[Weights], share: list[float]) -> Tensor:
+def _mean(name: str, sources: Sequence[Weights], shares: list[float]) -> Tensor:
     tensor = sources[0][name]
-    kind, mean = tensor.dtype, tensor.double() * share[0]
-    for source, weight in zip(sources[1:], share[1:], strict=True):
+    dtype, mean = tensor.dtype, tensor.double() * shares[0]
+    for source, share in zip(sources[1:], shares[1:], strict=True):
         tensor = source[name]
         if tensor.shape != mean.shape:
-            raise UserError(f"{name} is {tuple(mean.shape)} and {tuple(tensor.shape)}: not one model")
-        mean.add_(tensor.double(), alpha=weight)
-    return mean.to(kind)
+            raise UserError(f"{name} has shapes {tuple(mean.shape)} and {tuple(tensor.shape)}: not the same model")
+        mean.add_(tensor.double(), alpha=share)
+    return mean.to(dtype)
 
 
 def exponential_weights(count: int, decay: float) -> list[float]:
-    """Shares, oldest first, as `mean = decay * mean + (1 - decay) * next` gives them, begun at the oldest."""
+    """Weights, oldest first, of `mean = decay * mean + (1 - decay) * next`, starting with the oldest."""
     if not 0 <= decay < 1:
-        raise UserError(f"decay {decay}: write a number from 0 to below 1, such as 0.5")
+        raise UserError(f"decay {decay}: write a number from 0 up to but excluding 1, such as 0.5")
     return [decay ** (count - 1 - i) * (1 - decay if i else 1.0) for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Soup:
-    """What the greedy soup chose, in the order it was added, and the loss of each checkpoint alone."""
+    """The greedy soup's checkpoints in the order they were added, and the loss of each alone."""
 
     names: list[str]
     loss: float
@@ -176,9 +170,9 @@ class Soup:
 
 
 def greedy_soup(sources: Mapping[str, Weights], evaluate: Callable[[Weights], float]) -> Soup:
-    """Begin with the best checkpoint; add the others, best first, each only if the average's loss goes down.
+    """Start with the best checkpoint; add the others, best first, each only if the average's loss decreases.
 
-    Evaluates every checkpoint alone and every trial: 2n - 1 evaluations. A loss of NaN never improves anything.
+    Evaluates every checkpoint alone and every trial: 2n - 1 evaluations. A NaN loss never improves anything.
     """
     alone = {name: evaluate(source) for name, source in sources.items()}
     order = sorted(alone, key=lambda name: (alone[name] != alone[name], alone[name]))
@@ -193,10 +187,10 @@ def greedy_soup(sources: Mapping[str, Weights], evaluate: Callable[[Weights], fl
 @dataclass(frozen=True)
 class TensorChange:
     """One tensor. `relative` is |b - a| / |a| (Euclidean), `largest` the largest change of an element; both are 0 for
-    equal bits, inf where a number became NaN or infinite, None where the tensor is only in one or of another shape."""
+    equal bits, inf if a number became NaN or infinite, None if only one side has the tensor or the shapes differ."""
 
     name: str
-    what: str  # same, changed, only in A, only in B, or the two shapes
+    what: str  # same, changed, only in A, only in B, or both shapes
     relative: float | None = None
     largest: float | None = None
 
@@ -216,9 +210,10 @@ def _change(name: str, a: Tensor, b: Tensor) -> TensorChange:
     bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
     if torch.equal(*bits):
         return TensorChange(name, "same", 0.0, 0.0)
-    moved = (bits[0] != bits[1]).view(-1, a.element_size()).any(1)
-    wide = torch.float64 if a.is_floating_point() else torch.int64  # counts beyond 2**53 have no float of their own
-    change = (b.reshape(-1)[moved].to(wide) - a.reshape(-1)[moved].to(wide)).double().abs()
-    change = change.nan_to_num(math.inf, math.inf)
+    changed = (bits[0] != bits[1]).view(-1, a.element_size()).any(1)
+    wide = torch.float64 if a.is_floating_point() else torch.int64  # float64 is inexact beyond 2**53
+    differences = (b.reshape(-1)[changed].to(wide) - a.reshape(-1)[changed].to(wide)).double().abs()
+    differences = differences.nan_to_num(math.inf, math.inf)
     size = a.double().nan_to_num(0.0, 0.0, 0.0).norm().item()
-    return TensorChange(name, "changed", change.norm().item() / size if size else math.inf, change.max().item())
+    relative = differences.norm().item() / size if size else math.inf
+    return TensorChange(name, "changed", relative, differences.max().item())

@@ -1,1 +1,1 @@
-"""Trained models for other programs, each compared numerically with its source before it counts."""
+"""Exports trained models to other programs' formats. Each export is compared numerically with its source."""

@@ -1,4 +1,4 @@
-"""The layouts of conversations that data/tokenizer/chat.py writes, as Jinja templates, and the files of a tokenizer."""
+"""The chat formats of data/tokenizer/chat.py as Jinja templates, and the tokenizer files of an export."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bessemer.data.tokenizer.chat import _BOS, read_template, special_tokens
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.spec.load import load_spec
 
-# A message's text (a string or a list of parts), and the calls of tools after it.
+# A message's text (a string or a list of parts), and its tool calls.
 _TEXT = (
     "{%- macro text(m) -%}{%- if m.content is string -%}{{ m.content }}"
     "{%- else -%}{%- for part in m.content or [] -%}{{ part.text }}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
@@ -33,41 +33,37 @@ TEMPLATES = {
     "plain": _EACH + "{{ ('' if loop.first else '\\n\\n') + m.role|capitalize + ': ' + text(m) + calls(m, 'arguments') "
     "+ (eos_token if m.role == 'assistant' else '') }}" + _END + "{{ '\\n\\nAssistant:' }}{%- endif -%}",
 }  # fmt: skip
-_SETTINGS = (
-    "tokenizer_config",
-    "special_tokens_map",
-    "chat_template",
-    "additional_chat_templates",
-)  # beside vocabularies
+# Tokenizer files that are no vocabularies.
+_SETTINGS = ("tokenizer_config", "special_tokens_map", "chat_template", "additional_chat_templates")
 _PADS = ("<pad>", "<|pad|>", "<|padding|>", "[PAD]")
 
 
 def tokenizer_files(
     tokenizer: Tokenizer, place: Path, longest: int, begins: bool = True
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Files by name for a fast tokenizer of transformers, and the ids that a model's config names.
+    """Files by name for a fast tokenizer of transformers, and the token ids for the model's config.
 
-    Documents begin after the end of another, so the end token also begins a text where there is no token for that.
-    With `begins` the tokenizer puts the end token before every text, as `bessemer generate` does.
+    Documents follow each other's end token, so it also starts a text if there is no BOS token. With `begins` the
+    tokenizer puts the end token before every text, as `bessemer generate` does.
     """
-    bos, pad = (next((name for name in usual if name in tokenizer.special), tokenizer.eos) for usual in (_BOS, _PADS))
+    bos, pad = (next((name for name in names if name in tokenizer.special), tokenizer.eos) for names in (_BOS, _PADS))
     names = {"eos": tokenizer.eos, "bos": bos, "pad": pad}
-    about: dict[str, Any] = {f"{role}_token": name for role, name in names.items()}
-    about |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
-    about |= {"clean_up_tokenization_spaces": False}
+    config: dict[str, Any] = {f"{role}_token": name for role, name in names.items()}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
+    config |= {"clean_up_tokenization_spaces": False}
     definition = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
-    definition["post_processor"] = _begin_with(tokenizer) if begins else None
+    definition["post_processor"] = _prepend_eos(tokenizer) if begins else None
     files: dict[str, Any] = {"tokenizer.json": json.dumps(definition, ensure_ascii=False, indent=1)}
-    files["tokenizer_config.json"] = about
+    files["tokenizer_config.json"] = config
     if template := _template(tokenizer, place):
-        about["chat_template"] = files["chat_template.jinja"] = template
-    # In a config, padding's embedding gets no gradient: an end token that pads too would never be learnt there.
+        config["chat_template"] = files["chat_template.jinja"] = template
+    # A model config's padding token gets no gradient: an end token that also pads would never be learned.
     ids = {role: name for role, name in names.items() if role != "pad" or name != tokenizer.eos}
     return files, {f"{role}_token_id": tokenizer.special[name] for role, name in ids.items()}
 
 
-def _begin_with(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The part of a tokenizer.json that puts the end token before a text."""
+def _prepend_eos(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The post-processor of a tokenizer.json that puts the end token before a text."""
     end = {"SpecialToken": {"id": tokenizer.eos, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B"))
     token = {"id": tokenizer.eos, "ids": [tokenizer.eos_id], "tokens": [tokenizer.eos]}
@@ -77,24 +73,26 @@ def _begin_with(tokenizer: Tokenizer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def with_tokens_of_the_run(files: dict[str, Path], tokenizer: Tokenizer, place: Path) -> dict[str, Any]:
-    """The tokenizer's files of the model that a run started from, with the run's own vocabulary, which may have more
-    tokens, and its layout of conversations, if it was trained on some."""
+def update_tokenizer_files(files: dict[str, Path], tokenizer: Tokenizer, place: Path) -> dict[str, Any]:
+    """The tokenizer files of the model that a run started from, with the run's vocabulary (it may have added tokens)
+    and its chat template, if it trained on conversations."""
     spec = load_spec(place / "spec.yaml")
-    source = next(iter(files.values())).parent
-    if "tokenizer.json" not in files and Tokenizer.load(source).vocab_size == tokenizer.vocab_size:
-        return dict(files)  # a SentencePiece model, which says more than what is made of it
-    kept: dict[str, Any] = {name: path for name, path in files.items() if name.startswith(_SETTINGS)}
-    kept["tokenizer.json"] = place / "tokenizer.json"
-    if any(one.messages_field for one in spec.data.sources.values()) and (template := _template(tokenizer, place)):
-        about = json.loads(files["tokenizer_config.json"].read_text()) if "tokenizer_config.json" in files else {}
-        kept["tokenizer_config.json"] = about | {"chat_template": template}
-        kept["chat_template.jinja"] = template
-    return kept
+    folder = next(iter(files.values())).parent
+    if "tokenizer.json" not in files and Tokenizer.load(folder).vocab_size == tokenizer.vocab_size:
+        return dict(files)  # a SentencePiece model, which has more detail than its conversion
+    result: dict[str, Any] = {name: path for name, path in files.items() if name.startswith(_SETTINGS)}
+    result["tokenizer.json"] = place / "tokenizer.json"
+    if any(source.messages_field for source in spec.data.sources.values()) and (
+        template := _template(tokenizer, place)
+    ):
+        config = json.loads(files["tokenizer_config.json"].read_text()) if "tokenizer_config.json" in files else {}
+        result["tokenizer_config.json"] = config | {"chat_template": template}
+        result["chat_template.jinja"] = template
+    return result
 
 
 def _template(tokenizer: Tokenizer, place: Path) -> str | None:
-    """The run's layout of conversations, if its tokenizer has the tokens for it."""
+    """The run's chat template, if its tokenizer has the required tokens."""
     if not (place / "spec.yaml").exists():
         return None
     chat = load_spec(place / "spec.yaml").tokenizer.chat

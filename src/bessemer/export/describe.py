@@ -1,4 +1,4 @@
-"""A model in numbers and as a diagram, from its shape alone: what `bessemer model show` prints."""
+"""Describes a model from its shape: parameters, FLOPs, memory and a diagram. Used by `bessemer model show`."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from bessemer.spec.shape import ALIASES, PRESETS, ModelShape, preset, with_vocab
 
 NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu": "ReLU", "relu2": "squared ReLU"}
 GATED = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "relu": "ReGLU", "relu2": "gated squared ReLU"}
-USUAL_VOCAB = ((192, 2_048), (320, 8_192), (1_535, 32_000), (1 << 30, 128_256))  # by width, for want of a tokenizer
+USUAL_VOCAB = ((192, 2_048), (320, 8_192), (1_535, 32_000), (1 << 30, 128_256))  # by width, if there is no tokenizer
 
 USUAL_CONTEXT = 2048
 
 
 def find_shape(target: str, vocab: int | None = None) -> ModelShape:
-    """Of a preset's name, a run, a Hugging Face folder (its config.json is enough) or a spec's file."""
+    """The shape of a preset, a run, a Hugging Face folder (config.json suffices) or a spec file."""
     path = Path(target)
     if (path / "model.json").exists():
         return ModelShape.from_dict(json.loads((path / "model.json").read_text())["shape"])
     if path.name == "config.json" or (path / "config.json").exists():
-        return _theirs(path)
+        return _shape_of_hf_folder(path)
     shape = preset(target)
     if shape is None and not path.exists():
         raise UserError(f"{target}: neither a file or folder nor a preset ({', '.join([*PRESETS, *ALIASES])})")
-    shape = shape or _of_spec(path)
+    shape = shape or _shape_of_spec(path)
     usual = next(size for width, size in USUAL_VOCAB if shape.width <= width)
     return with_vocab(shape, vocab or shape.vocab or usual)
 
 
 def find_context(target: str) -> int:
-    """The context that a spec or the spec of a run asks for; for the others, and where it is still to be planned, a
-    usual one."""
+    """The context of a spec or of a run's spec; a usual one for other targets, or if it is still to be planned."""
     from bessemer.spec.load import load_spec
 
     path = Path(target)
@@ -48,29 +47,29 @@ def find_context(target: str) -> int:
     return context if isinstance(context, int) else USUAL_CONTEXT
 
 
-def _theirs(path: Path) -> ModelShape:
+def _shape_of_hf_folder(path: Path) -> ModelShape:
     from bessemer.model.families.folder import Folder
     from bessemer.model.families.registry import read_shape
 
     return read_shape(Folder(path.parent if path.is_file() else path).config)[1]
 
 
-def _of_spec(path: Path) -> ModelShape:
-    """Vocabulary 0 if its tokenizer is still to be planned."""
+def _shape_of_spec(path: Path) -> ModelShape:
+    """The vocabulary is 0 if the tokenizer is still to be planned."""
     from bessemer.data.tokenizer.tokenizer import Tokenizer
     from bessemer.spec.load import load_spec
     from bessemer.spec.model import model_shape
 
     spec = load_spec(path)
-    given, told = _theirs(Path(spec.model.hf)) if spec.model.hf else None, spec.tokenizer
-    vocab = told.vocab if isinstance(told.vocab, int) else given.vocab if given else 0
-    if told.path:
-        vocab = Tokenizer.load(told.path, told.eos, told.special, told.pattern).vocab_size
-    return model_shape(spec.model, vocab, given)
+    hf_shape, tokenizer = _shape_of_hf_folder(Path(spec.model.hf)) if spec.model.hf else None, spec.tokenizer
+    vocab = tokenizer.vocab if isinstance(tokenizer.vocab, int) else hf_shape.vocab if hf_shape else 0
+    if tokenizer.path:
+        vocab = Tokenizer.load(tokenizer.path, tokenizer.eos, tokenizer.special, tokenizer.pattern).vocab_size
+    return model_shape(spec.model, vocab, hf_shape)
 
 
 def describe(shape: ModelShape, batch: int, context: int) -> dict[str, Any]:
-    """Parameters by part, FLOPs and bytes. Memory is that of training in float32 with AdamW on one device."""
+    """Parameters by part, FLOPs and bytes. Memory is for training in float32 with AdamW on one device."""
     total = shape.parameters
     memory = {"weights": 4 * total, "gradients": 4 * total, "AdamW moments": 8 * total}
     memory["activations"] = activation_bytes(shape, Passes(context, batch, "fp32", "none", compiled=True))
@@ -81,39 +80,41 @@ def describe(shape: ModelShape, batch: int, context: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    total, context, memory = found["total"], found["context"], found["memory_bytes"]
+def table(summary: dict[str, Any]) -> list[str]:
+    total, context, memory = summary["total"], summary["context"], summary["memory_bytes"]
     return [
         f"parameters      {human_count(total):>9}  ({total:,})",
-        *(f"  {name:<14}{human_count(n):>9}  {n / total:>5.1%}" for name, n in found["parts"].items()),
-        f"active          {human_count(found['active']):>9}  for each token",
-        f"training        {found['flops_per_token'] / 1e9:>9,.3g}  GFLOPs a token at context {context:,}",
-        f"cache           {human_bytes(found['cache_bytes']):>9}  for a sequence of {context:,} in bf16",
-        f"memory          {human_bytes(sum(memory.values())):>9}  to train {found['batch']} x {context:,} in fp32",
+        *(f"  {name:<14}{human_count(n):>9}  {n / total:>5.1%}" for name, n in summary["parts"].items()),
+        f"active          {human_count(summary['active']):>9}  per token",
+        f"training        {summary['flops_per_token'] / 1e9:>9,.3g}  GFLOPs per token at context {context:,}",
+        f"cache           {human_bytes(summary['cache_bytes']):>9}  for a sequence of {context:,} in bf16",
+        f"memory          {human_bytes(sum(memory.values())):>9}  to train {summary['batch']} x {context:,} in fp32",
         *(f"  {name:<14}{human_bytes(size):>9}" for name, size in memory.items()),
     ]
 
 
 def diagram(shape: ModelShape) -> list[str]:
-    """The network from tokens to logits, layers of one kind together."""
+    """The network from tokens to logits, with equal layers grouped."""
     norm = _norm(shape)
     extras = [f" -> + {shape.positions} positions"] * (shape.positions in ("learned", "sinusoidal"))
-    extras += [f" -> x {shape.embedding_scale:g}"] * (shape.embedding_scale != 1) + [
-        f" -> {norm}"
-    ] * shape.embedding_norm
+    extras += [f" -> x {shape.embedding_scale:g}"] * (shape.embedding_scale != 1)
+    extras += [f" -> {norm}"] * shape.embedding_norm
     kinds: dict[tuple[str, ...], list[int]] = {}
     for layer in range(shape.layers):
         kinds.setdefault(tuple(_block(shape, layer)), []).append(layer)
     lines = ["tokens", f"  embedding  {shape.vocab:,} x {shape.width:,}{''.join(extras)}"]
     for block, layers in kinds.items():
         first, last = layers[0], layers[-1]
-        these = f"{first} to {last}" if last - first == len(layers) - 1 > 0 else ", ".join(map(str, layers))
-        lines += [f"  +-- layer {these}: {len(layers)} times", *(f"  |  {line}" for line in block), "  +--"]
+        numbers = f"{first} to {last}" if last - first == len(layers) - 1 > 0 else ", ".join(map(str, layers))
+        lines += [f"  +-- layer {numbers}: {len(layers)} times", *(f"  |  {line}" for line in block), "  +--"]
     if shape.decoder_layers:
-        lines += [f"  +-- decoder: {shape.decoder_layers} such layers, causal, that also look at the encoder", "  +--"]
+        lines += [
+            f"  +-- decoder: {shape.decoder_layers} such layers, causal, with cross-attention to the encoder",
+            "  +--",
+        ]
     lines += [f"  {norm}"] * (shape.norm_place != "post")
     cap = f", capped at {shape.logit_cap:g}" if shape.logit_cap else ""
-    tied = "the embedding again" if shape.tied else "its own weights"
+    tied = "tied to the embedding" if shape.tied else "its own weights"
     return [*lines, f"  head       {shape.width:,} x {shape.vocab:,}, {tied}{cap}", "logits"]
 
 
@@ -122,7 +123,7 @@ def _norm(shape: ModelShape) -> str:
 
 
 def _block(shape: ModelShape, layer: int) -> list[str]:
-    """What is added to the stream x, one branch a line."""
+    """The branches that are added to the residual stream x, one per line."""
     norm, place = _norm(shape), shape.norm_place
     before = f"{norm} -> " if place in ("pre", "sandwich") else ""
     after = f" -> {norm} -> + x" if place in ("sandwich", "branch") else " -> + x"
@@ -145,7 +146,7 @@ def _mixer(shape: ModelShape, layer: int) -> str:
         words.append(f"{shape.kv_heads} for keys and values")
     words.append(f"RoPE {rope.theta:g}" if shape.positions == "rope" else f"{shape.positions} positions")
     words += [f"{rope.scaling} x {rope.factor:g}"] * (rope.scaling != "none")
-    words.append("causal" if shape.causal else "both ways")
+    words.append("causal" if shape.causal else "bidirectional")
     words += [f"window {window:,}"] * (window > 0)
     words += [f"blocks of {shape.blocks[0]}, {shape.blocks[1]} before"] * (shape.blocks[0] > 0)
     words += [f"q and k normed by {shape.qk_norm}"] * (shape.qk_norm != "none")
@@ -158,4 +159,4 @@ def _feed_forward(shape: ModelShape, layer: int) -> str:
     if moe is None or not shape.has_experts(layer):
         return f"{name} {shape.ffn:,}"
     shared = f" + {moe.shared} shared" if moe.shared else ""
-    return f"{moe.experts} experts of {name} {moe.ffn:,}, {moe.top_k} a token{shared}"
+    return f"{moe.experts} experts of {name} {moe.ffn:,}, {moe.top_k} per token{shared}"

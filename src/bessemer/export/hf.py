@@ -1,17 +1,14 @@
-"""What is exported: a native model on disk, of a run or of an import, and real tokens to compare on.
+"""Converts native models to Hugging Face folders and back, one weight mapping at a time: a 70B model is never in
+memory.
 
-Native models to Hugging Face folders and back, one piece at a time: a 70B model is never in memory.
-
-What is written stands under another name until the gate has passed it; then it takes the name that was asked for.
+The result gets its final name only after `gate.check` has compared it with the source.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,20 +23,30 @@ from bessemer.checkpoint.tensors import SavedTensors, stream_model
 from bessemer.data.prepare import open_prepared
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.export.chat_template import tokenizer_files, with_tokens_of_the_run
+from bessemer.export.chat_template import tokenizer_files, update_tokenizer_files
 from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, network, ready
 from bessemer.model.families.family import Family
-from bessemer.model.families.folder import Folder, Origin, check_folder, complete_names, find_origin, theirs, told
+from bessemer.model.families.folder import (
+    Folder,
+    Origin,
+    _write,
+    atomic_folder,
+    check_folder,
+    complete_names,
+    find_origin,
+    theirs,
+    translate_os_errors,
+    write_folder,
+)
 from bessemer.model.families.registry import FAMILIES, families_for, family_of, nearest_difference, read_shape
-from bessemer.model.families.writer import _check_target, _write, write_folder
 from bessemer.model.wrapped import WrappedModel, wrap
 from bessemer.observe.progress import ProgressReport, silent
 from bessemer.run.directory import Run
 from bessemer.spec.shape import ModelShape, Rope
-from bessemer.storage import commit_folder, write_atomic
+from bessemer.storage import write_atomic
 from bessemer.train.trained import find_checkpoint
 
-ROWS, LENGTH = 2, 96  # of the comparison: every weight takes part, and a large vocabulary's logits stay small
+ROWS, LENGTH = 2, 96  # of the comparison: enough to use every weight, and logits of a large vocabulary stay small
 SENTENCES = (
     "The converter was tilted, the blast turned on, and for twenty minutes the flame told the blower what was left in "
     "the iron: first silicon, then carbon, until it dropped and the steel was poured.",
@@ -51,7 +58,7 @@ SENTENCES = (
 
 @dataclass(frozen=True)
 class NativeModel:
-    """A native model on disk. `place` has its model.json and its tokenizer; weights are read when asked for."""
+    """A native model on disk. `place` has its model.json and tokenizer; weights are read on access."""
 
     place: Path
     checkpoint: Path
@@ -61,27 +68,28 @@ class NativeModel:
 
 
 def open_native(place: Path, which: str = "last") -> NativeModel:
-    """A run, or what `--to bessemer` wrote. Every file of the checkpoint is hashed first; Damaged names a bad one."""
+    """A run, or the output of `--to bessemer`. Hashes every file of the checkpoint first; DamagedCheckpoint names a bad
+    one."""
     try:
-        about = json.loads((place / "model.json").read_text(encoding="utf-8"))
+        metadata = json.loads((place / "model.json").read_text(encoding="utf-8"))
     except OSError:
-        raise UserError(f"{place}: is neither a run nor an imported model (no model.json in it)") from None
+        raise UserError(f"{place}: is neither a run nor an imported model (no model.json)") from None
     if (place / "events.jsonl").exists():
         checkpoint = find_checkpoint(Run.existing(place), which)
     else:
-        found = {path.name: path for path, _ in CheckpointStore(place).committed("model")}
-        if not found or which not in {"last", "best", *found}:
-            raise UserError(f"{place}: no checkpoint {which!r}; there are {', '.join(found) or 'none'}")
-        checkpoint = found.get(which, list(found.values())[-1])
+        checkpoints = {path.name: path for path, _ in CheckpointStore(place).committed("model")}
+        if not checkpoints or which not in {"last", "best", *checkpoints}:
+            raise UserError(f"{place}: no checkpoint {which!r}; there are {', '.join(checkpoints) or 'none'}")
+        checkpoint = checkpoints.get(which, list(checkpoints.values())[-1])
     verify(checkpoint)
     file = place / "tokenizer.json"
-    tokenizer = Tokenizer.load(file, about["eos"]) if about["eos"] and file.exists() else None
-    shape = _exportable(ModelShape.from_dict(about["shape"]), place)
+    tokenizer = Tokenizer.load(file, metadata["eos"]) if metadata["eos"] and file.exists() else None
+    shape = _exportable(ModelShape.from_dict(metadata["shape"]), place)
     return NativeModel(place, checkpoint, shape, SavedTensors(checkpoint, MODEL), tokenizer)
 
 
 def _exportable(shape: ModelShape, place: Path) -> ModelShape:
-    """The same network in words that other programs have: what it is good for, and NTK's stretch as its base."""
+    """The same network in terms that other programs know: the trained context, and NTK scaling as another base."""
     rope = shape.rope
     settings = place / "settings.json"
     if shape.positions == "rope" and "attention" in shape.mixers and not shape.max_positions and settings.exists():
@@ -95,14 +103,17 @@ def _exportable(shape: ModelShape, place: Path) -> ModelShape:
 
 
 def real_tokens(shape: ModelShape, tokenizer: Tokenizer | None, place: Path) -> tuple[Tensor, str]:
-    """(rows, length) ids to compare on, and where they are from: held-out data of the run, sentences, or chance."""
+    """(rows, length) ids to compare on, and their source: the run's held-out data, sentences, or random ids."""
     windows = [window for window in shape.windows if window]
-    # Longer than the narrowest window, so that it is seen to close.
+    # Longer than the narrowest window, so that windowing is exercised.
     length = min(max(LENGTH, min(windows, default=0) + 32), 1024, shape.max_positions or LENGTH)
     ids, origin = _held_out(place, ROWS * length), "held-out data"
     if ids is None and tokenizer is not None:
-        said = [id for text in SENTENCES for id in [tokenizer.eos_id, *tokenizer.encode(text)]]
-        ids, origin = torch.tensor((said * (1 + ROWS * length // len(said)))[: ROWS * length]), "sentences"
+        sentence_ids = [id for text in SENTENCES for id in [tokenizer.eos_id, *tokenizer.encode(text)]]
+        ids, origin = (
+            torch.tensor((sentence_ids * (1 + ROWS * length // len(sentence_ids)))[: ROWS * length]),
+            "sentences",
+        )
     if ids is None or int(ids.max()) >= shape.vocab:
         generator = torch.Generator().manual_seed(0)
         ids, origin = torch.randint(0, shape.vocab, (ROWS * length,), generator=generator), "random tokens"
@@ -110,11 +121,11 @@ def real_tokens(shape: ModelShape, tokenizer: Tokenizer | None, place: Path) -> 
 
 
 def _held_out(place: Path, count: int) -> Tensor | None:
-    about = place / "data.json"
-    if not about.exists():
+    record = place / "data.json"
+    if not record.exists():
         return None
-    folder = Path(json.loads(about.read_text())["folder"])
-    if not (folder / "prepared.json").exists():  # the caller's own datasets, or moved since
+    folder = Path(json.loads(record.read_text())["folder"])
+    if not (folder / "prepared.json").exists():  # user datasets, or moved
         return None
     for store in open_prepared(folder).validation.values():
         if store.tokens >= count:
@@ -124,14 +135,14 @@ def _held_out(place: Path, count: int) -> Tensor | None:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WRITING, OPENING, COMPARING = "writing tensors", "opening it with transformers", "comparing tensor by tensor"
-# Another type is written under dtype; code and paths of the original stay behind.
+# The dtype is written anew; code and paths of the original are dropped.
 NOT_CARRIED = ("torch_dtype", "auto_map", "_name_or_path", "quantization_config")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """What was written. `comparison` is None where the check was left out; `tokens` says what it read."""
+    """The result of a conversion. `comparison` is None if the check was skipped; `tokens` is the source of its ids."""
 
     folder: Path
     family: str
@@ -161,82 +172,85 @@ def to_hf(
     parameters = {name for name, _ in model.named_parameters()}
     if missing := [name for name in model.state_dict() if name not in saved]:
         raise UserError(f"{native.checkpoint}: has no tensor {missing[0]}: model.json describes another model")
-    # Buffers (a router's choice bias) keep their type: they are sums of small steps.
-    types = {name: DTYPES.get(dtype, t.dtype) if name in parameters else t.dtype for name, t in saved.items()}
-    blank = {name: tensor.to(types[name]) for name, tensor in saved.items()}
+    # Buffers (a router's choice bias) keep their dtype: they are sums of small steps.
+    dtypes = {name: DTYPES.get(dtype, t.dtype) if name in parameters else t.dtype for name, t in saved.items()}
+    blank = {name: tensor.to(dtypes[name]) for name, tensor in saved.items()}
     plan = [(name, tuple(t.shape), t.dtype) for name, t in theirs(blank.__getitem__, shape, chosen)]
 
-    def rounded(name: str) -> Tensor:
-        return native.weights[name].to(types[name])
+    def read_rounded(name: str) -> Tensor:
+        return native.weights[name].to(dtypes[name])
 
-    held = {str(types[name]).removeprefix("torch.") for name in parameters}
-    said = {"dtype": held.pop() if len(held) == 1 else "float32"}
+    written = {str(dtypes[name]).removeprefix("torch.") for name in parameters}
+    dtype_name = written.pop() if len(written) == 1 else "float32"
     files, ids = _other_files(native, source)
-    config = chosen.config(shape) | said | ids
+    config = chosen.config(shape) | {"dtype": dtype_name} | ids
     files["config.json"] = (carried_keys(_config_of(source), chosen, config) if source else {}) | config
     if shape.causal:
         files.setdefault("generation_config.json", dict(ids))
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
-    with appearing(out, overwrite) as folder:
-        write_folder(folder, plan, theirs(counted(rounded, WRITING, len(saved), report), shape, chosen), files)
+    with atomic_folder(out, overwrite) as folder:
+        write_folder(
+            folder, plan, theirs(with_progress(read_rounded, WRITING, len(saved), report), shape, chosen), files
+        )
         report(OPENING)
-        read = counted(rounded, COMPARING, len(saved), report)
-        found = check(folder, chosen.architectures[0], shape, read, tokens_BT, folder.parent, mode)
-    return ConvertedModel(out, chosen.name, len(plan), shape.parameters, said["dtype"], origin, found)
+        read = with_progress(read_rounded, COMPARING, len(saved), report)
+        comparison = check(folder, chosen.architectures[0], shape, read, tokens_BT, folder.parent, mode)
+    return ConvertedModel(out, chosen.name, len(plan), shape.parameters, dtype_name, origin, comparison)
 
 
 def _wrapped_to_hf(native: NativeModel, out: Path, dtype: str, overwrite: bool) -> ConvertedModel:
-    """What transformers runs it writes itself; opened again, it has to say the same. Whole in memory, twice."""
+    """transformers writes the model that it runs; reopened, it must give the same logits. Needs memory for it twice."""
     shape, kind = native.shape, DTYPES.get(dtype, torch.float32)
     model = WrappedModel(shape).eval()
     model.load_state_dict({name: native.weights[name].to(kind) for name in model.state_dict()})
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
-    with appearing(out, overwrite) as folder:
+    with atomic_folder(out, overwrite) as folder:
         model.inner.to(kind).save_pretrained(folder)
         for name, content in _other_files(native, find_origin(native.place))[0].items():
             _write(folder / name, content)
         with torch.no_grad():
-            ours, theirs_BTV = (m.logits(m(tokens_BT)) for m in (model.float(), wrap(folder, "cpu").eval()))
-        gap = float((ours - theirs_BTV).abs().max() / ours.abs().max())
+            native_BTV, hf_BTV = (m.logits(m(tokens_BT)) for m in (model.float(), wrap(folder, "cpu").eval()))
+        gap = float((native_BTV - hf_BTV).abs().max() / native_BTV.abs().max())
         if not gap <= TOLERANCE:
-            raise Mismatch(f"{out}: what transformers saved gives other logits, by {gap:.1e}")
-    agree = float((ours.argmax(-1) == theirs_BTV.argmax(-1)).float().mean())
-    losses = [float(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())) for x in (ours, theirs_BTV)]
-    found = Comparison({"whole": gap}, gap, agree, losses[0], losses[1], TOLERANCE)
-    held = str(kind).removeprefix("torch.")
-    return ConvertedModel(out, "wrapped", len(model.state_dict()), shape.parameters, held, origin, found)
+            raise Mismatch(f"{out}: what transformers saved gives different logits (by {gap:.1e})")
+    agreement = float((native_BTV.argmax(-1) == hf_BTV.argmax(-1)).float().mean())
+    losses = [float(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())) for x in (native_BTV, hf_BTV)]
+    comparison = Comparison({"whole": gap}, gap, agreement, losses[0], losses[1], TOLERANCE)
+    dtype_name = str(kind).removeprefix("torch.")
+    return ConvertedModel(out, "wrapped", len(model.state_dict()), shape.parameters, dtype_name, origin, comparison)
 
 
 def choose_family(shape: ModelShape, name: str | None, origin: Folder | None = None) -> Family:
-    """The one that is asked for; else that of the folder the model came from; else the first that can hold it."""
+    """The requested family; otherwise that of the folder the model came from; otherwise the first that can represent
+    it."""
     if name is not None and name not in FAMILIES:
-        raise UserError(f"--family {name}: there are {', '.join(FAMILIES)}")
+        raise UserError(f"--family {name} is unknown; choose from {', '.join(FAMILIES)}")
     able = families_for(shape)
     if not able:
-        raise UserError(f"no family of Hugging Face can hold this model: {nearest_difference(shape)}")
-    before = _family_name(origin) if name is None else None
-    for family in sorted(able, key=lambda family: family.name != before):
+        raise UserError(f"no family of Hugging Face can represent this model: {nearest_difference(shape)}")
+    original = _family_name(origin) if name is None else None
+    for family in sorted(able, key=lambda family: family.name != original):
         if name in (None, family.name):
             return family
-    raise UserError(f"--family {name}: cannot hold this model; {', '.join(family.name for family in able)} can")
+    raise UserError(f"--family {name}: cannot represent this model; {', '.join(family.name for family in able)} can")
 
 
 def _family_name(origin: Folder | None) -> str | None:
     try:
         return family_of(origin.config).name if origin else None
-    except UserError:  # a model that transformers ran
+    except UserError:  # a wrapped model
         return None
 
 
 def _config_of(origin: Origin) -> dict[str, Any]:
-    """Its config.json, without ids of a vocabulary that the model no longer has."""
-    own = origin.own_tokenizer
-    return {key: value for key, value in origin.folder.config.items() if own or not key.endswith("_token_id")}
+    """The original config.json, without token ids if the model has another tokenizer now."""
+    keep_ids = origin.own_tokenizer
+    return {key: value for key, value in origin.folder.config.items() if keep_ids or not key.endswith("_token_id")}
 
 
 def carried_keys(original: Mapping[str, Any], family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Keys of the config.json that the model came with and that `config` lacks, such as initializer_range. Left out
-    is what would make `config` another model: the run may have changed what it speaks of."""
+    """Keys of the original config.json that `config` lacks, such as initializer_range, except those that would change
+    the model: the run may have changed what they describe."""
     if original.get("model_type") != config["model_type"]:
         return {}
     extra = {key: value for key, value in original.items() if key not in config and key not in NOT_CARRIED}
@@ -252,107 +266,95 @@ def carried_keys(original: Mapping[str, Any], family: Family, config: dict[str, 
 
 
 def _other_files(native: NativeModel, origin: Origin | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tokenizer's files and the token ids: those that came with an imported model, or made from the run's."""
+    """Tokenizer files and token ids: those of the imported model, or generated from the run's."""
     if origin is None or not origin.own_tokenizer:
         if native.tokenizer is None:
             return {}, {}
-        made, ids = tokenizer_files(native.tokenizer, native.place, native.shape.max_positions, native.shape.causal)
-        return made, dict(ids)
+        files, ids = tokenizer_files(native.tokenizer, native.place, native.shape.max_positions, native.shape.causal)
+        return files, dict(ids)
     folder = origin.folder
-    files: dict[str, Any] = dict(folder.tokenizer_files)
+    files = dict(folder.tokenizer_files)
     if not origin.copied and native.tokenizer is not None:
-        files = with_tokens_of_the_run(files, native.tokenizer, native.place)
+        files = update_tokenizer_files(files, native.tokenizer, native.place)
     if folder.generation_config is not None:
         files["generation_config.json"] = folder.generation_config
     return files, {key: folder.config[key] for key in TOKEN_IDS if key in folder.config}
 
 
-def counted(read: Callable[[str], Tensor], what: str, total: int, report: ProgressReport) -> Callable[[str], Tensor]:
-    """The same reader of tensors, which reports how many it has read."""
+def with_progress(
+    read: Callable[[str], Tensor], phase: str, total: int, report: ProgressReport
+) -> Callable[[str], Tensor]:
+    """The same reader, which reports how many tensors it has read."""
     done = 0
 
-    def reading(name: str) -> Tensor:
+    def read_next(name: str) -> Tensor:
         nonlocal done
-        report(what, min(done, total), total)
+        report(phase, min(done, total), total)
         done += 1
         return read(name)
 
-    return reading
+    return read_next
 
 
 def to_native(
     source: Path, out: Path, mode: str = "auto", overwrite: bool = False, report: ProgressReport = silent
 ) -> ConvertedModel:
-    """Write a checkpoint that `start_from` reads, beside what else the folder has: config, tokenizer, model.json."""
+    """Write a checkpoint that `start_from` reads, with the folder's config and tokenizer and a model.json."""
     folder = Folder(source)
     family, shape = read_shape(folder.config)
     ready(shape, mode)
     complete_names(folder, shape, family)
     check_folder(network(shape), folder, family)
     tokenizer = _tokenizer(folder)
-    about = {"shape": shape.to_dict(), "eos": tokenizer.eos if tokenizer else ""}
+    metadata = {"shape": shape.to_dict(), "eos": tokenizer.eos if tokenizer else ""}
     tokens_BT, origin = real_tokens(shape, tokenizer, source)
-    blank, read = pieces_of(folder, shape, family)
-    with appearing(out, overwrite) as place:
-        with told(out, "written"):
+    blank, read = blank_and_reader(folder, shape, family)
+    with atomic_folder(out, overwrite) as place:
+        with translate_os_errors(out, "written"):
             place.mkdir(parents=True)
             made_from = {"imported_from": str(source.absolute()), "family": family.name}
-            made = stream_model(place, blank, counted(read, WRITING, len(blank), report), made_from)
+            checkpoint = stream_model(place, blank, with_progress(read, WRITING, len(blank), report), made_from)
             for name, path in folder.tokenizer_files.items():
                 (place / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, place / name)
-            others = {"generation_config": folder.generation_config, "config": folder.config, "model": about}
+            others = {"generation_config": folder.generation_config, "config": folder.config, "model": metadata}
             for name, content in others.items():
                 if content is not None:
                     write_atomic(place / f"{name}.json", json.dumps(content, indent=2))
         report(OPENING)
-        ours = counted(SavedTensors(made, MODEL).__getitem__, COMPARING, len(blank), report)
-        found = check(source, family.architectures[0], shape, ours, tokens_BT, place.parent, mode)
+        read_native = with_progress(SavedTensors(checkpoint, MODEL).__getitem__, COMPARING, len(blank), report)
+        comparison = check(source, family.architectures[0], shape, read_native, tokens_BT, place.parent, mode)
     dtype = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in blank.values()}))
-    return ConvertedModel(out / made.name, family.name, len(blank), shape.parameters, dtype, origin, found)
+    return ConvertedModel(out / checkpoint.name, family.name, len(blank), shape.parameters, dtype, origin, comparison)
 
 
 def _tokenizer(folder: Folder) -> Tokenizer | None:
-    """For real tokens to compare with; a folder may have none, or one that only transformers reads."""
+    """For real tokens to compare on; a folder may have none, or one that only transformers reads."""
     try:
         return Tokenizer.load(folder.path)
     except UserError:
         return None
 
 
-def pieces_of(folder: Folder, shape: ModelShape, family: Family) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """Our tensors without data, in the folder's types, and a reader of them that keeps one piece of the folder."""
-    pieces = list(family.pieces(shape))
+def blank_and_reader(
+    folder: Folder, shape: ModelShape, family: Family
+) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """Native meta tensors in the folder's dtypes, and a reader for them that holds one mapping's tensors."""
+    mappings = list(family.weight_mappings(shape))
     blank: dict[str, Tensor] = {}
-    for piece in pieces:
-        infos = [folder.tensors[name] for name in piece.theirs]
-        found = piece.to_ours([torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos])
-        blank |= dict(zip(piece.ours, found, strict=True))
-    piece_of = {name: piece for piece in pieces for name in piece.ours}
-    kept: dict[str, Tensor] = {}
+    for mapping in mappings:
+        infos = [folder.tensors[name] for name in mapping.hf_names]
+        converted = mapping.to_native([torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos])
+        blank |= dict(zip(mapping.native_names, converted, strict=True))
+    mapping_of = {name: mapping for mapping in mappings for name in mapping.native_names}
+    current: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor:
-        if name not in kept:
-            piece = piece_of[name]
-            kept.clear()
-            kept.update(zip(piece.ours, piece.to_ours([folder.read(their) for their in piece.theirs]), strict=True))
-        return kept[name]
+        if name not in current:
+            mapping = mapping_of[name]
+            current.clear()
+            converted = mapping.to_native([folder.read(hf_name) for hf_name in mapping.hf_names])
+            current.update(zip(mapping.native_names, converted, strict=True))
+        return current[name]
 
     return blank, read
-
-
-@contextmanager
-def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A name beside the target, to be written to; it becomes the target if all goes well, and is removed if not."""
-    target = path.resolve()
-    _check_target(target, overwrite)
-    waiting = target.with_name(f".{target.name}.unchecked-{os.getpid()}")
-    try:
-        with told(target, "written"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(waiting, ignore_errors=True)
-        yield waiting
-        with told(target, "written"):
-            commit_folder(waiting, target, overwrite=True)
-    finally:
-        shutil.rmtree(waiting, ignore_errors=True)

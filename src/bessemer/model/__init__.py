@@ -1,1 +1,1 @@
-"""The native transformer and generation from it. Knows nothing of training, data or parallelism."""
+"""Native models and generation. Knows nothing of training, data or parallelism."""

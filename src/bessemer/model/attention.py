@@ -1,11 +1,7 @@
-"""softmax(q k^T) v under a mask, a bias and a cap: the reference in plain torch, and the fused kernels.
+"""Attention: the plain-torch reference, the fused backends and the rule that selects one per call, and the layers
+(grouped-query and multi-head latent attention) with their key-value cache.
 
-`serving` is the one rule by which a call goes to another backend than the chosen one.
-Legend: B batch, T queries, S keys, N query heads, K key-value heads, D head size, E value size.
-
-Attention with grouped queries, and multi-head latent attention; a key-value cache for both.
-
-Legend: B batch, T time, S keys so far, N query heads, K key-value heads, D head size, E value size, W width.
+Legend: B batch, T queries, S keys, N query heads, K key-value heads, D head size, E value size, W width.
 """
 
 from __future__ import annotations
@@ -23,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bessemer.model.attention_mask import TILE, AttentionMask
-from bessemer.model.layers import RMSNorm, make_norm
-from bessemer.model.positions import rotate
+from bessemer.model.layers import RMSNorm, make_norm, rotate
 from bessemer.spec.shape import ModelShape
 
 KERNELS = {
@@ -32,12 +27,12 @@ KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-BACKENDS = ("sdpa", *KERNELS, "flex", "varlen", "math")  # sdpa: the kernel that torch picks; math: the reference
+BACKENDS = ("sdpa", *KERNELS, "flex", "varlen", "math")  # sdpa: torch picks the kernel; math: the reference
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What decides which backends can serve a call."""
+    """The properties of a call that decide which backends support it."""
 
     T: int
     S: int
@@ -45,84 +40,87 @@ class AttentionCall:
     E: int
     dtype: torch.dtype
     device: str
-    masked: bool = False  # by more than causality
-    scattered: bool = False  # by a prefix or blocks, which documents and windows cannot say
+    masked: bool = False  # beyond causality
+    scattered: bool = False  # masked by a prefix or blocks, which document lengths and windows cannot express
     capped: bool = False
     bias: bool = False
-    learned: bool = False  # the bias has a gradient
+    learned: bool = False  # the bias requires a gradient
     dropout: bool = False
 
 
-def unfit(backend: str, call: AttentionCall) -> str | None:
-    """Why a backend cannot serve a call; None if it can."""
+def unsupported_reason(backend: str, call: AttentionCall) -> str | None:
+    """Why a backend cannot run a call; None if it can."""
     assert backend in BACKENDS, backend
     if backend == "math" or (backend == "sdpa" and not call.capped):
         return None
     half, even = call.dtype in (torch.bfloat16, torch.float16), call.D == call.E and call.D <= 256 and call.D % 8 == 0
-    faults = {
+    reasons = {
         "no soft-cap": call.capped and backend != "flex",
         "needs a GPU": call.device != "cuda",
         "fewer queries than keys (generation)": call.T != call.S,
         "needs bfloat16 or float16": not half and backend in ("cudnn", "flash", "varlen"),
         "needs keys and values of one size, a multiple of 8 up to 256": not even and backend in ("flash", "varlen"),
         "no masks": call.masked and backend == "flash",
-        "masked rows must be a multiple of 8": call.masked and call.T % 8 and backend in KERNELS,
-        f"rows must be a multiple of {TILE}": call.T % TILE and backend == "flex",
+        "the length of masked rows must be a multiple of 8": call.masked and call.T % 8 and backend in KERNELS,
+        f"the row length must be a multiple of {TILE}": call.T % TILE and backend == "flex",
         "no prefixes or blocks": call.scattered and backend == "varlen",
         "no bias": call.bias and backend in ("flash", "varlen"),
         "no gradient of a bias": call.learned and backend in ("cudnn", "flex"),
         "no dropout": call.dropout and backend in ("flex", "varlen"),
     }
-    return next((fault for fault, true in faults.items() if true), None)
+    return next((reason for reason, true in reasons.items() if true), None)
 
 
-def serving(backend: str, call: AttentionCall) -> str:
-    """The chosen backend if it can; else torch's choice of kernel; else (soft-caps) the reference. Both make masks of
-    B * T * S bytes, and the reference logits of B * N * T * S * 4: for generation and odd rows, not for long ones."""
+def select_backend(backend: str, call: AttentionCall) -> str:
+    """The requested backend if it supports the call; otherwise torch's kernel choice; otherwise (soft-caps) the
+    reference. Both fallbacks build masks of B * T * S bytes and the reference logits of B * N * T * S * 4 bytes: fine
+    for generation and short rows, not for long ones."""
     names = ("sdpa", "math") if backend == "auto" else (backend, "sdpa", "math")
-    return next(name for name in names if unfit(name, call) is None)
+    return next(name for name in names if unsupported_reason(name, call) is None)
 
 
 def attend(
-    q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, sight: AttentionMask, window: int,
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, attention_mask: AttentionMask, window: int,
     scale: float, cap: float | None = None,
     bias_1NTS: Tensor | None = None, dropout: float = 0.0, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """(B, T, N, E). `bias_1NTS` is added to the scaled logits; `cap` bounds them by a tanh before that."""
+    """Returns (B, T, N, E). `cap` bounds the scaled logits by a tanh; `bias_1NTS` is added after that."""
     T, S, device = q_BTND.shape[1], k_BSKD.shape[1], q_BTND.device
     call = AttentionCall(
-        T, S, q_BTND.shape[-1], v_BSKE.shape[-1], v_BSKE.dtype, device.type, masked=not sight.plain(window, S),
-        scattered=sight.prefix_BT is not None or sight.blocks[0] > 0, capped=cap is not None,
+        T, S, q_BTND.shape[-1], v_BSKE.shape[-1], v_BSKE.dtype, device.type, masked=not attention_mask.plain(window, S),
+        scattered=attention_mask.prefix_BT is not None or attention_mask.blocks[0] > 0, capped=cap is not None,
         bias=bias_1NTS is not None, learned=bias_1NTS is not None and bias_1NTS.requires_grad, dropout=dropout > 0,
     )  # fmt: skip
-    served = serving(backend, call)
-    if served == "varlen":
-        return varlen(q_BTND, k_BSKD, v_BSKE, sight, window, scale)
+    chosen = select_backend(backend, call)
+    if chosen == "varlen":
+        return attend_varlen(q_BTND, k_BSKD, v_BSKE, attention_mask, window, scale)
     q_BNTD, k_BKSD, v_BKSE = q_BTND.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKE.transpose(1, 2)
-    if served == "flex":
-        return flex(q_BNTD, k_BKSD, v_BKSE, sight, window, scale, cap, bias_1NTS).transpose(1, 2)
-    causal = sight.causal and T > 1
-    fused = served != "math" and bias_1NTS is None and not call.masked and (T == S or not causal)
-    mask = None if fused or (T == 1 and not call.masked) else sight.mask(window, T, S, device)
-    if served == "math":
-        return reference(q_BNTD, k_BKSD, v_BKSE, mask, scale, cap, bias_1NTS, dropout).transpose(1, 2)
+    if chosen == "flex":
+        return attend_flex(q_BNTD, k_BKSD, v_BKSE, attention_mask, window, scale, cap, bias_1NTS).transpose(1, 2)
+    causal = attention_mask.causal and T > 1
+    fused = chosen != "math" and bias_1NTS is None and not call.masked and (T == S or not causal)
+    mask = None if fused or (T == 1 and not call.masked) else attention_mask.mask(window, T, S, device)
+    if chosen == "math":
+        return attend_reference(q_BNTD, k_BKSD, v_BKSE, mask, scale, cap, bias_1NTS, dropout).transpose(1, 2)
     if bias_1NTS is not None:
         bias = bias_1NTS.to(v_BSKE.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
     groups = q_BNTD.shape[1] // k_BKSD.shape[1]
-    # The memory-efficient kernel has no grouped queries: unhelped, torch's choice under a mask would be logits in full.
-    if groups > 1 and (served == "efficient" or (served == "sdpa" and mask is not None and device.type == "cuda")):
+    # The memory-efficient kernel lacks grouped queries; under a mask torch would fall back to full logits without this.
+    if groups > 1 and (chosen == "efficient" or (chosen == "sdpa" and mask is not None and device.type == "cuda")):
         k_BKSD, v_BKSE, groups = k_BKSD.repeat_interleave(groups, 1), v_BKSE.repeat_interleave(groups, 1), 1
-    with sdpa_kernel(KERNELS[served]) if served in KERNELS else nullcontext():
+    with sdpa_kernel(KERNELS[chosen]) if chosen in KERNELS else nullcontext():
         out_BNTE = F.scaled_dot_product_attention(
             q_BNTD, k_BKSD, v_BKSE, mask, dropout, is_causal=causal and fused, scale=scale, enable_gqa=groups > 1
         )
     return out_BNTE.transpose(1, 2)
 
 
-def flex( q_BNTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, sight: AttentionMask, window: int, scale: float, cap: float
-| None = None, bias_1NTS: Tensor | None = None, ) -> Tensor:  # fmt: skip
-    """FlexAttention: any mask in no memory, blind tiles skipped. Compiled on a GPU; on a CPU it has no backward."""
+def attend_flex(
+    q_BNTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, attention_mask: AttentionMask, window: int, scale: float,
+    cap: float | None = None, bias_1NTS: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """FlexAttention: no mask memory, fully masked tiles are skipped. Compiled on a GPU; has no backward on a CPU."""
     B, N, T, _ = q_BNTD.shape
     bias_BNTS = None if bias_1NTS is None else bias_1NTS.expand(B, N, T, T)
 
@@ -131,10 +129,10 @@ def flex( q_BNTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, sight: AttentionMask, 
             logit = cap * torch.tanh(logit / cap)
         return logit if bias_BNTS is None else logit + bias_BNTS[b, h, q, k]
 
-    dtype = v_BKSE.dtype  # autocast does not reach inside, and norms may have left q and k wider
+    dtype = v_BKSE.dtype  # autocast does not reach inside, and norms may have left q and k in float32
     return _flex_attention(q_BNTD.device.type)(
         q_BNTD.to(dtype), k_BKSD.to(dtype), v_BKSE, score_mod=None if cap is None and bias_1NTS is None else score,
-        block_mask=sight.tiles(window, T, q_BNTD.device), scale=scale, enable_gqa=k_BKSD.shape[1] != N,
+        block_mask=attention_mask.block_mask(window, T, q_BNTD.device), scale=scale, enable_gqa=k_BKSD.shape[1] != N,
         kernel_options=None if bias_1NTS is None else {"num_stages": 2},  # three stages of a bias overflow an H200
     )  # fmt: skip
 
@@ -145,34 +143,37 @@ def _flex_attention(device: str) -> Any:
 
     if device != "cuda":
         return flex_attention
-    # One graph for each size, window and mask kind. Beyond the limit (8 by default) torch would fall back to logits in
-    # full; with `fullgraph` it fails instead.
+    # One graph per size, window and mask kind. Beyond the limit (8 by default) torch would compute full logits; with
+    # `fullgraph` it fails instead.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
-def varlen(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, sight: AttentionMask, window: int, scale: float) -> Tensor:
-    """Flash attention over documents laid end to end, as if each stood alone."""
+def attend_varlen(
+    q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, attention_mask: AttentionMask, window: int, scale: float
+) -> Tensor:
+    """Flash attention over concatenated documents (varlen), none of which attends to another."""
     from torch.nn.attention.varlen import varlen_attn
 
     B, T = q_BTND.shape[:2]
-    borders, longest = sight.lengths(B, T, q_BTND.device)
+    cu_seqlens, longest = attention_mask.cu_seqlens_on(B, T, q_BTND.device)
     left = window - 1 if window and window < T else -1
     q, k, v = (x.to(v_BTKD.dtype).flatten(0, 1) for x in (q_BTND, k_BTKD, v_BTKD))
-    # Grouped queries must be asked for from torch 2.12 on; before, there was nothing to say.
+    # From torch 2.12 on, grouped queries need this argument; earlier versions do not have it.
     grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    sides = (left, 0 if sight.causal else left)
-    out: Any = varlen_attn(q, k, v, borders, borders, longest, longest, scale=scale, window_size=sides, **grouped)
+    lengths = (cu_seqlens, cu_seqlens, longest, longest)
+    sides = (left, 0 if attention_mask.causal else left)
+    out: Any = varlen_attn(q, k, v, *lengths, scale=scale, window_size=sides, **grouped)
     return out.unflatten(0, (B, T))
 
 
-def reference(
+def attend_reference(
     q_BNTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mask_B1TS: Tensor | None, scale: float, cap: float | None = None,
     bias_1NTS: Tensor | None = None, dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Written out, in float32 (float64 for float64): what every other backend is compared with."""
+    """Plain torch in float32 (float64 for float64). Every other backend is compared with it."""
     groups = q_BNTD.shape[1] // k_BKSD.shape[1]
-    exact = torch.float64 if q_BNTD.dtype == torch.float64 else torch.float32
+    exact = torch.promote_types(q_BNTD.dtype, torch.float32)
     with torch.autocast(q_BNTD.device.type, enabled=False):
         k_BNSD, v_BNSE = (x.repeat_interleave(groups, dim=1).to(exact) for x in (k_BKSD, v_BKSE))
         logits_BNTS = (q_BNTD.to(exact) @ k_BNSD.transpose(-1, -2)) * scale
@@ -182,26 +183,26 @@ def reference(
             logits_BNTS = logits_BNTS + bias_1NTS.to(exact)
         if mask_B1TS is not None:
             logits_BNTS = logits_BNTS.masked_fill(~mask_B1TS, float("-inf"))
-        shares_BNTS = F.dropout(logits_BNTS.softmax(dim=-1), dropout, training=dropout > 0)
-        return (shares_BNTS @ v_BNSE).to(q_BNTD.dtype)
+        probs_BNTS = F.dropout(logits_BNTS.softmax(dim=-1), dropout, training=dropout > 0)
+        return (probs_BNTS @ v_BNSE).to(q_BNTD.dtype)
 
 
 Rotary = tuple[Tensor, Tensor]
-LATENT_EPS = 1e-6  # DeepSeek's norms inside the waist keep this whatever the model's own epsilon is
+LATENT_EPS = 1e-6  # of DeepSeek's latent norms, whatever the model's own epsilon is
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a layer knows of its batch besides the hidden states."""
+    """What every layer gets besides the hidden states."""
 
     sight: AttentionMask
-    rotary: Rotary | None = None  # of plain layers
-    local: Rotary | None = None  # of windowed layers where they have their own
+    rotary: Rotary | None = None  # of full-attention layers
+    local: Rotary | None = None  # of sliding-window layers, if they have their own
     bias_1NTS: Tensor | None = None  # ALiBi's or T5's
 
 
 class LayerCache:
-    """Keys and values of one layer during generation, in buffers that double when full."""
+    """The key-value cache of one layer during generation, in buffers that double when full."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -209,17 +210,15 @@ class LayerCache:
         self.length = 0
 
     def extend(self, k_BTKD: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Append, and return everything so far."""
+        """Append, and return all keys and values so far."""
         new = self.length + k_BTKD.shape[1]
         if self.keys is None or self.values is None or self.keys.shape[1] < new:
             size = 1 << max(new - 1, 15).bit_length()
-            grown = [
-                torch.empty((x.shape[0], size, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in (k_BTKD, v_BTKE)
-            ]
+            keys, values = (x.new_empty(x.shape[0], size, *x.shape[2:]) for x in (k_BTKD, v_BTKE))
             if self.keys is not None and self.values is not None:
-                grown[0][:, : self.length] = self.keys[:, : self.length]
-                grown[1][:, : self.length] = self.values[:, : self.length]
-            self.keys, self.values = grown
+                keys[:, : self.length] = self.keys[:, : self.length]
+                values[:, : self.length] = self.values[:, : self.length]
+            self.keys, self.values = keys, values
         self.keys[:, self.length : new] = k_BTKD
         self.values[:, self.length : new] = v_BTKE
         self.length = new
@@ -227,7 +226,7 @@ class LayerCache:
 
 
 class SelfAttention(nn.Module, ABC):
-    """What both kinds share: they differ in how queries, keys and values are made."""
+    """Base of the attention layers, which differ in how they project queries, keys and values."""
 
     out: nn.Linear
 
@@ -241,7 +240,7 @@ class SelfAttention(nn.Module, ABC):
 
     @abstractmethod
     def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, T, N, D), k (B, T, K, D) with their positions in them, and v (B, T, K, E)."""
+        """q (B, T, N, D) and k (B, T, K, D) with rotary positions applied, and v (B, T, K, E)."""
 
     def rotary(self, place: Place) -> Rotary | None:
         return place.local if self.local else place.rotary
@@ -253,9 +252,9 @@ class SelfAttention(nn.Module, ABC):
         return self.out(self.attend(q_BTND, k_BSKD, v_BSKE, place).flatten(2))
 
     def attend(self, q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, place: Place) -> Tensor:
-        """(B, T, N, E), by the backend that was chosen."""
+        """(B, T, N, E), with the configured backend."""
 
-        def whole(q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor) -> Tensor:
+        def attend_full_rows(q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor) -> Tensor:
             return attend(
                 q_BTND, k_BSKD, v_BSKE, place.sight, self.window, self.scale, self.shape.attention_cap,
                 place.bias_1NTS, self.dropout if self.training else 0.0, self.backend,
@@ -263,12 +262,12 @@ class SelfAttention(nn.Module, ABC):
 
         exchange = place.sight.exchange
         if exchange is None:
-            return whole(q_BTND, k_BSKD, v_BSKE)
-        return exchange.attend(q_BTND, k_BSKD, v_BSKE, place.sight, self.window, self.scale, whole)
+            return attend_full_rows(q_BTND, k_BSKD, v_BSKE)
+        return exchange.attend(q_BTND, k_BSKD, v_BSKE, place.sight, self.window, self.scale, attend_full_rows)
 
 
 class Attention(SelfAttention):
-    """As many key-value heads as query heads (MHA), one (MQA), or some (GQA)."""
+    """Multi-head (MHA), multi-query (MQA) or grouped-query (GQA) attention, by the number of key-value heads."""
 
     def __init__(self, shape: ModelShape, layer: int = 0) -> None:
         super().__init__(shape, layer)
@@ -278,9 +277,9 @@ class Attention(SelfAttention):
         self.value = nn.Linear(shape.width, kv_width, bias=shape.qkv_bias)
         self.out = nn.Linear(shape.attention_width, shape.width, bias=shape.out_bias)
         if shape.qk_norm != "none":
-            whole = shape.qk_norm == "full"
-            self.query_norm = make_norm(shape, shape.attention_width if whole else shape.head_dim)
-            self.key_norm = make_norm(shape, kv_width if whole else shape.head_dim)
+            full = shape.qk_norm == "full"
+            self.query_norm = make_norm(shape, shape.attention_width if full else shape.head_dim)
+            self.key_norm = make_norm(shape, kv_width if full else shape.head_dim)
 
     def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.query(x_BTW), self.key(x_BTW), self.value(x_BTW)
@@ -295,7 +294,7 @@ class Attention(SelfAttention):
 
 
 class LatentAttention(SelfAttention):
-    """DeepSeek's MLA. The cache holds whole keys and values: simple, where serving would keep the waist."""
+    """DeepSeek's multi-head latent attention (MLA). The cache holds full keys and values instead of the latent."""
 
     def __init__(self, shape: ModelShape, layer: int = 0) -> None:
         super().__init__(shape, layer)
@@ -316,11 +315,11 @@ class LatentAttention(SelfAttention):
         mla, heads = self.mla, self.shape.heads
         q = x_BTW if mla.q_rank is None else self.query_norm(self.query_down(x_BTW))
         q_BTND = self.query(q).unflatten(-1, (heads, -1))
-        waist, k_rope = self.kv_down(x_BTW).split((mla.kv_rank, mla.rope_dim), dim=-1)
-        kv = self.kv(self.kv_norm(waist)).unflatten(-1, (heads, -1))
+        latent, k_rope = self.kv_down(x_BTW).split((mla.kv_rank, mla.rope_dim), dim=-1)
+        kv = self.kv(self.kv_norm(latent)).unflatten(-1, (heads, -1))
         k_nope, v_BTNE = kv.split((mla.nope_dim, mla.value_dim), dim=-1)
         q_nope, q_rope = q_BTND.split((mla.nope_dim, mla.rope_dim), dim=-1)
-        k_rope = k_rope[:, :, None]  # one for all heads
+        k_rope = k_rope[:, :, None]  # shared by all heads
         if rotary is not None:
             q_rope, k_rope = (rotate(x, *rotary, self.interleaved) for x in (q_rope, k_rope))
         q_BTND = torch.cat((q_nope, q_rope), dim=-1)

@@ -1,8 +1,8 @@
-"""The native language model: embeddings, blocks, a norm and a head, as its shape describes.
+"""The native language model: embeddings, blocks, a norm and a head, as its `ModelShape` describes.
 
-The network knows nothing of losses or devices. `forward` gives hidden states; the loss head multiplies them with
-`head_weight` itself (in chunks, without the logits in memory), and generation calls `logits`.
-Legend: B batch, T time, W width, V vocabulary.
+The network knows nothing of losses or devices. `forward` returns hidden states; the loss multiplies them with
+`head_weight` itself (in chunks, without all logits in memory), and generation calls `logits`. Legend: B batch, T time,
+W width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ from bessemer.model.attention import Place, Rotary
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.block import Cache, TransformerBlock
 from bessemer.model.init import init_weights
-from bessemer.model.layers import ACTIVATIONS, make_norm
-from bessemer.model.positions import RelativeBias, RotaryTable, alibi_bias, alibi_rounded, alibi_slopes, sinusoidal
+from bessemer.model.layers import (
+    ACTIVATIONS,
+    RelativeBias,
+    RotaryTable,
+    alibi_bias,
+    alibi_rounded,
+    alibi_slopes,
+    make_norm,
+    sinusoidal,
+)
 from bessemer.spec.shape import ModelShape
 
 
 class Embedding(nn.Embedding):
-    """torch's, but values for a table without memory are not drawn: on the meta device that imports torch._dynamo."""
+    """nn.Embedding without random values on the meta device, where drawing them imports torch._dynamo."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -31,7 +39,7 @@ class Embedding(nn.Embedding):
 
 
 class HeadTransform(nn.Module):
-    """BERT's layer before the output embedding."""
+    """BERT's dense layer and norm before the output embedding."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -43,14 +51,14 @@ class HeadTransform(nn.Module):
 
 
 class LayerChain(Protocol):
-    """All blocks and the norm behind them as one faster function, for the inputs that it serves."""
+    """All blocks and the final norm as one compiled function, for the inputs that it supports."""
 
     def serves_all(self, model: Decoder, x_BTW: Tensor) -> bool: ...
     def through(self, model: Decoder, x_BTW: Tensor, place: Place) -> Tensor: ...
 
 
 class Decoder(nn.Module):
-    """A language model. Build it under `torch.device("meta")` to count or lay out without memory."""
+    """A language model. Build it under `torch.device("meta")` to count parameters without allocating memory."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -79,40 +87,42 @@ class Decoder(nn.Module):
         rotated = shape.mla.rope_dim if shape.mla else shape.head_dim
         windowed = [layer for layer in range(shape.layers) if shape.window(layer)]
         self.rotary = RotaryTable(rotated, shape.rope) if shape.positions == "rope" else None
-        own = shape.positions == "rope" and shape.local_theta is not None and windowed
-        self.local_rotary = RotaryTable(rotated, shape.layer_rope(windowed[0])) if own else None
+        has_local = shape.positions == "rope" and shape.local_theta is not None and windowed
+        self.local_rotary = RotaryTable(rotated, shape.layer_rope(windowed[0])) if has_local else None
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, W): the output embedding, which is the input one where they are tied."""
+        """(V, W): the output embedding; the input embedding if they are tied."""
         return self.embedding.weight if self.shape.tied else self.head.weight
 
     def new_caches(self) -> list[Cache]:
         return [block.new_cache() for block in self.blocks]  # type: ignore[operator]
 
-    def embed(self, tokens_BT: Tensor, sight: AttentionMask, start: int = 0, types_BT: Tensor | None = None) -> Tensor:
-        """What the first block reads."""
+    def embed(
+        self, tokens_BT: Tensor, attention_mask: AttentionMask, start: int = 0, types_BT: Tensor | None = None
+    ) -> Tensor:
+        """The first block's input."""
         shape = self.shape
         x_BTW = self.embedding(tokens_BT)
         if shape.embedding_scale != 1.0:
-            x_BTW = x_BTW * torch.tensor(shape.embedding_scale, dtype=x_BTW.dtype)  # rounded as the weights are
+            x_BTW = x_BTW * torch.tensor(shape.embedding_scale, dtype=x_BTW.dtype)  # rounded like the weights
         if shape.positions in ("learned", "sinusoidal"):
-            places_BT = sight.positions(start, tokens_BT.shape[1], tokens_BT.device)
+            positions_BT = attention_mask.positions(start, tokens_BT.shape[1], tokens_BT.device)
             if shape.positions == "learned":
-                x_BTW = x_BTW + self.position(places_BT)
+                x_BTW = x_BTW + self.position(positions_BT)
             else:
-                table_TW = self._waves(sight.reach(start, tokens_BT.shape[1]), x_BTW)
-                x_BTW = x_BTW + table_TW[places_BT]
+                table_TW = self._sinusoidal_table(attention_mask.row_length(start, tokens_BT.shape[1]), x_BTW)
+                x_BTW = x_BTW + table_TW[positions_BT]
         if shape.token_types:
             x_BTW = x_BTW + self.types(torch.zeros_like(tokens_BT) if types_BT is None else types_BT)
         if shape.embedding_norm:
             x_BTW = self.embedding_norm(x_BTW)
-        if x_BTW.device.type == "cuda":  # the residual stream in half precision, as peers have it: 6 ms of a 1B step
+        if x_BTW.device.type == "cuda":  # a residual stream in half precision saves 6 ms of a 1B step
             x_BTW = x_BTW.to(compute_dtype(x_BTW))
         return F.dropout(x_BTW, self.dropout, self.training) if self.dropout else x_BTW
 
-    def _waves(self, length: int, like: Tensor) -> Tensor:
-        """The sinusoidal table, kept as long as it serves."""
+    def _sinusoidal_table(self, length: int, like: Tensor) -> Tensor:
+        """Cached while length, dtype and device fit."""
         table = self._table
         if table is None or len(table) < length or table.dtype != like.dtype or table.device != like.device:
             self._table = table = sinusoidal(1 << (length - 1).bit_length(), self.shape.width).to(
@@ -120,16 +130,16 @@ class Decoder(nn.Module):
             )
         return table
 
-    def place(self, x_BTW: Tensor, sight: AttentionMask, start: int = 0, length: int | None = None) -> Place:
-        """What every block is told, of `length` columns where `x_BTW` is only a part of them."""
+    def place(self, x_BTW: Tensor, attention_mask: AttentionMask, start: int = 0, length: int | None = None) -> Place:
+        """The inputs shared by all blocks. `length` is the number of columns if `x_BTW` holds only some of them."""
         T = length or x_BTW.shape[1]
-        S, columns = sight.reach(start, T), sight.columns(start, T, x_BTW.device)
+        S, columns = attention_mask.row_length(start, T), attention_mask.local_columns(start, T, x_BTW.device)
         bias_1NTS = None
         if self.shape.positions == "alibi":
             slopes_N = alibi_slopes(self.shape.heads).to(x_BTW.device)
             if self.shape.alibi_rounded:
-                places_BS = sight.positions(0, S, x_BTW.device)
-                bias_1NTS = alibi_rounded(slopes_N, places_BS).to(x_BTW.dtype) * self.shape.head_dim**-0.5
+                positions_BS = attention_mask.positions(0, S, x_BTW.device)
+                bias_1NTS = alibi_rounded(slopes_N, positions_BS).to(x_BTW.dtype) * self.shape.head_dim**-0.5
             else:
                 bias_1NTS = alibi_bias(slopes_N, x_BTW.shape[1], S)
         elif self.shape.positions == "relative":
@@ -141,21 +151,18 @@ class Decoder(nn.Module):
             cos, sin = rotary.get(S, x_BTW.device, compute_dtype(x_BTW))
             return cos[columns], sin[columns]
 
-        return Place(sight, table(self.rotary), table(self.local_rotary), bias_1NTS)
+        return Place(attention_mask, table(self.rotary), table(self.local_rotary), bias_1NTS)
 
     def forward(
-        self,
-        tokens_BT: Tensor,
-        sight: AttentionMask | None = None,
-        caches: list[Cache] | None = None,
+        self, tokens_BT: Tensor, attention_mask: AttentionMask | None = None, caches: list[Cache] | None = None,
         types_BT: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Hidden states (B, T, W) that the head multiplies."""
-        sight = sight or AttentionMask()
-        sight.causal, sight.blocks = self.shape.causal, self.shape.blocks
+        attention_mask = attention_mask or AttentionMask()
+        attention_mask.causal, attention_mask.blocks = self.shape.causal, self.shape.blocks
         start = caches[0].length if caches else 0
-        x_BTW = self.embed(tokens_BT, sight, start, types_BT)
-        place = self.place(x_BTW, sight, start)
+        x_BTW = self.embed(tokens_BT, attention_mask, start, types_BT)
+        place = self.place(x_BTW, attention_mask, start)
         if self.chain is not None and not caches and self.chain.serves_all(self, x_BTW):
             x_BTW = self.chain.through(self, x_BTW, place)
         else:
@@ -174,7 +181,7 @@ class Decoder(nn.Module):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type that linear layers give: autocast's where it is on."""
+    """The dtype of a linear layer's output: autocast's if enabled."""
     kind = x.device.type
     if kind == "meta":
         return x.dtype
@@ -182,7 +189,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def network(shape: ModelShape) -> Decoder:
-    """The module that a shape describes."""
+    """The module of a shape, with uninitialised or transformers-initialised weights."""
     if shape.wrapped:
         from bessemer.model.wrapped import WrappedModel
 
@@ -197,8 +204,8 @@ def network(shape: ModelShape) -> Decoder:
 def build(
     shape: ModelShape, device: torch.device | str, seed: int, init: str = "gpt", matrices: torch.dtype = torch.float32
 ) -> Decoder:
-    """A fresh model on a device, made without an intermediate copy; vectors (norms, biases) are always float32. On
-    "meta" it is only laid out, and gets its weights later."""
+    """A newly initialised model on a device, built without an intermediate copy. Vectors (norms, biases) are always
+    float32. On "meta" nothing is allocated; the weights come later."""
     with torch.device("meta"):
         model = network(shape)
     for parameter in model.parameters():
@@ -206,8 +213,8 @@ def build(
             parameter.data = parameter.data.to(matrices)
     if str(device) == "meta":
         return model
-    # As `to_empty`, whose `empty_like` of meta tensors imports sympy.
+    # Like `to_empty`, whose `empty_like` of meta tensors imports sympy.
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-    if not shape.wrapped:  # which has first weights of its own
+    if not shape.wrapped:  # transformers initialises those
         init_weights(model, seed, init)
     return model

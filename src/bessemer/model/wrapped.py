@@ -1,8 +1,8 @@
-"""Any causal model that transformers can load, behind the native one's interface (`model: {hf: PATH, wrap: true}`).
+"""Any causal model that transformers can load, behind the native model's interface (`model: {hf: PATH, wrap: true}`).
 
-Nothing about it is taken on trust: that its head is a plain product, that it does not look ahead and that it keeps
-packed documents apart is tried on the module itself, since configs say these things in many ways.
-Legend: B batch, T time, W width, V vocabulary.
+Its properties are tested on the module itself, since configs express them in many ways: the head must be a plain
+product, attention must be causal, and packed documents must be separable. Legend: B batch, T time, W width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
 
 LIMITS = (
-    "run by transformers: no tensor or pipeline parallel, no look at its attention, no dropout, no balance loss of "
-    "experts, no stretch of its positions or vocabulary"
+    "run by transformers: no tensor or pipeline parallelism, no attention statistics, no dropout, no balance loss for "
+    "experts, no extension of positions or vocabulary"
 )
-SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # the logits times the setting to this power
-CLOSE = 1e-4  # relative to the largest value: of six families the most noise was 4e-7, the least leak 0.15
+SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # logits are multiplied by setting ** power
+CLOSE = 1e-4  # relative to the largest value; over six families noise is below 4e-7 and leaks are above 0.15
 
 
 class WrappedCache:
-    """Of generation: transformers' own cache, or the tokens so far for a model that has none of the usual kind."""
+    """Generation state: transformers' own cache, or the tokens so far for a model without `past_key_values`."""
 
     def __init__(self, body: nn.Module) -> None:
         self.has_keys = "past_key_values" in inspect.signature(body.forward).parameters
@@ -40,7 +40,7 @@ class WrappedCache:
         self.state: Any = None
         self.tokens_BT: Tensor | None = None
 
-    def read(self, tokens_BT: Tensor) -> Tensor:
+    def extend(self, tokens_BT: Tensor) -> Tensor:
         """Hidden states of the new tokens."""
         T = tokens_BT.shape[1]
         self.length += T
@@ -53,18 +53,18 @@ class WrappedCache:
 
 
 class WrappedModel(Decoder):
-    """Parameters are float32 under transformers' names after `inner.`."""
+    """Parameters are float32, under transformers' names after `inner.`."""
 
     def __init__(self, shape: ModelShape) -> None:
         nn.Module.__init__(self)
         self.shape, self.dropout = shape, 0.0
-        self.inner = _module(json.loads(shape.wrapped))
-        self._apart: str | None = None
+        self.inner = _build_module(json.loads(shape.wrapped))
+        self._packing_method: str | None = None
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> WrappedModel:
-        """Made anew: tables that are buffers would be left without their values."""
+        """Rebuilds the module: tables in non-persistent buffers would otherwise lose their values."""
         with torch.device(device):
-            self.inner = _module(json.loads(self.shape.wrapped))
+            self.inner = _build_module(json.loads(self.shape.wrapped))
         return self
 
     @property
@@ -74,7 +74,7 @@ class WrappedModel(Decoder):
     @property
     def blocks(self) -> nn.ModuleList:  # type: ignore[override]
         lists = [module for module in self.inner.modules() if isinstance(module, nn.ModuleList)]
-        return next((found for found in lists if len(found) == self.shape.layers), nn.ModuleList())
+        return next((layers for layers in lists if len(layers) == self.shape.layers), nn.ModuleList())
 
     @property
     def head_weight(self) -> Tensor:
@@ -88,82 +88,79 @@ class WrappedModel(Decoder):
         return [WrappedCache(self.body)]
 
     def forward(
-        self,
-        tokens_BT: Tensor,
-        sight: AttentionMask | None = None,
-        caches: list[Any] | None = None,
+        self, tokens_BT: Tensor, attention_mask: AttentionMask | None = None, caches: list[Any] | None = None,
         types_BT: Any = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         if caches:
-            return caches[0].read(tokens_BT)
-        if sight is not None and sight.prefix_BT is not None:
-            raise UserError("model.wrap: this model only looks back: remove the prefix task, or use a native model")
-        if sight is None or sight.documents_BT is None:
+            return caches[0].extend(tokens_BT)
+        if attention_mask is not None and attention_mask.prefix_BT is not None:
+            raise UserError("model.wrap: this model is causal only; remove the prefix task or use a native model")
+        if attention_mask is None or attention_mask.documents_BT is None:
             return self.body(tokens_BT, use_cache=False).last_hidden_state
-        self._apart = self._apart or self._way_to_keep_apart()
-        return self._packed(tokens_BT, sight, self._apart)
+        self._packing_method = self._packing_method or self._find_packing_method()
+        return self._packed(tokens_BT, attention_mask, self._packing_method)
 
-    def _packed(self, tokens_BT: Tensor, sight: AttentionMask, way: str) -> Tensor:
+    def _packed(self, tokens_BT: Tensor, attention_mask: AttentionMask, method: str) -> Tensor:
         T, device = tokens_BT.shape[1], tokens_BT.device
         inputs: dict[str, Any] = {"use_cache": False}
         if "position_ids" in inspect.signature(self.body.forward).parameters:
-            inputs["position_ids"] = sight.positions(0, T, device)
-        if way == "mask":  # T x T numbers a row: positions, where they do, cost nothing
-            mask_B1TT = sight.mask(0, T, T, device)
+            inputs["position_ids"] = attention_mask.positions(0, T, device)
+        if method == "mask":  # T x T numbers per row; positions, if they suffice, cost nothing
+            mask_B1TT = attention_mask.mask(0, T, T, device)
             assert mask_B1TT is not None
             dtype = self.head_weight.dtype
             zeros_B1TT = torch.zeros_like(mask_B1TT, dtype=dtype)
             inputs["attention_mask"] = zeros_B1TT.masked_fill_(~mask_B1TT, torch.finfo(dtype).min)
         return self.body(tokens_BT, **inputs).last_hidden_state
 
-    def _way_to_keep_apart(self) -> str:
-        """`positions` that begin again, from which transformers makes masks, or a `mask` where it does not."""
+    def _find_packing_method(self) -> str:
+        """ "positions" that restart at each document, from which transformers derives masks, or an explicit "mask"."""
         config = self.inner.config.get_text_config()
-        # A given mask replaces that of every layer, a window among them.
+        # An explicit mask replaces that of every layer, including sliding windows.
         windowed = getattr(config, "sliding_window", None) or len(set(getattr(config, "layer_types", None) or ())) > 1
-        ways: tuple[str, ...] = ("positions",) if windowed else ("positions", "mask")
+        methods: tuple[str, ...] = ("positions",) if windowed else ("positions", "mask")
         if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-            ways = ()  # its chunks are counted from the row's beginning, wherever a document begins (Llama 4)
-        for way in ways:
-            if self._keeps_apart(way):
-                return way
+            methods = ()  # Llama 4 counts chunks from the row's start, wherever documents start
+        for method in methods:
+            if self._separates_documents(method):
+                return method
         raise UserError(
-            f"model.wrap: {config.model_type} does not keep packed documents apart: write packing: pad under data, "
-            "or cross_documents: true to let them see each other"
+            f"model.wrap: {config.model_type} cannot separate packed documents: write packing: pad under data, "
+            "or cross_documents: true to let them attend to each other"
         )
 
-    def _keeps_apart(self, way: str) -> bool:
-        """Two short documents in one row against each alone."""
-        tokens_1T = self._some_tokens(12)
+    def _separates_documents(self, method: str) -> bool:
+        """Compares two short documents in one row with each alone."""
+        tokens_1T = self._probe_tokens(12)
         documents_1T = torch.tensor([[0] * 5 + [1] * 7], device=tokens_1T.device)
-        with _exactly(self, tokens_1T.device):
+        with _reproducible(self, tokens_1T.device):
             try:
-                together = self._packed(tokens_1T, AttentionMask(documents_1T), way)
-            except (TypeError, ValueError, IndexError, RuntimeError):  # it takes no such input
+                together = self._packed(tokens_1T, AttentionMask(documents_1T), method)
+            except (TypeError, ValueError, IndexError, RuntimeError):  # it does not accept the input
                 return False
             alone = [self.body(part, use_cache=False).last_hidden_state for part in tokens_1T.split((5, 7), dim=1)]
         return _close(together, torch.cat(alone, dim=1))
 
     def verify(self) -> None:
-        """UserError unless the head and the direction are what the loss takes them for."""
-        tokens_1T = self._some_tokens(8)
+        """Raises UserError unless the head is a plain product and attention is causal."""
+        tokens_1T = self._probe_tokens(8)
         changed_1T = tokens_1T.clone()
         changed_1T[:, -1] = tokens_1T[:, 0]
         kind = self.inner.config.model_type
-        with _exactly(self, tokens_1T.device):
-            hidden, again = self(tokens_1T), self(changed_1T)
+        with _reproducible(self, tokens_1T.device):
+            hidden, changed = self(tokens_1T), self(changed_1T)
             ours, theirs = self.logits(hidden), self.inner(tokens_1T, use_cache=False).logits
-        if not _close(hidden[:, :-1], again[:, :-1]):
-            raise UserError(f"model.wrap: {kind} looks ahead, which the next token cannot be learnt from")
+        if not _close(hidden[:, :-1], changed[:, :-1]):
+            raise UserError(f"model.wrap: {kind} attends to later tokens, so next-token prediction is meaningless")
         if ours.shape != theirs.shape or not _close(ours, theirs):
-            raise UserError(f"model.wrap: {kind} makes its logits in a way not known here, and cannot be trained")
+            raise UserError(f"model.wrap: {kind} computes its logits in an unsupported way and cannot be trained")
 
-    def _some_tokens(self, count: int) -> Tensor:
+    def _probe_tokens(self, count: int) -> Tensor:
         return (torch.arange(count, device=self.head_weight.device) * 7 % self.shape.vocab)[None]
 
 
 @contextmanager
-def _exactly(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _reproducible(model: nn.Module, device: torch.device) -> Iterator[None]:
     """No gradients, no dropout, no autocast."""
     training = model.training
     try:
@@ -178,7 +175,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= CLOSE * b.abs().max())
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
@@ -186,33 +183,32 @@ def _transformers() -> Any:
     return transformers
 
 
-def _module(config: dict[str, Any]) -> Any:
-    """The module of a config, with first weights of its own, without dropout: that would have to replay."""
-    auto = _transformers()
+def _build_module(config: dict[str, Any]) -> Any:
+    """The module of a config with its own random weights, without dropout, which a replay could not reproduce."""
+    transformers = _import_transformers()
     config = {key: 0.0 if "drop" in key and isinstance(value, float) else value for key, value in config.items()}
-    made = auto.AutoConfig.for_model(config.pop("model_type"), **config)
-    return auto.AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)
+    parsed = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    return transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, trust_remote_code=False)
 
 
 def _body(module: Any) -> Any:
-    """The part before the head; the module itself where there is none. Llama 4 calls its own by another name than
-    `base_model` looks for."""
+    """The part before the head; the module itself if there is none. Llama 4's `base_model` misses it."""
     body = module.base_model
     return getattr(module, "model", module) if body is module else body
 
 
 def read_wrapped(path: str | Path) -> ModelShape:
-    """The shape of a folder's model, as near as its config tells; parameters are counted. Reads no weights."""
-    folder, auto = Folder(path), _transformers()
+    """The shape of a folder's model, as far as its config tells; parameters are counted. Reads no weights."""
+    folder, transformers = Folder(path), _import_transformers()
     try:
-        config = auto.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
-            module = _module(config.to_dict())
+            module = _build_module(config.to_dict())
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: transformers cannot build this model: {str(error).splitlines()[0][:200]}") from None
     head, sizes = module.get_output_embeddings(), config.get_text_config()
     if "quantization_config" in folder.config or not isinstance(head, nn.Linear) or _body(module) is module:
-        raise UserError(f"{path}: only unquantized models with a linear head are wrapped, not {config.model_type}")
+        raise UserError(f"{path}: {config.model_type}: only unquantized models with a linear head can be wrapped")
     scale = 1.0
     for key, power in SCALES.items():
         scale *= (getattr(sizes, key, None) or 1.0) ** power
@@ -230,20 +226,20 @@ def read_wrapped(path: str | Path) -> ModelShape:
 
 
 def load_wrapped(model: WrappedModel, path: str | Path) -> None:
-    """Fill the model from the folder's safetensors and verify it. Holds the weights twice for a moment."""
-    Folder(path).tensors  # noqa: B018, a pickled or damaged folder is refused here
-    auto = _transformers()
+    """Load the folder's safetensors into the model and verify it. Needs memory for the weights twice."""
+    Folder(path).tensors  # noqa: B018, raises for a pickled or damaged folder
+    transformers = _import_transformers()
     try:
-        given, told = auto.AutoModelForCausalLM.from_pretrained(
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=False, local_files_only=True, use_safetensors=True,
             output_loading_info=True,
         )  # fmt: skip
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise UserError(f"{path}: transformers cannot load it: {str(error).splitlines()[0][:200]}") from None
-    if told["missing_keys"] or told["mismatched_keys"]:
-        names = sorted([*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])])
-        raise UserError(f"{path}: {names[0]!r} is missing or of another shape ({len(names)} such); download it again")
-    model.inner.load_state_dict(given.state_dict())
+    if info["missing_keys"] or info["mismatched_keys"]:
+        names = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
+        raise UserError(f"{path}: {names[0]!r} is missing or has another shape ({len(names)} in all); download again")
+    model.inner.load_state_dict(loaded.state_dict())
     model.verify()
 
 
@@ -256,9 +252,9 @@ def wrap(path: str | Path, device: torch.device | str) -> WrappedModel:
 
 
 def check_wrapped(shape: ModelShape, vocab: int, context: int) -> None:
-    """What a wrapped model cannot grow to."""
+    """Refuses a vocabulary or context that a wrapped model cannot extend to."""
     if vocab > shape.vocab:
-        fix = "remove tokenizer.special, or use a family that is native"
-        raise UserError(f"model.wrap: {vocab} tokens do not fit the model's {shape.vocab}: {fix}")
+        fix = "remove tokenizer.special, or use a native family"
+        raise UserError(f"model.wrap: {vocab} tokens exceed the model's vocabulary of {shape.vocab}: {fix}")
     if shape.max_positions and context > shape.max_positions:
-        raise UserError(f"data.context: {context} exceeds the model's {shape.max_positions}: write that or less")
+        raise UserError(f"data.context: {context} exceeds the model's {shape.max_positions} positions: lower it")

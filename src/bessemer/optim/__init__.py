@@ -1,1 +1,1 @@
-"""Optimizers, schedules, clipping and the guarded step: an update that a verdict can withhold."""
+"""Optimizers, schedules, clipping and the guarded step: an update that a verdict can reject."""

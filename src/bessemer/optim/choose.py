@@ -1,12 +1,10 @@
-"""Which parameters train, and each one's learning rate as a factor on the schedule's.
+"""From the spec's optimizer section to a guarded optimizer: which parameters train, each one's learning rate as a
+factor on the schedule's, and a veto path that was tested on this device.
 
-Frozen ones have no gradient and no moments. Factors come from layer-wise decay and, with `init: mup`, from the width;
-they become parameter groups of the optimizer. Checkpoints know parameters by name: factors may change at a resume.
-
-From the optimizer's section of a spec to a guarded optimizer, with a veto path that was proven here and now.
-
-Which path is safe is not assumed: RMSprop, NAdam and Muon ignore `found_inf` without a word, and a device may lack a
-fused kernel. A probe of one matrix takes an accepted and a rejected step before the real optimizer is made.
+Learning rate factors come from layer-wise decay and, with `init: mup`, from the width; they become parameter groups.
+Checkpoints identify parameters by name, so factors may change at a resume. No veto path is assumed to work: RMSprop,
+NAdam and Muon silently ignore `found_inf`, and a device may lack a fused kernel. A probe takes an accepted and a
+rejected step on one matrix before the real optimizer is built.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from torch.optim import Optimizer
 
 from bessemer.errors import UserError
 from bessemer.optim.guarded import FUSED, HOST, SELECT, GuardedOptimizer, InBackward, Named, eager
-from bessemer.optim.lion import Lion
-from bessemer.optim.low_memory import LowMemoryOptimizer, ShardPlace, part_of, place_of, to_low_precision
+from bessemer.optim.low_memory import LowMemoryOptimizer, ShardPlace, local_parameter, place_of, to_low_precision
 from bessemer.plan.decision import Plan
 from bessemer.spec.optimizer import FUSED as WITH_FUSED_KERNEL
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
@@ -33,59 +30,59 @@ from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
-INPUTS = {"embedding", "position", "types", "relative", "encoder_relative", "embedding_norm"}  # below the first block
-# Matrices whose inputs do not grow with the width, and the head, whose logits are scaled instead.
+INPUTS = {"embedding", "position", "types", "relative", "encoder_relative", "embedding_norm"}  # before the first block
+# Matrices whose input does not grow with the width, and the head, whose logits are scaled instead.
 NOT_WIDE = {"embedding", "head", "position", "types", "relative", "encoder_relative", "conv"}
-NOT_MUP = ("sgd", "muon")  # the size of their updates depends on the width in other ways than Adam's
+NOT_MUP = ("sgd", "muon")  # muP's rules for Adam do not apply to them
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[int, int]:
-    """Leave what the patterns name out of training; how many parameters are frozen, and how many train.
+    """Exclude parameters that match the patterns from training; returns how many are frozen and how many train.
 
     A pattern is a parameter, a layer (`blocks.3`, `blocks.0-11.attention`, `embedding`) or a glob (`*.ffn.*`).
     """
     named = dict(model.named_parameters())
     for pattern in patterns:
-        for wanted in _expanded(pattern):
-            found = [name for name in named if fnmatchcase(name, wanted) or fnmatchcase(name, f"{wanted}.*")]
-            if not found:
-                raise UserError(f"optimizer.freeze: {pattern!r} names nothing here: {_nearest(model, wanted)}")
-            for name in found:
+        for glob in _expand_ranges(pattern):
+            matches = [name for name in named if fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")]
+            if not matches:
+                raise UserError(f"optimizer.freeze: {pattern!r} matches nothing: {_suggest_names(model, glob)}")
+            for name in matches:
                 named[name].requires_grad_(False)
     trained = sum(parameter.numel() for parameter in named.values() if parameter.requires_grad)
     if not trained:
-        raise UserError(f"optimizer.freeze: {', '.join(patterns)} leave nothing to train: remove some of them")
+        raise UserError(f"optimizer.freeze: {', '.join(patterns)} freeze every parameter: remove some patterns")
     return sum(parameter.numel() for parameter in named.values()) - trained, trained
 
 
-def _expanded(pattern: str) -> Iterator[str]:
-    """`blocks.0-1.ffn` as `blocks.0.ffn`, `blocks.1.ffn`. A range that counts backwards names nothing."""
-    found = re.search(r"(?<=\.)(\d+)-(\d+)(?=\.|$)", pattern)
-    layers = range(int(found[1]), int(found[2]) + 1) if found else ()
-    if found is None or not layers:
+def _expand_ranges(pattern: str) -> Iterator[str]:
+    """`blocks.0-1.ffn` as `blocks.0.ffn`, `blocks.1.ffn`. A descending range is left as it is and matches nothing."""
+    match = re.search(r"(?<=\.)(\d+)-(\d+)(?=\.|$)", pattern)
+    layers = range(int(match[1]), int(match[2]) + 1) if match else ()
+    if match is None or not layers:
         return iter([pattern])
-    return (f"{pattern[: found.start()]}{layer}{pattern[found.end() :]}" for layer in layers)
+    return (f"{pattern[: match.start()]}{layer}{pattern[match.end() :]}" for layer in layers)
 
 
-def _nearest(model: nn.Module, wanted: str) -> str:
-    """What was perhaps meant, and what there is."""
+def _suggest_names(model: nn.Module, glob: str) -> str:
+    """The available names, and similar ones."""
     shape: ModelShape = model.shape  # type: ignore[assignment]
     names, modules = dict(model.named_parameters()), [name for name, _ in model.named_modules() if name]
-    if wanted.split(".")[0] == "head" and shape.tied and "embedding.weight" in names:
+    if glob.split(".")[0] == "head" and shape.tied and "embedding.weight" in names:
         return "the head is the embedding; write embedding, which freezes both"
     blocks = f"blocks.0 to blocks.{shape.layers + shape.decoder_layers - 1}"
-    there = ", ".join(blocks if name == "blocks" else name for name in modules if "." not in name)
-    near = difflib.get_close_matches(wanted, [*modules, *names], n=3)
-    return f"there are {there}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+    available = ", ".join(blocks if name == "blocks" else name for name in modules if "." not in name)
+    near = difflib.get_close_matches(glob, [*modules, *names], n=3)
+    return f"there are {available}" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def lr_scales(model: nn.Module, spec: RunSpec) -> dict[str, float]:
     """Each parameter's learning rate as a factor on the schedule's."""
     shape: ModelShape = model.shape  # type: ignore[assignment]
     if spec.model.init == "mup" and spec.optimizer.name in NOT_MUP:
-        raise UserError(f"optimizer.name: model.init mup has no rule for {spec.optimizer.name}: write adamw")
+        raise UserError(f"optimizer.name: model.init: mup does not support {spec.optimizer.name}: write adamw")
     layers, decay = shape.layers + shape.decoder_layers, spec.optimizer.layer_decay or 1.0
-    # muP for Adam and its kin (Yang et al. 2022, table 8): matrices whose inputs grow with the width.
+    # muP for Adam and similar (Yang et al. 2022, table 8): matrices whose inputs grow with the width.
     width_scale = spec.model.mup_width / shape.width if spec.model.init == "mup" else 1.0
 
     def scale(name: str, parameter: nn.Parameter) -> float:
@@ -98,53 +95,81 @@ def lr_scales(model: nn.Module, spec: RunSpec) -> dict[str, float]:
 
 
 def note_groups(model: nn.Module, spec: RunSpec, plan: Plan) -> None:
-    """What trains, how fast and in how many bytes, in the plan, where the spec asks for anything special."""
+    """Add to the plan what trains, at which rates and in how many bytes, where the spec deviates from the defaults."""
     shape: ModelShape = model.shape  # type: ignore[assignment]
     named, decay, mup = dict(model.named_parameters()), spec.optimizer.layer_decay, spec.model.init == "mup"
     if spec.optimizer.freeze:
         trained, total = (sum(p.numel() for p in named.values() if p.requires_grad or every) for every in (False, True))
-        embedding = named.get("embedding.weight")  # by another name in a wrapped model
-        both = shape.tied and embedding is not None and not embedding.requires_grad
+        embedding = named.get("embedding.weight")  # has another name in a wrapped model
+        head_frozen = shape.tied and embedding is not None and not embedding.requires_grad
         reason = f"{human_count(trained)} of {human_count(total)} parameters train"
-        reason += "; the head is the embedding, and frozen with it" if both else ""
+        reason += "; the head is the embedding, and frozen with it" if head_frozen else ""
         plan.add("optimizer.freeze", ", ".join(spec.optimizer.freeze), reason, "asked")
     if decay or mup:
         scales = [scale for name, scale in lr_scales(model, spec).items() if named[name].requires_grad]
-        why = [f"layer_decay {decay:g}"] if decay else []
-        why += [f"muP from width {spec.model.mup_width} to {shape.width}"] if mup else []
-        plan.add("learning rates", f"x{min(scales):.3g} to x{max(scales):.3g}", " and ".join(why), "asked")
-    note_memory(spec, plan)
+        reasons = [f"layer_decay {decay:g}"] if decay else []
+        reasons += [f"muP from width {spec.model.mup_width} to {shape.width}"] if mup else []
+        plan.add("learning rates", f"x{min(scales):.3g} to x{max(scales):.3g}", " and ".join(reasons), "asked")
+    add_memory_to_plan(spec, plan)
 
 
-def note_memory(spec: RunSpec, plan: Plan) -> None:
-    """What little memory costs, in the plan."""
+def add_memory_to_plan(spec: RunSpec, plan: Plan) -> None:
+    """Add the bytes per parameter of low-memory settings to the plan."""
     memory = spec.memory
     if not memory.lean:
         return
     precision = str(plan.value("precision")) if "precision" in plan.decisions else spec.precision
-    counted, usual = (optimizer_bytes(spec.optimizer, each, precision) for each in (memory, MemorySpec()))
+    chosen, default = (optimizer_bytes(spec.optimizer, m, precision) for m in (memory, MemorySpec()))
     kinds = f"weights {memory.kept}, moments {memory.moments}"
-    where = f", and {counted.host:.3g} on the host" if counted.host else ""
-    reason = f"{counted.device:.3g} bytes a parameter on the device instead of {usual.device:.3g}{where}"
+    on_host = f", and {chosen.host:.3g} on the host" if chosen.host else ""
+    reason = f"{chosen.device:.3g} bytes per parameter on the device instead of {default.device:.3g}{on_host}"
     plan.add("optimizer state", kinds, reason, "asked")
     if memory.update == "in_backward":
-        lost = "a step is judged after its update: an outlier is only told of, and what lasts is rolled back"
-        kept = "a gradient that is not finite leaves its own parameter as it is"
-        plan.add("memory.update", "in_backward", f"no room for gradients: {lost}; nothing is clipped; {kept}", "asked")
+        late = "a step is judged after its update: outliers are reported, persistent ones rolled back"
+        finite = "a non-finite gradient does not change its parameter"
+        reason = f"saves the memory of gradients: {late}; no clipping; {finite}"
+        plan.add("memory.update", "in_backward", reason, "asked")
 
 
 PATHS = {"fused": FUSED, "host": HOST, "select": SELECT}
-NOT_HIDDEN = {"embedding", "head", "router", "position", "types", "relative"}  # matrices left to AdamW
+NOT_HIDDEN = {"embedding", "head", "router", "position", "types", "relative"}  # matrices that Muon leaves to AdamW
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """One of torch's optimizers: its state as torch lays it out, and what it is always given."""
+    """One of torch's optimizers: its state as torch lays it out, and its fixed arguments."""
 
     make: Any
     state: tuple[str, ...]
     always: dict[str, Any] = field(default_factory=dict)
-    capturable: bool = False  # can keep its counts on the GPU
+    capturable: bool = False  # can keep its step counts on the GPU
+
+
+class Lion(Optimizer):
+    """Lion (Chen et al. 2023, arXiv:2302.06675): the sign of a blended momentum, with decoupled weight decay. One
+    moment per parameter; every weight moves by `lr` or not at all, so use an `lr` 3 to 10 times smaller than
+    AdamW's."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "closures are not supported"
+        for group in self.param_groups:
+            moved = [p for p in group["params"] if p.grad is not None]
+            if not moved:
+                continue
+            for p in moved:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            grads, moments = [p.grad for p in moved], [self.state[p]["exp_avg"] for p in moved]
+            (blend, keep), lr = group["betas"], group["lr"]
+            updates = torch._foreach_lerp(moments, grads, 1 - blend)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(moved, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(moved, updates, alpha=-lr)
+            torch._foreach_lerp_(moments, grads, 1 - keep)
 
 
 KINDS = {
@@ -165,13 +190,13 @@ KINDS = {
     "adamax": OptimizerKind(eager(torch.optim.Adamax), ("step", "exp_avg", "exp_inf"), capturable=True),
     "lion": OptimizerKind(eager(Lion), ("exp_avg",)),
     "adafactor": OptimizerKind(eager(torch.optim.Adafactor), ("step", "row_var", "col_var", "variance")),
-    # Moonshot's scaling gives updates the size of AdamW's, so that one learning rate serves both parts.
+    # Moonshot's scaling gives updates the size of AdamW's, so that one learning rate fits both.
     "muon": OptimizerKind(eager(torch.optim.Muon), ("momentum_buffer",), {"adjust_lr_fn": "match_rms_adamw"}),
 }
 
 
 def optimizer_for(model: nn.Module, spec: RunSpec) -> GuardedOptimizer:
-    """The optimizer of a run. From here on what the spec freezes is frozen, and matrices are bf16 if it says so."""
+    """The optimizer of a run. Freezes what the spec freezes, and converts matrices to bf16 if the spec says so."""
     freeze(model, spec.optimizer.freeze)
     if spec.memory.kept != "fp32":
         to_low_precision(model)
@@ -182,62 +207,61 @@ def make_optimizer(
     named: Named, spec: OptimizerSpec, scales: Mapping[str, float] | None = None, memory: MemorySpec | None = None,
     seed: int = 0,
 ) -> GuardedOptimizer:  # fmt: skip
-    """The optimizer that the spec asks for over the parameters that are trained; `scales` are factors on the learning
-    rate by parameter name, 1 where there is none; `seed` is that of stochastic rounding.
+    """The spec's optimizer over the trained parameters; `scales` are learning rate factors by parameter name, 1 by
+    default; `seed` is that of stochastic rounding.
 
-    Where the wanted veto path does not hold here, the verdict is read on the host and `fallback_reason` says why.
+    If the preferred veto path does not work here, the verdict is read on the host, and `fallback_reason` says why.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    memory, parts = memory or MemorySpec(), [part_of(parameter) for _, parameter in trained]
-    first, places = parts[0], {part: place_of(p) for part, (_, p) in zip(parts, trained, strict=True)}
-    stepped = [(name, part) for (name, _), part in zip(trained, parts, strict=True)]
-    # On a GPU too: one scalar read costs less than a copy of all weights and moments (benchmarks/veto_cost.py).
-    wanted = PATHS.get(spec.veto, FUSED if memory.lean or spec.name in WITH_FUSED_KERNEL else HOST)
+    memory, shards = memory or MemorySpec(), [local_parameter(parameter) for _, parameter in trained]
+    first, places = shards[0], {shard: place_of(p) for shard, (_, p) in zip(shards, trained, strict=True)}
+    named_shards = [(name, shard) for (name, _), shard in zip(trained, shards, strict=True)]
+    # On a GPU too: reading one scalar costs less than copying all weights and moments (benchmarks/veto_cost.py).
+    preferred = PATHS.get(spec.veto, FUSED if memory.lean or spec.name in WITH_FUSED_KERNEL else HOST)
     reason = None
-    for path in dict.fromkeys((wanted, HOST)):
+    for path in dict.fromkeys((preferred, HOST)):
         fault = veto_fault(spec, path, first.device, first.dtype, memory)
         if fault is None:
             kind = InBackward if memory.update == "in_backward" else GuardedOptimizer
-            made = build(stepped, spec, path, scales or {}, memory, seed, places)
-            return kind(trained, made, path, reason, parts)
+            optimizers = build_optimizers(named_shards, spec, path, scales or {}, memory, seed, places)
+            return kind(trained, optimizers, path, reason, shards)
         reason = f"{spec.name}, {path}: {fault}; the verdict is read on the host before each step"
-    raise RuntimeError(f"torch {torch.__version__} cannot withhold a step of {spec.name} on {first.device}: {fault}")
+    raise RuntimeError(f"torch {torch.__version__} cannot reject steps of {spec.name} on {first.device}: {fault}")
 
 
-def build(
+def build_optimizers(
     named: list[tuple[str, nn.Parameter]], spec: OptimizerSpec, path: str, scales: Mapping[str, float],
     memory: MemorySpec, seed: int = 0, places: Mapping[nn.Parameter, ShardPlace] | None = None,
 ) -> list[Optimizer]:  # fmt: skip
-    """Our own, torch's, or Muon and AdamW, with their state filled in. The learning rate comes with each step."""
+    """Our own optimizer, torch's, or Muon and AdamW, with initialised state. The learning rate comes with each step."""
     if memory.lean:
         groups = parameter_groups(named, spec.settings()["weight_decay"], scales)
         return [LowMemoryOptimizer(groups, named, spec, memory, seed, places)]
     if spec.name != "muon":
-        return [_one(named, spec.name, spec.settings(), path, scales)]
+        return [_torch_optimizer(named, spec.name, spec.settings(), path, scales)]
     hidden = [pair for pair in named if pair[1].ndim == 2 and not NOT_HIDDEN & set(pair[0].split("."))]
     others = [pair for pair in named if not any(pair[1] is p for _, p in hidden)]
     muon = {key: value for key, value in spec.settings().items() if key not in ("betas", "eps")}
     adamw = {key: value for key, value in spec.settings().items() if key not in ("momentum", "nesterov")}
     parts = (hidden, "muon", muon), (others, "adamw", adamw)
-    return [_one(part, name, settings, path, scales) for part, name, settings in parts if part]
+    return [_torch_optimizer(group, name, settings, path, scales) for group, name, settings in parts if group]
 
 
-def _one(
+def _torch_optimizer(
     named: list[tuple[str, nn.Parameter]], name: str, settings: dict[str, Any], path: str, scales: Mapping[str, float]
 ) -> Optimizer:
-    """One of torch's optimizers."""
     kind, on_gpu = KINDS[name], named[0][1].device.type == "cuda"
     capturable = path == SELECT and kind.capturable and on_gpu
     mode = {"fused": True} if path == FUSED else {"capturable": True} if capturable else {}
     if "betas" in settings:
         settings = settings | {"betas": tuple(settings["betas"])}
-    parts = parameter_groups(named, settings.pop("weight_decay"), scales)
-    optimizer: Optimizer = kind.make(parts, lr=0.0, **settings, **kind.always, **mode)
+    groups = parameter_groups(named, settings.pop("weight_decay"), scales)
+    optimizer: Optimizer = kind.make(groups, lr=0.0, **settings, **kind.always, **mode)
     for _, parameter in named:
         state = optimizer.state[parameter]
         for key in kind.state:
             if key != "momentum_buffer" or settings["momentum"]:
-                value = _first_value(key, parameter, device_counts=bool(mode))
+                value = _initial_state(key, parameter, device_counts=bool(mode))
                 if value is not None:
                     state[key] = value
     return optimizer
@@ -246,7 +270,7 @@ def _one(
 def parameter_groups(
     named: list[tuple[str, nn.Parameter]], decay: float, scales: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Matrices are decayed, vectors are not. A group for each learning rate, at most two for a layer."""
+    """One group per learning rate factor, with weight decay for matrices and without for vectors."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for key, parameter in named:
         groups.setdefault((parameter.ndim < 2, scales.get(key, 1.0)), []).append(parameter)
@@ -256,8 +280,8 @@ def parameter_groups(
     ]
 
 
-def _first_value(key: str, parameter: nn.Parameter, device_counts: bool) -> Tensor | None:
-    """A piece of state as torch makes it in its first step; None where this parameter has no such piece."""
+def _initial_state(key: str, parameter: nn.Parameter, device_counts: bool) -> Tensor | None:
+    """A state tensor as torch initialises it in its first step; None if this parameter has no such state."""
     if key in ("step", "mu_product"):
         device = parameter.device if device_counts else "cpu"
         return torch.full((), float(key == "mu_product"), dtype=torch.float32, device=device)
@@ -276,31 +300,34 @@ def veto_fault(
     spec: OptimizerSpec, path: str, device: torch.device, dtype: torch.dtype = torch.float32,
     memory: MemorySpec | None = None,
 ) -> str | None:  # fmt: skip
-    """What is wrong with this path here, found by stepping one matrix; None when a veto holds and a step moves all."""
+    """What is wrong with this veto path here, found by stepping one matrix; None if rejected steps change nothing and
+    accepted steps change everything."""
     memory = memory or MemorySpec()
     if path == FUSED and spec.name not in WITH_FUSED_KERNEL and not memory.lean:
         return "torch has no such kernel"
-    # Numbers of the kernel's own: an epsilon of 1e9 would look like a kernel that does not move.
-    plain = OptimizerSpec(name=spec.name, momentum=spec.momentum, nesterov=spec.nesterov)
-    # Vector blocks and a remainder: torch 2.13's fused SGD skips whole blocks of bf16 weights on a CPU.
-    # Our own steps need a matrix that is large enough for blocks of 8 bits and for the way to the host.
+    # Default settings: with an epsilon of 1e9 a working kernel would look like one that does not move.
+    defaults = OptimizerSpec(name=spec.name, momentum=spec.momentum, nesterov=spec.nesterov)
+    # Full vector blocks and a remainder: torch 2.13's fused SGD skips whole blocks of bf16 weights on a CPU. Our own
+    # optimizers need a matrix that is large enough for 8-bit blocks and for offloading.
     shape = (257, 256) if memory.lean else (9, 15)
     dtype = dtype if memory.kept == "fp32" else torch.bfloat16
     weight = nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
-    seen: list[list[Tensor]] = []
+    snapshots: list[list[Tensor]] = []
     try:
-        probe = GuardedOptimizer([("probe", weight)], build([("probe", weight)], plain, path, {}, memory), path)
+        probe = GuardedOptimizer(
+            [("probe", weight)], build_optimizers([("probe", weight)], defaults, path, {}, memory), path
+        )
         for reject in (None, 1.0, 0.0, 1.0):
             if reject is not None:
                 value = torch.tensor(float("nan") if reject else 1.0, device=device)
                 weight.grad = torch.ones_like(weight) * value.to(dtype)
-                probe.step(0.3, torch.tensor(reject, device=device), value)  # to numbers that bf16 does not have
-            seen.append([tensor.clone() for tensor in (weight.detach(), *probe.state().values())])
+                probe.step(0.3, torch.tensor(reject, device=device), value)  # results that are not bf16 numbers
+            snapshots.append([tensor.clone() for tensor in (weight.detach(), *probe.state().values())])
     except (RuntimeError, AssertionError) as error:
-        return " ".join(str(error).split("\n")[:2])  # the compiler's own name, then what it found
-    fresh, rejected_first, accepted, rejected = seen
+        return " ".join(str(error).split("\n")[:2])  # the compiler's name, then its message
+    fresh, rejected_first, accepted, rejected = snapshots
     if not all(bool((a != b).all()) for a, b in zip(fresh, accepted, strict=True)):
-        return "an accepted step left weights, moments or counts as they were"
+        return "an accepted step did not change weights, moments or counts"
     pairs = [*zip(fresh, rejected_first, strict=True), *zip(accepted, rejected, strict=True)]
     if not all(torch.equal(a, b) for a, b in pairs):
         return "a rejected step changed weights, moments or counts"

@@ -1,7 +1,7 @@
-"""AdamW as one Triton kernel: weights in fp32, or split into bf16 and the 16 bits that it lacks; moments in fp32.
+"""AdamW as one Triton kernel: weights in fp32, or split into bf16 and the remaining 16 bits; moments in fp32.
 
-It moves 28 bytes a parameter (26 split, with bf16 gradients), at the rate of a copy. torch's fused kernel reaches two
-thirds of that on an H200, and what torch.compile makes of the same arithmetic half (docs/decisions.md).
+It moves 28 bytes per parameter (26 split, with bf16 gradients) at the rate of a copy. On an H200 torch's fused kernel
+reaches two thirds of that, and torch.compile of the same arithmetic half (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def _unbiased(exponent):  # type: ignore[no-untyped-def]
-    """1 - e^exponent, by its series where the subtraction would lose digits."""
+    """1 - e^exponent, by its series where the subtraction would cancel."""
     series = -exponent * (1 + exponent * (0.5 + exponent * (0.16666667 + exponent * 0.041666667)))
     return tl.where(exponent > -0.02, series, 1 - tl.exp(exponent))
 
@@ -51,7 +51,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     if SPLIT:
         bits = w.to(tl.int32, bitcast=True)
         bits = tl.where(w != w, 0x7FC00000, bits)
-        high = (bits + 0x8000) & -0x10000  # as `bits.halves` has it: a tie goes up
+        high = (bits + 0x8000) & -0x10000  # like `low_memory.split_weights`: ties round up
         tl.store(weight + lanes, (high >> 16).to(tl.int16), mask=inside)
         tl.store(remainder + lanes, (bits - high).to(tl.int16), mask=inside)
     else:
@@ -62,12 +62,12 @@ def adamw(
     betas: tuple[float, float], eps: float, weight: Tensor, grad: Tensor, state: dict[str, Tensor], count: Tensor,
     reject: Tensor, divisor: Tensor, lr: Tensor, decay: Tensor,
 ) -> None:  # fmt: skip
-    """One step of a flat piece, unless `reject` is 1; the arguments are those of `lean.update`."""
+    """One step of a flat piece, unless `reject` is 1; the arguments are those of `low_memory.update`."""
     import torch
 
     split, size = "remainder" in state, weight.numel()
     held = weight.view(torch.int16) if split else weight
-    shares = (1 - beta for beta in betas)  # here in float64: in float32 1 - 0.999 is off in the fifth digit
+    shares = (1 - beta for beta in betas)  # in float64: in float32 1 - 0.999 is wrong in the fifth digit
     logs = (math.log(beta) if beta else -math.inf for beta in betas)
     _adamw[(triton.cdiv(size, BLOCK),)](
         held, state["remainder"] if split else held, grad, state["exp_avg"], state["exp_avg_sq"], size, count, reject,

@@ -1,4 +1,4 @@
-"""Learning rate as a closed-form function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a closed-form function of the step: no state to save or restore."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up to `peak`, then cosine or linear decay to `floor * peak`, which it keeps past the end."""
+    """Linear warm-up to `peak`, then cosine or linear decay to `floor * peak`, which holds past the end."""
 
     peak: float
     warmup: int
@@ -17,7 +17,7 @@ class Schedule:
     floor: float = 0.1
 
     def lr(self, step: int) -> float:
-        """For the update of that step, counted from 0: the first one is peak / warmup, never zero."""
+        """The rate of a step, counted from 0: the first one is peak / warmup, never zero."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if self.kind == "constant":

@@ -1,1 +1,1 @@
-"""The processes of a run and how a model is laid over them."""
+"""The processes of a run, and how a model is parallelized over them."""

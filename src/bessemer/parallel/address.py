@@ -1,8 +1,8 @@
-"""The address by which other nodes of a job reach this one: `python -m bessemer.parallel.address [--seen A] PEER...`.
+"""Prints the address at which other nodes reach this one: `python -m bessemer.parallel.address [--seen A] PEER...`.
 
-Names that a user or a scheduler has for a node (an ssh alias, Slurm's NodeName) need not resolve on the others, and a
-node's own hostname often resolves to its loopback address. So the node is asked itself: for the address that it sends
-from when it sends to its peers. Nothing is sent, and torch is not imported.
+A node's name for a user or scheduler (an ssh alias, Slurm's NodeName) need not resolve on other nodes, and its own
+hostname often resolves to a loopback address. So the node looks up its source address for packets to its peers. Nothing
+is sent, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import ipaddress
 import socket
 from collections.abc import Iterator, Sequence
 
-ELSEWHERE = "192.0.2.1"  # of a range kept for documentation: whatever leaves this network goes by the default route
+ELSEWHERE = "192.0.2.1"  # reserved for documentation: reached through the default route
 
 
 def source_address(target: str) -> str | None:
-    """The address of this machine on its way to a name or address; None where there is no way, or it is not known."""
+    """This machine's source address for packets to a name or address; None if there is no route or the name is
+    unknown."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)  # a datagram socket: this only chooses the way
+            probe.connect(address)  # a datagram socket: only selects the route
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
 def usable(address: str | None) -> bool:
-    """Whether others can reach it."""
+    """Whether other machines can reach it."""
     try:
-        found = ipaddress.ip_address(address or "")
+        parsed = ipaddress.ip_address(address or "")
     except ValueError:
         return False
-    return not (found.is_loopback or found.is_link_local or found.is_unspecified)
+    return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
 
 
 def interface(address: str) -> str | None:
@@ -46,7 +47,7 @@ def interface(address: str) -> str | None:
 
 
 def own_address(peers: Sequence[str] = (), seen: str = "") -> str:
-    """`seen` is where somebody has reached this node already. A loopback address if there is no other."""
+    """`seen` is an address at which this node was already reached. Falls back to a loopback address."""
     return next((address for address in _candidates(peers, seen) if address and usable(address)), "127.0.0.1")
 
 
@@ -58,13 +59,13 @@ def _candidates(peers: Sequence[str], seen: str) -> Iterator[str | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print it as an endpoint takes it: IPv6 in brackets."""
+    """Prints the address as an endpoint expects it: IPv6 in brackets."""
     parser = argparse.ArgumentParser(description="Print the address by which other nodes reach this one.")
-    parser.add_argument("--seen", default="", help="where this node was reached; of SSH_CONNECTION, the third word")
+    parser.add_argument("--seen", default="", help="where this node was reached, or the value of SSH_CONNECTION")
     parser.add_argument("peers", nargs="*", help="names or addresses of other nodes")
-    given = parser.parse_args(arguments)
-    words = given.seen.split()
-    address = own_address(given.peers, words[2] if len(words) > 2 else given.seen)
+    options = parser.parse_args(arguments)
+    words = options.seen.split()
+    address = own_address(options.peers, words[2] if len(words) > 2 else options.seen)
     print(f"[{address}]" if ":" in address else address)
 
 

@@ -1,7 +1,7 @@
-"""What each process of a run holds: weights, gradients, moments and averages, divided or whole.
+"""What each rank holds: bytes of weights, gradients, moments and averages, sharded or not.
 
-Sizes are read off the tensors as they lie there, whatever mesh or placement put them there, so that the table shows
-what a layout really did. A large weight that stayed whole while others were divided is worth a warning.
+Sizes are read from the tensors themselves, so the table shows what a layout really did. A large weight that stayed
+unsharded while others were sharded deserves a warning.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from bessemer.parallel.shard import local, shards
 from bessemer.parallel.world import World
 from bessemer.spec.quantity import human_bytes
 
-# Below 1 MiB nothing is gained. A twentieth of the weights that a process holds is worth a word, since gradients and
-# moments are too large by as much. Norms, which stay whole by design, come nowhere near in real models.
-LEAST_BYTES, LEAST_SHARE = 1 << 20, 0.05
+# Warn from 1 MiB and a twentieth of a rank's weights on: gradients and moments are too large by as much. Norms, which
+# stay unsharded by design, are far smaller in real models.
+MIN_BYTES, MIN_SHARE = 1 << 20, 0.05
 
 
 @dataclass
 class Amount:
-    """Of tensors in one process."""
+    """Tensors of one rank."""
 
     tensors: int = 0
     numbers: int = 0
     bytes: int = 0
 
     def add(self, tensor: Tensor) -> None:
-        held = local(tensor)
+        shard = local(tensor)
         self.tensors += 1
-        self.numbers += held.numel()
-        self.bytes += held.numel() * held.element_size()
+        self.numbers += shard.numel()
+        self.bytes += shard.nbytes
 
 
 @dataclass
 class MemoryKind:
-    """Weights, gradients, moments or averages of one process: parts of tensors, and whole ones."""
+    """Weights, gradients, moments or averages of one rank: shards, and full tensors."""
 
     divided: Amount = field(default_factory=Amount)
     whole: Amount = field(default_factory=Amount)
@@ -54,7 +54,7 @@ class MemoryKind:
 
 @dataclass
 class RankMemory:
-    """One process. `left_whole` are large weights that stayed whole, or less divided than others."""
+    """One rank. `left_whole` lists large weights that are sharded less than others."""
 
     rank: int
     host: str
@@ -76,39 +76,38 @@ def held_here(
     world: World, named: Iterable[tuple[str, nn.Parameter]], moments: Mapping[str, Tensor],
     averages: Mapping[str, Tensor] | None = None,
 ) -> RankMemory:  # fmt: skip
-    """Of this process. Gradients are counted where there will be some, in the type of their weights."""
-    held = RankMemory(world.rank, socket.gethostname())
+    """This rank's memory. Gradients are counted for trainable weights, in the weights' dtype."""
+    memory = RankMemory(world.rank, socket.gethostname())
     pairs = list(named)
     trained = [name for name, parameter in pairs if parameter.requires_grad]
     for _, parameter in pairs:
-        held.weights.add(parameter)
+        memory.weights.add(parameter)
         if parameter.requires_grad:
-            held.gradients.add(parameter)
-    stepped = {key.rpartition(".")[0] for key in moments}
-    some = 0 < len(stepped) < len(trained)  # whole tensors, of some of the parameters: an optimizer that is divided
+            memory.gradients.add(parameter)
+    optimized = {key.rpartition(".")[0] for key in moments}
+    zero1 = 0 < len(optimized) < len(trained)  # full tensors of some of the parameters
     for tensor in moments.values():
-        held.moments.add(tensor, some)
+        memory.moments.add(tensor, zero1)
     for tensor in (averages or {}).values():
-        held.averages.add(tensor)
-    held.left_whole = left_whole(pairs, held.weights.bytes)
-    return held
+        memory.averages.add(tensor)
+    memory.left_whole = left_whole(pairs, memory.weights.bytes)
+    return memory
 
 
 def left_whole(named: Iterable[tuple[str, nn.Parameter]], weight_bytes: int) -> list[str]:
-    """Large weights that are divided into fewer parts than others, in words."""
+    """Descriptions of large weights that are sharded less than others."""
     pairs = list(named)
     most = max((shards(parameter) for _, parameter in pairs), default=1)
-    found = []
+    warnings = []
     for name, parameter in pairs:
-        parts, held = shards(parameter), local(parameter)
-        size = held.numel() * held.element_size()
-        if parts < most and size >= max(LEAST_BYTES, LEAST_SHARE * weight_bytes):
-            how = f"{parts} parts" if parts > 1 else "one piece"
-            share = f"{human_bytes(size)}, {size / weight_bytes:.0%} of a process's weights"
-            found.append(f"{name} ({share}) stays in {how} where others are in {most}")
-    return found
+        parts, size = shards(parameter), local(parameter).nbytes
+        if parts < most and size >= max(MIN_BYTES, MIN_SHARE * weight_bytes):
+            split = f"{parts} shards" if parts > 1 else "one piece"
+            share = f"{human_bytes(size)}, {size / weight_bytes:.0%} of a rank's weights"
+            warnings.append(f"{name} ({share}) stays in {split} while others are in {most}")
+    return warnings
 
 
-def gather_holdings(world: World, here: RankMemory) -> list[dict[str, Any]]:
-    """Everyone's, in the order of ranks, for everyone."""
-    return world.gather(here.to_json())
+def gather_holdings(world: World, memory: RankMemory) -> list[dict[str, Any]]:
+    """All ranks' memory, in rank order, on every rank."""
+    return world.gather(memory.to_json())

@@ -1,12 +1,7 @@
-"""Replicas whose weights are kept in bf16 and whose gradients add up in fp32. DDP's buckets have the type of the
-weights, and refuse any other: here each gradient is sent as soon as it is known, in fp32, and the backward pass ends
-when all of them have arrived.
+"""Replicated models (DDP): how replicas sum their gradients, and how they may share the optimizer state (ZeRO-1).
 
-Whole replicas of a model: how they add up their gradients, and how they may share out an optimizer's state.
-
-Gradients are sums, never means. What is sent may be rounded to bf16 or approximated by matrices of low rank (PowerSGD):
-both change the losses. An optimizer that is divided (ZeRO-1) does not: each replica keeps the moments of some of the
-parameters, whole ones, steps those and sends them round.
+Gradients are sums, never means. They may be sent in bf16 or as low-rank approximations (PowerSGD); both change the
+losses. ZeRO-1 does not: each replica holds the moments of some parameters, updates those and broadcasts them.
 """
 
 from __future__ import annotations
@@ -28,160 +23,164 @@ from bessemer.spec.schema import RunSpec
 
 
 class Fp32Reduce:
-    """Adds up the gradients of a model over a group. All processes run the same graph, and so send in one order."""
+    """Sums bf16 gradients over a group in fp32, which DDP's buckets do not support: each gradient is sent as soon as it
+    is ready, and the backward pass ends when all have arrived. All ranks run the same graph and so send in the same
+    order."""
 
     def __init__(self, model: nn.Module, group: Any) -> None:
-        self.group, self.now = group, True
-        self.under_way: list[tuple[Tensor, Tensor, Any]] = []
+        self.group, self.sync = group, True
+        self.pending: list[tuple[Tensor, Tensor, Any]] = []
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._ready)
-        model.set_requires_gradient_sync = self.switch  # type: ignore[assignment]
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+        model.set_requires_gradient_sync = self.set_sync  # type: ignore[assignment]
 
-    def switch(self, now: bool) -> None:
+    def set_sync(self, sync: bool) -> None:
         """Whether the next backward pass sends; see `shard.send_gradients`."""
-        self.now = now
+        self.sync = sync
 
     @torch.no_grad()
-    def _ready(self, parameter: Tensor) -> None:
-        if not self.now or parameter.grad is None:
+    def _reduce(self, parameter: Tensor) -> None:
+        if not self.sync or parameter.grad is None:
             return
-        if not self.under_way:
-            torch.autograd.Variable._execution_engine.queue_callback(self._arrive)  # type: ignore[attr-defined]
-        wide = parameter.grad.float()  # itself, where it is fp32 already
-        self.under_way.append((parameter.grad, wide, dist.all_reduce(wide, group=self.group, async_op=True)))
+        if not self.pending:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        fp32 = parameter.grad.float()  # no copy if it is fp32 already
+        self.pending.append((parameter.grad, fp32, dist.all_reduce(fp32, group=self.group, async_op=True)))
 
     @torch.no_grad()
-    def _arrive(self) -> None:
-        for gradient, wide, work in self.under_way:
+    def _finish(self) -> None:
+        for gradient, fp32, work in self.pending:
             work.wait()
-            if wide is not gradient:
-                gradient.copy_(wide)
-        self.under_way = []
+            if fp32 is not gradient:
+                gradient.copy_(fp32)
+        self.pending = []
 
 
-EXACT_STEPS = 3  # before PowerSGD: with fewer, DDP has not yet settled on its buckets, and sizes do not match
-ROUND = 64 << 20  # bytes of weights that are sent round together
-Told = Callable[[Tensor], None]  # is given the verdict of a step
+EXACT_STEPS = 3  # before PowerSGD starts: earlier DDP still changes its buckets, and sizes would not match
+BROADCAST_BYTES = 64 << 20  # of weights per broadcast
+Told = Callable[[Tensor], None]  # called with the verdict of each step
 
 
-def add_up_gradients(model: Any, world: World, asked: ReplicasSpec) -> Told | None:
-    """Make `model` one of the replicas, in place. Where something has to hear each step's verdict, that is returned."""
+def replicate_model(model: Any, world: World, spec: ReplicasSpec) -> Told | None:
+    """Make `model` one of the replicas, in place. Returns a hook for each step's verdict, if one is needed."""
     assert world.mesh is not None
     mesh = world.mesh["dp_replicate"]
     if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
-        if asked.compress != "none":
+        if spec.compress != "none":
             raise UserError(
-                f"parallel.replicas.compress: {asked.compress}: memory.weights keeps bf16: write none, or fp32"
+                f"parallel.replicas.compress: {spec.compress} does not support bf16 weights: write none, or "
+                "memory.weights: fp32"
             )
         Fp32Reduce(model, mesh.get_group())
         return None
     from torch.distributed._composable.replicate import replicate
 
-    replicate(model, device_mesh=mesh, bucket_cap_mb=asked.bucket_mb, static_graph=asked.static_graph)
-    if asked.compress == "powersgd":
-        low_rank = LowRank(mesh.get_group(), asked.rank)
-        model.register_comm_hook(low_rank, _add_up_low_rank)
-        return low_rank.judged
-    model.register_comm_hook(mesh.get_group(), _add_up_bf16 if asked.compress == "bf16" else _add_up)
+    replicate(model, device_mesh=mesh, bucket_cap_mb=spec.bucket_mb, static_graph=spec.static_graph)
+    if spec.compress == "powersgd":
+        power_sgd = PowerSgd(mesh.get_group(), spec.rank)
+        model.register_comm_hook(power_sgd, _sum_power_sgd)
+        return power_sgd.after_step
+    model.register_comm_hook(mesh.get_group(), _sum_bf16 if spec.compress == "bf16" else _sum)
     return None
 
 
-# The hooks have no annotations: DDP reads them, and refuses those that are text.
+# The hooks have no annotations: DDP inspects them and rejects strings.
 
 
-def _add_up(group, bucket):  # type: ignore[no-untyped-def]
-    whole = bucket.buffer()
-    work = dist.all_reduce(whole, group=group, async_op=True)
-    return work.get_future().then(lambda done: _once(done, whole))
+def _sum(group, bucket):  # type: ignore[no-untyped-def]
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    return work.get_future().then(lambda done: _finished(done, buffer))
 
 
-def _add_up_bf16(group, bucket):  # type: ignore[no-untyped-def]
-    """As torch's own hook, which divides, and which DDP refuses by its name wherever there is no NCCL."""
-    whole = bucket.buffer()
-    rounded = whole.to(torch.bfloat16)
+def _sum_bf16(group, bucket):  # type: ignore[no-untyped-def]
+    """Like torch's own hook, which averages, and which DDP rejects by name without NCCL."""
+    buffer = bucket.buffer()
+    rounded = buffer.to(torch.bfloat16)
     work = dist.all_reduce(rounded, group=group, async_op=True)
-    return work.get_future().then(lambda done: whole.copy_(_once(done, rounded)))
+    return work.get_future().then(lambda done: buffer.copy_(_finished(done, rounded)))
 
 
-def _once(done: Any, tensor: Tensor) -> Tensor:
-    """The tensor that was worked on in place; raises what went wrong. Some groups say no more than that it is done."""
+def _finished(done: Any, tensor: Tensor) -> Tensor:
+    """The tensor that was reduced in place; raises the error of the reduction. Some groups' futures carry no value."""
     done.value()
     return tensor
 
 
-def _add_up_low_rank(low_rank, bucket):  # type: ignore[no-untyped-def]
+def _sum_power_sgd(power_sgd, bucket):  # type: ignore[no-untyped-def]
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-    # What a replayed step leaves behind is never judged.
-    low_rank.forget(bucket.index(), lambda remembered: ~remembered.isfinite().all())
-    size = low_rank.state.process_group.size()
-    return powerSGD_hook(low_rank.state, bucket).then(lambda done: done.value().mul_(size))  # of a mean
+    # A replayed step gets no verdict.
+    power_sgd.reset(bucket.index(), lambda memory: ~memory.isfinite().all())
+    size = power_sgd.state.process_group.size()
+    return powerSGD_hook(power_sgd.state, bucket).then(lambda done: done.value().mul_(size))  # the hook averages
 
 
-class LowRank:
-    """PowerSGD's memory: what was left out of the last gradients, to be added to the next, and the directions that the
-    next approximation starts from. Nothing of a vetoed step may stay in it, or NaN would for ever."""
+class PowerSgd:
+    """PowerSGD's memory: the approximation error of the last gradients, to be added to the next, and the directions
+    that the next approximation starts from. A rejected step must leave nothing in it, or NaN would persist."""
 
     def __init__(self, group: Any, rank: int) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         self.state = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=EXACT_STEPS)
-        self._fresh: dict[int, Tensor] = {}
+        self._initial: dict[int, Tensor] = {}
 
-    def judged(self, reject: Tensor) -> None:
-        """After a step: what a rejected one left behind is forgotten."""
+    def after_step(self, reject: Tensor) -> None:
+        """Reset the memory after a rejected step."""
         for index in self.state.q_memory_dict:
-            self.forget(index, lambda remembered: reject.bool())
+            self.reset(index, lambda memory: reject.bool())
 
     @torch.no_grad()
-    def forget(self, index: int, when: Callable[[Tensor], Tensor]) -> None:
-        """What is remembered of a bucket, if `when` says so on the device: nothing waits for the host."""
-        left_out, directions = self.state.error_dict.get(index), self.state.q_memory_dict.get(index)
-        if left_out is None or directions is None:
+    def reset(self, index: int, when: Callable[[Tensor], Tensor]) -> None:
+        """Reset the memory of a bucket if `when` is true on the device, without the host."""
+        errors, directions = self.state.error_dict.get(index), self.state.q_memory_dict.get(index)
+        if errors is None or directions is None:
             return
-        if index not in self._fresh:  # the same everywhere, as the directions are
+        if index not in self._initial:  # equal on all ranks, like the directions
             noise = torch.randn(directions.shape, generator=torch.Generator().manual_seed(index))
-            self._fresh[index] = noise.to(directions)
-        left_out.masked_fill_(when(left_out), 0.0)
-        torch.where(when(directions), self._fresh[index], directions, out=directions)
+            self._initial[index] = noise.to(directions)
+        errors.masked_fill_(when(errors), 0.0)
+        torch.where(when(directions), self._initial[index], directions, out=directions)
 
 
 def optimizer_of_replicas(model: nn.Module, spec: RunSpec, world: World) -> GuardedOptimizer:
-    """As `optim.choose.optimizer_for`, with the state of this replica's share of the parameters alone. After a step
-    each sends its share round, also after a vetoed one: nobody reads the verdict on the host."""
+    """Like `optim.choose.optimizer_for`, with the state of this replica's share of the parameters only (ZeRO-1). After
+    every step, also a rejected one, each replica broadcasts its share: no host reads the verdict."""
     assert world.mesh is not None
     freeze(model, spec.optimizer.freeze)
     if spec.memory.kept != "fp32":
         to_low_precision(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     mesh = world.mesh["dp_replicate"]
-    owners = share_out([parameter.numel() for _, parameter in named], mesh.size())
-    mine = [pair for pair, owner in zip(named, owners, strict=True) if owner == mesh.get_local_rank()]
+    owners = assign_owners([parameter.numel() for _, parameter in named], mesh.size())
+    local_pairs = [pair for pair, owner in zip(named, owners, strict=True) if owner == mesh.get_local_rank()]
     if len(set(owners)) < mesh.size():
         raise UserError(
-            f"parallel.replicas.divide_optimizer: {len(named)} tensors cannot be shared out among {mesh.size()} "
-            "replicas: write false"
+            f"parallel.replicas.divide_optimizer: {len(named)} tensors are too few for {mesh.size()} replicas: "
+            "write false"
         )
-    held = make_optimizer(mine, spec.optimizer, lr_scales(model, spec), spec.memory, spec.seed)
-    guarded = GuardedOptimizer(named, held.optimizers, held.path, held.fallback_reason)
+    local_optimizer = make_optimizer(local_pairs, spec.optimizer, lr_scales(model, spec), spec.memory, spec.seed)
+    guarded = GuardedOptimizer(named, local_optimizer.optimizers, local_optimizer.path, local_optimizer.fallback_reason)
     shares = [
-        [parameter.detach() for (_, parameter), owner in zip(named, owners, strict=True) if owner == each]
-        for each in range(mesh.size())
+        [parameter.detach() for (_, parameter), owner in zip(named, owners, strict=True) if owner == rank]
+        for rank in range(mesh.size())
     ]
 
-    def send_round(reject: Tensor) -> None:
+    def broadcast_weights(reject: Tensor) -> None:
         for owner, share in enumerate(shares):
-            dist._broadcast_coalesced(mesh.get_group(), share, ROUND, owner)
+            dist._broadcast_coalesced(mesh.get_group(), share, BROADCAST_BYTES, owner)
 
-    guarded.afterwards.append(send_round)
+    guarded.afterwards.append(broadcast_weights)
     return guarded
 
 
-def share_out(sizes: Sequence[int], among: int) -> list[int]:
-    """To whom each goes, the largest first and always to who has least: at most one tensor's size apart."""
-    held, owners = [0] * among, [0] * len(sizes)
+def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The owner of each tensor: the largest first, to the rank with the smallest total. Totals differ by at most one
+    tensor."""
+    totals, owners = [0] * ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owner = held.index(min(held))
+        owner = totals.index(min(totals))
         owners[index] = owner
-        held[owner] += sizes[index]
+        totals[owner] += sizes[index]
     return owners

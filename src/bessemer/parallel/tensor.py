@@ -1,6 +1,6 @@
-"""Tensor parallel: every matrix of a layer is divided among the processes of the mesh's `tp`, heads and inner units
-first along the way in, then along the way out. With `sequence`, what lies between is divided along the row: norms work
-on their part, and a gather before a matrix and a scattered sum after it take the place of one sum of everything.
+"""Tensor parallelism: the matrices of a layer are sharded over the mesh's `tp` ranks, by heads and inner units,
+column-wise into a branch and row-wise out of it. With `sequence`, activations in between are sharded along the row:
+norms work on shards, and an all-gather before and a reduce-scatter after the matrices replace the all-reduce.
 """
 
 from __future__ import annotations
@@ -25,64 +25,65 @@ from bessemer.spec.shape import ModelShape
 COLUMNS = Shard(1)  # of (B, T, W)
 
 
-class Gathered(SequenceParallel):
-    """A norm over parts of rows, whose result is then whole everywhere: what the matrices behind it read."""
+class GatheredNorm(SequenceParallel):
+    """A norm over sequence shards whose output is gathered for the matrices after it."""
 
     @staticmethod
     def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: DTensor, device_mesh: DeviceMesh) -> Any:
         return outputs.redistribute(placements=(Replicate(),))
 
 
-class Whole(ParallelStyle):
-    """The same on every process, on the same input: its weights are noted as such, so that all weights of a model lie
-    on one mesh."""
+class Replicated(ParallelStyle):
+    """The same on every rank, on the same input. Its weights become replicated DTensors, so that all weights of a model
+    are on one mesh."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def note(name: str, held: nn.Module, mesh: DeviceMesh) -> None:
-            for key, parameter in held.named_parameters(recurse=False):
-                whole = DTensor.from_local(parameter.data, mesh, (Replicate(),), run_check=False)
-                held.register_parameter(key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        def replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in module.named_parameters(recurse=False):
+                replicated = DTensor.from_local(parameter.data, mesh, (Replicate(),), run_check=False)
+                module.register_parameter(key, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
 
-        def enter(held: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        def wrap_inputs(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             return tuple(
                 DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
                 if isinstance(x, Tensor) and not isinstance(x, DTensor) else x for x in inputs
             )  # fmt: skip
 
-        def leave(held: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+        def unwrap_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.to_local()
 
-        return distribute_module(module, device_mesh, note, enter, leave)
+        return distribute_module(module, device_mesh, replicate, wrap_inputs, unwrap_output)
 
 
-def sequential(shape: ModelShape, asked: bool) -> bool:
-    """Whether rows are divided between the matrices: each branch must begin with a norm, where they are gathered."""
-    return asked and shape.norm_place in ("pre", "sandwich")
+def sequential(shape: ModelShape, requested: bool) -> bool:
+    """Whether sequence parallelism applies: each branch must start with a norm, where activations are gathered."""
+    return requested and shape.norm_place in ("pre", "sandwich")
 
 
 def divides_words(shape: ModelShape, tp: int) -> bool:
-    """Whether embeddings and head are divided by words; an odd vocabulary stays whole."""
+    """Whether embedding and head are sharded by vocabulary; one that is not divisible stays unsharded."""
     return tp > 1 and shape.vocab % tp == 0
 
 
 def divide_tensors(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
-    """Divide a decoder in place; activations go in and come out as plain tensors. A stage of a pipeline lacks some."""
+    """Parallelize a decoder in place; activations enter and leave as plain tensors. A pipeline stage lacks some
+    modules."""
     shape, tp = model.shape, mesh.size()
     sequence = sequential(shape, sequence)
     plan: dict[str, ParallelStyle] = {}
-    words = divides_words(shape, tp)
+    shard_vocab = divides_words(shape, tp)
     for name, module in model.named_children():
-        if name == "embedding" and words:
+        if name == "embedding" and shard_vocab:
             plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         elif name == "norm":
-            plan[name] = Gathered() if sequence else Whole()
+            plan[name] = GatheredNorm() if sequence else Replicated()
         elif name not in ("blocks", "head") and any(True for _ in module.parameters()):
-            plan[name] = Whole()
+            plan[name] = Replicated()
     parallelize_module(model, mesh, plan)
     for i, block in enumerate(model.blocks):
-        if not isinstance(block, TransformerBlock):  # held by another stage
+        if not isinstance(block, TransformerBlock):  # on another stage
             continue
-        _divide_block(block, mesh, sequence)
+        _parallelize_block(block, mesh, sequence)
         if i == 0 and sequence:
             scatter = PrepareModuleInput(
                 input_layouts=(Replicate(), None, None), desired_input_layouts=(COLUMNS, None, None),
@@ -91,39 +92,39 @@ def divide_tensors(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
             parallelize_module(block, mesh, scatter)
     head = getattr(model, "head", None)
     if head is not None:
-        _note(head, mesh, Shard(0) if words else Replicate())
+        _shard_parameters(head, mesh, Shard(0) if shard_vocab else Replicate())
     if getattr(model, "head_bias", None) is not None:
-        _note(model, mesh, Shard(0) if words else Replicate(), only="head_bias")
+        _shard_parameters(model, mesh, Shard(0) if shard_vocab else Replicate(), only="head_bias")
 
 
-def _note(module: nn.Module, mesh: DeviceMesh, placement: Any, only: str | None = None) -> None:
-    """Divide parameters whose products the loss makes itself."""
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh, placement: Any, only: str | None = None) -> None:
+    """Shard parameters that the loss multiplies by itself."""
     from torch.distributed.tensor import distribute_tensor
 
     for key, parameter in list(module.named_parameters(recurse=False)):
         if only in (None, key):
-            divided = distribute_tensor(parameter.data, mesh, (placement,), src_data_rank=None)
-            module.register_parameter(key, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+            sharded = distribute_tensor(parameter.data, mesh, (placement,), src_data_rank=None)
+            module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def _divide_block(block: TransformerBlock, mesh: DeviceMesh, sequence: bool) -> None:
-    """Norms that stand before a branch gather; those behind work on what the branch adds, which is scattered."""
-    leaves = RowwiseParallel(output_layouts=COLUMNS if sequence else Replicate())
-    before = Gathered() if sequence else Whole()
-    after = SequenceParallel(use_local_output=True) if sequence else Whole()
-    heads = SequenceParallel(sequence_dim=2, use_local_output=True)  # norms of each head: (B, T, N, D)
+def _parallelize_block(block: TransformerBlock, mesh: DeviceMesh, sequence: bool) -> None:
+    """Norms before a branch gather; norms after it work on the scattered branch output."""
+    output = RowwiseParallel(output_layouts=COLUMNS if sequence else Replicate())
+    before = GatheredNorm() if sequence else Replicated()
+    after = SequenceParallel(use_local_output=True) if sequence else Replicated()
+    head_norms = SequenceParallel(sequence_dim=2, use_local_output=True)  # (B, T, N, D)
     styles: dict[str, ParallelStyle] = {
         "attention_norm": before, "ffn_norm": before, "attention_out_norm": after, "ffn_out_norm": after,
         "attention.query": ColwiseParallel(), "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel(),
-        "attention.query_norm": heads, "attention.key_norm": heads, "attention.out": leaves,
-        "ffn.gate": ColwiseParallel(), "ffn.up": ColwiseParallel(), "ffn.down": leaves,
+        "attention.query_norm": head_norms, "attention.key_norm": head_norms, "attention.out": output,
+        "ffn.gate": ColwiseParallel(), "ffn.up": ColwiseParallel(), "ffn.down": output,
     }  # fmt: skip
-    found = {name for name, _ in block.named_modules()}
-    parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in found})
+    present = {name for name, _ in block.named_modules()}
+    parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in present})
 
 
-def whole_hidden(hidden: Tensor, mesh: DeviceMesh, words: bool) -> Tensor:
-    """What the head reads, as a plain tensor. Where words are divided, each process's gradient is a part of the sum."""
+def whole_hidden(hidden: Tensor, mesh: DeviceMesh, shard_vocab: bool) -> Tensor:
+    """The head's input as a plain tensor. If the vocabulary is sharded, each rank's gradient is a partial sum."""
     if not isinstance(hidden, DTensor):
         hidden = DTensor.from_local(hidden, mesh, (Replicate(),), run_check=False)
-    return hidden.to_local(grad_placements=(Partial(),) if words else None)
+    return hidden.to_local(grad_placements=(Partial(),) if shard_vocab else None)

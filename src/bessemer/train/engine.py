@@ -176,7 +176,7 @@ class Engine:
         self.optimizer.step(lr, reject, divisor)
         if (moe := self.model.shape.moe) is not None and moe.choice_bias:
             update_choice_bias(
-                self.model, moe.bias_rate, reject, lambda counts: self.world.add(counts, self.world.readers)
+                self.model, moe.bias_rate, reject, lambda counts: self.world.add(counts, self.world.data_parallel_group)
             )
         if self.ema:
             self.ema.update(reject)

@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.classifier import Classifier
+from bessemer.model.classifier import Classifier, ClassifierFamily, HeadlessFamily, classifier_family
 from bessemer.model.families import registry
-from bessemer.model.families.classified import Classified, Headless, classified
-from bessemer.model.families.encoders import BERT
+from bessemer.model.families.bert_t5_mamba import BERT
 from bessemer.model.families.folder import Folder, load_weights, theirs
 from bessemer.model.families.llama import LLAMA
 from bessemer.model.transformer import Decoder
@@ -53,7 +52,7 @@ def test_is_the_model_of_transformers(tied):
     parity.check_gradients(pair)
     parity.check_export(pair)
     parity.check_packing(pair)
-    assert sum(p.numel() for p in pair.ours.parameters()) == pair.shape.parameters
+    assert sum(p.numel() for p in pair.native_names.parameters()) == pair.shape.parameters
 
 
 @settings(max_examples=6, deadline=None)
@@ -72,7 +71,7 @@ def test_random_configurations(heads, head_dim, layers, tied, types, act, eps, s
     parity.check_logits(pair)
     if tied:  # the fixture is set up once for all examples
         parity.check_export(pair)
-    assert sum(p.numel() for p in pair.ours.parameters()) == pair.shape.parameters
+    assert sum(p.numel() for p in pair.native_names.parameters()) == pair.shape.parameters
 
 
 @torch.no_grad()
@@ -123,10 +122,10 @@ def classes_of(config, family, kind_of_theirs, path):
     exact.load_state_dict(model.state_dict())
     model.save_pretrained(path)
     folder = Folder(path)
-    read = classified(folder.config)
-    assert (read, read.labels) == (Classified(family, read.kind, 5), 5)
+    read = classifier_family(folder.config)
+    assert (read, read.labels) == (ClassifierFamily(family, read.kind, 5), 5)
     assert read.shape(read.config(read.shape(folder.config))) == read.shape(folder.config)
-    assert classified(read.config(read.shape(folder.config))) == read
+    assert classifier_family(read.config(read.shape(folder.config))) == read
     body = Decoder(read.shape(folder.config))
     pool = "first" if family is BERT else "last"
     ours = Classifier(body, 5, read.kind, pool, hidden=read.has_pooler).double().eval()
@@ -156,8 +155,10 @@ def test_classes(family, kind, tmp_path, monkeypatch):
     for logits in (found, expected):
         F.cross_entropy(logits[real].flatten(0, -2), labels.flatten()).backward()
     gradients, mine = parity.their_gradients(exact), dict(ours.named_parameters())
-    for piece in read.pieces(read.shape(folder.config)):
-        for name, gradient in zip(piece.ours, piece.to_ours([gradients[name] for name in piece.theirs]), strict=True):
+    for piece in read.weight_mappings(read.shape(folder.config)):
+        for name, gradient in zip(
+            piece.native_names, piece.to_native([gradients[name] for name in piece.hf_names]), strict=True
+        ):
             if name != "body.embedding.weight":  # transformers gives none to the padding token
                 parity.close(mine.pop(name).grad, gradient, 1e-9)
     assert mine.keys() == {"body.embedding.weight"}
@@ -179,13 +180,13 @@ def test_classes_begin_on_a_language_model(family):
         pair = parity.Pair(config_of(tie_word_embeddings=False), BERT)
     else:
         pair = parity.Pair(transformers.LlamaConfig(**SIZES, tie_word_embeddings=False), LLAMA)
-    body = Decoder(Headless(family).shape(pair.folder.config)).eval()
-    load_weights(body, pair.folder, Headless(family))
+    body = Decoder(HeadlessFamily(family).shape(pair.folder.config)).eval()
+    load_weights(body, pair.folder, HeadlessFamily(family))
     tokens = pair.tokens()
-    part = pair.theirs.bert if family is BERT else pair.theirs.model
+    part = pair.hf_names.bert if family is BERT else pair.hf_names.model
     parity.close(body(tokens), part(tokens).last_hidden_state, 1e-4)
 
 
 def test_a_language_model_is_no_classifier():
     with pytest.raises(UserError, match="architectures: 'LlamaForCausalLM' is no"):
-        classified({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+        classifier_family({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.model.families.folder import INDEX, SINGLE, Folder, Info, check_tensors
-from bessemer.model.families.writer import write_folder
+from bessemer.model.families.folder import INDEX, SINGLE_FILE, Folder, TensorInfo, check_tensors, write_folder
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -56,7 +55,7 @@ def refused(act: Callable[[], Any], *words: str) -> str:
     return message
 
 
-def craft(folder: Path, header: Any, data: bytes, file: str = SINGLE, length: int | None = None) -> Path:
+def craft(folder: Path, header: Any, data: bytes, file: str = SINGLE_FILE, length: int | None = None) -> Path:
     """A safetensors file with any header."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     folder.mkdir(exist_ok=True)
@@ -107,7 +106,7 @@ def test_shards_index_and_other_files(sharded: Path, tmp_path: Path) -> None:
     files = {"generation_config.json": {"eos_token_id": 2}, "chat_template.jinja": template, "tokenizer.json": {}}
     files |= {"additional_chat_templates/tool.jinja": "{{ tools }}", "tokenizer.model": sharded / "tokenizer.model"}
     folder = Folder(write(tmp_path / "other", some_tensors(), files=files))
-    assert (folder.path / SINGLE).exists() and not (folder.path / INDEX).exists()
+    assert (folder.path / SINGLE_FILE).exists() and not (folder.path / INDEX).exists()
     assert folder.config == CONFIG and folder.generation_config == {"eos_token_id": 2}
     assert set(folder.tokenizer_files) == set(files) - {"generation_config.json"}
     assert folder.tokenizer_files["chat_template.jinja"].read_text(encoding="utf-8") == template
@@ -176,7 +175,7 @@ def test_the_config_comes_last(tmp_path: Path) -> None:
             return super().items()
 
     write(tmp_path / "model", some_tensors(), files={"tokenizer.json": Watching(a=1), "zz.json": Watching(a=1)})
-    assert seen == [{SINGLE}, {SINGLE, "tokenizer.json"}]
+    assert seen == [{SINGLE_FILE}, {SINGLE_FILE, "tokenizer.json"}]
 
 
 def test_only_a_model_is_overwritten_and_only_when_asked(sharded: Path, tmp_path: Path) -> None:
@@ -184,7 +183,7 @@ def test_only_a_model_is_overwritten_and_only_when_asked(sharded: Path, tmp_path
     refused(lambda: write(sharded, some_tensors()), str(sharded), "not empty", "overwrite")
     assert before == {file.name: file.read_bytes() for file in sharded.iterdir()}
     write(sharded, {"a": torch.ones(1)}, overwrite=True)
-    assert sorted(file.name for file in sharded.iterdir()) == ["config.json", SINGLE]
+    assert sorted(file.name for file in sharded.iterdir()) == ["config.json", SINGLE_FILE]
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
     work = tmp_path / "work"
     work.mkdir()
@@ -221,7 +220,7 @@ def run(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
 KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
-from bessemer.model.families.writer import write_folder
+from bessemer.model.families.folder import write_folder
 def tensors():
     yield "a", torch.ones(1000)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -243,7 +242,7 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from bessemer.model.families.folder import Folder
-from bessemer.model.families.writer import write_folder
+from bessemer.model.families.folder import write_folder
 def anon_mb():
     line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))
     return int(line.split()[1]) / 1024
@@ -284,7 +283,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
         refused(lambda path=path: Folder(path), str(path), "not a model's folder", "hf download")
     (tmp_path / "config.json").write_text("{}")
-    refused(lambda: Folder(tmp_path).tensors, "no weights", SINGLE)
+    refused(lambda: Folder(tmp_path).tensors, "no weights", SINGLE_FILE)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "", '{"a": \xff}', "[" * 100_000, "null"])
@@ -317,8 +316,8 @@ def test_a_missing_index_is_named(sharded: Path) -> None:
 
 
 def test_a_single_file_beside_an_index_is_ambiguous(sharded: Path) -> None:
-    (sharded / SINGLE).write_bytes((sharded / "model-00001-of-00003.safetensors").read_bytes())
-    refused(lambda: Folder(sharded).tensors, str(sharded), SINGLE, INDEX, "delete")
+    (sharded / SINGLE_FILE).write_bytes((sharded / "model-00001-of-00003.safetensors").read_bytes())
+    refused(lambda: Folder(sharded).tensors, str(sharded), SINGLE_FILE, INDEX, "delete")
 
 
 @pytest.mark.parametrize("elsewhere", ["../secret.safetensors", "/etc/passwd", "a\x00b", ""])
@@ -377,20 +376,20 @@ def test_two_shards_with_the_same_tensor(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_headers_that_lie(tmp_path: Path, header: Any, data_bytes: int) -> None:
     craft(tmp_path / "model", header, bytes(data_bytes))
-    refused(lambda: Folder(tmp_path / "model").tensors, str(tmp_path / "model" / SINGLE), "again")
+    refused(lambda: Folder(tmp_path / "model").tensors, str(tmp_path / "model" / SINGLE_FILE), "again")
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\x80\x02}q\x00.", b"PK\x03\x04" * 100, b"\xff" * 100])
 def test_files_that_are_not_safetensors(tmp_path: Path, content: bytes) -> None:
     craft(tmp_path, {}, b"")
-    (tmp_path / SINGLE).write_bytes(content)
-    refused(lambda: Folder(tmp_path).tensors, str(tmp_path / SINGLE), "again")
+    (tmp_path / SINGLE_FILE).write_bytes(content)
+    refused(lambda: Folder(tmp_path).tensors, str(tmp_path / SINGLE_FILE), "again")
 
 
 def test_a_git_lfs_pointer_says_what_to_run(tmp_path: Path) -> None:
     craft(tmp_path, {}, b"")
-    (tmp_path / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
-    refused(lambda: Folder(tmp_path).tensors, str(tmp_path / SINGLE), "git lfs pull")
+    (tmp_path / SINGLE_FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    refused(lambda: Folder(tmp_path).tensors, str(tmp_path / SINGLE_FILE), "git lfs pull")
 
 
 def test_types_and_sizes_that_no_weight_has(tmp_path: Path) -> None:
@@ -403,7 +402,7 @@ def test_types_and_sizes_that_no_weight_has(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
     folder = Folder(write(tmp_path / "model", some_tensors()))
     last = max(folder.tensors, key=lambda name: folder.tensors[name].offset)
-    path = folder.path / SINGLE
+    path = folder.path / SINGLE_FILE
     os.truncate(path, path.stat().st_size - 1)
     refused(lambda: folder.read(last), str(path), last)
     path.unlink()
@@ -445,8 +444,8 @@ def test_damage_anywhere_never_ends_in_a_traceback(sharded: Path) -> None:
 EXPECTED = {"embed_tokens.weight": (40, 8), "layers.0.q.weight": (8, 6), "layers.1.q.weight": (8, 6)}
 
 
-def infos(**changes: Any) -> dict[str, Info]:
-    found = {name: Info(shape, torch.bfloat16, SINGLE) for name, shape in EXPECTED.items()}
+def infos(**changes: Any) -> dict[str, TensorInfo]:
+    found = {name: TensorInfo(shape, torch.bfloat16, SINGLE_FILE) for name, shape in EXPECTED.items()}
     for name, info in changes.items():
         key = name.replace("__", ".")
         if info is None:
@@ -456,16 +455,18 @@ def infos(**changes: Any) -> dict[str, Info]:
     return found
 
 
-def check(found: dict[str, Info], expected: dict[str, tuple[int, ...]] = EXPECTED, **more: Any) -> None:
+def check(found: dict[str, TensorInfo], expected: dict[str, tuple[int, ...]] = EXPECTED, **more: Any) -> None:
     check_tensors(found, expected, {"lm_head.weight"}, Path("models/tiny"), **more)
 
 
 def test_a_model_that_fits_with_buffers_of_old_versions() -> None:
     check(infos())
     buffers = ["h.0.attn.bias", "h.0.attn.masked_bias", "layers.0.self_attn.rotary_emb.inv_freq", "attention.bias"]
-    check(infos() | {name: Info((1,), torch.float32, SINGLE) for name in [*buffers, "embeddings.position_ids"]})
-    check(infos(mtp__x=Info((1,), torch.float32, SINGLE)), ignore=r"^mtp\.")
-    check(infos(lm_head__weight=Info((40, 8), torch.bfloat16, SINGLE)))  # a tied head that was saved as well
+    check(
+        infos() | {name: TensorInfo((1,), torch.float32, SINGLE_FILE) for name in [*buffers, "embeddings.position_ids"]}
+    )
+    check(infos(mtp__x=TensorInfo((1,), torch.float32, SINGLE_FILE)), ignore=r"^mtp\.")
+    check(infos(lm_head__weight=TensorInfo((40, 8), torch.bfloat16, SINGLE_FILE)))  # a tied head that was saved as well
 
 
 def test_missing_wrong_and_unexpected_tensors_are_named() -> None:
@@ -474,23 +475,26 @@ def test_missing_wrong_and_unexpected_tensors_are_named() -> None:
         lambda: check(infos(), many), "models/tiny", "missing 'layers.0.k.weight'", "'layers.2.k.weight' and 2 more"
     )
     extra = infos(
-        score__weight=Info((2, 8), torch.float32, SINGLE), h__attn__c_attn__bias=Info((2,), torch.float32, SINGLE)
+        score__weight=TensorInfo((2, 8), torch.float32, SINGLE_FILE),
+        h__attn__c_attn__bias=TensorInfo((2,), torch.float32, SINGLE_FILE),
     )
     refused(lambda: check(extra), "unexpected 'score.weight', 'h.attn.c_attn.bias'")
-    wrong = infos(layers__0__q__weight=Info((8, 7), torch.bfloat16, SINGLE), layers__1__q__weight=None)
+    wrong = infos(layers__0__q__weight=TensorInfo((8, 7), torch.bfloat16, SINGLE_FILE), layers__1__q__weight=None)
     refused(lambda: check(wrong), "'layers.0.q.weight' is (8, 7) and not (8, 6)", "missing 'layers.1.q.weight'")
-    refused(lambda: check(infos(layers__0__q__weight=Info((6, 8), torch.bfloat16, SINGLE))), "transposed")
-    refused(lambda: check(infos(embed_tokens__weight=Info((41, 8), torch.bfloat16, SINGLE))), "vocab_size to 41")
+    refused(lambda: check(infos(layers__0__q__weight=TensorInfo((6, 8), torch.bfloat16, SINGLE_FILE))), "transposed")
+    refused(
+        lambda: check(infos(embed_tokens__weight=TensorInfo((41, 8), torch.bfloat16, SINGLE_FILE))), "vocab_size to 41"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.bool])
 def test_quantized_weights_are_refused(dtype: torch.dtype) -> None:
-    found = infos(layers__0__q__weight=Info((8, 6), dtype, SINGLE), layers__1__q__weight=None)
+    found = infos(layers__0__q__weight=TensorInfo((8, 6), dtype, SINGLE_FILE), layers__1__q__weight=None)
     refused(lambda: check(found), "'layers.0.q.weight'", str(dtype), "bf16")
 
 
 def test_quantized_names_are_refused_as_such() -> None:
-    found = infos(layers__0__q__weight=None, layers__0__q__qweight=Info((1, 6), torch.int32, SINGLE))
+    found = infos(layers__0__q__weight=None, layers__0__q__qweight=TensorInfo((1, 6), torch.int32, SINGLE_FILE))
     refused(lambda: check(found), "'layers.0.q.qweight'", "quantized")
 
 

@@ -135,7 +135,7 @@ def test_keys_left_out_mean_the_defaults_of_transformers(family, data):
         (LLAMA, {"rope_scaling": {"type": "spiral"}}, "'spiral'"),
         (MISTRAL, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         (QWEN2, {"layer_types": ["full_attention", "round_attention", "full_attention"]}, "layer_types"),
-        (QWEN3, {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "no sliding_window"),
+        (QWEN3, {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "sliding_window is not set"),
     ],
 )
 def test_refusals_name_the_key(family, more, message):

@@ -98,8 +98,8 @@ def test_a_native_mixture_leaves_as_the_family_that_can_hold_it():
 def test_one_piece_for_a_matrix_of_all_experts():
     """Memory holds one stack at a time, and experts keep their order."""
     pair = parity.Pair(config_of(num_hidden_layers=1), MIXTRAL)
-    pieces = {piece.ours: piece for piece in MIXTRAL.pieces(pair.shape)}
+    pieces = {piece.native_names: piece for piece in MIXTRAL.weight_mappings(pair.shape)}
     piece = pieces["blocks.0.ffn.up",]
-    assert piece.theirs == tuple(f"model.layers.0.block_sparse_moe.experts.{e}.w3.weight" for e in range(5))
+    assert piece.hf_names == tuple(f"model.layers.0.block_sparse_moe.experts.{e}.w3.weight" for e in range(5))
     stack = torch.arange(5.0)[:, None, None].expand(5, 20, 24)
-    assert [part[0, 0].item() for part in piece.to_theirs([stack])] == [0, 1, 2, 3, 4]
+    assert [part[0, 0].item() for part in piece.to_hf([stack])] == [0, 1, 2, 3, 4]

@@ -87,7 +87,7 @@ def test_refusals_name_the_key():
     whole = config_of().to_dict()
     with pytest.raises(UserError, match="attention_bias: True"):
         PHI3.shape(whole | {"attention_bias": True})
-    with pytest.raises(UserError, match="'linear': Phi-3 has only 'longrope'"):
+    with pytest.raises(UserError, match="'linear': Phi-3 supports only 'longrope'"):
         PHI3.shape(whole | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
 
 

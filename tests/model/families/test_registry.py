@@ -67,7 +67,7 @@ def test_the_unknown_is_refused_with_the_way_out():
 def test_values_of_a_wrong_kind_are_the_files_fault(wrong):
     config = LLAMA.config(SHAPE)
     assert read_shape(config) == (LLAMA, SHAPE)
-    with pytest.raises(UserError, match=r"config.json: is no configuration of llama .*save it again"):
+    with pytest.raises(UserError, match=r"config.json: no valid llama config .*save it again"):
         read_shape(config | wrong)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.encoder_decoder import EncoderDecoder
-from bessemer.model.families.encoders import T5
+from bessemer.model.families.bert_t5_mamba import T5
 from bessemer.model.families.folder import Folder
 
 transformers = pytest.importorskip("transformers")
@@ -36,19 +36,21 @@ class Pair(parity.Pair):
         config.pad_token_id, config.eos_token_id = 0, None
         untied = more.get("tie_word_embeddings") is False
         self.family, self.seed, self.vocab = T5, seed, config.vocab_size
-        self.theirs = self._make(config, untied)
-        parity.randomise(self.theirs, seed)
+        self.hf_names = self._make(config, untied)
+        parity.randomise(self.hf_names, seed)
         with parity.exact():
             self.theirs_exact = self._make(config, untied).double()
-        self.theirs_exact.load_state_dict(self.theirs.state_dict())
+        self.theirs_exact.load_state_dict(self.hf_names.state_dict())
         self._kept = tempfile.TemporaryDirectory()
         self.path = Path(self._kept.name)
-        self.theirs.save_pretrained(self.path)
+        self.hf_names.save_pretrained(self.path)
         self.folder = Folder(self.path)
         if untied:  # as the files of version 1.1 say it; transformers 5 writes true even so
             self.folder.config["tie_word_embeddings"] = False
         self.shape = T5.shape(self.folder.config)
-        self.ours, self.ours_exact = (self._load(EncoderDecoder, dtype) for dtype in (torch.float32, torch.float64))
+        self.native_names, self.ours_exact = (
+            self._load(EncoderDecoder, dtype) for dtype in (torch.float32, torch.float64)
+        )
 
     def _make(self, config, untied):
         model = transformers.T5ForConditionalGeneration(config).eval()
@@ -58,7 +60,7 @@ class Pair(parity.Pair):
 
 
 def both(pair, dtype=torch.float64):
-    return (pair.ours_exact, pair.theirs_exact) if dtype == torch.float64 else (pair.ours, pair.theirs)
+    return (pair.ours_exact, pair.theirs_exact) if dtype == torch.float64 else (pair.native_names, pair.hf_names)
 
 
 def logits_of(ours, them, encoder, decoder, lengths=None):
@@ -100,7 +102,7 @@ def test_logits_and_file(pair):
     check_logits(pair)
     check_config(pair)
     parity.check_export(pair)
-    assert sum(p.numel() for p in pair.ours.parameters()) == pair.shape.parameters
+    assert sum(p.numel() for p in pair.native_names.parameters()) == pair.shape.parameters
 
 
 def test_gradients_and_a_step(pair):
@@ -112,9 +114,11 @@ def test_gradients_and_a_step(pair):
         losses[-1].backward()
     parity.close(*losses, 1e-10)
     gradients, seen = parity.their_gradients(them), dict(ours.named_parameters())
-    for piece in T5.pieces(pair.shape):
-        found, expected = seen.pop(piece.ours[0]).grad, gradients[piece.theirs[0]]
-        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10, msg=lambda m, n=piece.ours: f"{n}: {m}")
+    for piece in T5.weight_mappings(pair.shape):
+        found, expected = seen.pop(piece.native_names[0]).grad, gradients[piece.hf_names[0]]
+        torch.testing.assert_close(
+            found, expected, rtol=1e-7, atol=1e-10, msg=lambda m, n=piece.native_names: f"{n}: {m}"
+        )
         assert expected.any(), piece
     assert not seen
     for model in (ours, them):
@@ -171,7 +175,7 @@ def test_random_configurations(heads, kv, layers, decoder, act, tied, buckets, d
     check_config(pair)
     check_logits(pair)
     parity.check_export(pair)
-    assert sum(p.numel() for p in pair.ours.parameters()) == pair.shape.parameters
+    assert sum(p.numel() for p in pair.native_names.parameters()) == pair.shape.parameters
 
 
 def test_defaults_are_those_of_transformers():

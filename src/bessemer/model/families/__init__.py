@@ -1,1 +1,1 @@
-"""Model families: descriptions and weights from and to Hugging Face model folders, without transformers."""
+"""Model families: configs and weights from and to Hugging Face folders, without transformers."""

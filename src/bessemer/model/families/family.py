@@ -1,20 +1,20 @@
-"""What a family is: a translation of config.json to a shape and back, and of tensors, piece by piece.
+"""What a model family is: a translation of config.json to a `ModelShape` and back, and of tensors by `WeightMapping`s.
 
-A `Piece` is the smallest group of tensors that translates alone (a fused QKV matrix and our three), so a checkpoint of
-any size is converted while only one piece is in memory. Expected shapes follow from the pieces themselves, applied to
-tensors without data. Translations only move numbers, so that a round trip gives the same bytes.
+A `WeightMapping` is the smallest group of tensors that translates on its own (for example, a fused QKV matrix and the
+three native ones), so converting a checkpoint of any size holds only one mapping in memory. Expected shapes follow from
+the mappings applied to meta tensors. Mappings only move numbers, so a round trip is bit-exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bessemer.errors import UserError
 from bessemer.spec.shape import Activation, ModelShape, Rope
 
-if TYPE_CHECKING:  # a configuration is translated without torch
+if TYPE_CHECKING:  # configs are translated without torch
     from torch import Tensor
 
 Config = Mapping[str, Any]
@@ -22,35 +22,40 @@ WRAP = "`model: {hf: PATH, wrap: true}` trains it through transformers"
 Translate = Callable[[list["Tensor"]], list["Tensor"]]
 
 
-def _same(tensors: list[Tensor]) -> list[Tensor]:
+def _identity(tensors: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Their tensors by name, ours by name, and the way between."""
+class WeightMapping:
+    """Tensors by their Hugging Face names, by their native names, and the conversion between them."""
 
-    theirs: tuple[str, ...]
-    ours: tuple[str, ...]
-    to_ours: Translate = _same
-    to_theirs: Translate = _same
-
-
-def same(theirs: str, ours: str) -> Piece:
-    return Piece((theirs,), (ours,))
+    hf_names: tuple[str, ...]
+    native_names: tuple[str, ...]
+    to_native: Translate = _identity
+    to_hf: Translate = _identity
 
 
-def transposed(theirs: str, ours: str) -> Piece:
-    """GPT-2 stores the transpose of what a linear layer holds."""
+def rename(hf: str, native: str) -> WeightMapping:
+    return WeightMapping((hf,), (native,))
 
-    def turn(tensors: list[Tensor]) -> list[Tensor]:
+
+def layers(shape: ModelShape, prefix: str) -> Iterator[tuple[str, str]]:
+    """The prefixes of each layer's Hugging Face and native names."""
+    return ((f"{prefix}.{i}", f"blocks.{i}") for i in range(shape.layers))
+
+
+def transposed(hf: str, native: str) -> WeightMapping:
+    """GPT-2 stores linear weights transposed."""
+
+    def transpose(tensors: list[Tensor]) -> list[Tensor]:
         return [tensors[0].t().contiguous()]
 
-    return Piece((theirs,), (ours,), turn, turn)
+    return WeightMapping((hf,), (native,), transpose, transpose)
 
 
-def joined(theirs: str, ours: tuple[str, ...], sizes: tuple[int, ...], dim: int = 0) -> Piece:
-    """One of theirs is several of ours end to end."""
+def fused(hf: str, native: tuple[str, ...], sizes: tuple[int, ...], dim: int = 0) -> WeightMapping:
+    """One Hugging Face tensor is the concatenation of several native ones."""
 
     def split(tensors: list[Tensor]) -> list[Tensor]:
         return [part.contiguous() for part in tensors[0].split(sizes, dim)]
@@ -60,40 +65,58 @@ def joined(theirs: str, ours: tuple[str, ...], sizes: tuple[int, ...], dim: int 
 
         return [torch.cat(tensors, dim)]
 
-    return Piece((theirs,), ours, split, join)
+    return WeightMapping((hf,), native, split, join)
 
 
 class Family(Protocol):
     """One architecture of Hugging Face."""
 
-    name: str  # its model_type
-    architectures: tuple[str, ...]  # class names; the first is written on export
-    ignored: tuple[str, ...]  # regular expressions of tensors that older files carry and nobody needs
+    name: str  # config.json's model_type
+    architectures: tuple[str, ...]  # class names; exports write the first
+    ignored: tuple[str, ...]  # regular expressions of superfluous tensors in older files
 
     def shape(self, config: Config) -> ModelShape:
-        """Raises UserError for what the native model cannot do, naming the key."""
+        """Raises UserError, naming the key, for a config that the native model does not support."""
         ...
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
-        """The inverse of `shape`, as far as this family can say it: whoever exports checks that
+        """The inverse of `shape`, as far as the family can express it; exporters check that
         `family.shape(family.config(shape)) == shape`."""
         ...
 
-    def pieces(self, shape: ModelShape) -> Iterable[Piece]:
-        """Covers every tensor of both sides once (a tied head is left out)."""
+    def weight_mappings(self, shape: ModelShape) -> Iterable[WeightMapping]:
+        """Covers every tensor of both sides once, except a tied head."""
         ...
 
 
-def refuse(config: Config, key: str, *allowed: Any, why: str = "the native model does not do it") -> None:
-    """A key that may only have these values (or be absent)."""
+def read_keys(values: Config, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a `ModelShape`; `keys` maps config.json's keys to fields."""
+    return {field: values[key] for key, field in keys.items()}
+
+
+def write_keys(family: Family, shape: ModelShape, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The inverse of `read_keys`, with the family's architecture and model_type."""
+    config = {"architectures": [family.architectures[0]], "model_type": family.name}
+    return config | {key: getattr(shape, field) for key, field in keys.items()}
+
+
+# Keys that most decoders and BERT share.
+COMMON_KEYS = {
+    "vocab_size": "vocab", "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads",
+    "intermediate_size": "ffn", "max_position_embeddings": "max_positions", "tie_word_embeddings": "tied",
+}  # fmt: skip
+
+
+def refuse(config: Config, key: str, *allowed: Any, why: str = "the native model does not support it") -> None:
+    """Raises unless the key is absent or has one of the allowed values."""
     if key in config and config[key] not in (*allowed, None):
-        fix = "" if config.get("model_type") in ("bert", "t5") else f"; {WRAP}"  # only causal models are wrapped
+        fix = "" if config.get("model_type") in ("bert", "t5") else f"; {WRAP}"  # only causal models can be wrapped
         raise UserError(f"config.json: {key}: {config[key]!r} is not supported ({why}){fix}")
 
 
 def need(config: Config, key: str) -> Any:
     if config.get(key) is None:
-        raise UserError(f"config.json: {key} is missing: this is not a whole configuration")
+        raise UserError(f"config.json: {key} is missing: the configuration is incomplete")
     return config[key]
 
 
@@ -106,42 +129,43 @@ ACTIVATION_NAMES: dict[str, Activation] = {
 def activation(config: Config, key: str) -> Activation:
     name = need(config, key)
     if name not in ACTIVATION_NAMES:
-        raise UserError(f"config.json: {key}: {name!r} is none of {', '.join(ACTIVATION_NAMES)}")
+        raise UserError(f"config.json: {key}: {name!r} is not one of {', '.join(ACTIVATION_NAMES)}")
     return ACTIVATION_NAMES[name]
 
 
 def read_rope(config: Config, parameters: Mapping[str, Any] | None = None) -> Rope:
-    """Both ways in which files say it: `rope_theta` with `rope_scaling`, and `rope_parameters` (transformers 5).
+    """Reads both forms: `rope_theta` with `rope_scaling`, and `rope_parameters` (transformers 5).
 
-    Only what a kind of scaling uses is read, so that the same positions are always the same `Rope`."""
-    said = {**(config.get("rope_scaling") or {}), **(parameters or config.get("rope_parameters") or {})}
-    kind = said.get("rope_type", said.get("type", "default"))
+    Only the keys that a kind of scaling uses are read, so that equal positions give equal `Rope`s.
+    """
+    values = {**(config.get("rope_scaling") or {}), **(parameters or config.get("rope_parameters") or {})}
+    kind = values.get("rope_type", values.get("type", "default"))
     if kind not in _SCALINGS:
-        raise UserError(f"config.json: rope scaling {kind!r} is none of {', '.join(_SCALINGS)}")
-    theta: float = said.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    share: float = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        raise UserError(f"config.json: rope scaling {kind!r} is not one of {', '.join(_SCALINGS)}")
+    theta: float = values.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    share: float = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     rope = Rope(theta=float(theta), share=float(share), scaling=_SCALINGS[kind])
     if kind == "default":
         return rope
     if kind == "linear":
-        return replace(rope, factor=float(need(said, "factor")))
+        return replace(rope, factor=float(need(values, "factor")))
     longest = int(need(config, "max_position_embeddings"))
-    if kind == "dynamic":  # transformers takes the stretch from there, whatever else the file says
-        return replace(rope, factor=float(need(said, "factor")), original=longest)
-    key = "original_max_position_embeddings"  # counts for more outside (Phi-3)
-    original = int(config.get(key) or said.get(key) or longest)
-    rope = replace(rope, original=original, factor=float(said.get("factor") or longest / original))
+    if kind == "dynamic":  # transformers uses this, whatever else the file says
+        return replace(rope, factor=float(need(values, "factor")), original=longest)
+    key = "original_max_position_embeddings"  # takes precedence at the top level (Phi-3)
+    original = int(config.get(key) or values.get(key) or longest)
+    rope = replace(rope, original=original, factor=float(values.get("factor") or longest / original))
     if kind == "llama3":
-        low, high = float(need(said, "low_freq_factor")), float(need(said, "high_freq_factor"))
+        low, high = float(need(values, "low_freq_factor")), float(need(values, "high_freq_factor"))
         return replace(rope, low_freq=low, high_freq=high)
-    rope = replace(rope, attention_factor=said.get("attention_factor"))
+    rope = replace(rope, attention_factor=values.get("attention_factor"))
     if kind == "yarn":
         return replace(
-            rope, beta_fast=float(said.get("beta_fast") or 32.0), beta_slow=float(said.get("beta_slow") or 1.0),
-            truncate=bool(said.get("truncate", True)), mscale=float(said.get("mscale") or 0.0),
-            mscale_all_dim=float(said.get("mscale_all_dim") or 0.0),
+            rope, beta_fast=float(values.get("beta_fast") or 32.0), beta_slow=float(values.get("beta_slow") or 1.0),
+            truncate=bool(values.get("truncate", True)), mscale=float(values.get("mscale") or 0.0),
+            mscale_all_dim=float(values.get("mscale_all_dim") or 0.0),
         )  # fmt: skip
-    return replace(rope, short=tuple(need(said, "short_factor")), long=tuple(need(said, "long_factor")))
+    return replace(rope, short=tuple(need(values, "short_factor")), long=tuple(need(values, "long_factor")))
 
 
 _SCALINGS: dict[str, Any] = {
@@ -151,24 +175,24 @@ _SCALINGS: dict[str, Any] = {
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of transformers and other readers understand."""
-    found: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    """`rope_theta` and `rope_scaling`, which all versions of transformers and other readers understand."""
+    config: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
     if rope.share != 1.0:
-        found["partial_rotary_factor"] = rope.share
+        config["partial_rotary_factor"] = rope.share
     if rope.scaling == "none":
-        return found
-    if rope.scaling == "ntk":  # a fixed stretch is only another base; the exporter writes that base
-        raise UserError("rope scaling ntk has no name in Hugging Face's files: write its theta instead")
-    said: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling not in ("linear",):
-        said["original_max_position_embeddings"] = rope.original
+        return config
+    if rope.scaling == "ntk":  # equal to another base, which the exporter writes
+        raise UserError("rope scaling ntk cannot be expressed in config.json: write its theta instead")
+    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling != "linear":
+        scaling["original_max_position_embeddings"] = rope.original
     if rope.scaling == "llama3":
-        said |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
+        scaling |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
     if rope.scaling == "yarn":
-        said |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        said |= {key: getattr(rope, key) for key in ("mscale", "mscale_all_dim") if getattr(rope, key)}
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        scaling |= {key: getattr(rope, key) for key in ("mscale", "mscale_all_dim") if getattr(rope, key)}
     if rope.scaling == "longrope":
-        said |= {"short_factor": list(rope.short), "long_factor": list(rope.long)}
+        scaling |= {"short_factor": list(rope.short), "long_factor": list(rope.long)}
     if rope.attention_factor is not None:
-        said["attention_factor"] = rope.attention_factor
-    return found | {"rope_scaling": said}
+        scaling["attention_factor"] = rope.attention_factor
+    return config | {"rope_scaling": scaling}

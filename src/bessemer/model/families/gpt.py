@@ -1,15 +1,6 @@
-"""Queries, keys and values in one matrix, group by group: query heads that share a key-value head, its key, its value.
-
-With one group it is multi-query attention (Falcon 7B), with as many groups as heads the plain one (GPT-NeoX, BLOOM).
-
-GPT-2: learned positions, LayerNorm, biases everywhere, and every matrix stored transposed.
-
-GPT-NeoX and Pythia: rotary positions on a part of each head, and usually both branches side by side.
-
-BLOOM: ALiBi, a norm on the embeddings, LayerNorm and biases everywhere, a feed-forward part of four widths.
-
-Falcon in its three layouts: 7B (one key-value head, branches side by side), 40B and 11B (grouped heads, branches
-side by side with two norms or one), and RW (ALiBi, one branch after the other). All have LayerNorm and no gate.
+"""Families with LayerNorm and no gate: GPT-2 (learned positions, transposed matrices), GPT-NeoX and Pythia (partial
+rotary, parallel branches), BLOOM (ALiBi, embedding norm), and Falcon in its three layouts: 7B (multi-query, parallel),
+40B and 11B (grouped queries, parallel with one or two norms) and RW (ALiBi, sequential).
 """
 
 from __future__ import annotations
@@ -21,31 +12,36 @@ from torch import Tensor
 
 from bessemer.errors import UserError
 from bessemer.model.families.family import (
+    COMMON_KEYS,
     Config,
-    Piece,
+    WeightMapping,
     activation,
-    joined,
+    fused,
+    layers,
+    read_keys,
     read_rope,
     refuse,
-    same,
+    rename,
     transposed,
+    write_keys,
     write_rope,
 )
 from bessemer.model.families.llama import ACTIVATIONS, linear
 from bessemer.spec.shape import ModelShape, Rope
 
 
-def fused_qkv(theirs: str, attention: str, shape: ModelShape) -> Iterator[Piece]:
-    """`attention` is the prefix of our layers query, key and value."""
+def fused_qkv(hf: str, attention: str, shape: ModelShape) -> Iterator[WeightMapping]:
+    """Queries, keys and values in one matrix, group by group: the query heads of a key-value head, its key, its value.
+    One group is multi-query attention (Falcon 7B), one per head is multi-head attention (GPT-NeoX, BLOOM)."""
     for part in ("weight", "bias") if shape.qkv_bias else ("weight",):
-        yield _grouped(f"{theirs}.{part}", tuple(f"{attention}.{name}.{part}" for name in _NAMES), shape)
+        yield _grouped_qkv(f"{hf}.{part}", tuple(f"{attention}.{name}.{part}" for name in _QKV), shape)
 
 
-_NAMES = ("query", "key", "value")
+_QKV = ("query", "key", "value")
 
 
-def _grouped(theirs: str, ours: tuple[str, ...], shape: ModelShape) -> Piece:
-    heads = (shape.heads // shape.kv_heads, 1, 1)  # of each kind in a group
+def _grouped_qkv(hf: str, native: tuple[str, ...], shape: ModelShape) -> WeightMapping:
+    heads = (shape.heads // shape.kv_heads, 1, 1)  # query, key and value heads per group
 
     def split(tensors: list[Tensor]) -> list[Tensor]:
         groups = tensors[0].unflatten(0, (shape.kv_heads, sum(heads), shape.head_dim))
@@ -57,7 +53,7 @@ def _grouped(theirs: str, ours: tuple[str, ...], shape: ModelShape) -> Piece:
         parts = [x.unflatten(0, (shape.kv_heads, n, shape.head_dim)) for x, n in zip(tensors, heads, strict=True)]
         return [torch.cat(parts, dim=1).flatten(0, 2)]
 
-    return Piece((theirs,), ours, split, join)
+    return WeightMapping((hf,), native, split, join)
 
 
 _GPT2_DEFAULTS: dict[str, Any] = {
@@ -67,57 +63,56 @@ _GPT2_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+_GPT2_KEYS = {
+    "vocab_size": "vocab", "n_positions": "max_positions", "n_embd": "width", "n_layer": "layers", "n_head": "heads",
+    "layer_norm_epsilon": "norm_eps", "tie_word_embeddings": "tied",
+}  # fmt: skip
+
+
 class Gpt2:
     name = "gpt2"
     architectures: tuple[str, ...] = ("GPT2LMHeadModel", "GPT2Model")
     ignored: tuple[str, ...] = ()
 
     def shape(self, config: Config) -> ModelShape:
-        said = _GPT2_DEFAULTS | dict(config)
-        refuse(said, "scale_attn_by_inverse_layer_idx", False)
-        refuse(said, "add_cross_attention", False)
-        width, heads = said["n_embd"], said["n_head"]
+        values = _GPT2_DEFAULTS | dict(config)
+        refuse(values, "scale_attn_by_inverse_layer_idx", False)
+        refuse(values, "add_cross_attention", False)
+        width, heads = values["n_embd"], values["n_head"]
         return ModelShape(
-            vocab=said["vocab_size"], width=width, layers=said["n_layer"], heads=heads, kv_heads=heads,
-            head_dim=width // heads, ffn=said["n_inner"] or 4 * width, tied=said["tie_word_embeddings"],
-            norm_eps=said["layer_norm_epsilon"], attention_scale=None if said["scale_attn_weights"] else 1.0,
-            positions="learned", max_positions=said["n_positions"], norm="layer",
-            activation=activation(said, "activation_function"), gated=False, qkv_bias=True, out_bias=True,
-            ffn_bias=True,
+            **read_keys(values, _GPT2_KEYS), kv_heads=heads, head_dim=width // heads,
+            ffn=values["n_inner"] or 4 * width, attention_scale=None if values["scale_attn_weights"] else 1.0,
+            positions="learned", norm="layer", activation=activation(values, "activation_function"), gated=False,
+            qkv_bias=True, out_bias=True, ffn_bias=True,
         )  # fmt: skip
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
-        return {
-            "architectures": [self.architectures[0]], "model_type": self.name, "vocab_size": shape.vocab,
-            "n_positions": shape.max_positions, "n_embd": shape.width, "n_layer": shape.layers, "n_head": shape.heads,
-            "n_inner": shape.ffn,
+        return write_keys(self, shape, _GPT2_KEYS) | {
+            "n_inner": shape.ffn, "scale_attn_weights": shape.attention_scale is None,
             "activation_function": {"gelu_tanh": "gelu_new"}.get(shape.activation, shape.activation),
-            "layer_norm_epsilon": shape.norm_eps, "scale_attn_weights": shape.attention_scale is None,
-            "tie_word_embeddings": shape.tied,
         }  # fmt: skip
 
-    def pieces(self, shape: ModelShape) -> Iterator[Piece]:
-        yield same("transformer.wte.weight", "embedding.weight")
-        yield same("transformer.wpe.weight", "position.weight")
-        for i in range(shape.layers):
-            theirs, ours = f"transformer.h.{i}", f"blocks.{i}"
-            yield from linear(f"{theirs}.ln_1", f"{ours}.attention_norm", bias=True)
-            yield from _fused(f"{theirs}.attn.c_attn", f"{ours}.attention", shape.width)
-            yield from _turned(f"{theirs}.attn.c_proj", f"{ours}.attention.out")
-            yield from linear(f"{theirs}.ln_2", f"{ours}.ffn_norm", bias=True)
-            yield from _turned(f"{theirs}.mlp.c_fc", f"{ours}.ffn.up")
-            yield from _turned(f"{theirs}.mlp.c_proj", f"{ours}.ffn.down")
+    def weight_mappings(self, shape: ModelShape) -> Iterator[WeightMapping]:
+        yield rename("transformer.wte.weight", "embedding.weight")
+        yield rename("transformer.wpe.weight", "position.weight")
+        for hf, native in layers(shape, "transformer.h"):
+            yield from linear(f"{hf}.ln_1", f"{native}.attention_norm", bias=True)
+            yield from _fused_conv1d(f"{hf}.attn.c_attn", f"{native}.attention", shape.width)
+            yield from _conv1d(f"{hf}.attn.c_proj", f"{native}.attention.out")
+            yield from linear(f"{hf}.ln_2", f"{native}.ffn_norm", bias=True)
+            yield from _conv1d(f"{hf}.mlp.c_fc", f"{native}.ffn.up")
+            yield from _conv1d(f"{hf}.mlp.c_proj", f"{native}.ffn.down")
         yield from linear("transformer.ln_f", "norm", bias=True)
         if not shape.tied:
-            yield same("lm_head.weight", "head.weight")
+            yield rename("lm_head.weight", "head.weight")
 
 
-def _turned(theirs: str, ours: str) -> Iterator[Piece]:
-    yield transposed(f"{theirs}.weight", f"{ours}.weight")
-    yield same(f"{theirs}.bias", f"{ours}.bias")
+def _conv1d(hf: str, native: str) -> Iterator[WeightMapping]:
+    yield transposed(f"{hf}.weight", f"{native}.weight")
+    yield rename(f"{hf}.bias", f"{native}.bias")
 
 
-def _fused(theirs: str, attention: str, width: int) -> Iterator[Piece]:
+def _fused_conv1d(hf: str, attention: str, width: int) -> Iterator[WeightMapping]:
     """All queries, then all keys, then all values."""
 
     def split(tensors: list[Tensor]) -> list[Tensor]:
@@ -129,8 +124,8 @@ def _fused(theirs: str, attention: str, width: int) -> Iterator[Piece]:
         return [torch.cat(tensors).t().contiguous()]
 
     names = [f"{attention}.{name}" for name in ("query", "key", "value")]
-    yield Piece((f"{theirs}.weight",), tuple(f"{name}.weight" for name in names), split, join)
-    yield joined(f"{theirs}.bias", tuple(f"{name}.bias" for name in names), (width, width, width))
+    yield WeightMapping((f"{hf}.weight",), tuple(f"{name}.weight" for name in names), split, join)
+    yield fused(f"{hf}.bias", tuple(f"{name}.bias" for name in names), (width, width, width))
 
 
 GPT2 = Gpt2()
@@ -144,50 +139,45 @@ _NEOX_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+_NEOX_KEYS = COMMON_KEYS | {"layer_norm_eps": "norm_eps"}
+
+
 class GptNeoX:
     name = "gpt_neox"
     architectures: tuple[str, ...] = ("GPTNeoXForCausalLM", "GPTNeoXModel")
     ignored: tuple[str, ...] = ()
 
     def shape(self, config: Config) -> ModelShape:
-        said = _NEOX_DEFAULTS | dict(config)
-        width, heads, bias = said["hidden_size"], said["num_attention_heads"], said["attention_bias"]
-        own = {"rope_theta": said["rotary_emb_base"], "partial_rotary_factor": said["rotary_pct"]}
-        scaling = said.get("rope_parameters") or said.get("rope_scaling") or {}
+        values = _NEOX_DEFAULTS | dict(config)
+        width, heads, bias = values["hidden_size"], values["num_attention_heads"], values["attention_bias"]
+        rope = {"rope_theta": values["rotary_emb_base"], "partial_rotary_factor": values["rotary_pct"]}
+        scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
         return ModelShape(
-            vocab=said["vocab_size"], width=width, layers=said["num_hidden_layers"], heads=heads, kv_heads=heads,
-            head_dim=width // heads, ffn=said["intermediate_size"], tied=said["tie_word_embeddings"],
-            norm_eps=said["layer_norm_eps"], max_positions=said["max_position_embeddings"],
-            rope=read_rope(said, own | scaling), norm="layer",
-            parallel="two_norms" if said["use_parallel_residual"] else "none",
-            activation=activation(said, "hidden_act"), gated=False, qkv_bias=bias, out_bias=bias, ffn_bias=True,
+            **read_keys(values, _NEOX_KEYS), kv_heads=heads, head_dim=width // heads,
+            rope=read_rope(values, rope | scaling), norm="layer",
+            parallel="two_norms" if values["use_parallel_residual"] else "none",
+            activation=activation(values, "hidden_act"), gated=False, qkv_bias=bias, out_bias=bias, ffn_bias=True,
         )  # fmt: skip
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
-        return {
-            "architectures": [self.architectures[0]], "model_type": self.name, "vocab_size": shape.vocab,
-            "hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-            "intermediate_size": shape.ffn,
-            "hidden_act": ACTIVATIONS[shape.activation],
-            "max_position_embeddings": shape.max_positions, "layer_norm_eps": shape.norm_eps,
-            "tie_word_embeddings": shape.tied, "use_parallel_residual": shape.parallel == "two_norms",
+        return write_keys(self, shape, _NEOX_KEYS) | {
+            "hidden_act": ACTIVATIONS[shape.activation], "use_parallel_residual": shape.parallel == "two_norms",
             "attention_bias": shape.qkv_bias, "rotary_pct": shape.rope.share, "rotary_emb_base": shape.rope.theta,
             "rope_scaling": write_rope(shape.rope)["rope_scaling"],
         }  # fmt: skip
 
-    def pieces(self, shape: ModelShape) -> Iterator[Piece]:
-        yield same("gpt_neox.embed_in.weight", "embedding.weight")
-        for i in range(shape.layers):
-            theirs, ours = f"gpt_neox.layers.{i}", f"blocks.{i}"
-            yield from linear(f"{theirs}.input_layernorm", f"{ours}.attention_norm", bias=True)
-            yield from linear(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm", bias=True)
-            yield from fused_qkv(f"{theirs}.attention.query_key_value", f"{ours}.attention", shape)
-            yield from linear(f"{theirs}.attention.dense", f"{ours}.attention.out", shape.out_bias)
-            yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.ffn.up", bias=True)
-            yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}.ffn.down", bias=True)
+    def weight_mappings(self, shape: ModelShape) -> Iterator[WeightMapping]:
+        yield rename("gpt_neox.embed_in.weight", "embedding.weight")
+        for hf, native in layers(shape, "gpt_neox.layers"):
+            yield from linear(f"{hf}.input_layernorm", f"{native}.attention_norm", bias=True)
+            yield from linear(f"{hf}.post_attention_layernorm", f"{native}.ffn_norm", bias=True)
+            yield from fused_qkv(f"{hf}.attention.query_key_value", f"{native}.attention", shape)
+            yield from linear(f"{hf}.attention.dense", f"{native}.attention.out", shape.out_bias)
+            yield from linear(f"{hf}.mlp.dense_h_to_4h", f"{native}.ffn.up", bias=True)
+            yield from linear(f"{hf}.mlp.dense_4h_to_h", f"{native}.ffn.down", bias=True)
         yield from linear("gpt_neox.final_layer_norm", "norm", bias=True)
         if not shape.tied:
-            yield same("embed_out.weight", "head.weight")
+            yield rename("embed_out.weight", "head.weight")
 
 
 GPT_NEOX = GptNeoX()
@@ -203,7 +193,7 @@ class Bloom:
         refuse(config, "slow_but_exact", False)
 
         def either(old: str, new: str, default: int) -> int:
-            """The Hub's files mix the names of two times."""
+            """Files on the Hub mix old and new keys."""
             return int(config.get(old) or config.get(new) or default)
 
         width, heads = either("n_embed", "hidden_size", 64), either("n_head", "num_attention_heads", 8)
@@ -222,20 +212,19 @@ class Bloom:
             "seq_length": shape.max_positions, "layer_norm_epsilon": shape.norm_eps, "tie_word_embeddings": shape.tied,
         }  # fmt: skip
 
-    def pieces(self, shape: ModelShape) -> Iterator[Piece]:
-        yield same("transformer.word_embeddings.weight", "embedding.weight")
+    def weight_mappings(self, shape: ModelShape) -> Iterator[WeightMapping]:
+        yield rename("transformer.word_embeddings.weight", "embedding.weight")
         yield from linear("transformer.word_embeddings_layernorm", "embedding_norm", bias=True)
-        for i in range(shape.layers):
-            theirs, ours = f"transformer.h.{i}", f"blocks.{i}"
-            yield from linear(f"{theirs}.input_layernorm", f"{ours}.attention_norm", bias=True)
-            yield from fused_qkv(f"{theirs}.self_attention.query_key_value", f"{ours}.attention", shape)
-            yield from linear(f"{theirs}.self_attention.dense", f"{ours}.attention.out", bias=True)
-            yield from linear(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm", bias=True)
-            yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.ffn.up", bias=True)
-            yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}.ffn.down", bias=True)
+        for hf, native in layers(shape, "transformer.h"):
+            yield from linear(f"{hf}.input_layernorm", f"{native}.attention_norm", bias=True)
+            yield from fused_qkv(f"{hf}.self_attention.query_key_value", f"{native}.attention", shape)
+            yield from linear(f"{hf}.self_attention.dense", f"{native}.attention.out", bias=True)
+            yield from linear(f"{hf}.post_attention_layernorm", f"{native}.ffn_norm", bias=True)
+            yield from linear(f"{hf}.mlp.dense_h_to_4h", f"{native}.ffn.up", bias=True)
+            yield from linear(f"{hf}.mlp.dense_4h_to_h", f"{native}.ffn.down", bias=True)
         yield from linear("transformer.ln_f", "norm", bias=True)
         if not shape.tied:
-            yield same("lm_head.weight", "head.weight")
+            yield rename("lm_head.weight", "head.weight")
 
 
 BLOOM = Bloom()
@@ -249,68 +238,68 @@ _FALCON_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+_FALCON_KEYS = {
+    "vocab_size": "vocab", "num_hidden_layers": "layers", "num_attention_heads": "heads",
+    "layer_norm_epsilon": "norm_eps", "max_position_embeddings": "max_positions", "tie_word_embeddings": "tied",
+}  # fmt: skip
+
+
 class Falcon:
     name = "falcon"
     architectures: tuple[str, ...] = ("FalconForCausalLM", "FalconModel")
     ignored: tuple[str, ...] = ()
 
     def shape(self, config: Config) -> ModelShape:
-        said = _FALCON_DEFAULTS | dict(config)
-        width, heads, bias = said.get("n_embed") or said["hidden_size"], said["num_attention_heads"], said["bias"]
-        new, side_by_side = said["new_decoder_architecture"], said["parallel_attn"]
-        kv_heads = said["num_kv_heads"] or heads
+        values = _FALCON_DEFAULTS | dict(config)
+        width, heads = values.get("n_embed") or values["hidden_size"], values["num_attention_heads"]
+        new, parallel, bias = values["new_decoder_architecture"], values["parallel_attn"], values["bias"]
+        kv_heads = values["num_kv_heads"] or heads
         if not new:
-            kv_heads = 1 if said["multi_query"] else heads
-            if side_by_side:
-                refuse(said, "num_ln_in_parallel_attn", 1, why="only new_decoder_architecture has two norms")
-        elif not side_by_side:
+            kv_heads = 1 if values["multi_query"] else heads
+            if parallel:
+                refuse(values, "num_ln_in_parallel_attn", 1, why="only new_decoder_architecture has two norms")
+        elif not parallel:
             raise UserError("config.json: parallel_attn: false contradicts new_decoder_architecture: true; remove one")
         else:
-            refuse(said, "num_ln_in_parallel_attn", 1, 2)
-        two_norms = new and said["num_ln_in_parallel_attn"] != 1
+            refuse(values, "num_ln_in_parallel_attn", 1, 2)
+        two_norms = new and values["num_ln_in_parallel_attn"] != 1
         return ModelShape(
-            vocab=said["vocab_size"], width=width, layers=said["num_hidden_layers"], heads=heads, kv_heads=kv_heads,
-            head_dim=width // heads, ffn=said["ffn_hidden_size"] or 4 * width, tied=said["tie_word_embeddings"],
-            norm_eps=said["layer_norm_epsilon"], positions="alibi" if said["alibi"] else "rope",
-            alibi_rounded=bool(said["alibi"]), max_positions=said["max_position_embeddings"],
-            rope=Rope() if said["alibi"] else read_rope(said), norm="layer",
-            parallel="two_norms" if two_norms else "one_norm" if side_by_side else "none",
-            activation=activation(said, "activation"), gated=False, qkv_bias=bias, out_bias=bias, ffn_bias=bias,
+            **read_keys(values, _FALCON_KEYS), width=width, kv_heads=kv_heads, head_dim=width // heads,
+            ffn=values["ffn_hidden_size"] or 4 * width, positions="alibi" if values["alibi"] else "rope",
+            alibi_rounded=bool(values["alibi"]), rope=Rope() if values["alibi"] else read_rope(values), norm="layer",
+            parallel="two_norms" if two_norms else "one_norm" if parallel else "none",
+            activation=activation(values, "activation"), gated=False, qkv_bias=bias, out_bias=bias, ffn_bias=bias,
         )  # fmt: skip
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
-        plain = shape.parallel != "two_norms" and shape.kv_heads in (1, shape.heads)
-        return {
-            "architectures": [self.architectures[0]], "model_type": self.name, "vocab_size": shape.vocab,
-            "hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-            "num_kv_heads": shape.kv_heads, "multi_query": shape.kv_heads == 1, "new_decoder_architecture": not plain,
+        old = shape.parallel != "two_norms" and shape.kv_heads in (1, shape.heads)
+        return write_keys(self, shape, _FALCON_KEYS) | {
+            "hidden_size": shape.width, "num_kv_heads": shape.kv_heads, "multi_query": shape.kv_heads == 1,
+            "new_decoder_architecture": not old,
             "parallel_attn": shape.parallel != "none",
             "num_ln_in_parallel_attn": {"none": None, "one_norm": 1, "two_norms": 2}[shape.parallel],
-            "layer_norm_epsilon": shape.norm_eps, "alibi": shape.positions == "alibi", "bias": shape.qkv_bias,
-            "max_position_embeddings": shape.max_positions, "ffn_hidden_size": shape.ffn,
+            "alibi": shape.positions == "alibi", "bias": shape.qkv_bias, "ffn_hidden_size": shape.ffn,
             "activation": ACTIVATIONS[shape.activation],
-            "tie_word_embeddings": shape.tied,
         } | write_rope(shape.rope)  # fmt: skip
 
-    def pieces(self, shape: ModelShape) -> Iterator[Piece]:
+    def weight_mappings(self, shape: ModelShape) -> Iterator[WeightMapping]:
         first, second = {
             "none": ("input_layernorm", "post_attention_layernorm"),
             "one_norm": ("input_layernorm", ""),
             "two_norms": ("ln_attn", "ln_mlp"),
         }[shape.parallel]
-        yield same("transformer.word_embeddings.weight", "embedding.weight")
-        for i in range(shape.layers):
-            theirs, ours = f"transformer.h.{i}", f"blocks.{i}"
-            yield from linear(f"{theirs}.{first}", f"{ours}.attention_norm", bias=True)
+        yield rename("transformer.word_embeddings.weight", "embedding.weight")
+        for hf, native in layers(shape, "transformer.h"):
+            yield from linear(f"{hf}.{first}", f"{native}.attention_norm", bias=True)
             if second:
-                yield from linear(f"{theirs}.{second}", f"{ours}.ffn_norm", bias=True)
-            yield from fused_qkv(f"{theirs}.self_attention.query_key_value", f"{ours}.attention", shape)
-            yield from linear(f"{theirs}.self_attention.dense", f"{ours}.attention.out", shape.out_bias)
-            yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.ffn.up", shape.ffn_bias)
-            yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}.ffn.down", shape.ffn_bias)
+                yield from linear(f"{hf}.{second}", f"{native}.ffn_norm", bias=True)
+            yield from fused_qkv(f"{hf}.self_attention.query_key_value", f"{native}.attention", shape)
+            yield from linear(f"{hf}.self_attention.dense", f"{native}.attention.out", shape.out_bias)
+            yield from linear(f"{hf}.mlp.dense_h_to_4h", f"{native}.ffn.up", shape.ffn_bias)
+            yield from linear(f"{hf}.mlp.dense_4h_to_h", f"{native}.ffn.down", shape.ffn_bias)
         yield from linear("transformer.ln_f", "norm", bias=True)
         if not shape.tied:
-            yield same("lm_head.weight", "head.weight")
+            yield rename("lm_head.weight", "head.weight")
 
 
 FALCON = Falcon()

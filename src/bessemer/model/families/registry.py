@@ -1,4 +1,4 @@
-"""The families we know: which one a config.json belongs to, and which ones can hold a native model."""
+"""The supported families: which one a config.json belongs to, and which ones can represent a native model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bessemer.errors import UserError
 from bessemer.model.families.family import WRAP, Config, Family
 from bessemer.spec.shape import ModelShape, Rope
 
-# model_type -> its object, imported when it is needed. A native model is exported as the first that can hold it.
+# model_type -> object, imported on demand. A native model is exported as the first family that can represent it.
 FAMILIES: dict[str, str] = {
     "llama": "llama.LLAMA",
     "qwen3": "llama.QWEN3",
@@ -19,8 +19,8 @@ FAMILIES: dict[str, str] = {
     "mistral": "llama.MISTRAL",
     "olmo2": "llama.OLMO2",
     "phi3": "llama.PHI3",
-    "gemma2": "gemma.GEMMA2",
-    "gemma3_text": "gemma.GEMMA3",
+    "gemma2": "llama.GEMMA2",
+    "gemma3_text": "llama.GEMMA3",
     "gpt_neox": "gpt.GPT_NEOX",
     "gpt2": "gpt.GPT2",
     "falcon": "gpt.FALCON",
@@ -29,11 +29,11 @@ FAMILIES: dict[str, str] = {
     "qwen3_moe": "experts_llama.QWEN3_MOE",
     "deepseek_v3": "experts_llama.DEEPSEEK_V3",
     "deepseek_v2": "experts_llama.DEEPSEEK_V2",
-    "mamba2": "mamba2.MAMBA2",
-    "bert": "encoders.BERT",
-    "t5": "encoders.T5",
+    "mamba2": "bert_t5_mamba.MAMBA2",
+    "bert": "bert_t5_mamba.BERT",
+    "t5": "bert_t5_mamba.T5",
 }
-_WRONG_KIND = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+_CONFIG_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def family_named(model_type: str) -> Family:
@@ -43,86 +43,87 @@ def family_named(model_type: str) -> Family:
 
 
 def family_of(config: Config) -> Family:
-    """By the class that wrote the file; by `model_type` if it names none."""
+    """By the architecture in the file; by `model_type` if there is none."""
     kind, named = config.get("model_type"), config.get("architectures")
     named = named if isinstance(named, list) else []
-    # The likely one first: the others need not be imported.
-    for model_type in sorted(FAMILIES, key=lambda known: known != kind):
+    # The likely family first, so that the others need not be imported.
+    for model_type in sorted(FAMILIES, key=lambda name: name != kind):
         family = family_named(model_type)
         if (not named and model_type == kind) or set(named) & set(family.architectures):
             return family
-    what = f"architectures: {', '.join(map(str, named))}" if named else f"model_type: {kind!r}"
-    known = ", ".join(family_named(kind).architectures if kind in FAMILIES else FAMILIES)
-    raise UserError(f"config.json: {what} is none of those we know ({known}); {_way_out(config, named)}")
+    value = f"architectures: {', '.join(map(str, named))}" if named else f"model_type: {kind!r}"
+    supported = ", ".join(family_named(kind).architectures if kind in FAMILIES else FAMILIES)
+    raise UserError(f"config.json: {value} is not supported ({supported}); {_suggest_fix(config, named)}")
 
 
-def _way_out(config: Config, named: list[Any]) -> str:
-    """What can be done with a model of no native family: transformers itself runs causal ones."""
+def _suggest_fix(config: Config, named: list[Any]) -> str:
+    """What to do with a model of no native family: transformers can run causal ones."""
     if not named or any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in named):
         return WRAP
     if "text_config" in config:
-        return "it reads more than text: save its text part as a model of its own, with transformers"
+        return "it is multimodal: save its text model separately with transformers"
     return "only models that predict the next token (…ForCausalLM) can be trained through transformers"
 
 
 def read_shape(config: Config) -> tuple[Family, ModelShape]:
-    """The family and the shape that it reads. Values of a wrong kind are told in one line, too."""
+    """The family and the shape of a config. Also reports values of a wrong type in one line."""
     family = family_of(config)
     try:
         shape = family.shape(config)
         if min(shape.vocab, shape.width, shape.layers, shape.heads, shape.head_dim) < 1 or shape.heads % shape.kv_heads:
-            raise ValueError("sizes that do not go together")
+            raise ValueError("inconsistent sizes")
         return family, shape
-    except _WRONG_KIND as error:
-        what = f"is no configuration of {family.name} ({type(error).__name__}: {error})"
-        raise UserError(f"config.json: {what}; download or save it again") from error
+    except _CONFIG_ERRORS as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"config.json: no valid {family.name} config ({reason}); download or save it again") from error
 
 
 def families_for(shape: ModelShape) -> list[Family]:
-    """Those that can hold the shape without loss, the preferred one first."""
-    found = []
+    """The families that can represent the shape without loss, the preferred one first."""
+    able = []
     for family in map(family_named, FAMILIES):
-        with suppress(UserError):  # says that it cannot
-            found += [] if _lost(shape, family) else [family]
-    return found
+        with suppress(UserError):  # the family cannot express the shape
+            able += [] if _lost_fields(shape, family) else [family]
+    return able
 
 
 def nearest_difference(shape: ModelShape) -> str:
-    """For the message when there is none: what the nearest family cannot hold."""
+    """For the error message: what the nearest family cannot represent."""
     near, refused = [], ""
     for family in map(family_named, FAMILIES):
         try:
-            near.append((family.name, _lost(shape, family)))
+            near.append((family.name, _lost_fields(shape, family)))
         except UserError as error:
             refused = refused or str(error)
     if not near:
         return refused
-    name, lost = min(near, key=lambda found: len(found[1]))
+    name, lost = min(near, key=lambda pair: len(pair[1]))
     return f"the nearest is {name}, which cannot hold {', '.join(lost)}"
 
 
-def _lost(shape: ModelShape, family: Family) -> list[str]:
-    """What a trip through the family's config.json would change. UserError if it refuses the trip."""
-    shape = _spelled_out(shape)
+def _lost_fields(shape: ModelShape, family: Family) -> list[str]:
+    """The fields that a round trip through the family's config.json would change. UserError if it refuses the shape."""
+    shape = _normalise(shape)
     try:
-        found = _spelled_out(family.shape(family.config(shape)))
-    except _WRONG_KIND as error:  # it lacks a part that all of the family have, experts for instance
-        raise UserError(f"{family.name} cannot say it ({error})") from error
+        restored = _normalise(family.shape(family.config(shape)))
+    except _CONFIG_ERRORS as error:  # the shape lacks a part that the family requires, such as experts
+        raise UserError(f"{family.name} cannot express it ({error})") from error
     names = [field.name for field in fields(shape)]
-    return [f"{name} {getattr(shape, name)!r}" for name in names if getattr(shape, name) != getattr(found, name)]
+    return [f"{name} {getattr(shape, name)!r}" for name in names if getattr(shape, name) != getattr(restored, name)]
 
 
-def _spelled_out(shape: ModelShape) -> ModelShape:
-    """One model may be said in several ways: patterns go layer by layer, and what the network does not read is even."""
+def _normalise(shape: ModelShape) -> ModelShape:
+    """A canonical form of equivalent shapes: per-layer patterns are spelled out, and fields that the network ignores
+    are reset."""
     layers = range(shape.layers)
-    same: dict[str, Any] = {"windows": tuple(map(shape.window, layers)), "mixers": tuple(map(shape.mixer, layers))}
-    if shape.moe is not None:  # how its balance was trained is no part of the model
+    changes: dict[str, Any] = {"windows": tuple(map(shape.window, layers)), "mixers": tuple(map(shape.mixer, layers))}
+    if shape.moe is not None:  # the balance settings are no part of the model
         group: dict[str, Any] = {"top_groups": 1, "group_score": "max"} if shape.moe.groups == 1 else {}
-        same["moe"] = replace(shape.moe, bias_rate=0.0, capacity=None, balance=0.0, router_z=0.0, **group)
-        same |= {"ffn": shape.moe.ffn} if all(map(shape.has_experts, layers)) else {}
+        changes["moe"] = replace(shape.moe, bias_rate=0.0, capacity=None, balance=0.0, router_z=0.0, **group)
+        changes |= {"ffn": shape.moe.ffn} if all(map(shape.has_experts, layers)) else {}
     if shape.mla is not None:
-        same |= {"kv_heads": shape.heads, "head_dim": shape.key_dim}
-    if "attention" not in same["mixers"]:
-        same |= {"heads": 1, "kv_heads": 1, "head_dim": 1, "windows": (0,), "rope": Rope()}
-        same |= {"positions": "none"} if shape.positions == "rope" else {}
-    return replace(shape, **same)
+        changes |= {"kv_heads": shape.heads, "head_dim": shape.key_dim}
+    if "attention" not in changes["mixers"]:
+        changes |= {"heads": 1, "kv_heads": 1, "head_dim": 1, "windows": (0,), "rope": Rope()}
+        changes |= {"positions": "none"} if shape.positions == "rope" else {}
+    return replace(shape, **changes)
