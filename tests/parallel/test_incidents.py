@@ -25,7 +25,7 @@ from bessemer.session.replay import documents_of, try_step
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job, Outcome
-from bessemer.trial.measure import share_of, whole_step
+from bessemer.trial.measure import global_batches, share_of
 from bessemer.trial.replay import Difference, differences
 
 Ranks = Callable[..., list[Any]]
@@ -256,7 +256,7 @@ def test_what_one_process_holds_differently_is_known_to_all(ranks: Ranks) -> Non
 def test_the_rows_of_a_step_fall_to_the_processes_that_had_them_and_others_fill_up_with_padding() -> None:
     stream = SimpleNamespace(micro_batches=lambda step, rows, rank, of: [_batch(10 * rank + k) for k in range(2)])
     worlds = [_world(rank) for rank in range(2)]
-    whole = whole_step(SimpleNamespace(world=worlds[0], stream=stream, plan=SimpleNamespace(micro_rows=1)), 0)  # type: ignore[arg-type]
+    whole = global_batches(SimpleNamespace(world=worlds[0], plan=SimpleNamespace(micro_rows=1)), stream, 0)  # type: ignore[arg-type]
     shares = [share_of(world, whole) for world in worlds]
     assert [[int(batch.positions[0]) for batch in share] for share in shares] == [[0, 1], [10, 11]]
     shares = [share_of(world, whole[:3]) for world in worlds]
