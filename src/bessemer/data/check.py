@@ -1,6 +1,6 @@
-"""`bessemer data check`: what is wrong with files before anything is trained on them, with places and fixes.
+"""`bessemer data check`: reads the files once and reports problems, with places and fixes, before training.
 
-One reading of the files. Memory grows by 20 bytes for each document, for finding copies.
+Memory grows by 20 bytes per document, to find copies.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,40 +36,36 @@ _NUMBERS = re.compile(r"(?<![\w-])\d+")
 
 @dataclass
 class Problem:
-    """One kind of trouble: how often, where, and what to do."""
+    """One kind of problem: how often it occurs, where, and the fix."""
 
     what: str
-    fix: str
     count: int = 0
     examples: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"what": self.what, "count": self.count, "examples": self.examples, "fix": self.fix}
+    fix: str = ""
 
 
 @dataclass
 class CheckReport:
-    """What was looked at and what was found, the most frequent trouble first."""
+    """The files that were read and their problems, the most frequent first."""
 
     files: int = 0
     documents: int = 0
     characters: int = 0
-    notes: list[str] = field(default_factory=list)  # what is read and what is not; no trouble
+    notes: list[str] = field(default_factory=list)  # which files are read and which are not
     problems: list[Problem] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        about: dict[str, Any] = {"files": self.files, "documents": self.documents, "characters": self.characters}
-        return about | {"notes": self.notes, "problems": [problem.to_json() for problem in self.problems]}
+        return asdict(self)
 
 
-class _Notes:
-    """Counts trouble by its words; keeps the first places."""
+class _Problems:
+    """Counts problems by their description, with the first places."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Problem] = {}
+        self.by_kind: dict[str, Problem] = {}
 
     def add(self, what: str, fix: str, place: str, detail: str = "", count: int = 1) -> None:
-        problem = self.found.setdefault(what, Problem(what, fix))
+        problem = self.by_kind.setdefault(what, Problem(what, fix=fix))
         problem.count += count
         if len(problem.examples) < _EXAMPLES:
             shown = " ".join(detail.split())[:_EXCERPT_CHARS]
@@ -83,63 +79,65 @@ def check_files(
     template: str = "chatml",
     progress: Callable[[str], None] | None = None,
 ) -> CheckReport:
-    """Reads all documents of a source and says what is wrong with them.
+    """Reads all documents of a source and reports their problems.
 
-    With a tokenizer and a context, conversations are also rendered, to find those of which no token is learnt.
+    With a tokenizer and a context, conversations are also rendered, to find those without a learned token.
     """
-    said: list[str] = []
-    notes = _Notes()
+    listing: list[str] = []
+    notes = _Problems()
     missing_fix = "mount the volume or restore the file that it points to, delete it, or exclude it"
     files = list_files(
-        source, said.append, lambda path, reason: notes.add("skipped: not a readable file", missing_fix, path, reason)
+        source,
+        listing.append,
+        lambda path, reason: notes.add("skipped: not a readable file", missing_fix, path, reason),
     )
-    checked = CheckReport(files=len(files), notes=said)
-    silent = dict.fromkeys(file.name for file in files)
+    report = CheckReport(files=len(files), notes=listing)
+    unread = dict.fromkeys(file.name for file in files)
     _compare_schemas(files, source, notes)
     copies = _Copies()
     for part in divide("", files, source):
         if progress:
             progress(f"reading {part.name}")
-        for document in _read(part, source, notes, silent):
-            checked.documents += 1
-            checked.characters += len(document.text)
+        for document in _read(part, source, notes, unread):
+            report.documents += 1
+            report.characters += len(document.text)
             copies.add(document)
             _check_text(document, notes)
             if document.messages is not None:
                 _check_conversation(document, tokenizer, context, template, notes)
     copies.report(notes)
-    for name in silent:
+    for name in unread:
         notes.add("file without a document", "fill it, leave it out, or set text_field or format", name)
-    checked.problems = sorted(notes.found.values(), key=lambda problem: -problem.count)
-    return checked
+    report.problems = sorted(notes.by_kind.values(), key=lambda problem: -problem.count)
+    return report
 
 
-def _read(part: SourcePart, source: SourceSpec, notes: _Notes, silent: dict[str, None]) -> Iterator[Document]:
-    """The documents of a part. Files of which anything is read or told are taken out of `silent`."""
+def _read(part: SourcePart, source: SourceSpec, notes: _Problems, unread: dict[str, None]) -> Iterator[Document]:
+    """The documents of a part. Files with a document or a problem are removed from `unread`."""
     tally: Counter[str] = Counter()
     try:
         for row in read_part(part, source, None, tally):
-            silent.pop(row.file, None)
+            unread.pop(row.file, None)
             if isinstance(row, BadRow):
-                reason = _NUMBERS.sub("N", row.reason)  # the same trouble at other columns is one kind
+                reason = _NUMBERS.sub("N", row.reason)  # the same problem at another column is one kind
                 notes.add(f"unreadable row: {reason.partition('; ')[0]}", row.reason.partition("; ")[2] or
                           "correct or delete these rows", f"{row.file}:{row.row}", row.raw)  # fmt: skip
             else:
                 yield row
     except UserError as error:
         for piece in part.pieces:
-            silent.pop(piece.file.name, None)
+            unread.pop(piece.file.name, None)
         if isinstance(error.__cause__, UNREADABLE):
             notes.add("unreadable file", "restore it or leave it out", part.name, str(error))
-        else:  # readable, but not as this source is set up
+        else:  # readable, but not with this source's settings
             what, _, fix = str(error).partition("; ")
             notes.add(what.rpartition(": ")[2], fix or "correct the file or leave it out", part.name)
     if tally["empty"]:
-        fix = "they are passed over; delete them, or set text_field if the text stands elsewhere"
+        fix = "they are skipped; delete them, or set text_field if the text is in another field"
         notes.add("empty document", fix, part.name, count=tally["empty"])
 
 
-def _check_text(document: Document, notes: _Notes) -> None:
+def _check_text(document: Document, notes: _Problems) -> None:
     text, place = document.text, document.place
     if len(text) > ENORMOUS_CHARS:
         fix = f"cut them up, or drop them with `- length: {{max_chars: {ENORMOUS_CHARS}}}`"
@@ -151,25 +149,18 @@ def _check_text(document: Document, notes: _Notes) -> None:
     elif "�" in text:
         fix = "the file was read in a wrong encoding once: export it again as UTF-8"
         notes.add("lost characters (U+FFFD)", fix, place, _around(text, text.index("�")))
-    elif (at := _mojibake(text)) is not None:
-        notes.add(
-            "mojibake (text read in a wrong encoding)", "repair it with the step `unicode`", place, _around(text, at)
-        )
+    elif match := _MOJIBAKE.search(text):
+        fix = "repair it with the step `unicode`"
+        notes.add("mojibake (text read in a wrong encoding)", fix, place, _around(text, match.start()))
     if "\0" in text and (encoding := wide_encoding(text[:_EXCERPT_CHARS].encode())):
         fix = f"convert it to UTF-8, such as with iconv -f {encoding} -t UTF-8"
         notes.add(f"text in {encoding} without a byte-order mark", fix, place)
     elif match := _CONTROL.search(text):
-        notes.add(
-            "control characters", "remove them with the step `unicode`", place, repr(_around(text, match.start()))
-        )
+        fix = "remove them with the step `unicode`"
+        notes.add("control characters", fix, place, repr(_around(text, match.start())))
 
 
-def _mojibake(text: str) -> int | None:
-    """Where UTF-8 that was read as Latin-1 or cp1252 shows: a lead byte's letter, then continuation bytes' signs."""
-    match = _MOJIBAKE.search(text)
-    return match.start() if match else None
-
-
+# UTF-8 that was read as Latin-1 or cp1252: a lead byte's letter, then continuation bytes' signs.
 _SIGN = "[\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]"  # continuation bytes
 _MOJIBAKE = re.compile(
     "Â[\xa0-\xbf]"  # the signs of Latin-1; its controls are in no text
@@ -185,16 +176,16 @@ def _around(text: str, at: int) -> str:
 
 
 def _check_conversation(
-    document: Document, tokenizer: Tokenizer | None, context: int | None, template: str, notes: _Notes
+    document: Document, tokenizer: Tokenizer | None, context: int | None, template: str, notes: _Problems
 ) -> None:
     from bessemer.data.tokenizer.chat import problems, render
 
     assert document.messages is not None
-    found = problems(document.messages)
-    for what in found:
-        name, _, where = what.partition(": ")
+    errors = problems(document.messages)
+    for error in errors:
+        name, _, where = error.partition(": ")
         notes.add(f"conversation: {name}", "correct or delete these conversations", document.place, where)
-    if found or tokenizer is None:
+    if errors or tokenizer is None:
         return
     _, mask = render(document.messages, tokenizer, template)
     if not any(mask):
@@ -206,7 +197,7 @@ def _check_conversation(
 
 
 class _Copies:
-    """Finds documents that are equal but for white space, as `dedup_exact` does."""
+    """Finds documents that are equal except for white space, like `dedup_exact`."""
 
     def __init__(self) -> None:
         self._hashes: list[np.ndarray[Any, Any]] = []
@@ -220,7 +211,7 @@ class _Copies:
         if len(self._waiting) >= 1 << 16:
             self._flush()
 
-    def report(self, notes: _Notes) -> None:
+    def report(self, notes: _Problems) -> None:
         self._flush()
         if not self._hashes:
             return
@@ -243,8 +234,8 @@ class _Copies:
             self._waiting = []
 
 
-def _compare_schemas(files: Sequence[FileEntry], source: SourceSpec, notes: _Notes) -> None:
-    """Fields that some rows have and others have not, or with another type."""
+def _compare_schemas(files: Sequence[FileEntry], source: SourceSpec, notes: _Problems) -> None:
+    """Reports fields that only some rows have, or that have several types."""
     kinds: dict[str, Counter[str]] = {}
     places: dict[tuple[str, str], str] = {}
     lacking: dict[str, str] = {}  # the first row without a field
@@ -276,7 +267,7 @@ def _compare_schemas(files: Sequence[FileEntry], source: SourceSpec, notes: _Not
             notes.add(what, "write one type", places[name, rarest], listed, typed[rarest])
         wanted = name in (source.text_field, source.id_field, source.url_field, source.messages_field)
         missing = rows - sum(counts.values())
-        # A rare field is optional, a rarely missing one is a slip.
+        # A rare field is optional; a rarely missing one is a mistake.
         if missing and not wanted and missing < rows / 2:
             fix = "mixed schemas: check where these rows come from"
             notes.add(f"rows without field {name!r}", fix, lacking[name], count=missing)
@@ -289,8 +280,8 @@ def _first_records(file: FileEntry, source: SourceSpec) -> Iterator[tuple[int, d
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError):
-                    continue  # told with its reason when the documents are read
+                    continue  # reported when the documents are read
                 if isinstance(record, dict):
                     yield row, record
     except UNREADABLE:
-        return  # likewise
+        return  # likewise reported later

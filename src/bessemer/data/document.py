@@ -14,7 +14,7 @@ class Document:
 
     `id` and `url` are the values of the source's `id_field` and `url_field`, or empty. `messages` is a conversation
     (mappings with role and content) where the source has one; `text` is then the contents, one after another.
-    `labels` is what steps found out (language: "en", quality: 0.83), for later steps and for the report.
+    `labels` are the results of steps (language: "en", quality: 0.83), for later steps and the report.
     `decode_error` says which byte of the file was not valid in its encoding; `text` then has U+FFFD in such places.
     """
 

@@ -88,17 +88,17 @@ def _prefixes(place: Path) -> list[str]:
 
 
 def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Iterator[VerifyReport]:
-    path, again = folder / PREPARED, repair_hint(folder)
+    path, hint = folder / PREPARED, repair_hint(folder)
     try:
-        about = read_json(path, again)
-        shards = {f"{name}.{side}": count for side in ("train", "validation") for name, count in about[side].items()}
+        manifest = read_json(path, hint)
+        shards = {f"{name}.{side}": count for side in ("train", "validation") for name, count in manifest[side].items()}
     except (UserError, KeyError, AttributeError) as error:
         yield VerifyReport(str(path), path.stat().st_size, (str(error),))
         return
     clean = True
-    for name, expected in about.get("digests", {}).items():
+    for name, expected in manifest.get("digests", {}).items():
         digest = file_sum(str(folder / name)) if (folder / name).exists() else "missing"
-        damage = () if digest == expected else (f"{folder / name}: is not what was written; {again}",)
+        damage = () if digest == expected else (f"{folder / name}: is not what was written; {hint}",)
         clean = clean and not damage
         yield VerifyReport(str(folder / name), _size(folder / name), damage)
     if (folder / REMOTE).exists():
@@ -109,15 +109,15 @@ def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Itera
     for store in stores:
         clean = clean and not store.damage
         yield store
-    if clean and add_digests and "stores" not in about:
-        write_json(path, about | digests_of(folder, about))
+    if clean and add_digests and "stores" not in manifest:
+        write_json(path, manifest | digests_of(folder, manifest))
     damage = ()
     if clean:
         try:
             open_prepared(folder)
         except UserError as error:
             damage = (str(error),)
-    note = "" if "stores" in about or add_digests else "no digests of its files"
+    note = "" if "stores" in manifest or add_digests else "no digests of its files"
     yield VerifyReport(str(path), path.stat().st_size, damage, note)
     for index in sorted(folder.glob("*.best-fit-*.json")):
         yield _verify_packing(index.with_suffix(""), advance)
@@ -126,7 +126,7 @@ def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Itera
         advance(_size(ranking))
         note = "" if digest_path(ranking).exists() else "no digest"
         yield VerifyReport(
-            str(ranking), _size(ranking), (f"{wrong}; it is computed again when needed",) if wrong else (), note
+            str(ranking), _size(ranking), (f"{wrong}; it is computed hint when needed",) if wrong else (), note
         )
 
 

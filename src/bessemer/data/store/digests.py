@@ -10,12 +10,17 @@ every file, ordered by suffix. Its own digest is in the group's `.json`.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from bessemer.storage import sync_file, temporary_path
 
 CHUNK_BYTES = 1 << 17
 SUFFIX = "chunks"
@@ -58,20 +63,53 @@ class _HashingFile(io.FileIO):
         self._filled = 0
 
 
-class DigestWriter:
-    """Opens the files of a group for writing and collects the digests of what is written to them."""
+class GroupWriter:
+    """Writes the files of a group and their digests under temporary names; `finish` gives them their names.
 
-    def __init__(self) -> None:
+    Two writers of one prefix (an orphan of a killed job, or a file system without locks) write the same bytes:
+    whichever finishes last, each file is complete.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix, self.paths = prefix, dict[str, Path]()
+        os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+        self._files: dict[str, IO[bytes]] = {}
         self._digests: dict[str, list[int]] = {}
 
-    def open(self, suffix: str, path: str) -> IO[bytes]:
-        """The digests are complete when the file is closed."""
-        digests = self._digests[suffix] = []
-        return io.BufferedWriter(_HashingFile(path, digests), _BUFFER_BYTES)
+    def open(self, suffix: str) -> IO[bytes]:
+        self.paths[suffix], self._digests[suffix] = temporary_path(f"{self.prefix}.{suffix}"), []
+        file = io.BufferedWriter(_HashingFile(str(self.paths[suffix]), self._digests[suffix]), _BUFFER_BYTES)
+        self._files[suffix] = file
+        return file
 
-    def content(self) -> bytes:
-        """The content of the `.chunks` file."""
-        return encode_digests(self._digests)
+    def flushed_path(self, suffix: str) -> str:
+        """The temporary path of a file, with everything written so far."""
+        self._files[suffix].flush()
+        return str(self.paths[suffix])
+
+    def finish(self) -> tuple[dict[str, int], str]:
+        """The size of each file, by its suffix, and the digest of the `.chunks`. An old `.json` is deleted: the caller
+        writes the new one, which is the commit."""
+        for file in self._files.values():
+            sync_file(file)
+            file.close()
+        chunks = encode_digests(self._digests)
+        self.paths[SUFFIX] = temporary_path(f"{self.prefix}.{SUFFIX}")
+        with open(self.paths[SUFFIX], "wb") as file:
+            file.write(chunks)
+            sync_file(file)
+        sizes = {suffix: os.path.getsize(path) for suffix, path in self.paths.items()}
+        Path(f"{self.prefix}.json").unlink(missing_ok=True)
+        for suffix, path in self.paths.items():
+            os.replace(path, f"{self.prefix}.{suffix}")
+        return sizes, content_digest(chunks)
+
+    def discard(self) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # a full disk cannot take the rest
+                file.close()
+        for path in self.paths.values():
+            path.unlink(missing_ok=True)
 
 
 def encode_digests(digests: Mapping[str, list[int]]) -> bytes:

@@ -118,15 +118,15 @@ class Shard:
         The binary search reads unverified places, so its result is verified instead: a start that is not after the
         position, and a next start that is, prove it.
         """
-        found = np.searchsorted(self._starts, positions, side="right") - 1
+        documents = np.searchsorted(self._starts, positions, side="right") - 1
         checked = self._checked.get("starts")
         if checked is not None and not checked.complete and positions.size:
-            inside = np.clip(found, 0, self.documents - 1)
+            inside = np.clip(documents, 0, self.documents - 1)
             checked.check_runs(inside, 2)
             if ((self._starts[inside] > positions) | (self._starts[inside + 1] <= positions)).any():
                 checked.check_all()  # another chunk misled the search
                 raise damage_error(self.prefix, "starts", "changes while it is read")
-        return found
+        return documents
 
     def documents_in(self, starts: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
         """For each window of tokens: its first document, how many more begin inside it, and (flat) where."""

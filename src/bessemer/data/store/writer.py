@@ -6,7 +6,6 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bessemer.data.store.digests import SUFFIX as CHUNKS
-from bessemer.data.store.digests import DigestWriter, content_digest
+from bessemer.data.store.digests import GroupWriter
 from bessemer.data.store.format import (
     COPY_ITEMS,
     OFFSET,
@@ -34,66 +33,32 @@ from bessemer.data.store.format import (
 )
 from bessemer.data.store.shard import Shard
 from bessemer.errors import UserError
-from bessemer.storage import sync_file, temporary_path
 
 SHARD_BYTES = 10**9
 _COPY_BYTES = 1 << 23
 
 
-class StoreFiles:
-    """The files of a store while they are written and hashed, under temporary names until `commit`.
-
-    Two writers of one prefix (an orphan of a killed job, or a file system without locks) write the same bytes:
-    whichever commits last, each file is complete.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-        self._files: dict[str, IO[bytes]] = {}
-        self._paths: dict[str, str] = {}
-        self._digests = DigestWriter()
-
-    def open(self, suffix: str) -> IO[bytes]:
-        self._paths[suffix] = str(temporary_path(f"{self.prefix}.{suffix}"))
-        self._files[suffix] = self._digests.open(suffix, self._paths[suffix])
-        return self._files[suffix]
-
-    def commit(
-        self, vocab: int, kept: int, text_bytes: int, files: int, content: StoreContent, tokenizer_fingerprint: str
-    ) -> None:
-        """Writes the `.idx`, the digests and the `.json`; the `.starts` must be complete."""
-        dtype = token_dtype(vocab)
-        self._files["starts"].flush()
-        write_index(self.open("idx"), self._paths["starts"], content.documents, dtype)
-        for file in self._files.values():
-            sync_file(file)
-            file.close()
-        digests = self._digests.content()
-        self._paths[CHUNKS] = str(temporary_path(f"{self.prefix}.{CHUNKS}"))
-        with open(self._paths[CHUNKS], "wb") as file:
-            file.write(digests)
-            sync_file(file)
-        sizes = {suffix: os.path.getsize(path) for suffix, path in self._paths.items()}
-        Path(f"{self.prefix}.json").unlink(missing_ok=True)
-        for suffix in SUFFIXES:
-            if suffix in self._paths:
-                os.replace(self._paths[suffix], f"{self.prefix}.{suffix}")
-            else:
-                Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
-        info = StoreInfo(
-            vocab=vocab, documents=content.documents, tokens=sizes["bin"] // dtype.itemsize, kept=kept,
-            text_bytes=text_bytes, files=files, fingerprint=content.hexdigest(),
-            tokenizer_fingerprint=tokenizer_fingerprint, sizes=sizes, sums={CHUNKS: content_digest(digests)},
-        )  # fmt: skip
-        commit_store(self.prefix, info)
-
-    def discard(self) -> None:
-        for file in self._files.values():
-            with suppress(OSError):  # a full disk cannot take the rest
-                file.close()
-        for path in self._paths.values():
-            Path(path).unlink(missing_ok=True)
+def _commit(
+    files: GroupWriter,
+    vocab: int,
+    kept: int,
+    text_bytes: int,
+    file_count: int,
+    content: StoreContent,
+    tokenizer_fingerprint: str,
+) -> None:
+    """Writes the `.idx` and makes the files a store; the `.starts` must be complete."""
+    dtype = token_dtype(vocab)
+    write_index(files.open("idx"), files.flushed_path("starts"), content.documents, dtype)
+    sizes, chunks = files.finish()
+    for suffix in set(SUFFIXES) - sizes.keys():  # of an older store
+        Path(f"{files.prefix}.{suffix}").unlink(missing_ok=True)
+    info = StoreInfo(
+        vocab=vocab, documents=content.documents, tokens=sizes["bin"] // dtype.itemsize, kept=kept,
+        text_bytes=text_bytes, files=file_count, fingerprint=content.hexdigest(),
+        tokenizer_fingerprint=tokenizer_fingerprint, sizes=sizes, sums={CHUNKS: chunks},
+    )  # fmt: skip
+    commit_store(files.prefix, info)
 
 
 class StoreWriter:
@@ -112,7 +77,7 @@ class StoreWriter:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._content = StoreContent()
         remove_store(self.prefix)
-        self._out = StoreFiles(self.prefix)
+        self._out = GroupWriter(self.prefix)
         self._bin, self._starts, self._origins = (self._out.open(suffix) for suffix in ("bin", "starts", "origins"))
         self._files = StringsWriter(self._out.open("files"))
         self._numbers: dict[str, int] = {}
@@ -200,14 +165,9 @@ class StoreWriter:
         for column in (self._files, self._mask, self._ids):
             if column is not None:
                 column.close()
-        self._out.commit(
-            vocab=self.vocab,
-            kept=self._mask.kept if self._mask else self.tokens,
-            text_bytes=self.text_bytes,
-            files=len(self._numbers),
-            content=self._content,
-            tokenizer_fingerprint=self._tokenizer_fingerprint,
-        )
+        kept = self._mask.kept if self._mask else self.tokens
+        totals = self.vocab, kept, self.text_bytes, len(self._numbers)
+        _commit(self._out, *totals, self._content, self._tokenizer_fingerprint)
 
 
 def merge(prefixes: Sequence[str], out: Iterable[str], shard_bytes: int = SHARD_BYTES) -> int:
@@ -248,7 +208,7 @@ def _join(prefixes: Sequence[str], infos: Sequence[StoreInfo], out: str) -> None
     stores = [Shard(prefix, info) for prefix, info in zip(prefixes, infos, strict=True)]
     for store in stores:
         store.verify()
-    files = StoreFiles(out)
+    files = GroupWriter(out)
     try:
         bin_file = files.open("bin")
         for store in stores:
@@ -259,14 +219,8 @@ def _join(prefixes: Sequence[str], infos: Sequence[StoreInfo], out: str) -> None
         for suffix, join in (("mask", _join_masks), ("ids", _join_ids), ("scores", _join_scores)):
             if any(suffix in info.sizes for info in infos):
                 join(stores, files.open(suffix))
-        files.commit(
-            vocab=infos[0].vocab,
-            kept=sum(info.kept for info in infos),
-            text_bytes=sum(info.text_bytes for info in infos),
-            files=file_count,
-            content=content,
-            tokenizer_fingerprint=infos[0].tokenizer_fingerprint,
-        )
+        kept, text_bytes = sum(info.kept for info in infos), sum(info.text_bytes for info in infos)
+        _commit(files, infos[0].vocab, kept, text_bytes, file_count, content, infos[0].tokenizer_fingerprint)
     except BaseException:
         files.discard()
         raise

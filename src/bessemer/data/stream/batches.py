@@ -129,9 +129,9 @@ class BatchStream:
         """The rank's rows in batches of exactly `micro_rows`, as many on every rank; the last is padded."""
         positions = self.rows(step, dp_rank, dp_world)
         padding = -positions.size % micro_rows
-        whole = self._assemble(np.concatenate([positions, np.full(padding, -1)]))
+        batch = self._assemble(np.concatenate([positions, np.full(padding, -1)]))
         cuts = range(0, positions.size, micro_rows)
-        return [self._finish(whole.part(row, row + micro_rows)) for row in cuts]
+        return [self._finish(batch.part(row, row + micro_rows)) for row in cuts]
 
     def step_count(self, step: int) -> float:
         """The sum of the step's target weights over all ranks; reads no tokens."""

@@ -123,11 +123,11 @@ def convicted_shards(entries: Iterable[Exclusion], seen: Mapping[str, int] | Non
     """Entries for files with so many convicted documents that the file itself is suspect: at least 3, and at least half
     of those the run has `seen`, if that is known. These are suggestions: a person decides."""
     entries = list(entries)
-    whole = {entry.file for entry in entries if entry.row is None}
+    excluded_files = {entry.file for entry in entries if entry.row is None}
     counts = Counter(file for file, row in {entry.key[:2] for entry in entries} if row is not None)
     suspects = []
     for file, count in counts.items():
-        if file in whole or count < max(_SUSPECT_DOCUMENTS, (seen or {}).get(file, 0) / 2):
+        if file in excluded_files or count < max(_SUSPECT_DOCUMENTS, (seen or {}).get(file, 0) / 2):
             continue
         first = next(entry for entry in entries if entry.file == file)
         reason = f"{count} of its documents were convicted"
@@ -156,18 +156,18 @@ def offers(
 ) -> list[ExclusionOffer]:
     """Lists in the same runs folder that convict documents of these `files` (names as in origins) and that the lists in
     `excluded` do not contain yet; pass the run's own list there too. Unreadable lines are ignored."""
-    own = {Path(path).resolve() for path in excluded}
-    known = {entry.key for path in own if path.exists() for entry in read_exclusions(path)}
+    skipped_paths = {Path(path).resolve() for path in excluded}
+    excluded_keys = {entry.key for path in skipped_paths if path.exists() for entry in read_exclusions(path)}
     files, offered = set(files), []
     for path in sorted(Path(runs_folder).glob(f"*/{FILE_NAME}")):
-        if path.resolve() in own:
+        if path.resolve() in skipped_paths:
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         entries = {entry.key for entry in _parse(path, text) if isinstance(entry, Exclusion)}
-        new = [key for key in entries - known if key[0] in files]
+        new = [key for key in entries - excluded_keys if key[0] in files]
         if new:
-            whole = sum(row is None for _, row, _ in new)
-            offered.append(ExclusionOffer(str(path), len(new) - whole, whole))
+            file_count = sum(row is None for _, row, _ in new)
+            offered.append(ExclusionOffer(str(path), len(new) - file_count, file_count))
     return offered
 
 
@@ -189,30 +189,30 @@ def banned_documents(
     for entry in dict.fromkeys(entries):
         by_file[entry.file].append(entry)
     banned: set[tuple[str, int]] = set()
-    found: set[Exclusion] = set()
-    why: dict[Exclusion, str] = {}
+    matched: set[Exclusion] = set()
+    reasons: dict[Exclusion, str] = {}
     for name, rows in rows_by_source.items():
         for file, documents, numbers, searched in _locate(name, rows, by_file):
             by_row: dict[int, list[Exclusion]] = defaultdict(list)
             for entry in by_file[file]:
                 if entry.row is None and searched:
                     banned.update((name, document) for document in documents.tolist())
-                    found.add(entry)
+                    matched.add(entry)
                 elif entry.row is not None:
                     by_row[entry.row].append(entry)
-                    why.setdefault(entry, "no training document is in that row")
-            asked = np.isin(numbers, np.array(list(by_row), np.int64))
-            for document, row in zip(documents[asked].tolist(), numbers[asked].tolist(), strict=True):
-                now = rows.origin_of_document(document).document_id
+                    reasons.setdefault(entry, "no training document is in that row")
+            listed = np.isin(numbers, np.array(list(by_row), np.int64))
+            for document, row in zip(documents[listed].tolist(), numbers[listed].tolist(), strict=True):
+                document_id = rows.origin_of_document(document).document_id
                 for entry in by_row[row]:
-                    if entry.document_id in ("", now):
+                    if entry.document_id in ("", document_id):
                         banned.add((name, document))
-                        found.add(entry)
+                        matched.add(entry)
                     else:
-                        why[entry] = "another text is in that row now"
-    stale = [entry for group in by_file.values() for entry in group if entry not in found]
+                        reasons[entry] = "another text is in that row now"
+    stale = [entry for group in by_file.values() for entry in group if entry not in matched]
     absent = "not found in this data"
-    return banned, [f"{entry.place}: {why.get(entry, absent)}; it is not excluded" for entry in stale]
+    return banned, [f"{entry.place}: {reasons.get(entry, absent)}; it is not excluded" for entry in stale]
 
 
 def _locate(name: str, rows: Rows, by_file: ByFile) -> Iterator[Located]:
@@ -240,22 +240,16 @@ def _locate_in_shard(shard: Shard, first: int, by_file: ByFile) -> Iterator[Loca
 
 
 def find_strings(table: Strings, wanted: Iterable[str]) -> dict[int, str]:
-    """The indices of strings in a table. Compares eight bytes at a time, from the end, where paths differ most, for all
-    strings of one length together: a source tree has as many files as documents."""
-    by_length: dict[int, list[bytes]] = defaultdict(list)
-    for text in wanted:
-        data = text.encode("utf-8", "surrogatepass")
-        by_length[len(data)].append(data)
-    lengths, found = np.diff(table.offsets), dict[int, str]()
-    for length, group in by_length.items():
-        at = np.flatnonzero(lengths == length)
-        for stop in range(length, 0, -8):
-            key = np.zeros(at.size, np.uint64)
-            for k in range(max(0, stop - 8), stop):
-                key = key << np.uint64(8) | table.text[table.offsets[at] + k]
-            keys = [int.from_bytes(data[max(0, stop - 8) : stop], "big") for data in group]
-            at = at[np.isin(key, np.array(keys, np.uint64))]
-        found |= {number: table[number] for number in at.tolist() if table[number].encode() in group}
+    """The indices of strings in a table, which may have as many strings as there are documents."""
+    by_bytes = {string.encode("utf-8", "surrogatepass"): string for string in wanted}
+    lengths = np.diff(table.offsets)
+    candidates = np.flatnonzero(np.isin(lengths, [len(data) for data in by_bytes]))  # few strings have such a length
+    found = {}
+    for number in candidates.tolist():
+        start = int(table.offsets[number])
+        string = by_bytes.get(table.text[start : start + int(lengths[number])].tobytes())
+        if string is not None:
+            found[number] = string
     return found
 
 

@@ -336,8 +336,8 @@ class StepPositions:
 
     def skip(self, from_step: int, position: int) -> StepPositions:
         """After a rollback to `from_step`, continue at `position`; later segments are dropped."""
-        kept = [segment for segment in self.segments if segment.from_step < from_step]
-        return StepPositions(self.batch_phases, [*kept, Segment(from_step, position)])
+        earlier = [segment for segment in self.segments if segment.from_step < from_step]
+        return StepPositions(self.batch_phases, [*earlier, Segment(from_step, position)])
 
     def _unskipped(self, step: int) -> int:
         if step < 0:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import uuid
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
@@ -29,12 +28,12 @@ import numpy.typing as npt
 import xxhash
 
 from bessemer.data.store.digests import SUFFIX as CHUNKS
-from bessemer.data.store.digests import CheckedFile, DigestWriter, GroupDigests, content_digest
+from bessemer.data.store.digests import CheckedFile, GroupDigests, GroupWriter, content_digest
 from bessemer.data.store.shard import map_file, run_indices
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.rows import PADDING, RowBlock, Spans, StoreRows
 from bessemer.errors import UserError
-from bessemer.storage import sync_file, write_atomic
+from bessemer.storage import write_atomic
 
 Ints = npt.NDArray[np.int64]
 
@@ -227,46 +226,34 @@ def _owner(documents: Ints, lengths: Ints) -> npt.NDArray[np.uint64]:
 
 
 def _write(store: TokenStore, length: int, prefix: str) -> PackInfo:
-    """Several processes may write at once: each writes its own temporary files, all with the same content."""
-    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+    """Computes and writes the index. Several processes may do so at once."""
     _sweep(prefix)
-    own = f"{prefix}.partial-{uuid.uuid4().hex[:8]}"
     rows = pieces = 0
     content = xxhash.xxh3_128()
+    files = GroupWriter(prefix)
     try:
-        digests = DigestWriter()
-        with digests.open("pieces", f"{own}.pieces") as pieces_file, digests.open("rows", f"{own}.rows") as rows_file:
-            for first, edges in _blocks(store, length):
-                packed, counts = _pack_block(first, edges, length)
-                starts = pieces + np.cumsum(counts) - counts
-                for file, data in ((pieces_file, packed.data), (rows_file, starts.astype("<i8").data)):
-                    file.write(data)
-                    content.update(data)
-                rows, pieces = rows + counts.size, pieces + packed.size
-            rows_file.write(np.array([pieces], "<i8").data)
-            for written in (pieces_file, rows_file):
-                sync_file(written)
-        padding = rows * length - store.tokens
-        chunks = digests.content()
-        with open(f"{own}.{CHUNKS}", "wb") as chunks_file:
-            chunks_file.write(chunks)
-            sync_file(chunks_file)
-        info = PackInfo(
-            _VERSION, store.fingerprint, length, rows, pieces, padding, content.hexdigest(), content_digest(chunks)
-        )
-        Path(f"{prefix}.json").unlink(missing_ok=True)
-        for suffix in ("pieces", "rows", CHUNKS):
-            os.replace(f"{own}.{suffix}", f"{prefix}.{suffix}")
-        write_atomic(f"{prefix}.json", json.dumps(asdict(info) | {"digest": info.digest}, indent=1))
-    finally:
-        for suffix in ("pieces", "rows", CHUNKS):
-            Path(f"{own}.{suffix}").unlink(missing_ok=True)
+        pieces_file, rows_file = files.open("pieces"), files.open("rows")
+        for first, edges in _blocks(store, length):
+            packed, counts = _pack_block(first, edges, length)
+            starts = pieces + np.cumsum(counts) - counts
+            for file, data in ((pieces_file, packed.data), (rows_file, starts.astype("<i8").data)):
+                file.write(data)
+                content.update(data)
+            rows, pieces = rows + counts.size, pieces + packed.size
+        rows_file.write(np.array([pieces], "<i8").data)
+        _, chunks = files.finish()
+    except BaseException:
+        files.discard()
+        raise
+    padding = rows * length - store.tokens
+    info = PackInfo(_VERSION, store.fingerprint, length, rows, pieces, padding, content.hexdigest(), chunks)
+    write_atomic(f"{prefix}.json", json.dumps(asdict(info) | {"digest": info.digest}, indent=1))
     return info
 
 
 def _sweep(prefix: str) -> None:
-    """Deletes what killed processes left: files that were not written to for an hour."""
-    for path in Path(prefix).parent.glob(f"{Path(prefix).name}.partial-*"):
+    """Deletes what killed processes left: temporary files that were not written to for an hour."""
+    for path in Path(prefix).parent.glob(f"{Path(prefix).name}.*.tmp"):
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > 3600:
                 path.unlink()

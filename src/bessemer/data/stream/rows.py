@@ -132,7 +132,7 @@ class ArrayPool:
     """Memory for batches, taken from slabs that return to the pool when the last array in them is dropped.
 
     A batch is some megabytes of new arrays. Fresh memory from the system costs 5 to 8 ns a token for the first touch
-    of its pages, more than everything else about a batch. Safe for many threads.
+    of its pages, more than the rest of assembling a batch. Safe for many threads.
     """
 
     def __init__(self) -> None:
@@ -378,8 +378,8 @@ class Trim:
     def __call__(self, batch: Batch) -> Batch:
         width = batch.tokens.shape[1]
         unused = self._unused_right(batch) if self.side == "right" else self._unused_left(batch)
-        kept = min(width, max(1, -(-(width - unused) // self.multiple_of)) * self.multiple_of)
-        columns = slice(0, kept) if self.side == "right" else slice(width - kept, width)
+        trimmed = min(width, max(1, -(-(width - unused) // self.multiple_of)) * self.multiple_of)
+        columns = slice(0, trimmed) if self.side == "right" else slice(width - trimmed, width)
         cut = {name: getattr(batch, name)[:, columns] for name in ("tokens", "targets", "weights", "documents")}
         return dataclasses.replace(batch, **{name: np.ascontiguousarray(array) for name, array in cut.items()})
 

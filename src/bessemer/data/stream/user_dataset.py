@@ -90,9 +90,8 @@ def _check_item(item: Any, vocab: int, place: str) -> tuple[Ints, Mask]:
 class UserDatasetRows:
     """Rows from a map-style dataset, one item each: padded to T + 1 ids, or cut to them.
 
-    Items are read on demand by one thread at a time, and the latest are cached. `fingerprint_from` says what the
-    fingerprint covers: the dataset's own `fingerprint` if it has one, else the number of items and a sample of them,
-    which does not notice every change.
+    Items are read on demand by one thread at a time, and the latest are cached. The fingerprint covers the dataset's
+    own `fingerprint` if it has one, else the number of items and a sample of them, which misses some changes.
     """
 
     packing, full = "own", False
@@ -105,7 +104,7 @@ class UserDatasetRows:
             raise UserError(f"{self.name}: its length is {self.count}: give it at least one item")
         self._cached: OrderedDict[int, tuple[Ints, Mask]] = OrderedDict()
         self._lock = threading.Lock()
-        self.fingerprint, self.fingerprint_from = self._fingerprint()
+        self.fingerprint = self._fingerprint()
 
     def spans(self, sequences: Ints) -> Spans:
         rows = self._rows(sequences)
@@ -157,21 +156,21 @@ class UserDatasetRows:
         encoded = encode_items(items, self.tokenizer, places)
         return [(ids[: self.length + 1], counts[: self.length + 1]) for ids, counts in encoded]
 
-    def _fingerprint(self) -> tuple[str, str]:
+    def _fingerprint(self) -> str:
         content = xxhash.xxh3_128(f"{_FORMAT} {self.count} {self.tokenizer.fingerprint} ".encode())
         fingerprint = getattr(self.dataset, "fingerprint", None)
         if fingerprint is not None:
             content.update(str(fingerprint() if callable(fingerprint) else fingerprint).encode())
-            return content.hexdigest(), "its own fingerprint"
+            return content.hexdigest()
         picks = np.unique(np.linspace(0, self.count - 1, _SAMPLED).astype(np.int64))
         for ids, counts in self._rows(picks):
             content.update(np.concatenate([[ids.size], ids, counts]).astype("<i8").tobytes())
-        return (content.hexdigest(), f"its length and {picks.size} of its items; give it a fingerprint to be sure")
+        return content.hexdigest()
 
 
 _STREAM_FORMAT = 1
 _ITEMS_READ = 16  # encoded together
-_STEPS_KEPT = 8  # whose rows stay in memory: those ahead, and those that a late verdict may be about
+_STEPS_KEPT = 8  # whose rows stay in memory: those ahead, and those that a late verdict may concern
 _STATES_KEPT = 64
 
 NOT_REPLAYABLE = (
@@ -303,7 +302,6 @@ class IterableStream:
     """The batches of an iterable, one step after another. Every rank reads all items and takes its own rows, so the
     iterable must give the same items on every rank."""
 
-    replayable = False
     banned: frozenset[tuple[str, int]] = frozenset()
 
     def __init__(
@@ -341,8 +339,8 @@ class IterableStream:
     def micro_batches(self, step: int, micro_rows: int, dp_rank: int = 0, dp_world: int = 1) -> list[Batch]:
         positions = self.rows(step, dp_rank, dp_world)
         padding = -positions.size % micro_rows
-        whole = self._assemble(step, np.concatenate([positions, np.full(padding, -1)]))
-        return [whole.part(row, row + micro_rows) for row in range(0, positions.size, micro_rows)]
+        batch = self._assemble(step, np.concatenate([positions, np.full(padding, -1)]))
+        return [batch.part(row, row + micro_rows) for row in range(0, positions.size, micro_rows)]
 
     def step_count(self, step: int) -> float:
         """The sum of the step's target weights over all ranks. Reads the step."""

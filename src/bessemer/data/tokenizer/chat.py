@@ -1,12 +1,9 @@
-"""A conversation as token ids, and which of them to learn from: what the assistant says and the end of its turn.
+"""Conversations as token ids with a mask: the loss counts on the assistant's words and the end of its turns.
 
-A template lays the messages out as parts: text, or a special token. Messages are always text, so that nothing
-somebody wrote can end a turn. Templates of our own are here; Jinja templates are in chat_template.
-
-Chat templates in Jinja, as Hugging Face models bring them, run in a sandbox.
-
-What is learned stands in `{% generation %}` blocks. A template without them is rendered turn by turn, and what a turn
-of the assistant adds is learned; that works if a conversation begins with the rendering of its beginning.
+A template lays the messages out as segments: text, or a special token. Messages are always text, so that nothing in a
+message can end a turn. Templates are built in or in Jinja, as in Hugging Face models, run in a sandbox. In Jinja the
+learned text is in `{% generation %}` blocks; a template without them is rendered turn by turn, and the text that a turn
+of the assistant adds is learned.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ Rendered = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class ChatSegment:
-    """A stretch of a conversation; the text of special parts is a special token's name."""
+    """A part of a conversation; with `special`, `text` is the name of a special token."""
 
     text: str
     learn: bool = False
@@ -48,8 +45,8 @@ def render(
 ) -> Rendered:
     """Ids of the conversation and a mask of the same length: 1 where the loss counts.
 
-    `template` is chatml, llama3, plain, a Jinja file or its source; `learn` takes all turns of the assistant or only
-    the last. A message with weight 0 is not learned from.
+    `template` is chatml, llama3, plain, a Jinja file or its source; `learn` selects all turns of the assistant or the
+    last. A message with weight 0 is not learned.
     """
     return render_batch([messages], tokenizer, template, learn)[0]
 
@@ -57,7 +54,7 @@ def render(
 def render_batch(
     conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, template: str = "chatml", learn: Learn = "all"
 ) -> list[Rendered]:
-    """As `render`, with the text of all conversations encoded at once, on all cores."""
+    """`render` for many conversations, encoded together on all cores."""
     layout = find_template(template, tokenizer)
     stretches = [_join(layout(messages, learned_turns(messages, learn), tokenizer)) for messages in conversations]
     texts = [(part.text, place > 0) for some in stretches for place, part in enumerate(some) if not part.special]
@@ -71,15 +68,15 @@ def render_batch(
                 ids.append(tokenizer.special[part.text])
                 mask.append(int(bool(part.spans)))
             else:
-                found, offsets = next(encoded)
-                ids += found
+                text_ids, offsets = next(encoded)
+                ids += text_ids
                 mask += _mask(offsets, part.spans)
         rendered.append((np.array(ids, np.uint32), np.array(mask, np.uint8)))
     return rendered
 
 
 def learned_turns(messages: Sequence[Message], learn: Learn) -> list[bool]:
-    """For each message, whether it is learned from."""
+    """For each message, whether it is learned."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if learn == "last":
         turns = turns[-1:]
@@ -87,35 +84,35 @@ def learned_turns(messages: Sequence[Message], learn: Learn) -> list[bool]:
 
 
 def problems(messages: Any) -> list[str]:
-    """What is wrong with a conversation: each problem by name, then a colon and where. None: it can be rendered."""
+    """The problems of a conversation, as `name: place`; empty if it can be rendered."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return [f"not a list of messages: {type(messages).__name__}"]
     if not messages:
         return ["no messages: the list is empty"]
-    found = []
+    errors = []
     for number, message in enumerate(messages, start=1):
         where = f"message {number}"
         if not isinstance(message, Mapping):
-            found.append(f"not a message: {where} is a {type(message).__name__}, not an object")
+            errors.append(f"not a message: {where} is a {type(message).__name__}, not an object")
             continue
         role = message.get("role")
         if role not in ROLES:
-            found.append(f"unknown role: {where} has {role!r}, not {', '.join(ROLES)}")
+            errors.append(f"unknown role: {where} has {role!r}, not {', '.join(ROLES)}")
         elif role == "system" and number > 1:
-            found.append(f"system message inside: {where}; it comes first or not at all")
+            errors.append(f"system message inside: {where}; it comes first or not at all")
         try:
-            content = content_of(message)
+            content = message_text(message)
         except (TypeError, KeyError):
-            found.append(f"content is not text: {where} has a {type(message.get('content')).__name__}")
+            errors.append(f"content is not text: {where} has a {type(message.get('content')).__name__}")
             continue
         if not content.strip() and not message.get("tool_calls"):
-            found.append(f"empty content: {where}")
-    if not found and not any(message["role"] == "assistant" for message in messages):
-        found.append("no assistant turn: there is nothing to learn from")
-    return found
+            errors.append(f"empty content: {where}")
+    if not errors and not any(message["role"] == "assistant" for message in messages):
+        errors.append("no assistant turn: there is nothing to learn from")
+    return errors
 
 
-def content_of(message: Message) -> str:
+def message_text(message: Message) -> str:
     """The text of a message, given as a string or as a list of text parts; raises TypeError for anything else."""
     content = message.get("content")
     if content is None and message.get("tool_calls"):
@@ -130,13 +127,12 @@ def content_of(message: Message) -> str:
 
 
 def special_tokens(template: str) -> tuple[str, ...]:
-    """The special tokens that one of our own templates needs, beside the end of a document; a Jinja template's are
-    those it spells."""
+    """The special tokens that a built-in template needs, besides the end of a document."""
     return _TEMPLATES[template][1] if template in _TEMPLATES else ()
 
 
 def find_template(template: str, tokenizer: Tokenizer) -> Layout:
-    """The layout of one of our own templates, of a Jinja file or of Jinja source; UserError if it cannot be used."""
+    """The layout of a built-in template, a Jinja file or Jinja source; UserError if it cannot be used."""
     if template not in _TEMPLATES:
         return jinja_template(read_template(template, tuple(_TEMPLATES)))
     layout, needed = _TEMPLATES[template]
@@ -153,7 +149,7 @@ def _chatml(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tok
     for message, learn in zip(messages, learned, strict=True):
         yield ChatSegment("<|im_start|>", special=True)
         yield ChatSegment(f"{message['role']}\n")
-        yield ChatSegment(content_of(message) + _calls(message, "arguments"), learn)
+        yield ChatSegment(message_text(message) + _calls(message, "arguments"), learn)
         yield ChatSegment("<|im_end|>", learn, special=True)
         yield ChatSegment("\n")
 
@@ -165,7 +161,7 @@ def _llama3(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tok
         yield ChatSegment("ipython" if message["role"] == "tool" else message["role"])
         yield ChatSegment("<|end_header_id|>", special=True)
         yield ChatSegment("\n\n")
-        yield ChatSegment(content_of(message).strip() + _calls(message, "parameters"), learn)
+        yield ChatSegment(message_text(message).strip() + _calls(message, "parameters"), learn)
         yield ChatSegment("<|eot_id|>", learn, special=True)
 
 
@@ -173,21 +169,21 @@ def _plain(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Toke
     """Names and blank lines; the end of a document ends each turn of the assistant."""
     for place, (message, learn) in enumerate(zip(messages, learned, strict=True)):
         yield ChatSegment("\n\n" * (place > 0) + f"{message['role'].capitalize()}:")
-        yield ChatSegment(" " + content_of(message) + _calls(message, "arguments"), learn)
+        yield ChatSegment(" " + message_text(message) + _calls(message, "arguments"), learn)
         if message["role"] == "assistant":
             yield ChatSegment(tokenizer.eos, learn, special=True)
 
 
 def _calls(message: Message, arguments_name: str) -> str:
-    """Calls of tools, one JSON object a line, as models are taught to write them."""
+    """Tool calls, one JSON object per line."""
     lines = []
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
-        given = function["arguments"]
-        given = json.loads(given) if isinstance(given, str) else given
-        body = json.dumps({"name": function["name"], arguments_name: given}, ensure_ascii=False)
+        arguments = function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        body = json.dumps({"name": function["name"], arguments_name: arguments}, ensure_ascii=False)
         lines.append(f"\n<tool_call>\n{body}\n</tool_call>" if arguments_name == "arguments" else body)
-    return "".join(lines).removeprefix("\n" if not content_of(message) else "")
+    return "".join(lines).removeprefix("\n" if not message_text(message) else "")
 
 
 _TEMPLATES: dict[str, tuple[Layout, tuple[str, ...]]] = {
@@ -199,7 +195,7 @@ _TEMPLATES: dict[str, tuple[Layout, tuple[str, ...]]] = {
 
 @dataclass
 class _Stretch:
-    """Text between special tokens, encoded as one, or a special token; learned in the given spans of characters."""
+    """Text between special tokens, encoded together, or a special token; `spans` of characters are learned."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -220,8 +216,8 @@ def _join(parts: Iterable[ChatSegment]) -> list[_Stretch]:
 
 
 def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """1 for each token that has a character of a span. A token begins where the one before ended: some tokenizers
-    leave the space of a word out of its offsets."""
+    """1 for each token with a character of a span. A token begins where the previous one ended: some tokenizers exclude
+    the space of a word from its offsets."""
     mask, end, span = [], 0, 0
     for start, stop in offsets:
         first, end = min(start, end), max(stop, end)
@@ -231,13 +227,13 @@ def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) 
     return mask
 
 
-# Private characters, which no rule of a template looks for: around what is learned, and for a special token's name
-# that somebody wrote, which is only text.
+# Private characters, which no template rule matches: around learned text, and for names of special tokens in messages,
+# which are plain text.
 _BEGIN, _END, _NAME = "\ue0b0", "\ue0b1", "\ue0b2"
 
 
 def read_template(template: str, others: Sequence[str]) -> str:
-    """The source of a template: itself, or what a file holds (tokenizer_config.json has it under chat_template)."""
+    """The source of a template: itself, or the content of a file (the key chat_template of a .json)."""
     if "{%" in template or "{{" in template:
         return template
     path = os.path.expanduser(template)
@@ -250,12 +246,12 @@ def read_template(template: str, others: Sequence[str]) -> str:
             source = file.read()
         return json.loads(source)["chat_template"] if path.endswith(".json") else source
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: holds no chat template ({error}); give a Jinja file") from error
+        raise UserError(f"{path}: has no chat template ({error}); give a Jinja file") from error
 
 
 @lru_cache(maxsize=8)
 def jinja_template(source: str) -> Layout:
-    """The layout of a template; an error in it, or raised by it, is a UserError."""
+    """The layout of a Jinja template; its errors become UserErrors."""
     run = _compile(source)
     marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
@@ -326,7 +322,7 @@ _BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 
 
 def _protect(value: Any, names: Sequence[str]) -> Any:
-    """A copy of a message in which text that spells a special token no longer does, and has none of our marks."""
+    """A copy of a message whose text spells no special token and contains none of the private marks."""
     if isinstance(value, str):
         for mark in (_BEGIN, _END, _NAME):
             value = value.replace(mark, "\ufffd")
@@ -343,7 +339,7 @@ def _protect(value: Any, names: Sequence[str]) -> Any:
 def _mark_turns(
     messages: list[Any], learned: Sequence[bool], names: Sequence[str], run: Callable[[list[Any], bool], str]
 ) -> str:
-    """The rendering, with marks around what each learned turn adds to the one that asks for it."""
+    """The rendering, with marks around the text that each learned turn adds to its prompt."""
     text = run(messages, False)
     special = re.compile("|".join(map(re.escape, names)))
     pieces, done = [], 0
@@ -353,20 +349,20 @@ def _mark_turns(
         before, after = run(messages[:place], True), run(messages[: place + 1], False)
         if not (after.startswith(before) and text.startswith(after) and len(before) >= done):
             raise UserError(
-                f"chat template: message {place + 1} is rendered otherwise with what follows than without, so what to "
-                "learn cannot be told; put {% generation %} and {% endgeneration %} around it in the template"
+                f"chat template: message {place + 1} is rendered differently once other messages follow, so the text "
+                "to learn is unknown; put {% generation %} and {% endgeneration %} around it in the template"
             )
         end = len(after)
         closing = [match.end() for match in special.finditer(text, len(before), end)]
         if closing and not text[closing[-1] : end].strip():
-            end = closing[-1]  # white space behind the end of the turn is the template's
+            end = closing[-1]  # white space after the end of the turn belongs to the template
         pieces += [text[done : len(before)], _BEGIN, text[len(before) : end], _END]
         done = end
     return "".join([*pieces, text[done:]])
 
 
 def _parts(text: str, names: Sequence[str], turns: Sequence[bool], tokenizer: Tokenizer) -> list[ChatSegment]:
-    """Divides a rendering at marks and special tokens. `turns`: whether each marked stretch is learned."""
+    """Splits a rendering at marks and special tokens. `turns`: whether each marked stretch is learned."""
     if text.count(_BEGIN) != len(turns):
         if not all(turns):
             raise UserError(
@@ -380,7 +376,7 @@ def _parts(text: str, names: Sequence[str], turns: Sequence[bool], tokenizer: To
     learn, done = False, 0
     for border in [*borders.finditer(text), None]:
         stretch = text[done : border.start() if border else None]
-        written = re.sub(f"{_NAME}(\\d+){_NAME}", lambda found: names[int(found[1])], stretch)
+        written = re.sub(f"{_NAME}(\\d+){_NAME}", lambda match: names[int(match[1])], stretch)
         parts.append(ChatSegment(written, learn))
         if border is None:
             break
@@ -393,22 +389,19 @@ def _parts(text: str, names: Sequence[str], turns: Sequence[bool], tokenizer: To
 
 
 def _swallow_spaces(parts: list[ChatSegment], tokenizer: Tokenizer) -> list[ChatSegment]:
-    """Some special tokens take the white space around them (lstrip and rstrip in their definition)."""
+    """Some special tokens absorb the white space around them (lstrip and rstrip in their definition)."""
     added = tokenizer.inner.get_added_tokens_decoder()
     for place, part in enumerate(parts):
-        if not part.special:
-            continue
-        token = added[tokenizer.special[part.text]]
-        if token.lstrip:
-            for i in range(place - 1, -1, -1):
-                if parts[i].special or parts[i].text.strip():
-                    parts[i] = parts[i] if parts[i].special else replace(parts[i], text=parts[i].text.rstrip())
+        token = added[tokenizer.special[part.text]] if part.special else None
+        before, after = range(place - 1, -1, -1), range(place + 1, len(parts))
+        for absorbs, places, strip in (
+            (token and token.lstrip, before, str.rstrip),
+            (token and token.rstrip, after, str.lstrip),
+        ):
+            for i in places if absorbs else ():
+                if parts[i].special:
                     break
-                parts[i] = replace(parts[i], text="")
-        if token.rstrip:
-            for i in range(place + 1, len(parts)):
-                if parts[i].special or parts[i].text.strip():
-                    parts[i] = parts[i] if parts[i].special else replace(parts[i], text=parts[i].text.lstrip())
+                parts[i] = replace(parts[i], text=strip(parts[i].text))
+                if parts[i].text:
                     break
-                parts[i] = replace(parts[i], text="")
     return parts

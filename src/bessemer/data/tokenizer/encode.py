@@ -33,6 +33,7 @@ from bessemer.spec.data import SourceSpec
 
 Ids = npt.NDArray[Any]  # of the store's type
 Mask = npt.NDArray[np.uint8]
+Encoded = tuple[Ids, Mask | None]
 
 # Encoding by `tokenizers` takes 50 times the memory of the text, so batches are only as large as a core needs.
 _BATCH_CHARS = 1 << 18
@@ -66,8 +67,23 @@ def encode_documents(
     # The library spreads a batch over all cores; two batches in progress leave none idle at the end of one.
     spread = tokenizer.fast is None and threads >= cores
     workers, batch_chars = (2, threads * _BATCH_CHARS // 2) if spread else (threads, _BATCH_CHARS)
-    assemble = _Assembler(tokenizer)
-    waiting: deque[tuple[list[_Piece], Future[list[tuple[Ids, Mask | None]]]]] = deque()
+    end = np.array([tokenizer.eos_id], token_dtype(tokenizer.vocab_size))
+    begun: list[Ids] = []
+
+    def assemble(pieces: Sequence[_Piece], encoded: Sequence[Encoded]) -> Iterator[tuple[Document, Ids, Mask | None]]:
+        """Joins the pieces of a document and appends the end-of-document id."""
+        for piece, (ids, mask) in zip(pieces, encoded, strict=True):
+            begun.append(ids)
+            if not piece.last:
+                continue
+            ended = mask is not None and ids.size and ids[-1] == end[0]  # some templates end with it
+            tokens = np.concatenate(begun if ended else [*begun, end])
+            begun.clear()
+            if mask is not None and not ended:
+                mask = np.append(mask, np.uint8(0))
+            yield piece.document, tokens, mask
+
+    waiting: deque[tuple[list[_Piece], Future[list[Encoded]]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
         try:
             for batch in _batches(documents, tokenizer, template, batch_chars):
@@ -89,11 +105,11 @@ def _batches(
     batch: list[_Piece] = []
     chars, checked = 0, False
     for document in documents:
-        whole = template is not None and document.messages is not None
-        if whole and template is not None and not checked:
+        is_chat = template is not None and document.messages is not None
+        if is_chat and template is not None and not checked:
             find_template(template, tokenizer)  # an unusable template is not a document's error
             checked = True
-        for piece in [_Piece(document, document.text)] if whole else _cut(document, tokenizer):
+        for piece in [_Piece(document, document.text)] if is_chat else _cut(document, tokenizer):
             batch.append(piece)
             chars += len(piece.text) + 1
             if chars >= most_chars:
@@ -112,11 +128,11 @@ def _cut(document: Document, tokenizer: Tokenizer) -> Iterator[_Piece]:
 
 def _encode(
     batch: Sequence[_Piece], tokenizer: Tokenizer, template: str | None, learn: Learn, spread: bool
-) -> list[tuple[Ids, Mask | None]]:
+) -> list[Encoded]:
     dtype = token_dtype(tokenizer.vocab_size)
     chats = [i for i, piece in enumerate(batch) if template is not None and piece.document.messages is not None]
     texts = sorted(set(range(len(batch))) - set(chats))
-    results: list[tuple[Ids, Mask | None]] = [(np.empty(0, dtype), None)] * len(batch)
+    results: list[Encoded] = [(np.empty(0, dtype), None)] * len(batch)
     if chats:
         assert template is not None
         rendered = _render([batch[i].document for i in chats], tokenizer, template, learn)
@@ -138,28 +154,6 @@ def _render(documents: Sequence[Document], tokenizer: Tokenizer, template: str, 
         wrong = problems(documents[0].messages)
         reason = str(error) if isinstance(error, UserError) or not wrong else f"{wrong[0]}; correct or delete it"
         raise UserError(f"{documents[0].place}: {reason}") from error
-
-
-class _Assembler:
-    """Joins the pieces of a document and appends the end-of-document id."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._end = np.array([tokenizer.eos_id], token_dtype(tokenizer.vocab_size))
-        self._begun: list[Ids] = []
-
-    def __call__(
-        self, pieces: Sequence[_Piece], encoded: Sequence[tuple[Ids, Mask | None]]
-    ) -> Iterator[tuple[Document, Ids, Mask | None]]:
-        for piece, (ids, mask) in zip(pieces, encoded, strict=True):
-            self._begun.append(ids)
-            if not piece.last:
-                continue
-            ended = mask is not None and ids.size and ids[-1] == self._end[0]  # some templates end with it
-            tokens = np.concatenate(self._begun if ended else [*self._begun, self._end])
-            self._begun = []
-            if mask is not None and not ended:
-                mask = np.append(mask, np.uint8(0))
-            yield piece.document, tokens, mask
 
 
 @dataclass(frozen=True)

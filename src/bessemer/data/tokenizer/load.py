@@ -351,7 +351,7 @@ def _normalizer(model: SentencePieceModel, defined: list[str]) -> Any:
     steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     if model.remove_extra_spaces:
         extra = ((" {2,}", " "), (r"\A ", ""), (r" \z", ""))
-        steps += [normalizers.Replace(Regex(found), left) for found, left in extra]
+        steps += [normalizers.Replace(Regex(pattern), text) for pattern, text in extra]
     if model.dummy_prefix:
         # The library normalizes user-defined symbols to match them in normalized text; they must not get a space.
         symbols = "|".join(map(re.escape, defined))

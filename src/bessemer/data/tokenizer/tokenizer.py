@@ -283,8 +283,8 @@ def _plain(part: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     for name in ("normalizers", "pretokenizers", "decoders"):
         if name in part:
-            kept = [plain for child in part[name] if (plain := _plain(child)) is not None]
-            return {**part, name: kept}
+            children = [plain for child in part[name] if (plain := _plain(child)) is not None]
+            return {**part, name: children}
     kind = part["type"]
     if kind == "Prepend" or (kind == "Replace" and part["pattern"].get("Regex", "").startswith(r"\A")):
         return None
@@ -351,17 +351,17 @@ def folder_format(folder: Path, tokenizer: Tokenizer, trained_here: bool = False
     only for a tokenizer.model. Answers end with the tokens that generation_config.json, config.json and
     tokenizer_config.json name.
     """
-    config, about, generation = (
+    config, tokenizer_config, generation = (
         _read(folder / name) for name in ("config.json", "tokenizer_config.json", "generation_config.json")
     )
-    eos, bos = (_token_id(tokenizer, about.get(f"{role}_token")) for role in ("eos", "bos"))
+    eos, bos = (_token_id(tokenizer, tokenizer_config.get(f"{role}_token")) for role in ("eos", "bos"))
     if (folder / "tokenizer.json").is_file():
         prefix, suffix = _added(tokenizer)
     else:
-        kind = str(about.get("tokenizer_class", "")).lower()
-        begins = about.get("add_bos_token", kind.startswith(_BOS_BY_DEFAULT)) and bos is not None
+        kind = str(tokenizer_config.get("tokenizer_class", "")).lower()
+        begins = tokenizer_config.get("add_bos_token", kind.startswith(_BOS_BY_DEFAULT)) and bos is not None
         prefix = (bos,) if begins and bos is not None else ()
-        suffix = (eos,) if about.get("add_eos_token") and eos is not None else ()
+        suffix = (eos,) if tokenizer_config.get("add_eos_token") and eos is not None else ()
     text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
     named = _ids(generation, "eos_token_id") or _ids(config, "eos_token_id") or _ids(text_config, "eos_token_id")
     ends = {*named, *([eos] if eos is not None else ())}
@@ -381,9 +381,9 @@ def end_token(folder: Path) -> str | None:
 def _added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that the post-processor adds before and after a text."""
     plain = tokenizer.inner.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.inner.encode("a").ids
-    at = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), 0)
-    return tuple(whole[:at]), tuple(whole[at + len(plain) :])
+    complete = tokenizer.inner.encode("a").ids
+    at = next((i for i in range(len(complete) - len(plain) + 1) if complete[i : i + len(plain)] == plain), 0)
+    return tuple(complete[:at]), tuple(complete[at + len(plain) :])
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""How well a tokenizer fits a body of text: tokens per word in each group, tokens that are never used or reached. A
-tokenizer trained on other text shows here: many tokens a word, many single bytes, many ids that no text uses.
+"""`bessemer data audit` and `extend`: how well a tokenizer fits some text, and new tokens for a domain.
 
-New tokens for a domain: a BPE tokenizer goes on merging where its training stopped, on other text. The merges are
-added behind those it has, so text is first encoded as before and then shortened: nothing that the old tokens could
-write is lost, and old ids keep their meaning. `initial_rows` makes the embedding's new rows.
+`extend` continues the merges of a BPE tokenizer on other text. New merges come after the existing ones, so text is
+first encoded as before and then shortened, and old ids keep their meaning. `initial_rows` makes the new rows of an
+embedding.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from bessemer.errors import UserError
 
 _PIECE_CHARS = 1 << 17
 _BATCH_CHARS = 1 << 19
-_SHOWN = 50  # tokens named in a list; counts are always of all
+_SHOWN = 50  # tokens listed; counts include all
 
 Counts = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.uint32]
@@ -33,7 +32,7 @@ Ids = npt.NDArray[np.uint32]
 
 @dataclass
 class Fertility:
-    """What a group's text costs. A word is what white space divides."""
+    """Tokens per word and per byte of a group of texts. Words are separated by white space."""
 
     group: str
     documents: int = 0
@@ -42,7 +41,7 @@ class Fertility:
     tokens: int = 0
     byte_tokens: int = 0  # tokens for one byte, or part of a character
     unknown_tokens: int = 0
-    failures: int = 0  # documents, or pieces of long ones, that do not come back as they were
+    failures: int = 0  # documents, or pieces of long ones, that do not round-trip
 
     @property
     def tokens_per_word(self) -> float:
@@ -59,7 +58,7 @@ class Fertility:
 
 @dataclass
 class TokenizerAudit:
-    """The result: a row for each group and for all, and lists of tokens by [id, text] that deserve a look."""
+    """A row for each group and for all, and lists of suspicious tokens as [id, text]."""
 
     vocab: int
     groups: list[Fertility]
@@ -67,11 +66,11 @@ class TokenizerAudit:
     unused_tokens: list[tuple[int, str]]
     unreachable: int
     unreachable_tokens: list[tuple[int, str]]
-    fragments: int  # tokens that are no whole characters
-    same_text: list[list[int]]  # ids that decode to one text
-    variants: int  # tokens that differ from another by case or a leading space alone
+    fragments: int  # tokens that are not whole characters
+    same_text: list[list[int]]  # ids that decode to the same text
+    variants: int  # tokens that differ from another only by case or a leading space
     longest_tokens: list[tuple[int, str]]
-    counts: Counts = field(repr=False)  # how often each id came up
+    counts: Counts = field(repr=False)  # occurrences of each id
 
     HEADER = ("group", "documents", "tokens/word", "bytes/token", "byte tokens", "unknown", "failures")
 
@@ -86,16 +85,15 @@ class TokenizerAudit:
         ]  # fmt: skip
 
     def to_json(self) -> str:
-        about: dict[str, Any] = {name: value for name, value in asdict(self).items() if name != "counts"}
-        for row, shown in zip(self.groups, about["groups"], strict=True):
-            rates = ("tokens_per_word", "bytes_per_token", "byte_share")
-            shown |= {name: getattr(row, name) for name in rates}
-        return json.dumps(about, ensure_ascii=False, indent=1)
+        content: dict[str, Any] = {name: value for name, value in asdict(self).items() if name != "counts"}
+        for row, entry in zip(self.groups, content["groups"], strict=True):
+            entry |= {name: getattr(row, name) for name in ("tokens_per_word", "bytes_per_token", "byte_share")}
+        return json.dumps(content, ensure_ascii=False, indent=1)
 
 
 def audit(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> TokenizerAudit:
-    """Encodes and decodes every (group, text); memory is bounded by a batch and by the number of groups. The last row
-    is for all groups. Tokens are judged unused by this text alone: give a fair sample."""
+    """Encodes and decodes every (group, text), in memory bounded by a batch. The last row is for all groups. `unused`
+    refers to these texts only: use a representative sample."""
     tokens = token_texts(tokenizer)
     fragment = np.array([is_fragment(tokenizer, i, text) for i, text in enumerate(tokens)])
     counts = np.zeros(tokenizer.vocab_size, np.int64)
@@ -110,10 +108,9 @@ def audit(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> TokenizerAu
     special = set(tokenizer.special.values())
     ordinary = [i for i in range(counts.size) if i not in special]
     unused = [i for i in ordinary if not counts[i] and tokens[i] is not None]
-    # Whether a token's own text is encoded as the token; of parts of characters nothing can be said.
+    # A token is unreachable if its own text is not encoded as the token; unknown for parts of characters.
     texts_of = {i: own for i in ordinary if (own := tokens[i]) is not None and not fragment[i]}
-    lost = [i for i, text in texts_of.items() if tokenizer.encode_batch([text], [True])[0] != [i]]
-    whole = list(texts_of)
+    unreachable = [i for i, text in texts_of.items() if tokenizer.encode_batch([text], [True])[0] != [i]]
     by_text: dict[str, list[int]] = {}
     by_stem: dict[str, int] = {}
     for i, text in texts_of.items():
@@ -126,18 +123,18 @@ def audit(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> TokenizerAu
         groups=[*groups.values(), _total(groups.values())],
         unused=len(unused),
         unused_tokens=_named(unused, tokens),
-        unreachable=len(lost),
-        unreachable_tokens=_named(lost, tokens),
+        unreachable=len(unreachable),
+        unreachable_tokens=_named(unreachable, tokens),
         fragments=int(fragment.sum()),
         same_text=[ids for ids in by_text.values() if len(ids) > 1][:_SHOWN],
         variants=sum(count - 1 for count in by_stem.values()),
-        longest_tokens=_named(sorted(whole, key=lambda i: (-len(texts_of[i]), i))[:20], tokens),
+        longest_tokens=_named(sorted(texts_of, key=lambda i: (-len(texts_of[i]), i))[:20], tokens),
         counts=counts,
     )
 
 
 def fertility(tokenizer: Tokenizer, texts: Iterable[str], group: str = "all") -> Fertility:
-    """The row of one group, without a look at the vocabulary."""
+    """The row of one group, without the statistics of the vocabulary."""
     row = Fertility(group)
     for _, text, ids, continues in _encoded(tokenizer, ((group, text) for text in texts)):
         _count(row, text, ids, continues)
@@ -145,14 +142,13 @@ def fertility(tokenizer: Tokenizer, texts: Iterable[str], group: str = "all") ->
 
 
 def token_texts(tokenizer: Tokenizer) -> list[str | None]:
-    """What each id decodes to by itself; None for ids that stand for nothing."""
-    known = set(tokenizer.inner.get_vocab(with_added_tokens=True).values())
-    every = range(tokenizer.vocab_size)
-    return [tokenizer.decode([i], continues=True) if i in known else None for i in every]
+    """The text of each id by itself; None for unused ids."""
+    used = set(tokenizer.inner.get_vocab(with_added_tokens=True).values())
+    return [tokenizer.decode([i], continues=True) if i in used else None for i in range(tokenizer.vocab_size)]
 
 
 def is_fragment(tokenizer: Tokenizer, token_id: int, text: str | None) -> bool:
-    """Whether a token is no whole character: a byte, or part of a character's bytes."""
+    """Whether a token is a byte, or part of a character's bytes."""
     name = tokenizer.inner.id_to_token(token_id) or ""
     is_byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
     return is_byte or (text is not None and "\ufffd" in text and "\ufffd" not in name)
@@ -166,13 +162,13 @@ def _count(row: Fertility, text: str, ids: Ids, continues: bool) -> None:
 
 
 def _encoded(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, Ids, bool]]:
-    """Group, text, ids and whether it goes on from the one before: long texts come in pieces."""
+    """(group, text, ids, whether it continues the previous text): long texts come in pieces."""
     batch: list[tuple[str, str, bool]] = []
     chars = 0
 
     def encode() -> Iterator[tuple[str, str, Ids, bool]]:
-        found = tokenizer.encode_arrays([text for _, text, _ in batch], [later for _, _, later in batch])
-        for (group, text, later), ids in zip(batch, found, strict=True):
+        encoded = tokenizer.encode_arrays([text for _, text, _ in batch], [later for _, _, later in batch])
+        for (group, text, later), ids in zip(batch, encoded, strict=True):
             yield group, text, ids, later
 
     for group, text in texts:
@@ -187,8 +183,8 @@ def _encoded(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]]) -> Iterator
 
 def _unknown_id(tokenizer: Tokenizer) -> int:
     name = getattr(tokenizer.inner.model, "unk_token", None) or "<unk>"
-    found = tokenizer.inner.token_to_id(name)
-    return -1 if found is None else found
+    token_id = tokenizer.inner.token_to_id(name)
+    return -1 if token_id is None else token_id
 
 
 def _named(ids: list[int], tokens: list[str | None]) -> list[tuple[int, str]]:
@@ -196,12 +192,10 @@ def _named(ids: list[int], tokens: list[str | None]) -> list[tuple[int, str]]:
 
 
 def _total(rows: Iterable[Fertility]) -> Fertility:
-    total = Fertility("all")
+    totals: Counter[str] = Counter()
     for row in rows:
-        for name, count in asdict(row).items():
-            if name != "group":
-                setattr(total, name, getattr(total, name) + count)
-    return total
+        totals.update({name: count for name, count in asdict(row).items() if name != "group"})
+    return Fertility("all", **totals)
 
 
 Pair = tuple[int, int]
@@ -212,18 +206,18 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 @dataclass
 class Extension:
-    """A tokenizer with new tokens, most useful first, and what the sample costs without and with them."""
+    """A tokenizer with new tokens, most useful first, and the statistics of the sample without and with them."""
 
     tokenizer: Tokenizer
-    tokens: list[str]  # as text; what is no whole character shows as U+FFFD
-    saved: list[int]  # tokens of the sample that each merge saved when it was chosen
+    tokens: list[str]  # as text; parts of characters show as U+FFFD
+    saved: list[int]  # tokens of the sample that each merge saved
     before: Fertility
     after: Fertility
 
 
 def extend(tokenizer: Tokenizer, texts: Iterable[str], new_tokens: int, min_count: int = 2) -> Extension:
-    """At most `new_tokens` learned from the texts, each from a pair that occurs `min_count` times or more. Same
-    texts, same tokens. The sample is held in memory. Only for BPE: another model has no merges to go on from."""
+    """Learns at most `new_tokens` from the texts, each from a pair that occurs at least `min_count` times.
+    Deterministic; holds the sample in memory. Only for BPE: other models have no merges."""
     inner = tokenizer.inner
     if type(inner.model).__name__ != "BPE":
         kind = type(inner.model).__name__
@@ -246,9 +240,9 @@ def extend(tokenizer: Tokenizer, texts: Iterable[str], new_tokens: int, min_coun
 def initial_rows(
     old: Tokenizer, new: Tokenizer, matrix: npt.NDArray[Any], match_norm: bool = False
 ) -> npt.NDArray[Any]:
-    """The embedding (or output) matrix for the new tokenizer: old rows as they are, and for a new token the mean of
-    the rows of the pieces that the old tokenizer writes it with. A mean is shorter than its parts; `match_norm` gives
-    it the mean length of the old rows. Rows of the matrix above the old vocabulary (padding) are not taken over."""
+    """The embedding (or output) matrix for the new tokenizer: old rows stay, a new row is the mean of the rows of the
+    old pieces of its text. A mean is shorter than its parts; `match_norm` scales it to the mean length of the old rows.
+    Rows above the old vocabulary (padding) are dropped."""
     if matrix.ndim != 2 or matrix.shape[0] < old.vocab_size:
         raise ValueError(f"the matrix is {matrix.shape}, but the old tokenizer has {old.vocab_size} ids")
     known = old.inner.get_vocab(with_added_tokens=True)
@@ -259,7 +253,7 @@ def initial_rows(
         if name in known:
             rows[i] = matrix[known[name]]
             continue
-        # A special token's name is text to the old tokenizer; any other token is what its model sees.
+        # The old tokenizer sees a special token's name as text; other names are in its model's alphabet.
         pieces = old.encode(name) if i in special else [part.id for part in old.inner.model.tokenize(name)]
         mean = matrix[pieces].astype(np.float64).mean(axis=0)
         if match_norm and np.any(mean):
@@ -269,7 +263,7 @@ def initial_rows(
 
 
 def _words(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[tuple[int, ...]]:
-    """How often each word occurs, as the ids it has now; words of one token are left out."""
+    """The count of each word, by its current ids; words of one token are omitted."""
     inner = tokenizer.inner
     counts: Counter[str] = Counter()
     for text in texts:
@@ -288,7 +282,7 @@ def _words(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[tuple[int, ...
 def _learn(
     words: Counter[tuple[int, ...]], definition: dict[str, Any], tokenizer: Tokenizer, new_tokens: int, min_count: int
 ) -> tuple[list[tuple[str, str]], list[int]]:
-    """The merges, and how many tokens each saves. Ties go to the lower ids, so the result is always the same."""
+    """The merges, and the tokens that each saves. Ties go to the lower ids: the result is deterministic."""
     names = {i: name for name, i in definition["model"]["vocab"].items()}
     taken = {*names.values(), *tokenizer.special}
     barred = set(tokenizer.special.values())
@@ -309,7 +303,7 @@ def _learn(
     while queue and len(merges) < new_tokens:
         negative, pair = heapq.heappop(queue)
         if pairs[pair] != -negative:
-            continue  # the count has changed since, and stands in the queue as it is now
+            continue  # outdated: the queue has the current count too
         if -negative < min_count:
             break
         if barred & set(pair) or names[pair[0]] + names[pair[1]] in taken:
@@ -340,19 +334,19 @@ def _merge(ids: list[int], pair: Pair, new: int) -> list[int]:
     merged: list[int] = []
     place = 0
     while place < len(ids):
-        here = tuple(ids[place : place + 2]) == pair
-        merged.append(new if here else ids[place])
-        place += 2 if here else 1
+        matches = tuple(ids[place : place + 2]) == pair
+        merged.append(new if matches else ids[place])
+        place += 2 if matches else 1
     return merged
 
 
 def _with_merges(definition: dict[str, Any], merges: list[tuple[str, str]], first_id: int) -> Any:
-    """The tokenizer with merges behind its own. Ids go on above all others, those of special tokens too."""
+    """The tokenizer with additional merges. Their ids come after all others, including those of special tokens."""
     from tokenizers import Tokenizer as Inner
 
     model = definition["model"]
     vocab = dict(model["vocab"])
-    # Added tokens are numbered behind the model's: they have to stand in it, or new tokens would move them.
+    # Added tokens are numbered after the model's: they must be in it, or new tokens would move them.
     for token in definition["added_tokens"]:
         vocab.setdefault(token["content"], token["id"])
     for number, (left, right) in enumerate(merges):
