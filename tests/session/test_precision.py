@@ -8,8 +8,8 @@ import torch
 from bessemer.errors import UserError
 from bessemer.run.directory import Run
 from bessemer.session.session import run_folder, train
-from bessemer.train.lowp import fp8
-from bessemer.train.lowp.loss_scale import OVERFLOW
+from bessemer.train import lowp as fp8
+from bessemer.train.lowp import OVERFLOW
 from bessemer.train.trained import load_trained
 
 

@@ -4,17 +4,17 @@ import math
 
 import pytest
 
-from bessemer.trial import layers
+from bessemer.trial import measure as layers
 
 
 @pytest.fixture
 def looks(stage):
     job, scene, _ = stage(0, last=34)
-    normal = layers.look(job.engine, scene.batches)
+    normal = layers.sample_layers(job.engine, scene.batches)
 
     def make(change):
         change(job.engine.model)
-        return layers.compare(layers.look(job.engine, scene.batches), normal)
+        return layers.compare_layers(layers.sample_layers(job.engine, scene.batches), normal)
 
     return job, make
 

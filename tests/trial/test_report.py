@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from bessemer.observe.page import excerpt, html_page, markdown, shown, visible
 from bessemer.trial.case import (
+    STEP_IS_NORMAL,
     AccusedDocument,
     Action,
     Experiment,
@@ -27,7 +28,6 @@ from bessemer.trial.case import (
     Verdict,
 )
 from bessemer.trial.report import ADVICE, exclusions_of, one_line, report_sections, write_report
-from bessemer.trial.verdict import STEP_IS_NORMAL
 
 EVIL = "</pre><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>"
 VOID = {"meta", "br", "img"}

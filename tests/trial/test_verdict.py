@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.trial.verdict import Evidence, decide
+from bessemer.trial.case import Evidence, decide
 
 BAD, GOOD, NO = 5.0, 0.1, None
 SCENE = {"observed": BAD, "repeat": BAD}

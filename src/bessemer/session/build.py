@@ -56,17 +56,15 @@ from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import FP8, compile_blocks, compute_in, compute_type, use_tf32
 from bessemer.train.device import memory_limit, synchronize
-from bessemer.train.engine import Engine
+from bessemer.train.engine import Engine, PipelineRunner
 from bessemer.train.evaluate import Evaluator, HeldOutSet
 from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.loss import linear_cross_entropy
-from bessemer.train.lowp.fp8 import convert, converted
-from bessemer.train.lowp.loss_scale import LossScale
+from bessemer.train.lowp import LossScale, convert, converted
 from bessemer.train.memory import recompute
 from bessemer.train.memory.fit import building, fit
 from bessemer.train.memory.snapshots import MemorySnapshots, fits_snapshots
 from bessemer.train.objective import make_pretrain
-from bessemer.train.pipeline_runner import PipelineRunner
 from bessemer.train.saver import CheckpointSaver
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import FP8, compute_in
 from bessemer.train.device import pick_device
-from bessemer.train.lowp.fp8 import convert
+from bessemer.train.lowp import convert
 from bessemer.train.objective import Pretrain, make_pretrain
 from bessemer.train.trained import find_checkpoint
 

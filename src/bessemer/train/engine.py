@@ -1,5 +1,7 @@
 """Engine: what computes a training step. Model, objective, optimizer and their settings, with the one forward and
 backward pass that training, trials, memory probes and speed measurements share.
+
+The passage of a step's micro-batches through the stages of a pipeline, from feeds to the terms of their losses.
 """
 
 from __future__ import annotations
@@ -7,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,9 +26,9 @@ from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
 from bessemer.spec.schema import RunSpec
 from bessemer.train.compile import compute_in
-from bessemer.train.lowp.loss_scale import LossScale
+from bessemer.train.device import synchronize
+from bessemer.train.lowp import LossScale
 from bessemer.train.objective import LossTerms, ModelInputs, Pretrain
-from bessemer.train.pipeline_runner import PipelineRunner
 
 
 @dataclass
@@ -189,6 +192,13 @@ class Engine:
                 if isinstance(module, MixtureOfExperts):
                     module.routing, module.assigned = None, []
 
+    def release_memory(self) -> None:
+        """Free what a step without an update has left behind."""
+        synchronize(self.device)  # copies may still be on their way into memory that is free again
+        self.discard_gradients()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def state(self) -> dict[str, Tensor]:
         """Weights, moments, averages and the loss scale by name. Live, except where another engine such as DeepSpeed
         holds them: then all ranks together make copies."""
@@ -221,3 +231,47 @@ class Engine:
     @property
     def is_compiled(self) -> bool:
         return any(getattr(block, "compiled", None) is not None for block in self.model.blocks)
+
+
+if TYPE_CHECKING:
+    from bessemer.parallel.pipeline import Pipeline
+
+
+class PipelineRunner:
+    """What the loop asks of a pipeline."""
+
+    def __init__(self, pipeline: Pipeline, model: Decoder, objective: Pretrain, precision: str, sequence: bool) -> None:
+        from bessemer.parallel.tensor import sequential
+
+        self.pipeline, self.model, self.objective = pipeline, model, objective
+        device, world = pipeline.world.device, pipeline.world
+
+        def computing() -> AbstractContextManager[Any]:
+            return compute_in(precision, device)
+
+        pipeline.computing = computing
+        pipeline.divided_rows = world.layout.tp > 1 and sequential(model.shape, sequence)
+
+    @property
+    def twice(self) -> Tensor | None:
+        """A weight of this process that counts in another one: the last stage's copy of a tied embedding."""
+        apart = self.model.shape.tied and self.pipeline.is_last and not self.pipeline.is_first
+        return self.model.embedding.weight if apart else None
+
+    def run(
+        self, feeds: Sequence[ModelInputs], count: float, scale: Tensor | float | None = None,
+        objective: Pretrain | None = None,
+    ) -> list[LossTerms]:  # fmt: skip
+        """Losses of all micro-batches where the last stage is, elsewhere nothing; gradients where they are wanted."""
+        chosen = objective or self.objective
+
+        def judge(feed: ModelInputs, hidden_BTW: Tensor) -> LossTerms:
+            terms = chosen.judge(self.model, feed, hidden_BTW, count)
+            return terms if scale is None else replace(terms, loss=terms.loss * scale)
+
+        def weight(feed: ModelInputs) -> Tensor:
+            share = (feed.weights_BT > 0).sum() / count
+            return share if scale is None else share * scale
+
+        self.pipeline.weight = weight
+        return self.pipeline.run(feeds, judge, training=torch.is_grad_enabled())

@@ -17,8 +17,8 @@ from bessemer.parallel.shard import drop_gathered
 from bessemer.parallel.world import World
 from bessemer.spec.mixture import quantise
 from bessemer.train.compile import compute_in
+from bessemer.train.engine import PipelineRunner
 from bessemer.train.objective import Pretrain
-from bessemer.train.pipeline_runner import PipelineRunner
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from bessemer.run.journal import last_record
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import check_watched_sources, end_forgetting_run, judge_forgetting, rises
 from bessemer.train.job import Abandoned, Incident, Job, Outcome
-from bessemer.train.memory.fit import release
 from bessemer.train.rank_report import by_rank, in_own_slot
 from bessemer.train.step import StepResult, attempt_step, judge_and_update, record_alarm, report_step
 
@@ -224,7 +223,7 @@ class TrainLoop:
 
     def abandon(self, step: int) -> Outcome:
         """A signal came in the middle of a step: save the state before it. The next start repeats the step."""
-        release(self.job.engine)
+        self.job.engine.release_memory()
         if self.pending and (incident := report_step(self.job, self.pending)):
             return self.stop_at(incident, step)
         return self.leave(step, None, save(self.job, step, None), self.job.interrupt.signal)

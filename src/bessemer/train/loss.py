@@ -227,7 +227,7 @@ def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
     """On a GPU in half precision: logits as the product gives them, one kernel for loss and gradient, and the weight's
     gradient summed over chunks in float32 inside the products. Weights in bf16 get theirs in bf16 in the end: where one
     chunk is all, the product gives it so, without 4 bytes a weight between."""
-    from bessemer.train.kernels.cross_entropy import cross_entropy_rows_
+    from bessemer.train.kernels import cross_entropy_rows_
 
     options, (wants_h, wants_w, _) = head.options, head.wants
     h_RW, vocab = head.hidden_RW.to(compute), len(head.weight_VW)

@@ -21,7 +21,7 @@ from bessemer.train.compile import compute_in
 from bessemer.train.device import ScalarTransfer
 from bessemer.train.engine import PassHooks, PassResult
 from bessemer.train.job import Incident, Job, Recorder
-from bessemer.train.lowp.loss_scale import OVERFLOW
+from bessemer.train.lowp import OVERFLOW
 from bessemer.train.memory.fit import out_of_memory, shrink_micro_batch, split
 from bessemer.train.rank_report import DocumentLosses, balance, by_document, rank_record, ranked
 

@@ -28,8 +28,7 @@ from bessemer.run.journal import number as as_number
 from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 from bessemer.trial.case import AccusedDocument, StepScene
-from bessemer.trial.layers import sum_of_parts
-from bessemer.trial.measure import run_pass
+from bessemer.trial.measure import run_pass, sum_of_parts
 
 STANDS_OUT = 5.0  # robust deviations of a document's loss; and twice what one in ten of normal batches has
 FEW = 4  # tokens: fewer say nothing of a document

@@ -15,12 +15,20 @@ from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.run.journal import number
 from bessemer.train.engine import Engine
 from bessemer.train.job import Job
-from bessemer.trial import layers
 from bessemer.trial.attribute import DocumentPart, gradient_shares, heaviest, parts_of, pattern, stand_out, weigh
-from bessemer.trial.case import EarlierState, Experiment, LayerEvidence, StepScene
+from bessemer.trial.case import EarlierState, Evidence, Experiment, LayerEvidence, StepScene
 from bessemer.trial.examine import examine_parts, whole_document
-from bessemer.trial.measure import Measurement, Yardstick, global_batches, mean_of, measure, restore_state
-from bessemer.trial.verdict import Evidence
+from bessemer.trial.measure import (
+    Measurement,
+    Yardstick,
+    compare_layers,
+    damaged_weights,
+    global_batches,
+    mean_of,
+    measure,
+    restore_state,
+    sample_layers,
+)
 
 REPEATS = 3
 FLOOR = 1e-5  # relative: repeats are taken to differ by at least this much
@@ -145,17 +153,17 @@ def in_fp32(h: TrialContext) -> None:
 
 def look_inside(h: TrialContext) -> None:
     """Where the trouble starts: against a normal batch, or against earlier weights where these are damaged."""
-    h.layers += layers.damaged_weights(h.engine)
-    bad = layers.look(h.engine, h.scene.batches)
+    h.layers += damaged_weights(h.engine)
+    bad = sample_layers(h.engine, h.scene.batches)
     if h.evidence.damaged and h.earlier:
         h.earlier[0].load()
-        normal = layers.look(h.engine, h.scene.batches)
+        normal = sample_layers(h.engine, h.scene.batches)
         restore_state(h.engine, h.saved)
     elif h.references:
-        normal = layers.look(h.engine, h.references[0])
+        normal = sample_layers(h.engine, h.references[0])
     else:
         return
-    h.layers += layers.compare(bad, normal)
+    h.layers += compare_layers(bad, normal)
 
 
 def documents(h: TrialContext) -> None:

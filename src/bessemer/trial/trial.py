@@ -21,7 +21,7 @@ from bessemer.plan.decide import HALF
 from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 from bessemer.trial.attribute import accuse, parts_of, what_changed
-from bessemer.trial.case import EarlierState, StepScene, Trial
+from bessemer.trial.case import CORRUPT, LR_JUMP, EarlierState, Evidence, StepScene, Trial, decide
 from bessemer.trial.experiments import (
     TrialContext,
     accuse_documents,
@@ -43,7 +43,6 @@ from bessemer.trial.measure import (
     restore_state,
 )
 from bessemer.trial.replay import Difference, Record, ReplayedStep, beyond_spread, differences, first_unlike, replay_to
-from bessemer.trial.verdict import CORRUPT, LR_JUMP, Evidence, decide
 
 Decode = Callable[[list[int]], str]
 

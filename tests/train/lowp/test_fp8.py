@@ -21,7 +21,7 @@ from bessemer.optim.guarded import clip_divisor
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape, Moe
 from bessemer.train.compile import CompiledBlocks, compile_blocks, compute_in
-from bessemer.train.lowp.fp8 import convert, refuse_device
+from bessemer.train.lowp import convert, refuse_device
 from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
 

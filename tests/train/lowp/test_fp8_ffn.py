@@ -10,9 +10,9 @@ from torch import Tensor
 from bessemer.model.layers import FeedForward
 from bessemer.model.transformer import build
 from bessemer.spec.shape import ModelShape
+from bessemer.train import lowp as fp8_ffn
 from bessemer.train.compile import compute_in
-from bessemer.train.lowp import fp8 as fp8_ffn
-from bessemer.train.lowp.fp8 import E4M3, E5M2, Fp8FeedForward, convert, gate_gradients, gated, turned
+from bessemer.train.lowp import E4M3, E5M2, Fp8FeedForward, convert, gate_gradients, gated, turned
 
 pytest.importorskip("torchao")
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ from bessemer.optim.guarded import clip_divisor
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.train import lowp as scaling
 from bessemer.train.compile import compute_in
 from bessemer.train.engine import Engine
 from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.loss import linear_cross_entropy
-from bessemer.train.lowp import loss_scale as scaling
-from bessemer.train.lowp.loss_scale import OVERFLOW, START, LossScale, scaled
+from bessemer.train.lowp import OVERFLOW, START, LossScale, scaled
 from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
 from bessemer.train.step import StepResult, compute_step, judge_and_update, report_step

@@ -7,7 +7,8 @@ import torch
 
 from bessemer.model.transformer import Decoder, build
 from bessemer.spec.shape import ModelShape
-from bessemer.train.memory import offload, recompute
+from bessemer.train.memory import recompute
+from bessemer.train.memory import recompute as offload
 
 SHAPE = ModelShape(64, 64, 5, 4, 2, 16, 256)
 TOKENS = torch.arange(512).view(4, 128) * 7 % 64

@@ -247,7 +247,7 @@ def test_experts_forget_a_failed_attempt(make_job: Any, shape: ModelShape) -> No
     feed = job.engine.objective.feed(job.data.stream.micro_batches(0, 4)[0], CPU)
     job.engine.objective.loss(job.engine.model, feed, 8.0).loss.backward()
     assert all(layer.assigned for layer in layers)
-    room.release(job.engine)
+    job.engine.release_memory()
     assert all(layer.assigned == [] and layer.routing is None for layer in layers)
 
 
@@ -308,7 +308,7 @@ def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
     room.fit(job, plan, resumed=False)
     assert peak and job.plan.micro_rows == 32 and plan.decisions["budget.micro_batch"].source == "measured"
     expected = float(attempt_step(job, 0, [batch], 0.0).losses.loss)
-    room.release(job.engine)
+    job.engine.release_memory()
     torch.cuda.set_per_process_memory_fraction(0.7 * peak / torch.cuda.get_device_properties(device).total_memory)
     try:
         assert room.probe(job.engine, stream, gauge) is None

@@ -17,7 +17,8 @@ from bessemer.optim.guarded import InBackward
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.shape import Mla, ModelShape
 from bessemer.train.compile import CompiledBlocks, compute_in
-from bessemer.train.memory import offload, recompute, tiles
+from bessemer.train.memory import recompute, tiles
+from bessemer.train.memory import recompute as offload
 
 SHAPE = ModelShape(64, 64, 3, 4, 2, 16, 256)
 TOKENS = torch.arange(512).view(4, 128) * 7 % 64

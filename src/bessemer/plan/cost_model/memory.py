@@ -175,7 +175,7 @@ def _saved_numbers(shape: ModelShape, layer: int, passes: Passes) -> float:
         return (2 if passes.compiled else 3) * width + mixer + _inner_numbers(shape, layer) * (1 + shape.gated)
     numbers = layer_numbers(shape, layer, passes)
     if passes.compiled and passes.precision == "fp8" and shape.gated and 0 < layer < shape.layers - 1:
-        # The fused function recomputes SwiGLU (train/lowp/fp8.py); inputs of other products are saved in 8 bits too.
+        # The fused function recomputes SwiGLU (train/lowp.py); inputs of other products are saved in 8 bits too.
         numbers -= 0.75 * width + _inner_numbers(shape, layer)
     # torch's partitioner always saves the tensors between its graphs.
     return numbers if isinstance(mode, str) else max(width + mixer, mode * numbers)

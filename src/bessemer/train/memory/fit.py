@@ -35,7 +35,7 @@ from bessemer.spec.optimizer import LEAN
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.device import memory_limit, synchronize
+from bessemer.train.device import memory_limit
 from bessemer.train.engine import Engine, forward_backward
 from bessemer.train.job import Job
 from bessemer.train.memory import recompute
@@ -159,16 +159,8 @@ def probe(engine: Engine, stream: BatchStream | IterableStream, gauge: MemoryGau
     except RuntimeError as error:
         if not out_of_memory(error) or communicates_in_passes(world):
             raise
-    release(engine)
+    engine.release_memory()
     return peak
-
-
-def release(engine: Engine) -> None:
-    """Free what a step without an update has left behind."""
-    synchronize(engine.device)  # copies may still be on their way into memory that is free again
-    engine.discard_gradients()
-    if engine.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def resize(engine: Engine, rows: int) -> None:
@@ -251,7 +243,7 @@ def ease(job: Job, plan: Plan, why: str) -> str | None:
 
 def shrink_micro_batch(job: Job, step: int, said: str) -> str | None:
     """After a pass that ran out of memory: None where the step can be tried again, else why not and what to change."""
-    release(job.engine)
+    job.engine.release_memory()
     took = estimate_needs(job.engine).words()
     path, eased = job.recorder.run.folder / "plan.json", None
     if job.engine.optimizer.judged_first:  # else some weights have moved already

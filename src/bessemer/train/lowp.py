@@ -11,11 +11,19 @@ of them around SwiGLU (docs/decisions.md). As one function gate and up are one p
 it is computed, and what the backward pass needs in columns is turned by a kernel that is made for it.
 
 Legend: R rows (tokens), W width, F inner width, G twice that: gate and up side by side.
+
+The loss scale of fp16, whose smallest number is 6e-8: gradients are computed of the loss times a factor as large as
+they can bear, and divided by it in the optimizer's own pass. All on the device, without a host sync.
+
+The rules are those of torch.amp.GradScaler: an overflow withholds the step and halves the scale, 2,000 good steps in a
+row double it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -159,9 +167,9 @@ def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool 
 def gated(gu_RG: Tensor) -> tuple[Tensor, Tensor]:
     """SwiGLU in e4m3 and its scale."""
     if gu_RG.is_cuda:
-        from bessemer.train.kernels import fp8
+        from bessemer.train import kernels
 
-        return fp8.gated(gu_RG, E4M3)
+        return kernels.gated(gu_RG, E4M3)
     g_RF, u_RF = gu_RG.float().chunk(2, dim=1)
     h_RF = F.silu(g_RF) * u_RF
     times = _times(h_RF, E4M3)
@@ -178,9 +186,9 @@ def _(gu_RG: Tensor) -> tuple[Tensor, Tensor]:
 def gate_gradients(dh_RF: Tensor, gu_RG: Tensor, h_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `gated`'s input in e5m2, in rows and in columns, their scale; and its output in columns."""
     if dh_RF.is_cuda:
-        from bessemer.train.kernels import fp8
+        from bessemer.train import kernels
 
-        return fp8.gate_gradients(dh_RF, gu_RG, h_scale, E5M2, E4M3)
+        return kernels.gate_gradients(dh_RF, gu_RG, h_scale, E5M2, E4M3)
     g_RF, u_RF = gu_RG.float().chunk(2, dim=1)
     dh, sigmoid = dh_RF.float(), torch.sigmoid(g_RF)
     d_RG = torch.cat((dh * u_RF * sigmoid * (1 + g_RF * (1 - sigmoid)), dh * g_RF * sigmoid), dim=1)
@@ -203,9 +211,9 @@ def turned(x_RW: Tensor, times: Tensor, gradient: bool) -> tuple[Tensor, Tensor]
     """x times a number: of a gradient in rows, of a value nothing; and in columns."""
     dtype = E5M2 if gradient else E4M3
     if x_RW.is_cuda:
-        from bessemer.train.kernels import fp8
+        from bessemer.train import kernels
 
-        return fp8.turned(x_RW, times, dtype, gradient)
+        return kernels.turned(x_RW, times, dtype, gradient)
     out_RW = _cast(x_RW, times, dtype)
     return (out_RW if gradient else out_RW.new_empty(0, x_RW.shape[1])), out_RW.t().contiguous()
 
@@ -271,3 +279,51 @@ def convert_ffn(module: nn.Module, layer: type[nn.Module]) -> None:
         fits = all(isinstance(one, layer) and one.bias is None for one in layers) and len(layers) == 3
         if fits and all(size % TILE_MULTIPLE == 0 for size in part.up.weight.shape):
             part.__class__ = Fp8FeedForward
+
+
+START, GROWTH, BACKOFF, GOOD_STEPS = 65536.0, 2.0, 0.5, 2000
+OVERFLOW = "fp16 overflow"  # why a step was withheld, in its record
+
+
+class LossScale:
+    """The present scale. A fixed one never changes, and is the spec's: a checkpoint does not keep it."""
+
+    def __init__(self, asked: str | float, device: torch.device) -> None:
+        """`asked` is "dynamic" or a number."""
+        self.dynamic = asked == "dynamic"
+        start = START if self.dynamic else float(asked)
+        if not 0 < start < float("inf"):
+            raise UserError(f"loss_scale: {start:g} does not scale: write dynamic, or a number such as 1024")
+        self.scale = torch.full((), start, device=device)
+        self.good = torch.zeros((), dtype=torch.int32, device=device)  # steps in a row without an overflow
+
+    @torch.no_grad()
+    def update(self, norm: Tensor) -> Tensor:
+        """After a step, from the norm of its gradients: 1 if they overflowed, else 0. Every rank has the same norm, so
+        all of them go on with the same scale."""
+        overflow = (~torch.isfinite(norm)).float()
+        if self.dynamic:
+            torch._amp_update_scale_(self.scale, self.good, overflow, GROWTH, BACKOFF, GOOD_STEPS)
+        return overflow
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, live: a load writes into it."""
+        return {"scale": self.scale, "good": self.good} if self.dynamic else {}
+
+
+@contextmanager
+def scaled(scaling: LossScale | None, parameters: Iterable[torch.nn.Parameter]) -> Iterator[Tensor | float]:
+    """The factor for losses whose backward pass runs inside; gradients are afterwards as without it, and so are those
+    that were there before. Costs two passes over them, so the loop divides in the optimizer instead."""
+    if scaling is None:
+        yield 1.0
+        return
+    parameters = list(parameters)
+    _multiply(parameters, scaling.scale)
+    yield scaling.scale
+    _multiply(parameters, 1.0 / scaling.scale)
+
+
+def _multiply(parameters: Iterable[torch.nn.Parameter], factor: Tensor) -> None:
+    if gradients := [p.grad for p in parameters if p.grad is not None]:
+        torch._foreach_mul_(gradients, factor)

@@ -1,1 +1,0 @@
-"""Kernels of our own, in Triton, where no library has one that serves."""
