@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bessemer.parallel.context import ContextColumns, Ring
-from bessemer.train.rank_report import blame, by_document, ranked
+from bessemer.train.rank_report import by_document, rank_documents
 
 CONTEXT, ROWS = 8, 4
 
@@ -29,7 +29,7 @@ def losses_by(stream, batches, value):
 @pytest.mark.parametrize("micro_rows", [4, 3, 1])
 def test_shares_add_up_and_the_worst_comes_first(stream, micro_rows):
     batches = stream.micro_batches(2, micro_rows)
-    found = blame(stream, batches, losses_by(stream, batches, lambda row: 1.0 + row), most=99)
+    found = rank_documents([by_document(stream, batches, losses_by(stream, batches, lambda row: 1.0 + row))], 99)
     origins = {share.row: share.tokens for share in stream.origins(2)}
     assert {entry["row"]: entry["tokens"] for entry in found} == origins
     total = sum(tokens * (1.0 + row) for row, tokens in origins.items())
@@ -44,16 +44,16 @@ def test_shares_add_up_and_the_worst_comes_first(stream, micro_rows):
 def test_only_the_most_blamed_are_named(stream):
     batches = stream.micro_batches(1, ROWS)
     losses = losses_by(stream, batches, lambda row: 1.0 + row)
-    everything = blame(stream, batches, losses, most=99)
+    everything = rank_documents([by_document(stream, batches, losses)], 99)
     assert len(everything) > 2
-    assert blame(stream, batches, losses, most=2) == everything[:2]
+    assert rank_documents([by_document(stream, batches, losses)], 2) == everything[:2]
 
 
 def test_losses_that_are_not_numbers_come_first(stream):
     batches = stream.micro_batches(2, ROWS)
     target = min(share.row for share in stream.origins(2))
     losses = losses_by(stream, batches, lambda row: float("nan") if row == target else 1.0 + row)
-    found = blame(stream, batches, losses, most=99)
+    found = rank_documents([by_document(stream, batches, losses)], 99)
     assert found[0]["row"] == target and found[0]["nonfinite"] == found[0]["tokens"]
     assert found[0]["share"] == 0
     assert sum(entry["share"] for entry in found[1:]) == pytest.approx(1, abs=1e-3)
@@ -61,7 +61,8 @@ def test_losses_that_are_not_numbers_come_first(stream):
 
 def test_nothing_finite_has_no_shares(stream):
     batches = stream.micro_batches(0, ROWS)
-    found = blame(stream, batches, losses_by(stream, batches, lambda row: float("inf")))
+    losses = losses_by(stream, batches, lambda row: float("inf"))
+    found = rank_documents([by_document(stream, batches, losses)])
     assert found and all(entry["share"] is None for entry in found)
 
 
@@ -70,7 +71,7 @@ def test_tokens_of_weight_zero_are_not_blamed(stream):
     banned = max(stream.origins(2), key=lambda share: share.tokens)
     quiet = stream.replace(banned=[("a", banned.document)])
     batches = quiet.micro_batches(2, ROWS)
-    found = blame(quiet, batches, losses_by(quiet, batches, lambda row: 5.0), most=99)
+    found = rank_documents([by_document(quiet, batches, losses_by(quiet, batches, lambda row: 5.0))], 99)
     assert [entry["tokens"] for entry in found if entry["row"] == banned.row] == [0]
     assert sum(entry["tokens"] for entry in found) == quiet.step_count(2) < ROWS * CONTEXT
 
@@ -82,4 +83,4 @@ def test_processes_that_share_rows_find_together_what_one_finds(stream, kind):
     losses = [torch.rand(batch.targets.shape) for batch in batches]
     parts = [kind(None, rank, 2).part(CONTEXT).numpy() for rank in range(2)]
     found = [by_document(stream, batches, [nll[:, part] for nll in losses], part) for part in parts]
-    assert ranked(found, most=99) == blame(stream, batches, losses, most=99)
+    assert rank_documents(found, most=99) == rank_documents([by_document(stream, batches, losses)], 99)

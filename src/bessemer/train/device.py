@@ -1,4 +1,4 @@
-"""The device and what it really does: chosen, then measured, before anything is decided from it."""
+"""The device: chosen, then measured, before anything is decided from it; and scalars on their way from it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from bessemer.spec.parallel import ParallelSpec
 
 
 def pick_device(spec: ParallelSpec) -> torch.device:
-    """The device asked for, or the best one present."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """The device that the spec names, or the best one available."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if spec.device == "auto":
-        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if present[kind]))
-    if not present[spec.device]:
-        here = ", ".join(kind for kind, there in present.items() if there)
+        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if available[kind]))
+    if not available[spec.device]:
+        names = ", ".join(kind for kind, usable in available.items() if usable)
         raise UserError(
-            f"parallel.device: {spec.device} is not available to torch here (there is {here}): write device: auto"
+            f"parallel.device: {spec.device} is not available to torch here (there is {names}): write device: auto"
         )
     return torch.device(spec.device)
 
 
 def use_threads(spec: ParallelSpec) -> None:
-    """Said even where it is torch's default: left alone, MKL chooses a number of its own, not the same in every
-    process, and the last digit of a loss with it."""
+    """Set the thread count even where it is torch's default: otherwise MKL chooses its own, which may differ between
+    processes and change the last digit of a loss."""
     torch.set_num_threads(torch.get_num_threads() if spec.threads == "auto" else spec.threads)
 
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Some CPUs make torch print a long native stack trace when bf16 has no fast path; the probe expects that case."""
+    """Silences the native stack trace that torch prints on CPUs without a fast bf16 path; the probe expects that."""
     sys.stderr.flush()
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
@@ -64,14 +64,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int, budget_s: float = 0.2) -> float:
-    """FLOP/s of a square product."""
+    """FLOP/s of a square matmul."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / median_s(lambda: a @ b, device, budget_s)
 
 
 def median_s(run: Callable[[], object], device: torch.device, budget_s: float = 0.2, count: int | None = None) -> float:
-    """Seconds of a run: the median of `count`, or of as many as fit in the budget, at least 3. A GPU is not waited for
-    in between: its own clock tells when each run ended, so that what the host needs to start them does not count."""
+    """Median seconds of `count` runs, or of as many as fit in the budget, at least 3. A GPU is timed by events, so that
+    launches from the host do not count."""
     run()
     synchronize(device)
     began = time.perf_counter()
@@ -95,7 +95,7 @@ def median_s(run: Callable[[], object], device: torch.device, budget_s: float = 
 
 
 def name_and_memory(device: torch.device) -> tuple[str, int]:
-    """What the device calls itself, and its bytes."""
+    """The device's name and its memory in bytes."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return properties.name, properties.total_memory
@@ -103,29 +103,29 @@ def name_and_memory(device: torch.device) -> tuple[str, int]:
 
 
 def _processor() -> str:
-    """Linux's own name of the CPU; platform.processor() says no more than x86_64 there."""
+    """The CPU's name from /proc/cpuinfo; platform.processor() returns only x86_64 on Linux."""
     info = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
-    return named[1].strip() if named else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def bench_count(device: torch.device) -> int:
-    """How many GPUs; the speed of a CPU is that of its threads."""
+    """The number of GPUs, or of a CPU's threads."""
     return torch.cuda.device_count() if device.type == "cuda" else torch.get_num_threads()
 
 
 def bench_file(device: torch.device) -> Path:
-    """Where `bessemer bench` keeps what it measured of such a device with this torch."""
+    """Where `bessemer bench` stores its measurements of such a device with this torch."""
     return ceilings_path(name_and_memory(device)[0], bench_count(device), torch.__version__)
 
 
 def stored_ceilings(device: torch.device) -> Ceilings | None:
-    """What `bessemer bench` measured of such a device, if it did."""
+    """The measurements of `bessemer bench` for such a device, if there are any."""
     return load_ceilings(bench_file(device))
 
 
 def measure(device: torch.device) -> Machine:
-    """Name, memory and matmul rates: those that `bessemer bench` stored, or else from a probe of under a second."""
+    """Name, memory and matmul rates: those stored by `bessemer bench`, or from a probe of under a second."""
     name, memory = name_and_memory(device)
     machine, stored = Machine(device.type, name, memory, torch.get_num_threads()), stored_ceilings(device)
     if stored is not None and "fp32" in (rates := stored.matmul()):
@@ -134,25 +134,25 @@ def measure(device: torch.device) -> Machine:
 
 
 def _probe(device: torch.device) -> dict[str, float]:
-    """FLOP/s of products in fp32 and bf16; a hopeless bf16 path is given up after a small one."""
+    """FLOP/s of matmuls in fp32 and bf16; a slow bf16 path is only measured on a small one."""
     size = 4096 if device.type == "cuda" else 512
     rates = {"fp32": matmul_rate(device, torch.float32, size)}
     try:
         with quiet_stderr():
             small = matmul_rate(device, torch.bfloat16, 128, budget_s=0.05)
-            hopeless = device.type == "cpu" and small < 0.2 * rates["fp32"]
-            rates["bf16"] = small if hopeless else matmul_rate(device, torch.bfloat16, size)
+            slow = device.type == "cpu" and small < 0.2 * rates["fp32"]
+            rates["bf16"] = small if slow else matmul_rate(device, torch.bfloat16, size)
     except (RuntimeError, TypeError):  # a backend without bf16
         rates["bf16"] = 0.0
     return rates
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Peak bytes on a GPU; elsewhere those of the process itself, without mapped data files."""
+    """Peak bytes on a GPU; elsewhere the resident memory of the process without mapped data files."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    found = psutil.Process().memory_info()
-    return int(found.rss - getattr(found, "shared", 0))
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def memory_limit(device: torch.device) -> int:

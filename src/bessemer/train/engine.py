@@ -1,7 +1,5 @@
 """Engine: what computes a training step. Model, objective, optimizer and their settings, with the one forward and
 backward pass that training, trials, memory probes and speed measurements share.
-
-The passage of a step's micro-batches through the stages of a pipeline, from feeds to the terms of their losses.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +27,9 @@ from bessemer.train.compile import compute_in
 from bessemer.train.device import synchronize
 from bessemer.train.lowp import LossScale
 from bessemer.train.objective import LossTerms, ModelInputs, Pretrain
+
+if TYPE_CHECKING:
+    from bessemer.parallel.pipeline import Pipeline
 
 
 @dataclass
@@ -98,6 +99,42 @@ def forward_backward(
     return result
 
 
+class PipelineRunner:
+    """Runs the micro-batches of a step through the stages of a pipeline."""
+
+    def __init__(self, pipeline: Pipeline, model: Decoder, objective: Pretrain, precision: str, sequence: bool) -> None:
+        from bessemer.parallel.tensor import sequential
+
+        self.pipeline, self.model, self.objective = pipeline, model, objective
+        world = pipeline.world
+        pipeline.computing = lambda: compute_in(precision, world.device)
+        pipeline.divided_rows = world.layout.tp > 1 and sequential(model.shape, sequence)
+
+    @property
+    def repeated_weight(self) -> Tensor | None:
+        """The last stage's copy of a tied embedding, whose gradient counts on the first stage."""
+        repeated = self.model.shape.tied and self.pipeline.is_last and not self.pipeline.is_first
+        return self.model.embedding.weight if repeated else None
+
+    def run(
+        self, inputs: Sequence[ModelInputs], count: float, scale: Tensor | float | None = None,
+        objective: Pretrain | None = None,
+    ) -> list[LossTerms]:  # fmt: skip
+        """Losses of all micro-batches on ranks with the last stage, elsewhere none; gradients if they are enabled."""
+        chosen = objective or self.objective
+
+        def compute_terms(part: ModelInputs, hidden_BTW: Tensor) -> LossTerms:
+            terms = chosen.compute_terms(self.model, part, hidden_BTW, count)
+            return terms if scale is None else replace(terms, loss=terms.loss * scale)
+
+        def weight(part: ModelInputs) -> Tensor:
+            share = (part.weights_BT > 0).sum() / count
+            return share if scale is None else share * scale
+
+        self.pipeline.weight = weight
+        return self.pipeline.run(inputs, compute_terms, training=torch.is_grad_enabled())
+
+
 @dataclass
 class Engine:
     """Computes gradients and updates. Its tensors are those of a checkpoint, besides the guard's window."""
@@ -161,7 +198,7 @@ class Engine:
             return self.optimizer.grad_norm()
         square = self.optimizer.square()
         if square is None:
-            repeated = self.pipeline.twice if self.pipeline else None
+            repeated = self.pipeline.repeated_weight if self.pipeline else None
             square = square_of((p for p in self.optimizer.parameters if p is not repeated), world)
         reports = 1.0 if world.speaks else 0.0
         scalars = torch.stack((result.loss.double() * reports, result.correct.double() * reports, square))
@@ -231,47 +268,3 @@ class Engine:
     @property
     def is_compiled(self) -> bool:
         return any(getattr(block, "compiled", None) is not None for block in self.model.blocks)
-
-
-if TYPE_CHECKING:
-    from bessemer.parallel.pipeline import Pipeline
-
-
-class PipelineRunner:
-    """What the loop asks of a pipeline."""
-
-    def __init__(self, pipeline: Pipeline, model: Decoder, objective: Pretrain, precision: str, sequence: bool) -> None:
-        from bessemer.parallel.tensor import sequential
-
-        self.pipeline, self.model, self.objective = pipeline, model, objective
-        device, world = pipeline.world.device, pipeline.world
-
-        def computing() -> AbstractContextManager[Any]:
-            return compute_in(precision, device)
-
-        pipeline.computing = computing
-        pipeline.divided_rows = world.layout.tp > 1 and sequential(model.shape, sequence)
-
-    @property
-    def twice(self) -> Tensor | None:
-        """A weight of this process that counts in another one: the last stage's copy of a tied embedding."""
-        apart = self.model.shape.tied and self.pipeline.is_last and not self.pipeline.is_first
-        return self.model.embedding.weight if apart else None
-
-    def run(
-        self, feeds: Sequence[ModelInputs], count: float, scale: Tensor | float | None = None,
-        objective: Pretrain | None = None,
-    ) -> list[LossTerms]:  # fmt: skip
-        """Losses of all micro-batches where the last stage is, elsewhere nothing; gradients where they are wanted."""
-        chosen = objective or self.objective
-
-        def judge(feed: ModelInputs, hidden_BTW: Tensor) -> LossTerms:
-            terms = chosen.judge(self.model, feed, hidden_BTW, count)
-            return terms if scale is None else replace(terms, loss=terms.loss * scale)
-
-        def weight(feed: ModelInputs) -> Tensor:
-            share = (feed.weights_BT > 0).sum() / count
-            return share if scale is None else share * scale
-
-        self.pipeline.weight = weight
-        return self.pipeline.run(feeds, judge, training=torch.is_grad_enabled())

@@ -1,4 +1,4 @@
-"""Validation inside a run: the loss on the same held-out sequences every time, per source and in all."""
+"""Validation inside a run: the loss on the same held-out sequences every time, per source and overall."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bessemer.train.objective import Pretrain
 
 @dataclass(frozen=True)
 class Validation:
-    """Nats per token, bits per byte of text, and the share of next tokens guessed right."""
+    """Nats per token, bits per byte of text, and the share of next tokens predicted right."""
 
     loss: float
     bits_per_byte: float
@@ -34,8 +34,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """Rows to validate on, of how many tokens, and how many bytes of text a token stands for, ends of documents
-    counted among the tokens."""
+    """Rows to validate on, their tokens, and the bytes of text per token, where end-of-document tokens count."""
 
     rows: Rows
     tokens: int
@@ -47,7 +46,7 @@ class HeldOutSet:
 
 
 class Evaluator:
-    """Holds the chosen sequences: a fixed shuffled part of each held-out source, in proportion to its size."""
+    """Evaluates on fixed sequences: a shuffled part of each held-out source, in proportion to its size."""
 
     def __init__(
         self,
@@ -60,20 +59,20 @@ class Evaluator:
         world: World | None = None,
     ) -> None:
         self.world = world or World()
-        found = {
-            name: held if isinstance(held, HeldOutSet) else HeldOutSet.of_store(held, context)
-            for name, held in held_out.items()
+        sets = {
+            name: part if isinstance(part, HeldOutSet) else HeldOutSet.of_store(part, context)
+            for name, part in held_out.items()
         }
-        self.held_out = {name: held for name, held in found.items() if held.rows.count}
+        self.held_out = {name: part for name, part in sets.items() if part.rows.count}
         self.precision, self.device = precision, device
         self.parts: dict[str, tuple[BatchStream, int]] = {}
-        available = sum(held.tokens for held in self.held_out.values())
-        for name, held in self.held_out.items():
-            sequences = held.rows.count
+        available = sum(part.tokens for part in self.held_out.values())
+        for name, part in self.held_out.items():
+            sequences = part.rows.count
             rows = min(micro_rows, sequences)
             order = StreamOrder([MixturePhase(0, quantise({name: 1.0}))], {name: sequences}, seed=0)
-            stream = BatchStream({name: held.rows}, order, context, StepPositions([BatchPhase(0, rows)]))
-            wanted = min(sequences, tokens / context * held.tokens / available)
+            stream = BatchStream({name: part.rows}, order, context, StepPositions([BatchPhase(0, rows)]))
+            wanted = min(sequences, tokens / context * part.tokens / available)
             self.parts[name] = (stream, max(1, int(wanted // rows)))
 
     @property
@@ -85,45 +84,45 @@ class Evaluator:
         self, model: Decoder, objective: Pretrain, pipeline: PipelineRunner | None = None,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> Validation:  # fmt: skip
-        """Costs one forward pass over the chosen tokens; changes nothing. `on_batch` is given the passes done and their
-        number, before each; what it raises ends the evaluation."""
+        """Run one forward pass over the chosen tokens; nothing changes. `on_batch` gets the passes done and their total
+        before each; an exception from it ends the evaluation."""
         model.eval()
         try:
             return self._evaluate(model, objective, pipeline, on_batch or (lambda done, total: None))
         finally:
             model.train()
-            drop_gathered(model)  # these weights may be averages, which are put back
+            drop_gathered(model)  # these weights may be averages, which are swapped out next
 
     def _evaluate(
         self, model: Decoder, objective: Pretrain, pipeline: PipelineRunner | None, on_batch: Callable[[int, int], None]
     ) -> Validation:
-        world, together = self.world, self.world.layout.pp
+        world, per_pass = self.world, self.world.layout.pp  # a pipeline takes several batches at once
         sums: dict[str, tuple[float, float, int]] = {}
-        stride, done = world.layout.dp * together, 0
+        stride, done = world.layout.dp * per_pass, 0
         passes = sum(-(-steps // stride) for _, steps in self.parts.values())
         for name, (stream, steps) in self.parts.items():
             loss, correct, count = 0.0, 0.0, 0
-            mine = objective.on(name)
+            objective_here = objective.on(name)
             for start in range(0, steps, stride):
                 on_batch(done, passes)
                 done += 1
-                # Passes are counted alike everywhere, since layers may be gathered: some are for nothing.
-                first = start + world.dp_rank * together
-                feeds = [
-                    mine.feed(stream.batch(min(step, steps - 1)), self.device)
-                    for step in range(first, first + together)
+                # Every rank runs as many passes, since layers may be gathered in them; some count for nothing.
+                first = start + world.dp_rank * per_pass
+                inputs = [
+                    objective_here.feed(stream.batch(min(step, steps - 1)), self.device)
+                    for step in range(first, first + per_pass)
                 ]
                 if pipeline:
-                    found = pipeline.run(feeds, 1.0, objective=mine)
+                    results = pipeline.run(inputs, 1.0, objective=objective_here)
                 else:
                     with compute_in(self.precision, self.device):
-                        found = [mine.loss(model, feeds[0], 1.0)]
+                        results = [objective_here.loss(model, inputs[0], 1.0)]
                 if not world.speaks:
                     continue
-                for _, feed, terms in zip(range(first, steps), feeds, found, strict=False):
+                for _, part, terms in zip(range(first, steps), inputs, results, strict=False):
                     loss += float(terms.nll)
                     correct += float(terms.correct)
-                    count += int(feed.count) if world.cp_rank == 0 else 0
+                    count += int(part.count) if world.cp_rank == 0 else 0
             loss, correct, tokens = world.sums((loss, correct, count))
             sums[name] = (loss, correct, int(tokens))
         total = sum(count for _, _, count in sums.values())

@@ -1,5 +1,5 @@
-"""What a run does about forgetting: a figure after every evaluation, and when the guard raises the alarm a report and
-the end of the run, where it stands or at the last checkpoint from before.
+"""What a run does about forgetting: a chart after every evaluation; on the guard's alarm a report, and the end of the
+run, at its present state or at the last checkpoint before it forgot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bessemer.train.evaluate import Evaluator
 from bessemer.train.job import Job, Outcome
 
 PLOT, REPORT = "reports/forgetting.svg", "reports/forgetting.md"
-REMEMBERS = "remembers"  # tag of a checkpoint within the limit
+REMEMBERS = "remembers"  # tag of the newest checkpoint within the limit
 
 
 def check_watched_sources(guard: GuardSpec, evaluator: Evaluator) -> ForgetSpec | None:
@@ -39,26 +39,27 @@ def check_watched_sources(guard: GuardSpec, evaluator: Evaluator) -> ForgetSpec 
 
 
 def _evaluations(job: Job, *newest: Record) -> list[Record]:
-    """From the one before step 0 on, which checkpoints hold too: the run may go on elsewhere, without its metrics."""
+    """All since the one before step 0. Checkpoints hold that one too: a run may continue elsewhere without its
+    metrics."""
     records = [*job.recorder.run.validations(), *newest]
     first: Record = {"step": 0, "per_source": job.recorder.progress.first_validation}
     return since_start(records) or ([first, *records] if job.recorder.progress.first_validation else [])
 
 
 def rises(job: Job, record: Record) -> dict[str, float]:
-    """How far the watched sources are above where they began, for whoever reads the evaluation."""
+    """Relative increase of the watched sources' losses since step 0, for the evaluation's record."""
     spec = check_watched_sources(job.spec.guard, job.data.evaluator)
-    found = standings(spec, _evaluations(job, record)) if spec else []
-    return {standing.source: standing.rise for standing in found}
+    current = standings(spec, _evaluations(job, record)) if spec else []
+    return {standing.source: standing.rise for standing in current}
 
 
 def judge_forgetting(job: Job, done: int, changes: dict[int, str]) -> Alarm | None:
-    """After an evaluation. `changes` are steps to mark in the figure."""
+    """After an evaluation. `changes` are steps to mark in the chart."""
     spec = check_watched_sources(job.spec.guard, job.data.evaluator)
     if spec is None:
         return None
     records = _evaluations(job)
-    if not records:  # nothing was held out when it began
+    if not records:  # no held-out data when it started
         reason = "the run was not evaluated before step 0: there is nothing to compare with"
         job.recorder.event("forgetting_not_judged", step=done, reason=reason)
         return None
@@ -71,7 +72,7 @@ def judge_forgetting(job: Job, done: int, changes: dict[int, str]) -> Alarm | No
 
 
 def _keep_newest(job: Job) -> None:
-    """Tag the newest checkpoint: it remembers, and saves are often so frequent that the next ones would push it out."""
+    """Tag the newest checkpoint as within the limit: retention keeps tagged ones."""
     shelf = job.saver.shelf
     try:
         tags = read_tags(shelf.folder)
@@ -82,7 +83,7 @@ def _keep_newest(job: Job) -> None:
 
 
 def curves(spec: ForgetSpec, records: Sequence[Record], changes: dict[int, str]) -> Lines:
-    """Held-out losses of all sources over the steps, with the limits of those that are watched."""
+    """Held-out losses of all sources over the steps, with the limits of the watched ones."""
     series = {name: [loss_of(record, name) for record in records] for name in records[-1]["per_source"]}
     for name in spec.sources:
         series[f"limit of {name}"] = [series[name][0] * (1 + spec.limit)] * len(records)
@@ -91,8 +92,8 @@ def curves(spec: ForgetSpec, records: Sequence[Record], changes: dict[int, str])
 
 
 def end_forgetting_run(job: Job, alarm: Alarm, validation: dict[str, Any]) -> Outcome | None:
-    """How the run ends: at the last checkpoint that remembers if asked and if there is one, else saved as it is. None
-    where the alarm is only a note."""
+    """How the run ends: at the last checkpoint within the limit if the spec asks for a rollback and there is one,
+    otherwise saved as it is. None if the alarm is only a note."""
     if alarm.severity == "note":
         return None
     step, acted = _go_back(job, alarm) if alarm.severity == "rollback" else (0, "")
@@ -106,7 +107,8 @@ def end_forgetting_run(job: Job, alarm: Alarm, validation: dict[str, Any]) -> Ou
 
 
 def _go_back(job: Job, alarm: Alarm) -> tuple[int, str]:
-    """Make the last sound checkpoint that remembers the one to go on from; its step, 0 for none, and what to say."""
+    """Make the last intact checkpoint within the limit the newest; its step, 0 for none, and a phrase for the
+    report."""
     job.saver.wait(job)
     for folder, manifest in reversed(job.saver.shelf.committed()):
         if not 0 < manifest.step <= alarm.finding.evidence["remembered"]:
@@ -116,14 +118,14 @@ def _go_back(job: Job, alarm: Alarm) -> tuple[int, str]:
         except DamagedCheckpoint as error:
             job.recorder.event("checkpoint_passed_over", checkpoint=folder.name, reason=str(error))
             continue
-        said = {"to_step": manifest.step, "origin": folder.name, "abandoned": job.saver.abandon(job, manifest.step)}
-        job.recorder.event("rollback", step=alarm.step, reason=alarm.finding.symptom, **said)
+        details = {"to_step": manifest.step, "origin": folder.name, "abandoned": job.saver.abandon(job, manifest.step)}
+        job.recorder.event("rollback", step=alarm.step, reason=alarm.finding.symptom, **details)
         return manifest.step, f"went back to {folder.name} and stopped there"
     return 0, "found no checkpoint from before, "
 
 
 def report(run: str, alarm: Alarm, records: Sequence[Record], acted: str) -> str:
-    """The verdict for people, in Markdown."""
+    """The report in Markdown."""
     finding, names = alarm.finding, list(records[-1]["per_source"])
     mixture = ", ".join(f"{name} {share:.1%}" for name, share in finding.evidence["mixture"].items())
     rows = [[f"{record['step']:,}", *(f"{loss_of(record, name):.4f}" for name in names)] for record in records]

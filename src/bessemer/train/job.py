@@ -10,12 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.guard.detect.alarm import Alarm
@@ -33,6 +31,9 @@ from bessemer.train.engine import Engine
 from bessemer.train.evaluate import Evaluator
 from bessemer.train.memory.snapshots import MemorySnapshots
 
+if TYPE_CHECKING:
+    from bessemer.train.saver import CheckpointSaver
+
 
 class View(Protocol):
     """Shows a run: a terminal, a log."""
@@ -48,40 +49,6 @@ class View(Protocol):
 
     def activity(self, what: str, done: int = 0, total: int = 0) -> None:
         """Work between steps, such as saving."""
-        ...
-
-
-class Saver(Protocol):
-    """Writes checkpoints of a job."""
-
-    shelf: CheckpointStore
-
-    def save(self, job: Job, step: int, validation_loss: float | None) -> str | None:
-        """The checkpoint's name, or None when the disk refused, which is also an event."""
-        ...
-
-    def poll(self, job: Job) -> None:
-        """Report a save that ended in the background."""
-        ...
-
-    def wait(self, job: Job, uploads: bool = False) -> bool:
-        """Wait for a save in flight; False if it failed."""
-        ...
-
-    def interval_s(self, job: Job) -> float | None:
-        """Seconds between saves if the spec leaves the interval open."""
-        ...
-
-    def confirm(self, job: Job, done: int) -> None:
-        """Mark a checkpoint as healthy once enough accepted steps have followed it."""
-        ...
-
-    def abandon(self, job: Job, after_step: int) -> list[str]:
-        """Delete checkpoints of later steps after a rollback; their names."""
-        ...
-
-    def save_scene(self, job: Job, shelf: CheckpointStore, step: int) -> Path:
-        """Save the state that a step was judged with, outside of the run's own checkpoints."""
         ...
 
 
@@ -281,7 +248,7 @@ class Job:
     data: DataFeed
     guard: Guard
     recorder: Recorder
-    saver: Saver
+    saver: CheckpointSaver
     start_step: int = 0
     interrupt: Interrupt = field(default_factory=Interrupt)
     faults: Faults | None = None

@@ -126,10 +126,10 @@ class Pretrain:
     def loss(self, model: Decoder, feed: ModelInputs, count: float) -> LossTerms:
         if feed.seed is not None and model.training:
             torch.manual_seed(feed.seed)
-        return self.judge(model, feed, model(feed.tokens_BT, feed.sight, **feed.more), count)
+        return self.compute_terms(model, feed, model(feed.tokens_BT, feed.sight, **feed.more), count)
 
-    def judge(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
-        """From what the model made of a batch to what is minimised."""
+    def compute_terms(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
+        """The loss of a micro-batch from the model's last hidden states."""
         head_VW, words = model.head_weight, None
         bias_V: Tensor | None = model.head_bias
         if self.tensors is not None:

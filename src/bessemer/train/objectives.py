@@ -15,9 +15,9 @@ Objectives from a spec: one for all rows, or several among which a row's source 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,14 +56,6 @@ class ObjectiveBatch:
     @property
     def single_document(self) -> bool:
         return not (self.documents != self.documents[:, :1]).any()
-
-    def home(self, losses: npt.ArrayLike, batch: Batch) -> tuple[Batch, npt.NDArray[np.float64]]:
-        """The batch with weights where targets came from, and their losses in these columns: for `blame`."""
-        learnt, (rows, columns) = self.weights > 0, batch.tokens.shape
-        cells = (np.arange(rows)[:, None] * columns + self.origin)[learnt]
-        summed: Any = np.bincount(cells, np.asarray(losses, np.float64)[learnt], rows * columns)
-        weights = (np.bincount(cells, minlength=rows * columns) > 0).astype(np.float32)
-        return replace(batch, weights=weights.reshape(rows, columns)), summed.reshape(rows, columns)
 
 
 class Objective(Protocol):

@@ -1,4 +1,4 @@
-"""Profiling a few steps of a run: torch's trace of them with the loop's own ranges, or only the ranges for Nsight.
+"""Profiles a few steps of a run: torch's trace with the loop's named ranges, or only the ranges for Nsight.
 
 The loop calls `Job.span` around its parts, which costs nothing unless a profiler is attached, and `step` after each
 step.
@@ -21,13 +21,13 @@ from bessemer.train.device import synchronize
 if TYPE_CHECKING:
     from bessemer.train.job import Interrupt
 
-WARMUP = 5  # steps before: compiling and choosing kernels, then two that are timed without the profiler's own cost
-DONE = "profiled"  # what ends the loop, in the place of a signal's name
+WARMUP = 5  # steps before: compiling and kernel selection, then two that are timed without the profiler's overhead
+DONE = "profiled"  # ends the loop, in place of a signal's name
 
 
 class Profiler:
-    """Lets WARMUP steps pass, watches `steps`, then ends the loop. Without a `trace` to write it only marks ranges and
-    tells CUDA's profiler when to look: Nsight and torch's profiler cannot watch at once."""
+    """Profiles `steps` steps after WARMUP, then ends the loop. Without a `trace` to write it only marks ranges and
+    starts CUDA's profiler: Nsight and torch's profiler cannot run at once."""
 
     def __init__(self, device: torch.device, steps: int, trace: Path | None) -> None:
         self.device, self.steps, self.trace = device, steps, trace
@@ -44,14 +44,14 @@ class Profiler:
             yield
 
     def step(self, interrupt: Interrupt) -> None:
-        """After a step. The device is waited for where something begins or ends, so that its work is inside."""
+        """After a step. Waits for the device where profiling starts or ends, so that its work is inside."""
         self.done += 1
         if self.done == WARMUP - 3:
             self._began = self._now()
         elif self.done == WARMUP - 1:
             self.plain_step_s = (self._now() - self._began) / 2
             if self._torch:
-                self._torch.start()  # a step early: its own start is slow
+                self._torch.start()  # a step early: starting is slow
         elif self.done == WARMUP:
             self._now()
             self._window.__enter__()

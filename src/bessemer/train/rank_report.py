@@ -1,10 +1,5 @@
-"""What the processes of a run tell of themselves: what each holds, at the start; how each keeps up, every few steps.
-
-The numbers ride on words that the hosts exchange anyway, each process's in a place of its own, and come back as a sum.
-
-What the machine says of itself while a run is slower than planned: load of others, clocks, memory, utilisation.
-
-Which documents made the loss of a step: from the per-token losses that the step itself computed.
+"""What ranks and hosts report about themselves: memory held by each rank at the start, times of each rank every few
+steps, and the load of the host while a run is slower than planned; and which documents made the loss of a step.
 """
 
 from __future__ import annotations
@@ -32,8 +27,8 @@ from bessemer.spec.quantity import human_bytes
 from bessemer.train.engine import Engine
 from bessemer.train.job import Recorder
 
-# Of each process: work of its own in a step, what it waited for, and in a pipeline what it stood idle between stages.
-NUMBERS = ("own_s", "data_wait_s", "memory_bytes", "bubble_s")
+# Of each rank: time of its own work, wait for data, memory, and in a pipeline the idle time between stages.
+RANK_STATS = ("own_s", "data_wait_s", "memory_bytes", "bubble_s")
 
 
 def in_own_slot(world: World, numbers: list[float]) -> list[float]:
@@ -43,25 +38,23 @@ def in_own_slot(world: World, numbers: list[float]) -> list[float]:
     return slots
 
 
-def by_rank(places: list[float]) -> dict[str, list[float]]:
-    """For each of NUMBERS a list in the order of ranks."""
-    digits = {"memory_bytes": None}  # whole numbers
-    return {
-        name: [round(number, digits.get(name, 5)) for number in places[i :: len(NUMBERS)]]
-        for i, name in enumerate(NUMBERS)
-    }
+def by_rank(slots: list[float]) -> dict[str, list[float]]:
+    """A list over ranks for each of RANK_STATS."""
+    digits = {"memory_bytes": None}  # an int
+    stats = len(RANK_STATS)
+    return {key: [round(number, digits.get(key, 5)) for number in slots[i::stats]] for i, key in enumerate(RANK_STATS)}
 
 
 def balance(own_s: list[float]) -> float | None:
-    """The slowest against the mean: 1 where all have the same to do. None before anything was measured."""
+    """The slowest rank's time over the mean; 1 is balanced. None before anything was measured."""
     return round(max(own_s) * len(own_s) / sum(own_s), 4) if sum(own_s) > 0 else None
 
 
 def report_rank_memory(engine: Engine, recorder: Recorder, plan: Plan) -> list[str]:
-    """Into layout.json and the plan; a large weight that stayed whole is an event. The lines of a table, for the log.
-    All processes take part."""
+    """Write the memory of each rank to layout.json and the plan; a large weight that is not sharded is an event. Called
+    by all ranks; returns a table for the log."""
     world = engine.world
-    if world.size == 1 or engine.spec.parallel.engine != "torch":  # another engine's state is not ours to count
+    if world.size == 1 or engine.spec.parallel.engine != "torch":  # DeepSpeed holds its state elsewhere
         return []
     averages = engine.ema.state() if engine.ema else None
     found = gather_holdings(
@@ -88,7 +81,7 @@ def rank_record(step: int, ranks: dict[str, list[float]]) -> dict[str, Any]:
 
 
 class HostLoadProbe:
-    """Looks when it is called; processor times are those since the call before."""
+    """Measures the load of the host and the device when called; processor times are those since the last call."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -111,10 +104,10 @@ class HostLoadProbe:
 
 
 def _own_seconds() -> float:
-    """Of this process and those it has started."""
-    own = psutil.Process()
+    """CPU seconds of this process and its children."""
+    this = psutil.Process()
     total = 0.0
-    for process in (own, *own.children(recursive=True)):
+    for process in (this, *this.children(recursive=True)):
         try:
             times = process.cpu_times()
         except psutil.Error:  # it has ended meanwhile
@@ -124,35 +117,28 @@ def _own_seconds() -> float:
 
 
 def _host_clock() -> float | None:
-    """Of the highest; many virtual machines do not say."""
+    """CPU clock as a share of its maximum; many virtual machines do not report it."""
     try:
-        found = psutil.cpu_freq()
+        frequency = psutil.cpu_freq()
     except (OSError, RuntimeError):
         return None
-    return found.current / found.max if found and found.max else None
+    return frequency.current / frequency.max if frequency and frequency.max else None
 
 
 def _device_state(device: torch.device) -> tuple[float | None, float | None]:
-    """Clock as a share of its highest, and utilisation, as NVIDIA's tool says; it takes about a tenth of a second."""
+    """Clock as a share of its maximum, and utilisation, from nvidia-smi; takes about a tenth of a second."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    asked = "clocks.sm,clocks.max.sm,utilization.gpu"
-    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
+    fields = "clocks.sm,clocks.max.sm,utilization.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-        now, most, busy = (float(word) for word in said.split(","))
+        output = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        clock, highest, busy = (float(word) for word in output.split(","))
     except (OSError, subprocess.SubprocessError, ValueError):
         return None, None
-    return now / most, busy / 100
+    return clock / highest, busy / 100
 
 
-DocumentLosses = dict[tuple[str, str, int], dict[str, Any]]
-
-
-def blame(
-    stream: BatchStream | IterableStream, batches: list[Batch], losses: list[Tensor], most: int = 8
-) -> list[dict[str, Any]]:
-    """The documents of a step with their share of its loss, largest first: file, row, tokens, mean loss, share."""
-    return ranked([by_document(stream, batches, losses)], most)
+DocumentLosses = dict[tuple[str, str, int], dict[str, Any]]  # by file, document id and row
 
 
 def by_document(
@@ -161,43 +147,40 @@ def by_document(
     losses: list[Tensor],
     columns: slice | np.ndarray = slice(None),
 ) -> DocumentLosses:
-    """Tokens and loss of each document in some micro-batches, and how many of its losses are not finite. `columns` says
-    which of the batches' the losses are of."""
-    found: DocumentLosses = {}
+    """Tokens and loss of each document in some micro-batches, and how many of its losses are not finite. `columns` are
+    those of the batches that the losses belong to."""
+    result: DocumentLosses = {}
     for batch, loss in zip(batches, losses, strict=True):
         nll_RT = np.asarray(loss.float().cpu(), dtype=np.float64)
         for row, number, origin in stream.locate(batch):
-            inside = ((batch.documents[row] == number) & (batch.weights[row] > 0))[columns]
-            values = nll_RT[row][inside]
-            entry = found.setdefault(
+            mask = ((batch.documents[row] == number) & (batch.weights[row] > 0))[columns]
+            values = nll_RT[row][mask]
+            entry = result.setdefault(
                 (origin.file, origin.document_id, origin.row), {"tokens": 0, "loss": 0.0, "nonfinite": 0}
             )
-            entry["tokens"] += int(inside.sum())
+            entry["tokens"] += int(mask.sum())
             entry["loss"] += float(values[np.isfinite(values)].sum())
             entry["nonfinite"] += int((~np.isfinite(values)).sum())
-    return found
+    return result
 
 
-def ranked(parts: list[DocumentLosses], most: int = 8) -> list[dict[str, Any]]:
-    """What several processes found, together. Documents with non-finite losses come first, with the number of such
-    tokens; shares are of the finite loss."""
-    found: DocumentLosses = {}
+def rank_documents(parts: list[DocumentLosses], most: int = 8) -> list[dict[str, Any]]:
+    """The documents of a step over all ranks with their share of its loss, largest first. Documents with non-finite
+    losses come before the others, with the number of such tokens; shares are of the finite loss."""
+    sums: DocumentLosses = {}
     for part in parts:
         for key, entry in part.items():
-            whole = found.setdefault(key, dict.fromkeys(entry, 0))
+            total_entry = sums.setdefault(key, dict.fromkeys(entry, 0))
             for name, value in entry.items():
-                whole[name] += value
-    total = sum(entry["loss"] for entry in found.values())
-    best = sorted(found.items(), key=lambda item: (-item[1]["nonfinite"], -item[1]["loss"]))[:most]
+                total_entry[name] += value
+    total = sum(entry["loss"] for entry in sums.values())
+    worst = sorted(sums.items(), key=lambda item: (-item[1]["nonfinite"], -item[1]["loss"]))[:most]
     return [
         {
-            "file": file,
-            "row": row,
-            "document": document,
-            "tokens": entry["tokens"],
+            "file": file, "row": row, "document": document, "tokens": entry["tokens"],
             "mean_loss": round(entry["loss"] / max(1, entry["tokens"]), 4),
             "share": round(entry["loss"] / total, 4) if total else None,
             **({"nonfinite": entry["nonfinite"]} if entry["nonfinite"] else {}),
         }
-        for (file, document, row), entry in best
-    ]
+        for (file, document, row), entry in worst
+    ]  # fmt: skip

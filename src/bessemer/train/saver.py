@@ -1,5 +1,5 @@
-"""Saves of a running job: what goes into the manifest, what is written behind the loop's back, and what happens when
-the disk or the storage refuses. Events are written by the loop's thread alone, at `poll` and `wait`.
+"""Saves checkpoints of a running job: the manifest, asynchronous writes and uploads, and what happens when the disk or
+the remote storage refuses. Only the loop's thread writes events, in `poll` and `wait`.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from bessemer.train.job import Job
 from bessemer.train.memory.snapshots import CONFIRMED_STEPS, processes_here
 
 PACKAGES = ("bessemer", "torch", "numpy", "tokenizers", "pydantic", "pyarrow")
-# A CPU's save goes to the background when it stood in the way for so long; below, the copy is not worth its memory.
+# A CPU run saves in the background once a save took this long; below it, a copy of the state is not worth its memory.
 WORTH_STAGING_S = 1.0
 
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Python and the packages that can change a number."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the packages that can change a result."""
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 @dataclass
 class PendingSave:
-    """A save under way, or one that has ended."""
+    """A save that is running or finished."""
 
     step: int
     folder: Path
     began_s: float
-    stall_s: float = 0.0  # for how long the loop stood still
+    stall_s: float = 0.0  # how long the loop waited
     seconds: float = 0.0  # until it was committed
-    details: dict[str, Any] = field(default_factory=dict)  # filled by the thread that writes
+    details: dict[str, Any] = field(default_factory=dict)  # filled by the writing thread
 
 
 class CheckpointSaver:
-    """Writes checkpoints of one job to its shelf, copies them to the remote tier and thins both out."""
+    """Writes checkpoints of one job, mirrors them to remote storage and applies retention to both."""
 
     def __init__(self, shelf: CheckpointStore, spec_fingerprint: str, remote: RemoteCheckpoints | None = None) -> None:
         self.shelf, self.spec_fingerprint, self.remote = shelf, spec_fingerprint, remote
@@ -67,9 +67,9 @@ class CheckpointSaver:
         self._saving: tuple[PendingSave, Future[None]] | None = None
         self._uploading: tuple[Path, Future[dict[str, Any]]] | None = None
         self._next_upload: Path | None = None
-        self._last: PendingSave | None = None  # the last that succeeded
+        self._last: PendingSave | None = None  # the last successful one
         self._interruptions: int | None = None
-        self._unconfirmed: list[tuple[int, Path]] | None = None  # None: not looked up yet
+        self._unconfirmed: list[tuple[int, Path]] | None = None  # None: not read from disk yet
 
     def manifest(self, job: Job, step: int, validation_loss: float | None) -> Manifest:
         return Manifest(
@@ -80,23 +80,23 @@ class CheckpointSaver:
             progress=job.recorder.progress.to_json(), threads=torch.get_num_threads(), device=job.engine.device.type,
             versions=package_versions(), time=time.time(), validation_loss=validation_loss,
             stream_state=job.data.stream.state(step) if isinstance(job.data.stream, IterableStream) else None,
-            guard=copy.deepcopy(job.guard_state()),  # it is written later, and the guard goes on
+            guard=copy.deepcopy(job.guard_state()),  # written later, while the guard changes
             layout={key: degree for key, degree in asdict(job.world.layout).items() if degree > 1},
         )  # fmt: skip
 
     def save(self, job: Job, step: int, validation_loss: float | None) -> str | None:
-        """The checkpoint's name; under an asynchronous save, the name it will have once `poll` has told of it.
+        """Save after `step` steps; the checkpoint's name. An asynchronous save is complete once `poll` reports it.
 
-        A refused write is an event, not the end: the older checkpoints are still there.
+        None if the disk refused, which is an event: the older checkpoints are still there.
         """
-        importlib.import_module("torch.distributed.checkpoint")  # over a second, which is no cost of the first save
+        importlib.import_module("torch.distributed.checkpoint")  # takes over a second: not part of the first save
 
         began_s = time.perf_counter()
         self.wait(job)
         save = PendingSave(step, self.shelf.reserve(step), began_s)
         state, manifest = job.state(), self.manifest(job, step, validation_loss)
-        staged = self._stage(job, state) if self._goes_behind(job, state) else None
-        if not all(job.world.gather(staged is not None)):  # one that has no room writes at once, and so do all
+        staged = self._stage(job, state) if self._is_asynchronous(job, state) else None
+        if not all(job.world.gather(staged is not None)):  # if one rank cannot stage, all write synchronously
             staged = None
         work = self._work(job, save, staged or state, manifest)
         if staged is None:
@@ -111,36 +111,36 @@ class CheckpointSaver:
         self._saving = save, done
         return save.folder.name if staged is not None or self.wait(job) else None
 
-    def _goes_behind(self, job: Job, state: State) -> bool:
-        """By this one's own clock and memory; all of them have to agree."""
-        asked = job.spec.checkpoint.asynchronous
-        if asked != "auto":
-            return asked
+    def _is_asynchronous(self, job: Job, state: State) -> bool:
+        """Decided by this rank's own time and memory; all ranks have to agree."""
+        setting = job.spec.checkpoint.asynchronous
+        if setting != "auto":
+            return setting
         if self._staging.bytes:
             return True
-        # The copy must leave room for the data path and the file cache: 70B parameters on 64 GPUs are 13 GB a rank.
-        room = psutil.virtual_memory().available > 2 * state_bytes(state) * processes_here(job.world)
+        # The copy must leave memory for data and the file cache: 70B parameters on 64 GPUs are 13 GB a rank.
+        fits = psutil.virtual_memory().available > 2 * state_bytes(state) * processes_here(job.world)
         slow = self._last is not None and self._last.stall_s > WORTH_STAGING_S
-        return room and (job.engine.device.type == "cuda" or slow)
+        return fits and (job.engine.device.type == "cuda" or slow)
 
     def _stage(self, job: Job, state: State) -> State | None:
         try:
             return self._staging.copy(state)
-        except RuntimeError as error:  # no such memory left: the save must still happen
+        except RuntimeError as error:  # out of host memory: the save must still happen
             job.recorder.event("staging_failed", reason=f"{str(error).splitlines()[0]}: the save is synchronous")
             self._staging = Staging()
             return None
 
     def _work(self, job: Job, save: PendingSave, state: State, manifest: Manifest) -> Callable[[], None]:
-        """What is to be done with a state that no longer changes. Reads nothing of the job that the loop changes."""
+        """The function that writes a state, in this thread or another. It reads nothing that the loop changes."""
         rules, confirming, run = job.spec.checkpoint, job.spec.guard.enabled, job.recorder.run
         snapshot = run.snapshot()
-        main, alone = job.world.main, job.world.size == 1
+        main, single = job.world.main, job.world.size == 1
         uploads = [self._uploading[0]] if self._uploading else []
         busy = {path.name for path in [*uploads, self._next_upload] if path}
 
         def run_copy() -> dict[str, bytes]:
-            run.sync()  # the metrics that the checkpoint counts on
+            run.sync()  # metrics up to the checkpoint
             return {RUN_COPY: snapshot.pack()}
 
         def work() -> None:
@@ -150,40 +150,38 @@ class CheckpointSaver:
             if not main:
                 return
             try:
-                if rules.archive_model_only and rules.keep_every and alone:
+                if rules.archive_model_only and rules.keep_every and single:
                     self.shelf.write_model(state, manifest, rules.keep_every)
             except OSError as error:
                 save.details["archive_failed"] = str(error)
             try:
                 if removed := self.shelf.thin(save.folder, rules, busy, confirming):
                     save.details["removed"] = removed
-            except OSError as error:  # the save stands; the old ones are tried again after the next
+            except OSError as error:  # the save succeeded; retention runs again after the next
                 save.details["not_removed"] = str(error)
 
         return work
 
     def poll(self, job: Job) -> None:
-        """Tell of what ended since the last call. Costs nothing when nothing did: call it at every step.
+        """Report saves and uploads that finished since the last call. Cheap: call it at every step.
 
-        Of several processes some hear of an end a step before the others. Nothing follows from it that they would have
-        to do together: a save succeeds for all or fails for all, and the first one's word counts for what is confirmed.
+        Ranks may see the end of a save one step apart. They need not act together: a save succeeds or fails for all of
+        them, and only rank 0 confirms checkpoints.
         """
         if self._saving and self._saving[1].done():
             self.wait(job)
         if self._uploading and self._uploading[1].done():
-            self._tell_upload(job)
+            self._report_upload(job)
 
     def wait(self, job: Job, uploads: bool = False) -> bool:
-        """Wait for the save in flight, and if asked for the uploads; False if that save failed.
-
-        Before a rollback, before the next save, and with `uploads` at the end of the run.
-        """
+        """Wait for the save in flight, and with `uploads` for uploads too; False if the save failed. Called before a
+        rollback, before the next save and at the end of the run."""
         saved = True
         if self._saving:
             save, future = self._saving
             try:
                 future.result()
-                self._tell_save(job, save)
+                self._report_save(job, save)
             except OSError as error:
                 saved = False
                 job.recorder.event("save_failed", step=save.step, reason=str(error))
@@ -191,10 +189,10 @@ class CheckpointSaver:
             finally:
                 self._saving = None
         while uploads and self._uploading:
-            self._tell_upload(job)
+            self._report_upload(job)
         return saved
 
-    def _tell_save(self, job: Job, save: PendingSave) -> None:
+    def _report_save(self, job: Job, save: PendingSave) -> None:
         self._last = save
         if self._unconfirmed is not None:
             self._unconfirmed.append((save.step, save.folder))
@@ -203,7 +201,7 @@ class CheckpointSaver:
             seconds=round(save.seconds, 3), **save.details,
         )  # fmt: skip
         if self.remote:
-            self._next_upload = save.folder  # where uploads are slower than saves, the newest goes next
+            self._next_upload = save.folder  # if uploads are slower than saves, the newest is next
             self._start_upload(job)
 
     def _start_upload(self, job: Job) -> None:
@@ -214,37 +212,37 @@ class CheckpointSaver:
         work = in_background(lambda: remote.mirror(self.shelf, folder, rules, confirming), f"upload-{folder.name}")
         self._uploading, self._next_upload = (folder, work), None
 
-    def _tell_upload(self, job: Job) -> None:
+    def _report_upload(self, job: Job) -> None:
         assert self._uploading
         folder, future = self._uploading
         try:
             job.recorder.event("uploaded", checkpoint=folder.name, **future.result())
-        except (OSError, DamagedCheckpoint) as error:  # the local one stands; the next save tries again
+        except (OSError, DamagedCheckpoint) as error:  # the local one is intact; the next save tries again
             job.recorder.event("upload_failed", checkpoint=folder.name, reason=str(error))
         finally:
             self._uploading = None
         self._start_upload(job)
 
     def confirm(self, job: Job, done: int) -> None:
-        """Mark checkpoints as healthy that enough quiet steps have come after. Costs nothing at most steps."""
+        """Mark checkpoints as healthy once enough steps without an incident followed. Costs nothing at most steps."""
         if self._unconfirmed is None:
-            known = set(self.shelf.confirmed())
-            self._unconfirmed = [(m.step, path) for path, m in self.shelf.committed() if path not in known]
+            confirmed = set(self.shelf.confirmed())
+            self._unconfirmed = [(m.step, path) for path, m in self.shelf.committed() if path not in confirmed]
         while self._unconfirmed and done - max(self._unconfirmed[0][0], job.guard.last_incident_step) > CONFIRMED_STEPS:
             _, folder = self._unconfirmed.pop(0)
             try:
                 if job.world.main:
                     self.shelf.confirm(folder)
-            except OSError as error:  # it is not lost, only not yet trusted
+            except OSError as error:  # it is intact, but not used for rollbacks
                 job.recorder.event("save_failed", step=done, reason=f"{folder.name} cannot be confirmed: {error}")
 
     def save_scene(self, job: Job, shelf: CheckpointStore, step: int) -> Path:
-        """The judged state of a step on a shelf of its own. Raises OSError if the disk refuses."""
-        self.wait(job)  # one save at a time: processes tell each other of theirs on one channel
+        """Save the state that a step was judged with to another store. Raises OSError if the disk refuses."""
+        self.wait(job)  # one save at a time: ranks share one channel for it
         return shelf.save(job.state(), self.manifest(job, step, None))
 
     def abandon(self, job: Job, after_step: int) -> list[str]:
-        """After a rollback to `after_step`, delete what was saved later, here and remotely; the names."""
+        """After a rollback to `after_step`, delete later checkpoints, local and remote; their names."""
         self.wait(job)
         self._next_upload = None
         names = job.world.agree(self.shelf.abandon(after_step) if job.world.main else [])
@@ -253,15 +251,13 @@ class CheckpointSaver:
             self.wait(job, uploads=True)
             try:
                 self.remote.abandon(after_step, self.shelf.tagged())
-            except OSError as error:  # the next upload thins it out
+            except OSError as error:  # retention after the next upload deletes them
                 job.recorder.event("upload_failed", reason=f"abandoned checkpoints are still there: {error}")
         return names
 
     def interval_s(self, job: Job) -> float | None:
-        """Seconds between saves under `auto`, from what the last save cost; None where the spec says how often.
-
-        Of several processes each has its own opinion; the loop takes the first that is due.
-        """
+        """Seconds between saves under `auto`, from the cost of the last save; None if the spec sets the interval. Ranks
+        may differ; the loop saves when one of them is due."""
         if job.spec.checkpoint.every != "auto":
             return None
         if self._interruptions is None:

@@ -1,9 +1,5 @@
-"""How fast a shape really trains here: a few true steps on random tokens, timed.
-
-What `bessemer plan SPEC` needs of the machine it runs on: its GPUs in the catalogue's words, or a plan by a short
-measurement.
-
-The time of a job's step, measured before its first one: the base of the time that a run says it will take.
+"""Measures how fast a model shape trains on this machine: a few steps on random tokens, for `bessemer plan`; and a step
+of a run before it starts, for its estimated duration.
 """
 
 from __future__ import annotations
@@ -32,12 +28,14 @@ from bessemer.train.device import bench_count, measure, median_s, name_and_memor
 from bessemer.train.engine import Engine, forward_backward
 from bessemer.train.objective import Pretrain
 
-LONGEST_S = 2.0  # of a row that is measured as it is, by its products alone
-SHORTEST = 64  # tokens of a row; fewer make products of another kind
+LONGEST_S = 2.0  # matmul time of a row up to which it is measured in full
+SHORTEST = 64  # tokens of a shortened row; fewer would use other matmul kernels
+MEASURE_S = 1.0  # for the passes of a row
+UPDATE_BYTES = 40  # read and written per parameter by clipping and AdamW's update
 
 
 def random_batch(vocab: int, rows: int, context: int, seed: int = 0) -> Batch:
-    """Rows of one document each, of tokens drawn at random."""
+    """Rows of random tokens, one document each."""
     tokens = np.random.default_rng(seed).integers(0, vocab, (rows, context + 1), dtype=np.int64)
     ones, nothing = np.ones((rows, context), np.float32), np.zeros(rows, np.int64)
     documents = np.zeros((rows, context), np.int32)
@@ -45,8 +43,8 @@ def random_batch(vocab: int, rows: int, context: int, seed: int = 0) -> Batch:
 
 
 def rate_here(shape: ModelShape, context: int, precision: str, device: torch.device, matmul_rate: float) -> float:
-    """Tokens a second of that shape's passes here, measured in seconds whatever its size. A row that would take long,
-    by products at `matmul_rate` FLOP/s alone, is replaced by a short one through two layers, and counted by FLOPs."""
+    """Tokens/s of forward and backward passes of a shape, measured within seconds. A row that would take long at
+    `matmul_rate` FLOP/s is replaced by a short one through two layers and scaled by FLOPs."""
     if shape.flops_per_token(context) * context <= LONGEST_S * matmul_rate:
         return training_rate(shape, context, 1, precision, device, update=False)
     short, length = replace(shape, layers=min(2, shape.layers)), SHORTEST
@@ -60,8 +58,8 @@ def training_rate(
     shape: ModelShape, context: int, rows: int, precision: str, device: torch.device, budget_s: float = 0.5,
     update: bool = True,
 ) -> float:  # fmt: skip
-    """Tokens a second of forward, backward and update: the median of the steps that fit in the budget, at least two.
-    Without the update it is that of passes, of which a step may have many."""
+    """Tokens/s of forward, backward and, if asked, the update: the median of the steps that fit in the budget, at least
+    two."""
     model = build(shape, device, seed=0)
     optimizer = make_optimizer(model.named_parameters(), OptimizerSpec())
     objective, batch = Pretrain(cross_documents=False), random_batch(shape.vocab, rows, context)
@@ -87,7 +85,8 @@ def training_rate(
 
 
 def catalogued_gpus(parallel: ParallelSpec) -> str | None:
-    """Such as "8 x H100"; None where a run here would use another device."""
+    """The GPUs of this machine as the catalogue names them, such as "8 x H100"; None if a run would use another
+    device."""
     device = pick_device(parallel)
     if device.type != "cuda":
         return None
@@ -96,35 +95,30 @@ def catalogued_gpus(parallel: ParallelSpec) -> str | None:
     return known and f"{torch.cuda.device_count()} x {known}"
 
 
-def plan_measured(asked: PlanRequest) -> LocalPlan:
-    """The plan for this machine; takes a few seconds, in which short runs of the model's shape are timed."""
-    use_threads(asked.spec.parallel)
-    device = pick_device(asked.spec.parallel)
+def plan_measured(request: PlanRequest) -> LocalPlan:
+    """The plan for this machine; takes a few seconds to time short runs of the model's shape."""
+    use_threads(request.spec.parallel)
+    device = pick_device(request.spec.parallel)
     machine = measure(device)
 
     def rate_of(shape: ModelShape, context: int, precision: str) -> float | None:
-        if shape.wrapped or shape.decoder_layers:  # not built from its shape alone, or not fed with plain rows
+        if shape.wrapped or shape.decoder_layers:  # needs more than its shape, or other inputs
             return None
         return rate_here(shape, context, precision, device, machine.matmul["fp32"])
 
     records = load_records(history_path(machine.name, bench_count(device), torch.__version__))
-    return plan_here(asked, machine, rate_of, records)
-
-
-MEASURE_S = 1.0  # for the passes of a row
-UPDATE_BYTES = 40  # read and written for a parameter by clipping and AdamW's update
+    return plan_here(request, machine, rate_of, records)
 
 
 def step_seconds(
     engine: Engine, stream: BatchStream | IterableStream, step: int, rows: int, matmul_rate: float
 ) -> float | None:
-    """Seconds of a step of `rows` rows, measured on the job's own model and rows before its first step: passes over one
-    row, repeated, and the update. Gradients are dropped and the random state is put back, so the run is the same with
-    or without it. None where that cannot be measured.
+    """Seconds of a step of `rows` rows, from repeated passes of the run's model over one row and an estimate of the
+    update. Discards gradients and restores the random state, so the run does not depend on it. None where it cannot be
+    measured.
 
-    One row is about as fast as many: 10M parameters, context 512, on two busy ARM cores gave 615 to 716 tokens/s with
-    1 to 8 rows, where nothing interrupted a pass. A row that would take long is replaced by a short one through the
-    first layers.
+    One row is about as fast as many: 10M parameters with context 512 on two busy ARM cores gave 615 to 716 tokens/s
+    with 1 to 8 rows.
     """
     if engine.world.size > 1 or not engine.optimizer.whole or not engine.optimizer.judged_first:
         return None
@@ -139,8 +133,8 @@ def step_seconds(
 
 
 def _row_seconds(engine: Engine, stream: BatchStream | IterableStream, step: int) -> float:
-    """Of forward and backward: the median of as many as fit in MEASURE_S."""
-    if isinstance(stream, IterableStream):  # which cannot be read ahead of its turn
+    """Of forward and backward: the median of the passes that fit in MEASURE_S."""
+    if isinstance(stream, IterableStream):  # cannot be read ahead
         batch = random_batch(engine.model.shape.vocab, 1, engine.plan.context)
     else:
         batch = stream.micro_batches(step, engine.plan.micro_rows)[0].part(0, 1)
@@ -158,6 +152,6 @@ def _row_seconds(engine: Engine, stream: BatchStream | IterableStream, step: int
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Bytes a second of an element-wise pass, which an update is a few of."""
+    """Bytes/s of an element-wise pass; an update is a few of them."""
     values = torch.ones(1 << 22, device=device)
     return 8 * values.numel() / median_s(lambda: values.mul_(1.0), device, 0.02)

@@ -23,7 +23,7 @@ from bessemer.train.engine import PassHooks, PassResult
 from bessemer.train.job import Incident, Job, Recorder
 from bessemer.train.lowp import OVERFLOW
 from bessemer.train.memory.fit import out_of_memory, shrink_micro_batch, split
-from bessemer.train.rank_report import DocumentLosses, balance, by_document, rank_record, ranked
+from bessemer.train.rank_report import DocumentLosses, balance, by_document, rank_documents, rank_record
 
 SAMPLE_ROWS = 2  # sequences of a layer sample
 GUARD = "guard."  # prefix of the verdict's scalars
@@ -225,7 +225,7 @@ def record_verdict(job: Job, result: StepResult, numbers: StepNumbers) -> None:
             "veto" if numbers.vetoed else "judged_late", step=result.step,
             reason=reason if numbers.vetoed else f"{reason}, after its update",
             loss=numbers.loss, grad_norm=numbers.grad_norm, statistics=numbers.statistics,
-            documents=ranked(job.world.gather(local_document_losses(job, result))),
+            documents=rank_documents(job.world.gather(local_document_losses(job, result))),
         )  # fmt: skip
     if numbers.verdict.get("reopened"):
         reason = f"{spec.max_vetoes} vetoes in a row: taken for a lasting change, the window starts anew"

@@ -1,4 +1,4 @@
-"""A trained model out of a run, an import or a Hugging Face folder, for generation and what comes after training."""
+"""Loads a trained model from a run, an import or a Hugging Face folder, for generation, evaluation and serving."""
 
 from __future__ import annotations
 
@@ -45,46 +45,46 @@ def find_checkpoint(run: Run, which: str) -> Path:
 
 
 def load_trained(folder: str | Path, which: str = "last", device: str = "auto") -> tuple[Decoder, Tokenizer]:
-    """A model in evaluation mode, and the tokenizer it was trained with: of a run's checkpoint, of an import
-    (`export --to bessemer`), or of a Hugging Face folder."""
-    place = Path(folder)
+    """A model in evaluation mode and its tokenizer: from a run's checkpoint, an import (`export --to bessemer`), or a
+    Hugging Face folder."""
+    path = Path(folder)
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"device {device!r}: write auto, cpu, cuda or mps")
-    is_run = os.path.exists(place / "events.jsonl")
-    if not is_run and os.path.exists(place / "config.json") and not os.path.exists(place / "model.json"):
+    is_run = os.path.exists(path / "events.jsonl")
+    if not is_run and os.path.exists(path / "config.json") and not os.path.exists(path / "model.json"):
         target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
-        return _load_folder(place, target)
-    if is_run or not os.path.exists(place / "model.json"):
-        run = Run.existing(place)
+        return _load_folder(path, target)
+    if is_run or not os.path.exists(path / "model.json"):
+        run = Run.existing(path)
         shelf, checkpoint = CheckpointStore(run.checkpoints), find_checkpoint(run, which)
     else:
-        shelf = CheckpointStore(place)
-        checkpoint = _imported_checkpoint(shelf, place, which)
+        shelf = CheckpointStore(path)
+        checkpoint = _imported_checkpoint(shelf, path, which)
     target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
-    about = json.loads((place / "model.json").read_text())
-    model = _empty(ModelShape.from_dict(about["shape"]), target)
+    description = json.loads((path / "model.json").read_text())
+    model = _empty(ModelShape.from_dict(description["shape"]), target)
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     try:
         shelf.load(checkpoint, state)
     except DamagedCheckpoint as error:
         raise UserError(f"{error}; choose another with --checkpoint") from None
-    if not os.path.exists(place / "tokenizer.json"):
-        raise UserError(f"{place}: has no tokenizer.json to read a prompt with")
-    return model.eval(), Tokenizer.load(place / "tokenizer.json", about["eos"] or None)
+    if not os.path.exists(path / "tokenizer.json"):
+        raise UserError(f"{path}: has no tokenizer.json to read a prompt with")
+    return model.eval(), Tokenizer.load(path / "tokenizer.json", description["eos"] or None)
 
 
 def _empty(shape: ModelShape, device: torch.device) -> Decoder:
-    """A model with memory and without weights."""
+    """A model with allocated, uninitialised weights."""
     with torch.device("meta"):
         model = network(shape)
     model.to_empty(device=device)
     return model
 
 
-def _imported_checkpoint(shelf: CheckpointStore, place: Path, which: str) -> Path:
+def _imported_checkpoint(shelf: CheckpointStore, path: Path, which: str) -> Path:
     saved = {path.name: path for path, _ in shelf.committed("model")}
     if not saved or which not in {"last", "best", *saved}:
-        raise UserError(f"{place}: no checkpoint {which!r}; there are {', '.join(saved) or 'none'}")
+        raise UserError(f"{path}: no checkpoint {which!r}; there are {', '.join(saved) or 'none'}")
     return saved.get(which, list(saved.values())[-1])
 
 
@@ -98,18 +98,17 @@ def _load_folder(path: Path, device: torch.device) -> tuple[Decoder, Tokenizer]:
 
 
 def prompt_format(folder: str | Path, tokenizer: Tokenizer) -> PromptFormat:
-    """How prompts are written for the model of `load_trained`."""
-    place = Path(folder)
-    origin = find_origin(place)
+    """The prompt format of the model that `load_trained` returns."""
+    origin = find_origin(Path(folder))
     if origin is None or not origin.own_tokenizer:
         return own_format(tokenizer)
-    return folder_format(origin.folder.path, tokenizer, trained_here=(place / "events.jsonl").exists())
+    return folder_format(origin.folder.path, tokenizer, trained_here=(Path(folder) / "events.jsonl").exists())
 
 
 def stream_text(
     model: Decoder, tokenizer: Tokenizer, prompt: list[int], max_tokens: int, ends: Collection[int], sampling: Sampling
 ) -> Iterator[str]:
-    """New text after the prompt's ids, piece by piece; a piece waits until its bytes are whole characters."""
+    """Generated text, piece by piece; a piece waits until its bytes are complete characters."""
     new: list[int] = []
     shown = 0
     for token in generate(model, prompt, max_tokens, ends, sampling):

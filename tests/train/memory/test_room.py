@@ -158,7 +158,7 @@ def test_the_guards_copies_go_first(make_job: Any) -> None:
     job.guard.snapshots = MemorySnapshots()
     assert train_loop(job).kind == "finished" and job.guard.snapshots is None and job.plan.micro_rows == 4
     (told,) = job.recorder.run.events("out_of_memory")
-    assert "copies in memory are given up, and rollbacks read checkpoints: the same step again" in told["reason"]
+    assert "snapshots in memory are dropped, and rollbacks read checkpoints: the same step again" in told["reason"]
 
 
 def test_what_was_found_is_kept_for_the_next_start(make_job: Any) -> None:
@@ -313,7 +313,7 @@ def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
     try:
         assert room.probe(job.engine, stream, gauge) is None
         while room.probe(job.engine, stream, gauge) is None:
-            assert room.ease(job, plan, "a test") is not None
+            assert room.reduce_memory(job, plan, "a test") is not None
         assert job.plan.micro_rows in (16, 8)
         assert float(attempt_step(job, 0, [batch], 0.0).losses.loss) == pytest.approx(expected, rel=1e-3)
     finally:

@@ -1,6 +1,7 @@
 """What every objective promises: it replays in any company, leaks nothing, and keeps documents apart."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from bessemer.data.stream.batches import Batch
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.spec.model import ObjectiveSpec
 from bessemer.train.objectives import Causal, Denoise, Infill, Masked, Mix, ObjectiveBatch, Prefix
-from bessemer.train.rank_report import blame
+from bessemer.train.rank_report import by_document, rank_documents
 
 EOS, FIRST, MASK, VOCAB = 1, 1000, 7, 2000
 MARKS, SENTINELS = (11, 12, 13), tuple(range(100, 160))
@@ -34,6 +35,15 @@ def objectives(seed: int = 3, context: int = 60) -> dict[str, object]:
 
 
 NAMES = list(objectives())
+
+
+def in_batch_columns(made, losses, batch):
+    """The batch with weights where targets came from, and their losses in these columns."""
+    learnt, (rows, columns) = made.weights > 0, batch.tokens.shape
+    cells = (np.arange(rows)[:, None] * columns + made.origin)[learnt]
+    summed = np.bincount(cells, np.asarray(losses, np.float64)[learnt], rows * columns)
+    weights = (np.bincount(cells, minlength=rows * columns) > 0).astype(np.float32)
+    return replace(batch, weights=weights.reshape(rows, columns)), summed.reshape(rows, columns)
 
 
 def take(batch: Batch, rows: list[int]) -> Batch:
@@ -140,7 +150,7 @@ def test_losses_come_home_to_their_documents(name, batches, data):
     batch = data.draw(batches)
     made = objectives()[name].rewrite(batch)
     losses = np.where(made.weights > 0, 1.0 + made.documents, np.nan)  # what is not learnt must not come home
-    home, found = made.home(losses, batch)
+    home, found = in_batch_columns(made, losses, batch)
     for row in range(len(batch.tokens)):
         for number in np.unique(batch.documents[row]):
             mine = (made.documents[row] == number) & (made.weights[row] > 0)
@@ -161,12 +171,12 @@ def test_a_document_with_bad_losses_is_blamed_by_name(name, store_of, stream_of)
     )
     losses = np.ones(made.tokens.shape)
     losses[row, made.documents[row] == number] = 50.0
-    home, found = made.home(losses, batch)
-    worst = blame(stream, [home], [torch.from_numpy(found)])[0]
+    home, found = in_batch_columns(made, losses, batch)
+    worst = rank_documents([by_document(stream, [home], [torch.from_numpy(found)])])[0]
     assert (worst["row"], worst["file"]) == (origin.row, origin.file)
     losses[row, np.flatnonzero((made.documents[row] == number) & (made.weights[row] > 0))[0]] = np.nan
-    home, found = made.home(losses, batch)
-    assert blame(stream, [home], [torch.from_numpy(found)])[0]["nonfinite"] == 1
+    home, found = in_batch_columns(made, losses, batch)
+    assert rank_documents([by_document(stream, [home], [torch.from_numpy(found)])])[0]["nonfinite"] == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

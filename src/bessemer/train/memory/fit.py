@@ -1,9 +1,9 @@
-"""Room on the device while it trains: one probing step corrects the planner's estimate, and a step that runs out of
-memory is explained and tried again in smaller pieces.
+"""Fits the micro-batch to the device memory. A probe before the first step measures the peak and corrects the planner's
+estimate; a step that runs out of memory is explained and repeated with smaller micro-batches.
 
-Nothing is updated before a whole step is summed, so a failed one leaves no trace; its rows and their count stay the
-same, and so does its loss. Several processes are probed together and shrink together; one that runs out of memory in a
-step of the run ends, and the launcher starts all of them again.
+Nothing is updated before all micro-batches of a step are summed, so a failed attempt leaves no trace, and the rows and
+the loss of the step stay the same. Several ranks probe and shrink together; one that runs out of memory during a step
+ends, and the launcher restarts all of them.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from bessemer.train.job import Job
 from bessemer.train.memory import recompute
 from bessemer.train.speed import random_batch
 
-OWN = 2 << 30  # bytes beside torch's: the context and libraries of this process
-# cuBLAS, cuDNN, the CPU's allocator and the driver say it in their own words.
-WORDS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+OWN_BYTES = 2 << 30  # of this process besides torch's: CUDA context and libraries
+# As cuBLAS, cuDNN, the CPU's allocator and the driver word it.
+MESSAGES = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in WORDS)
+    return isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in MESSAGES)
 
 
 def split(batches: list[Batch], rows: int) -> list[Batch]:
-    """The same rows in micro-batches of at most so many; as they are where they are no larger."""
+    """The same rows in micro-batches of at most `rows`."""
     cuts = [(batch, start) for batch in batches for start in range(0, len(batch.positions), rows)]
     return batches if len(cuts) == len(batches) else [batch.part(start, start + rows) for batch, start in cuts]
 
 
 class MemoryGauge:
-    """A GPU's memory, in bytes, as torch counts it."""
+    """Reads a GPU's memory, in bytes, as torch counts it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def limit(self) -> int:
-        """What a run may take."""
+        """What a run may use."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(SHARE["cuda"] * (free + torch.cuda.memory_reserved(self.device)))
 
@@ -79,11 +79,11 @@ class MemoryGauge:
 
 
 def fit(job: Job, plan: Plan, resumed: bool, gauge: MemoryGauge | None = None) -> int | None:
-    """Run one forward and backward pass as planned and correct what the spec leaves open, before a new run's first
-    step; the peak that its steps will have. Only a GPU is probed: elsewhere memory is shared, and the peak nobody's.
+    """Probe a new run before its first step and correct the settings that the spec leaves open; the expected peak of
+    its steps. Only a GPU is probed: a CPU's memory is shared with other processes.
 
-    Of several processes the one with the least room decides. Where they meet inside of a pass, one that fails would
-    leave the others waiting in it: there a single row is measured, and the line goes on from that.
+    The rank with the least memory decides. Where ranks communicate inside a pass, one that fails would leave the others
+    waiting: there only one row is measured, and the peak of more rows is extrapolated.
     """
     engine, spec = job.engine, job.spec
     open_rows = spec.budget.micro_batch == "auto" and spec.memory.update == "after"
@@ -91,25 +91,25 @@ def fit(job: Job, plan: Plan, resumed: bool, gauge: MemoryGauge | None = None) -
         gauge = MemoryGauge(engine.device)
     if gauge is None:
         return None
-    world, together = job.world, communicates_in_passes(job.world)
+    world, communicates = job.world, communicates_in_passes(job.world)
     static = world.size > 1 and spec.parallel.replicas.static_graph  # DDP learns from the first passes
-    if resumed or static or engine.pipeline or not engine.optimizer.whole or (together and not open_rows):
+    if resumed or static or engine.pipeline or not engine.optimizer.whole or (communicates and not open_rows):
         return estimate_needs(engine).total
     if not (open_rows or spec.memory.activations == "auto"):
         return estimate_needs(engine).total
-    if together:
+    if communicates:
         resize(engine, 1)
     limit = min(world.gather(gauge.limit()))
     while (peak := _largest(world.gather(probe(engine, job.data.stream, gauge)))) is None or (
         peak > limit and engine.plan.micro_rows == 1
     ):
-        if (eased := ease(job, plan, "a probing step ran out of memory")) is None:
+        if (change := reduce_memory(job, plan, "a probing step ran out of memory")) is None:
             return estimate_needs(engine).total  # the first step will explain it
-        job.recorder.event("out_of_memory", reason=f"probing: {eased}")
+        job.recorder.event("out_of_memory", reason=f"probing: {change}")
     if not open_rows:
         return peak
     rows, batch = engine.plan.micro_rows, -(-min(rows for _, rows in engine.plan.batch_rows) // world.layout.dp)
-    gradients = sum(p.numel() * max(4, p.element_size()) for p in engine.optimizer.parameters)  # that add up
+    gradients = sum(p.numel() * max(4, p.element_size()) for p in engine.optimizer.parameters)  # accumulated in fp32
     most = max(1, MOST_TOKENS["cuda"] // engine.plan.context)
     standing = max(world.gather(gauge.standing()))
     best, each = rows_that_fit(peak, rows, standing, gradients, batch, limit, most)
@@ -125,15 +125,16 @@ def communicates_in_passes(world: World) -> bool:
 
 
 def _largest(peaks: Sequence[int | None]) -> int | None:
-    """Of all processes; None where one has run out of memory."""
+    """The largest over ranks; None if one of them ran out of memory."""
     return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
 
 def rows_that_fit(
     peak: int, rows: int, standing: int, gradients: int, batch: int, limit: int, most: int
 ) -> tuple[int, float]:
-    """The largest divisor of the batch up to `most` whose peak is within the limit, on a line through one measured peak
-    of `rows`; and the bytes of a row. Gradients stand beside activations unless one micro-batch is the whole batch."""
+    """The largest divisor of the batch, at most `most`, whose peak is within the limit; and the bytes per row. Assumes
+    a peak linear in the rows, through one measurement with `rows`. Accumulated gradients add to activations unless one
+    micro-batch is the whole batch."""
     each = (peak - standing - gradients * (rows < batch)) / rows
     sizes = [n for n in range(1, min(batch, most) + 1) if batch % n == 0]
     return max((n for n in sizes if standing + gradients * (n < batch) + n * each <= limit), default=1), each
@@ -184,47 +185,47 @@ def _passes(plan: TrainPlan, compiled: bool, device: torch.device, shards: int) 
 
 @contextmanager
 def building(spec: RunSpec, shape: ModelShape, plan: TrainPlan, device: torch.device, shards: int) -> Iterator[None]:
-    """A model that is too large to begin with is a fault of the spec, and told in one line."""
+    """Turns running out of memory while the model is built into a UserError that says what to change."""
     try:
         yield
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
         need = estimate(spec, shape, _passes(plan, plan.compiled, device, shards))
-        took, way = f"by estimate a step takes {human_bytes(need.total)}: {need.words()}", ""
+        took, fix = f"by estimate a step takes {human_bytes(need.total)}: {need.words()}", ""
         if device.type == "cuda" and shards == 1:
             usable = MemoryGauge(device).limit()
-            way = lighter(spec, shape, plan.context, plan.precision, usable, int(usable / SHARE["cuda"]))
+            fix = lighter(spec, shape, plan.context, plan.precision, usable, int(usable / SHARE["cuda"]))
         raise UserError(
-            f"out of memory while the model was built: {took}. {_whole(device)}. {way or advice(spec, plan)}"
+            f"out of memory while the model was built: {took}. {device_memory(device)}. {fix or advice(spec, plan)}"
         ) from error
 
 
-def _whole(device: torch.device) -> str:
-    """What the device has, and what others have of it."""
+def device_memory(device: torch.device) -> str:
+    """The size of the device's memory, and what other processes hold of it."""
     if device.type != "cuda":
         return f"The machine has {human_bytes(memory_limit(device))}"
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    told = f"The device has {human_bytes(total)}"
-    return told if others < OWN else f"{told}, and other processes hold {human_bytes(others)} of it"
+    size = f"The device has {human_bytes(total)}"
+    return size if others < OWN_BYTES else f"{size}, and other processes hold {human_bytes(others)} of it"
 
 
 def report_out_of_memory(job: Job, error: RuntimeError) -> str:
-    """Why a run ends that ran out of memory in an update or an evaluation, where nothing can be tried again."""
-    said = str(error).split("\n")[0]
+    """Running out of memory in an update or an evaluation ends the run: the reason, also written as an event."""
+    message = str(error).split("\n")[0]
     reason = f"out of memory outside of a step's passes: by estimate these take {estimate_needs(job.engine).words()}"
-    reason = f"{reason}. {_whole(job.engine.device)}. {advice(job.spec, job.plan)}; the last checkpoint stands"
-    job.recorder.event("out_of_memory", reason=reason, said=said)
+    reason = f"{reason}. {device_memory(job.engine.device)}. {advice(job.spec, job.plan)}; the last checkpoint stands"
+    job.recorder.event("out_of_memory", reason=reason, said=message)
     return reason
 
 
-def ease(job: Job, plan: Plan, why: str) -> str | None:
-    """Give up the guard's copies; then fewer rows at a time, and at one row more that is computed again, as far as the
-    spec leaves it open. What was done in words, None if nothing is left to do."""
+def reduce_memory(job: Job, plan: Plan, why: str) -> str | None:
+    """Take the next step to need less memory that the spec leaves open: drop the guard's snapshots, then fewer rows per
+    micro-batch, then more activation recomputation. Returns what was done, None if nothing is left."""
     if job.guard.snapshots is not None:
         job.guard.snapshots = None
-        return "the guard's copies in memory are given up, and rollbacks read checkpoints"
+        return "the guard's snapshots in memory are dropped, and rollbacks read checkpoints"
     engine, spec = job.engine, job.spec
     rows, how = engine.plan.micro_rows, engine.plan.activations
     if rows > 1 and spec.budget.micro_batch == "auto" and spec.memory.update == "after":
@@ -241,38 +242,38 @@ def ease(job: Job, plan: Plan, why: str) -> str | None:
     return None
 
 
-def shrink_micro_batch(job: Job, step: int, said: str) -> str | None:
-    """After a pass that ran out of memory: None where the step can be tried again, else why not and what to change."""
+def shrink_micro_batch(job: Job, step: int, message: str) -> str | None:
+    """After a pass that ran out of memory: None if the step can be repeated, otherwise the reason with the fix."""
     job.engine.release_memory()
     took = estimate_needs(job.engine).words()
-    path, eased = job.recorder.run.folder / "plan.json", None
-    if job.engine.optimizer.judged_first:  # else some weights have moved already
+    path, change = job.recorder.run.folder / "plan.json", None
+    if job.engine.optimizer.judged_first:  # otherwise some weights are already updated
         decisions = Plan.from_json(path.read_text())
-        eased = ease(job, decisions, f"step {step} ran out of memory")
-    if eased is None:
+        change = reduce_memory(job, decisions, f"step {step} ran out of memory")
+    if change is None:
         reason = f"out of memory at step {step}: by estimate {took}. {advice(job.spec, job.plan)}"
-        job.recorder.event("out_of_memory", step=step, reason=reason, said=said)
+        job.recorder.event("out_of_memory", step=step, reason=reason, said=message)
         return reason
     job.recorder.run.write_file(path.name, decisions.to_json())  # a resume keeps it
     job.recorder.run.write_file("settings.json", job.plan.to_json())
     job.recorder.event(
-        "out_of_memory", step=step, reason=f"by estimate {took}. {eased}: the same step again", said=said
+        "out_of_memory", step=step, reason=f"by estimate {took}. {change}: the same step again", said=message
     )
     return None
 
 
 def advice(spec: RunSpec, plan: TrainPlan) -> str:
-    """What the spec can still give up, the cheapest first."""
+    """Settings of the spec that save memory, the cheapest first."""
     memory = spec.memory
-    own = spec.optimizer.name in LEAN
-    half = own and plan.precision in ("bf16", "fp8", "fp8_rowwise")
-    ways = {
+    low_memory = spec.optimizer.name in LEAN
+    half = low_memory and plan.precision in ("bf16", "fp8", "fp8_rowwise")
+    options = {
         f"budget.micro_batch: {plan.micro_rows // 2}": plan.micro_rows > 1 and memory.update == "after",
         f"memory.activations: {'selective' if plan.activations == 'none' else 'full'}": plan.activations != "full",
-        "memory.moments: 8bit": own and memory.moments == "fp32",
+        "memory.moments: 8bit": low_memory and memory.moments == "fp32",
         "memory.weights: stochastic": half and memory.kept != "stochastic",
-        "memory.offload_optimizer: true": own and not memory.offload_optimizer,
+        "memory.offload_optimizer: true": low_memory and not memory.offload_optimizer,
         "memory.offload_activations: true": not memory.offload_activations,
         "a shorter data.context": True,
     }
-    return "Write " + ", or ".join(way for way, possible in ways.items() if possible)
+    return "Write " + ", or ".join(option for option, possible in options.items() if possible)

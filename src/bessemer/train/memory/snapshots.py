@@ -1,9 +1,8 @@
-"""Two recent states of the run in memory, to roll back to without reading a disk.
+"""Two recent states of the run in device memory, to roll back to without reading a disk.
 
-A veto of step N cannot undo update N-1, which may be the cause: so the state that a rollback goes to is one that later
-healthy steps have confirmed. Two alternating copies, taken a fixed number of steps apart, always leave one such. They
-lie beside the model (a copy of 1B parameters with moments is 12 GB and takes about 10 ms on an H200) and are only kept
-where half of the free memory holds both; elsewhere checkpoints serve.
+A veto of step N cannot undo update N-1, which may be the cause, so a rollback goes to a state that later healthy steps
+have confirmed. Of two alternating snapshots, a fixed number of steps apart, one always is. A snapshot of 1B parameters
+with moments is 12 GB and takes about 10 ms on an H200. Without free memory for both, rollbacks read checkpoints.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ CONFIRMED_STEPS = 16  # accepted steps after which a state counts as healthy
 
 @dataclass
 class MemorySnapshot:
-    """The run before step `step`."""
+    """State of the run before step `step`."""
 
     step: int
     state: dict[str, Tensor]
     progress: Any
 
     def restore(self, job: Job) -> None:
-        """Put weights, moments, guard window and counters back."""
+        """Restore weights, moments, guard window and counters."""
         for name, tensor in job.engine.state().items():
             tensor.copy_(self.state[name])
         job.guard.load_tensors({name: t.clone() for name, t in self.state.items() if name.startswith("guard.")})
@@ -44,34 +43,34 @@ class MemorySnapshot:
 
 
 class MemorySnapshots:
-    """The two copies, oldest first."""
+    """The two snapshots, oldest first."""
 
     def __init__(self) -> None:
         self.held: list[MemorySnapshot] = []
 
     def take(self, job: Job, step: int) -> None:
         """Copy the state before `step`, over the older of the two."""
-        kept = [held for held in self.held if held.step < step]  # later ones were rolled back past
+        earlier = [snapshot for snapshot in self.held if snapshot.step < step]  # a rollback went behind later ones
         state = job.state()
-        if len(kept) == 2:
-            room = kept.pop(0).state
+        if len(earlier) == 2:
+            copied = earlier.pop(0).state
             for name, tensor in state.items():
-                room[name].copy_(tensor)
+                copied[name].copy_(tensor)
         else:
-            room = {name: tensor.detach().clone() for name, tensor in state.items()}
-        self.held = [*kept, MemorySnapshot(step, room, copy.copy(job.recorder.progress))]
+            copied = {name: tensor.detach().clone() for name, tensor in state.items()}
+        self.held = [*earlier, MemorySnapshot(step, copied, copy.copy(job.recorder.progress))]
 
 
 def processes_here(world: World) -> int:
-    """How many of a run's processes share this host's memory: what launchers say, or else all of them."""
+    """How many ranks share this host's memory: what the launcher says, or else all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
 def fits_snapshots(
     state: Mapping[str, Tensor], device: torch.device, world: World, peak: int | None = None
 ) -> tuple[bool, int, int]:
-    """Whether two copies fit in half of the free memory, or beside a step's `peak` where that is known; the bytes they
-    need and those that are free. For this process: of several, all must have the room."""
+    """Whether two snapshots fit in half of the free memory, or besides a step's `peak` if it is known; the bytes that
+    they need and the free bytes. Of several ranks, all must have the memory."""
     needed = 2 * sum(local(tensor).numel() * tensor.element_size() for tensor in state.values())
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
