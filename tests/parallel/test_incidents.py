@@ -25,8 +25,8 @@ from bessemer.session.replay import documents_of, try_step
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job, Outcome
-from bessemer.trial.measure import global_batches, share_of
-from bessemer.trial.replay import Difference, differences
+from bessemer.trial.measure import global_batches, local_share
+from bessemer.trial.replay import Difference, tensor_differences
 
 Ranks = Callable[..., list[Any]]
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -244,7 +244,7 @@ def test_what_one_process_holds_differently_is_known_to_all(ranks: Ranks) -> Non
         found["optimizer.count"][0] = 3.0  # in both
         if world.rank == 1:
             found["model.parts"][2, 1] = float("nan")
-        return differences(found, state, world)
+        return tensor_differences(found, state, world)
 
     for result in ranks(2, compared):
         assert list(result) == ["model.parts", "optimizer.count"]
@@ -256,10 +256,11 @@ def test_what_one_process_holds_differently_is_known_to_all(ranks: Ranks) -> Non
 def test_the_rows_of_a_step_fall_to_the_processes_that_had_them_and_others_fill_up_with_padding() -> None:
     stream = SimpleNamespace(micro_batches=lambda step, rows, rank, of: [_batch(10 * rank + k) for k in range(2)])
     worlds = [_world(rank) for rank in range(2)]
-    whole = global_batches(SimpleNamespace(world=worlds[0], plan=SimpleNamespace(micro_rows=1)), stream, 0)  # type: ignore[arg-type]
-    shares = [share_of(world, whole) for world in worlds]
+    engine: Any = SimpleNamespace(world=worlds[0], plan=SimpleNamespace(micro_rows=1))
+    whole = global_batches(engine, stream, 0)
+    shares = [local_share(world, whole) for world in worlds]
     assert [[int(batch.positions[0]) for batch in share] for share in shares] == [[0, 1], [10, 11]]
-    shares = [share_of(world, whole[:3]) for world in worlds]
+    shares = [local_share(world, whole[:3]) for world in worlds]
     assert [[int(batch.positions[0]) for batch in share] for share in shares] == [[0, 1], [10, -1]]
     padding = shares[1][1]
     assert padding.count == 0 and not padding.tokens.any() and padding.tokens.shape == (1, 4)

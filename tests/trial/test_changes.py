@@ -5,7 +5,7 @@ import pytest
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
 from bessemer.spec.mixture import quantise
-from bessemer.trial.attribute import what_changed
+from bessemer.trial.attribute import list_changes
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def quiet(stage):
 
 def test_a_quiet_run_has_no_changes(quiet):
     job, scene, _ = quiet
-    assert what_changed(job, scene) == []
+    assert list_changes(job, scene) == []
 
 
 def test_rates_batches_skips_phases_and_epochs(quiet):
@@ -27,7 +27,7 @@ def test_rates_batches_skips_phases_and_epochs(quiet):
     stream = BatchStream({"a": rows, "b": rows}, StreamOrder(phases, sizes, 0), 32, steps)
     job.data.stream = stream
     scene.history[20]["lr"] *= 10
-    found = what_changed(job, scene)
+    found = list_changes(job, scene)
     assert "step 25: data phase 2 begins (a 50.0%, b 50.0%)" in found
     assert "step 26: batch size 8 -> 16 sequences" in found
     assert "step 28: the data goes on at position 300 (a skip)" in found
@@ -39,7 +39,7 @@ def test_a_new_epoch_is_told(quiet):
     job, scene, _ = quiet
     count = job.data.stream.sources["a"].count
     job.data.stream = job.data.stream.replace(StepPositions([BatchPhase(0, 8)]).skip(30, count - 20))
-    assert "step 32: epoch 2 of source a begins" in what_changed(job, scene)
+    assert "step 32: epoch 2 of source a begins" in list_changes(job, scene)
 
 
 def test_events_of_the_window_are_told_and_older_ones_are_not(quiet):
@@ -54,10 +54,10 @@ def test_events_of_the_window_are_told_and_older_ones_are_not(quiet):
          "machine": {"name": "new", "matmul": {"fp32": 2.0}}},
         {"kind": "veto", "step": 33},
     ]  # fmt: skip
-    found = what_changed(job, scene, events, steps=20)
+    found = list_changes(job, scene, events, steps=20)
     assert found == [
         "step 20: the spec changed: optimizer.lr 0.001 -> 0.01",
         "step 20: lock taken: process 7 on node3 died without its last word",
         "step 20: started on cpu from step-20; torch 1 -> 2; name old -> new",
     ]
-    assert what_changed(job, scene, events[:2], steps=10) == []
+    assert list_changes(job, scene, events[:2], steps=10) == []

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.trial.attribute import parts_of
-from bessemer.trial.examine import deviation, examine_parts, examine_step, guess_losses
+from bessemer.trial.attribute import document_parts
+from bessemer.trial.examine import compare_document, examine_parts, examine_step, unigram_losses
 from bessemer.trial.measure import global_batches, token_losses
 
 from .conftest import SCENE_AT, VOCAB, chain_text
@@ -30,20 +30,20 @@ def test_a_guess_counts_the_tokens_of_the_source_and_of_the_document_so_far():
     frequency = np.array([0.5, 0.25, 0.25])
     tokens = np.array([0, 1, 0, 0])
     wanted = [256 * 0.5 / 256, 256 * 0.25 / 257, (256 * 0.5 + 1) / 258, (256 * 0.5 + 2) / 259]
-    assert guess_losses(tokens, frequency) == pytest.approx(-np.log(wanted))
-    assert guess_losses(np.ones(4000, np.int64), frequency).mean() < 0.2, "one token over and over is soon known"
+    assert unigram_losses(tokens, frequency) == pytest.approx(-np.log(wanted))
+    assert unigram_losses(np.ones(4000, np.int64), frequency).mean() < 0.2, "one token over and over is soon known"
 
 
 def test_a_document_is_far_only_if_its_loss_is_and_the_model_does_worse_than_a_guess():
     rng = np.random.default_rng(0)
     usual = others(rng)
-    assert not deviation(read(rng, 2.6), usual, 50).far
-    worse = deviation(read(rng, 3.4), usual, 50)
-    assert worse.away > 4 and worse.loss > worse.guess + 0.5 and worse.far
+    assert not compare_document(read(rng, 2.6), usual, 50).is_far
+    worse = compare_document(read(rng, 3.4), usual, 50)
+    assert worse.deviation > 4 and worse.loss > worse.guess + 0.5 and worse.is_far
     rare = rng.integers(30, 50, 200), read(rng, 3.2)[1]  # tokens that are seldom seen: a guess has more than 3.2
-    found = deviation(rare, usual, 50)
-    assert found.away > 4 and found.loss < found.guess and not found.far
-    assert deviation((rare[0], rare[1] + 2), usual, 50).far
+    found = compare_document(rare, usual, 50)
+    assert found.deviation > 4 and found.loss < found.guess and not found.is_far
+    assert compare_document((rare[0], rare[1] + 2), usual, 50).is_far
 
 
 def test_a_page_with_an_odd_passage_is_not_far():
@@ -51,16 +51,16 @@ def test_a_page_with_an_odd_passage_is_not_far():
     rng = np.random.default_rng(2)
     usual = [read(rng, loss, tokens=1024) for loss in rng.normal(2.0, 0.2, 48)]
     tokens, losses = read(rng, 5.0, tokens=1024)
-    assert deviation((tokens, losses), usual, 50).far
+    assert compare_document((tokens, losses), usual, 50).is_far
     losses[:200] = read(rng, 1.5)[1]
-    mostly = deviation((tokens, losses), usual, 50)
-    assert mostly.away > 4 and mostly.guess - mostly.loss < -1 and mostly.worse < 0.9 and not mostly.far
+    mostly = compare_document((tokens, losses), usual, 50)
+    assert mostly.deviation > 4 and mostly.guess - mostly.loss < -1 and mostly.worse < 0.9 and not mostly.is_far
 
 
 def test_too_little_to_compare_convicts_nobody():
     rng = np.random.default_rng(1)
-    assert deviation(read(rng, 9.0, tokens=40), others(rng), 50) is None
-    assert deviation(read(rng, 9.0), others(rng, 11), 50) is None
+    assert compare_document(read(rng, 9.0, tokens=40), others(rng), 50) is None
+    assert compare_document(read(rng, 9.0), others(rng, 11), 50) is None
 
 
 def long_documents(rows, make):
@@ -98,7 +98,7 @@ def parts_at(job, rows):
     found = {}
     for step in range(SCENE_AT):
         batches = global_batches(job.engine, job.data.stream, step)
-        for part in parts_of(job.data.stream, batches, token_losses(job.engine, batches)):
+        for part in document_parts(job.data.stream, batches, token_losses(job.engine, batches)):
             if part.origin.row in rows:
                 found.setdefault(part.origin.row, part)
     return list(found.values())
@@ -116,7 +116,7 @@ def test_noise_is_far_from_its_source_and_odd_rows_of_an_honest_page_are_not(sta
     job, _, _ = stage(0, long_documents(rows, make))
     parts = parts_at(job, rows)
     found = examine_parts(job.engine, job.data.stream, parts, SCENE_AT)
-    assert len(parts) >= 3 and [away.far for away in found] == [far] * len(parts), found
+    assert len(parts) >= 3 and [deviation.is_far for deviation in found] == [far] * len(parts), found
 
 
 def test_a_suspect_step_names_its_noise_by_forward_passes_that_leave_no_trace(stage):

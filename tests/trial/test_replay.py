@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
-from bessemer.trial.replay import beyond_spread, differences, first_unlike, replay_to
+from bessemer.trial.replay import excess_over_spread, first_divergent_step, replay_to, tensor_differences
 
 
 def weights(job):
@@ -21,9 +21,9 @@ def test_a_replay_ends_at_the_run_s_weights_with_its_vetoes_and_rates(stage):
     assert scene.history[50]["veto"]
     judged = weights(job)
     earlier[0].load()
-    assert differences(judged, job.state())
+    assert tensor_differences(judged, job.state())
     path = replay_to(job, scene.step, scene.history, earlier[0].step)
-    assert not differences(judged, job.state())
+    assert not tensor_differences(judged, job.state())
     assert [step.step for step in path] == list(range(30, scene.step))
     for step in path:
         record = scene.history[step.step]
@@ -38,11 +38,11 @@ def test_other_rates_and_vetoes_change_what_they_say(stage):
     earlier[1].load()
     start = weights(job)
     path = replay_to(job, 50, scene.history, 45, lr=lambda record: 0.0)
-    assert set(differences(start, job.state())) <= {n for n in start if n.startswith("optimizer.")}
+    assert set(tensor_differences(start, job.state())) <= {n for n in start if n.startswith("optimizer.")}
     assert {step.lr for step in path} == {0.0}
     earlier[1].load()
     path = replay_to(job, 50, scene.history, 45, veto=lambda step, loss, norm: True)
-    assert all(step.vetoed for step in path) and not differences(start, job.state())
+    assert all(step.vetoed for step in path) and not tensor_differences(start, job.state())
     assert all(parameter.grad is None for parameter in job.engine.model.parameters())
 
 
@@ -56,13 +56,13 @@ def test_a_missing_record_is_named(stage):
 def test_differences_count_elements_and_see_what_is_not_a_number():
     a = {"model.w": torch.tensor([1.0, 2.0, math.nan, 4.0]), "optimizer.w.step": torch.tensor(3.0)}
     b = {"model.w": torch.tensor([1.0, 2.5, math.nan, 4.0]), "optimizer.w.step": torch.tensor(3.0)}
-    found = differences(a, b)
+    found = tensor_differences(a, b)
     assert list(found) == ["model.w"]
     assert (found["model.w"].elements, found["model.w"].of, found["model.w"].largest) == (1, 4, 0.5)
     b["model.w"][2] = 0.0
-    assert differences(a, b)["model.w"].largest == math.inf
+    assert tensor_differences(a, b)["model.w"].largest == math.inf
     b["optimizer.w.step"] += 1
-    assert list(differences(a, b)) == ["model.w", "optimizer.w.step"]
+    assert list(tensor_differences(a, b)) == ["model.w", "optimizer.w.step"]
 
 
 def test_a_difference_is_measured_by_that_of_two_replays():
@@ -70,9 +70,9 @@ def test_a_difference_is_measured_by_that_of_two_replays():
     noise = {name: torch.full((100,), 1e-6) for name in zero}
     found = {"model.a": torch.full((100,), 2e-6), "model.b": torch.zeros(100)}
     found["model.b"][5] = 1e-3
-    ratios = beyond_spread(differences(found, zero), differences(noise, zero))
+    ratios = excess_over_spread(tensor_differences(found, zero), tensor_differences(noise, zero))
     assert ratios["model.a"] == pytest.approx(2, rel=1e-3) and ratios["model.b"] == pytest.approx(1000, rel=1e-3)
-    assert set(beyond_spread(differences(found, zero), {}).values()) == {math.inf}
+    assert set(excess_over_spread(tensor_differences(found, zero), {}).values()) == {math.inf}
 
 
 def test_the_first_step_that_does_not_come_back(stage):
@@ -82,7 +82,7 @@ def test_the_first_step_that_does_not_come_back(stage):
 
     def first(change):
         records = [{**record, **change.get(record["step"], {})} for record in scene.history]
-        return first_unlike(records, path, path)
+        return first_divergent_step(records, path, path)
 
     assert first({}) is None
     assert first({47: {"loss": 9.0}, 49: {"loss": 9.0}}) == 46  # damaged before the pass: by the update before

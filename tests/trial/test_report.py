@@ -163,7 +163,7 @@ def test_the_line_for_the_channel() -> None:
         "skipped up to position 6,400; 1 documents convicted; the loss rejoined its trend at step 61, after 16 "
         "steps (loss 2.36, trend 2.35); verdict: data (0.97): data/web-17.jsonl rows 7-9, 12 (4.0% "
         "of the loss), one 3-token pattern repeated 42 times; without these rows the batch is normal; "
-        "on earlier weights the same batch is no better"
+        "at earlier weights the same batch is no better"
     )
     assert len(one_line(case(symptom="x" * 5000))) <= 700
 

@@ -165,7 +165,7 @@ def _watching(model: nn.Module) -> Iterator[_Tracer]:
 def trace_nonfinite(
     model: nn.Module, run_forward_backward: Callable[[], Tensor], in_fp32: Callable[[], Tensor] | None = None
 ) -> NonfiniteTrace:
-    """`run_forward_backward` computes the loss, calls its backward and returns it; `in_fp32` does the same in fp32.
+    """`run_forward_backward` computes the loss, calls its backward and returns it; `try_fp32` does the same in fp32.
 
     Clears the gradients; the weights are not changed.
     """

@@ -1,9 +1,8 @@
-"""One pass over given micro-batches at the weights as they are, and how far its numbers are from normal.
+"""Measures a pass over micro-batches at the present weights: its loss and gradient norm, how far they are from normal,
+and the outputs and gradients of each layer.
 
 Nothing here updates a weight. Experiments that load or train other weights do so inside `preserve_state`, which
 restores everything bit for bit.
-
-Where in the model the trouble starts: outputs of the modules and gradients of the parameters, bad against normal.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from bessemer.trial.case import QUIET, LayerEvidence, NormalRange, StepScene
 
 
 class RankPassError(RuntimeError):
-    """A pass that failed in one of several processes: the others wait in it, so this one has to end, and whoever
-    started them starts all of them again. What fails outside of a pass fails everywhere, and can be gone on from."""
+    """A pass failed on one of several ranks. The others wait in it, so this one must end and the launcher restart all of
+    them. Errors outside of a pass happen on every rank, and the run can continue."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,16 @@ def global_batches(engine: Engine, stream: BatchStream | IterableStream, step: i
     return [b for rank in range(degree) for b in stream.micro_batches(step, engine.plan.micro_rows, rank, degree)]
 
 
-def share_of(world: World, batches: Sequence[Batch]) -> list[Batch]:
-    """Of the micro-batches of a whole step those that this process works out, as many on each: what is missing at the
-    end is padding. Those of `global_batches` fall to the processes that had them."""
+def local_share(world: World, batches: Sequence[Batch]) -> list[Batch]:
+    """This rank's share of the micro-batches of a step, padded to the same number on each rank. Those of
+    `global_batches` go to the ranks that trained on them."""
     share = -(-len(batches) // world.layout.dp)
-    mine = list(batches[world.dp_rank * share :][:share])
-    return mine + [_padding(batches[0])] * (share - len(mine))
+    local_batches = list(batches[world.dp_rank * share :][:share])
+    return local_batches + [_padding(batches[0])] * (share - len(local_batches))
 
 
 def _padding(like: Batch) -> Batch:
-    """One row of which nothing counts, as the stream has them."""
+    """One row without weight, as the stream pads."""
     row = {name: np.zeros_like(array[:1]) for name, array in vars(like).items()}
     return Batch(**row | {name: row[name] - 1 for name in ("positions", "sources", "sequences")})
 
@@ -73,8 +72,8 @@ def run_pass(
     """The forward and backward pass of training over the micro-batches of all ranks, of which each rank computes its
     share. Gradients add up in the parameters. `count` is what the loss is divided by: by default the tokens of the
     batches."""
-    with _failing_together(engine.world):
-        result, norm = _pass(engine, share_of(engine.world, batches), count, precision)
+    with _fail_all_ranks(engine.world):
+        result, norm = _pass(engine, local_share(engine.world, batches), count, precision)
     return Measurement(*_to_host(result, norm), gather_rows(engine, result.token_losses)[: len(batches)])
 
 
@@ -82,7 +81,7 @@ def run_step(engine: Engine, stream: BatchStream | IterableStream, step: int) ->
     """The same for a step of the stream, of which each rank reads its own rows; without token losses."""
     world = engine.world
     local_batches = stream.micro_batches(step, engine.plan.micro_rows, world.dp_rank, world.layout.dp)
-    with _failing_together(world):
+    with _fail_all_ranks(world):
         result, norm = _pass(engine, local_batches, stream.step_count(step))
     return Measurement(*_to_host(result, norm), [])
 
@@ -111,8 +110,8 @@ def token_losses(engine: Engine, batches: Sequence[Batch]) -> list[npt.NDArray[n
     training = model.training
     model.eval()
     try:
-        with _failing_together(engine.world), torch.no_grad(), use_tf32(precision):
-            for batch in share_of(engine.world, batches):
+        with _fail_all_ranks(engine.world), torch.no_grad(), use_tf32(precision):
+            for batch in local_share(engine.world, batches):
                 inputs = engine.objective.feed(batch, engine.device)
                 with compute_in(precision, engine.device):
                     losses.append(engine.objective.loss(model, inputs, 1.0).nll_BT)
@@ -136,7 +135,7 @@ def gather_rows(engine: Engine, losses: Sequence[Tensor]) -> list[npt.NDArray[np
 
 
 @contextmanager
-def _failing_together(world: World) -> Iterator[None]:
+def _fail_all_ranks(world: World) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -160,11 +159,10 @@ def measure(
 
 @dataclass(frozen=True)
 class Yardstick:
-    """How far loss and gradient norm are beyond normal: 1 is where the guard calls a value an outlier.
+    """Measures how far loss and gradient norm are beyond normal; 1 is the guard's limit for an outlier.
 
-    A circumstance explains the step when it brings it below `limit`: under the guard's own line, and at least half of
-    the way back where the step itself was hardly beyond it (slow divergence). Where the loss is strangely low, low is
-    what counts.
+    A change explains the step if it brings the excess below `limit`: the guard's limit, or half of the step's own
+    excess where that is smaller (slow divergence). With `low`, a loss below normal counts instead.
     """
 
     normal: NormalRange
@@ -175,8 +173,8 @@ class Yardstick:
     def of(cls, scene: StepScene) -> Yardstick:
         high = cls(scene.normal, 1.0)
         low = replace(high, low=True)
-        sunk = high.excess(scene.loss, scene.grad_norm) < 0.5 and low.excess(scene.loss, scene.grad_norm) > 1
-        chosen = low if sunk else high
+        is_low = high.excess(scene.loss, scene.grad_norm) < 0.5 and low.excess(scene.loss, scene.grad_norm) > 1
+        chosen = low if is_low else high
         observed = chosen.excess(scene.loss, scene.grad_norm)
         return replace(chosen, limit=min(1.0, observed / 2) if observed > QUIET else 1.0)
 
@@ -188,15 +186,15 @@ class Yardstick:
         grad_z = math.log(max(grad_norm, 1e-30) / max(normal.grad_norm, 1e-30)) / normal.grad_scale
         return max(0.0, loss_z / normal.loss_sigma, grad_z / normal.grad_sigma)
 
-    def of_measured(self, measured: Measurement) -> float:
+    def excess_of(self, measured: Measurement) -> float:
         return self.excess(measured.loss, measured.grad_norm)
 
     def centred_on(self, measured: Measurement) -> Yardstick:
-        """The same scales around other values: what is normal for other weights."""
+        """The same scales around other values, for other weights."""
         return replace(self, normal=replace(self.normal, loss=measured.loss, grad_norm=measured.grad_norm))
 
 
-def mean_of(results: Sequence[Measurement]) -> Measurement:
+def mean_measurement(results: Sequence[Measurement]) -> Measurement:
     """The mean loss, and the geometric mean of the gradient norms."""
     norms = [math.log(max(result.grad_norm, 1e-30)) for result in results]
     loss = sum(result.loss for result in results) / len(results)
@@ -248,16 +246,15 @@ MOST = 5
 
 @dataclass(frozen=True)
 class LayerSample:
-    """One pass seen from inside: (rms, largest, non-finite) of each module's output in the order they ran first, and
-    the gradient norm of each parameter."""
+    """(rms, largest, non-finite) of each module's output in execution order, and each parameter's gradient norm."""
 
     outputs: dict[str, tuple[float, float, float]]
     gradients: dict[str, float]
 
 
 @contextmanager
-def _watching(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Collects (sum of squares, finite, largest, non-finite) of each module's output, still on the device."""
+def _hook_outputs(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]:
+    """Collects (sum of squares, finite, largest, non-finite) of each module's output on the device."""
 
     def hook(name: str) -> Any:
         def note(_: nn.Module, __: Any, output: Any) -> None:
@@ -280,36 +277,36 @@ def _watching(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]
 
 
 def sample_layers(engine: Engine, batches: Sequence[Batch]) -> LayerSample:
-    """One pass over the batches with eyes open. Inner modules come before those that hold them."""
-    seen: dict[str, list[Tensor]] = {}
+    """Run one pass over the batches and collect layer statistics. Inner modules come before their parents."""
+    notes: dict[str, list[Tensor]] = {}
     engine.discard_gradients()
     try:
-        with _watching(engine.model, seen):
+        with _hook_outputs(engine.model, notes):
             run_pass(engine, batches)
         named = [(name, p.grad) for name, p in engine.model.named_parameters() if p.grad is not None]
         norms = {name: torch.linalg.vector_norm(local(gradient).float()).item() for name, gradient in named}
     finally:
         engine.discard_gradients()
     sums: dict[str, list[float]] = {}
-    # Of several processes each saw its own rows: a line for each of their micro-batches.
-    for lines in engine.world.gather({name: torch.stack(notes).tolist() for name, notes in seen.items()}):
-        for name, table in lines.items():
+    # Each rank ran its own rows: one line for each micro-batch of each rank.
+    for tables in engine.world.gather({name: torch.stack(lines).tolist() for name, lines in notes.items()}):
+        for name, table in tables.items():
             for squares, count, largest, bad in table:
-                known = sums.setdefault(name, [0.0, 0.0, 0.0, 0.0])
-                sums[name] = [known[0] + squares, known[1] + count, max(known[2], largest), known[3] + bad]
+                total = sums.setdefault(name, [0.0, 0.0, 0.0, 0.0])
+                sums[name] = [total[0] + squares, total[1] + count, max(total[2], largest), total[3] + bad]
     outputs = {name: (math.sqrt(s / max(1.0, count)), largest, bad) for name, (s, count, largest, bad) in sums.items()}
     squares_of = {name: norm**2 for name, norm in norms.items()}
-    return LayerSample(outputs, {name: math.sqrt(square) for name, square in sum_of_parts(engine, squares_of).items()})
+    return LayerSample(outputs, {name: math.sqrt(square) for name, square in sum_shards(engine, squares_of).items()})
 
 
-def sum_of_parts(engine: Engine, numbers: Mapping[str, float]) -> dict[str, float]:
-    """Sums over whole parameters of what each process has summed over its part; what several hold counts once."""
+def sum_shards(engine: Engine, numbers: Mapping[str, float]) -> dict[str, float]:
+    """Sum per-shard numbers over ranks to numbers of full parameters; replicated shards count once."""
     places = {name: place_of(parameter).first for name, parameter in engine.model.named_parameters()}
     parts: dict[str, dict[int, float]] = {}
-    for found in engine.world.gather({(name, places[name]): number for name, number in numbers.items()}):
-        for (name, first), number in found.items():
+    for of_rank in engine.world.gather({(name, places[name]): number for name, number in numbers.items()}):
+        for (name, first), number in of_rank.items():
             parts.setdefault(name, {})[first] = number
-    return {name: sum(known.values()) for name, known in parts.items()}
+    return {name: sum(shards.values()) for name, shards in parts.items()}
 
 
 def _ratio(value: float, normal: float) -> float:
@@ -319,8 +316,8 @@ def _ratio(value: float, normal: float) -> float:
 
 
 def compare_layers(bad: LayerSample, normal: LayerSample) -> list[LayerEvidence]:
-    """The first module with non-finite outputs, or the first that is notably off and the one that is most; then the
-    parameters whose gradients grew most."""
+    """The first module with non-finite outputs, or the first notable one and the worst; then the parameters whose
+    gradients grew most."""
     layers = []
     for name, (_, _, count) in bad.outputs.items():
         if count:
@@ -347,8 +344,8 @@ def compare_layers(bad: LayerSample, normal: LayerSample) -> list[LayerEvidence]
 
 
 def damaged_weights(engine: Engine) -> list[LayerEvidence]:
-    """Tensors that hold NaN or Inf, with how many."""
+    """Parameters with NaN or Inf, and how many elements."""
     named = [(name, local(parameter.detach())) for name, parameter in engine.model.named_parameters()]
     counts = torch.stack([(~weight.isfinite()).sum() for _, weight in named]).tolist()
-    found = sum_of_parts(engine, {name: float(count) for (name, _), count in zip(named, counts, strict=True)})
-    return [LayerEvidence(name, "non-finite weights", count, 0.0) for name, count in found.items() if count]
+    totals = sum_shards(engine, {name: float(count) for (name, _), count in zip(named, counts, strict=True)})
+    return [LayerEvidence(name, "non-finite weights", count, 0.0) for name, count in totals.items() if count]

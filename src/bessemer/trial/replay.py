@@ -1,4 +1,4 @@
-"""Past steps again, in memory: with what was recorded of them, or with one thing changed. Nothing is written."""
+"""Replays past steps in memory, as recorded or with one change, and compares the resulting weights. Writes nothing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step as it came out in the replay."""
+    """The numbers of a replayed step."""
 
     step: int
     lr: float
     loss: float
     grad_norm: float
-    vetoed: bool  # then or now
+    vetoed: bool  # in the run or in the replay
 
 
 def replay_to(
@@ -41,15 +41,15 @@ def replay_to(
     lr: Callable[[Record], float] | None = None,
     veto: Callable[[int, float, float], bool] | None = None,
 ) -> list[ReplayedStep]:
-    """Run steps `start` (where the job's weights are: `job.start_step`) to `target_step - 1` as they were recorded.
+    """Repeat steps `start` (by default `job.start_step`) to `target_step - 1` with their recorded vetoes and rates.
 
-    Recorded vetoes and learning rates are honoured. `lr` gives another rate for a record; `veto` is asked with step,
-    loss and gradient norm before every update. The weights end up in the job: bit for bit those of the run on a CPU
-    with as many threads, within the device's spread elsewhere.
+    `lr` replaces the rate of a record; `veto` decides from step, loss and gradient norm before every update. The job
+    ends with the replayed weights: bit for bit those of the run on a CPU with as many threads, and within the device's
+    spread elsewhere.
     """
     start = job.start_step if start is None else start
-    known = {int(record["step"]): record for record in records}
-    if missing := [step for step in range(start, target_step) if step not in known]:
+    by_step = {int(record["step"]): record for record in records}
+    if missing := [step for step in range(start, target_step) if step not in by_step]:
         raise UserError(
             f"step {missing[0]} is not in the run's metrics: steps {start} to {target_step - 1} cannot be replayed"
         )
@@ -57,7 +57,7 @@ def replay_to(
     path = []
     job.engine.discard_gradients()
     for step in range(start, target_step):
-        record = known[step]
+        record = by_step[step]
         rate = lr(record) if lr else float(record["lr"])
         measured = run_step(job.engine, job.data.stream, step)
         vetoed = bool(record.get("veto")) or (veto is not None and veto(step, measured.loss, measured.grad_norm))
@@ -72,21 +72,21 @@ def replay_to(
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor is from another of the same name."""
+    """How far a tensor is from another of the same name."""
 
-    elements: int  # that differ at all
-    of: int
+    elements: int  # that differ
+    of: int  # elements in all
     largest: float
     norm: float
     size: float  # root mean square of the reference
 
 
 @dataclass(frozen=True)
-class _Gap:
-    """The same for the part of a tensor that one process holds, in sums that parts can be added up by."""
+class _ShardDifference:
+    """The same for one rank's shard of a tensor, as sums."""
 
     elements: int
-    of: int  # of the whole tensor
+    of: int  # elements of the full tensor
     largest: float
     square: float
     reference: float  # sum of squares
@@ -94,25 +94,27 @@ class _Gap:
 
 
 @torch.no_grad()
-def differences(
+def tensor_differences(
     found: Mapping[str, Tensor], reference: Mapping[str, Tensor], world: World | None = None
 ) -> dict[str, Difference]:
-    """The tensors that differ, weights before moments, the one with the largest change for its size first. Of several
-    processes each compares what it holds (`found` may be just that), and all know the result."""
+    """The tensors that differ, weights before moments, largest relative change first. Each rank compares its shards
+    (`found` may hold only those), and all ranks get the result."""
     gaps = {}
-    for name, whole in reference.items():
+    for name, expected_tensor in reference.items():
         if not name.startswith(("model.", "optimizer.")):
             continue
-        expected = local(whole)
+        expected = local(expected_tensor)
         a, b = local(found[name]).to(expected.device).float(), expected.float()
         same = (a == b) | (a.isnan() & b.isnan())
         if bool(same.all()):
             continue
         gap = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
         squares = float(b.nan_to_num(0.0, 0.0, 0.0).square().sum())
-        part = _Gap(int((~same).sum()), whole.numel(), float(gap.max()), float(gap.norm()) ** 2, squares, b.numel())
-        gaps[name, place_of(whole).first] = part
-    result = _together((world or World()).gather(gaps))
+        part = _ShardDifference(
+            int((~same).sum()), expected_tensor.numel(), float(gap.max()), float(gap.norm()) ** 2, squares, b.numel()
+        )
+        gaps[name, place_of(expected_tensor).first] = part
+    result = _merge_shards((world or World()).gather(gaps))
 
     def rank(name: str) -> tuple[bool, float, str]:
         return not name.startswith("model."), -result[name].largest / max(result[name].size, 1e-12), name
@@ -120,25 +122,25 @@ def differences(
     return {name: result[name] for name in sorted(result, key=rank)}
 
 
-def _together(everyone: Sequence[Mapping[tuple[str, int], _Gap]]) -> dict[str, Difference]:
-    """What several processes hold in common counts once: by the replica of it that is furthest off."""
-    parts: dict[str, dict[int, _Gap]] = {}
+def _merge_shards(everyone: Sequence[Mapping[tuple[str, int], _ShardDifference]]) -> dict[str, Difference]:
+    """Replicas of a shard count once: the one that is furthest off."""
+    parts: dict[str, dict[int, _ShardDifference]] = {}
     for gaps in everyone:
         for (name, first), gap in gaps.items():
-            known = parts.setdefault(name, {})
-            known[first] = max(known.get(first, gap), gap, key=lambda one: one.largest)
+            shards = parts.setdefault(name, {})
+            shards[first] = max(shards.get(first, gap), gap, key=lambda shard: shard.largest)
     result = {}
-    for name, known in parts.items():
-        gaps_here = known.values()
-        size = math.sqrt(sum(gap.reference for gap in gaps_here) / sum(gap.count for gap in gaps_here))
-        norm = math.sqrt(sum(gap.square for gap in gaps_here))
-        elements, largest = sum(gap.elements for gap in gaps_here), max(gap.largest for gap in gaps_here)
-        result[name] = Difference(elements, next(iter(gaps_here)).of, largest, norm, size)
+    for name, shards in parts.items():
+        differing = shards.values()
+        size = math.sqrt(sum(gap.reference for gap in differing) / sum(gap.count for gap in differing))
+        norm = math.sqrt(sum(gap.square for gap in differing))
+        elements, largest = sum(gap.elements for gap in differing), max(gap.largest for gap in differing)
+        result[name] = Difference(elements, next(iter(differing)).of, largest, norm, size)
     return result
 
 
-def beyond_spread(found: Mapping[str, Difference], spread: Mapping[str, Difference]) -> dict[str, float]:
-    """How many times a tensor's difference exceeds that between two replays, for those that differ."""
+def excess_over_spread(found: Mapping[str, Difference], spread: Mapping[str, Difference]) -> dict[str, float]:
+    """The difference of each differing tensor, in units of the difference between two replays."""
     ratios = {}
     for name, gap in found.items():
         usual = spread.get(name)
@@ -146,12 +148,14 @@ def beyond_spread(found: Mapping[str, Difference], spread: Mapping[str, Differen
     return ratios
 
 
-def first_unlike(records: Sequence[Record], path: Sequence[ReplayedStep], again: Sequence[ReplayedStep]) -> int | None:
-    """The step whose update (or the moment before whose pass) brought the difference in: from the first recorded loss
-    or gradient norm that two replays agree on with each other but not with the record."""
-    known = {int(record["step"]): record for record in records}
-    for first, second in zip(path, again, strict=True):
-        record = known[first.step]
+def first_divergent_step(
+    records: Sequence[Record], path: Sequence[ReplayedStep], second_path: Sequence[ReplayedStep]
+) -> int | None:
+    """The step whose update introduced the difference: found by the first recorded loss or gradient norm on which two
+    replays agree with each other but not with the record."""
+    by_step = {int(record["step"]): record for record in records}
+    for first, second in zip(path, second_path, strict=True):
+        record = by_step[first.step]
         for key, floor in (("loss", 1e-4), ("grad_norm", 1e-3)):
             value, a, b = number(record.get(key)), getattr(first, key), getattr(second, key)
             if value is None or value == a or (math.isnan(value) and math.isnan(a)):

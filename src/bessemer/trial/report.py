@@ -1,8 +1,6 @@
-"""A case in sentences: the two that open its report, the line for the team's channel, and what to do about it.
+"""The anomaly report: a pure function of the `IncidentCase`, as Markdown, HTML and JSON; and its one-line summary.
 
-The anomaly report: a pure function of the `Case`, as Markdown, HTML and JSON.
-
-Written for somebody who was woken by it: what happened and what was done come first, the evidence after.
+What happened and what was done come first, the evidence after.
 """
 
 from __future__ import annotations
@@ -59,19 +57,19 @@ ADVICE = {
 
 
 def summary(case: IncidentCase) -> str:
-    """Two sentences: what happened, and why and what became of it."""
-    what = ", ".join([f"At step {case.step:,} of run {case.run}: {case.symptom.rstrip('.')}", *deviations(case)])
+    """Two sentences: what happened; why, and what was done."""
+    event = ", ".join([f"At step {case.step:,} of run {case.run}: {case.symptom.rstrip('.')}", *deviations(case)])
     if case.trial is None:
         why = f"It was not put on trial ({no_trial(case)})"
     else:
         why = f"The trial says {case.trial.verdict} (confidence {shown(case.trial.confidence, '.2f')})"
         why += f": {_documents(found)}" if (found := convicted(case)) else ""
     done = _done([action for action in case.actions if action.kind != "skip"])
-    return f"{what}. {'; '.join([why, *done, recovery(case, numbers=False)])}."
+    return f"{event}. {'; '.join([why, *done, recovery(case, numbers=False)])}."
 
 
 def deviations(case: IncidentCase) -> list[str]:
-    """Loss and gradient norm of the step beside what is normal."""
+    """Loss and gradient norm of the step next to the normal values."""
     seen, normal, clauses = case.observed, case.normal, []
     for name, key, z, usual in (
         ("loss", "loss", "loss_z", normal.loss),
@@ -92,26 +90,26 @@ def one_line(case: IncidentCase) -> str:
         found = convicted(case)
         why = _documents(found) if found else case.trial.reason
         parts.append(f"verdict: {case.trial.verdict} ({shown(case.trial.confidence, '.2f')}): {why}")
-        for one in case.trial.experiments:
-            if one.name == "without the accused" and one.normal:
+        for experiment in case.trial.experiments:
+            if experiment.name == "without the accused" and experiment.normal:
                 parts.append("without these rows the batch is normal")
-            elif one.name == "earlier weights":
-                parts.append(f"on earlier weights the same batch is {'normal' if one.normal else 'no better'}")
+            elif experiment.name == "earlier weights":
+                parts.append(f"at earlier weights the same batch is {'normal' if experiment.normal else 'no better'}")
     line = visible(" ".join("; ".join(dict.fromkeys(parts)).split()))
     return line if len(line) <= _LINE_CHARS else line[: _LINE_CHARS - 1] + "…"
 
 
 def advice(case: IncidentCase) -> list[str]:
-    """What prevents it the next time: what the case itself says, and what follows from the verdict."""
+    """How to prevent it: the case's own advice, and that of the verdict."""
     return [*case.prevention, ADVICE[case.trial.verdict if case.trial else "undetermined"]]
 
 
 def convicted(case: IncidentCase) -> list[AccusedDocument]:
-    return [found for found in case.trial.accused if found.convicted] if case.trial else []
+    return [document for document in case.trial.accused if document.convicted] if case.trial else []
 
 
 def no_trial(case: IncidentCase) -> str:
-    """Why there was none: the reasons of actions of the kind `no trial`, each once."""
+    """Why there was no trial: the reasons of the actions of kind `no trial`."""
     reasons = [action.reason for action in case.actions if action.kind == "no trial"]
     return "; ".join(dict.fromkeys(reasons)) or "no reason was recorded"
 
@@ -120,8 +118,8 @@ def recovery(case: IncidentCase, numbers: bool = True) -> str:
     found = case.recovery
     if found is None:
         return "whether the loss rejoins its trend is not known yet"
-    told = numbers and found.loss is not None
-    against = f" (loss {shown(found.loss)}, trend {shown(found.trend)})" if told else ""
+    known = numbers and found.loss is not None
+    against = f" (loss {shown(found.loss)}, trend {shown(found.trend)})" if known else ""
     if found.rejoined_at is None:
         return f"the loss has not rejoined its trend{against}"
     after = "" if found.steps is None else f", after {found.steps:,} steps"
@@ -131,32 +129,32 @@ def recovery(case: IncidentCase, numbers: bool = True) -> str:
 def _documents(documents: Sequence[AccusedDocument]) -> str:
     """`web-0017.jsonl rows 45,000-45,127 (91.0% of the loss), one 3-token pattern repeated 4,812 times`."""
     by_file: dict[str, list[AccusedDocument]] = {}
-    for found in documents:
-        by_file.setdefault(found.file, []).append(found)
-    told = []
+    for document in documents:
+        by_file.setdefault(document.file, []).append(document)
+    clauses = []
     for file, group in list(by_file.items())[:_MOST_FILES]:
-        name = "/".join(file.split("/")[-2:])  # the tables have the whole path
-        text = f"{name} row{'s' * (len(group) > 1)} {_ranges([found.row for found in group])}"
-        if shares := [found.loss_share for found in group if found.loss_share is not None]:
+        name = "/".join(file.split("/")[-2:])  # the tables have the full path
+        text = f"{name} row{'s' * (len(group) > 1)} {_ranges([document.row for document in group])}"
+        if shares := [document.loss_share for document in group if document.loss_share is not None]:
             text += f" ({share(sum(shares))} of the loss)"
         # The trial writes a repetition before the text of an excerpt.
         pattern = re.match(r"\[(one \d+-token pattern repeated \d+ times)\]", group[0].excerpt)
-        told.append(f"{text}, {pattern[1]}" if pattern else text)
+        clauses.append(f"{text}, {pattern[1]}" if pattern else text)
     more = len(by_file) - _MOST_FILES
-    return "; ".join([*told, f"and {more} more files"] if more > 0 else told)
+    return "; ".join([*clauses, f"and {more} more files"] if more > 0 else clauses)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """`5,000-5,003, 5,007`."""
     places = enumerate(sorted(set(numbers)))
     runs = [[value for _, value in run] for _, run in groupby(places, lambda place: place[1] - place[0])]
-    told = [f"{run[0]:,}-{run[-1]:,}" if len(run) > 1 else f"{run[0]:,}" for run in runs[:_MOST_RANGES]]
+    ranges = [f"{run[0]:,}-{run[-1]:,}" if len(run) > 1 else f"{run[0]:,}" for run in runs[:_MOST_RANGES]]
     more = len(runs) - _MOST_RANGES
-    return ", ".join([*told, f"{more} more"] if more > 0 else told)
+    return ", ".join([*ranges, f"{more} more"] if more > 0 else ranges)
 
 
 def _done(actions: Sequence[Action]) -> list[str]:
-    """The actions as short clauses. Of the details, `to_step` of a rollback and `position` of a skip are read."""
+    """The actions as short clauses."""
     clauses = []
     if vetoed := [action.step for action in actions if action.kind == "veto"]:
         clauses.append(f"step{'s' * (len(set(vetoed)) > 1)} {_ranges(vetoed)} vetoed, weights untouched")
@@ -173,15 +171,12 @@ def _done(actions: Sequence[Action]) -> list[str]:
     return list(dict.fromkeys(clauses))
 
 
-__all__ = ["exclusions_of", "one_line", "report_sections", "write_report"]
-
-_MOST_DOCUMENTS = 30  # in a table: a whole shard may be accused, and the JSON lists it
+_MOST_DOCUMENTS = 30  # in a table; the JSON lists all
 _MOST_EXCERPTS = 8
 
 
 def write_report(folder: Path, case: IncidentCase) -> dict[str, Path]:
-    """Writes reports/anomaly-STEP.md, .html and .json in the run's folder, or writes them again when the case went on.
-    Each is replaced as a whole."""
+    """Write or replace reports/anomaly-STEP.md, .html and .json in the run's folder."""
     title = f"{case.run}: anomaly at step {case.step:,}"
     sections = report_sections(case, short_path(str(folder / FILE_NAME)))
     found = case.to_json() | {"summary": summary(case), "one_line": one_line(case), "advice": advice(case)}
@@ -198,7 +193,7 @@ def write_report(folder: Path, case: IncidentCase) -> dict[str, Path]:
 
 
 def exclusions_of(case: IncidentCase, from_step: int) -> list[Exclusion]:
-    """What the case adds to the run's exclusion list: its convicted documents."""
+    """The convicted documents as entries of the run's exclusion list."""
     verdict = f"{case.trial.verdict} ({case.trial.confidence:.2f})" if case.trial else "no trial"
     return [
         Exclusion(
@@ -210,7 +205,7 @@ def exclusions_of(case: IncidentCase, from_step: int) -> list[Exclusion]:
 
 
 def report_sections(case: IncidentCase, list_path: str = FILE_NAME) -> list[Section]:
-    """Everything that a report says, in its order. `list_path` is the run's exclusion list."""
+    """The sections of a report, in order. `list_path` is the run's exclusion list."""
     sections: list[Section] = [
         ("What happened", [Text(summary(case)), Text(f"When: {_when(case.time)}."), *_curves(case)]),
         ("How far from normal", [_magnitude(case)]),
@@ -238,7 +233,7 @@ def _when(time: float) -> str:
 
 
 def _bands(case: IncidentCase) -> list[tuple[float, float]]:
-    """The accepted ranges of the loss and of the gradient norm, whose scale is of its log."""
+    """The accepted ranges of the loss and of the gradient norm."""
     normal = case.normal
     width, factor = normal.loss_sigma * normal.loss_scale, normal.grad_sigma * normal.grad_scale
     spread = math.exp(factor) if abs(factor) < 700 else math.inf

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.trial import trial as court
+from bessemer.trial import trial as trial_module
 from bessemer.trial.case import EarlierState, StepScene, Trial
 from bessemer.trial.trial import run_trial
 
@@ -317,20 +317,20 @@ def test_weights_that_are_not_numbers_are_named(stage):
     assert trial.verdict == "hardware" and found == [("blocks.0.ffn.gate.weight", 5.0)]
 
 
-@pytest.mark.parametrize("fails", [["documents", "earlier_weights", "replays"], ["replays"]])
+@pytest.mark.parametrize("fails", [["try_documents", "try_earlier_weights", "replays"], ["replays"]])
 def test_an_experiment_that_raises_is_named_and_leaves_nothing_behind(stage, documents_at, monkeypatch, fails):
     staged = (random_tokens if len(fails) > 1 else flipped_bit)(stage, documents_at, 0)
 
-    def break_things(hearing):
+    def break_things(context):
         with torch.no_grad():
-            for parameter in hearing.job.engine.model.parameters():
+            for parameter in context.job.engine.model.parameters():
                 parameter.zero_()
                 parameter.grad = torch.ones_like(parameter)
         torch.rand(3)
         raise RuntimeError("out of memory")
 
     for name in fails:
-        monkeypatch.setattr(court, name, break_things)
+        monkeypatch.setattr(trial_module, name, break_things)
     before = bits(staged.job)
     trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
     assert sum("RuntimeError: out of memory" in line for line in trial.cut_short) == len(fails)
@@ -345,7 +345,7 @@ def test_an_interrupt_leaves_nothing_behind_either(stage, documents_at, monkeypa
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bessemer.trial.trial.differences", stop)
+    monkeypatch.setattr("bessemer.trial.trial.tensor_differences", stop)
     with pytest.raises(KeyboardInterrupt):
         run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
     assert same(before, bits(staged.job))
