@@ -273,9 +273,7 @@ def test_a_storage_that_cannot_be_asked(folder, shelf, save, monkeypatch):
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(folder.fs, "ls", refuse)
-    with pytest.raises(
-        UserError, match=r"Access Denied: there is no local checkpoint.*checkpoint\.remote"
-    ):
+    with pytest.raises(UserError, match=r"Access Denied: there is no local checkpoint.*checkpoint\.remote"):
         recover(shelf, folder, Events())
     save(1)
     events = Events()
