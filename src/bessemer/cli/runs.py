@@ -103,8 +103,8 @@ def replay(
     from bessemer.observe.page import markdown
     from bessemer.observe.progress import working
     from bessemer.session.replay import BY_HAND, try_step
+    from bessemer.trial.case import STEP_IS_NORMAL
     from bessemer.trial.report import deviations, report_sections
-    from bessemer.trial.verdict import STEP_IS_NORMAL
 
     with working("replaying the step"):
         case = try_step(run, step, budget, device)

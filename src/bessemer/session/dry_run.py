@@ -14,7 +14,7 @@ from bessemer.parallel.world import World, set_patience
 from bessemer.plan.decide import TrainPlan, decide_training
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
-from bessemer.plan.search.layout import ALONE, Layout, decide_layout
+from bessemer.plan.search.layout import ONE_PROCESS, Layout, decide_layout
 from bessemer.plan.search.replicas import note_replicas
 from bessemer.session.data import Data, held_out_rows, make_rows, open_data, sizes
 from bessemer.session.start import WeightSource, decide_shape, open_source
@@ -65,7 +65,7 @@ def resolve_run(
     machine: Machine,
     plan: Plan,
     previous: Plan | None = None,
-    layout: Layout = ALONE,
+    layout: Layout = ONE_PROCESS,
 ) -> ResolvedRun:
     """Rows and training plan; `previous` is the plan of the checkpoint to continue from."""
     rows, held_out = make_rows(spec, data, context), held_out_rows(data, context)

@@ -37,8 +37,7 @@ from bessemer.train.device import bench_count
 from bessemer.train.job import Job
 from bessemer.train.rank_report import HostLoadProbe, report_rank_memory
 from bessemer.train.saver import package_versions
-from bessemer.train.speed import rate_here
-from bessemer.train.step_probe import step_seconds
+from bessemer.train.speed import rate_here, step_seconds
 
 SPEC_FILE = "spec.yaml"
 WORTH_MEASURING_S = 10.0  # of all steps, by their matmuls: a shorter run ends before it matters

@@ -158,8 +158,8 @@ LR_JUMP = 3.0  # times the usual learning rate
 
 @dataclass
 class Evidence:
-    """Results of the experiments. Numbers are excesses as `Yardstick` measures them (1 is the guard's limit); None means
-    that an experiment did not run."""
+    """Results of the experiments. Numbers are excesses as `Yardstick` measures them (1 is the guard's limit); None
+    means that an experiment did not run."""
 
     observed: float
     limit: float = 1.0

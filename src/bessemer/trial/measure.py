@@ -33,8 +33,8 @@ from bessemer.trial.case import QUIET, LayerEvidence, NormalRange, StepScene
 
 
 class RankPassError(RuntimeError):
-    """A pass failed on one of several ranks. The others wait in it, so this one must end and the launcher restart all of
-    them. Errors outside of a pass happen on every rank, and the run can continue."""
+    """A pass failed on one of several ranks. The others wait in it, so this one must end and the launcher restart all
+    of them. Errors outside of a pass happen on every rank, and the run can continue."""
 
 
 @dataclass(frozen=True)

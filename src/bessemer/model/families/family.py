@@ -71,9 +71,20 @@ def fused(hf: str, native: tuple[str, ...], sizes: tuple[int, ...], dim: int = 0
 class Family(Protocol):
     """One architecture of Hugging Face."""
 
-    name: str  # config.json's model_type
-    architectures: tuple[str, ...]  # class names; exports write the first
-    ignored: tuple[str, ...]  # regular expressions of superfluous tensors in older files
+    @property
+    def name(self) -> str:
+        """config.json's model_type."""
+        ...
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Class names; exports write the first."""
+        ...
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions of superfluous tensors in older files."""
+        ...
 
     def shape(self, config: Config) -> ModelShape:
         """Raises UserError, naming the key, for a config that the native model does not support."""
