@@ -87,6 +87,15 @@ class Shard:
             checked.check(*slice(start, stop).indices(self.tokens)[:2])
         return self._tokens[start:stop]
 
+    def gather(self, starts: Ints, length: int) -> npt.NDArray[Any]:
+        """Row i holds the `length` tokens from `starts[i]` on."""
+        self.check_tokens(starts, length)
+        # Overlapping windows, one per token, without copying; taking rows of them copies runs of tokens instead of
+        # single ones (1.6 G against 0.4 G tokens/s with an index per token).
+        shape, strides = (self.tokens - length + 1, length), (self.dtype.itemsize, self.dtype.itemsize)
+        windows = np.lib.stride_tricks.as_strided(self._tokens, shape, strides, writeable=False)
+        return windows[starts]
+
     def tokens_at(self, positions: Ints) -> npt.NDArray[Any]:
         """Single tokens, without verification: call `check_tokens` first. A position outside gives any token."""
         return self._tokens.take(positions, mode="clip")

@@ -127,6 +127,11 @@ class TokenStore:
     def gather(self, starts: Ints, length: int) -> npt.NDArray[Any]:
         """Row i holds the `length` tokens from `starts[i]` on."""
         starts = np.asarray(starts, dtype=np.int64)
+        self._check_runs(starts, length)
+        if starts.size:
+            k, last = self._shard_of(np.array([starts.min(), starts.max() + length - 1])).tolist()
+            if k == last:
+                return self.shard(k).gather(starts - self._token_starts[k], length)
         out = np.empty((starts.size, length), self.dtype)
         lengths = np.full(starts.shape, length)
         self.copy_runs(starts, lengths, out.reshape(-1), np.arange(starts.size) * length)
