@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bessemer.model.families.folder import Folder, theirs, write_folder
+from bessemer.model.families.folder import Folder, hf_tensors, write_folder
 from bessemer.model.families.llama import LLAMA
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape, preset
@@ -69,7 +69,7 @@ def write_random(folder: Path, shape: ModelShape) -> None:
     """One tensor in memory at a time."""
     with torch.device("meta"):
         state = {name: tensor.to(torch.bfloat16) for name, tensor in Decoder(shape).state_dict().items()}
-    plan = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in theirs(state.__getitem__, shape, LLAMA)]
+    plan = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in hf_tensors(state.__getitem__, shape, LLAMA)]
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         generator = torch.Generator().manual_seed(0)

@@ -100,7 +100,7 @@ def _is_prose(line: str) -> bool:
 def curate(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     from bessemer.data.curate.corpus import Corpus
     from bessemer.data.curate.engine import Meter, make_engine
-    from bessemer.data.curate.passes import Split
+    from bessemer.data.curate.passes import ValidationSplit
     from bessemer.data.read import list_files
     from bessemer.spec.data import DataSpec
 
@@ -113,13 +113,13 @@ def curate(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
         start_s = time.perf_counter()
         engine = make_engine("local", arguments.workers)
         corpus = Corpus(data, files, folder / "cache", engine, Meter(lambda line: print(line, file=sys.stderr)))
-        corpus.curate(Split(0, 0.01))
+        corpus.curate(ValidationSplit(0, 0.01))
         engine.close()
         seconds = time.perf_counter() - start_s
     stages = {
         stage.step: [tally.documents_in, tally.documents_out]
         for stage in corpus.stages
-        for tally in stage.tallies.values()
+        for tally in stage.counts_by_source.values()
     }
     size = sum(state.reading.text_bytes for state in corpus.parts if state.reading)
     cache = sum(path.stat().st_size for path in (folder / "cache").rglob("*") if path.is_file())

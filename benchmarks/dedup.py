@@ -143,7 +143,7 @@ def our_step(name: str) -> Callable[[Path], dict[str, float]]:
         import numpy as np
 
         from bessemer.data.curate.step import is_global, make_step
-        from bessemer.data.document import Document
+        from bessemer.data.read.entry import Document
         from bessemer.spec.data import STEPS
 
         step = make_step(STEPS[f"dedup_{name}"](), 0)
@@ -259,7 +259,7 @@ def made_up_keys(count: int, folder: Path) -> list[Any]:
 
     from bessemer.data.curate.dedup.shuffle import note_places
     from bessemer.data.curate.step import Collected
-    from bessemer.data.document import Document
+    from bessemer.data.read.entry import Document
     from bessemer.data.stream.order import mix
 
     draw = np.random.default_rng(0)

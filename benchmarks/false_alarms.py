@@ -79,7 +79,7 @@ def trace(path: str) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from bessemer.guard.detect.watch import Detectors
+    from bessemer.guard.detectors import Detectors
     from bessemer.guard.judge import REASONS, Judge
     from bessemer.spec.guard import GuardSpec
 

@@ -94,7 +94,7 @@ Judge = Callable[[list[str]], int]  # how many of a batch's documents stay
 
 def ours(name: str) -> Judge:
     from bessemer.data.curate.step import Drop, make_step
-    from bessemer.data.document import Document
+    from bessemer.data.read.entry import Document
     from bessemer.spec.data import STEPS
 
     settings: dict[str, dict[str, Any]] = {"c4": {"line_end_punctuation": False}}

@@ -33,7 +33,7 @@ from bessemer.train.memory.snapshots import MemorySnapshots
 class NoSaves:
     """Takes the place of the disk."""
 
-    shelf: Any = None
+    store: Any = None
 
     def save(self, job: Job, step: int, validation_loss: float | None) -> str:
         return "none"

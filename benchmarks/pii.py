@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from bessemer.data.curate.filters.pii import find_pii
-from bessemer.spec.curate.dedup import ALL_KINDS, PiiKind
+from bessemer.spec.curate.dedup import PII_KINDS, PiiKind
 
 LARGEST_BYTES = 32_000_000
 
@@ -67,7 +67,7 @@ def report(name: str, texts: list[str], show: int) -> None:
     size_mb = sum(len(text.encode()) for text in texts) / 1e6
     digits = sum(map(str.isdigit, "".join(texts))) / sum(map(len, texts))
     print(f"{name}: {len(texts):,} texts, {size_mb:.1f} MB, {digits:.1%} digits")
-    for kinds in (ALL_KINDS, *((kind,) for kind in ALL_KINDS)):
+    for kinds in (PII_KINDS, *((kind,) for kind in PII_KINDS)):
         best_s = min(seconds(texts, kinds) for _ in range(3))
         found = sum(len(find_pii(text, kinds)) for text in texts)
         print(f"  {'all kinds' if len(kinds) > 1 else kinds[0]:12} {size_mb / best_s:8.1f} MB/s {found:8,} found")
@@ -84,9 +84,9 @@ def seconds(texts: list[str], kinds: tuple[PiiKind, ...]) -> float:
 
 def samples(texts: list[str], show: int) -> None:
     """Different values only: a maintainer's address in a thousand files is one find."""
-    seen: dict[str, dict[str, str]] = {kind: {} for kind in ALL_KINDS}
+    seen: dict[str, dict[str, str]] = {kind: {} for kind in PII_KINDS}
     for text in texts:
-        for hit in find_pii(text, ALL_KINDS):
+        for hit in find_pii(text, PII_KINDS):
             before, value, after = (
                 text[max(0, hit.start - 50) : hit.start],
                 text[hit.start : hit.end],

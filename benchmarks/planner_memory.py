@@ -24,7 +24,7 @@ MEAN, WORST = 0.04, 0.10  # bounds
 
 def estimated_gib(row: dict[str, Any]) -> float:
     """By the configuration alone: settings are keys of a spec, KEY=VALUE with spaces between."""
-    from bessemer.plan.cost_model.memory import Passes, estimate
+    from bessemer.plan.cost_model.memory import Passes, estimate_memory
     from bessemer.spec.model import model_shape
     from bessemer.spec.schema import RunSpec
 
@@ -49,7 +49,7 @@ def estimated_gib(row: dict[str, Any]) -> float:
     passes = Passes(
         context, rows, precision, how if how.isalpha() else float(how), said.get("compile") != "off", "cuda", several,
     )  # fmt: skip
-    return estimate(spec, model_shape(spec.model, int(row["vocab"])), passes).total / 2**30
+    return estimate_memory(spec, model_shape(spec.model, int(row["vocab"])), passes).total / 2**30
 
 
 def read_peaks(path: Path = PEAKS) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def collect(paths: list[Path]) -> None:
             if "error" in result or result["system"] != "bessemer" or "guard.copies=off" not in settings:
                 continue
             if any(setting.startswith("parallel.") for setting in settings):
-                continue  # another process's share, which `plan/cost_model/rank_memory.py` estimates
+                continue  # another process's share, which `plan/cost_model/memory.py` estimates
             row = {"model": result["model"], **result["shape"], "precision": result["precision"],
                    "settings": " ".join(setting for setting in settings if setting != "guard.copies=off"),
                    "peak_gib": result["peak_gib"], "source": path.name}  # fmt: skip

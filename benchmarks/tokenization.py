@@ -48,7 +48,7 @@ def read_corpus(size_bytes: int) -> list[str]:
 
 def measure(way: str, tokenizer_file: Path, size_bytes: int, threads: int) -> float:
     """Bytes of text per second. Loading and the first use of every thread are not counted."""
-    from bessemer.data.document import Document
+    from bessemer.data.read.entry import Document
     from bessemer.data.store.writer import StoreWriter
     from bessemer.data.tokenizer.encode import encode_documents
     from bessemer.data.tokenizer.tokenizer import Tokenizer

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from bessemer.model.transformer import Decoder, build
-from bessemer.optim.choose import PATHS, make_optimizer, veto_fault
+from bessemer.model.transformer import Decoder, build_model
+from bessemer.optim.choose import VETO_PATHS, make_optimizer, veto_fault
 from bessemer.optim.guarded import FUSED, HOST, GuardedOptimizer, clip_divisor
 from bessemer.spec.optimizer import SETTINGS, OptimizerSpec
 from bessemer.spec.shape import preset, with_vocab
@@ -66,7 +66,7 @@ def main() -> None:
 
 def measure(name: str, device: torch.device, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One line a path; all variants of one optimizer take turns on models of their own."""
-    paths = [path for path in PATHS.values() if veto_fault(spec_of(name), path, device) is None]
+    paths = [path for path in VETO_PATHS.values() if veto_fault(spec_of(name), path, device) is None]
     variants = {"bare": variant(name, None, paths, device, arguments)}
     variants |= {path: variant(name, path, paths, device, arguments) for path in paths}
     # On a CPU the time of this process alone, so that other work on the machine matters less.
@@ -102,9 +102,9 @@ def variant(
     """A function that trains a few steps, queued one after the other, and waits for them."""
     shape = preset(arguments.model)
     assert shape is not None, f"no preset {arguments.model}"
-    model: Decoder = build(with_vocab(shape, VOCAB), device, seed=0)
+    model: Decoder = build_model(with_vocab(shape, VOCAB), device, seed=0)
     used = path or (FUSED if FUSED in paths else HOST)
-    word = next(word for word, known in PATHS.items() if known == used)
+    word = next(word for word, known in VETO_PATHS.items() if known == used)
     optimizer = make_optimizer(model.named_parameters(), spec_of(name, veto=word))
     objective = Pretrain(cross_documents=False)
     feed = objective.feed(random_batch(VOCAB, arguments.rows, arguments.context), device)

@@ -34,11 +34,10 @@ from bessemer.run.journal import last_record
 from bessemer.spec.data import SourceSpec
 from bessemer.spec.load import dump_spec
 from bessemer.spec.mixture import quantise
-from bessemer.spec.parallel import ParallelSpec
 from bessemer.spec.quantity import human_bytes, human_count, human_time
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.device import measure, pick_device
+from bessemer.train.device import measure_machine, pick_device
 from bessemer.train.speed import training_rate
 from bessemer.train.trained import load_trained, prompt_format, stream_text
 
@@ -219,7 +218,7 @@ def run_demo(runs: str, minutes: float, live: bool) -> Iterator[str]:
     files = list_files(corpus_source(device))
     size = sum(entry.size_bytes for entry in files)
     yield f"corpus     Python standard library on this machine: {len(files):,} files, {human_bytes(size)}"
-    machine = measure(device)
+    machine = measure_machine(device)
     choice = choose_size(machine, device, minutes * 60, size)
     poison = write_poison(Path(runs) / "poisoned")
     path, spec = write_spec(Path(runs), runs, choice, poison, device)

@@ -46,7 +46,7 @@ def end_with_parent() -> None:
     threading.Thread(target=_watch, args=(_parent_pid,), name="parent-watch", daemon=True).start()
 
 
-def keep_tie() -> None:
+def keep_parent() -> None:
     """Call before `exec`, which ends the thread: the new program then ends with the same parent."""
     if _parent_pid is not None:
         os.environ[PARENT] = str(_parent_pid)

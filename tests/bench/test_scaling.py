@@ -28,7 +28,7 @@ from bessemer.bench.scaling import (
 from bessemer.bench.scaling_worker import FAULT, TIMED, ScalingSession, main
 from bessemer.cli.main import app
 from bessemer.errors import UserError
-from bessemer.parallel.world import part
+from bessemer.parallel.world import leave_process_group
 from bessemer.spec.schema import RunSpec
 from bessemer.train.device import pick_device
 
@@ -139,7 +139,7 @@ def test_processes_that_send_nothing_do_the_same_work(
     try:
         session.train()
     finally:
-        part()
+        leave_process_group()
     assert session.result["tokens"] == 128 and session.result["step_s"] > 0
     assert session.world.layout.dp_replicate == layout.get("dp_replicate", 1)
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bessemer.checkpoint.import_weights import fit, import_weights, refuse_other_names
+from bessemer.checkpoint.import_weights import import_weights, require_native_names, select_weights
 from bessemer.checkpoint.manifest import verify
 from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors, save_model
@@ -243,13 +243,13 @@ def test_a_checkpoint_of_our_own_is_verified_first(shelf: CheckpointStore, manif
 
 def test_fit_says_in_one_line_what_does_not_fit() -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in weights().items()}
-    assert_same(fit(weights(), shapes, "here"), weights())
+    assert_same(select_weights(weights(), shapes, "here"), weights())
     tied = {**weights(), "head.weight": weights()["embedding.weight"]}
-    assert_same(fit(tied, shapes, "here"), weights())
+    assert_same(select_weights(tied, shapes, "here"), weights())
     wrong = {**weights(), "head.weight": torch.ones(7, 4), "norm.weight": torch.ones(5)}
     del wrong["blocks.0.ffn.up.weight"]
     with pytest.raises(UserError) as refusal:
-        fit(wrong, shapes, "here")
+        select_weights(wrong, shapes, "here")
     assert str(refusal.value) == (
         "here: does not fit the model: missing blocks.0.ffn.up.weight; unexpected head.weight; "
         "norm.weight is (5,), the model has (4,)"
@@ -257,9 +257,9 @@ def test_fit_says_in_one_line_what_does_not_fit() -> None:
 
 
 def test_names_of_other_models_are_refused() -> None:
-    refuse_other_names(weights(), "here")
+    require_native_names(weights(), "here")
     with pytest.raises(UserError, match=r"transformer\.h\.0\.ln_1\.weight"):
-        refuse_other_names({**weights(), "transformer.h.0.ln_1.weight": torch.ones(1)}, "here")
+        require_native_names({**weights(), "transformer.h.0.ln_1.weight": torch.ones(1)}, "here")
 
 
 def test_imported_weights_become_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bessemer.checkpoint.lineage import code_state, go_back_to, lineage, read_tags, record_lineage, tag
+from bessemer.checkpoint.lineage import code_state, continue_from, lineage, read_tags, record_lineage, tag
 from bessemer.checkpoint.manifest import DamagedCheckpoint, verify
 from bessemer.checkpoint.remote import RemoteCheckpoints, recover
 from bessemer.checkpoint.store import CheckpointStore
@@ -106,14 +106,14 @@ def test_what_came_later_is_set_aside_and_never_deleted(shelf: CheckpointStore, 
     save_model(shelf.folder, {"w": torch.ones(1)}, {}, manifest_of(30))
     (shelf.folder / "step-00000030.a1" / "manifest.json").write_text("damaged")
     later = ["step-00000020.a2", "model-00000030.a1", "step-00000030.a1"]
-    assert sorted(go_back_to(shelf.folder, "step-00000020.a1")[1]) == sorted(later)
+    assert sorted(continue_from(shelf.folder, "step-00000020.a1")[1]) == sorted(later)
     assert [path.name for path, _ in shelf.committed()] == ["step-00000010.a1", "step-00000020.a1"]
     assert next(iter(shelf.newest_first())).name == "step-00000020.a1"
     save(shelf, manifest_of, 30)
-    assert go_back_to(shelf.folder, "step-00000010.a1")[1] == ["step-00000020.a1", "step-00000030.a1"]
+    assert continue_from(shelf.folder, "step-00000010.a1")[1] == ["step-00000020.a1", "step-00000030.a1"]
     kept = sorted(path.name for path in (shelf.folder / "abandoned").iterdir())
     assert kept == sorted([*later, "step-00000020.a1", "step-00000030.a1.1"])
-    assert go_back_to(shelf.folder, "step-00000010.a1")[1] == []
+    assert continue_from(shelf.folder, "step-00000010.a1")[1] == []
 
 
 def test_a_remote_tier_does_not_bring_back_what_was_set_aside(
@@ -122,7 +122,7 @@ def test_a_remote_tier_does_not_bring_back_what_was_set_aside(
     remote = RemoteCheckpoints(f"file://{tmp_path}/durable")
     for step in (10, 20):
         remote.upload(shelf.save({"model.w": torch.ones(1)}, replace(manifest_of(step), time=1000.0 + step)))
-    go_back_to(shelf.folder, "step-00000010.a1")
+    continue_from(shelf.folder, "step-00000010.a1")
     assert recover(shelf, RemoteCheckpoints(remote.url), lambda *_, **__: None) is None
     assert [path.name for path, _ in shelf.committed()] == ["step-00000010.a1"]
     assert verify(shelf.folder / "step-00000010.a1").step == 10
@@ -133,5 +133,5 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(shelf: CheckpointStore, manife
     first, _ = save(shelf, manifest_of, 10, 20)
     next(first.glob("*.distcp")).write_bytes(b"")
     with pytest.raises(DamagedCheckpoint, match="distcp"):
-        go_back_to(shelf.folder, first.name)
+        continue_from(shelf.folder, first.name)
     assert len(shelf.committed()) == 2

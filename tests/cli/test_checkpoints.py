@@ -14,7 +14,7 @@ from torch import Tensor
 from bessemer.checkpoint.manifest import Manifest, verify
 from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.run.directory import Run, RunWriter
 from bessemer.spec.shape import ModelShape
 
@@ -24,7 +24,7 @@ SHAPE = {"vocab": 11, "width": 8, "layers": 1, "heads": 2, "kv_heads": 1, "head_
 
 
 def weights(seed: int) -> dict[str, Tensor]:
-    model = build(ModelShape(**SHAPE), "cpu", seed)
+    model = build_model(ModelShape(**SHAPE), "cpu", seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bessemer.data.curate.scores.classifier import Quality
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.spec.curate.scores import QualitySpec
 

@@ -19,7 +19,7 @@ from bessemer.cli import main
 from bessemer.data import check as check_module
 from bessemer.data.check import ENORMOUS_CHARS, CheckReport, check_files
 from bessemer.data.read import list_files, read_part
-from bessemer.data.read.parts import divide
+from bessemer.data.read.parts import divide_source
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.store.writer import StoreWriter
 from bessemer.data.stream.rows import PadRows
@@ -199,12 +199,12 @@ def test_accented_text_is_no_mojibake(tmp_path: Path, text: str) -> None:
 def test_the_step_named_as_the_fix_mends_it(tmp_path: Path) -> None:
     pytest.importorskip("ftfy")
     from bessemer.data.curate.step import make_step
-    from bessemer.spec.curate.text import UnicodeSpec
+    from bessemer.spec.text_steps import UnicodeSpec
 
     path = texts(tmp_path, "l'Ã©tÃ© â€” dÃ©jÃ\xa0", "bell \x07 and \x00 nul")
     assert len(kinds(check(path))) == 2
     step = make_step(UnicodeSpec(), 0)
-    [part] = divide("", list_files(SourceSpec(path=[str(path)])), SourceSpec(path=[str(path)]))
+    [part] = divide_source("", list_files(SourceSpec(path=[str(path)])), SourceSpec(path=[str(path)]))
     mended = [step.apply([document])[0] for document in read_part(part, SourceSpec(path=[str(path)]))]
     assert kinds(check(texts(tmp_path, *[str(text) for text in mended], name="b.jsonl"))) == {}
 
@@ -232,14 +232,14 @@ def test_copies_are_found_across_files_and_point_to_the_first(tmp_path: Path) ->
 def test_copies_are_those_that_the_step_named_as_the_fix_drops(tmp_path: Path) -> None:
     from bessemer.data.curate.corpus import Corpus
     from bessemer.data.curate.engine import LocalEngine, Meter
-    from bessemer.data.curate.passes import Split
+    from bessemer.data.curate.passes import ValidationSplit
     from bessemer.spec.data import DataSpec
 
     path = texts(tmp_path, *(f"text {i % 7}" + " " * (i % 3) for i in range(40)), "Text 1", "text  2")
     data = DataSpec.model_validate({"sources": {"a": str(path)}, "clean": ["dedup_exact"]})
     corpus = Corpus(data, {"a": list_files(data.sources["a"])}, tmp_path / "cache", LocalEngine(), Meter())
-    corpus.curate(Split(0, 0.0))
-    tally = corpus.stages[0].tallies["a"]
+    corpus.curate(ValidationSplit(0, 0.0))
+    tally = corpus.stages[0].counts_by_source["a"]
     assert kinds(check(path)) == {"copy of an earlier document": tally.documents_in - tally.documents_out}
 
 
@@ -317,7 +317,7 @@ def test_an_answer_past_the_context_is_one_that_truncated_rows_do_not_weigh(tmp_
     """The threshold is that of the rows themselves: with one token more of context the answer begins to count."""
     path = lines(tmp_path / "a.jsonl", [talk(("user", "How do I temper steel? " * 4), ("assistant", "Heat it."))])
     source = SourceSpec(path=[str(path)], messages_field="messages")
-    [part] = divide("", list_files(source), source)
+    [part] = divide_source("", list_files(source), source)
     [document] = read_part(part, source)
     with StoreWriter(str(tmp_path / "store"), TOKENIZER.vocab_size, TOKENIZER.fingerprint) as writer:
         for _, ids, mask in encode_documents([document], TOKENIZER, 1, "chatml"):

@@ -10,7 +10,7 @@ from bessemer.diagnose.histograms import lost_to_bf16, measure_distribution, mea
 from bessemer.diagnose.landscape import slice_loss
 from bessemer.diagnose.nonfinite import trace_nonfinite
 from bessemer.diagnose.report import InspectedModel, MicroBatchTerms, backward_step
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import compute_in
 from bessemer.train.loss import linear_cross_entropy
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def decoder(device: str, precision: str) -> InspectedModel:
     shape = ModelShape(vocab=512, width=128, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=256)
-    model = build(shape, "cpu", seed=0).to(device)
+    model = build_model(shape, "cpu", seed=0).to(device)
 
     def parts(step: int, asked: str | None) -> Iterator[MicroBatchTerms]:
         for k in range(4):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bessemer.diagnose.nonfinite import nonfinite_report, trace_nonfinite
-from bessemer.model.transformer import Decoder, build
+from bessemer.model.transformer import Decoder, build_model
 from bessemer.spec.shape import ModelShape
 
 SHAPE = ModelShape(vocab=29, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24)
@@ -15,7 +15,7 @@ SHAPE = ModelShape(vocab=29, width=16, layers=2, heads=2, kv_heads=1, head_dim=8
 
 @pytest.fixture
 def model() -> Decoder:
-    return build(SHAPE, "cpu", seed=0)
+    return build_model(SHAPE, "cpu", seed=0)
 
 
 def step_of(model: nn.Module, autocast: bool = False) -> Callable[[], Tensor]:

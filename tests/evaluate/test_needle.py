@@ -15,7 +15,7 @@ from bessemer.cli.main import app
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.evaluate.needle import COPIED, Cell, Grid, ask, held_out_text, needle
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
@@ -100,7 +100,7 @@ def test_a_key_is_read_out_of_generated_text(tokenizer: Tokenizer) -> None:
 
 
 def test_the_seed_decides_the_questions(tokenizer: Tokenizer) -> None:
-    model = build(replace(PRESETS["1M"], vocab=tokenizer.vocab_size, layers=1), "cpu", 0).eval()
+    model = build_model(replace(PRESETS["1M"], vocab=tokenizer.vocab_size, layers=1), "cpu", 0).eval()
 
     def cells(seed: int) -> dict[tuple[int, float], Cell]:
         return needle(model, tokenizer, [48], (0.5,), 3, seed).cells
@@ -109,7 +109,7 @@ def test_the_seed_decides_the_questions(tokenizer: Tokenizer) -> None:
 
 
 def test_an_untrained_model_is_at_chance(tokenizer: Tokenizer) -> None:
-    model = build(replace(PRESETS["1M"], vocab=tokenizer.vocab_size, layers=1), "cpu", 0).eval()
+    model = build_model(replace(PRESETS["1M"], vocab=tokenizer.vocab_size, layers=1), "cpu", 0).eval()
     cell = needle(model, tokenizer, [64], (0.5,), 8).cells[64, 0.5]
     assert cell.score < 0.1
     assert cell.probability == pytest.approx(1 / tokenizer.vocab_size, rel=0.5)
@@ -122,12 +122,12 @@ def test_bad_requests_are_told(tokenizer: Tokenizer) -> None:
         needle(model, tokenizer, [5])
     with pytest.raises(UserError, match="more than 4 different tokens"):
         needle(model, tokenizer, [64], filler=[1, 2, 3, 4] * 9)
-    reader = build(ModelShape(300, 32, 1, 2, 2, 16, 0, causal=False), "cpu", 0)
+    reader = build_model(ModelShape(300, 32, 1, 2, 2, 16, 0, causal=False), "cpu", 0)
     with pytest.raises(UserError, match="only a decoder says"):
         needle(reader, tokenizer, [64])
     with pytest.raises(UserError, match="depths from 0 to 1"):
         needle(model, tokenizer, [64], depths=(1.5,))
-    learned = build(ModelShape(300, 32, 1, 2, 2, 16, 0, positions="learned", max_positions=64), "cpu", 0)
+    learned = build_model(ModelShape(300, 32, 1, 2, 2, 16, 0, positions="learned", max_positions=64), "cpu", 0)
     with pytest.raises(UserError, match="the model has 64 learned positions"):
         needle(learned, tokenizer, [128])
 

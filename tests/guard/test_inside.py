@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from bessemer.guard.layer_stats import LayerStats, attention_numbers, layer_of
-from bessemer.model.attention import Place
+from bessemer.model.attention import AttentionInputs
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.layers import rotate
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.spec.shape import ModelShape, Rope
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 2]])
@@ -19,7 +19,7 @@ TOKENS = torch.tensor([[1, 5, 9, 2, 3, 3, 7], [4, 4, 8, 6, 0, 1, 2]])
 
 def random_model(dtype=torch.float64, **fields):
     sizes = {"vocab": 11, "width": 12, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 20}
-    model = build(ModelShape(**(sizes | {"rope": Rope(theta=50.0)} | fields)), "cpu", 0).to(dtype)
+    model = build_model(ModelShape(**(sizes | {"rope": Rope(theta=50.0)} | fields)), "cpu", 0).to(dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,7 +64,7 @@ def attention_by_hand(attention, shape, x_BTW, documents):
 def blocks_by_hand(model, tokens_BT, documents):
     """For each block: what a look should say."""
     x = model.embedding.weight[tokens_BT]
-    place = Place(AttentionMask(documents), model.rotary.get(tokens_BT.shape[1], x.device, x.dtype))
+    place = AttentionInputs(AttentionMask(documents), model.rotary.get(tokens_BT.shape[1], x.device, x.dtype))
     for block in model.blocks:
         inner = norm(x, block.attention_norm)
         logit, entropy = attention_by_hand(block.attention, model.shape, inner, documents)
@@ -207,7 +207,7 @@ def test_logits_are_not_rounded_by_autocast():
     attention, shape = model.blocks[0].attention, model.shape
     x, rotary = torch.randn(1, 30, 12), model.rotary.get(30, torch.device("cpu"), torch.bfloat16)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        logit, _ = attention_numbers(attention, x, Place(AttentionMask(), rotary))
+        logit, _ = attention_numbers(attention, x, AttentionInputs(AttentionMask(), rotary))
         q = rotate(attention.query(x).view(1, 30, shape.heads, -1), *rotary)[0].double()
         k = rotate(attention.key(x).view(1, 30, shape.kv_heads, -1), *rotary)[0].double()
     k = k.repeat_interleave(2, dim=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bessemer.model.transformer import Decoder, build
+from bessemer.model.transformer import Decoder, build_model
 from bessemer.spec.shape import ModelShape, Rope
 
 
@@ -36,7 +36,7 @@ def build_random() -> Callable[..., Decoder]:
     """A model whose norms are not ones and whose weights are large enough for every part to matter."""
 
     def make(shape: ModelShape, seed: int = 0, dtype: torch.dtype = torch.float64) -> Decoder:
-        model = build(shape, "cpu", seed).to(dtype)
+        model = build_model(shape, "cpu", seed).to(dtype)
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bessemer.model.attention import BACKENDS, AttentionCall, attend, attend_flex, select_backend, unsupported_reason
-from bessemer.model.attention_mask import TILE, AttentionMask, document_borders
+from bessemer.model.attention_mask import TILE, AttentionMask, compute_cu_seqlens
 
 CPU = torch.device("cpu")
 
@@ -187,7 +187,7 @@ def test_a_long_row_of_short_documents_lists_few_tiles() -> None:
 
 
 def test_borders_of_documents_end_with_their_row() -> None:
-    borders, longest = document_borders(torch.tensor([[3, 3, 4, 4], [4, 4, 4, 7]]))
+    borders, longest = compute_cu_seqlens(torch.tensor([[3, 3, 4, 4], [4, 4, 4, 7]]))
     assert borders.tolist() == [0, 2, 4, 7, 8] and borders.dtype == torch.int32 and longest == 3
     assert AttentionMask().cu_seqlens_on(2, 4, CPU)[0].tolist() == [0, 4, 8]
     documents = random_documents(3, 50, 0.2)

@@ -258,7 +258,9 @@ def test_a_gpu_measures_and_says_so(shape_of: Shapes) -> None:
     assert {"varlen", "flex", "sdpa"} <= set(choice.times) and choice.reason.count(" ms") == len(choice.times)
     # New documents in the next batch need no new compilation, and give their own result.
     first, second = (BackendTiming(shape, 0, 1024, 2, BF16, CUDA, packed=True) for _ in range(2))
-    second.sight = AttentionMask((torch.arange(2048, dtype=torch.int32, device="cuda") // 200).unflatten(0, (2, -1)))
+    second.attention_mask = AttentionMask(
+        (torch.arange(2048, dtype=torch.int32, device="cuda") // 200).unflatten(0, (2, -1))
+    )
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert first.error("flex") < TOLERANCE[BF16] and second.error("flex") < TOLERANCE[BF16]
 
@@ -282,10 +284,10 @@ def test_a_long_row_is_chosen_for_in_seconds_and_checked_at_its_end(shape_of: Sh
 def test_under_autocast_wider_queries_and_keys_are_rounded_first(shape_of: Shapes, name: str) -> None:
     trial = BackendTiming(shape_of(heads=8, kv_heads=2, head_dim=64), 0, 512, 2, BF16, CUDA, packed=True)
     q, k, v = (x.detach() for x in trial.inputs)
-    expected = attend(q, k, v, trial.sight, 0, trial.scale, backend="math")
+    expected = attend(q, k, v, trial.attention_mask, 0, trial.scale, backend="math")
     leaves = [q.float().requires_grad_(), k.float().requires_grad_(), v.clone().requires_grad_()]
     with torch.autocast("cuda", BF16):
-        out = attend(*leaves, trial.sight, 0, trial.scale, backend=name)
+        out = attend(*leaves, trial.attention_mask, 0, trial.scale, backend=name)
     assert out.dtype == BF16
     assert largest_error(out.float().transpose(1, 2), expected.float().transpose(1, 2)) < TOLERANCE[BF16]
     out.backward(trial.upstream)

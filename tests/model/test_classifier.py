@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.classifier import Classifier, pool_documents, without_head
-from bessemer.model.init import init_weights
-from bessemer.model.transformer import Decoder
+from bessemer.model.transformer import Decoder, init_weights
 
 
 @settings(max_examples=40, deadline=None)

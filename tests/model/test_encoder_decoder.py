@@ -11,9 +11,9 @@ from bessemer.data.stream.batches import Batch
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.encoder_decoder import CrossBlock, EncoderDecoder, cross_mask
-from bessemer.model.init import init_weights
 from bessemer.model.layers import relative_bucket
-from bessemer.spec.shape import ModelShape, cache_bytes, parts
+from bessemer.model.transformer import init_weights
+from bessemer.spec.shape import ModelShape, cache_bytes, parameter_counts
 from bessemer.train.objectives import Denoise
 
 SHAPE = ModelShape(
@@ -143,7 +143,7 @@ def test_counts_and_first_weights():
     shape = replace(SHAPE, width=64, head_dim=32, ffn=256, layers=3, decoder_layers=5, tied=False, gated=True)
     with torch.device("meta"):
         model = EncoderDecoder(shape)
-    assert sum(p.numel() for p in model.parameters()) == sum(parts(shape).values()) == shape.parameters
+    assert sum(p.numel() for p in model.parameters()) == sum(parameter_counts(shape).values()) == shape.parameters
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():

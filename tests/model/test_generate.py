@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bessemer.errors import UserError
 from bessemer.model.attention import LayerCache
 from bessemer.model.generate import Sampling, filter_logits, generate
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.spec.shape import ModelShape, Rope
 
 GREEDY = Sampling(temperature=0)
@@ -43,7 +43,7 @@ def test_states_with_a_cache_equal_the_whole_at_once(model, lengths):
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6), seed=st.integers(0, 50))
 @settings(max_examples=20)
 def test_any_chunks_give_the_same_states(lengths, seed):
-    model = build(ModelShape(37, 24, 2, 4, 2, 6, 40, rope=Rope(theta=100.0)), "cpu", seed).double()
+    model = build_model(ModelShape(37, 24, 2, 4, 2, 6, 40, rope=Rope(theta=100.0)), "cpu", seed).double()
     tokens = ids(seed, 1, sum(lengths))
     with torch.no_grad():
         whole = model(tokens)

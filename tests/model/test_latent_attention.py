@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bessemer.model.attention import LATENT_EPS, LatentAttention, LayerCache, Place
+from bessemer.model.attention import LATENT_EPS, AttentionInputs, LatentAttention, LayerCache
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.layers import RotaryTable
 from bessemer.spec import shape as count
@@ -31,10 +31,10 @@ def make(shape: ModelShape, seed: int = 0) -> LatentAttention:
     return layer
 
 
-def place_of(shape: ModelShape, start: int, stop: int, attention_mask: AttentionMask | None = None) -> Place:
+def place_of(shape: ModelShape, start: int, stop: int, attention_mask: AttentionMask | None = None) -> AttentionInputs:
     assert shape.mla is not None
     cos, sin = RotaryTable(shape.mla.rope_dim, shape.rope).get(stop, torch.device("cpu"), torch.float64)
-    return Place(attention_mask or AttentionMask(), (cos[start:], sin[start:]))
+    return AttentionInputs(attention_mask or AttentionMask(), (cos[start:], sin[start:]))
 
 
 def rows(B: int, T: int) -> Tensor:
@@ -105,7 +105,7 @@ def test_is_the_paper(shape: ModelShape) -> None:
 @settings(max_examples=15, deadline=None)
 @given(shapes())
 def test_its_parameters_are_counted(shape: ModelShape) -> None:
-    assert count.parts(shape)["attention"] == sum(
+    assert count.parameter_counts(shape)["attention"] == sum(
         parameter.numel() for parameter in LatentAttention(shape).parameters()
     )
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.model.attention import Place
+from bessemer.model.attention import AttentionInputs
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.transformer import Decoder, build, init_weights
+from bessemer.model.transformer import Decoder, build_model, init_weights
 from bessemer.spec.shape import PRESETS, ModelShape, Rope, with_vocab
 
 
@@ -109,7 +109,7 @@ def test_hidden_states_and_gradients_equal_the_reference(
 @settings(max_examples=25)
 def test_a_later_token_never_changes_an_earlier_state(seed, length, at, qk_norm):
     shape = ModelShape(37, 24, 2, 4, 2, 6, 40, qk_norm=qk_norm)
-    model, at = build(shape, "cpu", seed).double(), at % length
+    model, at = build_model(shape, "cpu", seed).double(), at % length
     tokens = ids(seed, 1, length)
     changed = tokens.clone()
     changed[0, at] = (changed[0, at] + 1) % 37
@@ -122,7 +122,7 @@ def test_a_later_token_never_changes_an_earlier_state(seed, length, at, qk_norm)
 def test_no_gradient_flows_from_a_state_to_a_later_token(shape_of, build_random):
     model = build_random(shape_of())
     x = model.embedding(ids(3, 1, 8)).detach().requires_grad_()
-    place = Place(AttentionMask(), model.rotary.get(8, x.device, x.dtype))
+    place = AttentionInputs(AttentionMask(), model.rotary.get(8, x.device, x.dtype))
     y = x
     for block in model.blocks:
         y = block(y, place)
@@ -135,7 +135,7 @@ def test_no_gradient_flows_from_a_state_to_a_later_token(shape_of, build_random)
 @settings(max_examples=25)
 def test_packed_documents_have_the_states_of_each_alone(lengths, seed):
     """Rotary positions are relative, so a document may begin anywhere in its row."""
-    model = build(ModelShape(37, 24, 2, 4, 2, 6, 40, rope=Rope(theta=100.0)), "cpu", seed).double()
+    model = build_model(ModelShape(37, 24, 2, 4, 2, 6, 40, rope=Rope(theta=100.0)), "cpu", seed).double()
     tokens = ids(seed, 1, sum(lengths))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_the_document_mask_is_causal_and_inside_documents(lengths):
 def test_bf16_autocast_stays_close(shape_of):
     """Also with normalised queries and keys, where autocast hands the attention fp32 and bf16 at once."""
     for qk_norm in ("none", "head"):
-        model = build(shape_of(qk_norm=qk_norm), "cpu", 0)
+        model = build_model(shape_of(qk_norm=qk_norm), "cpu", 0)
         tokens = ids(5, 2, 16)
         exact = model(tokens)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -176,8 +176,8 @@ def values(model):
 
 
 def test_first_weights_depend_on_seed_and_name_alone(shape_of):
-    one, again, other = (values(build(shape_of(), "cpu", seed)) for seed in (3, 3, 4))
-    deeper = values(build(shape_of(layers=5, vocab=37), "cpu", 3))
+    one, again, other = (values(build_model(shape_of(), "cpu", seed)) for seed in (3, 3, 4))
+    deeper = values(build_model(shape_of(layers=5, vocab=37), "cpu", 3))
     for name, value in one.items():
         assert torch.equal(value, again[name])
         if value.ndim > 1:
@@ -191,10 +191,10 @@ def test_first_weights_depend_on_seed_and_name_alone(shape_of):
 
 def test_first_weights_do_not_depend_on_what_was_drawn_before(shape_of):
     torch.manual_seed(1)
-    one = values(build(shape_of(), "cpu", 3))
+    one = values(build_model(shape_of(), "cpu", 3))
     torch.manual_seed(2)
     torch.randn(100)
-    again = build(shape_of(), "cpu", 8)
+    again = build_model(shape_of(), "cpu", 8)
     state = torch.get_rng_state()
     init_weights(again, 3)
     assert all(torch.equal(value, one[name]) for name, value in values(again).items())
@@ -203,7 +203,7 @@ def test_first_weights_do_not_depend_on_what_was_drawn_before(shape_of):
 
 def test_first_weights_have_the_promised_spread():
     shape = ModelShape(500, 128, 8, 4, 2, 32, 352, tied=False, qk_norm="head")
-    for name, value in values(build(shape, "cpu", 0)).items():
+    for name, value in values(build_model(shape, "cpu", 0)).items():
         if value.ndim == 1:
             assert bool((value == 1).all())
             continue
@@ -217,7 +217,7 @@ def test_first_weights_have_the_promised_spread():
 def test_a_fresh_model_guesses_evenly():
     """The loss of the first step is log(vocabulary), within a few percent."""
     shape = ModelShape(500, 64, 4, 4, 2, 16, 176)
-    model = build(shape, "cpu", 0)
+    model = build_model(shape, "cpu", 0)
     tokens = ids(6, 4, 32, vocab=500)
     logits = model.logits(model(tokens))
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

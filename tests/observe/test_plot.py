@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.observe.figure import Axis, Figure, Heatmap, Histogram, Lines, svg_file
+from bessemer.observe.figure import Axis, Figure, Heatmap, Histogram, LineChart, svg_file
 from bessemer.observe.page import html_page
 
 ANY = st.floats(allow_nan=True, allow_infinity=True, min_value=None, max_value=None, width=32)
@@ -19,7 +19,7 @@ def parsed(figure: Figure) -> ET.Element:
 
 
 def test_a_line_goes_through_its_points() -> None:
-    figure = Lines("A <b> & c", [0, 1, 2], {"loss": [4.0, 2.0, 0.0]}, "step", marks={"here": 1.0})
+    figure = LineChart("A <b> & c", [0, 1, 2], {"loss": [4.0, 2.0, 0.0]}, "step", marks={"here": 1.0})
     (path,) = parsed(figure).iter("path")
     xs = [float(x) for x, _ in re.findall(r"[ML]([\d.]+) ([\d.]+)", path.attrib["d"])]
     ys = [float(y) for _, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path.attrib["d"])]
@@ -31,10 +31,10 @@ def test_a_line_goes_through_its_points() -> None:
 
 
 def test_values_that_are_not_finite_leave_a_gap() -> None:
-    figure = Lines("x", [1, 2, 3, 4, 5], {"y": [1.0, 2.0, math.nan, 2.0, 1.0]})
+    figure = LineChart("x", [1, 2, 3, 4, 5], {"y": [1.0, 2.0, math.nan, 2.0, 1.0]})
     (path,) = parsed(figure).iter("path")
     assert path.attrib["d"].count("M") == 2 and path.attrib["d"].count("L") == 2
-    log = Lines("x", [1, 10, 100], {"y": [0.0, 1.0, 10.0]}, log_x=True, log_y=True)
+    log = LineChart("x", [1, 10, 100], {"y": [0.0, 1.0, 10.0]}, log_x=True, log_y=True)
     (path,) = parsed(log).iter("path")
     assert path.attrib["d"].count("M") == 1 and path.attrib["d"].count("L") == 1
 
@@ -51,7 +51,7 @@ def test_axes() -> None:
 def test_any_numbers_can_be_drawn(values: list[float], log_x: bool, log_y: bool) -> None:
     xs = [abs(value) for value in values]
     for figure in (
-        Lines("t", xs, {"a": values, "b": xs}, log_x=log_x, log_y=log_y, marks={"m": values[0]}),
+        LineChart("t", xs, {"a": values, "b": xs}, log_x=log_x, log_y=log_y, marks={"m": values[0]}),
         Heatmap("t", [0.0, 1.0], [0.0], [[values[0], values[-1]]]),
         Histogram("t", 0.0, 1.0, [value if math.isfinite(value) else 0.0 for value in xs]),
     ):
@@ -74,16 +74,16 @@ def test_bars_have_heights_by_their_counts() -> None:
 
 
 def test_a_page_is_self_contained_and_escapes_its_title() -> None:
-    text = html_page("a < b", [("", [Lines("t", [0, 1], {"y": [0, 1]})])])
+    text = html_page("a < b", [("", [LineChart("t", [0, 1], {"y": [0, 1]})])])
     assert "<h1>a &lt; b</h1>" in text and "http:" not in text and "<script" not in text
 
 
 def test_the_band_and_the_flagged_points_follow_the_values() -> None:
-    figure = Lines("t", [0, 1, 2], {"y": [1.0, 2.0, 3.0]}, band=(1.0, 3.0), flagged=[1])
+    figure = LineChart("t", [0, 1, 2], {"y": [1.0, 2.0, 3.0]}, band=(1.0, 3.0), flagged=[1])
     (band,), (dot,) = parsed(figure).iter("rect"), parsed(figure).iter("circle")
     assert float(dot.attrib["cy"]) == pytest.approx(float(band.attrib["y"]) + float(band.attrib["height"]) / 2)
 
 
 def test_a_figure_can_be_a_file_of_its_own() -> None:
-    root = ET.fromstring(svg_file(Lines("loss", [0, 1], {"a": [1.0, 2.0]}).svg()))
+    root = ET.fromstring(svg_file(LineChart("loss", [0, 1], {"a": [1.0, 2.0]}).svg()))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"

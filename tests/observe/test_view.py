@@ -157,7 +157,7 @@ def test_the_mean_loss_is_that_of_the_list_of_runs_also_after_a_resume_and_a_rol
                 view.step(record(40, loss=100.0))
                 assert view.smooth()["loss"] == summarize(run).mean_loss == (sum(range(9, 40)) + 100.0) / 32
                 assert summarize(run).loss == 100.0
-                run.cut_after(40)
+                run.remove_metrics_from(40)
                 view.event(run.event("rollback", step=41, to_step=40, origin="memory", reason="-"))
 
 

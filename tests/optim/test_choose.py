@@ -7,9 +7,9 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from bessemer.model.transformer import build as build_model
+from bessemer.model.transformer import build_model
 from bessemer.optim import choose
-from bessemer.optim.choose import PATHS, make_optimizer, veto_fault
+from bessemer.optim.choose import VETO_PATHS, make_optimizer, veto_fault
 from bessemer.optim.guarded import clip_divisor
 from bessemer.spec.optimizer import FUSED, SETTINGS, OptimizerSpec
 from bessemer.spec.shape import ModelShape
@@ -111,7 +111,7 @@ def test_a_path_that_does_not_hold_is_left_for_the_host_and_an_unsafe_host_stops
         optimizer = made(veto=veto)
         assert optimizer.path == "host read"
         assert optimizer.fallback_reason.startswith(f"adamw, {path}: broken; the verdict is read on the host")
-    monkeypatch.setattr(choose, "veto_fault", refuse(*PATHS.values()))
+    monkeypatch.setattr(choose, "veto_fault", refuse(*VETO_PATHS.values()))
     with pytest.raises(RuntimeError, match=r"cannot reject steps of adamw on cpu: broken"):
         made()
 

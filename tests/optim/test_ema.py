@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bessemer.optim.ema import Ema
+from bessemer.optim.guarded import Ema
 
 ACCEPT, REJECT = torch.tensor(0.0), torch.tensor(1.0)
 SHAPES = {"a.weight": (5, 3), "b.weight": (7,), "c.scale": ()}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from bessemer.errors import UserError
-from bessemer.model.transformer import Decoder, build
-from bessemer.optim.choose import freeze, lr_scales, note_groups, optimizer_for
+from bessemer.model.transformer import Decoder, build_model
+from bessemer.optim.choose import add_groups_to_plan, freeze, lr_scales, optimizer_for
 from bessemer.plan.decision import Plan
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -23,7 +23,7 @@ def spec_of(model: object = "1M", memory: object = None, **optimizer: object) ->
 
 
 def model_of(**changes: object) -> Decoder:
-    return build(ModelShape(**{**vars(SHAPE), **changes}), "cpu", 0)  # type: ignore[arg-type]
+    return build_model(ModelShape(**{**vars(SHAPE), **changes}), "cpu", 0)  # type: ignore[arg-type]
 
 
 def frozen(model: nn.Module) -> set[str]:
@@ -110,7 +110,7 @@ def test_mup_scales_the_matrices_that_read_the_width():
 def moved(width: int, init: str) -> float:
     """How far the hidden states move in three steps of AdamW, of a model of that width."""
     shape = ModelShape(64, width, 2, 4, 4, width // 4, 2 * width, tied=False)
-    model = build(shape, "cpu", 0, init)
+    model = build_model(shape, "cpu", 0, init)
     optimizer = optimizer_for(model, spec_of({"preset": "1M", "init": init, "mup_width": 32}, freeze=["embedding"]))
     tokens = torch.arange(48).view(2, 24)
     first = model(tokens).detach()
@@ -168,21 +168,21 @@ def test_the_plan_says_what_trains():
     plan, spec = Plan(), spec_of(freeze=["embedding", "blocks.0-1"], layer_decay=0.5)
     model = model_of(tied=True)
     _, trained = freeze(model, spec.optimizer.freeze)
-    note_groups(model, spec, plan)
+    add_groups_to_plan(model, spec, plan)
     frozen_rows = plan.decisions["optimizer.freeze"]
     assert frozen_rows.value == "embedding, blocks.0-1"
     assert "parameters train; the head is the embedding, and frozen with it" in frozen_rows.reason
     assert frozen_rows.reason.startswith(f"{trained:,} of 25.3K")
     assert plan.value("learning rates") == "x1 to x1"  # what is left is the last block and the norm
     nothing = Plan()
-    note_groups(model_of(), spec_of(), nothing)
+    add_groups_to_plan(model_of(), spec_of(), nothing)
     assert not nothing.decisions
 
 
 def test_the_plan_says_what_little_memory_costs():
     plan = Plan()
     memory = {"weights": "kahan", "moments": "8bit", "offload_optimizer": True, "update": "in_backward"}
-    note_groups(model_of(), spec_of(memory=memory), plan)
+    add_groups_to_plan(model_of(), spec_of(memory=memory), plan)
     state, update = plan.decisions["optimizer state"], plan.decisions["memory.update"]
     assert state.value == "weights kahan, moments 8bit"
     assert state.reason == "2 bytes per parameter on the device instead of 18, and 4.03 on the host"

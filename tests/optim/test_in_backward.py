@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bessemer.errors import UserError
-from bessemer.model.transformer import build as build_model
+from bessemer.model.transformer import build_model
 from bessemer.optim.choose import make_optimizer
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.shape import ModelShape
@@ -30,7 +30,7 @@ def loss_of(model, tokens=TOKENS):
 
 
 def armed_step(model, optimizer, lr=5e-3, reject=ACCEPT):
-    optimizer.arm(lr)
+    optimizer.prepare_backward(lr)
     loss = loss_of(model)
     loss.backward()
     norm = optimizer.grad_norm()
@@ -53,7 +53,7 @@ def same(a, b):
 def test_is_the_update_after_backward_and_leaves_no_gradient(memory, device):
     model, optimizer = made(device=device, **memory)
     other, after = made("after", device=device, **memory)
-    assert after.judged_first and not optimizer.judged_first
+    assert after.rejects_before_update and not optimizer.rejects_before_update
     for _ in range(4):
         loss, norm = armed_step(model, optimizer)
         loss_of(other).backward()
@@ -99,7 +99,7 @@ def test_gradients_that_others_compute_update_nothing_and_step_as_usual():
 
 def test_one_micro_batch_only():
     model, optimizer = made()
-    optimizer.arm(1e-3)
+    optimizer.prepare_backward(1e-3)
     loss_of(model).backward()
     with pytest.raises(UserError, match=r"memory.update: in_backward cannot accumulate gradients: set budget.micro"):
         loss_of(model).backward()
@@ -107,7 +107,7 @@ def test_one_micro_batch_only():
 
 def test_a_discarded_step_is_over():
     model, optimizer = made()
-    optimizer.arm(1e-3)
+    optimizer.prepare_backward(1e-3)
     optimizer.discard()
     before = everything(model, optimizer)
     loss_of(model).backward()

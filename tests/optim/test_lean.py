@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from bessemer.model.transformer import build as build_model
+from bessemer.model.transformer import build_model
 from bessemer.optim import low_memory as lean
-from bessemer.optim.choose import PATHS, make_optimizer, veto_fault
+from bessemer.optim.choose import VETO_PATHS, make_optimizer, veto_fault
 from bessemer.optim.guarded import clip_divisor
 from bessemer.optim.low_memory import dequantize, join_weights, to_low_precision
-from bessemer.spec.optimizer import LEAN, MemorySpec, OptimizerSpec, optimizer_bytes
+from bessemer.spec.optimizer import LOW_MEMORY_OPTIMIZERS, MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.shape import ModelShape
 
 SHAPES = {"matrix": (64, 80), "odd": (9, 15), "vector": (300,), "scalar": ()}
@@ -111,7 +111,7 @@ def value(named, optimizer, name):
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("name", LOW_MEMORY_OPTIMIZERS)
 @pytest.mark.parametrize("weights", ["fp32", "kahan"])
 def test_equals_the_papers_in_float64(name, weights, device):
     named = model(weights, device=device)
@@ -175,8 +175,8 @@ def test_a_vetoed_step_leaves_every_byte(kind, device):
     assert all(float(t) == 6.0 for n, t in optimizer.state().items() if n.endswith(".step")), "a veto is not counted"
 
 
-@pytest.mark.parametrize("name", LEAN)
-@pytest.mark.parametrize("path", PATHS.values())
+@pytest.mark.parametrize("name", LOW_MEMORY_OPTIMIZERS)
+@pytest.mark.parametrize("path", VETO_PATHS.values())
 @every_kind
 def test_the_probe_trusts_them_on_every_path(kind, path, name):
     assert veto_fault(OptimizerSpec(name=name), path, torch.device("cpu"), memory=MemorySpec(**kind)) is None

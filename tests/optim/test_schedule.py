@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from bessemer.optim.schedule import Schedule
+from bessemer.optim.choose import Schedule
 
 schedules = st.builds(
     Schedule,

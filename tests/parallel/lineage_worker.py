@@ -63,12 +63,12 @@ def trained_on(folder: Path, steps: int) -> Counter[int]:
 def train(spec: RunSpec, folder: Path) -> None:
     import torch
 
-    from bessemer.parallel.world import part
+    from bessemer.parallel.world import leave_process_group
     from bessemer.session.session import Session
 
     torch.set_num_threads(1)
     outcome = Session(spec, faults=Recorder(folder)).train()
-    part()
+    leave_process_group()
     if outcome.kind != "finished":
         sys.exit(1)
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint  # imported before the fork, once for all
 
 from bessemer.errors import UserError
-from bessemer.model.transformer import build
-from bessemer.parallel.deepspeed import engage, import_deepspeed
+from bessemer.model.transformer import build_model
+from bessemer.parallel.deepspeed import import_deepspeed, initialize_deepspeed
 from bessemer.parallel.world import World
 from bessemer.plan.decision import Plan
 from bessemer.plan.search.layout import check_deepspeed, check_engine
@@ -174,8 +174,8 @@ def steps_of(kind: str, steps: list[str], clip: float = 0.5) -> dict[str, torch.
     """Weights and moments after these steps of two micro-batches each, in this process of several."""
     world = World(dist.get_rank(), dist.get_world_size())
     spec = bare(asked(kind))
-    model = build(SHAPE, "cpu", seed=1)
-    optimizer = engage(model, spec, world, micro_rows=2)
+    model = build_model(SHAPE, "cpu", seed=1)
+    optimizer = initialize_deepspeed(model, spec, world, micro_rows=2)
     for step in steps:
         draw = torch.Generator().manual_seed(int(step[0]) * 100 + world.rank)
         for last in (False, True):
@@ -224,14 +224,14 @@ def put_back_and_read(kind: str) -> list[str]:
     world = World(dist.get_rank(), dist.get_world_size())
     spec = bare(asked(kind))
     odd = ModelShape(vocab=95, layers=1, width=30, heads=3, kv_heads=1, head_dim=10, ffn=47)  # parts need padding
-    model = build(odd, "cpu", seed=1)
-    optimizer = engage(model, spec, world, micro_rows=2)
+    model = build_model(odd, "cpu", seed=1)
+    optimizer = initialize_deepspeed(model, spec, world, micro_rows=2)
     state = optimizer.targets(model)
     for number, (name, tensor) in enumerate(state.items()):
         tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number)) if tensor.ndim else 7.0)
         assert name.startswith(("model.", "optimizer."))
     wanted = {name: tensor.clone() for name, tensor in state.items()}
-    optimizer.put_back(model, state)
+    optimizer.apply_loaded(model, state)
     found = {f"model.{name}": tensor for name, tensor in optimizer.weights(model).items()}
     found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
     assert set(found) == set(wanted)

@@ -63,7 +63,7 @@ def test_a_mistake_that_one_rank_meets_is_said_by_it(
 
     def work() -> bool:
         world = World(rank=int(os.environ["RANK"]), size=2)
-        same = world.says_it_too(f"rank {world.rank} has no room") if world.rank == 1 else False
+        same = world.rank_0_reports_same_error(f"rank {world.rank} has no room") if world.rank == 1 else False
         time.sleep(1.0 if world.rank == 0 else 0.0)  # the store has to be there
         return same
 

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint
 from torch import nn
 
 from bessemer.errors import UserError
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.detectors import Detectors
 from bessemer.guard.watchdog import (
     MEASURE_EVERY,
     REPORT_EVERY,
@@ -382,7 +382,7 @@ def test_the_lock_of_a_lost_host_is_taken_over_when_it_has_been_silent(
     (tmp_path / "owner.json").write_text(json.dumps({"host": "lost", "pid": 7, "started": 1.0, "since": 1.0}))
     began = time.monotonic()
     with restart.open_run(tmp_path) as run:
-        assert run.lock.taken_from.host == "lost"
+        assert run.lock.previous_owner.host == "lost"
     assert time.monotonic() - began > 1.0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     (tmp_path / "owner.json").write_text(json.dumps({"host": "lost", "pid": 7, "started": 1.0, "since": 1.0}))

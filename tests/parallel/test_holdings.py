@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from bessemer.observe.format import holdings_table, processes, spans
-from bessemer.parallel.rank_memory import held_here, left_whole
+from bessemer.observe.format import describe_processes, format_ranks, rank_memory_table
+from bessemer.parallel.shard import left_whole, local_rank_memory
 from bessemer.parallel.world import World
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import LAYOUT, Run
@@ -54,7 +54,7 @@ def on_a_mesh(shard: int, tensor: int) -> dict[str, Any]:
         fully_shard(model, mesh=mesh["dp_shard"])
     world = World(rank=torch.distributed.get_rank(), size=shard * tensor)
     moments = {f"{name}.exp_avg": torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    return held_here(world, model.named_parameters(), moments).to_json()
+    return local_rank_memory(world, model.named_parameters(), moments).to_json()
 
 
 def test_both_ways_of_dividing_at_once(ranks: Ranks) -> None:
@@ -130,11 +130,11 @@ def test_processes_that_hold_the_same_share_a_line() -> None:
          "bytes": 9_600_512 + (rank == 5) * 10**6}
         for rank in range(6)
     ]  # fmt: skip
-    table = holdings_table(ranks)
+    table = rank_memory_table(ranks)
     assert table[0].split() == ["ranks", "weights", "gradients", "in", "all"]
     assert table[1].startswith("0-4") and "1.2M divided + 64 whole, 4.8 MB" in table[1]
     assert len(table) == 3 and table[2].startswith("5")
-    assert spans([5, 0, 1, 3]) == "0-1, 3, 5"
+    assert format_ranks([5, 0, 1, 3]) == "0-1, 3, 5"
 
 
 def test_every_few_steps_each_tells_how_it_keeps_up(ranks: Ranks, folder: Path) -> None:
@@ -159,7 +159,7 @@ def test_every_few_steps_each_tells_how_it_keeps_up(ranks: Ranks, folder: Path) 
         assert record["balance"] == pytest.approx(2 * second / (first + second), rel=1e-3)
         assert len(record["data_wait_s"]) == 2 and min(record["memory_bytes"]) > 1e6
     assert [record["step"] for record in run.metrics() if "balance" in record] == [15]
-    text = "\n".join(processes(json.loads((run.folder / LAYOUT).read_text()), told[-1]))
+    text = "\n".join(describe_processes(json.loads((run.folder / LAYOUT).read_text()), told[-1]))
     assert "processes: 2 (dp_replicate 2)" in text and "at step 15, the slowest has 1." in text
     assert text.splitlines()[-2].startswith("1 ")  # the slow one first
     again = spec.model_copy(update={"budget": spec.budget.model_copy(update={"steps": 33})})

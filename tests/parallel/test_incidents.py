@@ -18,7 +18,7 @@ from bessemer.data.stream.exclusions import read_exclusions
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.guard.judge import NONFINITE, REASONS
 from bessemer.parallel.shard import local
-from bessemer.parallel.world import World, join
+from bessemer.parallel.world import World, join_process_group
 from bessemer.plan.search.layout import Layout
 from bessemer.run.directory import Run
 from bessemer.session.replay import documents_of, try_step
@@ -235,7 +235,7 @@ def test_what_one_process_holds_differently_is_known_to_all(ranks: Ranks) -> Non
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-        world = join(torch.device("cpu"))
+        world = join_process_group(torch.device("cpu"))
         mesh = init_device_mesh("cpu", (2,))
         whole = {"model.parts": torch.ones(6, 2), "model.same": torch.ones(3), "optimizer.count": torch.ones(4)}
         places = {"model.parts": Shard(0), "model.same": Replicate(), "optimizer.count": Replicate()}

@@ -13,8 +13,7 @@ from torch import nn
 from bessemer.checkpoint.store import silence_single_process_warning
 from bessemer.errors import UserError
 from bessemer.optim.choose import make_optimizer
-from bessemer.optim.ema import Ema
-from bessemer.optim.guarded import clip_divisor
+from bessemer.optim.guarded import Ema, clip_divisor
 from bessemer.parallel.shard import local
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
@@ -22,8 +21,7 @@ from bessemer.plan.search.layout import ELEMENTWISE, decide_layout
 from bessemer.run.directory import Run
 from bessemer.session.session import run_folder, train
 from bessemer.spec.optimizer import SETTINGS, MemorySpec, OptimizerSpec
-from bessemer.spec.parallel import ParallelSpec
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
 
 Ranks = Callable[..., list[Any]]

@@ -14,7 +14,7 @@ from torch import Tensor
 from bessemer.model.attention import attend
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.moe import MixtureOfExperts
-from bessemer.parallel.context import ContextColumns
+from bessemer.parallel.context import UlyssesAttention
 from bessemer.parallel.shard import ExpertExchange
 from bessemer.session.build import cut_layers
 from bessemer.spec.shape import Moe
@@ -85,7 +85,7 @@ def test_the_loss_of_divided_words_is_that_of_all(ranks: Ranks, options: LossOpt
         torch.testing.assert_close(torch.cat([one[i] for one in found]), wanted[i])
 
 
-def _attention(columns: ContextColumns | None, kv: int) -> tuple[Tensor, ...]:
+def _attention(columns: UlyssesAttention | None, kv: int) -> tuple[Tensor, ...]:
     """Rows of packed documents under a window."""
     torch.manual_seed(0)
     B, T, N, D = 2, 16, 8, 4
@@ -104,7 +104,7 @@ def _attention(columns: ContextColumns | None, kv: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("kv", [8, 2, 1])
 def test_attention_over_shared_columns_is_that_of_whole_rows(ranks: Ranks, kv: int) -> None:
     wanted = _attention(None, kv)
-    found = on(ranks, 4, lambda: _attention(ContextColumns(None, dist.get_rank(), 4), kv))
+    found = on(ranks, 4, lambda: _attention(UlyssesAttention(None, dist.get_rank(), 4), kv))
     for i, want in enumerate(wanted):
         torch.testing.assert_close(torch.cat([one[i] for one in found], dim=1), want)
 

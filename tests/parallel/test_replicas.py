@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from bessemer.errors import UserError
 from bessemer.parallel.replicas import assign_owners
 from bessemer.plan.decision import Plan
-from bessemer.plan.search.layout import Layout
-from bessemer.plan.search.replicas import note_replicas
+from bessemer.plan.search.layout import Layout, record_replicas
 from bessemer.run.directory import Run
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
@@ -178,7 +177,7 @@ def test_shares_are_even_to_one_tensor(sizes: list[int], among: int) -> None:
 )
 def test_refused_where_a_replica_is_divided(tmp_path: Path, asked: dict[str, Any], layout: Layout, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        note_replicas(spec_with(tmp_path, "x", **asked), layout, Plan())
+        record_replicas(spec_with(tmp_path, "x", **asked), layout, Plan())
 
 
 def test_a_static_graph_takes_its_rows_in_one_pass(ranks: Ranks, folder: Path) -> None:
@@ -190,5 +189,5 @@ def test_a_static_graph_takes_its_rows_in_one_pass(ranks: Ranks, folder: Path) -
 
 def test_one_process_takes_the_same_spec(tmp_path: Path) -> None:
     plan = Plan()
-    note_replicas(spec_with(tmp_path, "x", compress="powersgd", divide_optimizer=True), Layout(), plan)
+    record_replicas(spec_with(tmp_path, "x", compress="powersgd", divide_optimizer=True), Layout(), plan)
     assert not plan.decisions

@@ -19,7 +19,7 @@ from torch import Tensor
 from bessemer.errors import UserError
 from bessemer.model.attention import attend
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.parallel.context import ContextColumns, Ring, attend_block, block_gradients
+from bessemer.parallel.context import RingAttention, UlyssesAttention, attend_block, block_gradients
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import Layout, decide_layout
@@ -49,7 +49,7 @@ def _attention(size: int, kind: str, kv: int, value: int = D, strip: int = 512) 
     """Output and gradients of q, k and v: of whole rows, or of this process's columns."""
     torch.manual_seed(0)
     documents, window, blocks = SIGHTS[kind]
-    ring = Ring(None, dist.get_rank(), size, strip) if size > 1 else None
+    ring = RingAttention(None, dist.get_rank(), size, strip) if size > 1 else None
     part = ring.part(T) if ring else torch.arange(T)
     sizes = ((N, D), (kv, D), (kv, value))
     q, k, v = (torch.randn(B, T, *one, dtype=torch.float64)[:, part].clone().requires_grad_() for one in sizes)
@@ -66,7 +66,7 @@ def _attention(size: int, kind: str, kv: int, value: int = D, strip: int = 512) 
 def _compare(ranks: Ranks, size: int, kind: str, kv: int, **more: Any) -> None:
     wanted = _attention(1, kind, kv, more.get("value", D))
     found = ranks(size, lambda: [x.numpy() for x in _attention(size, kind, kv, **more)])
-    order = torch.cat([Ring(None, rank, size).part(T) for rank in range(size)])
+    order = torch.cat([RingAttention(None, rank, size).part(T) for rank in range(size)])
     assert sorted(order.tolist()) == list(range(T))
     for i, want in enumerate(wanted):
         laid = torch.cat([torch.from_numpy(one[i]) for one in found], dim=1)
@@ -95,9 +95,9 @@ def test_a_ring_is_longer_than_the_number_of_heads(ranks: Ranks) -> None:
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_every_process_of_a_ring_has_as_much_to_see(size: int) -> None:
     length = 16 * size
-    seen = [int((Ring(None, rank, size).part(length) + 1).sum()) for rank in range(size)]
+    seen = [int((RingAttention(None, rank, size).part(length) + 1).sum()) for rank in range(size)]
     assert len(set(seen)) == 1
-    ends = [int((ContextColumns(None, rank, size).part(length) + 1).sum()) for rank in range(size)]
+    ends = [int((UlyssesAttention(None, rank, size).part(length) + 1).sum()) for rank in range(size)]
     assert ends[-1] > 1.4 * ends[0]
 
 
@@ -107,7 +107,7 @@ def test_tiles_skip_what_no_row_sees() -> None:
     documents = torch.arange(length)[None] // 4
     looked = 0
     for rank in range(size):
-        ring = Ring(None, rank, size, strip=4)
+        ring = RingAttention(None, rank, size, strip=4)
         for source in range(size):
             tiles = list(ring.tiles(AttentionMask(documents), 0, length, source))
             assert not tiles or source == rank
@@ -117,7 +117,11 @@ def test_tiles_skip_what_no_row_sees() -> None:
 
 def test_tiles_that_are_seen_wholly_have_no_mask() -> None:
     documents = torch.tensor([[0] * 20 + [1] * 44])
-    tiles = [t for source in range(4) for t in Ring(None, 1, 4, strip=4).tiles(AttentionMask(documents), 0, 64, source)]
+    tiles = [
+        t
+        for source in range(4)
+        for t in RingAttention(None, 1, 4, strip=4).tiles(AttentionMask(documents), 0, 64, source)
+    ]
     assert {tile.places is None for tile in tiles} == {True, False}
 
 
@@ -245,8 +249,8 @@ def test_a_vetoed_step_of_a_ring_names_its_documents(ranks: Ranks, tmp_path: Pat
         assert sum(one["tokens"] * one["mean_loss"] for one in found) / 64 == pytest.approx(veto["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", [Ring, ContextColumns])
-def test_parts_of_rows_are_laid_together_again(kind: type[ContextColumns]) -> None:
+@pytest.mark.parametrize("kind", [RingAttention, UlyssesAttention])
+def test_parts_of_rows_are_laid_together_again(kind: type[UlyssesAttention]) -> None:
     rows = torch.arange(48).view(2, 24).numpy()
     parts = [rows[:, kind(None, rank, 3).part(24).numpy()] for rank in range(3)]
     assert (kind(None, 0, 3).whole(parts) == rows).all()

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bessemer.model.transformer import Decoder, build
+from bessemer.model.transformer import Decoder, build_model
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import CompiledBlocks
 from bessemer.train.memory import recompute, tiles
@@ -16,7 +16,7 @@ TOKENS = torch.arange(512).view(4, 128) * 7 % 64
 
 
 def made() -> Decoder:
-    model = build(ModelShape(64, 64, 3, 4, 2, 16, 256), "cpu", 0).double().train()
+    model = build_model(ModelShape(64, 64, 3, 4, 2, 16, 256), "cpu", 0).double().train()
     served = CompiledBlocks(*TOKENS.shape, torch.float64, lambda function: function)
     for block in model.blocks:
         block.compiled = served

@@ -12,14 +12,14 @@ from bessemer.plan.actual import (
     WARM_UP,
     ActualRun,
     HostLoad,
-    actual,
     compare,
     compare_run,
     comparison_json,
     comparison_line,
     comparison_lines,
-    findings,
+    find_gaps,
     likely_reason,
+    measure_steps,
 )
 from bessemer.plan.cost_model.operators import step_work
 from bessemer.plan.cost_model.step_time import StepSetup, step_time
@@ -27,15 +27,15 @@ from bessemer.plan.decide import Interval, TrainPlan
 from bessemer.plan.decision import Plan
 from bessemer.plan.expect import (
     ExpectedRun,
-    Occasion,
     RunRecord,
-    expect,
+    RunSetup,
+    append_record,
     find_correction,
     history_path,
-    keep_record,
     load_records,
-    note_expected,
-    record_of,
+    make_run_record,
+    predict_run,
+    record_expected,
     with_history,
 )
 from bessemer.plan.hardware import Cluster, Machine, ceilings_path, find_gpu, saved_ceilings
@@ -51,7 +51,7 @@ GPU = Machine("cuda", "NVIDIA H200", 141 << 30, 16, {"fp32": 5e13, "bf16": 7e14}
 SHAPE = with_vocab(PRESETS["125M"], 50_304)
 
 
-def occasion(machine: Machine = GPU, shape: ModelShape = SHAPE, precision: str = "bf16", rows: int = 64) -> Occasion:
+def occasion(machine: Machine = GPU, shape: ModelShape = SHAPE, precision: str = "bf16", rows: int = 64) -> RunSetup:
     every = Interval(10, None)
     training = TrainPlan(
         context=1024, batch_rows=((0, rows),), micro_rows=16, activations="none", total_steps=100, peak_lr=1e-3,
@@ -60,14 +60,14 @@ def occasion(machine: Machine = GPU, shape: ModelShape = SHAPE, precision: str =
         look=every, copy=every, mixtures=(),
     )  # fmt: skip
     spec = RunSpec.model_validate({"model": "125M", "data": {"sources": {"web": "data/"}}})
-    return Occasion(spec, shape, training, machine, ONE_PROCESS, 1, peak_flops=989e12 if machine is GPU else 1e11)
+    return RunSetup(spec, shape, training, machine, ONE_PROCESS, 1, peak_flops=989e12 if machine is GPU else 1e11)
 
 
-def record(step_s: float = 1.0, of: Occasion | None = None, **more: Any) -> RunRecord:
+def record(step_s: float = 1.0, of: RunSetup | None = None, **more: Any) -> RunRecord:
     of = of or occasion()
-    said = expect(of, [])
+    said = predict_run(of, [])
     measured = {"date": "2026-01-01", "run": "a", "step_s": step_s, "peak_bytes": 2 * said.estimated_bytes, "cause": ""}
-    return replace(record_of(of, said, measured), **more)
+    return replace(make_run_record(of, said, measured), **more)
 
 
 def step(seconds: float = 1.0, wait: float = 0.0, tokens: int = 100, memory: int = 10**9) -> dict[str, Any]:
@@ -84,7 +84,7 @@ SLOW = ActualRun(32, step_s=1.5, own_s=1.5, wait_s=0.0, jumps_s=0.0, tokens_per_
 
 def test_a_catalogued_gpu_has_a_prediction_with_its_error() -> None:
     of = occasion()
-    found = expect(of, [])
+    found = predict_run(of, [])
     gpu = find_gpu("H200")
     setup = StepSetup(step_work(SHAPE), ONE_PROCESS, 16, 64, 1024, "bf16", "none")
     time = step_time(setup, Cluster(gpu, 1, 1, gpu.network_bandwidth))
@@ -98,8 +98,8 @@ def test_a_catalogued_gpu_has_a_prediction_with_its_error() -> None:
 
 def test_a_device_in_no_catalogue_is_not_guessed_at() -> None:
     of = occasion(CPU, precision="fp32")
-    found, plan = expect(of, []), Plan()
-    note_expected(found, plan)
+    found, plan = predict_run(of, []), Plan()
+    record_expected(found, plan)
     assert found.step_s is found.tokens_per_s is found.memory_bytes is found.bar is None
     assert plan.value("expected.tokens_per_s") == "unknown"
     assert "bessemer bench" in plan.decisions["expected.tokens_per_s"].reason
@@ -108,46 +108,46 @@ def test_a_device_in_no_catalogue_is_not_guessed_at() -> None:
 
 def test_what_the_catalogue_cannot_say_is_said() -> None:
     of = occasion()
-    strange = expect(replace(of, machine=replace(GPU, name="NVIDIA Q9")), [])
+    strange = predict_run(replace(of, machine=replace(GPU, name="NVIDIA Q9")), [])
     assert strange.step_s is None and "Q9" in strange.basis and strange.memory_bytes
     deepspeed = of.spec.model_copy(update={"parallel": of.spec.parallel.model_copy(update={"engine": "deepspeed"})})
-    assert "DeepSpeed" in expect(replace(of, spec=deepspeed), []).basis
-    plain = expect(replace(of, training=replace(of.training, compile="off")), [])
-    assert plain.step_s == expect(of, []).step_s and (plain.error or 0) > (expect(of, []).error or 0)
+    assert "DeepSpeed" in predict_run(replace(of, spec=deepspeed), []).basis
+    plain = predict_run(replace(of, training=replace(of.training, compile="off")), [])
+    assert plain.step_s == predict_run(of, []).step_s and (plain.error or 0) > (predict_run(of, []).error or 0)
 
 
 def test_a_bench_gives_a_bound_that_is_no_promise() -> None:
     of = occasion(replace(CPU, source="measured on 2026-01-01 by bessemer bench"), precision="fp32")
-    found = expect(of, [])
+    found = predict_run(of, [])
     assert found.step_s == of.flops / 1e11 and found.bar is None and "at best" in found.basis
-    assert findings(found, replace(SLOW, step_s=100 * (found.step_s or 0)), HostLoad) == {}
+    assert find_gaps(found, replace(SLOW, step_s=100 * (found.step_s or 0)), HostLoad) == {}
 
 
 def test_a_run_on_this_machine_gives_the_next_its_prediction() -> None:
     of = occasion(CPU, precision="fp32")
-    found = expect(of, [record(800.0, of)])
+    found = predict_run(of, [record(800.0, of)])
     assert found.step_s == pytest.approx(800.0) and found.error == 0.15 and "1 earlier run" in found.basis
     assert found.memory_bytes == 2 * found.estimated_bytes
-    twice = expect(replace(of, training=replace(of.training, batch_rows=((0, 128),))), [record(800.0, of)])
+    twice = predict_run(replace(of, training=replace(of.training, batch_rows=((0, 128),))), [record(800.0, of)])
     assert twice.step_s == pytest.approx(1600.0)
 
 
 def test_a_prediction_beyond_the_roofline_is_withheld_with_its_reason() -> None:
     of = occasion(CPU, precision="fp32")
     impossible = of.flops / 1e11 / 6.164  # a machine that was six times as fast as it is now
-    found, plan = expect(of, [record(impossible, of)]), Plan()
+    found, plan = predict_run(of, [record(impossible, of)]), Plan()
     assert (found.step_s, found.tokens_per_s, found.mfu, found.time_s) == (None, None, None, None)
     assert "616% of the 100 GFLOP/s" in found.withheld and found.basis == found.withheld
-    note_expected(found, plan)
+    record_expected(found, plan)
     decision = plan.decisions["expected.tokens_per_s"]
     assert decision.value == "withheld" and "616%" in decision.reason
     assert "616%" in comparison_line(found, SLOW) and "tokens/s 67, MFU 27.0%, time" in comparison_line(found, SLOW)
     assert comparison_json(found, SLOW)["withheld"] == found.withheld
     assert ExpectedRun.from_json(found.to_json()) == found
     # A step that was measured just now is no guess: then the peak is wrong, and only the share of it is withheld.
-    measured, plan = expect(of, [], measured_s=impossible), Plan()
+    measured, plan = predict_run(of, [], measured_s=impossible), Plan()
     assert measured.step_s == impossible and measured.time_s and measured.mfu is None and measured.withheld
-    note_expected(measured, plan)
+    record_expected(measured, plan)
     assert plan.decisions["expected.mfu"].value == "withheld"
     assert any("withheld" in line for line in comparison_lines(measured, SLOW))
 
@@ -156,8 +156,8 @@ def test_runs_that_no_gpu_can_have_done_do_not_correct_a_plan(tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wish = ("125M", "1xH200", 10**9, 1024)
     plain = plan_on(*wish)
-    one = record((expect(occasion(), []).step_s or 0.0) / 20)
-    assert keep_record(history_path("NVIDIA H200", 1, "2.11.0+cu128"), one) is None
+    one = record((predict_run(occasion(), []).step_s or 0.0) / 20)
+    assert append_record(history_path("NVIDIA H200", 1, "2.11.0+cu128"), one) is None
     found = plan_on(*wish)
     assert found.best.mfu == plain.best.mfu < 1 and found.wall_s == plain.wall_s
     assert any("1 earlier run" in note and "is withheld" in note and "MFU" in note for note in found.notes)
@@ -173,11 +173,11 @@ def test_the_last_line_leaves_out_what_is_not_known() -> None:
 
 def test_the_catalogue_is_corrected_by_earlier_runs() -> None:
     of = occasion()
-    base = expect(of, []).step_s or 0.0
+    base = predict_run(of, []).step_s or 0.0
     ratios = [1.2, 1.3, 1.25, 9.0]
     records = [record(ratio * base) for ratio in ratios]
     records[-1] = replace(records[-1], cause="other load")  # which says nothing of the machine
-    found = expect(of, records)
+    found = predict_run(of, records)
     assert found.step_s == pytest.approx(1.25 * base) and found.base_s == base
     assert found.error == pytest.approx(0.05)  # they lie 4 % apart, and no correction is called better than this
     assert found.memory_bytes == 2 * found.estimated_bytes
@@ -195,8 +195,8 @@ def test_records_are_kept_beside_the_bench_and_read_by_the_planner(tmp_path: Pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = history_path("NVIDIA H200", 1, "2.11.0+cu128")
     assert path.parent == ceilings_path("NVIDIA H200", 1, "2.11.0+cu128").parent and not load_records(path)
-    one = record(2 * (expect(occasion(), []).step_s or 0.0))
-    assert keep_record(path, one) is None and keep_record(path, one) is None
+    one = record(2 * (predict_run(occasion(), []).step_s or 0.0))
+    assert append_record(path, one) is None and append_record(path, one) is None
     assert load_records(path) == [one, one]
     gpu = find_gpu("H200")
     assert saved_ceilings(gpu) is None  # the file is not taken for a bench
@@ -215,13 +215,13 @@ def test_records_are_kept_beside_the_bench_and_read_by_the_planner(tmp_path: Pat
 
 
 def test_a_history_that_cannot_be_written_is_told() -> None:
-    assert "XDG_CACHE_HOME" in (keep_record(Path("/proc/nowhere/a.runs.jsonl"), record()) or "")
+    assert "XDG_CACHE_HOME" in (append_record(Path("/proc/nowhere/a.runs.jsonl"), record()) or "")
 
 
 def test_numbers_of_a_run_by_hand() -> None:
-    assert actual([step()] * (WARM_UP + LEAST - 1)) is None
+    assert measure_steps([step()] * (WARM_UP + LEAST - 1)) is None
     steps = [step(99.0)] * WARM_UP + [step(1.0, wait=0.25)] * 19 + [step(5.0)]
-    found = actual(steps)
+    found = measure_steps(steps)
     assert found is not None and found.steps == 20
     assert found.step_s == pytest.approx(1.2) and found.own_s == 0.75 and found.wait_s == pytest.approx(0.2375)
     assert found.jumps_s == pytest.approx(4.25 / 20) and found.tokens_per_s == pytest.approx(2000 / 24)
@@ -232,13 +232,13 @@ def test_numbers_of_a_run_by_hand() -> None:
 
 
 def test_within_the_bar_nothing_is_said() -> None:
-    assert findings(EXPECTED, replace(SLOW, step_s=1.09), HostLoad) == {}
-    told = findings(EXPECTED, replace(SLOW, step_s=1.11), HostLoad)
+    assert find_gaps(EXPECTED, replace(SLOW, step_s=1.09), HostLoad) == {}
+    told = find_gaps(EXPECTED, replace(SLOW, step_s=1.11), HostLoad)
     assert "11% slower than planned" in told["plan_speed"].symptom
 
 
 def test_faster_or_larger_than_planned_is_a_finding_too() -> None:
-    told = findings(EXPECTED, replace(SLOW, step_s=0.5, memory_bytes=13 * 10**8), HostLoad)
+    told = find_gaps(EXPECTED, replace(SLOW, step_s=0.5, memory_bytes=13 * 10**8), HostLoad)
     assert "100% faster" in told["plan_speed"].symptom and "30% more memory" in told["plan_memory"].symptom
     assert told["plan_memory"].evidence["ratio"] == 1.3
 
@@ -258,7 +258,7 @@ def test_faster_or_larger_than_planned_is_a_finding_too() -> None:
 )
 def test_the_likely_reason(changes: dict[str, float], around: HostLoad, reason: str) -> None:
     assert likely_reason(EXPECTED, replace(SLOW, **changes), around)[0] == reason
-    told = findings(EXPECTED, replace(SLOW, **changes), lambda: around)["plan_speed"]
+    told = find_gaps(EXPECTED, replace(SLOW, **changes), lambda: around)["plan_speed"]
     assert told.evidence["reason"] == reason and told.cause and told.fix
 
 

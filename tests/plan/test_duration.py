@@ -6,9 +6,9 @@ import pytest
 
 from bessemer.errors import UserError
 from bessemer.plan.decide import Interval, TrainPlan
-from bessemer.plan.expect import ExpectedRun, Occasion, expect
+from bessemer.plan.expect import ExpectedRun, RunSetup, predict_run
 from bessemer.plan.hardware import Machine
-from bessemer.plan.local import check_options, estimate_duration, local_json, local_lines, plan_here, rough_time
+from bessemer.plan.local import check_options, estimate_duration, local_json, local_lines, plan_local, rough_time
 from bessemer.plan.request import request_from_spec
 from bessemer.plan.search.layout import ONE_PROCESS
 from bessemer.spec.schema import RunSpec
@@ -18,7 +18,7 @@ CPU = Machine("cpu", "Some CPU", 16 << 30, 2, {"fp32": 1e11, "bf16": 1e10})
 STEPS, ROWS, CONTEXT = 1500, 64, 512
 
 
-def first_run(machine: Machine = CPU, preset: str = "10M", **spec: object) -> Occasion:
+def first_run(machine: Machine = CPU, preset: str = "10M", **spec: object) -> RunSetup:
     training = TrainPlan(
         context=CONTEXT, batch_rows=((0, ROWS),), micro_rows=32, activations="none", total_steps=STEPS, peak_lr=1e-3,
         warmup_steps=30, precision="fp32", weights="fp32", compile="off", evaluate=Interval(100, None),
@@ -26,11 +26,11 @@ def first_run(machine: Machine = CPU, preset: str = "10M", **spec: object) -> Oc
         mixtures=(),
     )  # fmt: skip
     written = RunSpec.model_validate({"model": preset, "data": {"sources": {"notes": "data/"}}, **spec})
-    return Occasion(written, with_vocab(PRESETS[preset], 8192), training, machine, ONE_PROCESS, 1, peak_flops=1e11)
+    return RunSetup(written, with_vocab(PRESETS[preset], 8192), training, machine, ONE_PROCESS, 1, peak_flops=1e11)
 
 
-def at(rate: float, occasion: Occasion) -> ExpectedRun:
-    return expect(occasion, [], measured_s=ROWS * CONTEXT / rate)
+def at(rate: float, occasion: RunSetup) -> ExpectedRun:
+    return predict_run(occasion, [], measured_s=ROWS * CONTEXT / rate)
 
 
 def test_the_duration_is_that_of_the_steps_left_and_their_evaluations() -> None:
@@ -95,7 +95,7 @@ def test_a_spec_is_planned_for_this_machine_as_training_would_decide() -> None:
     spec = RunSpec.model_validate(
         {"model": "10M", "data": {"sources": {"notes": "data/"}, "context": 512}, "budget": {"tokens": "50M"}}
     )
-    found = plan_here(request_from_spec(spec), CPU, lambda shape, context, precision: 1000.0, [])
+    found = plan_local(request_from_spec(spec), CPU, lambda shape, context, precision: 1000.0, [])
     keys = set(found.plan.decisions)
     assert {"precision", "budget.batch", "budget.micro_batch", "steps", "optimizer.lr"} <= keys
     assert not keys & {"epochs", "evaluate.tokens"}, "what only the data can settle"
@@ -105,11 +105,11 @@ def test_a_spec_is_planned_for_this_machine_as_training_would_decide() -> None:
     assert "this machine (Some CPU, 2 threads" in text and "about 15 h here (1,000 tokens/s)" in text
     assert "others  --gpus 8xH100" in text and "--budget" in text
     assert local_json(found)["duration"]["seconds"] == found.duration.seconds
-    unknown = plan_here(request_from_spec(spec), CPU, lambda shape, context, precision: None, [])
+    unknown = plan_local(request_from_spec(spec), CPU, lambda shape, context, precision: None, [])
     assert unknown.duration is None and "is not in the catalogue" in "\n".join(local_lines(unknown))
     epochs = spec.model_copy(update={"budget": spec.budget.model_copy(update={"tokens": "auto", "epochs": 2.0})})
     with pytest.raises(UserError, match="a plan reads no data"):
-        plan_here(request_from_spec(epochs), CPU, lambda shape, context, precision: 1.0, [])
+        plan_local(request_from_spec(epochs), CPU, lambda shape, context, precision: 1.0, [])
 
 
 def test_what_only_gpus_of_the_catalogue_have_is_refused() -> None:

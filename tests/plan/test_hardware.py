@@ -11,7 +11,7 @@ from bessemer.plan.hardware import (
     Ceilings,
     data_sheet,
     find_gpu,
-    gpus,
+    gpu_catalogue,
     parse_cluster,
     parse_network,
     user_file,
@@ -73,7 +73,7 @@ def test_networks() -> None:
 
 def test_the_catalogue_agrees_with_the_table_that_utilisation_is_counted_against() -> None:
     compared = 0
-    for gpu in gpus().values():
+    for gpu in gpu_catalogue().values():
         sheet = data_sheet(gpu.name.replace("-80GB-PCIe", " 80GB PCIe").replace("-", " "))
         if sheet is None or "PCIe" in gpu.name or gpu.name == "V100-PCIe":
             continue
@@ -84,7 +84,7 @@ def test_the_catalogue_agrees_with_the_table_that_utilisation_is_counted_against
 
 
 def test_every_entry_is_whole_and_has_a_source() -> None:
-    for gpu in gpus().values():
+    for gpu in gpu_catalogue().values():
         assert gpu.source and gpu.memory_bandwidth > 1e11 and gpu.link_bandwidth > 1e9 and gpu.node >= 1
         order = [gpu.peaks[key] for key in ("fp32", "tf32", "bf16", "fp8", "fp4") if key in gpu.peaks]
         assert order == sorted(order), gpu.name

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.hardware import gpus, parse_cluster, usable_subclusters
+from bessemer.plan.hardware import gpu_catalogue, parse_cluster, usable_subclusters
 from bessemer.plan.search.proposal import Proposal, even_rows, propose
 
 from .plans import plan_on, request
@@ -35,7 +35,7 @@ def drawn(seed: int, most_gpus: int = 4096) -> Question:
     context = draw.choice(CONTEXTS)
     batch = (context or 4096) * draw.randint(1, 3000) if draw.random() < 0.3 else None
     tokens = int(10 ** draw.uniform(9, 13.18))  # 1B to 15T
-    return Question(draw.choice(MODELS), draw.choice(sorted(gpus())), count, tokens, context, batch)
+    return Question(draw.choice(MODELS), draw.choice(sorted(gpu_catalogue())), count, tokens, context, batch)
 
 
 def check(question: Question) -> bool:

@@ -11,8 +11,8 @@ from bessemer.plan.present import spec_text, write_spec
 from bessemer.plan.request import fixed_degrees, request_from_spec
 from bessemer.plan.search.proposal import Proposal, propose
 from bessemer.plan.search.search import FixedDegrees
-from bessemer.spec.document import parse
-from bessemer.spec.lints import lint
+from bessemer.spec.document import parse_yaml
+from bessemer.spec.lints import lint_spec
 from bessemer.spec.load import validate
 from bessemer.spec.schema import RunSpec
 
@@ -27,7 +27,7 @@ def nothing_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def spec_of(text: str) -> RunSpec:
-    return validate(parse(text, "spec.yaml"))
+    return validate(parse_yaml(text, "spec.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_written_plan_is_a_spec_without_warnings_and_the_same_plan_again(model
     first = plan_on(model, gpus)
     text = spec_text(first, "bessemer plan")
     spec = spec_of(text)
-    assert lint(spec) == []
+    assert lint_spec(spec) == []
     again = propose(request_from_spec(spec), first.goal.cluster)
     assert again.shape == first.shape and again.tokens == first.tokens and again.goal.rows == first.goal.rows
     assert again.best.layout == first.best.layout and again.best.micro_rows == first.best.micro_rows

@@ -110,7 +110,7 @@ def test_a_killed_process_leaves_an_interrupted_run(tmp_path: Path) -> None:
     process.communicate()
     assert [*states, Run(tmp_path).state] == ["running", "running", "interrupted"]
     with RunWriter(tmp_path) as run:
-        assert run.lock.taken_from is not None and run.lock.taken_from.pid == process.pid
+        assert run.lock.previous_owner is not None and run.lock.previous_owner.pid == process.pid
 
 
 def test_killed_before_its_first_word(tmp_path: Path) -> None:
@@ -124,14 +124,14 @@ def test_a_resume_cuts_what_the_checkpoint_does_not_hold_and_says_so(tmp_path: P
     with RunWriter(tmp_path) as run:
         for step in (0, 2, 4, 6):
             run.validation({"step": step, "loss": 1.0})
-        assert run.cut_after(4) == 2
+        assert run.remove_metrics_from(4) == 2
         assert [record["step"] for record in run.metrics()] == [0, 1, 2, 3]
         assert [record["step"] for record in run.validations()] == [0, 2, 4]
         (event,) = run.events("metrics_cut")
         assert (event["from_step"], event["steps"]) == (4, 2)
-        assert run.cut_after(4) == 0
+        assert run.remove_metrics_from(4) == 0
         assert len(list(run.events("metrics_cut"))) == 1
-        assert run.cut_after(0) == 4
+        assert run.remove_metrics_from(0) == 4
 
 
 def test_a_folder_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.run.journal import Journal, json_ready, last_record, last_records, number, read_records
+from bessemer.run.journal import Journal, json_ready, last_record, last_records, read_records, to_number
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -58,15 +58,15 @@ def test_numbers_that_json_lacks_become_words_and_numbers_again(path: Path) -> N
     (line,) = path.read_text().splitlines()
     found = json.loads(line, parse_constant=pytest.fail)  # strict JSON, for any reader
     assert found == {"loss": "nan", "all": ["inf", {"low": "-inf"}], "pair": [1, 2]}
-    assert math.isnan(number(found["loss"]) or 0)
-    assert number(found["all"][0]) == math.inf
+    assert math.isnan(to_number(found["loss"]) or 0)
+    assert to_number(found["all"][0]) == math.inf
 
 
 @pytest.mark.parametrize(
     ("value", "result"), [(1, 1.0), (2.5, 2.5), ("inf", math.inf), (None, None), (True, None), ("x", None), ([1], None)]
 )
 def test_number(value: Any, result: float | None) -> None:
-    assert number(value) == result
+    assert to_number(value) == result
 
 
 def test_text_of_any_kind_does_not_stop_a_run(path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_second_process_is_refused_with_host_and_pid(tmp_path: Path, hold: C
     holder.communicate("")
     lock = Lock(tmp_path)
     lock.acquire()
-    assert lock.taken_from is None
+    assert lock.previous_owner is None
     lock.release()
     assert read_owner(tmp_path) is None
 
@@ -77,7 +77,7 @@ def test_after_kill_9_the_lock_is_taken_and_says_from_whom(tmp_path: Path, hold:
     holder.wait()
     lock = Lock(tmp_path)
     lock.acquire()
-    assert lock.taken_from is not None and lock.taken_from.pid == holder.pid
+    assert lock.previous_owner is not None and lock.previous_owner.pid == holder.pid
     owner = read_owner(tmp_path)
     assert owner is not None and owner.pid == os.getpid()
     lock.release()
@@ -90,7 +90,7 @@ def test_a_killed_process_whose_parent_has_not_looked_yet_is_dead(tmp_path: Path
         time.sleep(0.01)
     lock = Lock(tmp_path)
     lock.acquire()
-    assert lock.taken_from is not None and lock.taken_from.pid == holder.pid
+    assert lock.previous_owner is not None and lock.previous_owner.pid == holder.pid
     lock.release()
 
 
@@ -113,7 +113,7 @@ def test_a_recycled_pid_is_not_its_former_owner(tmp_path: Path, hold: Callable[[
     assert not is_alive(former, tmp_path)
     lock = Lock(tmp_path)
     lock.acquire()
-    assert lock.taken_from == former
+    assert lock.previous_owner == former
     lock.release()
     assert holder.poll() is None
 
@@ -123,7 +123,7 @@ def test_my_own_pid_in_an_old_file_is_not_me(tmp_path: Path) -> None:
     write_owner(tmp_path, replace(Owner.this_process(), started=1.0))
     lock = Lock(tmp_path)
     lock.acquire()
-    assert lock.taken_from is not None
+    assert lock.previous_owner is not None
     lock.release()
 
 
@@ -157,7 +157,7 @@ def test_another_host_that_fell_silent_is_dead(tmp_path: Path) -> None:
     assert not is_alive(owner, tmp_path)
     lock = Lock(tmp_path)
     lock.acquire()
-    assert lock.taken_from == owner
+    assert lock.previous_owner == owner
     lock.release()
 
 

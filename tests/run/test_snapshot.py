@@ -49,7 +49,7 @@ def saved(tmp_path: Path) -> dict[str, bytes]:
             run.step({"step": step, "loss": 4.25 - step / 8 if step else math.nan})
             if step % 4 == 0:
                 run.validation({"step": step, "loss": 3.5})
-                run.rank_numbers({"step": step, "own_s": [0.125, 0.125]})
+                run.rank_record({"step": step, "own_s": [0.125, 0.125]})
                 run.event("saved", step=step)
             if step == 14:
                 snapshot = run.snapshot()

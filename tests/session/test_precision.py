@@ -54,7 +54,7 @@ def test_fp8_needs_a_gpu(make_spec):
 
 def test_fp8_trains_plans_its_layers_and_saves_plain_weights(make_spec, monkeypatch):
     pytest.importorskip("torchao")
-    monkeypatch.setattr(fp8.convert, "__defaults__", (1, 16, True))  # emulated, in layers as small as these
+    monkeypatch.setattr(fp8.convert_to_fp8, "__defaults__", (1, 16, True))  # emulated, in layers as small as these
     same = {"model": {"layers": 3}, "optimizer": {"lr": 0.003}}
     spec, full = make_spec("fp8", precision="fp8", **same), make_spec("fp32", **same)
     for one in (spec, full):

@@ -12,7 +12,7 @@ import pytest
 from bessemer.errors import UserError
 from bessemer.observe.profile import PARTS
 from bessemer.observe.view import RunView
-from bessemer.session.profile import ProfileSession
+from bessemer.session.inspect import ProfileSession
 from bessemer.session.session import Session
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job

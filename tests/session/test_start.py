@@ -9,7 +9,7 @@ import torch
 
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run
 from bessemer.session.session import train
@@ -81,7 +81,7 @@ def test_new_tokens_begin_as_the_mean_of_the_others(folder: Path, tmp_path: Path
     vocab = Tokenizer.load(folder / "tokenizer.json", special=spec.tokenizer.special).vocab_size
     shape, _ = decide_shape(spec, source, vocab, Plan())
     assert shape.vocab == vocab == source.shape.vocab + 2  # three of the five fill the rows to spare
-    model = build(shape, "cpu", 0)
+    model = build_model(shape, "cpu", 0)
     assert load_source(model, source) == 2
     theirs = reference(folder)["model.embed_tokens.weight"]
     assert torch.equal(model.embedding.weight[:-2], theirs)

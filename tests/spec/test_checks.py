@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.spec.checks import CHECKS, check
+from bessemer.spec.checks import CHECKS, check_spec
 from bessemer.spec.schema import RunSpec
 
 GOOD: dict[str, Any] = {"model": "10M", "data": {"sources": {"web": "data/", "code": "src/"}}}
@@ -27,7 +27,7 @@ def spec_with(**changes: Any) -> RunSpec:
 
 
 def found(**changes: Any) -> dict[str, str]:
-    return {".".join(map(str, path)): message for path, message in check(spec_with(**changes))}
+    return {".".join(map(str, path)): message for path, message in check_spec(spec_with(**changes))}
 
 
 def test_nothing_is_wrong_with_a_plain_spec() -> None:
@@ -214,10 +214,10 @@ def test_every_check_is_tried_above() -> None:
 def test_a_check_is_left_out_where_what_it_reads_is_wrong_itself() -> None:
     spec = spec_with(data__context=1024, budget__batch=8, tokenizer__vocab=100)
     both = {("budget", "batch"), ("tokenizer", "vocab")}
-    assert {path for path, _ in check(spec)} == both
-    assert {path for path, _ in check(spec, [("data", "context")])} == {("tokenizer", "vocab")}
-    assert {path for path, _ in check(spec, [("budget",)])} == {("tokenizer", "vocab")}
-    assert {path for path, _ in check(spec, [("budget", "tokens"), ("seed",)])} == both
+    assert {path for path, _ in check_spec(spec)} == both
+    assert {path for path, _ in check_spec(spec, [("data", "context")])} == {("tokenizer", "vocab")}
+    assert {path for path, _ in check_spec(spec, [("budget",)])} == {("tokenizer", "vocab")}
+    assert {path for path, _ in check_spec(spec, [("budget", "tokens"), ("seed",)])} == both
 
 
 @given(width=st.integers(8, 600), heads=st.integers(1, 40), kv_heads=st.none() | st.integers(1, 40))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.spec.document import override, parse
+from bessemer.spec.document import apply_override, parse_yaml
 
 
 def value_of(text: str) -> Any:
-    return parse(f"key: {text}", "spec.yaml").data["key"]
+    return parse_yaml(f"key: {text}", "spec.yaml").data["key"]
 
 
 @pytest.mark.parametrize(
@@ -63,20 +63,20 @@ def test_thousands_of_digits_stay_text() -> None:
 
 
 def test_keys_are_text() -> None:
-    assert parse("1: a\nno: b\n2024-01-01: c", "spec.yaml").data == {"1": "a", "no": "b", "2024-01-01": "c"}
+    assert parse_yaml("1: a\nno: b\n2024-01-01: c", "spec.yaml").data == {"1": "a", "no": "b", "2024-01-01": "c"}
 
 
 def test_lines_of_keys_entries_and_what_was_not_written() -> None:
-    document = parse("a:\n  b:\n    - 1\n    - x: 2\n", "spec.yaml")
+    document = parse_yaml("a:\n  b:\n    - 1\n    - x: 2\n", "spec.yaml")
     assert document.lines[("a", "b")] == 2
     assert document.lines[("a", "b", 1, "x")] == 4
     assert document.place(("a", "b", 1, "y", "z")) == "spec.yaml:4"
     assert document.place(("c",)) == "spec.yaml:1"
-    assert parse("", "spec.yaml").place(("c",)) == "spec.yaml"
+    assert parse_yaml("", "spec.yaml").place(("c",)) == "spec.yaml"
 
 
 def test_a_key_written_again_is_a_problem_at_its_second_line() -> None:
-    document = parse("a: 1\nb: 2\na: 3\na: 4\n", "spec.yaml")
+    document = parse_yaml("a: 1\nb: 2\na: 3\na: 4\n", "spec.yaml")
     assert document.data == {"a": 1, "b": 2}
     assert [(path, line) for path, line, _ in document.problems] == [(("a",), 3), (("a",), 4)]
     assert "first in line 1" in document.problems[0][2]
@@ -105,7 +105,7 @@ def test_a_key_written_again_is_a_problem_at_its_second_line() -> None:
 )
 def test_what_is_no_spec_is_said_in_one_line(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as refused:
-        parse(text, "spec.yaml")
+        parse_yaml(text, "spec.yaml")
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith("spec.yaml")
 
@@ -114,11 +114,11 @@ def test_aliases_that_multiply_without_end_are_refused() -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]" for i in range(1, 20)]
     with pytest.raises(UserError, match="too deeply nested"):
-        parse("\n".join(lines), "spec.yaml")
+        parse_yaml("\n".join(lines), "spec.yaml")
 
 
 def test_an_alias_repeats_its_value() -> None:
-    assert parse("a: &x {b: 1}\nc: *x\n", "spec.yaml").data == {"a": {"b": 1}, "c": {"b": 1}}
+    assert parse_yaml("a: &x {b: 1}\nc: *x\n", "spec.yaml").data == {"a": {"b": 1}, "c": {"b": 1}}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_an_alias_repeats_its_value() -> None:
     ],
 )
 def test_what_cannot_be_taken_as_written_is_a_problem(text: str, words: str) -> None:
-    (problem,) = parse(text, "spec.yaml").problems
+    (problem,) = parse_yaml(text, "spec.yaml").problems
     assert words in problem[2]
 
 
@@ -152,8 +152,8 @@ def test_what_cannot_be_taken_as_written_is_a_problem(text: str, words: str) -> 
     ],
 )
 def test_an_override_makes_the_way_to_its_key(setting: str, data: dict[str, Any]) -> None:
-    document = parse("", "spec.yaml")
-    override(document, setting)
+    document = parse_yaml("", "spec.yaml")
+    apply_override(document, setting)
     assert document.data == data
 
 
@@ -179,8 +179,8 @@ data:
     ],
 )
 def test_an_override_keeps_what_a_short_form_said(setting: str, path: tuple[Any, ...], value: Any) -> None:
-    document = parse(SPEC, "spec.yaml")
-    override(document, setting)
+    document = parse_yaml(SPEC, "spec.yaml")
+    apply_override(document, setting)
     found = document.data
     for step in path:
         found = found[step]
@@ -205,24 +205,24 @@ def test_an_override_keeps_what_a_short_form_said(setting: str, path: tuple[Any,
     ],
 )
 def test_an_override_that_cannot_be_applied_is_refused_by_name(setting: str) -> None:
-    document = parse(SPEC, "spec.yaml")
+    document = parse_yaml(SPEC, "spec.yaml")
     with pytest.raises(UserError) as refused:
-        override(document, setting)
+        apply_override(document, setting)
     assert str(refused.value).startswith(f"--set {setting}")
     assert "\n" not in str(refused.value)
 
 
 def test_an_overridden_part_no_longer_points_at_the_file() -> None:
-    document = parse(SPEC, "spec.yaml")
-    override(document, "data.phases=[{start: x}]")
+    document = parse_yaml(SPEC, "spec.yaml")
+    apply_override(document, "data.phases=[{start: x}]")
     assert document.place(("data", "phases", 0, "start")) == "--set data.phases=[{start: x}]"
     assert document.place(("data", "sources", "web")) == "spec.yaml:4"
 
 
 @pytest.mark.parametrize("text", ["model: 10M", "model: {preset: 10M, width: 8}", "model:\n  width:"])
 def test_what_a_setting_opened_is_placed_at_the_setting(text: str) -> None:
-    document = parse(text, "run.yaml")
-    override(document, "model.width.x=3")
+    document = parse_yaml(text, "run.yaml")
+    apply_override(document, "model.width.x=3")
     assert document.place(("model", "width")) == "--set model.width.x=3"
     assert document.rank(("model", "width"))[0] == 1
     assert document.place(("model",)) == "run.yaml:1"

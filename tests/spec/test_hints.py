@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from bessemer.spec import hints
-from bessemer.spec.document import parse
+from bessemer.spec.document import parse_yaml
 from bessemer.spec.load import SpecError, _field, _fields_at, validate
 from bessemer.spec.paths import path_problems
 from bessemer.spec.schema import RunSpec
@@ -14,7 +14,7 @@ GOOD = {"model": "1M", "data": {"sources": {"web": "x.jsonl"}}}
 
 def problems(**more: object) -> list[str]:
     with pytest.raises(SpecError) as refused:
-        validate(parse(yaml.safe_dump(GOOD | more), "run.yaml"))
+        validate(parse_yaml(yaml.safe_dump(GOOD | more), "run.yaml"))
     return refused.value.problems
 
 
@@ -54,7 +54,7 @@ def test_a_name_of_another_tool(name: str, key: str) -> None:
 
 def test_another_tools_name_for_a_required_key_is_one_mistake() -> None:
     with pytest.raises(SpecError) as refused:
-        validate(parse("base_model: x\ndatasets: [y]\n", "run.yaml"))
+        validate(parse_yaml("base_model: x\ndatasets: [y]\n", "run.yaml"))
     assert [line.split(":")[2].strip() for line in refused.value.problems] == ["base_model", "datasets"]
 
 
@@ -65,7 +65,7 @@ def test_unknown_keys_of_an_optional_section_name_the_known_ones() -> None:
 
 def test_of_thousands_of_problems_the_first_are_shown() -> None:
     with pytest.raises(SpecError) as refused:
-        validate(parse(yaml.safe_dump(GOOD | {f"key{i}": 1 for i in range(1000)}), "run.yaml"))
+        validate(parse_yaml(yaml.safe_dump(GOOD | {f"key{i}": 1 for i in range(1000)}), "run.yaml"))
     lines = str(refused.value).splitlines()
     assert len(refused.value.problems) == 1000 and len(lines) == 21
     assert lines[-1] == "and 980 more problems; fix these first"
@@ -116,7 +116,9 @@ def test_a_value_in_the_place_of_a_section_gets_its_key(key: str, value: str, wr
 
 def test_a_model_of_the_hub_gets_the_command_that_fetches_it() -> None:
     spec = validate(
-        parse(yaml.safe_dump(GOOD | {"model": {"hf": "meta-llama/Llama-3-8B"}, "start_from": "org/base"}), "run.yaml")
+        parse_yaml(
+            yaml.safe_dump(GOOD | {"model": {"hf": "meta-llama/Llama-3-8B"}, "start_from": "org/base"}), "run.yaml"
+        )
     )
     told = dict(path_problems(spec))
     assert "`hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B`" in told["model", "hf"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.spec.lints import RULES, lint
+from bessemer.spec.lints import RULES, lint_spec
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 
@@ -64,7 +64,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def rules(spec: RunSpec, **more: Any) -> set[str]:
-    return {found.rule for found in lint(spec, **more)}
+    return {found.rule for found in lint_spec(spec, **more)}
 
 
 def test_every_rule_has_its_bad_spec() -> None:
@@ -74,7 +74,7 @@ def test_every_rule_has_its_bad_spec() -> None:
 @pytest.mark.parametrize("rule", BAD)
 def test_rule(rule: str) -> None:
     bad, mended = BAD[rule]
-    said = [found for found in lint(spec_with(bad)) if found.rule == rule]
+    said = [found for found in lint_spec(spec_with(bad)) if found.rule == rule]
     assert len(said) == 1
     assert re.search(r"\d", said[0].message) and ": " in said[0].message and "\n" not in said[0].message
     assert rule not in rules(spec_with(bad | mended))
@@ -87,7 +87,7 @@ def test_a_plain_spec_is_fine() -> None:
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_are_fine(recipe: Path) -> None:
-    assert lint(load_spec(recipe), folder=ROOT) == []
+    assert lint_spec(load_spec(recipe), folder=ROOT) == []
 
 
 def test_published_models_are_fine() -> None:
@@ -99,7 +99,7 @@ def test_published_models_are_fine() -> None:
 
 def test_fp16_is_right_where_there_is_nothing_else() -> None:
     assert rules(spec_with({"precision": "fp16"}), gpu="Tesla V100-SXM2-32GB") == set()
-    assert "NVIDIA H100" in lint(spec_with({"precision": "fp16"}), gpu="NVIDIA H100")[0].message
+    assert "NVIDIA H100" in lint_spec(spec_with({"precision": "fp16"}), gpu="NVIDIA H100")[0].message
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -113,10 +113,10 @@ def test_repeated_rows_are_counted(tmp_path: Path, packed: bool) -> None:
     else:
         (folder / "a.jsonl").write_text(rows)
     spec = spec_with({"data": {"sources": {"mine": "mine"}}})
-    found = lint(spec, folder=tmp_path)
+    found = lint_spec(spec, folder=tmp_path)
     assert [one.rule for one in found] == ["no_dedup"] and "40% of its first 100 rows" in found[0].message
     mended = spec_with({"data": {"sources": {"mine": "mine"}, "clean": ["dedup_exact"]}})
-    assert lint(mended, folder=tmp_path) == []
+    assert lint_spec(mended, folder=tmp_path) == []
 
 
 def test_large_runs_want_dedup_and_decontamination() -> None:
@@ -126,5 +126,5 @@ def test_large_runs_want_dedup_and_decontamination() -> None:
 
 
 def test_an_unknown_rule_is_told() -> None:
-    found = lint(spec_with({"lints": {"silence": ["no_warm_up"]}}))
+    found = lint_spec(spec_with({"lints": {"silence": ["no_warm_up"]}}))
     assert [one.rule for one in found] == ["unknown_rule"] and "no_warmup" in found[0].message

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.errors import UserError
-from bessemer.spec.mixture import MAX_BLOCK, Mixture, quantise, share_out
+from bessemer.spec.mixture import MAX_BLOCK, Mixture, apportion, quantise
 
 weights = st.dictionaries(st.text(min_size=1, max_size=4), st.floats(1e-7, 1e7), min_size=1, max_size=12)
 
@@ -100,7 +100,7 @@ def test_sharing_out_obeys_limits_and_otherwise_largest_remainders(
 ) -> None:
     counts = {name: count for name, (count, _) in asked.items()}
     limits = {name: limit for name, (_, limit) in asked.items() if limit is not None}
-    dealt = share_out(counts, total, limits)
+    dealt = apportion(counts, total, limits)
     assert all(0 < dealt[name] <= limits.get(name, total) for name in dealt)
     given = sum(dealt.values())
     assert given <= total
@@ -113,9 +113,9 @@ def test_sharing_out_obeys_limits_and_otherwise_largest_remainders(
 
 
 def test_sharing_out_by_hand() -> None:
-    assert share_out({"a": 2, "b": 1, "c": 1}, 10, {}) == {"a": 5, "b": 3, "c": 2}
-    assert share_out({"a": 2, "b": 1, "c": 1}, 10, {"a": 1}) == {"a": 1, "b": 5, "c": 4}
-    assert share_out({"a": 13, "b": 7}, 4, {"a": 2}) == {"a": 2, "b": 2}  # its quota is 2.6
-    assert share_out({"a": 99, "b": 1}, 10, {"a": 0}) == {"b": 10}
-    assert share_out({"a": 99, "b": 1}, 10, {}) == {"a": 10}
-    assert share_out({"a": 1, "b": 1}, 10, {"a": 2, "b": 3}) == {"a": 2, "b": 3}
+    assert apportion({"a": 2, "b": 1, "c": 1}, 10, {}) == {"a": 5, "b": 3, "c": 2}
+    assert apportion({"a": 2, "b": 1, "c": 1}, 10, {"a": 1}) == {"a": 1, "b": 5, "c": 4}
+    assert apportion({"a": 13, "b": 7}, 4, {"a": 2}) == {"a": 2, "b": 2}  # its quota is 2.6
+    assert apportion({"a": 99, "b": 1}, 10, {"a": 0}) == {"b": 10}
+    assert apportion({"a": 99, "b": 1}, 10, {}) == {"a": 10}
+    assert apportion({"a": 1, "b": 1}, 10, {"a": 2, "b": 3}) == {"a": 2, "b": 3}

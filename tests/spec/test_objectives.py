@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from bessemer.spec.model import DropoutSpec, LossSpec, ObjectiveSpec, spans_of
+from bessemer.spec.model import DropoutSpec, LossSpec, ObjectiveSpec, count_spans
 
 
 def test_defaults_are_those_of_the_papers():
@@ -50,7 +50,7 @@ def test_loss_and_dropout_have_limits():
 
 @pytest.mark.parametrize(("rate", "span"), [(0.15, 3.0), (0.9, 1.0), (0.01, 20.0)])
 def test_spans_fit_their_tokens_and_never_get_fewer_with_more(rate, span):
-    found = [spans_of(length, rate, span) for length in range(2, 500)]
+    found = [count_spans(length, rate, span) for length in range(2, 500)]
     assert all(
         1 <= spans <= noise < length and spans <= length - noise for length, (noise, spans) in enumerate(found, 2)
     )

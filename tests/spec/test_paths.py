@@ -9,8 +9,8 @@ import pytest
 
 from bessemer.errors import UserError
 from bessemer.spec.data import STEPS
-from bessemer.spec.lints import lint
-from bessemer.spec.paths import STEP_PATHS, NamedPath, missing, path_problems
+from bessemer.spec.lints import lint_spec
+from bessemer.spec.paths import STEP_PATHS, NamedPath, find_path_problem, path_problems
 from bessemer.spec.schema import RunSpec
 
 
@@ -45,7 +45,7 @@ def test_a_source_that_cannot_be_read(path: str, problem: str) -> None:
     (found,) = path_problems(spec)
     assert found[0] == ("data", "sources", "web", "path") and problem in found[1]
     assert "\n" not in found[1] and len(found[1]) < 300
-    lint(spec)  # reads first rows where it can
+    lint_spec(spec)  # reads first rows where it can
 
 
 @pytest.mark.parametrize("path", ["here.jsonl", "*.jsonl", ".", "s3://bucket/x", "https://host/x.jsonl", "python"])
@@ -55,7 +55,7 @@ def test_a_source_that_is_there_or_is_elsewhere(path: str) -> None:
 
 def test_a_file_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
-    assert "permission denied" in (missing(NamedPath(("x",), "here.jsonl")) or "")
+    assert "permission denied" in (find_path_problem(NamedPath(("x",), "here.jsonl")) or "")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bessemer.spec.quantity import (
     LARGEST,
+    format_value,
     human_bytes,
     human_count,
     human_time,
@@ -20,7 +21,6 @@ from bessemer.spec.quantity import (
     parse_number,
     parse_share,
     parse_span,
-    shown,
     span_steps,
 )
 
@@ -308,8 +308,8 @@ def test_human_words_never_use_an_exponent(value: float) -> None:
     [(True, "true"), (None, "nothing"), ("a\nb", r"'a\nb'"), ({"a": None}, '{"a": null}'), (2.5, "2.5")],
 )
 def test_values_are_shown_as_they_stand_in_yaml(value: Any, text: str) -> None:
-    assert shown(value) == text
+    assert format_value(value) == text
 
 
 def test_a_long_value_is_cut() -> None:
-    assert len(shown("x" * 10_000)) == 64
+    assert len(format_value("x" * 10_000)) == 64

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.spec.document import parse
+from bessemer.spec.document import parse_yaml
 from bessemer.spec.load import dump_spec, load_spec, validate
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ALIASES, PRESETS
@@ -116,7 +116,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_spec_survives_being_written_and_read(data: dict[str, Any]) -> None:
     spec = RunSpec.model_validate(data)
     written = dump_spec(spec)
-    again = validate(parse(written, "spec.yaml"))
+    again = validate(parse_yaml(written, "spec.yaml"))
     assert again == spec
     assert dump_spec(again) == written
     kinds = (type(spec.schedule.warmup), type(spec.checkpoint.every))  # 1 step is not 100 %, though 1 == 1.0

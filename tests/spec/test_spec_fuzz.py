@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator
 
 from bessemer.errors import UserError
 from bessemer.spec.document import Document
-from bessemer.spec.lints import lint
+from bessemer.spec.lints import lint_spec
 from bessemer.spec.load import SpecError, dump_spec, load_spec, validate
 from bessemer.spec.schema import RunSpec
 
@@ -191,7 +191,7 @@ def test_nasty_values_of_every_key(section: str) -> None:
             place[path[-1]] = copy.deepcopy(value)
             lines = ""
             try:
-                lint(validate(Document(data, "f.yaml")))
+                lint_spec(validate(Document(data, "f.yaml")))
             except UserError as error:
                 lines = str(error)
             assert len(lines.splitlines()) <= 21 and len(lines) < 5000

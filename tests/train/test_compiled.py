@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bessemer.model.transformer import Decoder, build
+from bessemer.model.transformer import Decoder, build_model
 from bessemer.spec.shape import Mla, ModelShape
 from bessemer.train.compile import CompiledBlocks, compilable, compile_blocks
 from bessemer.train.memory import recompute
@@ -30,7 +30,7 @@ SHAPES = {
 
 def compiled(shape: ModelShape, chained: bool = False) -> tuple[Decoder, CompiledBlocks]:
     """A model whose blocks run compiled, by the backend that traces as training does and writes no C++."""
-    model = build(shape, "cpu", seed=0)
+    model = build_model(shape, "cpu", seed=0)
     wrap = torch.compile(backend="aot_eager", dynamic=False, fullgraph=True)
     served = CompiledBlocks(ROWS, CONTEXT, torch.float32, wrap)
     for block in model.blocks:
@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_the_plain_blocks(name: str, chained: bo
     if chained:
         served._leave = None  # type: ignore[assignment]  # nobody asks for it
     loss, found = gradients(model)
-    expected_loss, expected = gradients(build(SHAPES[name], "cpu", seed=0))
+    expected_loss, expected = gradients(build_model(SHAPES[name], "cpu", seed=0))
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -138,6 +138,6 @@ def test_blocks_are_chained_where_that_was_asked_for_and_can_be() -> None:
         (SMALL, True, True),
         (SHAPES["one norm beside each other"], True, False),
     ):
-        model = build(shape, "cpu", seed=0)
+        model = build_model(shape, "cpu", seed=0)
         assert compile_blocks(model, ROWS, CONTEXT, torch.float32, chained) == SMALL.layers
         assert (model.chain is not None) == made

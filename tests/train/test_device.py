@@ -8,14 +8,14 @@ import torch
 
 from bessemer.errors import UserError
 from bessemer.plan.hardware import CeilingReading, Ceilings, store_ceilings
-from bessemer.spec.parallel import ParallelSpec
+from bessemer.spec.schema import ParallelSpec
 from bessemer.train import device as device_module
 from bessemer.train import speed
 from bessemer.train.compile import compute_in
 from bessemer.train.device import (
     bench_file,
     matmul_rate,
-    measure,
+    measure_machine,
     median_s,
     memory_in_use,
     pick_device,
@@ -82,7 +82,7 @@ def test_a_run_is_repeated_three_times_at_least_and_two_hundred_at_most(budget_s
 
 def test_what_bench_kept_is_taken_instead_of_the_probe(monkeypatch):
     monkeypatch.setattr(device_module, "matmul_rate", lambda *_, **__: 1.0)
-    assert stored_ceilings(CPU) is None and measure(CPU).source == "measured at start"
+    assert stored_ceilings(CPU) is None and measure_machine(CPU).source == "measured at start"
     readings = [
         CeilingReading("matmul_fp32", "a", 5e9, "FLOP/s"), CeilingReading("matmul_fp32", "b", 7e9, "FLOP/s"),
         CeilingReading("matmul_fp8", "", None, "FLOP/s", "no"), CeilingReading("copy", "a", 3e9, "B/s"),
@@ -90,12 +90,12 @@ def test_what_bench_kept_is_taken_instead_of_the_probe(monkeypatch):
     kept = Ceilings("cpu", "x", 1, "2026-11-16T09:00:00+00:00", {}, tuple(readings))
     store_ceilings(kept, bench_file(CPU))
     assert stored_ceilings(CPU) == kept
-    machine = measure(CPU)
+    machine = measure_machine(CPU)
     assert machine.matmul == {"fp32": 7e9, "bf16": 0.0}
     assert machine.source == "measured on 2026-11-16 by bessemer bench"
     assert machine.peak("bf16") == (7e9, "fp32 matmul of this machine, measured on 2026-11-16 by bessemer bench")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)  # a CPU with other threads is another machine
-    assert measure(CPU).matmul == {"fp32": 1.0, "bf16": 1.0}
+    assert measure_machine(CPU).matmul == {"fp32": 1.0, "bf16": 1.0}
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"readings": 5}', '{"readings": [{"colour": 1}]}', "[]"])
@@ -103,7 +103,7 @@ def test_a_damaged_file_of_bench_is_told_of_and_keeps_no_run_from_starting(text)
     store_ceilings(Ceilings("cpu", "x", 1, "", {}), bench_file(CPU))
     bench_file(CPU).write_text(text)
     with pytest.warns(UserWarning, match="run bessemer bench again"):
-        assert measure(CPU).source == "measured at start"
+        assert measure_machine(CPU).source == "measured at start"
 
 
 def test_the_rate_of_training_is_tokens_over_the_median_step(monkeypatch, shape):
@@ -130,7 +130,7 @@ def rates_of(monkeypatch, bf16, small):
         return 100.0 if dtype == torch.float32 else small if size == 128 else bf16
 
     monkeypatch.setattr(device_module, "matmul_rate", rate)
-    return measure(CPU).matmul, asked
+    return measure_machine(CPU).matmul, asked
 
 
 def test_bf16_is_measured_in_full_only_where_it_is_not_hopeless(monkeypatch):
@@ -149,14 +149,14 @@ def test_standard_error_is_back_after_the_probe(monkeypatch, capfd):
 
     monkeypatch.setattr(device_module, "matmul_rate", rate)
     opened = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-    measure(CPU)
+    measure_machine(CPU)
     os.write(2, b"after\n")
     assert capfd.readouterr().err == "fp32\nafter\n"
     assert not opened or len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_facts_of_the_machine():
-    machine = measure(CPU)
+    machine = measure_machine(CPU)
     assert machine.device == "cpu" and machine.threads == torch.get_num_threads()
     assert machine.matmul["fp32"] > 0 and machine.memory_bytes > 1e8
     before = memory_in_use(CPU)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bessemer.parallel.context import ContextColumns, Ring
+from bessemer.parallel.context import RingAttention, UlyssesAttention
 from bessemer.train.rank_report import by_document, rank_documents
 
 CONTEXT, ROWS = 8, 4
@@ -76,7 +76,7 @@ def test_tokens_of_weight_zero_are_not_blamed(stream):
     assert sum(entry["tokens"] for entry in found) == quiet.step_count(2) < ROWS * CONTEXT
 
 
-@pytest.mark.parametrize("kind", [ContextColumns, Ring])
+@pytest.mark.parametrize("kind", [UlyssesAttention, RingAttention])
 def test_processes_that_share_rows_find_together_what_one_finds(stream, kind):
     batches = stream.micro_batches(1, ROWS)
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bessemer.data.stream.rows import sequence_count
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.train.evaluate import Evaluator
 from bessemer.train.objective import Pretrain
 
@@ -45,7 +45,7 @@ def test_everything_evaluated_equals_a_direct_computation(shape, store_of):
         "b": store_of("b", [64] * 8 + [5], text_bytes=2, seed=2),
     }
     assert [sequence_count(store.tokens, CONTEXT) for store in stores.values()] == [256, 64]
-    model = build(shape, "cpu", 5).double()
+    model = build_model(shape, "cpu", 5).double()
     found = evaluator_of(stores).evaluate(model, Pretrain(False))
     parts = {name: direct(model, store) for name, store in stores.items()}
     loss, right, count = (sum(column) for column in zip(*parts.values(), strict=True))
@@ -60,7 +60,7 @@ def test_everything_evaluated_equals_a_direct_computation(shape, store_of):
 def test_bits_per_byte_by_hand(shape, store_of):
     """A model that gives every one of 29 tokens the same chance: log2(29) bits a token, 3 bytes a token."""
     store = store_of("a", [9] * 40, text_bytes=3)
-    model = build(shape, "cpu", 0)
+    model = build_model(shape, "cpu", 0)
     with torch.no_grad():
         model.embedding.weight.zero_()
     found = evaluator_of({"a": store}).evaluate(model, Pretrain(False))
@@ -96,7 +96,7 @@ def test_no_sequence_is_used_twice(store_of, sizes, tokens, micro_rows):
 
 def test_the_same_sequences_every_time(shape, store_of):
     store = store_of("a", [11] * 60)
-    model = build(shape, "cpu", 1)
+    model = build_model(shape, "cpu", 1)
     one = evaluator_of({"a": store}, tokens=200).evaluate(model, Pretrain(False))
     evaluator = evaluator_of({"a": store}, tokens=200)
     assert evaluator.evaluate(model, Pretrain(False)) == one == evaluator.evaluate(model, Pretrain(False))
@@ -111,7 +111,7 @@ def test_a_budget_is_shared_by_size(store_of):
 
 
 def test_it_changes_nothing(shape, store_of):
-    model = build(shape, "cpu", 1)
+    model = build_model(shape, "cpu", 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     evaluator_of({"a": store_of("a", [11] * 30)}).evaluate(model, Pretrain(False))
@@ -121,7 +121,7 @@ def test_it_changes_nothing(shape, store_of):
 
 
 def test_bf16_is_close(shape, store_of):
-    stores, model = {"a": store_of("a", [11] * 60)}, build(shape, "cpu", 1)
+    stores, model = {"a": store_of("a", [11] * 60)}, build_model(shape, "cpu", 1)
     exact = evaluator_of(stores).evaluate(model, Pretrain(False)).loss
     rounded = evaluator_of(stores, precision="bf16").evaluate(model, Pretrain(False)).loss
     assert rounded != exact and rounded == pytest.approx(exact, rel=5e-3)

@@ -32,7 +32,7 @@ def job(tmp_path):
         ),
         recorder=SimpleNamespace(run=run, event=event, progress=Progress()),
         plan=SimpleNamespace(mixtures=[(0, quantise({"general": 1})), (100, quantise({"domain": 1}))]),
-        saver=SimpleNamespace(shelf=CheckpointStore(run.checkpoints)),
+        saver=SimpleNamespace(store=CheckpointStore(run.checkpoints)),
     )  # fmt: skip
     run.close()
 

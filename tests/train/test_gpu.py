@@ -10,11 +10,10 @@ import torch.nn.functional as F
 
 from bessemer.data.stream.batches import Batch
 from bessemer.guard.judge import Judge
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import make_optimizer
+from bessemer.optim.choose import Schedule, make_optimizer
 from bessemer.optim.low_memory import to_low_precision
-from bessemer.optim.schedule import Schedule
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.schema import RunSpec
@@ -32,7 +31,7 @@ SHAPE = ModelShape(512, 128, 2, 4, 2, 32, 256)
 
 def make_job(precision: str = "fp32", seed: int = 0, weights: str = "fp32") -> Any:
     device = torch.device("cuda")
-    model = build(SHAPE, device, seed)
+    model = build_model(SHAPE, device, seed)
     if weights != "fp32":
         to_low_precision(model)
     schedule = Schedule(1e-3, 2, 100)

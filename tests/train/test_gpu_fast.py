@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import compile_blocks, compute_in
 from bessemer.train.loss import LossOptions, linear_cross_entropy
@@ -146,7 +146,7 @@ def test_a_compiled_step_in_bf16_follows_fp32(half_weights: bool, chained: bool)
     """Loss and every gradient against the plain model in fp32, on the same weights."""
     rows, context = 4, 256
     batch, objective = random_batch(SHAPE.vocab, rows, context), Pretrain(cross_documents=True)
-    plain, fast = build(SHAPE, CUDA, seed=0), build(SHAPE, CUDA, seed=0)
+    plain, fast = build_model(SHAPE, CUDA, seed=0), build_model(SHAPE, CUDA, seed=0)
     for parameter in (*plain.parameters(), *fast.parameters()):
         if parameter.ndim > 1:
             parameter.data = parameter.data.bfloat16().float()

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bessemer.guard.detect.alarm import alarm
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.alarm import make_alarm
+from bessemer.guard.detectors import Detectors
 from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder
 from bessemer.guard.layer_stats import LayerStats
-from bessemer.model.transformer import build
-from bessemer.optim.choose import make_optimizer
-from bessemer.optim.schedule import Schedule
+from bessemer.model.transformer import build_model
+from bessemer.optim.choose import Schedule, make_optimizer
 from bessemer.plan.decide import Interval
 from bessemer.run.directory import RunWriter
 from bessemer.spec.guard import GuardSpec
@@ -77,7 +76,7 @@ def make_job(tmp_path, shape, store_of, stream_of):
     opened = []
 
     def make(evaluate=None, save=None, stop=None, look=1000, faults=None, **guard):
-        model = build(shape, "cpu", 0)
+        model = build_model(shape, "cpu", 0)
         plan = SimpleNamespace(
             total_steps=STEPS,
             micro_rows=2,
@@ -189,7 +188,11 @@ def test_what_was_under_way_at_an_incident_is_done_again_and_nothing_else(make_j
     genuine = job.guard.detectors.step
 
     def cry(record, clocks):
-        return alarm("divergence", 9, "rollback", "it leaves", 1.0) if record["step"] == 9 else genuine(record, clocks)
+        return (
+            make_alarm("divergence", 9, "rollback", "it leaves", 1.0)
+            if record["step"] == 9
+            else genuine(record, clocks)
+        )
 
     job.guard.detectors.step = cry
     outcome, (incident,) = run_through(job)
@@ -207,7 +210,7 @@ def test_what_was_under_way_at_an_incident_is_done_again_and_nothing_else(make_j
 def test_an_alarm_that_asks_for_nothing_is_only_an_event(make_job, severity):
     job = make_job()
     job.guard.detectors.step = lambda record, _: (
-        alarm("plateau", 9, severity, "flat", 0.5) if record["step"] == 9 else []
+        make_alarm("plateau", 9, severity, "flat", 0.5) if record["step"] == 9 else []
     )
     assert train_loop(job).kind == "finished"
     assert [event["severity"] for event in events_of(job, "alarm")] == [severity]

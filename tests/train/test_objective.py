@@ -9,11 +9,10 @@ import torch.nn.functional as F
 
 from bessemer.guard.judge import Judge
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import make_optimizer
+from bessemer.optim.choose import Schedule, make_optimizer
 from bessemer.optim.guarded import GuardedOptimizer
-from bessemer.optim.schedule import Schedule
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.train.engine import Engine
@@ -64,7 +63,7 @@ def direct(model, batch, cross_documents):
 @pytest.mark.parametrize("cross_documents", [False, True])
 @pytest.mark.parametrize("step", [0, 3, 7])
 def test_the_terms_equal_a_direct_computation(shape, stream, cross_documents, step):
-    model = build(shape, "cpu", 2).double()
+    model = build_model(shape, "cpu", 2).double()
     objective = Pretrain(cross_documents)
     (batch,) = stream.micro_batches(step, ROWS + 2)  # two rows of padding
     assert not batch.single_document and batch.weights[-2:].sum() == 0
@@ -84,10 +83,10 @@ def test_rows_without_a_boundary_need_no_mask(store_of, stream_of):
     stream = stream_of(store_of("long", [500]), CONTEXT, ROWS)
     batch = stream.batch(0)
     assert batch.single_document
-    assert Pretrain(False).feed(batch, CPU).sight.documents_BT is None
+    assert Pretrain(False).feed(batch, CPU).attention_mask.documents_BT is None
     packed = stream_of(store_of("short", [3] * 200), CONTEXT, ROWS).batch(0)
-    assert Pretrain(False).feed(packed, CPU).sight.documents_BT is not None
-    assert Pretrain(True).feed(packed, CPU).sight.documents_BT is None
+    assert Pretrain(False).feed(packed, CPU).attention_mask.documents_BT is not None
+    assert Pretrain(True).feed(packed, CPU).attention_mask.documents_BT is None
 
 
 class Recording(GuardedOptimizer):
@@ -106,7 +105,7 @@ def attempt_step(job, step, batches):
 
 
 def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
-    model = build(shape, "cpu", 3).to(dtype)
+    model = build_model(shape, "cpu", 3).to(dtype)
     made = make_optimizer(model.named_parameters(), OptimizerSpec())
     schedule, spec = Schedule(1e-2, 4, 100), OptimizerSpec(**optimizer)
     plan, run_spec = SimpleNamespace(precision=precision), SimpleNamespace(guard=GuardSpec(), optimizer=spec)
@@ -141,7 +140,7 @@ def test_a_step_is_the_same_at_any_split(shape, stream, micro_rows, dtype, toler
 
 def test_the_loss_of_a_step_is_the_mean_over_its_tokens(shape, stream):
     job = job_of(shape, stream, dtype=torch.float64)
-    model = build(shape, "cpu", 3).double()
+    model = build_model(shape, "cpu", 3).double()
     attempt = attempt_step(job, 4, stream.micro_batches(4, 4))
     expected, right = direct(model, stream.batch(4), cross_documents=False)
     assert float(attempt.losses.loss) == pytest.approx(float(expected.detach()) / (ROWS * CONTEXT), rel=1e-6)
@@ -155,7 +154,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_tokens(shape, stream):
 @pytest.mark.parametrize("clip", [1e-3, 0.5, 100.0])
 def test_a_step_clips_like_torch(shape, stream, clip):
     job = job_of(shape, stream, dtype=torch.float64, clip=clip, weight_decay=0.1)
-    model = build(shape, "cpu", 3).double()
+    model = build_model(shape, "cpu", 3).double()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from bessemer.cli import main
 from bessemer.data.tokenizer.tokenizer import Tokenizer as OurTokenizer
-from bessemer.data.tokenizer.tokenizer import own_format
+from bessemer.data.tokenizer.tokenizer import native_prompt_format
 from bessemer.export.hf import to_native
 from bessemer.model.generate import Sampling, generate
 from bessemer.train.trained import load_trained, prompt_format
@@ -194,7 +194,7 @@ def test_flags_count_where_there_is_only_a_sentencepiece_model(tmp_path: Path) -
 def test_a_run_of_our_own_begins_with_the_end_of_a_document(tmp_path: Path) -> None:
     tokenizer = OurTokenizer.train(["steel and iron"], 257)
     (tmp_path / "events.jsonl").touch()
-    assert prompt_format(tmp_path, tokenizer) == own_format(tokenizer)
+    assert prompt_format(tmp_path, tokenizer) == native_prompt_format(tokenizer)
     written = prompt_format(tmp_path, tokenizer)
     assert written.encode(tokenizer, "ab")[0] == tokenizer.eos_id and written.ends == {tokenizer.eos_id}
     assert written.encode(tokenizer, tokenizer.eos, parse_special=True) == [tokenizer.eos_id] * 2

@@ -12,7 +12,7 @@ from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.model.generate import Sampling
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.spec.shape import ModelShape
 from bessemer.train import trained as restore
 from bessemer.train.trained import load_trained, stream_text
@@ -40,7 +40,7 @@ def run(tmp_path, shape, tokenizer):
 
 
 def save(run, shape, step, loss=None):
-    model = build(shape, "cpu", seed=step)
+    model = build_model(shape, "cpu", seed=step)
     state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     state["optimizer.something"] = torch.zeros(3)
     manifest = Manifest(step, 0, "f", {}, "s", [], [], {}, 1, "cpu", {}, 0.0, validation_loss=loss)

@@ -58,13 +58,13 @@ def saver(tmp_path):
 @pytest.fixture
 def held(saver, monkeypatch):
     """Writes stand still until they are let go, so that a test can look at a save in flight."""
-    go, real = threading.Event(), saver.shelf.write
+    go, real = threading.Event(), saver.store.write
 
     def write(*arguments):
         assert go.wait(30)
         return real(*arguments)
 
-    monkeypatch.setattr(saver.shelf, "write", write)
+    monkeypatch.setattr(saver.store, "write", write)
     return go
 
 
@@ -74,7 +74,7 @@ def kinds(job):
 
 def test_a_save_is_committed_with_all_that_a_resume_needs(job, saver):
     assert saver.save(job, 12, 2.25) == "step-00000012.a1"
-    manifest = verify(saver.shelf.folder / "step-00000012.a1")
+    manifest = verify(saver.store.folder / "step-00000012.a1")
     assert (manifest.step, manifest.attempt, manifest.validation_loss) == (12, 1, 2.25)
     assert manifest.stream_fingerprint == job.data.stream.fingerprint and manifest.stream["sequence_length"] == 8
     assert manifest.spec_fingerprint == "spec-fingerprint"
@@ -86,7 +86,7 @@ def test_a_save_is_committed_with_all_that_a_resume_needs(job, saver):
     assert "removed" not in event and event["seconds"] > 0 and event["stall_s"] >= event["seconds"] - 1e-3
     assert event["bytes"] == sum(about["bytes"] for about in manifest.files.values()) > 0
     assert manifest.guard == {"steps": [1]} and manifest.content == "full"
-    assert (saver.shelf.folder / "step-00000012.a1" / "run.zip").read_bytes() == b"a copy"
+    assert (saver.store.folder / "step-00000012.a1" / "run.zip").read_bytes() == b"a copy"
     assert job.synced == [True], "the metrics are synced before the checkpoint that counts on them"
 
 
@@ -94,7 +94,7 @@ def test_old_ones_go_and_the_event_names_them(job, saver):
     for step, loss in ((1, 1.0), (2, None), (3, None), (4, None)):
         saver.save(job, step, loss)
     assert job.events[-1]["removed"] == ["step-00000002.a1"]
-    assert sorted(os.listdir(saver.shelf.folder)) == [f"step-0000000{step}.a1" for step in (1, 3, 4)]
+    assert sorted(os.listdir(saver.store.folder)) == [f"step-0000000{step}.a1" for step in (1, 3, 4)]
 
 
 def test_a_disk_that_refuses_is_an_event_and_the_older_checkpoints_stand(job, saver, monkeypatch):
@@ -109,8 +109,8 @@ def test_a_disk_that_refuses_is_an_event_and_the_older_checkpoints_stand(job, sa
     event = job.events[-1]
     assert (event["kind"], event["step"]) == ("save_failed", 2)
     assert "step-00000002.a1" in event["reason"] and "No space left on device" in event["reason"]
-    assert os.listdir(saver.shelf.folder) == ["step-00000001.a1"]
-    assert verify(saver.shelf.folder / "step-00000001.a1").step == 1
+    assert os.listdir(saver.store.folder) == ["step-00000001.a1"]
+    assert verify(saver.store.folder / "step-00000001.a1").step == 1
     assert saver.save(job, 3, None) == "step-00000003.a1", "it goes on when the disk does"
 
 
@@ -120,7 +120,7 @@ def test_metrics_that_cannot_be_synced_are_a_failed_save(job, saver):
 
     job.recorder.run.sync = refuse
     assert saver.save(job, 1, None) is None
-    assert job.events[-1]["kind"] == "save_failed" and os.listdir(saver.shelf.folder) == []
+    assert job.events[-1]["kind"] == "save_failed" and os.listdir(saver.store.folder) == []
     assert not job.recorder.disk_full
     job.recorder.run.unwritten = "steps.jsonl: No space left on device"
     saver.save(job, 1, None)
@@ -138,8 +138,8 @@ def test_an_old_one_that_cannot_be_removed_does_not_undo_the_save(job, saver, mo
         patch.setattr(shutil, "rmtree", refuse)
         assert saver.save(job, 2, None) == "step-00000002.a1"
     assert job.events[-1]["kind"] == "saved" and "step-00000001.a1" in job.events[-1]["not_removed"]
-    assert [manifest.step for _, manifest in saver.shelf.committed()] == [2]
-    assert saver.shelf.sweep() == ["step-00000001.a1"]
+    assert [manifest.step for _, manifest in saver.store.committed()] == [2]
+    assert saver.store.sweep() == ["step-00000001.a1"]
 
 
 def test_training_goes_on_while_a_copy_of_the_state_is_written(job, saver, held):
@@ -148,16 +148,16 @@ def test_training_goes_on_while_a_copy_of_the_state_is_written(job, saver, held)
     job.tensors["model.x"].add_(100)  # the optimizer does not wait
     job.adjustments["steps"].append(8)  # nor does the guard
     saver.poll(job)
-    assert job.events == [] and saver.shelf.committed() == [], "not before it is committed"
+    assert job.events == [] and saver.store.committed() == [], "not before it is committed"
     held.set()
     assert saver.wait(job)
     (event,) = job.events
     assert (event["kind"], event["step"], event["checkpoint"]) == ("saved", 7, "step-00000007.a1")
     assert event["seconds"] >= event["stall_s"]
     loaded = {"model.x": torch.zeros(5)}
-    saver.shelf.load(saver.shelf.folder / "step-00000007.a1", loaded)
+    saver.store.load(saver.store.folder / "step-00000007.a1", loaded)
     assert torch.equal(loaded["model.x"], torch.arange(5.0)), "the state as it was at the save"
-    assert verify(saver.shelf.folder / "step-00000007.a1").guard == {"steps": [1]}
+    assert verify(saver.store.folder / "step-00000007.a1").guard == {"steps": [1]}
     saver.poll(job)
     assert len(job.events) == 1 and saver.wait(job), "it is told once"
 
@@ -172,7 +172,7 @@ def test_a_save_waits_for_the_one_before(job, saver, held):
     saver.wait(job)
     for step, value in ((1, torch.arange(5.0)), (2, torch.ones(5))):
         loaded = {"model.x": torch.zeros(5)}
-        saver.shelf.load(saver.shelf.folder / f"step-0000000{step}.a1", loaded)
+        saver.store.load(saver.store.folder / f"step-0000000{step}.a1", loaded)
         assert torch.equal(loaded["model.x"], value)
 
 
@@ -190,7 +190,7 @@ def test_a_failure_behind_the_loops_back_is_an_event_at_the_next_poll(job, saver
         while len(job.events) < 2:
             saver.poll(job)
     assert job.events[1]["kind"] == "save_failed" and "No space left on device" in job.events[1]["reason"]
-    assert os.listdir(saver.shelf.folder) == ["step-00000001.a1"]
+    assert os.listdir(saver.store.folder) == ["step-00000001.a1"]
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         saver.save(job, 3, None)
@@ -201,7 +201,7 @@ def test_a_failure_behind_the_loops_back_is_an_event_at_the_next_poll(job, saver
 
 def test_a_fault_of_our_own_is_not_taken_for_a_full_disk(job, saver, monkeypatch):
     job.spec.checkpoint = CheckpointSpec(asynchronous=True)
-    monkeypatch.setattr(saver.shelf, "write", lambda *_: 1 / 0)
+    monkeypatch.setattr(saver.store, "write", lambda *_: 1 / 0)
     saver.save(job, 1, None)
     with pytest.raises(ZeroDivisionError):
         saver.wait(job)
@@ -235,9 +235,9 @@ def test_archives_of_the_weights_alone(job, saver):
     job.spec.checkpoint = CheckpointSpec(keep_last=1, keep_every=10, archive_model_only=True)
     for step in range(4, 40, 4):
         saver.save(job, step, None)
-    names = sorted(os.listdir(saver.shelf.folder))
+    names = sorted(os.listdir(saver.store.folder))
     assert names == [f"model-000000{step}.a1" for step in (12, 20, 32)] + ["step-00000036.a1"]
-    manifest = verify(saver.shelf.folder / "model-00000020.a1")
+    manifest = verify(saver.store.folder / "model-00000020.a1")
     assert manifest.content == "model" and manifest.bytes < job.events[0]["bytes"]
 
 
@@ -257,7 +257,7 @@ def test_uploads_follow_commits_and_the_newest_goes_next(job, tmp_path):
         saver.save(job, step, None)
         saver.poll(job)
     assert kinds(job) == ["saved"] * 3
-    here = sorted(path.name for path, _ in saver.shelf.committed())
+    here = sorted(path.name for path, _ in saver.store.committed())
     assert here == [f"step-0000000{k}.a1" for k in (1, 2, 3)], "what is or was next to be uploaded is not deleted"
     go.set()
     assert saver.wait(job, uploads=True)
@@ -286,17 +286,17 @@ def test_what_a_rollback_leaves_behind_is_deleted_in_both_tiers(job, tmp_path):
     for step in (10, 20, 30):
         saver.save(job, step, None)
     assert saver.abandon(job, 15) == ["step-00000020.a1", "step-00000030.a1"]
-    assert [manifest.step for _, manifest in saver.shelf.committed()] == [10]
+    assert [manifest.step for _, manifest in saver.store.committed()] == [10]
     assert all(manifest.step == 10 for manifest in remote.committed().values())
 
 
 def test_the_interval_follows_the_measured_stall_and_the_runs_own_failures(job, saver):
     first = saver.interval_s(job)
     assert first == 600.0, "nothing is measured yet"
-    saver._last = PendingSave(1, saver.shelf.folder, 0.0, stall_s=0.02, seconds=0.02)
+    saver._last = PendingSave(1, saver.store.folder, 0.0, stall_s=0.02, seconds=0.02)
     calm = saver.interval_s(job)
     assert calm == pytest.approx(young_daly(0.02, mean_time_to_interruption(1, 0, 1.5)))
-    failing = CheckpointSaver(saver.shelf, "s")
+    failing = CheckpointSaver(saver.store, "s")
     failing._last = saver._last
     job.recorder.run.events = lambda: iter([{"kind": "started"}] * 10)
     assert failing.interval_s(job) == pytest.approx(calm / 10**0.5, rel=1e-3), "nine kills: ten times the rate"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bessemer.guard.detect.alarm import alarm
+from bessemer.guard.alarm import make_alarm
 from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
@@ -30,7 +30,7 @@ def job(store_of, stream_of):
     events = []
     shape = ModelShape(vocab=100, width=8, layers=3, heads=2, kv_heads=1, head_dim=4, ffn=10)
     spec = SimpleNamespace(guard=GuardSpec(max_vetoes=3), optimizer=OptimizerSpec(clip=1.0))
-    objective, optimizer = SimpleNamespace(columns=None), SimpleNamespace(judged_first=True)
+    objective, optimizer = SimpleNamespace(columns=None), SimpleNamespace(rejects_before_update=True)
     job = Job(
         Engine(spec, None, torch.device("cpu"), None, objective, optimizer, None),
         DataFeed(stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4), None, str),
@@ -140,9 +140,9 @@ def test_a_norm_that_is_not_finite_was_not_clipped(job):
 def test_an_alarm_is_an_incident_when_it_asks_for_more_than_a_note(job):
     said = {}
     job.guard.detectors.step = lambda record, clocks: said.get(record["step"], [])
-    said[1] = alarm("plateau", 1, "note", "flat", 0.5)
-    said[2] = alarm("divergence", 2, "rollback", "leaving", 0.9)
-    said[3] = alarm("divergence", 3, "stop", "gone", 0.9)
+    said[1] = make_alarm("plateau", 1, "note", "flat", 0.5)
+    said[2] = make_alarm("divergence", 2, "rollback", "leaving", 0.9)
+    said[3] = make_alarm("divergence", 3, "stop", "gone", 0.9)
     found = [report_step(job, attempt_of(job, step=step)) for step in (1, 2, 3)]
     assert found[0] is None
     assert [(f.step, f.symptom, f.severity, f.alarm.kind) for f in found[1:]] == [
@@ -153,7 +153,7 @@ def test_an_alarm_is_an_incident_when_it_asks_for_more_than_a_note(job):
 
 
 def test_an_alarm_on_a_vetoed_step_sets_how_far_to_go_and_not_the_symptom(job):
-    job.guard.detectors.step = lambda record, clocks: alarm("nonfinite", 7, "rollback", "five in a row", 1.0)
+    job.guard.detectors.step = lambda record, clocks: make_alarm("nonfinite", 7, "rollback", "five in a row", 1.0)
     incident = report_step(job, attempt_of(job, NONFINITE, loss=float("nan"), streak=5.0))
     assert (incident.symptom, incident.severity) == ("non-finite loss or gradient", "rollback")
 

@@ -18,10 +18,9 @@ from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
 from bessemer.data.stream.rows import sequence_count
 from bessemer.guard.judge import Judge
-from bessemer.model.transformer import build
-from bessemer.optim.choose import make_optimizer
+from bessemer.model.transformer import build_model
+from bessemer.optim.choose import Schedule, make_optimizer
 from bessemer.optim.guarded import clip_divisor
-from bessemer.optim.schedule import Schedule
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.mixture import quantise
 from bessemer.spec.optimizer import OptimizerSpec
@@ -62,7 +61,7 @@ def make_job(
     spec = OptimizerSpec(**(optimizer or {}))
     shape = ModelShape(vocab=VOCAB, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=64)
     device = torch.device(device)
-    model = build(shape, device, seed)
+    model = build_model(shape, device, seed)
     optimizer = make_optimizer(model.named_parameters(), spec)
     plan = SimpleNamespace(precision=precision, micro_rows=4)
     return Job(

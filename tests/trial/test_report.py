@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bessemer.observe.page import excerpt, html_page, markdown, shown, visible
+from bessemer.observe.page import excerpt, format_number, html_page, make_visible, markdown
 from bessemer.trial.case import (
     STEP_IS_NORMAL,
     AccusedDocument,
@@ -27,7 +27,7 @@ from bessemer.trial.case import (
     Trial,
     Verdict,
 )
-from bessemer.trial.report import ADVICE, exclusions_of, one_line, report_sections, write_report
+from bessemer.trial.report import ADVICE, case_exclusions, one_line, report_sections, write_report
 
 EVIL = "</pre><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>"
 VOID = {"meta", "br", "img"}
@@ -172,7 +172,7 @@ def test_a_step_without_a_trial_says_why() -> None:
     made = case(trial=None, actions=[Action("no trial", 50, "its time share was spent")], recovery=None)
     for text in (*both(made), one_line(made)):
         assert "its time share was spent" in text
-    assert exclusions_of(made, 51) == []
+    assert case_exclusions(made, 51) == []
     assert "no reason was recorded" in one_line(replace(made, actions=[]))
 
 
@@ -205,7 +205,7 @@ def test_many_convicts_of_a_file_suggest_the_file() -> None:
     for others, suggested in ((innocent[:3], True), (innocent, False)):
         md, _ = both(case(trial=trial(accused=guilty + others)))
         assert ('"row": null' in md) == suggested
-    found = exclusions_of(case(trial=trial(accused=guilty + innocent)), from_step=54)
+    found = case_exclusions(case(trial=trial(accused=guilty + innocent)), from_step=54)
     assert [(entry.row, entry.from_step, entry.step, entry.run) for entry in found] == [
         (row, 54, 50, "web-7b") for row in range(3)
     ]
@@ -230,9 +230,9 @@ def test_the_curve_shows_band_vetoes_and_rollback() -> None:
 
 
 def test_numbers_and_letters_can_be_seen() -> None:
-    assert shown(math.nan) == "not finite (nan)" and shown(-math.inf) == "not finite (-inf)"
-    assert shown(None) == "not measured" and shown(12345.678) == "1.235e+04"
-    assert visible("a\tb\x00\x7f\ud800\u200b\xa0é中") == "a␉b␀␡[U+D800][U+200B] é中"
+    assert format_number(math.nan) == "not finite (nan)" and format_number(-math.inf) == "not finite (-inf)"
+    assert format_number(None) == "not measured" and format_number(12345.678) == "1.235e+04"
+    assert make_visible("a\tb\x00\x7f\ud800\u200b\xa0é中") == "a␉b␀␡[U+D800][U+200B] é中"
     cut = excerpt("x" * 500 + "\n" * 40)
     assert len(cut.splitlines()) == 17 and "… (340 more)" in cut and cut.endswith("…")
 
@@ -285,7 +285,7 @@ def test_any_case_becomes_a_report(tmp_path_factory: pytest.TempPathFactory, mad
     found = json.loads(paths["json"].read_text(), parse_constant=lambda name: pytest.fail(name))
     assert found["step"] == made.step
     assert "\n" not in one_line(made)
-    for entry in exclusions_of(made, made.step):
+    for entry in case_exclusions(made, made.step):
         json.loads(entry.to_line())
 
 

@@ -22,10 +22,9 @@ import torch
 from bessemer.bench.scaling_worker import FAULT, SILENT, TIMED, WARMUP
 from bessemer.errors import UserError
 from bessemer.export.describe import find_shape
-from bessemer.observe.format import columns
+from bessemer.observe.format import align_columns
 from bessemer.parent import child_environment
-from bessemer.session.dry_run import decide
-from bessemer.session.start import completed
+from bessemer.session.start import complete_spec, dry_run
 from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
@@ -241,7 +240,7 @@ def measure_scaling(
         parse_layout(text)
     with tempfile.TemporaryDirectory(prefix="bessemer-scaling-") as scratch:
         spec, vocab = spec_of(target, settings, context, batch, Path(scratch))
-        spec = completed(spec)
+        spec = complete_spec(spec)
         device = pick_device(spec.parallel)
         counts = check_ranks(ranks, device)
         threads = None
@@ -250,7 +249,7 @@ def measure_scaling(
             threads = setting if isinstance(setting, int) else max(1, (os.cpu_count() or 1) // max(counts))
         load = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
         tell(f"preparing {target}")
-        decided = decide(spec, device)
+        decided = dry_run(spec, device)
         tokens = decided.training.batch_rows[0][1] * decided.context
         scaling = Scaling(
             target, "weak" if weak else "strong", datetime.now(UTC).isoformat(timespec="seconds"),
@@ -307,7 +306,7 @@ def table(scaling: Scaling) -> list[str]:
     lines = [
         f"{scaling.target} on {scaling.machine}: {size}, {scaling.steps} steps each{shared}",
         "",
-        *columns(rows),
+        *align_columns(rows),
         "",
     ]
     lines.append("communication: the share of a step that vanishes if the same processes send nothing")

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from bessemer.errors import UserError
-from bessemer.parallel.world import World, join, part
+from bessemer.parallel.world import World, join_process_group, leave_process_group
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import RunReader, RunWriter
 from bessemer.session.data import Data
-from bessemer.session.profile import Unsaved
+from bessemer.session.inspect import DiscardingSaver
 from bessemer.session.session import Session
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
@@ -64,7 +64,7 @@ class SilentView(World):
     def wait(self) -> None: ...
 
     @contextmanager
-    def first_alone(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         yield
 
 
@@ -118,8 +118,8 @@ class ScalingSession(Session):
     def train(self) -> Outcome:
         device = pick_device(self.spec.parallel)
         patience = timedelta(seconds=self.spec.parallel.patience)
-        self.world = join_silently(device) if self.silent else join(device, patience)
-        with self.world.first_alone():
+        self.world = join_silently(device) if self.silent else join_process_group(device, patience)
+        with self.world.main_process_first():
             run = (RunWriter if self.world.main else RunReader)(self.folder)
         with run, self.view.following(run):
             return self._train(run)
@@ -129,7 +129,7 @@ class ScalingSession(Session):
         return prepared, replace(shape, vocab=max(shape.vocab, self.vocab or 0)), context
 
     def _loop(self, job: Job) -> Outcome:
-        job.saver, job.guard.snapshots = Unsaved(job.saver.shelf, ""), None
+        job.saver, job.guard.snapshots = DiscardingSaver(job.saver.store, ""), None
         job.data.evaluator.parts.clear()
         job.recorder.profiler = watch = Stopwatch(job.engine.device, self.steps)
         outcome = train_loop(job)
@@ -149,7 +149,7 @@ def measure(request: dict[str, Any], folder: Path) -> None:
     spec, steps, vocab = load_spec(folder / "spec.yaml"), request["steps"], request["vocab"]
     session = ScalingSession(spec, folder / "run", steps, vocab)
     session.train()
-    part()
+    leave_process_group()
     if rank == 0:
         (folder / TIMED).write_text(json.dumps(session.result))
     del session
@@ -157,7 +157,7 @@ def measure(request: dict[str, Any], folder: Path) -> None:
     if size > 1 and spec.parallel.ep == 1:
         silent = ScalingSession(spec, folder / f"{SILENT}-{rank}", steps, vocab, silent=True)
         silent.train()
-        part()
+        leave_process_group()
         (folder / f"{SILENT}-{rank}.json").write_text(json.dumps(silent.result))
 
 

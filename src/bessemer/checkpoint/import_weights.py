@@ -126,7 +126,9 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     raise UserError(f"{path}: no state dict found ({kind}); save model.state_dict() with torch.save")
 
 
-def fit(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Tensor]:
+def select_weights(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str
+) -> dict[str, Tensor]:
     """Exactly the tensors of a model, or a UserError that says what does not fit.
 
     A tied output embedding that was saved twice is dropped if it equals the input one.
@@ -148,7 +150,7 @@ def fit(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], wh
     return {name: weights[name] for name in shapes}
 
 
-def refuse_other_names(weights: Mapping[str, Tensor], where: str) -> None:
+def require_native_names(weights: Mapping[str, Tensor], where: str) -> None:
     """Without a model to compare with, at least the names must be those of a Bessemer model."""
     native = re.compile(r"^(embedding|head|norm|blocks\.\d+\.\w+(\.\w+)?)\.(weight|bias)$")
     if foreign := [name for name in weights if not native.match(name)]:

@@ -120,7 +120,7 @@ def tag(folder: Path, checkpoint: str, version: str, move: bool = False) -> None
     write_atomic(folder / TAGS, json.dumps({**tags, version: checkpoint}, indent=1, sort_keys=True))
 
 
-def go_back_to(folder: Path, checkpoint: str) -> tuple[Manifest, list[str]]:
+def continue_from(folder: Path, checkpoint: str) -> tuple[Manifest, list[str]]:
     """Make a run continue from a checkpoint: moves all later ones to `abandoned/`; returns its manifest and their
     names.
 

@@ -30,7 +30,7 @@ def bench(
         return
     from bessemer.errors import UserError
     from bessemer.plan.hardware import HEADER, store_ceilings
-    from bessemer.spec.parallel import ParallelSpec
+    from bessemer.spec.schema import ParallelSpec
 
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"--device {device}: write auto, cpu, cuda or mps")

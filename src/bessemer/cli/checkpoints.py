@@ -212,12 +212,12 @@ def restore(run: Path = RUN, checkpoint: str = NAME) -> None:
 
     Example: bessemer checkpoints restore runs/demo step-00001000.a1
     """
-    from bessemer.checkpoint.lineage import ABANDONED, go_back_to
+    from bessemer.checkpoint.lineage import ABANDONED, continue_from
     from bessemer.run.directory import Run, RunWriter
 
     target = checkpoint_of(Run.existing(run), checkpoint)
     with reporting_damage(), RunWriter(run) as writer:
-        manifest, moved = go_back_to(target.parent, target.name)
+        manifest, moved = continue_from(target.parent, target.name)
         reason = "by hand; what was saved later is set aside"
         writer.event("restored", step=manifest.step, checkpoint=target.name, abandoned=moved, reason=reason)
     print(f"the run will continue from {target.name} (step {manifest.step:,})")
@@ -273,9 +273,9 @@ def import_(
 
     import torch
 
-    from bessemer.checkpoint.import_weights import fit, import_weights, refuse_other_names
+    from bessemer.checkpoint.import_weights import import_weights, require_native_names, select_weights
     from bessemer.checkpoint.tensors import save_model
-    from bessemer.model.transformer import network
+    from bessemer.model.transformer import make_module
     from bessemer.observe.progress import working
     from bessemer.run.directory import Run
     from bessemer.spec.shape import ModelShape
@@ -284,12 +284,12 @@ def import_(
     with working("reading the weights"):
         weights = import_weights(path, trusted=trust)
     if like is None and not is_run:
-        refuse_other_names(weights, str(path))
+        require_native_names(weights, str(path))
     else:
         description = json.loads((Run.existing(like or folder).folder / "model.json").read_text())
         with torch.device("meta"):
-            model = network(ModelShape.from_dict(description["shape"]))
-        weights = fit(weights, {name: tuple(p.shape) for name, p in model.named_parameters()}, str(path))
+            model = make_module(ModelShape.from_dict(description["shape"]))
+        weights = select_weights(weights, {name: tuple(p.shape) for name, p in model.named_parameters()}, str(path))
     made_from = {"imported_from": str(path.absolute()), "trusted": trust}
     with working("writing the checkpoint"):
         saved = save_model(folder / "checkpoints" if is_run else folder, weights, made_from)

@@ -80,12 +80,12 @@ def publish(
     """
     import json
 
-    from bessemer.data.read.secrets import shown
+    from bessemer.data.read.secrets import redact
     from bessemer.errors import UserError
     from bessemer.observe.progress import working
     from bessemer.plan.decision import Plan
     from bessemer.session.data import prepare_data, publish_data
-    from bessemer.session.start import completed, decide_shape, open_source
+    from bessemer.session.start import complete_spec, decide_shape, open_source
     from bessemer.spec.load import load_spec
     from bessemer.spec.quantity import human_bytes
 
@@ -93,7 +93,7 @@ def publish(
     if url:
         key = "data.store.url" if run_spec.data.store and run_spec.data.store.storage else "data.store"
         run_spec = load_spec(spec, [*settings, f"{key}={url}"])
-    run_spec, store = completed(run_spec), run_spec.data.store
+    run_spec, store = complete_spec(run_spec), run_spec.data.store
     if store is None:
         raise UserError("missing URL: write bessemer data publish SPEC s3://bucket/corpus, or set data.store")
     run_spec = run_spec.model_copy(update={"data": run_spec.data.model_copy(update={"store": None})})
@@ -103,10 +103,10 @@ def publish(
         prepared, size_bytes = publish_data(run_spec, store, context, progress)
     tokens = {name: source.tokens for name, source in prepared.train.items()}
     if as_json:
-        print(json.dumps({"url": shown(store.url), "bytes": size_bytes, "tokens": tokens}, indent=1))
+        print(json.dumps({"url": redact(store.url), "bytes": size_bytes, "tokens": tokens}, indent=1))
         return
-    print(f"published  {shown(store.url)}  {human_bytes(size_bytes)}, {sum(tokens.values()):,} tokens to train on")
-    print(f"train from it with  --set data.store={shown(store.url)}")
+    print(f"published  {redact(store.url)}  {human_bytes(size_bytes)}, {sum(tokens.values()):,} tokens to train on")
+    print(f"train from it with  --set data.store={redact(store.url)}")
 
 
 @app.command()
@@ -196,10 +196,10 @@ def _print_report(report: dict, page: Path, as_json: bool) -> None:  # type: ign
         return
     from rich.table import Table
 
-    from bessemer.data.curate.report import source_table, table
+    from bessemer.data.curate.report import source_table, step_table
 
     console = table_console()
-    for rows in (table(report), source_table(report)):
+    for rows in (step_table(report), source_table(report)):
         grid = Table(box=None, pad_edge=False, header_style="bold")
         for i, name in enumerate(rows[0]):
             grid.add_column(name, justify="left" if (i in (0, 5) and rows[0][0] == "step") or i == 0 else "right")

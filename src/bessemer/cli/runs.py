@@ -26,7 +26,7 @@ def runs(
     from dataclasses import asdict
 
     from bessemer.errors import UserError
-    from bessemer.observe.format import processes
+    from bessemer.observe.format import describe_processes
     from bessemer.plan.actual import compare_run, comparison_json, comparison_lines
     from bessemer.run.directory import LAYOUT, Run, list_runs, summarize
     from bessemer.run.journal import json_ready, last_record
@@ -50,18 +50,21 @@ def runs(
         if comparison:
             print("\n" + "\n".join(comparison_lines(*comparison)))
         if is_run and (folder / LAYOUT).exists():
-            print("\n" + "\n".join(processes(json.loads((folder / LAYOUT).read_text()), last_record(run.ranks_path))))
+            print(
+                "\n"
+                + "\n".join(describe_processes(json.loads((folder / LAYOUT).read_text()), last_record(run.ranks_path)))
+            )
 
 
 def _print_summaries(summaries: list[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from bessemer.run.directory import MEAN_OF
+    from bessemer.run.directory import LOSS_WINDOW
     from bessemer.spec.quantity import human_time
 
     table = Table(box=None, pad_edge=False)
-    for column in ("run", "state", "step", f"loss (mean of {MEAN_OF})", "val", "age", "last word"):
+    for column in ("run", "state", "step", f"loss (mean of {LOSS_WINDOW})", "val", "age", "last word"):
         justify: Literal["left", "right"] = "left" if column in ("run", "state", "last word") else "right"
         table.add_column(column, justify=justify, no_wrap=column != "last word")
     colours = {"running": "green", "failed": "red", "unreadable": "red", "interrupted": "yellow", "stopped": "yellow"}

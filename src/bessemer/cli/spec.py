@@ -29,14 +29,14 @@ def check(
     Example: bessemer spec check my-run.yaml
     """
     from bessemer.model.families.registry import read_shape
-    from bessemer.spec.lints import lint
+    from bessemer.spec.lints import lint_spec
     from bessemer.spec.load import SpecError, load_document
     from bessemer.spec.paths import path_problems
 
     loaded = load_document(spec, settings)
     if not skip_paths and (problems := loaded.locate(path_problems(loaded.spec, read_shape))):
         raise SpecError([*problems, f"{spec}: pass --skip-paths if its files are on another machine"])
-    warnings = lint(loaded.spec, None if skip_paths else Path())
+    warnings = lint_spec(loaded.spec, None if skip_paths else Path())
     for warning in sorted(warnings, key=lambda warning: loaded.document.rank(warning.path)):
         key = ".".join(str(step) for step in warning.path)
         print(f"{loaded.document.place(warning.path)}: warning: {key}: {warning.message} [{warning.rule}]")

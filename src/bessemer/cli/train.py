@@ -16,8 +16,7 @@ from bessemer.cli.console import SETTINGS, SPEC, naming_spec
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
-    from bessemer.spec.parallel import ParallelSpec
-    from bessemer.spec.schema import RunSpec
+    from bessemer.spec.schema import ParallelSpec, RunSpec
 
 PROCESSES_PER_CORE = 4  # more would stall the machine for hours
 RESTARTS = 3  # as in `bessemer launch`
@@ -42,7 +41,7 @@ def check_layout(spec: RunSpec, count: int) -> None:
     """Check the layout before any process starts, so that a mistake is one line."""
     import torch
 
-    from bessemer.plan.search.replicas import check_processes
+    from bessemer.plan.search.layout import check_processes
 
     shape = None
     if spec.model.hf is not None:
@@ -81,12 +80,12 @@ class TrainCommand(TyperCommand):
 def start_processes(count: int) -> NoReturn:
     """Replace this process by `count` processes of the same command. After a fault all restart from the last save,
     a few times; torchrun's variables (PET_MAX_RESTARTS) override that."""
-    from bessemer.parent import keep_tie
+    from bessemer.parent import keep_parent
 
     launcher = ["-m", "bessemer.parallel.agent", "--standalone", f"--nproc-per-node={count}"]
     os.environ.setdefault("PET_MAX_RESTARTS", str(RESTARTS))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    keep_tie()
+    keep_parent()
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "bessemer", *sys.argv[1:]])
 
 
@@ -122,7 +121,7 @@ def train(
         check_layout(run_spec, count)
         start_processes(count)
     from bessemer.observe.view import LineView, LiveView, RunView
-    from bessemer.parallel.world import part
+    from bessemer.parallel.world import leave_process_group
     from bessemer.session.session import Session
 
     live = sys.stdout.isatty() and not plain
@@ -131,7 +130,7 @@ def train(
     if os.environ.get("RANK", "0") != "0":  # only rank 0 prints
         view = RunView()
     if profile or nsight:
-        from bessemer.session.profile import ProfileSession
+        from bessemer.session.inspect import ProfileSession
 
         session = ProfileSession(run_spec, view, profile_steps, nsight)
         session.train()
@@ -142,7 +141,7 @@ def train(
         return
     with naming_spec(spec, settings):
         outcome = Session(run_spec, view, restart=restart).train()
-    part()
+    leave_process_group()
     if outcome.kind == "interrupted":
         raise typer.Exit({"SIGTERM": 143, "SIGUSR1": 138, "SIGHUP": 129}.get(outcome.reason, 130))
     if outcome.kind in ("failed", "stopped"):

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bessemer.data.curate.ledger import text_hash
-from bessemer.data.document import BadRow, Document
-from bessemer.data.read import FileEntry, SourcePart, divide, list_files, read_part
-from bessemer.data.read.compression import UNREADABLE, open_unpacked
-from bessemer.data.read.rows import wide_encoding
+from bessemer.data.curate.ledger import hash_text
+from bessemer.data.read import FileEntry, SourcePart, divide_source, list_files, read_part
+from bessemer.data.read.compression import READ_ERRORS, open_decompressed
+from bessemer.data.read.entry import BadRow, Document
+from bessemer.data.read.rows import detect_wide_encoding
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -95,7 +95,7 @@ def check_files(
     unread = dict.fromkeys(file.name for file in files)
     _compare_schemas(files, source, notes)
     copies = _Copies()
-    for part in divide("", files, source):
+    for part in divide_source("", files, source):
         if progress:
             progress(f"reading {part.name}")
         for document in _read(part, source, notes, unread):
@@ -127,7 +127,7 @@ def _read(part: SourcePart, source: SourceSpec, notes: _Problems, unread: dict[s
     except UserError as error:
         for piece in part.pieces:
             unread.pop(piece.file.name, None)
-        if isinstance(error.__cause__, UNREADABLE):
+        if isinstance(error.__cause__, READ_ERRORS):
             notes.add("unreadable file", "restore it or leave it out", part.name, str(error))
         else:  # readable, but not with this source's settings
             what, _, fix = str(error).partition("; ")
@@ -152,7 +152,7 @@ def _check_text(document: Document, notes: _Problems) -> None:
     elif match := _MOJIBAKE.search(text):
         fix = "repair it with the step `unicode`"
         notes.add("mojibake (text read in a wrong encoding)", fix, place, _around(text, match.start()))
-    if "\0" in text and (encoding := wide_encoding(text[:_EXCERPT_CHARS].encode())):
+    if "\0" in text and (encoding := detect_wide_encoding(text[:_EXCERPT_CHARS].encode())):
         fix = f"convert it to UTF-8, such as with iconv -f {encoding} -t UTF-8"
         notes.add(f"text in {encoding} without a byte-order mark", fix, place)
     elif match := _CONTROL.search(text):
@@ -178,10 +178,10 @@ def _around(text: str, at: int) -> str:
 def _check_conversation(
     document: Document, tokenizer: Tokenizer | None, context: int | None, template: str, notes: _Problems
 ) -> None:
-    from bessemer.data.tokenizer.chat import problems, render
+    from bessemer.data.tokenizer.chat import find_problems, render
 
     assert document.messages is not None
-    errors = problems(document.messages)
+    errors = find_problems(document.messages)
     for error in errors:
         name, _, where = error.partition(": ")
         notes.add(f"conversation: {name}", "correct or delete these conversations", document.place, where)
@@ -206,7 +206,7 @@ class _Copies:
 
     def add(self, document: Document) -> None:
         number = self._files.setdefault(document.file, len(self._files))
-        key = text_hash(" ".join(document.text.split()), 0)
+        key = hash_text(" ".join(document.text.split()), 0)
         self._waiting.append((key, number, document.row))
         if len(self._waiting) >= 1 << 16:
             self._flush()
@@ -275,7 +275,7 @@ def _compare_schemas(files: Sequence[FileEntry], source: SourceSpec, notes: _Pro
 
 def _first_records(file: FileEntry, source: SourceSpec) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        with open_unpacked(file, source.storage, None) as opened:
+        with open_decompressed(file, source.storage, None) as opened:
             for row, line in zip(range(1, _SCHEMA_ROWS + 1), opened, strict=False):
                 try:
                     record = json.loads(line)
@@ -283,5 +283,5 @@ def _first_records(file: FileEntry, source: SourceSpec) -> Iterator[tuple[int, d
                     continue  # reported when the documents are read
                 if isinstance(record, dict):
                     yield row, record
-    except UNREADABLE:
+    except READ_ERRORS:
         return  # likewise reported later

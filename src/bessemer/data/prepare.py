@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from bessemer.data.curate.corpus import RULES_VERSION, Corpus, PartState, sweep
-from bessemer.data.curate.engine import Engine, LocalEngine, Meter, ProcessPool, Say, cores
-from bessemer.data.curate.ledger import byte_length, read_cached, read_json, space_for, text_hash, write_json
-from bessemer.data.curate.passes import Census, Split
-from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, decoding_note, some_of, write_report
-from bessemer.data.curate.step import identity, make_step
+from bessemer.data.curate.corpus import RULES_VERSION, Corpus, PartState, delete_stale_files
+from bessemer.data.curate.engine import Engine, LocalEngine, Meter, ProcessPool, Say, available_cores
+from bessemer.data.curate.ledger import byte_length, explain_full_disk, hash_text, read_cached, read_json, write_json
+from bessemer.data.curate.passes import Census, ValidationSplit
+from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, format_some, utf8_warning, write_report
+from bessemer.data.curate.step import make_step, step_identity
 from bessemer.data.read import FileEntry, list_files
-from bessemer.data.read.secrets import shown
-from bessemer.data.store.format import FORMAT_VERSION, damage_error, file_sum, repair_hint
+from bessemer.data.read.secrets import redact
+from bessemer.data.store.format import FORMAT_VERSION, damage_error, file_digest, repair_hint
 from bessemer.data.store.remote import ShardCache, Transfer, open_remote
 from bessemer.data.store.token_store import TokenStore, open_stores, shard_prefixes
 from bessemer.data.store.writer import merge
@@ -97,15 +97,17 @@ def prepare(
         cache.mkdir(parents=True, exist_ok=True)
         meter = Meter(progress)
         with _lock_entry(cache, folder.name, meter.say) as alone:
-            sweep(cache)
+            delete_stale_files(cache)
             if not folder.exists():
                 total_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
                 chosen = engine or (
-                    ProcessPool(cores()) if total_bytes > _POOL_BYTES and cores() > 1 else LocalEngine()
+                    ProcessPool(available_cores())
+                    if total_bytes > _POOL_BYTES and available_cores() > 1
+                    else LocalEngine()
                 )
                 work = folder.with_name(f"{folder.name}.partial" + ("" if alone else f"-{uuid.uuid4().hex[:8]}"))
                 try:
-                    with space_for(cache):
+                    with explain_full_disk(cache):
                         if not (work / PREPARED).exists():
                             job = _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work)
                             job.build()
@@ -117,7 +119,7 @@ def prepare(
     prepared = open_prepared(folder)
     report = read_cached(folder / REPORT, ["sources"]) or {"sources": {}}
     notes += [
-        decoding_note(name, source["undecodable"], source["undecodable_files"])
+        utf8_warning(name, source["undecodable"], source["undecodable_files"])
         for name, source in report["sources"].items()
         if source.get("undecodable")  # older reports lack it
     ]
@@ -169,7 +171,7 @@ def open_prepared(folder: Path) -> Prepared:
         tokenizer = Tokenizer.load(folder / TOKENIZER, eos, special)
     except UserError as error:
         raise UserError(f"{error}; {hint}") from error
-    if expected is not None and file_sum(str(folder / TOKENIZER)) != expected:
+    if expected is not None and file_digest(str(folder / TOKENIZER)) != expected:
         raise UserError(f"{folder / TOKENIZER}: is not what {PREPARED} says was written; {hint}")
     shards, url = {"train": train, "validation": validation}, ""
     if (folder / REMOTE).exists():
@@ -194,7 +196,7 @@ def _check_stores(stores: dict[str, dict[str, TokenStore]], expected: dict[str, 
             for prefix, info, digest in zip(store.prefixes, store.infos, expected[side][name], strict=True):
                 if info.digest != digest:
                     if store.cache:
-                        raise UserError(f"{shown(prefix)}: is not the shard that {PREPARED} names; publish it again")
+                        raise UserError(f"{redact(prefix)}: is not the shard that {PREPARED} names; publish it again")
                     raise damage_error(prefix, "json", f"is not the one that {path} names")
 
 
@@ -203,7 +205,7 @@ def digests_of(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     names = [TOKENIZER, REPORT, PAGE, QUARANTINE]
     stores = {side: open_stores(folder, manifest[side], side) for side in ("train", "validation")}
     return {
-        "digests": {name: file_sum(str(folder / name)) for name in names if (folder / name).exists()},
+        "digests": {name: file_digest(str(folder / name)) for name in names if (folder / name).exists()},
         "stores": {
             side: {name: [info.digest for info in store.infos] for name, store in sources.items()}
             for side, sources in stores.items()
@@ -249,7 +251,7 @@ def list_sources(data: DataSpec, say: Say | None = None) -> dict[str, list[FileE
         except UserError as error:
             raise UserError(f"source {name!r}: {error}") from error
         if skipped:
-            report(f"skipped: {some_of(skipped, len(skipped))}; restore these files, or exclude them")
+            report(f"skipped: {format_some(skipped, len(skipped))}; restore these files, or exclude them")
     return files
 
 
@@ -283,7 +285,7 @@ def score_label(data: DataSpec) -> str | None:
 
 
 def _step_identity(spec: Any) -> list[Any]:
-    return [spec.model_dump(mode="json"), *identity(make_step(spec, 0))]
+    return [spec.model_dump(mode="json"), *step_identity(make_step(spec, 0))]
 
 
 def _commit(work: Path, folder: Path) -> None:
@@ -331,7 +333,7 @@ class _Job:
     def build(self) -> None:
         """Writes everything to the work folder; `prepared.json`, written last, is the commit."""
         self.work.mkdir(exist_ok=True)
-        self.corpus.curate(Split(self.seed, self.data.validation))
+        self.corpus.curate(ValidationSplit(self.seed, self.data.validation))
         sources = {name: self._split(name) for name in self.data.sources}
         if self.data.validation > 0 and not any(source.held_out for source in sources.values()):
             raise UserError(
@@ -387,7 +389,7 @@ class _Job:
         path = self.work / TOKENIZER
         eos = self.loaded.eos if self.loaded else self.spec.eos or DEFAULT_EOS
         mark = self.work / "parts" / f"{TOKENIZER}.done"
-        if not path.exists() or read_cached(mark) != {"sum": file_sum(str(path))}:
+        if not path.exists() or read_cached(mark) != {"sum": file_digest(str(path))}:
             tokenizer = self.loaded
             if tokenizer is None:
                 work = f"training a tokenizer of {self.vocab:,} tokens"
@@ -397,7 +399,7 @@ class _Job:
                 tokenizer = Tokenizer.train(texts, self.vocab, eos, kind=self.spec.kind, special=self.special)
             with atomic_path(path, parents=True) as temporary:
                 tokenizer.save(temporary)
-            write_json(mark, {"sum": file_sum(str(path))})
+            write_json(mark, {"sum": file_digest(str(path))})
         return Tokenizer.load(path, eos, self.loaded.special if self.loaded else self.special)
 
     def _sample(self, sources: dict[str, _Source]) -> Iterator[str]:
@@ -413,7 +415,7 @@ class _Job:
             readable = part_bytes if share * _SAMPLE_SPREAD >= 1 else share * _SAMPLE_SPREAD * part_bytes
             wanted, seen = share * part_bytes / max(readable, 1), 0
             for _, document in self.corpus.documents(state) if taken <= due + share * part_bytes else ():
-                if text_hash(document.text, self.seed) < limit:
+                if hash_text(document.text, self.seed) < limit:
                     continue
                 for piece in cut(document.text, _SAMPLE_PIECE_CHARS):
                     size = byte_length(piece)

@@ -18,8 +18,8 @@ import xxhash
 
 from bessemer.data.curate.ledger import read_json, write_json
 from bessemer.data.prepare import PREPARED, REMOTE, Prepared, digests_of, load_tokenizer, score_label, special_tokens_of
-from bessemer.data.read.secrets import shown
-from bessemer.data.store.format import file_sum
+from bessemer.data.read.secrets import redact
+from bessemer.data.store.format import file_digest
 from bessemer.data.store.remote import Transfer, upload
 from bessemer.errors import UserError
 
@@ -50,7 +50,7 @@ def publish(
     names = [*manifest["digests"], *packings]
     for name in names:
         transfer.upload(str(folder / name), f"{url}/{name}")
-    manifest["digests"] = {name: file_sum(str(folder / name)) for name in names}
+    manifest["digests"] = {name: file_digest(str(folder / name)) for name in names}
     manifest["sizes"] = {name: os.path.getsize(folder / name) for name in names}
     manifest["settings"] = _settings(data, tokenizer) | {"formats": formats}
     transfer.write(json.dumps(manifest).encode(), f"{url}/{PREPARED}")
@@ -80,7 +80,7 @@ def read_manifest(store: StoreSpec) -> bytes:
 def mirror(store: StoreSpec, cache: Path) -> Path:
     """The local folder of published data: everything but the shards, downloaded once and verified."""
     url, content = store.url.rstrip("/"), read_manifest(store)
-    place = f"data.store: {shown(url)}/{PREPARED}"
+    place = f"data.store: {redact(url)}/{PREPARED}"
     try:
         manifest = json.loads(content)
         files = {name: (manifest["sizes"][name], digest) for name, digest in manifest["digests"].items()}
@@ -97,9 +97,9 @@ def mirror(store: StoreSpec, cache: Path) -> Path:
             transfer = Transfer(store.storage)
             transfer.download({str(partial / name): (f"{url}/{name}", size) for name, (size, _) in files.items()})
             for name, (_, digest) in files.items():
-                if file_sum(str(partial / name)) != digest:
+                if file_digest(str(partial / name)) != digest:
                     raise UserError(
-                        f"{shown(url)}/{name}: does not have the content that was published; publish it again"
+                        f"{redact(url)}/{name}: does not have the content that was published; publish it again"
                     )
             (partial / PREPARED).write_bytes(content)
             _give_name(partial, folder)
@@ -119,7 +119,7 @@ def _give_name(partial: Path, folder: Path) -> None:
 
 def check_fit(data: DataSpec, tokenizer: TokenizerSpec, prepared: Prepared) -> None:
     """Refuses a spec that the published data does not fit. A setting that has its default takes the store's value."""
-    url, settings = shown(prepared.url), prepared.settings
+    url, settings = redact(prepared.url), prepared.settings
 
     def refuse(key: str, value: object, published: object) -> UserError:
         return UserError(

@@ -16,10 +16,10 @@ from typing import Any
 
 from bessemer.data.curate.ledger import read_json, write_json
 from bessemer.data.prepare import PREPARED, REMOTE, TOKENIZER, digests_of, open_prepared
-from bessemer.data.read.secrets import shown
+from bessemer.data.read.secrets import redact
 from bessemer.data.store.digests import SUFFIX as CHUNKS
 from bessemer.data.store.digests import content_digest, encode_digests, hash_file
-from bessemer.data.store.format import StoreContent, commit_store, file_sum, repair_hint
+from bessemer.data.store.format import StoreContent, commit_store, file_digest, repair_hint
 from bessemer.data.store.shard import Shard
 from bessemer.data.stream.curriculum import digest_path, find_ranking_damage
 from bessemer.data.stream.packing import PackIndex, read_pack_info
@@ -97,7 +97,7 @@ def _verify_prepared(folder: Path, advance: Advance, add_digests: bool) -> Itera
         return
     clean = True
     for name, expected in manifest.get("digests", {}).items():
-        digest = file_sum(str(folder / name)) if (folder / name).exists() else "missing"
+        digest = file_digest(str(folder / name)) if (folder / name).exists() else "missing"
         damage = () if digest == expected else (f"{folder / name}: is not what was written; {hint}",)
         clean = clean and not damage
         yield VerifyReport(str(folder / name), _size(folder / name), damage)
@@ -138,9 +138,9 @@ def _verify_remote(folder: Path, advance: Advance) -> Iterator[VerifyReport]:
             try:
                 prefix = store.shard(number).prefix
             except UserError as error:
-                yield VerifyReport(shown(url), 0, (str(error),))
+                yield VerifyReport(redact(url), 0, (str(error),))
                 continue
-            yield replace(_verify_store(prefix, advance, False), path=shown(url))
+            yield replace(_verify_store(prefix, advance, False), path=redact(url))
 
 
 def _verify_store(prefix: str, advance: Advance, add_digests: bool) -> VerifyReport:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bessemer.diagnose.report import InspectedModel, InspectionReport, backward_step
-from bessemer.observe.figure import Lines
+from bessemer.observe.figure import LineChart
 from bessemer.run.directory import Finding
 
 VANISHED = 1e-4  # of the median matrix's gradient rms: such a layer learns nothing
@@ -115,7 +115,7 @@ def gradient_report(flows: list[GradientFlow], label: str) -> InspectionReport:
     findings = check_gradients(flows)
     order = [float(i) for i in range(len(flows))]
     series = {"gradient norm": [f.grad_norm for f in flows], "weight norm": [f.weight_norm for f in flows]}
-    figure = Lines("Gradient flow", order, series, "parameter, in the model's order", log_y=True)
+    figure = LineChart("Gradient flow", order, series, "parameter, in the model's order", log_y=True)
     rows = [(f.name, f.grad_norm, f.grad_norm_max, f.weight_norm, f.ratio, f.mean, f.largest) for f in flows]
     columns = ("parameter", "grad norm", "largest", "weight norm", "ratio", "mean |g|", "max |g|")
     conclusions = [] if findings else ["No gradient vanishes or explodes."]
@@ -240,7 +240,7 @@ def noise_report(scale: NoiseScale, batch: float, label: str) -> InspectionRepor
     )
     order = [float(i) for i in range(len(scale.samples))]
     series = {"|G|^2": [g for g, _ in scale.samples], "S / batch": [s / batch for _, s in scale.samples]}
-    figure = Lines("Estimates of each large batch", order, series, "large batch")
+    figure = LineChart("Estimates of each large batch", order, series, "large batch")
     return InspectionReport(
         f"Gradient noise scale, {label}", conclusions, {**asdict(scale), "batch": batch}, figures=[figure]
     )

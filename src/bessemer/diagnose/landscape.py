@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from bessemer.diagnose.report import InspectedModel, InspectionReport, mean_step_loss
-from bessemer.observe.figure import Figure, Heatmap, Lines
+from bessemer.observe.figure import Figure, Heatmap, LineChart
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,9 @@ def landscape_report(loss_slice: LossSlice, label: str) -> InspectionReport:
     if bad := len(values) - len(finite):
         conclusions.append(f"{bad} of {len(values)} points are not finite and are left out.")
     x_label = "offset, in lengths of each row of the weights"
-    figures: list[Figure] = [Lines("Loss along one direction", loss_slice.offsets, {"loss": loss_slice.line}, x_label)]
+    figures: list[Figure] = [
+        LineChart("Loss along one direction", loss_slice.offsets, {"loss": loss_slice.line}, x_label)
+    ]
     if loss_slice.grid:
         at = loss_slice.grid_offsets
         figures.append(Heatmap("Loss over two directions", at, at, loss_slice.grid, x_label))
@@ -199,7 +201,7 @@ def lr_range_report(sweep: LrSweep, planned: float) -> InspectionReport:
     marks = {name: value for name, value in points.items() if value is not None}
     count = len(sweep.smoothed)
     series = {"loss": sweep.losses[:count], "smoothed": sweep.smoothed}
-    figure = Lines("Loss", sweep.rates[:count], series, "learning rate", log_x=True, marks=marks)
+    figure = LineChart("Loss", sweep.rates[:count], series, "learning rate", log_x=True, marks=marks)
     return InspectionReport(
         "Learning-rate range test", conclusions, {**asdict(sweep), "asked": planned}, figures=[figure]
     )

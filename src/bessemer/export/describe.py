@@ -74,7 +74,8 @@ def describe(shape: ModelShape, batch: int, context: int) -> dict[str, Any]:
     memory = {"weights": 4 * total, "gradients": 4 * total, "AdamW moments": 8 * total}
     memory["activations"] = activation_bytes(shape, Passes(context, batch, "fp32", "none", compiled=True))
     return {
-        "parts": count.parts(shape), "total": total, "active": count.active(shape), "context": context, "batch": batch,
+        "parts": count.parameter_counts(shape), "total": total, "active": count.active_parameters(shape),
+        "context": context, "batch": batch,
         "flops_per_token": shape.flops_per_token(context), "cache_bytes": count.cache_bytes(shape, context),
         "memory_bytes": memory,
     }  # fmt: skip

@@ -73,7 +73,7 @@ def check(
     layer at a time, auto decides by size, skip returns None. Experts that transformers fuses are kept in
     `scratch` meanwhile.
     """
-    by_layer = ready(shape, mode)
+    by_layer = check_requirements(shape, mode)
     if mode == "skip":
         return None
     with tempfile.TemporaryDirectory(prefix=".offload-", dir=scratch) as offload, torch.no_grad():
@@ -87,7 +87,7 @@ def check(
     return comparison
 
 
-def ready(shape: ModelShape, mode: str) -> bool:
+def check_requirements(shape: ModelShape, mode: str) -> bool:
     """Whether to load layer by layer. Raises UserError for a missing package before hours of writing."""
     by_layer = mode == "layers" or (mode == "auto" and 4 * shape.parameters > WHOLE_BYTES)
     for package in ("transformers", "accelerate")[: 0 if mode == "skip" else 1 + by_layer]:

@@ -24,8 +24,7 @@ from bessemer.data.prepare import open_prepared
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.export.chat_template import tokenizer_files, update_tokenizer_files
-from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, network, ready
-from bessemer.model.families.family import Family
+from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, check_requirements, network
 from bessemer.model.families.folder import (
     Folder,
     Origin,
@@ -34,11 +33,11 @@ from bessemer.model.families.folder import (
     check_folder,
     complete_names,
     find_origin,
-    theirs,
+    hf_tensors,
     translate_os_errors,
     write_folder,
 )
-from bessemer.model.families.registry import FAMILIES, families_for, family_of, nearest_difference, read_shape
+from bessemer.model.families.registry import FAMILIES, Family, families_for, family_of, nearest_difference, read_shape
 from bessemer.model.wrapped import WrappedModel, wrap
 from bessemer.observe.progress import ProgressReport, silent
 from bessemer.run.directory import Run
@@ -167,7 +166,7 @@ def to_hf(
         return _wrapped_to_hf(native, out, dtype, overwrite)
     source = find_origin(native.place)
     shape, chosen = native.shape, choose_family(native.shape, family, source.folder if source else None)
-    ready(shape, mode)
+    check_requirements(shape, mode)
     model, saved = network(shape), native.weights.blank()
     parameters = {name for name, _ in model.named_parameters()}
     if missing := [name for name in model.state_dict() if name not in saved]:
@@ -175,7 +174,7 @@ def to_hf(
     # Buffers (a router's choice bias) keep their dtype: they are sums of small steps.
     dtypes = {name: DTYPES.get(dtype, t.dtype) if name in parameters else t.dtype for name, t in saved.items()}
     blank = {name: tensor.to(dtypes[name]) for name, tensor in saved.items()}
-    plan = [(name, tuple(t.shape), t.dtype) for name, t in theirs(blank.__getitem__, shape, chosen)]
+    plan = [(name, tuple(t.shape), t.dtype) for name, t in hf_tensors(blank.__getitem__, shape, chosen)]
 
     def read_rounded(name: str) -> Tensor:
         return native.weights[name].to(dtypes[name])
@@ -190,7 +189,7 @@ def to_hf(
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
     with atomic_folder(out, overwrite) as folder:
         write_folder(
-            folder, plan, theirs(with_progress(read_rounded, WRITING, len(saved), report), shape, chosen), files
+            folder, plan, hf_tensors(with_progress(read_rounded, WRITING, len(saved), report), shape, chosen), files
         )
         report(OPENING)
         read = with_progress(read_rounded, COMPARING, len(saved), report)
@@ -302,7 +301,7 @@ def to_native(
     """Write a checkpoint that `start_from` reads, with the folder's config and tokenizer and a model.json."""
     folder = Folder(source)
     family, shape = read_shape(folder.config)
-    ready(shape, mode)
+    check_requirements(shape, mode)
     complete_names(folder, shape, family)
     check_folder(network(shape), folder, family)
     tokenizer = _tokenizer(folder)

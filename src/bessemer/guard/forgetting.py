@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bessemer.guard.detect.alarm import Alarm
+from bessemer.guard.alarm import Alarm
 from bessemer.run.directory import Finding
-from bessemer.run.journal import number
+from bessemer.run.journal import to_number
 from bessemer.spec.guard import ForgetSpec
 
 Record = Mapping[str, Any]
@@ -36,9 +36,9 @@ class ForgettingState:
         return self.now / self.before - 1
 
 
-def loss_of(record: Record, source: str) -> float:
+def source_loss(record: Record, source: str) -> float:
     """The held-out loss of a source; NaN if there is none."""
-    loss = number(record["per_source"].get(source))
+    loss = to_number(record["per_source"].get(source))
     return float("nan") if loss is None else loss
 
 
@@ -49,30 +49,30 @@ def since_start(records: Iterable[Record]) -> list[Record]:
     return evaluations[first:]
 
 
-def standings(spec: ForgetSpec, records: Sequence[Record]) -> list[ForgettingState]:
+def forgetting_states(spec: ForgetSpec, records: Sequence[Record]) -> list[ForgettingState]:
     """The state of each watched source; `records` are those of `since_start`."""
     states = []
     for source in spec.sources if records else ():
-        before, remembered = loss_of(records[0], source), 0
+        before, remembered = source_loss(records[0], source), 0
         beyond: list[int] = []
         for record in records:
-            if loss_of(record, source) <= (1 + spec.limit) * before:  # not so for NaN
+            if source_loss(record, source) <= (1 + spec.limit) * before:  # not so for NaN
                 beyond, remembered = [], record["step"]
             else:
                 beyond.append(record["step"])
         since = beyond[0] if beyond else records[-1]["step"]
-        states.append(ForgettingState(source, before, loss_of(records[-1], source), len(beyond), since, remembered))
+        states.append(ForgettingState(source, before, source_loss(records[-1], source), len(beyond), since, remembered))
     return states
 
 
-def forgetting(spec: ForgetSpec, records: Sequence[Record], mixture: Mapping[str, float]) -> Alarm | None:
+def check_forgetting(spec: ForgetSpec, records: Sequence[Record], mixture: Mapping[str, float]) -> Alarm | None:
     """An alarm if a source stays beyond the limit too long: once for a note, at every evaluation otherwise."""
-    late = [standing for standing in standings(spec, records) if standing.in_a_row >= spec.patience]
+    late = [standing for standing in forgetting_states(spec, records) if standing.in_a_row >= spec.patience]
     if not late or (spec.action == "note" and all(standing.in_a_row > spec.patience for standing in late)):
         return None
     worst, now = max(late, key=lambda standing: (standing.rise != standing.rise, standing.rise)), records[-1]
     share = mixture.get(worst.source, 0.0)
-    losses = {name: (loss_of(records[0], name), loss_of(now, name)) for name in now["per_source"]}
+    losses = {name: (source_loss(records[0], name), source_loss(now, name)) for name in now["per_source"]}
     others = "".join(f"; {name} {a:.4g} -> {b:.4g}" for name, (a, b) in losses.items() if name != worst.source)
     symptom = (
         f"{worst.source} is being forgotten: held-out loss {worst.before:.4g} -> {worst.now:.4g} ({worst.rise:+.1%}), "

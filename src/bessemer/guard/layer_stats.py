@@ -22,15 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bessemer.guard.detect.alarm import Alarm, alarm, debounce, median, theil_sen
-from bessemer.model.attention import Place, SelfAttention
+from bessemer.guard.alarm import Alarm, debounce, make_alarm, median, theil_sen
+from bessemer.model.attention import AttentionInputs, SelfAttention
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.block import TransformerBlock
 from bessemer.model.layers import FeedForward
 from bessemer.model.moe import router_shares
-from bessemer.model.transformer import Decoder
+from bessemer.model.transformer import Decoder, TransformerBlock
 from bessemer.optim.low_memory import join_weights
-from bessemer.parallel.shard import local, share_of
+from bessemer.parallel.shard import local, replica_share
 from bessemer.parallel.world import World
 from bessemer.spec.guard import GuardSpec
 
@@ -86,7 +85,7 @@ class LayerStats:
         at = [self.layers.index(layer_of(name)) for name, _ in named]
         self._at = torch.tensor(at, device=self.parameters[0].device)  # made once: a copy to a GPU synchronizes
         # In a sum over all processes, a replicated parameter counts by its share on each.
-        shares = [share_of(parameter, self._world) for parameter in self.parameters]
+        shares = [replica_share(parameter, self._world) for parameter in self.parameters]
         self._shares = torch.tensor(shares, device=self._at.device)
         self._samples: list[Tensor] = []
         self._quantities: dict[str, tuple[list[str], Tensor]] = {}
@@ -145,7 +144,9 @@ class LayerStats:
             quantities[quantity] = ([f"blocks.{i}" for i in present], torch.stack([seen[i][quantity] for i in present]))
         self._quantities = {}
         shares = router_shares(model)
-        numbers = self._world.first_word(torch.cat([*(values for _, values in quantities.values()), *shares.values()]))
+        numbers = self._world.broadcast_tensor(
+            torch.cat([*(values for _, values in quantities.values()), *shares.values()])
+        )
         router = {name: len(values) for name, values in shares.items()}
         return LayerSample({quantity: layers for quantity, (layers, _) in quantities.items()}, numbers, router)
 
@@ -191,7 +192,7 @@ def _exact(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def attention_numbers(attention: SelfAttention, x_BTW: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+def attention_numbers(attention: SelfAttention, x_BTW: Tensor, place: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The largest visible logit by size, and the mean entropy of attention as a share of the largest possible.
 
     All heads, at most QUERIES positions of each row. A position that sees only itself has no entropy to lose.
@@ -207,7 +208,9 @@ def attention_numbers(attention: SelfAttention, x_BTW: Tensor, place: Place) -> 
     if place.bias_1NTS is not None:
         logits_BKGQS = logits_BKGQS + place.bias_1NTS[:, :, places_Q].unflatten(1, logits_BKGQS.shape[1:3])
     rows_B11, keys_T = torch.arange(B, device=x_BTW.device)[:, None, None], torch.arange(T, device=x_BTW.device)
-    seen_BQS = place.sight.sees(attention.window)(rows_B11, 0, places_Q[:, None], keys_T).expand(B, -1, -1)
+    seen_BQS = place.attention_mask.can_attend(attention.window)(rows_B11, 0, places_Q[:, None], keys_T).expand(
+        B, -1, -1
+    )
     visible = seen_BQS[:, None, None]
     logit = logits_BKGQS.abs().where(visible, 0.0).amax()
     shares = logits_BKGQS.masked_fill(~visible, float("-inf")).softmax(-1)
@@ -241,7 +244,7 @@ class LayerDetector:
         broken = [name for name, values in layers.items() if not all(map(math.isfinite, values.values()))]
         if debounce(self.active, "nonfinite_layer", bool(broken), 1):
             symptom = f"non-finite values inside the model, first in {broken[0]}"
-            return alarm("nonfinite_layer", step, "warning", symptom, 1.0, layers=broken[:16])
+            return make_alarm("nonfinite_layer", step, "warning", symptom, 1.0, layers=broken[:16])
         if broken:
             return []
         router: dict[str, list[float]] = sample.get("router") or {}
@@ -265,7 +268,7 @@ class LayerDetector:
         first, value = next(iter(lasting.items()))
         more = f" and {len(lasting) - 1} more layers" if len(lasting) > 1 else ""
         shown = dict(list(lasting.items())[:16])
-        return alarm(kind, step, "warning", f"{what} {value:.3g} in {first}{more}", 0.85, layers=shown)
+        return make_alarm(kind, step, "warning", f"{what} {value:.3g} in {first}{more}", 0.85, layers=shown)
 
     def _ratios(self, quantity: str, values: Values, factor: float) -> Values:
         """Each value as a multiple of the layer's own past; 1 while that is too short."""

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor, nn
 
 from bessemer.dtensor import is_dtensor
-from bessemer.guard.detect.alarm import Alarm, alarm
+from bessemer.guard.alarm import Alarm, make_alarm
 from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
 
@@ -130,7 +130,7 @@ class ReplicaCheck:
             else f"{culprits} holds other weights than the rest{where}"
         )
         symptom += f"; equal after {self.equal_at:,} steps, not after {step + 1:,}"
-        return alarm(
+        return make_alarm(
             "weights_differ", step, "rollback", symptom, 1.0,
             ranks=ranks, hosts=[hosts[rank] for rank in ranks], tensors=tensors, equal_at=self.equal_at,
         )  # fmt: skip

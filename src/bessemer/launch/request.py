@@ -18,8 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from bessemer.errors import UserError
-from bessemer.plan.search.layout import data_ranks
-from bessemer.plan.search.replicas import check_processes
+from bessemer.plan.search.layout import check_processes, data_ranks
 from bessemer.spec.quantity import parse_duration
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape

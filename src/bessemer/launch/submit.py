@@ -21,8 +21,8 @@ from bessemer.launch.local import Queue
 from bessemer.launch.request import LaunchRequest, check_request, refuse_secrets
 from bessemer.plan.cost_model.cost import Price
 from bessemer.plan.hardware import Cluster
-from bessemer.spec.document import parse
-from bessemer.spec.load import dump_spec, named, validate
+from bessemer.spec.document import parse_yaml
+from bessemer.spec.load import dump_spec, validate, with_default_name
 from bessemer.storage import write_atomic
 
 TARGETS: dict[str, LaunchTarget] = {
@@ -143,7 +143,7 @@ def planned_request(
     if on == "sky" and price is not None and price.provider in SKY_CLOUDS:
         derived["cloud"] = f"{price.provider}/{price.region}" if price.provider in REGIONAL_CLOUDS else price.provider
     on_demand = on == "sky" and price is not None and price.term != "spot"
-    run = named(validate(parse(text, str(path))), path)
+    run = with_default_name(validate(parse_yaml(text, str(path))), path)
     request = LaunchRequest(run, on, cluster.nodes, cluster.per_node, on_demand=on_demand, hosts=hosts)
     request = replace(request, **given_options, **derived)  # type: ignore[arg-type]
     return check_request(request)

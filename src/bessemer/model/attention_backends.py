@@ -203,7 +203,7 @@ class BackendTiming:
         upstream, positions_T = last_heads(self.upstream, groups), torch.arange(q.shape[1], device=q.device)
         outs, compared = [], slice(-end if end else None, None)
         for chunk in positions_T[compared].split(max(1, min(CHUNK, CHUNK * LONG // len(positions_T)))):
-            mask_QT = self.attention_mask.sees(self.window)(len(q) - 1, 0, chunk[:, None], positions_T)
+            mask_QT = self.attention_mask.can_attend(self.window)(len(q) - 1, 0, chunk[:, None], positions_T)
             bias = None if self.bias is None else self.bias.detach()[:, -groups:, chunk]
             out = attend_reference(leaves[0][:, :, chunk], leaves[1], leaves[2], mask_QT, self.scale, self.cap, bias)
             out.backward(upstream[:, :, chunk])

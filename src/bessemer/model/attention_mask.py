@@ -41,8 +41,8 @@ class AttentionMask:
     prefix_BT: Tensor | None = None
     causal: bool = True
     blocks: tuple[int, int] = (0, 0)
-    counted_BT: Tensor | None = None  # positions that count for router balance; None: all
-    borders: tuple[Tensor, int] | None = None  # from `document_borders`, if the host computed them
+    router_mask_BT: Tensor | None = None  # positions that count for router balance; None: all
+    cu_seqlens: tuple[Tensor, int] | None = None  # from `compute_cu_seqlens`, if the host computed them
     exchange: ContextExchange | None = None  # context parallelism; `documents_BT` still covers full rows
     _masks: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class AttentionMask:
         windowed = (window and window < length) or self.blocks[0]
         return self.documents_BT is None and self.prefix_BT is None and not windowed
 
-    def sees(self, window: int) -> MaskFunction:
+    def can_attend(self, window: int) -> MaskFunction:
         """Predicate over broadcastable (row, head, query, key) indices. Every form of the mask derives from it."""
         causal, documents_BT, prefix_BT, (size, before) = self.causal, self.documents_BT, self.prefix_BT, self.blocks
 
@@ -83,7 +83,7 @@ class AttentionMask:
             batched = self.documents_BT if self.documents_BT is not None else self.prefix_BT
             b_B111 = torch.arange(1 if batched is None else len(batched), device=device)[:, None, None, None]
             q_T1, k_S = torch.arange(S - T, S, device=device)[:, None], torch.arange(S, device=device)
-            self._masks[key] = self.sees(key[0])(b_B111, 0, q_T1, k_S).expand(len(b_B111), 1, T, S)
+            self._masks[key] = self.can_attend(key[0])(b_B111, 0, q_T1, k_S).expand(len(b_B111), 1, T, S)
         return self._masks[key]
 
     def block_mask(self, window: int, T: int, device: torch.device) -> Any:
@@ -96,7 +96,7 @@ class AttentionMask:
             any_Bnn, all_Bnn = self._tile_visibility(*key, device)
             partial, full = (_to_kv_blocks(x) for x in (any_Bnn & ~all_Bnn, all_Bnn))
             self._tiles[key] = BlockMask.from_kv_blocks(
-                *partial, *full, BLOCK_SIZE=TILE, mask_mod=self.sees(key[0]), seq_lengths=(T, T)
+                *partial, *full, BLOCK_SIZE=TILE, mask_mod=self.can_attend(key[0]), seq_lengths=(T, T)
             )
         return self._tiles[key]
 
@@ -126,13 +126,13 @@ class AttentionMask:
         return any_Bnn, all_Bnn
 
     def cu_seqlens_on(self, B: int, T: int, device: torch.device) -> tuple[Tensor, int]:
-        """`document_borders` on the device. If computed there, the host waits for the device once per batch."""
-        if self.borders is None:
+        """`compute_cu_seqlens` on the device. If computed there, the host waits for the device once per batch."""
+        if self.cu_seqlens is None:
             rows_BT = torch.zeros(B, T, dtype=torch.int32) if self.documents_BT is None else self.documents_BT
-            self.borders = document_borders(rows_BT)
-        if self.borders[0].device != device:
-            self.borders = self.borders[0].to(device, non_blocking=True), self.borders[1]
-        return self.borders
+            self.cu_seqlens = compute_cu_seqlens(rows_BT)
+        if self.cu_seqlens[0].device != device:
+            self.cu_seqlens = self.cu_seqlens[0].to(device, non_blocking=True), self.cu_seqlens[1]
+        return self.cu_seqlens
 
     def document_starts(self, T: int) -> tuple[list[int], list[int]]:
         """For each column, where its document starts: the earliest and the latest over all rows. Waits for the device
@@ -140,7 +140,7 @@ class AttentionMask:
         if self.documents_BT is None:
             return [0] * T, [0] * T
         if self._starts is None:
-            borders = (self.borders or document_borders(self.documents_BT))[0].cpu().long()
+            borders = (self.cu_seqlens or compute_cu_seqlens(self.documents_BT))[0].cpu().long()
             starts_BT = (borders[:-1] % T).repeat_interleave(borders.diff()).view(-1, T)
             low_T, high_T = starts_BT.aminmax(dim=0)
             self._starts = low_T.tolist(), high_T.tolist()
@@ -166,7 +166,7 @@ class AttentionMask:
         return positions[:, self.local_columns(start, T, device)]
 
 
-def document_borders(documents_BT: Tensor) -> tuple[Tensor, int]:
+def compute_cu_seqlens(documents_BT: Tensor) -> tuple[Tensor, int]:
     """Cumulative document lengths over all rows (int32, FlashAttention's cu_seqlens) and the longest document. Call it
     on the host copy: on a device it waits for all queued work."""
     begins = _starts_document(documents_BT).flatten().nonzero().flatten()

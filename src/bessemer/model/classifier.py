@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.families.family import Config, Family, WeightMapping, rename
 from bessemer.model.families.llama import linear
-from bessemer.model.families.registry import family_of
+from bessemer.model.families.registry import Config, Family, WeightMapping, family_of, rename
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
 

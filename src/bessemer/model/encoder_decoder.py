@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.model.attention import Attention, LayerCache, Place
+from bessemer.model.attention import Attention, AttentionInputs, LayerCache
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.block import Cache, TransformerBlock
 from bessemer.model.layers import RelativeBias, make_norm
-from bessemer.model.transformer import Decoder
+from bessemer.model.transformer import Cache, Decoder, TransformerBlock
 from bessemer.spec.shape import ModelShape
 
 # The only settings that the two stacks support; published encoder-decoders have no others.
@@ -67,7 +66,7 @@ class CrossBlock(TransformerBlock):
         self.cross_norm, self.cross = make_norm(shape), CrossAttention(shape, layer)
 
     def forward(
-        self, x_BTW: Tensor, place: Place, cache: Cache | None = None, encoded: EncoderOutput | None = None
+        self, x_BTW: Tensor, place: AttentionInputs, cache: Cache | None = None, encoded: EncoderOutput | None = None
     ) -> Tensor:
         x_BTW = x_BTW + self.mix(self.attention_norm(x_BTW), place, cache)
         if isinstance(cache, CrossCache):
@@ -100,7 +99,7 @@ class EncoderDecoder(Decoder):
         document."""
         attention_mask = AttentionMask(documents_BS, causal=False)
         x_BSW, S = self.embed(tokens_BS, attention_mask), tokens_BS.shape[1]
-        place = Place(attention_mask, bias_1NTS=self.encoder_relative(S, S, x_BSW.device))
+        place = AttentionInputs(attention_mask, bias_1NTS=self.encoder_relative(S, S, x_BSW.device))
         for block in list(self.blocks)[: self.shape.layers]:
             x_BSW = block(x_BSW, place)
         return EncoderOutput(self.encoder_norm(x_BSW), cross_mask(documents_BS, decoder_documents_BT))

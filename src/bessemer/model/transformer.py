@@ -3,23 +3,31 @@
 The network knows nothing of losses or devices. `forward` returns hidden states; the loss multiplies them with
 `head_weight` itself (in chunks, without all logits in memory), and generation calls `logits`. Legend: B batch, T time,
 W width, V vocabulary.
+
+One transformer layer: a token mixer (attention or Mamba-2) and a feed-forward part, with their norms.
+
+Weight initialisation, independent of order and parallel layout: each parameter has its own generator.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+import xxhash
 from torch import Tensor, nn
 
-from bessemer.model.attention import Place, Rotary
+from bessemer.model.attention import Attention, AttentionInputs, LatentAttention, LayerCache, Rotary
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.block import Cache, TransformerBlock
-from bessemer.model.init import init_weights
 from bessemer.model.layers import (
     ACTIVATIONS,
+    FeedForward,
     RelativeBias,
+    RMSNorm,
     RotaryTable,
     alibi_bias,
     alibi_rounded,
@@ -27,6 +35,8 @@ from bessemer.model.layers import (
     make_norm,
     sinusoidal,
 )
+from bessemer.model.mamba import Mamba2, MambaCache, init_mamba
+from bessemer.model.moe import MixtureOfExperts
 from bessemer.spec.shape import ModelShape
 
 
@@ -54,7 +64,7 @@ class LayerChain(Protocol):
     """All blocks and the final norm as one compiled function, for the inputs that it supports."""
 
     def serves_all(self, model: Decoder, x_BTW: Tensor) -> bool: ...
-    def through(self, model: Decoder, x_BTW: Tensor, place: Place) -> Tensor: ...
+    def through(self, model: Decoder, x_BTW: Tensor, place: AttentionInputs) -> Tensor: ...
 
 
 class Decoder(nn.Module):
@@ -130,7 +140,9 @@ class Decoder(nn.Module):
             )
         return table
 
-    def place(self, x_BTW: Tensor, attention_mask: AttentionMask, start: int = 0, length: int | None = None) -> Place:
+    def place(
+        self, x_BTW: Tensor, attention_mask: AttentionMask, start: int = 0, length: int | None = None
+    ) -> AttentionInputs:
         """The inputs shared by all blocks. `length` is the number of columns if `x_BTW` holds only some of them."""
         T = length or x_BTW.shape[1]
         S, columns = attention_mask.row_length(start, T), attention_mask.local_columns(start, T, x_BTW.device)
@@ -151,7 +163,7 @@ class Decoder(nn.Module):
             cos, sin = rotary.get(S, x_BTW.device, compute_dtype(x_BTW))
             return cos[columns], sin[columns]
 
-        return Place(attention_mask, table(self.rotary), table(self.local_rotary), bias_1NTS)
+        return AttentionInputs(attention_mask, table(self.rotary), table(self.local_rotary), bias_1NTS)
 
     def forward(
         self, tokens_BT: Tensor, attention_mask: AttentionMask | None = None, caches: list[Cache] | None = None,
@@ -188,7 +200,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def network(shape: ModelShape) -> Decoder:
+def make_module(shape: ModelShape) -> Decoder:
     """The module of a shape, with uninitialised or transformers-initialised weights."""
     if shape.wrapped:
         from bessemer.model.wrapped import WrappedModel
@@ -201,13 +213,13 @@ def network(shape: ModelShape) -> Decoder:
     return Decoder(shape)
 
 
-def build(
+def build_model(
     shape: ModelShape, device: torch.device | str, seed: int, init: str = "gpt", matrices: torch.dtype = torch.float32
 ) -> Decoder:
     """A newly initialised model on a device, built without an intermediate copy. Vectors (norms, biases) are always
     float32. On "meta" nothing is allocated; the weights come later."""
     with torch.device("meta"):
-        model = network(shape)
+        model = make_module(shape)
     for parameter in model.parameters():
         if parameter.ndim >= 2 and matrices != torch.float32:
             parameter.data = parameter.data.to(matrices)
@@ -218,3 +230,194 @@ def build(
     if not shape.wrapped:  # transformers initialises those
         init_weights(model, seed, init)
     return model
+
+
+Cache = LayerCache | MambaCache
+ProjectedInputs = tuple[Tensor | None, Tensor, Tensor, Tensor]
+
+
+class Compiled(Protocol):
+    """Compiled versions of `TransformerBlock.enter` and `leave`. The attention kernel runs between them, uncompiled, so
+    that no mask or document length is part of a graph."""
+
+    def serves(self, block: TransformerBlock, x_BTW: Tensor) -> bool: ...
+    def enter(self, block: TransformerBlock, x_BTW: Tensor, rotary: Rotary | None) -> ProjectedInputs: ...
+    def leave(self, block: TransformerBlock, x_BTW: Tensor, h_BTW: Tensor | None, out_BTNE: Tensor) -> Tensor: ...
+
+
+class TransformerBlock(nn.Module):
+    """`attention_norm` and `ffn_norm` precede their branch (with `norm_place: post` they follow the residual sum);
+    `attention_out_norm` and `ffn_out_norm` normalise a branch's output."""
+
+    def __init__(self, shape: ModelShape, layer: int = 0) -> None:
+        super().__init__()
+        self.shape, self.dropout = shape, 0.0
+        self.compiled: Compiled | None = None
+        before, after = shape.norm_place != "branch", shape.norm_place in ("sandwich", "branch")
+        if before:
+            self.attention_norm = make_norm(shape)
+        if shape.mixer(layer) == "mamba":
+            assert shape.mamba is not None
+            self.mamba = Mamba2(shape.width, shape.mamba, shape.norm_eps)
+        else:
+            self.attention = LatentAttention(shape, layer) if shape.mla else Attention(shape, layer)
+        self.has_attention = shape.mixer(layer) == "attention"
+        if after:
+            self.attention_out_norm = make_norm(shape)
+        self.has_ffn = shape.ffn > 0 or shape.has_experts(layer)
+        if not self.has_ffn:
+            return
+        if before and shape.parallel != "one_norm":
+            self.ffn_norm = make_norm(shape)
+        if shape.has_experts(layer):
+            assert shape.moe is not None
+            self.ffn: nn.Module = MixtureOfExperts(shape.width, shape.moe, shape.activation, shape.gated)
+        else:
+            self.ffn = FeedForward(shape.width, shape.ffn, shape.activation, shape.gated, shape.ffn_bias)
+        if after:
+            self.ffn_out_norm = make_norm(shape)
+
+    def new_cache(self) -> Cache:
+        return LayerCache() if self.has_attention else self.mamba.new_cache()
+
+    def mix(self, x_BTW: Tensor, place: AttentionInputs, cache: Cache | None) -> Tensor:
+        if self.has_attention:
+            assert not isinstance(cache, MambaCache)
+            return self._drop(self.attention(x_BTW, place, cache))
+        assert not isinstance(cache, LayerCache)
+        return self._drop(self.mamba(x_BTW, place.attention_mask, cache))
+
+    def feed(self, x_BTW: Tensor, router_mask_BT: Tensor | None) -> Tensor:
+        if isinstance(self.ffn, MixtureOfExperts):
+            return self._drop(self.ffn(x_BTW, router_mask_BT))
+        return self._drop(self.ffn(x_BTW))
+
+    def _drop(self, x_BTW: Tensor) -> Tensor:
+        return F.dropout(x_BTW, self.dropout, self.training) if self.dropout else x_BTW
+
+    def mixer_input(self, x_BTW: Tensor) -> Tensor:
+        return x_BTW if self.shape.norm_place in ("post", "branch") else self.attention_norm(x_BTW)
+
+    def finish(self, x_BTW: Tensor, h_BTW: Tensor | None, mixed_BTW: Tensor, router_mask_BT: Tensor | None) -> Tensor:
+        """Everything after the mixer, whose input was `h_BTW`."""
+        norm_place = self.shape.norm_place
+        if self.shape.parallel != "none":
+            g_BTW = h_BTW if self.shape.parallel == "one_norm" else self.ffn_norm(x_BTW)
+            assert g_BTW is not None
+            return x_BTW + mixed_BTW + self.feed(g_BTW, router_mask_BT)
+        if norm_place == "post":
+            x_BTW = self.attention_norm(x_BTW + mixed_BTW)
+            return self.ffn_norm(x_BTW + self.feed(x_BTW, router_mask_BT))
+        after = norm_place in ("sandwich", "branch")
+        x_BTW = x_BTW + (self.attention_out_norm(mixed_BTW) if after else mixed_BTW)
+        if not self.has_ffn:
+            return x_BTW
+        fed_BTW = self.feed(x_BTW if norm_place == "branch" else self.ffn_norm(x_BTW), router_mask_BT)
+        return x_BTW + (self.ffn_out_norm(fed_BTW) if after else fed_BTW)
+
+    def enter(self, x_BTW: Tensor, rotary: Rotary | None) -> ProjectedInputs:
+        """From the block's input to attention's: q, k, v and the normed input (None if nothing else reads it, as its
+        gradient would be zeros)."""
+        h_BTW = self.mixer_input(x_BTW)
+        return h_BTW if self.shape.parallel == "one_norm" else None, *self.attention.project(h_BTW, rotary)
+
+    def leave(self, x_BTW: Tensor, h_BTW: Tensor | None, out_BTNE: Tensor) -> Tensor:
+        """From attention's output to the block's output."""
+        return self.finish(x_BTW, h_BTW, self._drop(self.attention.out(out_BTNE.flatten(2))), None)
+
+    def forward(self, x_BTW: Tensor, place: AttentionInputs, cache: Cache | None = None) -> Tensor:
+        if self.compiled is not None and cache is None and self.compiled.serves(self, x_BTW):
+            h_BTW, q_BTND, k_BTKD, v_BTKE = self.compiled.enter(self, x_BTW, self.attention.rotary(place))
+            out_BTNE = self.attention.attend(q_BTND, k_BTKD, v_BTKE, place)
+            return self.compiled.leave(self, x_BTW, h_BTW, out_BTNE)
+        h_BTW = self.mixer_input(x_BTW)
+        return self.finish(x_BTW, h_BTW, self.mix(h_BTW, place, cache), place.attention_mask.router_mask_BT)
+
+
+RESIDUAL_OUTPUTS = ("out.weight", "ffn.down.weight", "ffn.down", "shared.down.weight")
+EMBEDDINGS = ("embedding.weight", "position.weight", "types.weight", "relative.weight")
+
+
+def generator_for(name: str, seed: int, device: torch.device) -> torch.Generator:
+    generator = torch.Generator(device=device)
+    return generator.manual_seed(xxhash.xxh3_64_intdigest(name.encode(), seed=seed) >> 1)
+
+
+def init_weights(model: nn.Module, seed: int, kind: str = "gpt", under: str = "") -> None:
+    """Initialise every parameter and buffer, or those whose names start with `under`. Each parameter draws from its own
+    generator, seeded by its name. Kinds:
+
+    gpt      N(0, 0.02), output projections of residual branches divided by sqrt(2 layers) (GPT-2)
+    depth    the same, divided by sqrt(2 (layer + 1)): later layers start smaller
+    small    N(0, sqrt(2 / 5 width)), outputs 2 / (layers sqrt(width)) (Nguyen and Salazar; GPT-NeoX)
+    xavier   variance 2 / (fan in + fan out)
+    kaiming  variance 2 / fan in
+    mup      variance 1 / fan in for hidden matrices; learning rates and the head are scaled to match (docs/models.md)
+    """
+    shape: ModelShape = model.shape  # type: ignore[assignment]
+    initialised: set[Tensor] = set()
+    for prefix, module in model.named_modules():
+        if not f"{prefix}.".startswith(under):
+            continue
+        if isinstance(module, RMSNorm):
+            nn.init.constant_(module.weight, 1.0 - module.offset)
+            initialised.add(module.weight)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+            initialised.update(module.parameters())
+        elif isinstance(module, Mamba2):
+            init_mamba(module, generator_for(prefix, seed, next(module.parameters()).device))
+            initialised.update([*module.parameters(recurse=False), *module.conv.parameters()])
+    for name, buffer in model.named_buffers():
+        if name.startswith(under):
+            nn.init.zeros_(buffer)
+    for name, parameter in model.named_parameters():
+        if parameter in initialised or not name.startswith(under):
+            continue
+        if parameter.ndim == 1:
+            nn.init.zeros_(parameter)  # biases
+        else:
+            nn.init.normal_(
+                parameter, std=standard_deviation(name, parameter, shape, kind),
+                generator=generator_for(name, seed, parameter.device),
+            )  # fmt: skip
+
+
+def standard_deviation(name: str, parameter: Tensor, shape: ModelShape, kind: str) -> float:
+    layers, fan_out, fan_in = shape.layers + shape.decoder_layers, parameter.shape[-2], parameter.shape[-1]
+    output = name.endswith(RESIDUAL_OUTPUTS)
+    if kind == "gpt" and shape.decoder_layers:  # T5: its attention is unscaled, so the weights are (Mesh TensorFlow)
+        if name.endswith(("embedding.weight", "head.weight")):
+            return 1.0
+        if name.endswith("relative.weight"):
+            return shape.width**-0.5
+        return (fan_in * (shape.head_dim if name.endswith("query.weight") else 1)) ** -0.5
+    if name.endswith((*EMBEDDINGS, "head.weight")):
+        return math.sqrt(2 / (5 * shape.width)) if kind == "small" else 0.02
+    if kind == "small":
+        return 2 / (layers * math.sqrt(shape.width)) if output else math.sqrt(2 / (5 * shape.width))
+    if kind == "xavier":
+        return math.sqrt(2 / (fan_in + fan_out))
+    if kind == "kaiming":
+        return math.sqrt(2 / fan_in)
+    if kind == "mup":
+        return fan_in**-0.5 / (math.sqrt(2 * layers) if output else 1.0)
+    if not output:
+        return 0.02
+    layer = int(name.split(".")[1]) if kind == "depth" and name.startswith("blocks.") else layers - 1
+    return 0.02 / math.sqrt(2 * (layer + 1))
+
+
+@contextmanager
+def weights_in_fp32(model: nn.Module) -> Iterator[None]:
+    """Half-precision weights as float32 inside the block, to repeat a step in full precision. Costs four bytes per
+    half-precision weight. Gradients do not survive the block."""
+    half = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    originals = [parameter.data for parameter in half]
+    try:
+        for parameter in half:
+            parameter.grad, parameter.data = None, parameter.data.float()
+        yield
+    finally:
+        for parameter, data in zip(half, originals, strict=True):
+            parameter.grad, parameter.data = None, data

@@ -99,7 +99,7 @@ def _chart(title: str, x: Axis, y: Axis, x_label: str, content: str) -> str:
 
 
 @dataclass(frozen=True)
-class Lines:
+class LineChart:
     """Curves over one axis. A curve is broken at values that are not finite, and where x goes back (after a rollback).
 
     `marks` are named vertical lines, `band` is a shaded range of y. `flagged` are indices of points that stand out.
@@ -345,4 +345,4 @@ class Timeline:
         return letters
 
 
-Figure = Lines | Histogram | Heatmap
+Figure = LineChart | Histogram | Heatmap

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bessemer.run.journal import number
+from bessemer.run.journal import to_number
 from bessemer.spec.quantity import human_bytes, human_count, human_time
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -46,7 +46,7 @@ def perplexity(loss: float) -> str:
 
 def _number(value: Any) -> float:
     """A number of a record that may have been read from JSON; NaN if it is none."""
-    parsed = number(value)
+    parsed = to_number(value)
     return math.nan if parsed is None else parsed
 
 
@@ -144,10 +144,10 @@ def resume_hint(folder: Path, spec_path: str | None) -> str:
     return f"continue with: bessemer train {spec_path or folder / 'spec.yaml'}"
 
 
-KINDS = ("weights", "gradients", "moments", "averages")
+MEMORY_KINDS = ("weights", "gradients", "moments", "averages")
 
 
-def spans(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """0, 1, 2 and 5 as `0-2, 5`."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
@@ -165,22 +165,24 @@ def _format_amount(kind: dict[str, Any]) -> str:
     return f"{' + '.join(parts)}, {human_bytes(size)}" if parts else "-"
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as lines, each column as wide as its widest cell."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def holdings_table(ranks: Sequence[dict[str, Any]]) -> list[str]:
+def rank_memory_table(ranks: Sequence[dict[str, Any]]) -> list[str]:
     """Memory of each rank by kind. Ranks with equal amounts share a line."""
     ranks_by_amounts: dict[tuple[str, ...], list[int]] = {}
     for record in ranks:
-        cells = tuple(_format_amount(record[kind]) for kind in KINDS)
+        cells = tuple(_format_amount(record[kind]) for kind in MEMORY_KINDS)
         ranks_by_amounts.setdefault((*cells, human_bytes(record["bytes"])), []).append(record["rank"])
-    shown = [i for i, kind in enumerate(KINDS) if any(cells[i] != "-" for cells in ranks_by_amounts)]
-    rows = [["ranks", *(KINDS[i] for i in shown), "total"]]
-    rows += [[spans(members), *(cells[i] for i in shown), cells[-1]] for cells, members in ranks_by_amounts.items()]
-    return columns(rows)
+    shown = [i for i, kind in enumerate(MEMORY_KINDS) if any(cells[i] != "-" for cells in ranks_by_amounts)]
+    rows = [["ranks", *(MEMORY_KINDS[i] for i in shown), "total"]]
+    rows += [
+        [format_ranks(members), *(cells[i] for i in shown), cells[-1]] for cells, members in ranks_by_amounts.items()
+    ]
+    return align_columns(rows)
 
 
 def pace_table(record: dict[str, Any]) -> list[str]:
@@ -190,13 +192,13 @@ def pace_table(record: dict[str, Any]) -> list[str]:
     for rank in order[:10]:
         numbers = (f"{record[key][rank] * 1000:,.1f} ms" for key in ("own_s", "data_wait_s"))
         rows.append([str(rank), *numbers, human_bytes(record["memory_bytes"][rank])])
-    return columns(rows)
+    return align_columns(rows)
 
 
-def processes(layout: dict[str, Any], last: dict[str, Any] | None) -> list[str]:
+def describe_processes(layout: dict[str, Any], last: dict[str, Any] | None) -> list[str]:
     """Layout and memory of a run's processes, and their pace at the last report."""
     degrees = [f"{key} {degree}" for key, degree in layout["layout"].items() if degree > 1]
-    lines = [f"processes: {len(layout['ranks'])} ({', '.join(degrees)})", *holdings_table(layout["ranks"])]
+    lines = [f"processes: {len(layout['ranks'])} ({', '.join(degrees)})", *rank_memory_table(layout["ranks"])]
     if last:
         balance = f", the slowest rank has {last['balance']:.2f} times the mean work" if last.get("balance") else ""
         lines += ["", f"at step {last['step']:,}{balance}", *pace_table(last)]

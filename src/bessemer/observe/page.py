@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from bessemer.observe.figure import Figure, Heatmap, Histogram, Lines
+from bessemer.observe.figure import Figure, Heatmap, Histogram, LineChart
 
 _EXCERPT_LINES, _EXCERPT_WIDTH = 16, 160
 _CELL_CHARS = 1000
@@ -56,17 +56,17 @@ Block = Text | Items | Code | Table | Details | Figure
 Section = tuple[str, list[Block]]  # heading (none if empty) and content
 
 
-def shown(value: float | None, form: str = ",.4g") -> str:
+def format_number(value: float | None, form: str = ",.4g") -> str:
     if value is None:
         return "not measured"
     return format(value, form) if math.isfinite(value) else f"not finite ({value})"
 
 
-def share(value: float | None) -> str:
-    return shown(value, ".1%")
+def format_share(value: float | None) -> str:
+    return format_number(value, ".1%")
 
 
-def visible(text: str) -> str:
+def make_visible(text: str) -> str:
     """One line in which every character can be seen: control characters as their pictures, others that do not print
     (bidirectional marks, lone surrogates) by their number."""
     return "".join(letter if letter.isprintable() else _picture(letter) for letter in text)
@@ -80,18 +80,19 @@ def _picture(letter: str) -> str:
 
 
 def _visible_lines(text: str) -> str:
-    return "\n".join(visible(line) for line in text.split("\n"))
+    return "\n".join(make_visible(line) for line in text.split("\n"))
 
 
 def _clip(text: str) -> str:
-    return visible(text if len(text) <= _CELL_CHARS else text[:_CELL_CHARS] + "…")
+    return make_visible(text if len(text) <= _CELL_CHARS else text[:_CELL_CHARS] + "…")
 
 
 def excerpt(text: str) -> str:
     """The first lines of a text, each visible and of bounded length."""
     lines = text.split("\n", _EXCERPT_LINES)
     head = [
-        visible(line[:_EXCERPT_WIDTH]) + (f"… ({len(line) - _EXCERPT_WIDTH:,} more)" * (len(line) > _EXCERPT_WIDTH))
+        make_visible(line[:_EXCERPT_WIDTH])
+        + (f"… ({len(line) - _EXCERPT_WIDTH:,} more)" * (len(line) > _EXCERPT_WIDTH))
         for line in lines[:_EXCERPT_LINES]
     ]
     return "\n".join(head + ["…"] * (len(lines) > _EXCERPT_LINES))
@@ -125,7 +126,7 @@ def _block_markdown(block: Block) -> str:
             return _table_markdown(block)
         case Details():
             return "\n\n".join([_escape_markdown(block.summary), *map(_block_markdown, block.blocks)])
-        case Lines() | Histogram() | Heatmap():
+        case LineChart() | Histogram() | Heatmap():
             return "\n".join(f"    {line}" for line in block.sparklines())
 
 
@@ -195,7 +196,7 @@ def _block_html(block: Block) -> str:
         case Details():
             content = "".join(map(_block_html, block.blocks))
             return f"<details><summary>{_html(block.summary)}</summary>{content}</details>"
-        case Lines() | Histogram() | Heatmap():
+        case LineChart() | Histogram() | Heatmap():
             return block.svg()
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
-from bessemer.spec.shape import ModelShape, multiplied
+from bessemer.spec.shape import ModelShape, matmul_parameters
 
 MATMUL, ATTENTION, HEAD, MEMORY = "matmul", "attention", "loss head", "memory-bound"
 OPTIMIZER, GUARD, COPIES, COMMUNICATION = "optimizer", "norm and guard", "copies", "communication"
@@ -290,7 +290,7 @@ def _work(facts: ProfileFacts) -> dict[str, tuple[float, str, str]]:
     layers = "fp8" if facts.precision.startswith("fp8") else facts.precision
     last = "bf16" if layers == "fp8" else layers
     head = shape.vocab * shape.width
-    work[MATMUL] = 6.0 * (multiplied(shape) - head) * tokens, "FLOP/s", f"matmul_{layers}"
+    work[MATMUL] = 6.0 * (matmul_parameters(shape) - head) * tokens, "FLOP/s", f"matmul_{layers}"
     work[HEAD] = 6.0 * head * tokens, "FLOP/s", f"matmul_{last}"
     work[ATTENTION] = attention_flops(shape, facts.context) * tokens, "FLOP/s", f"attention_both_{shape.head_dim}"
     return work

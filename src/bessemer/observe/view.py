@@ -22,7 +22,7 @@ from rich.text import Text
 
 from bessemer.observe.format import event_line, perplexity, resume_hint, sparkline, step_line, validation_line
 from bessemer.observe.progress import EVERY_S, QUIET_S, Activity, PlainLines, StepProgress, silence
-from bessemer.run.directory import MEAN_OF, Run, mean_loss
+from bessemer.run.directory import LOSS_WINDOW, Run, mean_loss
 from bessemer.run.journal import last_records
 from bessemer.spec.quantity import human_bytes, human_time
 
@@ -37,8 +37,8 @@ class RunView:
     def __init__(self, spec_path: str | None = None) -> None:
         self.spec_path = spec_path
         self.total = 0
-        self.recent: deque[dict[str, Any]] = deque(maxlen=MEAN_OF)
-        self._averaged: deque[dict[str, Any]] = deque(maxlen=MEAN_OF)  # also of earlier starts of the run
+        self.recent: deque[dict[str, Any]] = deque(maxlen=LOSS_WINDOW)
+        self._averaged: deque[dict[str, Any]] = deque(maxlen=LOSS_WINDOW)  # also of earlier starts of the run
         self.losses: list[float] = []
         self.last_validation: dict[str, Any] | None = None
         self.expected_rate: float | None = None  # tokens/s of the plan
@@ -167,7 +167,7 @@ class RunView:
     def event(self, record: dict[str, Any]) -> None:
         self.total = record.get("total_steps", self.total)
         if record["kind"] in ("started", "rollback") and self._run:  # steps that were cut leave the mean
-            self._averaged = deque(last_records(self._run.steps_path, MEAN_OF), maxlen=MEAN_OF)
+            self._averaged = deque(last_records(self._run.steps_path, LOSS_WINDOW), maxlen=LOSS_WINDOW)
         line = event_line(record)
         if line:
             (self.log if record["kind"] in ("saved", "uploaded", "scene_saved") else self.say)(line)

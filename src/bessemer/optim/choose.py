@@ -5,11 +5,14 @@ Learning rate factors come from layer-wise decay and, with `init: mup`, from the
 Checkpoints identify parameters by name, so factors may change at a resume. No veto path is assumed to work: RMSprop,
 NAdam and Muon silently ignore `found_inf`, and a device may lack a fused kernel. A probe takes an accepted and a
 rejected step on one matrix before the real optimizer is built.
+
+The learning rate as a closed-form function of the step: no state to save or restore.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bessemer.errors import UserError
-from bessemer.optim.guarded import FUSED, HOST, SELECT, GuardedOptimizer, InBackward, Named, eager
-from bessemer.optim.low_memory import LowMemoryOptimizer, ShardPlace, local_parameter, place_of, to_low_precision
+from bessemer.optim.guarded import FUSED, HOST, SELECT, GuardedOptimizer, Named, OptimizerInBackward, eager
+from bessemer.optim.low_memory import LowMemoryOptimizer, ShardPlace, local_parameter, shard_place, to_low_precision
 from bessemer.plan.decision import Plan
 from bessemer.spec.optimizer import FUSED as WITH_FUSED_KERNEL
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
@@ -94,7 +97,7 @@ def lr_scales(model: nn.Module, spec: RunSpec) -> dict[str, float]:
     return {name: scale(name, parameter) for name, parameter in model.named_parameters()}
 
 
-def note_groups(model: nn.Module, spec: RunSpec, plan: Plan) -> None:
+def add_groups_to_plan(model: nn.Module, spec: RunSpec, plan: Plan) -> None:
     """Add to the plan what trains, at which rates and in how many bytes, where the spec deviates from the defaults."""
     shape: ModelShape = model.shape  # type: ignore[assignment]
     named, decay, mup = dict(model.named_parameters()), spec.optimizer.layer_decay, spec.model.init == "mup"
@@ -131,7 +134,7 @@ def add_memory_to_plan(spec: RunSpec, plan: Plan) -> None:
         plan.add("memory.update", "in_backward", reason, "asked")
 
 
-PATHS = {"fused": FUSED, "host": HOST, "select": SELECT}
+VETO_PATHS = {"fused": FUSED, "host": HOST, "select": SELECT}
 NOT_HIDDEN = {"embedding", "head", "router", "position", "types", "relative"}  # matrices that Muon leaves to AdamW
 
 
@@ -214,15 +217,15 @@ def make_optimizer(
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     memory, shards = memory or MemorySpec(), [local_parameter(parameter) for _, parameter in trained]
-    first, places = shards[0], {shard: place_of(p) for shard, (_, p) in zip(shards, trained, strict=True)}
+    first, places = shards[0], {shard: shard_place(p) for shard, (_, p) in zip(shards, trained, strict=True)}
     named_shards = [(name, shard) for (name, _), shard in zip(trained, shards, strict=True)]
     # On a GPU too: reading one scalar costs less than copying all weights and moments (benchmarks/veto_cost.py).
-    preferred = PATHS.get(spec.veto, FUSED if memory.lean or spec.name in WITH_FUSED_KERNEL else HOST)
+    preferred = VETO_PATHS.get(spec.veto, FUSED if memory.lean or spec.name in WITH_FUSED_KERNEL else HOST)
     reason = None
     for path in dict.fromkeys((preferred, HOST)):
         fault = veto_fault(spec, path, first.device, first.dtype, memory)
         if fault is None:
-            kind = InBackward if memory.update == "in_backward" else GuardedOptimizer
+            kind = OptimizerInBackward if memory.update == "in_backward" else GuardedOptimizer
             optimizers = build_optimizers(named_shards, spec, path, scales or {}, memory, seed, places)
             return kind(trained, optimizers, path, reason, shards)
         reason = f"{spec.name}, {path}: {fault}; the verdict is read on the host before each step"
@@ -332,3 +335,24 @@ def veto_fault(
     if not all(torch.equal(a, b) for a, b in pairs):
         return "a rejected step changed weights, moments or counts"
     return None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up to `peak`, then cosine or linear decay to `floor * peak`, which holds past the end."""
+
+    peak: float
+    warmup: int
+    total: int
+    kind: str = "cosine"
+    floor: float = 0.1
+
+    def lr(self, step: int) -> float:
+        """The rate of a step, counted from 0: the first one is peak / warmup, never zero."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        if self.kind == "constant":
+            return self.peak
+        share = min(1.0, (step - self.warmup) / max(1, self.total - 1 - self.warmup))
+        fall = 0.5 * (1 + math.cos(math.pi * share)) if self.kind == "cosine" else 1 - share
+        return self.peak * (self.floor + (1 - self.floor) * fall)

@@ -4,6 +4,10 @@ There are three veto paths. Fused kernels take the verdict as `found_inf` and th
 a host sync. Otherwise the verdict is read on the host before the step; or weights and state are copied, stepped, and
 the copies selected back, without a host sync at the cost of the memory. On each path a rejected step leaves weights,
 moments and counts bit-identical, even under NaN; `choose.py` tests that at startup.
+
+An exponential moving average (EMA) of the weights in float32, for evaluation and export.
+
+It follows accepted updates only. The verdict is used on the device, so the average costs no host sync.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class GuardedOptimizer:
     SGD even leaves uninitialised memory behind if its first step is rejected).
     """
 
-    judged_first = True  # the verdict comes before the update
+    rejects_before_update = True  # the verdict comes before the update
     whole = True  # weights, gradients and moments are one tensor per parameter, not flattened parts
 
     def __init__(
@@ -64,7 +68,7 @@ class GuardedOptimizer:
         self.fused = path == FUSED
         self.fallback_reason = fallback_reason
         self.accumulates = False
-        self.afterwards: list[Callable[[Tensor], None]] = []  # called after each step with its verdict
+        self.post_step_hooks: list[Callable[[Tensor], None]] = []  # called after each step with its verdict
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """The backward pass of a micro-batch; `last` marks the last one of the step."""
@@ -103,10 +107,10 @@ class GuardedOptimizer:
         elif not bool(reject):
             self._update(divisor)
         self.discard()
-        for hook in self.afterwards:
+        for hook in self.post_step_hooks:
             hook(reject)
 
-    def arm(self, lr: float) -> None:
+    def prepare_backward(self, lr: float) -> None:
         """Called before the backward passes of a step; optimizers in backward prepare for their update."""
 
     def set_lr(self, lr: float) -> None:
@@ -172,11 +176,11 @@ class GuardedOptimizer:
         weights = {f"model.{name}": tensor for name, tensor in self.weights(model).items()}
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.state().items()}
 
-    def put_back(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+    def apply_loaded(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Called after a load into `targets`; does nothing if those were live."""
 
     @contextmanager
-    def opened(self, model: nn.Module) -> Iterator[None]:
+    def writable_weights(self, model: nn.Module) -> Iterator[None]:
         """Context for code that writes to the model's weights."""
         yield
 
@@ -207,7 +211,7 @@ def clip_divisor(norm: Tensor, limit: float) -> Tensor:
     return torch.clamp(norm.float() / limit, min=1.0)
 
 
-class InBackward(GuardedOptimizer):
+class OptimizerInBackward(GuardedOptimizer):
     """Updates each parameter in the backward pass after `arm`, as soon as its gradient is known, and frees the
     gradient. Gradients computed otherwise (a replay, a trial) are kept, and `step` handles them as usual.
 
@@ -215,7 +219,7 @@ class InBackward(GuardedOptimizer):
     Only a gradient with NaN or Inf does not change its own parameter.
     """
 
-    judged_first = False
+    rejects_before_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -227,7 +231,7 @@ class InBackward(GuardedOptimizer):
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._update_parameter)
 
-    def arm(self, lr: float) -> None:
+    def prepare_backward(self, lr: float) -> None:
         """The next backward pass updates, at this learning rate."""
         self.set_lr(lr)
         self.norms, self.armed = {}, True
@@ -264,3 +268,61 @@ class InBackward(GuardedOptimizer):
     def discard(self) -> None:
         self.armed = False
         super().discard()
+
+
+class Ema:
+    """`average += (1 - d) * (weight - average)` with d = min(decay, (1 + n) / (10 + n)) after n accepted updates.
+
+    The rising d lets the average forget the random initial weights. Costs four bytes per parameter.
+    """
+
+    def __init__(self, named: Named, decay: float) -> None:
+        pairs = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.names = [name for name, _ in pairs]
+        self.parameters = [parameter for _, parameter in pairs]
+        self.decay = decay
+        self.averages = [weight.float().clone() for weight in self.weights]
+        self.updates = torch.zeros((), dtype=torch.int64, device=self.weights[0].device)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Local shards of sharded parameters, which are averaged like any others."""
+        return [local(parameter.detach()) for parameter in self.parameters]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Restart from the current weights, after loading a checkpoint without an average."""
+        torch._foreach_copy_(self.averages, self.weights)
+        self.updates.zero_()
+
+    @torch.no_grad()
+    def update(self, reject: Tensor) -> None:
+        """Follow the weights after a step; a rejected one (`reject` is 1) leaves the average bit-identical."""
+        rejected = reject.to(self.updates.device).bool()
+        # 1 - d without cancellation; Apple's backend has no float64.
+        share = (9.0 / (10 + self.updates)).clamp(min=1 - self.decay)
+        changes = torch._foreach_sub([weight.float() for weight in self.weights], self.averages)
+        torch._foreach_mul_(changes, share)
+        for change in changes:  # masked, not multiplied by 0: NaN weights must not get in
+            change.masked_fill_(rejected, 0.0)
+        torch._foreach_add_(self.averages, changes)
+        self.updates += ~rejected
+
+    def state(self) -> dict[str, Tensor]:
+        """The averages by parameter name and the update count, live: a checkpoint load writes into them."""
+        pairs = zip(self.averages, self.parameters, strict=True)
+        averages = [wrap_shard(average, p) if is_dtensor(p) else average for average, p in pairs]
+        return {**dict(zip(self.names, averages, strict=True)), "updates": self.updates}
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """Swaps the averaged weights into the model for a block and restores the originals bit for bit. Do not save
+        inside."""
+        originals = [weight.clone() for weight in self.weights]
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, self.averages)
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, originals)

@@ -107,7 +107,7 @@ def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(local(parameter.detach())) if is_dtensor(parameter) else parameter
 
 
-def place_of(parameter: Tensor) -> ShardPlace:
+def shard_place(parameter: Tensor) -> ShardPlace:
     if not is_dtensor(parameter):
         return ShardPlace(0, parameter.numel())
     from torch.distributed.tensor import Shard

@@ -55,7 +55,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class ContextColumns:
+class UlyssesAttention:
     """Ulysses: this rank's columns of every row, and the exchange with the other ranks."""
 
     group: Any
@@ -243,7 +243,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Ring(ContextColumns):
+class RingAttention(UlyssesAttention):
     """Ring attention: each rank exchanges blocks with its neighbours."""
 
     strip: int = STRIP
@@ -324,7 +324,7 @@ def _tile_mask(tile: Tile, attention_mask: AttentionMask, window: int, device: t
     q_t1, k_s = (torch.arange(x.start, x.stop, device=device) for x in tile.masked)
     rows = 1 if attention_mask.documents_BT is None else len(attention_mask.documents_BT)
     b_B111 = torch.arange(rows, device=device)[:, None, None, None]
-    return attention_mask.sees(window)(b_B111, 0, q_t1[:, None], k_s).expand(rows, 1, len(q_t1), len(k_s))
+    return attention_mask.can_attend(window)(b_B111, 0, q_t1[:, None], k_s).expand(rows, 1, len(q_t1), len(k_s))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -333,7 +333,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_BNtD: Tensor, k_BKtD: Tensor, v_BKtE: Tensor, ring: Ring, attention_mask: AttentionMask,
+        ctx: Any, q_BNtD: Tensor, k_BKtD: Tensor, v_BKtE: Tensor, ring: RingAttention, attention_mask: AttentionMask,
         window: int, scale: float,
     ) -> Tensor:  # fmt: skip
         B, N, t, _ = q_BNtD.shape

@@ -30,8 +30,7 @@ from bessemer.model.transformer import Decoder
 from bessemer.optim.choose import KINDS, build_optimizers, freeze, lr_scales, parameter_groups
 from bessemer.optim.guarded import HOST, GuardedOptimizer
 from bessemer.parallel.world import World
-from bessemer.spec.parallel import DeepSpeedSpec
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import DeepSpeedSpec, RunSpec
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 COUNTS = ("step",)  # one number per flat partition
@@ -127,7 +126,7 @@ class ZeroState:
         return targets
 
     @torch.no_grad()
-    def put_back(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+    def apply_loaded(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Copy weights and moments from the tensors of `targets`, or some of them."""
         if self.stage < 3:
             self.zero.refresh_fp32_params()  # from the model's weights, which were loaded in place
@@ -172,7 +171,7 @@ class ZeroState:
         return flat[length * self.rank : length * (self.rank + 1)]
 
     @contextmanager
-    def opened(self, model: nn.Module) -> Iterator[None]:
+    def writable_weights(self, model: nn.Module) -> Iterator[None]:
         """The model's weights gathered and writable on all processes alike; changes persist."""
         if self.stage < 3:
             yield
@@ -201,7 +200,7 @@ BUCKET = 50_000_000  # gradients or weights per message: 200 MB, where DeepSpeed
 TESTED = ((0, 19), (0, 20))  # minimum and upper bound: this module uses DeepSpeed's internals
 
 
-def engage(model: Decoder, spec: RunSpec, world: World, micro_rows: int) -> GuardedOptimizer:
+def initialize_deepspeed(model: Decoder, spec: RunSpec, world: World, micro_rows: int) -> GuardedOptimizer:
     """Pass the model to DeepSpeed, in place; returns the optimizer that the loop steps. A collective call."""
     deepspeed = import_deepspeed(world.device)
     settings = spec.parallel.deepspeed
@@ -351,7 +350,7 @@ class DeepSpeedOptimizer(GuardedOptimizer):
         self.discard()
         if self.zero_state:
             self.zero_state.gather_head()
-        for hook in self.afterwards:
+        for hook in self.post_step_hooks:
             hook(reject)
 
     def discard(self) -> None:
@@ -385,14 +384,14 @@ class DeepSpeedOptimizer(GuardedOptimizer):
     def targets(self, model: nn.Module) -> dict[str, Tensor]:
         return self.zero_state.targets(model) if self.zero_state else super().targets(model)
 
-    def put_back(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+    def apply_loaded(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         if self.zero_state:
-            self.zero_state.put_back(model, state)
+            self.zero_state.apply_loaded(model, state)
 
     @contextmanager
-    def opened(self, model: nn.Module) -> Iterator[None]:
+    def writable_weights(self, model: nn.Module) -> Iterator[None]:
         if self.zero_state is None:
             yield
             return
-        with self.zero_state.opened(model):
+        with self.zero_state.writable_weights(model):
             yield

@@ -25,7 +25,7 @@ from bessemer.model.moe import routing_terms
 from bessemer.model.transformer import Decoder, compute_dtype
 from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
-from bessemer.spec.parallel import PipelineSpec
+from bessemer.spec.schema import PipelineSpec
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -70,9 +70,9 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """From tokens, or from the previous stage's output, to hidden states."""
         model, pipeline = self._model[0], self._pipeline[0]
-        with pipeline.computing():
+        with pipeline.compute_context():
             feed = pipeline.feed_of(rows)
-            attention_mask, length = feed.sight, feed.tokens_BT.shape[1]
+            attention_mask, length = feed.attention_mask, feed.tokens_BT.shape[1]
             attention_mask.causal, attention_mask.blocks = model.shape.causal, model.shape.blocks
             if self.first:
                 x = model.embed(x, attention_mask)
@@ -123,7 +123,7 @@ class Pipeline:
     def __init__(self, model: Decoder, world: World, spec: PipelineSpec, layers: Sequence[range]) -> None:
         """Split `model` in place: modules of other ranks are dropped from it."""
         self.world, self.spec, self.model = world, spec, model
-        self.computing: Callable[[], AbstractContextManager[Any]] = lambda: torch.enable_grad()
+        self.compute_context: Callable[[], AbstractContextManager[Any]] = lambda: torch.enable_grad()
         self.weight: Callable[[Any], Tensor | float] = lambda feed: 1.0  # of auxiliary losses
         self.divided_rows = False  # sequence-sharded activations between stages
         self._busy: list[float | tuple[Any, Any]] = []
@@ -173,7 +173,7 @@ class Pipeline:
             return self._built[key]
         B, T = tokens_BT.shape
         W, tp = self.model.shape.width, self.world.layout.tp
-        with self.computing():
+        with self.compute_context():
             autocast_dtype = compute_dtype(torch.empty(0, device=tokens_BT.device))
         dtype = autocast_dtype if tokens_BT.device.type == "cuda" else torch.float32
         columns = T // tp if self.divided_rows else T
@@ -196,7 +196,7 @@ class Pipeline:
 
     def _loss(self, hidden_BTW: Tensor, rows: Tensor) -> Tensor:
         assert self._compute_loss is not None
-        with self.computing():
+        with self.compute_context():
             terms = self._compute_loss(self.feed_of(rows), hidden_BTW)
         self._terms[int(rows[0]) // self._micro_rows] = terms
         loss: Tensor = terms.loss

@@ -18,8 +18,7 @@ from bessemer.optim.choose import freeze, lr_scales, make_optimizer
 from bessemer.optim.guarded import GuardedOptimizer
 from bessemer.optim.low_memory import to_low_precision
 from bessemer.parallel.world import World
-from bessemer.spec.parallel import ReplicasSpec
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import ReplicasSpec, RunSpec
 
 
 class Fp32Reduce:
@@ -58,10 +57,10 @@ class Fp32Reduce:
 
 EXACT_STEPS = 3  # before PowerSGD starts: earlier DDP still changes its buckets, and sizes would not match
 BROADCAST_BYTES = 64 << 20  # of weights per broadcast
-Told = Callable[[Tensor], None]  # called with the verdict of each step
+VerdictHook = Callable[[Tensor], None]  # called with the verdict of each step
 
 
-def replicate_model(model: Any, world: World, spec: ReplicasSpec) -> Told | None:
+def replicate_model(model: Any, world: World, spec: ReplicasSpec) -> VerdictHook | None:
     """Make `model` one of the replicas, in place. Returns a hook for each step's verdict, if one is needed."""
     assert world.mesh is not None
     mesh = world.mesh["dp_replicate"]
@@ -144,7 +143,7 @@ class PowerSgd:
         torch.where(when(directions), self._initial[index], directions, out=directions)
 
 
-def optimizer_of_replicas(model: nn.Module, spec: RunSpec, world: World) -> GuardedOptimizer:
+def zero1_optimizer(model: nn.Module, spec: RunSpec, world: World) -> GuardedOptimizer:
     """Like `optim.choose.optimizer_for`, with the state of this replica's share of the parameters only (ZeRO-1). After
     every step, also a rejected one, each replica broadcasts its share: no host reads the verdict."""
     assert world.mesh is not None
@@ -171,7 +170,7 @@ def optimizer_of_replicas(model: nn.Module, spec: RunSpec, world: World) -> Guar
         for owner, share in enumerate(shares):
             dist._broadcast_coalesced(mesh.get_group(), share, BROADCAST_BYTES, owner)
 
-    guarded.afterwards.append(broadcast_weights)
+    guarded.post_step_hooks.append(broadcast_weights)
     return guarded
 
 

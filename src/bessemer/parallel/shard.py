@@ -4,12 +4,18 @@ means: a loss is divided by the tokens of the whole step, whichever rank compute
 Expert parallelism: each rank of `dp_shard` holds some of a layer's experts, and rows travel to them and back. Rows are
 sorted by expert, so those for one rank are contiguous. The host reads the row counts once per layer and pass. Legend: E
 experts, e those of a rank, S rows of this rank, P ranks, R received rows, W width.
+
+What each rank holds: bytes of weights, gradients, moments and averages, sharded or not.
+
+Sizes are read from the tensors themselves, so the table shows what a layout really did. A large weight that stayed
+unsharded while others were sharded deserves a warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bessemer.dtensor import is_dtensor
 from bessemer.dtensor import local as local
-from bessemer.model.init import init_weights
 from bessemer.model.moe import MixtureOfExperts, invert_permutation
-from bessemer.model.transformer import network
-from bessemer.parallel.replicas import Told, replicate_model
+from bessemer.model.transformer import init_weights, make_module
+from bessemer.parallel.replicas import VerdictHook, replicate_model
 from bessemer.parallel.world import World
-from bessemer.spec.parallel import ParallelSpec, ShardSpec
+from bessemer.spec.quantity import human_bytes
+from bessemer.spec.schema import ParallelSpec, ShardSpec
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -71,7 +77,7 @@ class ExpertExchange:
         return y_SW
 
 
-def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the experts over the mesh, in place."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -91,7 +97,7 @@ def sharded_experts(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from (stack for name in STACKS if (stack := getattr(layer, name)) is not None)
 
 
-def add_up_experts(model: nn.Module, world: World) -> None:
+def reduce_expert_gradients(model: nn.Module, world: World) -> None:
     """Sum the gradients of sharded experts over replicas, before anything reads them."""
     if world.layout.ep == 1 or world.layout.dp_replicate == 1:
         return
@@ -114,18 +120,18 @@ def shards(tensor: Tensor) -> int:
     return count
 
 
-def share_of(tensor: Tensor, world: World) -> float:
+def replica_share(tensor: Tensor, world: World) -> float:
     """One over the number of ranks that hold the same shard; each pipeline stage has its own tensors."""
     return shards(tensor) * world.layout.pp / world.size
 
 
-def square_of(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
+def squared_grad_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
     """This rank's share of the squared gradient norm; the sum over all ranks is the total, since shards that several
     ranks hold are weighted by their share. Summed by hand: torch's norm rejects gradients of several meshes."""
     squares: dict[float, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            squares.setdefault(share_of(parameter.grad, world), []).append(local(parameter.grad))
+            squares.setdefault(replica_share(parameter.grad, world), []).append(local(parameter.grad))
     norms = (
         torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double().square().sum() * share
         for share, gradients in squares.items()
@@ -142,14 +148,14 @@ def place_of(tensor: DTensor) -> tuple[slice, ...]:
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, full: Tensor) -> None:
+def copy_shard(tensor: Tensor, full: Tensor) -> None:
     """Copy this rank's shard from a full tensor that every rank has."""
     local(tensor).copy_(full[place_of(tensor)] if is_dtensor(tensor) else full)
 
 
-def lay_over(
+def shard_or_replicate(
     model: Any, world: World, half: bool, spec: ParallelSpec | None = None, roots: Sequence[Any] = ()
-) -> Told | None:
+) -> VerdictHook | None:
     """Shard weights, gradients and moments over the mesh, or replicate them, in place; build the optimizer afterwards.
     With `half`, layers are gathered and computed in bf16 from fp32 weights, and gradients are reduced in fp32. `roots`
     are this rank's pipeline stages, instead of the model. Returns a hook for each step's verdict, if one is needed."""
@@ -194,7 +200,7 @@ def shard_weights(root: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, spe
             module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums, and nothing is averaged
 
 
-def drop_gathered(model: nn.Module) -> None:
+def free_gathered_weights(model: nn.Module) -> None:
     """Free weights that a forward pass without a backward pass gathered: an update changes only the shards, and the
     next forward pass would use stale weights."""
     for module in model.modules():
@@ -202,13 +208,13 @@ def drop_gathered(model: nn.Module) -> None:
             reshard()
 
 
-def send_gradients(model: nn.Module, now: bool) -> None:
+def set_gradient_sync(model: nn.Module, now: bool) -> None:
     """Whether the next forward and backward pass reduces gradients over ranks: only the last one of a step does."""
     if (set_sync := getattr(model, "set_requires_gradient_sync", None)) is not None:
         set_sync(now)
 
 
-def first_weights(model: Any, roots: Sequence[Any], device: torch.device, seed: int, init: str) -> None:
+def init_sharded_weights(model: Any, roots: Sequence[Any], device: torch.device, seed: int, init: str) -> None:
     """Allocate and initialise a model that is on the meta device. Each rank draws the same values as a single process,
     a layer at a time, and keeps its shard: no rank ever holds the full model."""
     for root in roots or (model,):
@@ -217,7 +223,7 @@ def first_weights(model: Any, roots: Sequence[Any], device: torch.device, seed: 
         buffer.zero_()
     unfilled = dict(model.named_parameters())
     with torch.device("meta"):
-        twin = network(model.shape)
+        twin = make_module(model.shape)
     names = [f"blocks.{i}" for i in range(len(twin.blocks))]
     names += [name for name, _ in twin.named_children() if name != "blocks"]
     for name in names:
@@ -227,7 +233,103 @@ def first_weights(model: Any, roots: Sequence[Any], device: torch.device, seed: 
         part.to_empty(device=device)
         init_weights(twin, seed, init, under=f"{name}.")
         for key, parameter in part.named_parameters():
-            fill(unfilled.pop(f"{name}.{key}"), parameter)
+            copy_shard(unfilled.pop(f"{name}.{key}"), parameter)
         part.to("meta")
     for parameter in unfilled.values():  # of the model itself: the head's bias
-        fill(parameter, torch.zeros(parameter.shape, device=device))
+        copy_shard(parameter, torch.zeros(parameter.shape, device=device))
+
+
+# Warn from 1 MiB and a twentieth of a rank's weights on: gradients and moments are too large by as much. Norms, which
+# stay unsharded by design, are far smaller in real models.
+MIN_BYTES, MIN_SHARE = 1 << 20, 0.05
+
+
+@dataclass
+class Amount:
+    """Tensors of one rank."""
+
+    tensors: int = 0
+    numbers: int = 0
+    bytes: int = 0
+
+    def add(self, tensor: Tensor) -> None:
+        shard = local(tensor)
+        self.tensors += 1
+        self.numbers += shard.numel()
+        self.bytes += shard.nbytes
+
+
+@dataclass
+class MemoryKind:
+    """Weights, gradients, moments or averages of one rank: shards, and full tensors."""
+
+    divided: Amount = field(default_factory=Amount)
+    whole: Amount = field(default_factory=Amount)
+
+    @property
+    def bytes(self) -> int:
+        return self.divided.bytes + self.whole.bytes
+
+    def add(self, tensor: Tensor, divided: bool = False) -> None:
+        (self.divided if divided or shards(tensor) > 1 else self.whole).add(tensor)
+
+
+@dataclass
+class RankMemory:
+    """One rank. `left_whole` lists large weights that are sharded less than others."""
+
+    rank: int
+    host: str
+    weights: MemoryKind = field(default_factory=MemoryKind)
+    gradients: MemoryKind = field(default_factory=MemoryKind)
+    moments: MemoryKind = field(default_factory=MemoryKind)
+    averages: MemoryKind = field(default_factory=MemoryKind)
+    left_whole: list[str] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return sum(kind.bytes for kind in (self.weights, self.gradients, self.moments, self.averages))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"bytes": self.bytes}
+
+
+def local_rank_memory(
+    world: World, named: Iterable[tuple[str, nn.Parameter]], moments: Mapping[str, Tensor],
+    averages: Mapping[str, Tensor] | None = None,
+) -> RankMemory:  # fmt: skip
+    """This rank's memory. Gradients are counted for trainable weights, in the weights' dtype."""
+    memory = RankMemory(world.rank, socket.gethostname())
+    pairs = list(named)
+    trained = [name for name, parameter in pairs if parameter.requires_grad]
+    for _, parameter in pairs:
+        memory.weights.add(parameter)
+        if parameter.requires_grad:
+            memory.gradients.add(parameter)
+    optimized = {key.rpartition(".")[0] for key in moments}
+    zero1 = 0 < len(optimized) < len(trained)  # full tensors of some of the parameters
+    for tensor in moments.values():
+        memory.moments.add(tensor, zero1)
+    for tensor in (averages or {}).values():
+        memory.averages.add(tensor)
+    memory.left_whole = left_whole(pairs, memory.weights.bytes)
+    return memory
+
+
+def left_whole(named: Iterable[tuple[str, nn.Parameter]], weight_bytes: int) -> list[str]:
+    """Descriptions of large weights that are sharded less than others."""
+    pairs = list(named)
+    most = max((shards(parameter) for _, parameter in pairs), default=1)
+    warnings = []
+    for name, parameter in pairs:
+        parts, size = shards(parameter), local(parameter).nbytes
+        if parts < most and size >= max(MIN_BYTES, MIN_SHARE * weight_bytes):
+            split = f"{parts} shards" if parts > 1 else "one piece"
+            share = f"{human_bytes(size)}, {size / weight_bytes:.0%} of a rank's weights"
+            warnings.append(f"{name} ({share}) stays in {split} while others are in {most}")
+    return warnings
+
+
+def gather_rank_memory(world: World, memory: RankMemory) -> list[dict[str, Any]]:
+    """All ranks' memory, in rank order, on every rank."""
+    return world.gather(memory.to_json())

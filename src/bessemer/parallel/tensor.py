@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from bessemer.model.block import TransformerBlock
+from bessemer.model.transformer import TransformerBlock
 from bessemer.spec.shape import ModelShape
 
 COLUMNS = Shard(1)  # of (B, T, W)
@@ -55,23 +55,23 @@ class Replicated(ParallelStyle):
         return distribute_module(module, device_mesh, replicate, wrap_inputs, unwrap_output)
 
 
-def sequential(shape: ModelShape, requested: bool) -> bool:
+def uses_sequence_parallel(shape: ModelShape, requested: bool) -> bool:
     """Whether sequence parallelism applies: each branch must start with a norm, where activations are gathered."""
     return requested and shape.norm_place in ("pre", "sandwich")
 
 
-def divides_words(shape: ModelShape, tp: int) -> bool:
+def shards_vocab(shape: ModelShape, tp: int) -> bool:
     """Whether embedding and head are sharded by vocabulary; one that is not divisible stays unsharded."""
     return tp > 1 and shape.vocab % tp == 0
 
 
-def divide_tensors(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
+def parallelize_tensors(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
     """Parallelize a decoder in place; activations enter and leave as plain tensors. A pipeline stage lacks some
     modules."""
     shape, tp = model.shape, mesh.size()
-    sequence = sequential(shape, sequence)
+    sequence = uses_sequence_parallel(shape, sequence)
     plan: dict[str, ParallelStyle] = {}
-    shard_vocab = divides_words(shape, tp)
+    shard_vocab = shards_vocab(shape, tp)
     for name, module in model.named_children():
         if name == "embedding" and shard_vocab:
             plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
@@ -123,7 +123,7 @@ def _parallelize_block(block: TransformerBlock, mesh: DeviceMesh, sequence: bool
     parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in present})
 
 
-def whole_hidden(hidden: Tensor, mesh: DeviceMesh, shard_vocab: bool) -> Tensor:
+def replicate_hidden(hidden: Tensor, mesh: DeviceMesh, shard_vocab: bool) -> Tensor:
     """The head's input as a plain tensor. If the vocabulary is sharded, each rank's gradient is a partial sum."""
     if not isinstance(hidden, DTensor):
         hidden = DTensor.from_local(hidden, mesh, (Replicate(),), run_check=False)

@@ -68,7 +68,7 @@ def open_restart_store(timeout: timedelta) -> dist.Store | None:
         return dist.TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def set_patience(timeout: timedelta) -> None:
+def set_timeouts(timeout: timedelta) -> None:
     """Set the timeout of every existing group: groups of a mesh have torch's defaults of 30 minutes, or 10 with
     NCCL."""
     if not dist.is_initialized():
@@ -77,7 +77,7 @@ def set_patience(timeout: timedelta) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def recorded() -> str:
+def recorded_collectives() -> str:
     """The flight recorder's content as JSON; empty if there is none. Local to this process."""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         if (dump := getattr(c10d, name, None)) is not None:
@@ -146,7 +146,7 @@ class World:
         return self._mesh_rank("pp")
 
     @property
-    def speaks(self) -> bool:
+    def reports_losses(self) -> bool:
         """Whether this rank reports losses: only one tensor-parallel rank does, on the last pipeline stage;
         context-parallel ranks each report their own columns."""
         return self._mesh_rank("tp") == 0 and self.pp_rank == self.layout.pp - 1
@@ -161,7 +161,7 @@ class World:
         """The process group of a mesh dimension; the default group without a mesh."""
         return None if self.mesh is None else self.mesh.get_group(dimension)
 
-    def lay(self, layout: Layout, alone: bool = False) -> None:
+    def set_layout(self, layout: Layout, alone: bool = False) -> None:
         """Set the layout and create its mesh; a collective call. One mesh for everything: FSDP and tensor-parallel
         weights must share it. Context-parallel ranks lie inside `dp_shard`, with which they share weights. A single
         process has no mesh unless it shards its weights `alone`."""
@@ -211,7 +211,7 @@ class World:
             dist.all_reduce(numbers, group=group)
         return numbers
 
-    def first_word(self, numbers: Tensor) -> Tensor:
+    def broadcast_tensor(self, numbers: Tensor) -> Tensor:
         """Broadcast rank 0's device tensor in place."""
         if self.size > 1:
             dist.broadcast(numbers, src=0)
@@ -222,11 +222,11 @@ class World:
             dist.barrier(group=self.control)
 
     @contextmanager
-    def first_alone(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """Rank 0 runs the block first, then the others. If rank 0 fails, the others exit silently with the same exit
         code, and rank 0 reports the error."""
         if not self.main and (code := self.agree(0)):
-            leave_to_rank_0(code)
+            exit_silently(code)
         try:
             yield
         except BaseException as error:
@@ -237,7 +237,7 @@ class World:
             self.agree(0)
         self.wait()
 
-    def says_it_too(self, error: str) -> bool:
+    def rank_0_reports_same_error(self, error: str) -> bool:
         """Whether rank 0 ends with the same error and prints it for all. Every rank that ends with an error calls this;
         a rank that fails alone waits a few seconds and gets False."""
         if self.size == 1:
@@ -258,9 +258,9 @@ class World:
         return same
 
 
-def join(device: torch.device, timeout: timedelta = TIMEOUT) -> World:
+def join_process_group(device: torch.device, timeout: timedelta = TIMEOUT) -> World:
     """Join the process group if a launcher (torchrun) started several processes. `timeout` applies to the host groups;
-    see `set_patience` for the others."""
+    see `set_timeouts` for the others."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return World(device=device)
@@ -281,13 +281,13 @@ def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def leave_to_rank_0(code: int) -> NoReturn:
+def exit_silently(code: int) -> NoReturn:
     """Exit while rank 0 prints the error: a moment later, since launchers end all processes when one exits."""
     time.sleep(LEAVE_S)
     raise SystemExit(code)
 
 
-def part() -> None:
+def leave_process_group() -> None:
     """Leave the process group at the end of the process."""
     if dist.is_initialized():
         dist.destroy_process_group()

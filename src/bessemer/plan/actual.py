@@ -10,7 +10,7 @@ from typing import Any
 
 from bessemer.plan.expect import BAR, ExpectedRun
 from bessemer.run.directory import Finding, Run
-from bessemer.run.journal import number
+from bessemer.run.journal import to_number
 from bessemer.spec.quantity import human_bytes, human_time
 
 WARM_UP = 8  # first steps, which compile, fill caches and ramp up clocks
@@ -71,10 +71,10 @@ class ComparisonRow:
         return self.actual / self.expected if self.expected else None
 
 
-def actual(records: Iterable[dict[str, Any]], skip: int = WARM_UP) -> ActualRun | None:
+def measure_steps(records: Iterable[dict[str, Any]], skip: int = WARM_UP) -> ActualRun | None:
     """From the step records of the training loop; None if there are too few."""
     keys = ("step_s", "data_wait_s", "tokens_per_s", "mfu", "memory_bytes")
-    read = [[number(record.get(key)) for key in keys] for record in records][skip:]
+    read = [[to_number(record.get(key)) for key in keys] for record in records][skip:]
     rows = [[float(value) for value in row if value is not None] for row in read]
     rows = [row for row in rows if len(row) == len(keys) and row[0] > 0]
     if len(rows) < LEAST:
@@ -145,7 +145,7 @@ def compare_run(run: Run) -> tuple[ExpectedRun, ActualRun] | None:
     except (OSError, ValueError, TypeError):  # missing, or written by another version
         return None
     last: deque[dict[str, Any]] = deque(run.metrics(), maxlen=RECENT)
-    measured = actual(last, skip=WARM_UP if len(last) < RECENT else 0)
+    measured = measure_steps(last, skip=WARM_UP if len(last) < RECENT else 0)
     return (expected, measured) if measured else None
 
 
@@ -164,7 +164,7 @@ def memory_gap(expected: ExpectedRun, measured: ActualRun) -> float | None:
     return ratio if abs(ratio - 1) > BAR * expected.memory_error else None
 
 
-def findings(expected: ExpectedRun, measured: ActualRun, look: Callable[[], HostLoad]) -> dict[str, Finding]:
+def find_gaps(expected: ExpectedRun, measured: ActualRun, look: Callable[[], HostLoad]) -> dict[str, Finding]:
     """A finding for each number beyond its error bar, by event name. `look` reads the host load, only if speed is
     off."""
     results = {}

@@ -152,7 +152,7 @@ def decide_weights(
     return str(plan.add(key, "kahan", reason, "rule", "established"))
 
 
-def keeping(spec: RunSpec, weights: str) -> RunSpec:
+def with_weights(spec: RunSpec, weights: str) -> RunSpec:
     """The spec with the decided format of its weights."""
     return spec.model_copy(update={"memory": spec.memory.model_copy(update={"weights": weights})})
 
@@ -322,7 +322,7 @@ def decide_training(
     smallest = max(1, smallest // layout.pp)  # a pipeline needs a micro-batch per stage
     dense = compile != "off" and not (shape.moe or shape.mamba)
     passes = Passes(context // layout.cp, 1, precision, "none", dense, machine.device, shards=layout.held)
-    passes = decide_micro_batch(keeping(spec, weights), shape, passes, smallest, machine, plan, previous)
+    passes = decide_micro_batch(with_weights(spec, weights), shape, passes, smallest, machine, plan, previous)
     peak_lr = decide_lr(spec, shape, tokens, rows * context, plan, previous)
     warmup = decide_warmup(spec, total_steps, rows * context, plan)
     every = spec.evaluate.every

@@ -15,11 +15,10 @@ from statistics import median
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.plan.cost_model.memory import Passes, estimate
+from bessemer.plan.cost_model.memory import Passes, estimate_memory, rank_needs
 from bessemer.plan.cost_model.operators import constants, step_work
-from bessemer.plan.cost_model.rank_memory import rank_needs
 from bessemer.plan.cost_model.step_time import StepSetup, padded_rows, step_time
-from bessemer.plan.decide import TrainPlan, keeping, tokens_after
+from bessemer.plan.decide import TrainPlan, tokens_after, with_weights
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Cluster, Machine, ceilings_path, find_gpu, same_gpu, saved_ceilings, with_ceilings
 from bessemer.plan.search.layout import Layout
@@ -80,7 +79,7 @@ def history_path(name: str, count: int, torch_version: str) -> Path:
     return path.with_name(path.name.removesuffix(".json") + SUFFIX)
 
 
-def keep_record(path: Path, record: RunRecord) -> str | None:
+def append_record(path: Path, record: RunRecord) -> str | None:
     """Append a record. Returns a warning instead of raising if that fails, since the run itself has succeeded."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +182,7 @@ class ExpectedRun:
 
 
 @dataclass(frozen=True)
-class Occasion:
+class RunSetup:
     """A run and its machine. `beside_bytes` are in memory besides a step (snapshots, weight averages)."""
 
     spec: RunSpec
@@ -212,7 +211,7 @@ class Occasion:
         return float(self.shape.flops_per_token(context) * self.rows * context)
 
 
-def expect(occasion: Occasion, records: list[RunRecord], measured_s: float | None = None) -> ExpectedRun:
+def predict_run(occasion: RunSetup, records: list[RunRecord], measured_s: float | None = None) -> ExpectedRun:
     """The prediction. `records` are earlier runs on this machine; `measured_s` is a step time that was just measured
     (train/speed.py), used if the machine is not in the catalogue."""
     shape, training, machine = occasion.shape, occasion.training, occasion.machine
@@ -256,7 +255,7 @@ def most_mfu(precision: str) -> float:
 
 
 def _step_seconds(
-    occasion: Occasion, earlier: Correction | None, measured_s: float | None
+    occasion: RunSetup, earlier: Correction | None, measured_s: float | None
 ) -> tuple[float | None, float | None, str, float | None]:
     """Seconds of a step, their error, the basis of both, and the uncorrected seconds."""
     prediction = _predict_step(occasion)
@@ -278,7 +277,7 @@ def _step_seconds(
     return None, None, f"{prediction}: {LATER}", None
 
 
-def _predict_step(occasion: Occasion) -> tuple[float, float, str] | str:
+def _predict_step(occasion: RunSetup) -> tuple[float, float, str] | str:
     """(seconds, error, basis) from the catalogue, or why it has no prediction."""
     training, shape, layout = occasion.training, occasion.shape, occasion.layout
     if occasion.machine.device != "cuda":
@@ -304,10 +303,10 @@ def _predict_step(occasion: Occasion) -> tuple[float, float, str] | str:
     return time.total_s, time.error, time.basis
 
 
-def _estimate_memory(occasion: Occasion) -> int:
+def _estimate_memory(occasion: RunSetup) -> int:
     """Bytes of the fullest process, as torch counts them."""
     training, shape, layout = occasion.training, occasion.shape, occasion.layout
-    spec = keeping(occasion.spec, training.weights)
+    spec = with_weights(occasion.spec, training.weights)
     dense = occasion.compiled and not (shape.moe or shape.mamba)
     several = training.micro_rows * layout.dp < occasion.rows
     passes = Passes(
@@ -315,7 +314,7 @@ def _estimate_memory(occasion: Occasion) -> int:
         occasion.machine.device, several,
     )  # fmt: skip
     if layout.size == 1:
-        return estimate(spec, shape, passes).total + occasion.beside_bytes
+        return estimate_memory(spec, shape, passes).total + occasion.beside_bytes
     each = optimizer_bytes(spec.optimizer, spec.memory, training.precision)
     batches = max(1, occasion.rows // (training.micro_rows * layout.dp))
     return rank_needs(shape, layout, each, passes, batches).allocated + occasion.beside_bytes
@@ -328,7 +327,7 @@ def _corrected_memory(machine: Machine, estimated: int, earlier: Correction | No
     return max(0, estimated + earlier.beside_bytes) if earlier else None, PROCESS_ERROR
 
 
-def note_expected(expected: ExpectedRun, plan: Plan) -> None:
+def record_expected(expected: ExpectedRun, plan: Plan) -> None:
     """Record the prediction in the plan, with its error bar."""
     source = "prediction"
     if expected.step_s is None:
@@ -347,7 +346,7 @@ def note_expected(expected: ExpectedRun, plan: Plan) -> None:
         plan.add("expected.memory", human_bytes(expected.memory_bytes), f"at a step's peak, {bar}", source)
 
 
-def record_of(occasion: Occasion, expected: ExpectedRun, measured: dict[str, Any]) -> RunRecord:
+def make_run_record(occasion: RunSetup, expected: ExpectedRun, measured: dict[str, Any]) -> RunRecord:
     """A record for the history; `measured` has date, run, step_s, peak_bytes and cause."""
     training = occasion.training
     return RunRecord(

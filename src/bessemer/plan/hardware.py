@@ -146,7 +146,7 @@ def _shipped() -> str:
     return resources.files("bessemer.plan").joinpath("data/hardware.json").read_text()
 
 
-def gpus() -> dict[str, Gpu]:
+def gpu_catalogue() -> dict[str, Gpu]:
     """The catalogue by name."""
     return dict(_catalogue()[0])
 

@@ -14,7 +14,7 @@ from typing import Any
 from bessemer.errors import UserError
 from bessemer.plan.decide import TrainPlan, decide_context, decide_training, tokens_after, vocab_limit
 from bessemer.plan.decision import Plan
-from bessemer.plan.expect import BAR, ExpectedRun, Occasion, RunRecord, expect
+from bessemer.plan.expect import BAR, ExpectedRun, RunRecord, RunSetup, predict_run
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize
 from bessemer.plan.present import WIDTH, decision_lines
@@ -64,7 +64,7 @@ class DurationEstimate:
 
 
 def estimate_duration(
-    occasion: Occasion, expected: ExpectedRun, start_step: int = 0, rate_of: Callable[[ModelShape], float] | None = None
+    occasion: RunSetup, expected: ExpectedRun, start_step: int = 0, rate_of: Callable[[ModelShape], float] | None = None
 ) -> DurationEstimate | None:
     """The time from `start_step` to the end; None if the speed of this machine is unknown.
 
@@ -83,7 +83,7 @@ def estimate_duration(
     return DurationEstimate(seconds, rate, expected.error, expected.basis, smaller)
 
 
-def evaluation_share(occasion: Occasion) -> float:
+def evaluation_share(occasion: RunSetup) -> float:
     """Time of evaluations relative to that of training steps."""
     training = occasion.training
     every = training.evaluate.steps
@@ -94,7 +94,7 @@ def evaluation_share(occasion: Occasion) -> float:
     return FORWARD_SHARE * times * training.evaluate_tokens / max(1, tokens)
 
 
-def smaller_run(occasion: Occasion, tokens: int, rate: float, rate_of: Callable[[ModelShape], float]) -> SmallerRun:
+def smaller_run(occasion: RunSetup, tokens: int, rate: float, rate_of: Callable[[ModelShape], float]) -> SmallerRun:
     """The largest preset that trains on the run's tokens (at most 20 per parameter) in 20 minutes, or the smallest
     preset with fewer tokens. A run that continues a model keeps the model and reads fewer tokens."""
     spec, shape, context = occasion.spec, occasion.shape, occasion.training.context
@@ -161,7 +161,7 @@ class LocalPlan:
         return tokens_after(self.training.batch_rows, self.training.total_steps) * self.training.context
 
 
-def plan_here(request: PlanRequest, machine: Machine, rate_of: RateOf, records: list[RunRecord]) -> LocalPlan:
+def plan_local(request: PlanRequest, machine: Machine, rate_of: RateOf, records: list[RunRecord]) -> LocalPlan:
     """The decisions of `bessemer train`, assuming as much data as the budget reads, and a measured estimate of the
     time."""
     spec, shape, plan = request.spec, request.shape, Plan()
@@ -179,9 +179,9 @@ def plan_here(request: PlanRequest, machine: Machine, rate_of: RateOf, records: 
     )
     for key in [key for key in plan.decisions if key.startswith(NEEDS_DATA) and key != "data.context"]:
         del plan.decisions[key]
-    occasion = Occasion(spec, shape, training, machine, ONE_PROCESS, 1, machine.peak(training.precision)[0])
+    occasion = RunSetup(spec, shape, training, machine, ONE_PROCESS, 1, machine.peak(training.precision)[0])
     rate = rate_of(shape, context, training.precision)
-    expected = expect(occasion, records, occasion.rows * context / rate if rate else None)
+    expected = predict_run(occasion, records, occasion.rows * context / rate if rate else None)
 
     def preset_rate(small: ModelShape) -> float:
         return rate_of(small, context, training.precision) or 1e-9  # a preset can always be measured

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
-from bessemer.spec.mixture import LLAMA_3, Mixture, domain_of, pooled, quantise, share_out, target_shares
+from bessemer.spec.mixture import LLAMA_3, Mixture, apportion, domain_of, pool_domain, quantise, target_shares
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 
@@ -144,7 +144,7 @@ def auto_shares(sources: Mapping[str, SourceDomain], budget_tokens: int) -> dict
     }
     members: dict[Domain, list[str]] = {}
     for name, source in used.items():
-        members.setdefault(pooled(source.domain), []).append(name)
+        members.setdefault(pool_domain(source.domain), []).append(name)
     targets = target_shares([*members])
     domain_limits = {domain: sum(limits[name] for name in names) for domain, names in members.items()}
     domains = _fill({domain: targets[domain] for domain in members}, domain_limits, budget_tokens)
@@ -270,7 +270,7 @@ def _next_mixture(mixture: Mixture, limits: Mapping[str, int], room: int | None)
     length = min(mixture.block, -(-limits[nearest] * mixture.block // counts[nearest]))
     if room is not None:
         length = min(length, room)
-    dealt = share_out(counts, length, limits)
+    dealt = apportion(counts, length, limits)
     length = sum(dealt.values())
     return Mixture(tuple(dealt), tuple(dealt.values()), length), length
 

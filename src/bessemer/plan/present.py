@@ -16,7 +16,7 @@ from bessemer.plan.decision import Decision, Plan
 from bessemer.plan.search.budget import BudgetOption, BudgetRanking
 from bessemer.plan.search.proposal import Proposal
 from bessemer.plan.search.search import Candidate, explain_loss
-from bessemer.spec.document import parse, scalar
+from bessemer.spec.document import parse_scalar, parse_yaml
 from bessemer.spec.load import validate
 from bessemer.spec.quantity import human_bytes, human_count, human_time, parse_duration
 from bessemer.spec.schema import RunSpec
@@ -183,7 +183,9 @@ def spec_text(proposal: Proposal, command: str = "") -> str:
         comments["data.sources"] = "yours: files, folders, globs or URLs of text"
     ordered = {key: data[key] for key in RunSpec.model_fields if key in data}
     text = "\n".join([*_header(proposal, command), "", *_yaml_lines(ordered, comments, "", 0)]) + "\n"
-    validate(parse(text, "the planned spec"))  # an error here is a bug of the planner; `train` should not be the first
+    validate(
+        parse_yaml(text, "the planned spec")
+    )  # an error here is a bug of the planner; `train` should not be the first
     return text
 
 
@@ -253,6 +255,11 @@ def _yaml_lines(data: Mapping[str, Any], comments: Mapping[str, str], section: s
 
 def _yaml_scalar(value: Any) -> str:
     """On one line: JSON, which is valid YAML, or a plain word that YAML reads back as the same string."""
-    if isinstance(value, str) and PLAIN.fullmatch(value) and isinstance(scalar(value), str) and not value.endswith(" "):
+    if (
+        isinstance(value, str)
+        and PLAIN.fullmatch(value)
+        and isinstance(parse_scalar(value), str)
+        and not value.endswith(" ")
+    ):
         return value
     return json.dumps(value, ensure_ascii=False)

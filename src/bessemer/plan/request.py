@@ -15,7 +15,7 @@ from bessemer.plan.decision import Basis, RecipeAnswer
 from bessemer.plan.hardware import parse_cluster
 from bessemer.plan.recipe.pretraining import design_shape
 from bessemer.plan.search.search import FixedDegrees
-from bessemer.spec.document import Document, override
+from bessemer.spec.document import Document, apply_override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count, human_time, parse_count, parse_duration
@@ -80,7 +80,7 @@ def request_from_options(model: str, tokens: int | None = None, settings: Sequen
 
 def _apply(document: Document, settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
-        override(document, setting)
+        apply_override(document, setting)
     return dict(document.data)
 
 

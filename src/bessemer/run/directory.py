@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.run.journal import Journal, Record, last_record, last_records, number, read_records
+from bessemer.run.journal import Journal, Record, last_record, last_records, read_records, to_number
 from bessemer.run.lock import Lock, is_alive, read_owner
 from bessemer.run.snapshot import Snapshot, restore_journal, restore_journal_start
 from bessemer.storage import write_atomic
@@ -45,7 +45,7 @@ class Finding:
         return asdict(self)
 
 
-MEAN_OF = 32  # steps over which a displayed loss is averaged
+LOSS_WINDOW = 32  # steps over which a displayed loss is averaged
 LAYOUT = "layout.json"
 STATE_AFTER = {"started": "running"} | {kind: kind for kind in ("finished", "failed", "interrupted", "stopped")}
 
@@ -57,7 +57,7 @@ def _state_after(event: Record) -> str | None:
 
 
 def _step(record: Record) -> float:
-    step = number(record.get("step"))
+    step = to_number(record.get("step"))
     return math.inf if step is None else step
 
 
@@ -118,7 +118,7 @@ class Run:
         state, event_s = "new", 0.0
         for event in self.events():
             if (new_state := _state_after(event)) is not None:
-                state, event_s = new_state, number(event.get("time")) or 0.0
+                state, event_s = new_state, to_number(event.get("time")) or 0.0
         owner = read_owner(self.folder)
         if owner is not None and is_alive(owner, self.folder):
             # A new writer is preparing until its first event; the last event is still of the previous start.
@@ -177,7 +177,7 @@ class RunWriter(Run):
     def validation(self, record: Record) -> None:
         self._append(self._validation, record)
 
-    def rank_numbers(self, record: Record) -> None:
+    def rank_record(self, record: Record) -> None:
         self._ranks = self._ranks or Journal(self.ranks_path)  # runs of one process have none
         self._append(self._ranks, record)
 
@@ -187,7 +187,7 @@ class RunWriter(Run):
         self._append(self._events, record)
         return record
 
-    def cut_after(self, step: int) -> int:
+    def remove_metrics_from(self, step: int) -> int:
         """Remove metrics of steps from `step` on, which a checkpoint at `step` does not contain; their number."""
         removed = self._steps.cut(lambda record: _step(record) < step)
         self._validation.cut(lambda record: step > 0 and _step(record) <= step)
@@ -210,7 +210,7 @@ class RunWriter(Run):
         """Restore metrics and the start of the events to a checkpoint at `step`, whose snapshot holds `saved`.
         Journals with lost or altered records are rewritten; returns the events about them."""
         if not saved:
-            self.cut_after(step)
+            self.remove_metrics_from(step)
             return self._log_missing(step)
         removed = sum(_step(record) >= step for record in self.metrics())
         repairs = []
@@ -272,7 +272,7 @@ class RunReader(RunWriter):
 
     def step(self, record: Record) -> None: ...
     def validation(self, record: Record) -> None: ...
-    def rank_numbers(self, record: Record) -> None: ...
+    def rank_record(self, record: Record) -> None: ...
     def write_file(self, name: str, text: str) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...
@@ -285,7 +285,7 @@ class RunReader(RunWriter):
     def event(self, kind: str, **details: Any) -> Record:
         return {"kind": kind, "time": round(time.time(), 3), **details}
 
-    def cut_after(self, step: int) -> int:
+    def remove_metrics_from(self, step: int) -> int:
         return 0
 
     def snapshot(self) -> Snapshot:
@@ -314,7 +314,7 @@ class RunSummary:
 def mean_loss(records: Sequence[Record]) -> float | None:
     """Mean loss of the accepted steps, or of all if none was accepted; None without a loss."""
     accepted = [record for record in records if record.get("veto") is None] or records
-    losses = [loss for record in accepted if (loss := number(record.get("loss"))) is not None]
+    losses = [loss for record in accepted if (loss := to_number(record.get("loss"))) is not None]
     return sum(losses) / len(losses) if losses else None
 
 
@@ -324,27 +324,27 @@ def _to_int(value: float | None) -> int | None:
 
 def summarize(run: Run) -> RunSummary:
     """The summary of a run, from the records that can be read."""
-    recent, validation = last_records(run.steps_path, MEAN_OF), last_record(run.validation_path) or {}
+    recent, validation = last_records(run.steps_path, LOSS_WINDOW), last_record(run.validation_path) or {}
     last = recent[-1] if recent else {}
     total, reason, newest = None, "", 0.0
     for event in run.events():
-        newest = max(newest, number(event.get("time")) or 0.0)
-        total = _to_int(number(event.get("total_steps"))) or total
+        newest = max(newest, to_number(event.get("time")) or 0.0)
+        total = _to_int(to_number(event.get("total_steps"))) or total
         if _state_after(event) is not None or event.get("kind") == "refused":
             reason = str(event.get("reason", ""))
     newest = newest or run.events_path.stat().st_mtime
     if run.steps_path.exists():
         newest = max(newest, run.steps_path.stat().st_mtime)
-    step = _to_int(number(last.get("step")))
+    step = _to_int(to_number(last.get("step")))
     return RunSummary(
         name=run.name,
         folder=str(run.folder),
         state=run.state,
         step=None if step is None else step + 1,
         total_steps=total,
-        loss=number(last.get("loss")),
+        loss=to_number(last.get("loss")),
         mean_loss=mean_loss(recent),
-        validation_loss=number(validation.get("loss")),
+        validation_loss=to_number(validation.get("loss")),
         age_s=max(0.0, time.time() - newest),
         reason=reason,
     )

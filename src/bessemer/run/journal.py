@@ -35,7 +35,7 @@ def json_ready(value: Any) -> Any:
     return value
 
 
-def number(value: Any) -> float | None:
+def to_number(value: Any) -> float | None:
     """The number in a field of a record, including 'nan' and 'inf'; None if it is not a number."""
     if isinstance(value, bool) or value is None:
         return None

@@ -80,7 +80,7 @@ class Lock:
         self.folder = folder
         self._fd = -1
         self._stop = threading.Event()
-        self.taken_from: Owner | None = None
+        self.previous_owner: Owner | None = None
 
     def acquire(self) -> None:
         """Take the lock. UserError names the host and pid that hold it."""
@@ -98,7 +98,7 @@ class Lock:
         except BaseException:
             os.close(fd)
             raise
-        self._fd, self.taken_from = fd, before
+        self._fd, self.previous_owner = fd, before
         self._stop = threading.Event()
         threading.Thread(target=self._heartbeat, args=(self._stop,), daemon=True, name="run-heartbeat").start()
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bessemer.run.journal import Journal, number, parse_record
+from bessemer.run.journal import Journal, parse_record, to_number
 
 NAME = "run.zip"
 SPEC, PLAN = "spec.yaml", "plan.json"
@@ -72,7 +72,7 @@ def restore_journal_start(journal: Journal, saved: bytes) -> str:
 
 def _time(line: bytes) -> float:
     record = parse_record(line)
-    return (number(record.get("time")) or 0.0) if record else -1.0
+    return (to_number(record.get("time")) or 0.0) if record else -1.0
 
 
 def _describe_damage(current: bytes, saved: bytes) -> str:

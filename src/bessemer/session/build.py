@@ -22,7 +22,7 @@ from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import Segment
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.data.tokenizer.tokenizer import Tokenizer
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.detectors import Detectors
 from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder
 from bessemer.guard.layer_stats import LayerStats
@@ -31,25 +31,22 @@ from bessemer.guard.watchdog import StepPace
 from bessemer.model.attention import SelfAttention
 from bessemer.model.attention_backends import choose, set_backend
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.block import TransformerBlock
-from bessemer.model.transformer import Decoder, build
+from bessemer.model.transformer import Decoder, TransformerBlock, build_model
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import note_groups, optimizer_for
-from bessemer.optim.ema import Ema
-from bessemer.optim.schedule import Schedule
-from bessemer.parallel.context import ContextColumns, Ring
-from bessemer.parallel.deepspeed import engage
-from bessemer.parallel.replicas import optimizer_of_replicas
-from bessemer.parallel.shard import divide_experts, first_weights, lay_over
+from bessemer.optim.choose import Schedule, add_groups_to_plan, optimizer_for
+from bessemer.optim.guarded import Ema
+from bessemer.parallel.context import RingAttention, UlyssesAttention
+from bessemer.parallel.deepspeed import initialize_deepspeed
+from bessemer.parallel.replicas import zero1_optimizer
+from bessemer.parallel.shard import init_sharded_weights, shard_experts, shard_or_replicate
 from bessemer.parallel.world import World
-from bessemer.plan.decide import HALF, TrainPlan, keeping
+from bessemer.plan.decide import HALF, TrainPlan, with_weights
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
-from bessemer.plan.search.layout import stages_each
-from bessemer.plan.search.replicas import check_static_graph
+from bessemer.plan.search.layout import check_static_graph, stages_each
 from bessemer.run.directory import RunWriter
 from bessemer.session.data import build_stream, log_packing
-from bessemer.session.dry_run import ResolvedRun
+from bessemer.session.start import ResolvedRun
 from bessemer.spec.load import dump_spec
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
@@ -60,9 +57,9 @@ from bessemer.train.engine import Engine, PipelineRunner
 from bessemer.train.evaluate import Evaluator, HeldOutSet
 from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.loss import linear_cross_entropy
-from bessemer.train.lowp import LossScale, convert, converted
+from bessemer.train.lowp import LossScale, convert_to_fp8, fp8_layers
 from bessemer.train.memory import recompute
-from bessemer.train.memory.fit import building, fit
+from bessemer.train.memory.fit import explain_build_out_of_memory, fit
 from bessemer.train.memory.snapshots import MemorySnapshots, fits_snapshots
 from bessemer.train.objective import make_pretrain
 from bessemer.train.saver import CheckpointSaver
@@ -89,13 +86,15 @@ def build_job(
     parts = JobParts(
         training, shape, stream, resolved.held_out, resolved.data.tokenizer, device, peak_flops, world, stages
     )
-    with building(keeping(spec, training.weights), shape, training, device, world.layout.dp_shard):
+    with explain_build_out_of_memory(
+        with_weights(spec, training.weights), shape, training, device, world.layout.dp_shard
+    ):
         view.activity("building the model")
         job = make_job(spec, parts, run, view)
         choose_attention(job.engine, plan, previous)
     if training.precision in FP8:
         reason = "the linear layers of inner blocks; the first and last block and the head stay in bf16"
-        plan.add("precision.layers", len(converted(job.engine.model)), reason, "rule")
+        plan.add("precision.layers", len(fp8_layers(job.engine.model)), reason, "rule")
     return job
 
 
@@ -110,7 +109,7 @@ def fit_memory(job: Job, plan: Plan, resumed: bool) -> int | None:
     if job.world.size > 1:
         job.guard.step_pace = StepPace(model.blocks, job.engine.device)
         job.guard.replica_check = ReplicaCheck(model, job.world, guard.detect.weights if guard.enabled else None)
-    note_groups(model, job.spec, plan)
+    add_groups_to_plan(model, job.spec, plan)
     return peak_bytes
 
 
@@ -153,7 +152,7 @@ def open_remote(spec: RunSpec, run_folder: Path) -> RemoteCheckpoints | None:
 
 
 def parallelize_layers(model: Decoder, world: World, spec: RunSpec, stages: tuple[range, ...]) -> Pipeline | None:
-    """Applies the parts of the layout that change the layers; `lay_over` shards the weights afterwards."""
+    """Applies the parts of the layout that change the layers; `shard_or_replicate` shards the weights afterwards."""
     layout, mesh = world.layout, world.mesh
     pipeline = None
     if layout.pp > 1:
@@ -162,45 +161,47 @@ def parallelize_layers(model: Decoder, world: World, spec: RunSpec, stages: tupl
         pipeline = Pipeline(model, world, spec.parallel.pipeline, stages)
     if layout.tp > 1:
         assert mesh is not None
-        from bessemer.parallel.tensor import divide_tensors
+        from bessemer.parallel.tensor import parallelize_tensors
 
-        divide_tensors(model, mesh["tp"], spec.parallel.sequence)
+        parallelize_tensors(model, mesh["tp"], spec.parallel.sequence)
     if layout.ep > 1:
         assert mesh is not None
-        divide_experts(model, mesh["dp_shard"])
+        shard_experts(model, mesh["dp_shard"])
     return pipeline
 
 
 def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> Job:
     """The job at step 0, with fresh weights."""
     plan, device, fingerprint = parts.plan, parts.device, spec_fingerprint(spec)
-    spec = keeping(spec, plan.weights)
+    spec = with_weights(spec, plan.weights)
     matrices = torch.float32 if plan.weights == "fp32" else torch.bfloat16
     world = parts.world
-    model = build(parts.shape, "meta" if world.divided else device, spec.seed, spec.model.init, matrices)
+    model = build_model(parts.shape, "meta" if world.divided else device, spec.seed, spec.model.init, matrices)
     set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
     if plan.precision in FP8:
-        convert(model, plan.precision, device)
+        convert_to_fp8(model, plan.precision, device)
     pipeline = parallelize_layers(model, world, spec, parts.stages)
     if plan.compiled:
         kind = compute_type(plan.precision)
         compile_blocks(model, plan.micro_rows, plan.context, kind, chained=plan.compile == "chain")
     recompute.apply(model, plan.activations, spec.memory.offload_activations)
     if spec.parallel.engine == "deepspeed":
-        optimizer = engage(model, spec, world, plan.micro_rows)
+        optimizer = initialize_deepspeed(model, spec, world, plan.micro_rows)
     else:
         stages = pipeline.stages if pipeline else ()
-        after_step = lay_over(model, world, device.type == "cuda" and plan.precision in HALF, spec.parallel, stages)
+        after_step = shard_or_replicate(
+            model, world, device.type == "cuda" and plan.precision in HALF, spec.parallel, stages
+        )
         if world.divided:
-            first_weights(model, stages, device, spec.seed, spec.model.init)
+            init_sharded_weights(model, stages, device, spec.seed, spec.model.init)
         sharded = spec.parallel.replicas.divide_optimizer and world.size > 1
-        optimizer = optimizer_of_replicas(model, spec, world) if sharded else optimizer_for(model, spec)
+        optimizer = zero1_optimizer(model, spec, world) if sharded else optimizer_for(model, spec)
         if after_step:
-            optimizer.afterwards.append(after_step)
+            optimizer.post_step_hooks.append(after_step)
     named = list(model.named_parameters())  # frozen parameters have no average
     objective = make_pretrain(spec, parts.stream.order.names, parts.tokenizer, parts.shape, plan.context)
     if world.layout.cp > 1:
-        columns = Ring if spec.parallel.context == "ring" else ContextColumns
+        columns = RingAttention if spec.parallel.context == "ring" else UlyssesAttention
         objective.columns = columns(world.columns, world.cp_rank, world.layout.cp)
     if world.layout.tp > 1:
         assert world.mesh is not None
@@ -311,7 +312,7 @@ def _measure_layers(
     costs: dict[tuple[str, bool], float] = {}
     behind = 0.0
     for kind in dict.fromkeys(kinds):
-        model = build(_up_to(shape, kinds.index(kind)), device, 0)
+        model = build_model(_up_to(shape, kinds.index(kind)), device, 0)
         x_BTW = torch.randn(rows, training.context, shape.width, device=device, requires_grad=True)
         targets_R = torch.zeros(rows * training.context, dtype=torch.int64, device=device)
         place, block = model.place(x_BTW, AttentionMask(causal=shape.causal)), model.blocks[-1]

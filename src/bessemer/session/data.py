@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.data.curate.engine import Engine
-from bessemer.data.curate.report import some_of
+from bessemer.data.curate.report import format_some
 from bessemer.data.prepare import (
     PREPARED,
     Prepared,
@@ -27,8 +27,8 @@ from bessemer.data.read import list_files
 from bessemer.data.store.digests import content_digest
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.batches import BatchStream
-from bessemer.data.stream.curriculum import epoch_note, length_score, measure_by_score, rank_rows
-from bessemer.data.stream.exclusions import FILE_NAME, banned_documents, offers, read_exclusions
+from bessemer.data.stream.curriculum import curriculum_note, length_score, measure_by_score, rank_rows
+from bessemer.data.stream.exclusions import FILE_NAME, banned_documents, find_offers, read_exclusions
 from bessemer.data.stream.noise import make_noise
 from bessemer.data.stream.order import BatchPhase, CurriculumRanking, MixturePhase, Segment, StepPositions, StreamOrder
 from bessemer.data.stream.packing import BestFitRows, open_best_fit
@@ -175,7 +175,9 @@ def describe_file_changes(run_folder: Path, spec: RunSpec) -> str:
         "new": [name for name in current if name not in recorded],
         "changed": [name for name in recorded if name in current and recorded[name] != current[name]],
     }
-    return "; ".join(f"{kind}: {some_of(names, len(names), _SHOWN_FILES)}" for kind, names in groups.items() if names)
+    return "; ".join(
+        f"{kind}: {format_some(names, len(names), _SHOWN_FILES)}" for kind, names in groups.items() if names
+    )
 
 
 def prepared_folder_of(spec: RunSpec, plan: Plan) -> Path:
@@ -263,7 +265,7 @@ def log_packing(spec: RunSpec, rows: dict[str, Rows], training: TrainPlan, plan:
         read = training.total_steps * training.batch_rows[0][1]
         by = curriculum.label or curriculum.by
         total = sum(source.count for source in rows.values())
-        note = epoch_note(total, read, by, curriculum.descending)
+        note = curriculum_note(total, read, by, curriculum.descending)
         plan.add("data.curriculum", by, note or f"{curriculum.groups} groups of rising {by}", "asked")
 
 
@@ -343,5 +345,5 @@ def report_other_exclusions(spec: RunSpec, job: Job) -> None:
     if spec.data.store is not None or any(_is_python_source(source) for source in spec.data.sources.values()):
         return
     files = {entry.name for entries in list_sources(spec.data).values() for entry in entries}
-    for offer in offers(files, spec.runs, [*spec.data.exclude, job.recorder.run.folder / FILE_NAME]):
+    for offer in find_offers(files, spec.runs, [*spec.data.exclude, job.recorder.run.folder / FILE_NAME]):
         job.recorder.event("exclusions_offered", reason=offer.line)

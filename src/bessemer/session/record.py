@@ -10,26 +10,26 @@ from datetime import UTC, datetime
 import torch
 
 from bessemer.data.stream.user_dataset import NOT_REPLAYABLE, IterableStream
-from bessemer.guard.detect.machine import PlanGapDetector
+from bessemer.guard.machine import PlanGapDetector
 from bessemer.model.families.folder import keep_origin
 from bessemer.parallel.shard import local
-from bessemer.plan.actual import EXPECTED, actual, comparison_json, comparison_line
+from bessemer.plan.actual import EXPECTED, comparison_json, comparison_line, measure_steps
 from bessemer.plan.decision import Plan
 from bessemer.plan.expect import (
     ExpectedRun,
-    Occasion,
-    expect,
+    RunSetup,
+    append_record,
     history_path,
-    keep_record,
     load_records,
-    note_expected,
-    record_of,
+    make_run_record,
+    predict_run,
+    record_expected,
 )
 from bessemer.plan.hardware import Machine
 from bessemer.plan.local import estimate_duration
 from bessemer.session.data import DATA_FILES, record_data_files
-from bessemer.session.dry_run import ResolvedRun
 from bessemer.session.restore import PreviousStart, differences
+from bessemer.session.start import ResolvedRun
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -37,7 +37,7 @@ from bessemer.train.device import bench_count
 from bessemer.train.job import Job
 from bessemer.train.rank_report import HostLoadProbe, report_rank_memory
 from bessemer.train.saver import package_versions
-from bessemer.train.speed import rate_here, step_seconds
+from bessemer.train.speed import measure_token_rate, step_seconds
 
 SPEC_FILE = "spec.yaml"
 WORTH_MEASURING_S = 10.0  # of all steps, by their matmuls: a shorter run ends before it matters
@@ -58,8 +58,8 @@ def record_start(
     for line in report_rank_memory(job.engine, job.recorder, resolved.plan):
         log(f"ranks  {line}")
     _write_files(job, spec, resolved)
-    if run.lock.taken_from:
-        owner = run.lock.taken_from
+    if run.lock.previous_owner:
+        owner = run.lock.previous_owner
         event("lock_taken", reason=f"process {owner.pid} on {owner.host} died without releasing the lock")
     if previous.spec and (changes := differences(previous.spec.model_dump(mode="json"), spec.model_dump(mode="json"))):
         event("spec_changed", changes=changes, versions=package_versions())
@@ -94,13 +94,13 @@ class PlanComparison:
         hosts = Counter(job.guard.detectors.hosts)
         self.job, self.path = job, history_path(machine.name, bench_count(job.engine.device), torch.__version__)
         self.first_step = job.start_step  # earlier records are of another start
-        self.occasion = Occasion(
+        self.occasion = RunSetup(
             job.spec, shape, job.plan, machine, job.world.layout, max(hosts.values(), default=1),
             job.recorder.peak_flops, _resident_bytes(job),
         )  # fmt: skip
-        self.expected: ExpectedRun = expect(self.occasion, load_records(self.path), self._measured_step())
+        self.expected: ExpectedRun = predict_run(self.occasion, load_records(self.path), self._measured_step())
         self.duration = estimate_duration(self.occasion, self.expected, job.start_step, self._rate_of)
-        note_expected(self.expected, plan)
+        record_expected(self.expected, plan)
         if self.expected.withheld and job.world.main:
             job.recorder.event("prediction_withheld", reason=self.expected.withheld)
         job.recorder.run.write_file(EXPECTED, self.expected.to_json())
@@ -120,12 +120,14 @@ class PlanComparison:
     def _rate_of(self, shape: ModelShape) -> float:
         """Tokens/s of another shape on this machine, with this run's context and precision."""
         training, job = self.occasion.training, self.job
-        return rate_here(shape, training.context, training.precision, job.engine.device, job.recorder.peak_flops)
+        return measure_token_rate(
+            shape, training.context, training.precision, job.engine.device, job.recorder.peak_flops
+        )
 
     def record(self, keep: bool) -> None:
         """Emits the comparison; with `keep` also adds the measurement to the machine's history."""
         job = self.job
-        measured = actual(record for record in job.recorder.history if record["step"] >= self.first_step)
+        measured = measure_steps(record for record in job.recorder.history if record["step"] >= self.first_step)
         if measured is None or not job.world.main:
             return
         line, numbers = comparison_line(self.expected, measured), comparison_json(self.expected, measured)
@@ -136,7 +138,7 @@ class PlanComparison:
             "date": datetime.now(UTC).isoformat(timespec="seconds"), "run": job.recorder.run.name,
             "step_s": measured.own_s, "peak_bytes": measured.memory_bytes, "cause": self.host_load().held_up,
         }  # fmt: skip
-        if error := keep_record(self.path, record_of(self.occasion, self.expected, entry)):
+        if error := append_record(self.path, make_run_record(self.occasion, self.expected, entry)):
             job.recorder.event("not_kept", reason=error)
 
 

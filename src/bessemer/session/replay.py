@@ -19,29 +19,28 @@ from torch import Tensor
 
 from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest
 from bessemer.checkpoint.store import CheckpointStore
-from bessemer.data.document import Document
 from bessemer.data.prepare import chat_template, open_prepared
-from bessemer.data.read import BadRow, SourcePart, divide, list_files, read_part
+from bessemer.data.read import BadRow, SourcePart, divide_source, list_files, read_part
+from bessemer.data.read.entry import Document
 from bessemer.data.store.token_store import Origin
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import Segment, StepPositions
 from bessemer.data.stream.rows import PADDING
-from bessemer.data.tokenizer.chat import problems, render
+from bessemer.data.tokenizer.chat import find_problems, render
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.observe.view import RunView
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run, RunWriter
-from bessemer.run.journal import number
+from bessemer.run.journal import to_number
 from bessemer.session.build import JobParts, choose_attention, make_job
 from bessemer.session.data import PYTHON_SOURCE, Data, build_stream, held_out_rows, make_rows
 from bessemer.session.restore import banned_documents_of, bitwise_since, normal_range, rounding_changes
 from bessemer.session.session import existing_run
 from bessemer.spec.data import SourceSpec
-from bessemer.spec.parallel import ParallelSpec
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import pick_device, use_threads
 from bessemer.train.evaluate import Evaluator
@@ -64,7 +63,7 @@ def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
     if not evaluator.available:
         raise UserError(f"{folder}: has no held-out data; omit --greedy, or train with data.validation")
     shape = json.loads((run.folder / "model.json").read_text())["shape"]
-    model = build(ModelShape.from_dict(shape), device, spec.seed)
+    model = build_model(ModelShape.from_dict(shape), device, spec.seed)
     objective = make_pretrain(spec, stream.order.names, data.tokenizer, model.shape, plan.context)
 
     @torch.no_grad()
@@ -152,7 +151,7 @@ def _compare(documents: list[dict[str, Any]], spec: RunSpec, tokenizer: Tokenize
         for document in group:
             row = rows.get(document["row"])
             text = row.text if row else None
-            if row and row.messages and not problems(row.messages):  # trained on as rendered
+            if row and row.messages and not find_problems(row.messages):  # trained on as rendered
                 text = tokenizer.decode(render(row.messages, tokenizer, template)[0].tolist())
             parts = [part.removesuffix(tokenizer.eos) for part in document["texts"]]
             # A row may begin or end inside a character of several tokens, which decodes to a replacement mark.
@@ -169,7 +168,7 @@ def rows_of(source: SourceSpec, file: str, rows: Iterable[int]) -> dict[int, Doc
         raise UserError(f"{file}: is no longer among the source's files")
     wanted = set(rows)
     found: dict[int, Document] = {}
-    pieces = [piece for part in divide("", entries, source) for piece in part.pieces]
+    pieces = [piece for part in divide_source("", entries, source) for piece in part.pieces]
     for i, piece in enumerate(pieces):
         stop = pieces[i + 1].first_row if i + 1 < len(pieces) else None
         inside = {row for row in wanted if row >= piece.first_row and (stop is None or row < stop)}
@@ -223,7 +222,7 @@ def try_step(folder: str | Path, step: int, budget_s: float | None = None, devic
         measured = measure(job.engine, batches, job.data.stream.step_count(step))
         loss, norm, lr = measured.loss, measured.grad_norm, job.lr(step)
     else:
-        loss, norm, lr = (number(recorded[key]) or float("nan") for key in ("loss", "grad_norm", "lr"))
+        loss, norm, lr = (to_number(recorded[key]) or float("nan") for key in ("loss", "grad_norm", "lr"))
     veto = next((event for event in job.recorder.run.events("veto") if event["step"] == step), None)
     symptom = veto["reason"] if veto else BY_HAND
     normal = _normal(veto, spec) or normal_range(history, spec.guard.loss_sigma, spec.guard.grad_sigma)
@@ -241,7 +240,7 @@ def try_step(folder: str | Path, step: int, budget_s: float | None = None, devic
 
 def _normal(veto: dict[str, Any] | None, spec: RunSpec) -> NormalRange | None:
     statistics = veto["statistics"] if veto else {}
-    values = [number(statistics.get(key)) for key in ("loss_center", "loss_scale", "grad_center", "grad_scale")]
+    values = [to_number(statistics.get(key)) for key in ("loss_center", "loss_scale", "grad_center", "grad_scale")]
     if any(value is None or value != value for value in values):
         return None
     loss, loss_scale, grad, grad_scale = (float(value) for value in values if value is not None)

@@ -24,13 +24,13 @@ from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run, RunWriter
-from bessemer.run.journal import number
+from bessemer.run.journal import to_number
 from bessemer.run.snapshot import NAME as RUN_COPY
 from bessemer.run.snapshot import PLAN, SPEC, read_snapshot
 from bessemer.session.build import open_remote, spec_fingerprint
 from bessemer.session.data import describe_file_changes
 from bessemer.session.start import WeightSource, load_source
-from bessemer.spec.load import load_spec, parse, validate
+from bessemer.spec.load import load_spec, parse_yaml, validate
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job, Progress
 from bessemer.train.saver import package_versions
@@ -62,7 +62,7 @@ def restore(job: Job, spec: RunSpec, previous: PreviousStart, source: WeightSour
     """Loads the newest checkpoint, or the weights that a new run starts from, and records the lineage. Returns the name
     of the checkpoint, None for a new run."""
     run, world = job.recorder.run, job.world
-    with world.first_alone():
+    with world.main_process_first():
         restored = restore_newest(job, CheckpointStore(run.checkpoints, world), previous.spec)
     if restored is not None:
         refill_history(job)
@@ -83,7 +83,7 @@ def restore(job: Job, spec: RunSpec, previous: PreviousStart, source: WeightSour
 
 def start_from_folder(job: Job, source: WeightSource) -> None:
     """Loads the weights of a Hugging Face folder."""
-    with job.engine.optimizer.opened(job.engine.model):
+    with job.engine.optimizer.writable_weights(job.engine.model):
         added = load_source(job.engine.model, source)
     if job.engine.ema:
         job.engine.ema.restart()
@@ -93,7 +93,7 @@ def start_from_folder(job: Job, source: WeightSource) -> None:
 
 def bitwise_since(events: Iterable[Mapping[str, Any]]) -> int:
     """The step since which a run rounds its sums as it does now."""
-    return max((int(number(e.get("step")) or 0) for e in events if e.get("kind") == "digits_may_differ"), default=0)
+    return max((int(to_number(e.get("step")) or 0) for e in events if e.get("kind") == "digits_may_differ"), default=0)
 
 
 def refill_history(job: Job) -> None:
@@ -128,7 +128,7 @@ def lowest_block(records: Sequence[dict[str, Any]], size: int = 32) -> list[dict
 
 def end_of_best_stretch(history: Sequence[dict[str, Any]]) -> int:
     """The step after the run's best stretch: slow trouble began after it."""
-    block = lowest_block([record for record in history if record["veto"] is None and number(record["loss"])])
+    block = lowest_block([record for record in history if record["veto"] is None and to_number(record["loss"])])
     return int(block[-1]["step"]) + 1 if block else 0
 
 
@@ -150,7 +150,7 @@ def saved_checkpoints(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
         if kind == "restarted":
             names = {}
         elif kind in ("saved", "fetched", "restored") and isinstance(name, str):
-            names[name] = int(number(event.get("step")) or 0)
+            names[name] = int(to_number(event.get("step")) or 0)
         if kind != "uploaded":  # it lists removals from the remote tier
             for removed in (*_names(event.get("removed")), *_names(event.get("abandoned"))):
                 names.pop(removed, None)
@@ -192,7 +192,7 @@ def run_files(checkpoint: Path) -> dict[str, bytes]:
 
 
 def _spec(saved: Mapping[str, bytes], checkpoint: Path) -> RunSpec | None:
-    return validate(parse(saved[SPEC].decode(), f"{checkpoint / RUN_COPY}:{SPEC}")) if SPEC in saved else None
+    return validate(parse_yaml(saved[SPEC].decode(), f"{checkpoint / RUN_COPY}:{SPEC}")) if SPEC in saved else None
 
 
 def sweep(run: Run, store: CheckpointStore, event: Callable[..., None]) -> None:
@@ -216,7 +216,7 @@ def restore_newest(job: Job, store: CheckpointStore, saved_spec: RunSpec | None)
             continue
         return folder.name
     refuse_start_over(job.recorder.run, store, errors)
-    job.recorder.run.cut_after(0)
+    job.recorder.run.remove_metrics_from(0)
     return None
 
 
@@ -244,7 +244,7 @@ def set_aside(run: RunWriter, remote: RemoteCheckpoints | None) -> None:
         )
     moved = abandon_all(run.checkpoints)
     if moved or any(run.events("started")) or any(run.metrics()):
-        run.cut_after(0)
+        run.remove_metrics_from(0)
         run.event("restarted", abandoned=moved, reason=f"--restart: {len(moved)} checkpoints are set aside")
 
 

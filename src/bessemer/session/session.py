@@ -15,24 +15,23 @@ from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import RankError, UserError
 from bessemer.guard.watchdog import Watchdog
 from bessemer.observe.view import RunView
-from bessemer.parallel.world import World, join, leave_to_rank_0
+from bessemer.parallel.world import World, exit_silently, join_process_group
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
-from bessemer.plan.search.replicas import check_processes
+from bessemer.plan.search.layout import check_processes
 from bessemer.run.directory import Run, RunReader, RunWriter
 from bessemer.session.build import attach_snapshots, build_job, fit_memory
 from bessemer.session.data import Data, describe_file_changes, exclude_documents, open_data, report_other_exclusions
-from bessemer.session.dry_run import ResolvedRun, choose_layout, resolve_run
 from bessemer.session.record import SPEC_FILE, PlanComparison, record_start
 from bessemer.session.recovery.incident import IncidentResponder
 from bessemer.session.recovery.restart import HangResponse, is_relaunched, open_run, under_launcher
 from bessemer.session.restore import PreviousStart, load_previous_start, prepare_checkpoints, restore
-from bessemer.session.start import completed, decide_shape, open_source
+from bessemer.session.start import ResolvedRun, choose_layout, complete_spec, decide_shape, open_source, resolve_run
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import use_tf32
-from bessemer.train.device import measure, pick_device, use_threads
+from bessemer.train.device import measure_machine, pick_device, use_threads
 from bessemer.train.job import Interrupt, Job, Outcome
 from bessemer.train.loop import is_evaluated, train_loop
 from bessemer.train.memory.fit import out_of_memory, report_out_of_memory
@@ -59,7 +58,7 @@ class Session:
         faults: Injection | None = None,
         restart: bool = False,
     ) -> None:
-        self.spec, self.datasets, self.faults = completed(spec), dict(datasets or {}), faults
+        self.spec, self.datasets, self.faults = complete_spec(spec), dict(datasets or {}), faults
         self.restart = restart and not is_relaunched()  # a relaunch by torchrun continues the run
         self.view = view or RunView()
         self.interrupt = Interrupt()
@@ -69,8 +68,8 @@ class Session:
     def train(self) -> Outcome:
         """Starts or continues the run. Every end but a kill is recorded as an event."""
         device = pick_device(self.spec.parallel)
-        self.world = join(device, timedelta(seconds=self.spec.parallel.patience))
-        with self.world.first_alone():
+        self.world = join_process_group(device, timedelta(seconds=self.spec.parallel.patience))
+        with self.world.main_process_first():
             if self.world.main:
                 check_processes(self.spec, self.source.shape if self.source else None, self.world.size)
             run = open_run(run_folder(self.spec)) if self.world.main else RunReader(run_folder(self.spec))
@@ -89,8 +88,8 @@ class Session:
             outcome = self._train(run)
         except UserError as error:
             run.event("refused", reason=str(error).splitlines()[0])  # the run is unchanged
-            if self.world.says_it_too(str(error)):
-                leave_to_rank_0(2)
+            if self.world.rank_0_reports_same_error(str(error)):
+                exit_silently(2)
             raise error if self.world.main else RankError(f"rank {self.world.rank}: {error}") from None
         except KeyboardInterrupt:
             run.event("interrupted", reason="Ctrl-C twice: stopped at once; the last checkpoint is intact")
@@ -136,14 +135,14 @@ class Session:
         def event(kind: str, **details: Any) -> None:
             self.view.event(run.event(kind, **details))
 
-        with self.world.first_alone():
+        with self.world.main_process_first():
             if self.world.main:
                 prepare_checkpoints(self.spec, run, self.restart, event)
             return load_previous_start(run)
 
     def _measure_machine(self, plan: Plan) -> Machine:
         use_threads(self.spec.parallel)
-        machine = self.world.agree(measure(self.world.device) if self.world.main else None)
+        machine = self.world.agree(measure_machine(self.world.device) if self.world.main else None)
         assert machine is not None
         reason = f"{machine.name}, {machine.threads} threads, {machine.source}"
         plan.add("parallel.device", self.world.device.type, reason, "found")
@@ -152,7 +151,7 @@ class Session:
     def _open_data(self, run: RunWriter, plan: Plan, previous: PreviousStart) -> tuple[Data, ModelShape, int]:
         """The data, and the model shape and context that it leads to."""
         self.view.activity("listing the sources")
-        with self.world.first_alone():
+        with self.world.main_process_first():
             resumed = previous.plan is not None and self.world.main
             if resumed and (files := describe_file_changes(run.folder, self.spec)):
                 note = f"files differ from those of the run's last start ({files}): the data is prepared again"
@@ -182,7 +181,7 @@ class Session:
 
     def _loop(self, job: Job) -> Outcome:
         """Runs the training loop, and responds to incidents, until the run ends."""
-        responder = IncidentResponder(job, job.saver.shelf)
+        responder = IncidentResponder(job, job.saver.store)
         job.guard.examine = responder.examine
         hangs = HangResponse(job, self.view.log)
         several = job.world.size > 1

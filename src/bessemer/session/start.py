@@ -2,27 +2,38 @@
 
 The vocabulary may grow: tokens of `tokenizer.special` that the folder lacks get new rows, initialised to the mean of
 the others.
+
+Resolves a spec to the settings of a run: layout, rows and training plan. `Session` uses it at each start;
+`bessemer inspect`, the emitters and `bench scaling` use it without starting a run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 
+from bessemer.data.stream.rows import Rows
 from bessemer.errors import UserError
-from bessemer.model.families.family import Family
-from bessemer.model.families.folder import Folder, check_folder, ours
-from bessemer.model.families.registry import read_shape
-from bessemer.model.transformer import Decoder, network
+from bessemer.model.families.folder import Folder, check_folder, native_tensors
+from bessemer.model.families.registry import Family, read_shape
+from bessemer.model.transformer import Decoder, make_module
 from bessemer.model.wrapped import LIMITS, WrappedModel, check_wrapped, load_wrapped, read_wrapped
-from bessemer.parallel.shard import fill
-from bessemer.plan.decide import decide_context
+from bessemer.parallel.shard import copy_shard
+from bessemer.parallel.world import World, set_timeouts
+from bessemer.plan.decide import TrainPlan, decide_context, decide_training
 from bessemer.plan.decision import Plan
+from bessemer.plan.hardware import Machine
+from bessemer.plan.search.layout import ONE_PROCESS, Layout, decide_layout, record_replicas
+from bessemer.session.data import Data, held_out_rows, make_rows, open_data, sizes
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.train.device import measure_machine
+from bessemer.train.evaluate import HeldOutSet
+from bessemer.train.speed import training_rate
 
 TOKEN_ROWS = ("embedding.weight", "head.weight", "head_bias")  # tensors with one row per token
 
@@ -50,7 +61,7 @@ def open_source(spec: RunSpec) -> WeightSource | None:
     return WeightSource(folder, *read_shape(folder.config))
 
 
-def completed(spec: RunSpec) -> RunSpec:
+def complete_spec(spec: RunSpec) -> RunSpec:
     """The spec with what it implies: the special tokens of its tasks, and the folder's tokenizer."""
     context = spec.data.context if isinstance(spec.data.context, int) else 0
     names = [name for task in spec.tasks if context or task.kind != "denoise" for name in task.special_tokens(context)]
@@ -136,16 +147,91 @@ def load_source(model: Decoder, source: WeightSource) -> int:
         load_wrapped(model, source.folder.path)
         return 0
     with torch.device("meta"):
-        check_folder(network(replace(model.shape, vocab=folder_vocab)), source.folder, source.family)
+        check_folder(make_module(replace(model.shape, vocab=folder_vocab)), source.folder, source.family)
     state = dict(model.state_dict())
     with torch.no_grad():
-        for name, tensor in ours(source.folder, replace(model.shape, vocab=folder_vocab), source.family):
+        for name, tensor in native_tensors(source.folder, replace(model.shape, vocab=folder_vocab), source.family):
             target = state.pop(name, None)
             if target is None:  # belongs to another pipeline stage
                 continue
             if name in TOKEN_ROWS and len(target) > folder_vocab:
                 mean = tensor.float().mean(dim=0, keepdim=tensor.ndim > 1).to(tensor.dtype)
                 tensor = torch.cat((tensor, mean.expand(len(target) - folder_vocab, *tensor.shape[1:])))
-            fill(target, tensor)
+            copy_shard(target, tensor)
     assert not state, f"no tensor of {source.family.name} fills {sorted(state)}"
     return model.shape.vocab - folder_vocab
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """Everything that is decided before a job is built."""
+
+    plan: Plan
+    training: TrainPlan
+    shape: ModelShape
+    context: int
+    data: Data
+    rows: dict[str, Rows]
+    held_out: dict[str, HeldOutSet]
+    source: WeightSource | None = None
+
+    def summary(self, training: TrainPlan) -> str:
+        """The plan in one line."""
+        rows = training.batch_rows[0][1]
+        return (
+            f"{human_count(self.shape.parameters)} parameters, vocabulary {self.shape.vocab:,}, "
+            f"{training.total_steps:,} steps of {rows} x {training.context} tokens, peak lr {training.peak_lr:g}, "
+            f"{training.precision}"
+        )
+
+
+def dry_run(spec: RunSpec, device: torch.device) -> ResolvedRun:
+    """Resolves a spec without starting a run. Prepares the spec's data if that has not been done."""
+    plan, source = Plan(), open_source(spec)
+    data = open_data(spec, plan)
+    shape, context = decide_shape(spec, source, data.tokenizer.vocab_size, plan)
+    return replace(resolve_run(spec, data, shape, context, measure_machine(device), plan), source=source)
+
+
+def resolve_run(
+    spec: RunSpec,
+    data: Data,
+    shape: ModelShape,
+    context: int,
+    machine: Machine,
+    plan: Plan,
+    previous: Plan | None = None,
+    layout: Layout = ONE_PROCESS,
+) -> ResolvedRun:
+    """Rows and training plan; `previous` is the plan of the checkpoint to continue from."""
+    rows, held_out = make_rows(spec, data, context), held_out_rows(data, context)
+    held_out_tokens = sum(held.tokens for held in held_out.values())
+    sources = sizes(spec, rows, data, context)
+    training = decide_training(spec, shape, context, machine, sources, held_out_tokens, plan, previous, layout)
+    return ResolvedRun(plan, training, shape, context, data, rows, held_out)
+
+
+def choose_layout(
+    spec: RunSpec, world: World, shape: ModelShape, context: int, machine: Machine, plan: Plan, previous: Plan | None
+) -> Machine:
+    """Decides how the model is parallelized and sets it up in `world`. A new run also measures precisions: the machine
+    with the result."""
+    if previous is None:
+        machine = world.agree(measure_precision(spec, machine, shape, context, world.device) if world.main else machine)
+    layout = decide_layout(spec, shape, context, machine, world.size, plan)
+    record_replicas(spec, layout, plan)
+    world.set_layout(layout, alone=spec.parallel.shard.alone)
+    set_timeouts(timedelta(seconds=spec.parallel.patience))
+    return machine
+
+
+def measure_precision(
+    spec: RunSpec, machine: Machine, shape: ModelShape, context: int, device: torch.device
+) -> Machine:
+    """On a CPU a fast bf16 matmul does not imply a fast step: trains two layers in both precisions to compare."""
+    promising = machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]
+    if device.type != "cpu" or spec.precision != "auto" or not promising or shape.wrapped:
+        return machine
+    short, rows = replace(shape, layers=min(2, shape.layers)), max(1, 1024 // context)
+    rates = {key: training_rate(short, context, rows, key, device, budget_s=0.3) for key in ("fp32", "bf16")}
+    return replace(machine, training=rates)

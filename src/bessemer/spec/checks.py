@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 
-from bessemer.spec.curate.step import StepSpec
-from bessemer.spec.document import Path
+from bessemer.spec.document import KeyPath
 from bessemer.spec.model import ModelSpec, model_shape
 from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
-from bessemer.spec.quantity import listed
+from bessemer.spec.quantity import format_names
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import preset
+from bessemer.spec.text_steps import StepSpec
 
-Problem = tuple[Path, str]
+Problem = tuple[KeyPath, str]
 MIN_VOCABS = {"bpe": 257, "char": 257, "wordpiece": 258, "unigram": 279}
 
 
@@ -71,7 +71,7 @@ def check_tasks(spec: RunSpec) -> Iterator[Problem]:
     for i, task in enumerate(spec.tasks):
         for name in task.sources:
             if name not in spec.data.sources:
-                yield ("tasks", i, "sources"), f"no source {name!r}: sources are {listed(spec.data.sources)}"
+                yield ("tasks", i, "sources"), f"no source {name!r}: sources are {format_names(spec.data.sources)}"
 
 
 def check_shape(spec: RunSpec) -> Iterator[Problem]:
@@ -132,7 +132,7 @@ def check_vocab(spec: RunSpec) -> Iterator[Problem]:
 def check_conversations(spec: RunSpec) -> Iterator[Problem]:
     """Steps that cut text cannot be applied to conversations, whose turns would no longer match."""
     chats = [name for name, source in spec.data.sources.items() if source.messages_field]
-    lists: list[tuple[Path, list[StepSpec]]] = [
+    lists: list[tuple[KeyPath, list[StepSpec]]] = [
         (("data", "sources", name, "clean"), spec.data.sources[name].clean) for name in chats
     ]
     if chats:
@@ -141,7 +141,7 @@ def check_conversations(spec: RunSpec) -> Iterator[Problem]:
         for i, step in enumerate(steps):
             cuts = step.step in ("dedup_paragraphs", "dedup_substrings") or getattr(step, "action", "") == "cut"
             if cuts:
-                fix = f"put it into clean of the other sources (conversations: {listed(chats)})"
+                fix = f"put it into clean of the other sources (conversations: {format_names(chats)})"
                 yield (*path, i), f"{step.step} cuts text, which is not possible in conversations: {fix}"
 
 
@@ -155,7 +155,7 @@ def check_batch(spec: RunSpec) -> Iterator[Problem]:
     budget, context = spec.budget, spec.data.context
     if context == "auto":
         return
-    sizes: list[tuple[Path, int]] = []
+    sizes: list[tuple[KeyPath, int]] = []
     if budget.batch != "auto":
         sizes.append((("budget", "batch"), budget.batch))
     sizes += [(("budget", "batch_changes", i, "batch"), change.batch) for i, change in enumerate(budget.batch_changes)]
@@ -205,12 +205,12 @@ def check_weights(spec: RunSpec) -> Iterator[Problem]:
 
 def check_phase_sources(spec: RunSpec) -> Iterator[Problem]:
     for i, phase in enumerate(spec.data.phases):
-        path: Path = ("data", "phases", i, "weights")
+        path: KeyPath = ("data", "phases", i, "weights")
         wrong = False
         for name in phase.weights:
             if name not in spec.data.sources:
                 wrong = True
-                yield (*path, name), f"no source {name!r}: sources are {listed(spec.data.sources)}"
+                yield (*path, name), f"no source {name!r}: sources are {format_names(spec.data.sources)}"
         if not wrong and not any(weight > 0 for weight in phase.weights.values()):
             yield path, "at least one source needs a weight above 0"
 
@@ -248,7 +248,7 @@ def check_forgetting(spec: RunSpec) -> Iterator[Problem]:
         yield path, "needs held-out documents: write data.validation: 1%, or remove this"
     for name in forget.sources:
         if name not in spec.data.sources:
-            yield (*path, "sources"), f"no source {name!r}: sources are {listed(spec.data.sources)}"
+            yield (*path, "sources"), f"no source {name!r}: sources are {format_names(spec.data.sources)}"
 
 
 def check_mup(spec: RunSpec) -> Iterator[Problem]:
@@ -377,13 +377,13 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
 )
 
 
-def _touches(read: str, broken: Path) -> bool:
-    path: Path = tuple(read.split("."))
+def _touches(read: str, broken: KeyPath) -> bool:
+    path: KeyPath = tuple(read.split("."))
     shared = min(len(path), len(broken))
     return path[:shared] == broken[:shared]
 
 
-def check(spec: RunSpec, broken: Collection[Path] = ()) -> list[Problem]:
+def check_spec(spec: RunSpec, broken: Collection[KeyPath] = ()) -> list[Problem]:
     """Every combination that cannot work. Checks that read a `broken` key are skipped."""
     return [
         problem

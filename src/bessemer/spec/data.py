@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from bessemer.spec.curate import dedup, scores, text
-from bessemer.spec.curate.step import StepSpec
+from bessemer.spec import text_steps as text
+from bessemer.spec.curate import dedup, scores
 from bessemer.spec.quantity import (
     AutoContext,
     AutoVocab,
@@ -21,10 +21,11 @@ from bessemer.spec.quantity import (
     ShortSection,
     SpecSection,
     check_url,
+    format_value,
     section,
     setting,
-    shown,
 )
+from bessemer.spec.text_steps import StepSpec
 
 STEPS: dict[str, type[StepSpec]] = {
     spec.step: spec
@@ -46,12 +47,13 @@ def _check_step(value: Any) -> Any:
     name = _step_name(value)
     if name is None:
         raise ValueError(
-            f"expected a step's name, or its name and settings such as length: {{min_chars: 100}}; got {shown(value)}"
+            "expected a step's name, or its name and settings such as length: {min_chars: 100}; "
+            f"got {format_value(value)}"
         )
     if name not in STEPS:
         near = difflib.get_close_matches(name, STEPS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"no step {shown(name)}{hint} (steps are {', '.join(STEPS)})")
+        raise ValueError(f"no step {format_value(name)}{hint} (steps are {', '.join(STEPS)})")
     return value
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from bessemer.errors import UserError
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 _BOOL = {"true": True, "false": False}
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)(e[-+]?[0-9]+)?", re.I)
@@ -33,11 +33,11 @@ class Document:
 
     data: Any
     name: str
-    lines: dict[Path, int] = field(default_factory=dict)
-    problems: list[tuple[Path, int, str]] = field(default_factory=list)
-    overrides: dict[Path, str] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    problems: list[tuple[KeyPath, int, str]] = field(default_factory=list)
+    overrides: dict[KeyPath, str] = field(default_factory=dict)
 
-    def _nearest(self, path: Path) -> Path | None:
+    def _nearest(self, path: KeyPath) -> KeyPath | None:
         """The nearest part with a known origin; for a section that only settings created, one of these settings."""
         if path and path not in self.overrides and path not in self.lines:
             below = next((known for known in self.overrides if known[: len(path)] == path), None)
@@ -46,14 +46,14 @@ class Document:
         ends = range(len(path), -1, -1)
         return next((path[:end] for end in ends if path[:end] in self.overrides or path[:end] in self.lines), None)
 
-    def place(self, path: Path) -> str:
+    def place(self, path: KeyPath) -> str:
         """`file:line` or `--set` of the nearest part with a known origin."""
         near = self._nearest(path)
         if near is None:
             return self.name
         return f"--set {self.overrides[near]}" if near in self.overrides else f"{self.name}:{self.lines[near]}"
 
-    def rank(self, path: Path) -> tuple[int, int]:
+    def rank(self, path: KeyPath) -> tuple[int, int]:
         """Sort key of messages: by line, then settings in the order of the command line."""
         near = self._nearest(path)
         if near in self.overrides:
@@ -61,7 +61,7 @@ class Document:
         return 0, self.lines[near] if near is not None else 0
 
 
-def scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """The value of an unquoted word: a number, true, false, None, or the word itself."""
     if text.lower() in _BOOL:
         return _BOOL[text.lower()]
@@ -85,7 +85,7 @@ class _Reader:
         self.document = document
         self.nodes = 0
 
-    def to_plain(self, node: yaml.Node, path: Path) -> Any:
+    def to_plain(self, node: yaml.Node, path: KeyPath) -> Any:
         line = node.start_mark.line + 1
         self.document.lines.setdefault(path, line)
         self.nodes += 1
@@ -96,12 +96,12 @@ class _Reader:
             self._problem(path, line, f"the tag {tag.strip('!')!r} is not supported: write the value itself")
         if isinstance(node, yaml.ScalarNode):
             text = self._clean(node.value, path, line)
-            return text if node.style in ("'", '"', "|", ">") else scalar(text)
+            return text if node.style in ("'", '"', "|", ">") else parse_scalar(text)
         if isinstance(node, yaml.SequenceNode):
             return [self.to_plain(item, (*path, i)) for i, item in enumerate(node.value)]
         return self._mapping(node, path)
 
-    def _mapping(self, node: yaml.Node, path: Path) -> dict[str, Any]:
+    def _mapping(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
@@ -120,12 +120,12 @@ class _Reader:
             result[key] = self.to_plain(value_node, (*path, key))
         return result
 
-    def _clean(self, text: str, path: Path, line: int) -> str:
+    def _clean(self, text: str, path: KeyPath, line: int) -> str:
         if match := _CONTROL.search(text):
             self._problem(path, line, f"contains the control character {match[0]!r}: remove it")
         return _CONTROL.sub("_", text)
 
-    def _problem(self, path: Path, line: int, message: str) -> None:
+    def _problem(self, path: KeyPath, line: int, message: str) -> None:
         self.document.problems.append((path, line, message))
 
 
@@ -148,7 +148,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         raise UserError(f"{name}: not YAML: {' '.join(str(error).split())}; check quotes and escapes") from None
 
 
-def parse(text: str, name: str) -> Document:
+def parse_yaml(text: str, name: str) -> Document:
     """Parse YAML text to a Document. A syntax error is a UserError with its line."""
     document = Document(None, name)
     node = _compose(text, name)
@@ -158,7 +158,7 @@ def parse(text: str, name: str) -> Document:
     return document
 
 
-def override(document: Document, setting: str) -> None:
+def apply_override(document: Document, setting: str) -> None:
     """Apply one setting `a.b=c`; c is parsed as YAML, so numbers, lists and `auto` work."""
     name = f"--set {setting}"
     key, equals, text = setting.partition("=")
@@ -195,7 +195,7 @@ def _key_of(target: Any, part: str, place: str) -> str | int:
     return int(part)
 
 
-def _as_container(inner: Any, path: Path, next_part: str) -> Any:
+def _as_container(inner: Any, path: KeyPath, next_part: str) -> Any:
     """The mapping or list that a dotted override goes into. A short form (`model: 10M`, `web: data/`) is expanded."""
     if isinstance(inner, dict) or (isinstance(inner, list) and next_part.isdecimal()):
         return inner

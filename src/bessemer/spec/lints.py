@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from bessemer.spec.data import SourceSpec
-from bessemer.spec.document import Path as KeyPath
+from bessemer.spec.document import KeyPath
 from bessemer.spec.mixture import domain_of
 from bessemer.spec.model import model_shape
 from bessemer.spec.published import (
@@ -433,7 +433,7 @@ RULES: dict[str, Callable[[LintFacts], Warnings]] = {
 }  # fmt: skip
 
 
-def lint(spec: RunSpec, folder: Path | None = Path(), gpu: str = "") -> list[Lint]:
+def lint_spec(spec: RunSpec, folder: Path | None = Path(), gpu: str = "") -> list[Lint]:
     """Warnings about a valid spec, except silenced ones. `folder` is the base of relative data paths; None if the files
     are not on this machine."""
     facts = LintFacts(spec, folder, gpu)

@@ -19,11 +19,10 @@ from pydantic_core import ErrorDetails
 
 from bessemer.errors import UserError
 from bessemer.spec import hints
-from bessemer.spec.checks import check
+from bessemer.spec.checks import check_spec
 from bessemer.spec.data import STEPS, SourceSpec
-from bessemer.spec.document import Document, override, parse, scalar
-from bessemer.spec.document import Path as KeyPath
-from bessemer.spec.quantity import shown
+from bessemer.spec.document import Document, KeyPath, apply_override, parse_scalar, parse_yaml
+from bessemer.spec.quantity import format_value
 from bessemer.spec.schema import RunSpec
 
 _EXPECTED = {
@@ -188,11 +187,15 @@ def _explain(error: ErrorDetails, path: KeyPath) -> str:
     if kind == "missing":
         return f"missing{_example(path)}"
     if kind in _EXPECTED:
-        message = f"expected {_EXPECTED[kind]}, got {shown(given)}"
-        if kind in ("int_type", "float_type") and isinstance(given, str) and isinstance(scalar(given), (int, float)):
+        message = f"expected {_EXPECTED[kind]}, got {format_value(given)}"
+        if (
+            kind in ("int_type", "float_type")
+            and isinstance(given, str)
+            and isinstance(parse_scalar(given), (int, float))
+        ):
             return f"{message}: remove the quotes"
         if kind == "string_type" and isinstance(given, (int, float)):
-            return f'{message}: put it in quotes, {path[-1]}: "{shown(given)}"'
+            return f'{message}: put it in quotes, {path[-1]}: "{format_value(given)}"'
         if path[:2] == ("data", "sources") and len(path) == 3:
             return f"{message}; write {path[-1]}: PATH, or a mapping with path, weight, ..."
         if kind == "model_type" and not isinstance(given, (dict, list)):
@@ -202,11 +205,11 @@ def _explain(error: ErrorDetails, path: KeyPath) -> str:
         allowed = error["ctx"]["expected"].replace("'", "")
         words = allowed.replace(" or ", ", ").split(", ")
         near = difflib.get_close_matches(str(given), words, n=1)
-        return f"expected {allowed}, got {shown(given)}" + (f"; did you mean {near[0]}?" if near else "")
+        return f"expected {allowed}, got {format_value(given)}" + (f"; did you mean {near[0]}?" if near else "")
     if kind == "value_error":
         return error["msg"].removeprefix("Value error, ")
     message = error["msg"][:1].lower() + error["msg"][1:]
-    return message.replace("input", shown(given), 1) + _example(path)
+    return message.replace("input", format_value(given), 1) + _example(path)
 
 
 def _repair(data: Any, path: KeyPath, missing: bool) -> KeyPath:
@@ -272,7 +275,7 @@ def validate(document: Document) -> RunSpec:
                 broken.add(path)
             broken.add(_repair(data, path, detail["type"] == "missing"))
     if spec is not None:
-        for path, message in check(spec, broken):
+        for path, message in check_spec(spec, broken):
             add_problem(path, message)
     if problems:
         raise SpecError([text for _, text in sorted(problems, key=lambda item: item[0])])
@@ -300,11 +303,11 @@ def read_text(path: Path) -> str:
 def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedSpec:
     """Read a file, apply overrides, validate."""
     path = Path(path)
-    document = parse(read_text(path), str(path))
+    document = parse_yaml(read_text(path), str(path))
     problems = []
     for setting in overrides:
         try:
-            override(document, setting)
+            apply_override(document, setting)
         except UserError as error:
             problems.append(" ".join(str(error).split()))
     try:
@@ -313,10 +316,10 @@ def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ())
         raise SpecError([*error.problems, *problems]) from None
     if problems:
         raise SpecError(problems)
-    return LoadedSpec(named(spec, path), document)
+    return LoadedSpec(with_default_name(spec, path), document)
 
 
-def named(spec: RunSpec, path: Path) -> RunSpec:
+def with_default_name(spec: RunSpec, path: Path) -> RunSpec:
     """The spec with the name of its file, if it has no name."""
     if spec.name != "auto":
         return spec
@@ -344,7 +347,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = None if isinstance(scalar(text), str) else "'"
+    style = None if isinstance(parse_scalar(text), str) else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -48,7 +48,7 @@ GROUPS = (
 
 def target_shares(present: Collection[Domain]) -> dict[Domain, float]:
     """The share of each present domain; they sum to 1. `other` counts as `web`."""
-    domains = {pooled(domain) for domain in present}
+    domains = {pool_domain(domain) for domain in present}
     groups = [
         (group.share, {domain: inside for domain, inside in group.inside.items() if domain in domains})
         for group in GROUPS
@@ -61,7 +61,7 @@ def target_shares(present: Collection[Domain]) -> dict[Domain, float]:
     }
 
 
-def pooled(domain: Domain) -> Domain:
+def pool_domain(domain: Domain) -> Domain:
     """The domain whose share a source uses: `other` counts as `web`."""
     return "web" if domain == "other" else domain
 
@@ -176,7 +176,7 @@ def quantise(weights: Mapping[str, float]) -> Mixture:
     return Mixture(tuple(exact), tuple(counts[name] for name in exact), block)
 
 
-def share_out(counts: Mapping[str, int], total: int, limits: Mapping[str, int]) -> dict[str, int]:
+def apportion(counts: Mapping[str, int], total: int, limits: Mapping[str, int]) -> dict[str, int]:
     """Divide `total` sequences in proportion to `counts` by largest remainder, none above its limit; without zeros.
 
     What a limited source cannot take goes to the others; the sum is smaller only if all are limited.

@@ -146,11 +146,11 @@ class ObjectiveSpec(ShortSection, short="kind"):
     def special_tokens(self, context: int) -> list[str]:
         """The special tokens that the tokenizer needs; a denoise document can be as long as the context."""
         if self.kind == "denoise" and not self.tokens:
-            return [f"<extra_id_{k}>" for k in range(spans_of(context, **self.settings())[1])]
+            return [f"<extra_id_{k}>" for k in range(count_spans(context, **self.settings())[1])]
         return self.tokens or TOKENS.get(self.kind, [])
 
 
-def spans_of(length: int, rate: float, span: float) -> tuple[int, int]:
+def count_spans(length: int, rate: float, span: float) -> tuple[int, int]:
     """(tokens in spans, spans) of a text of at least 2 tokens, by the rule of T5's random_spans_noise_mask."""
     noise = min(max(round(length * rate), 1), length - 1)
     return noise, min(max(round(noise / span), 1), length - noise)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from bessemer.spec.quantity import AutoNumber, Share, SpecSection, setting
 
-LEAN = ("adamw", "adam", "lion")  # optimizers with Bessemer's own low-memory step
+LOW_MEMORY_OPTIMIZERS = ("adamw", "adam", "lion")  # optimizers with Bessemer's own low-memory step
 BLOCK = 256  # elements of an 8-bit moment that share a scale
 # Moments per parameter. Adafactor stores a row and a column per matrix. Muon has one for matrices, and two for the
 # embedding and the head, which AdamW updates.
@@ -93,11 +93,15 @@ def optimizer_bytes(optimizer: OptimizerSpec, memory: MemorySpec, precision: str
 
 def memory_problems(optimizer: OptimizerSpec, memory: MemorySpec, precision: str) -> Iterator[tuple[str, str]]:
     """Keys of the memory section that conflict with the rest of the spec, each with the fix."""
-    if memory.lean and optimizer.name not in LEAN:
+    if memory.lean and optimizer.name not in LOW_MEMORY_OPTIMIZERS:
         set_keys = {"weights": memory.kept != "fp32", "moments": memory.moments != "fp32",
                  "offload_optimizer": memory.offload_optimizer, "update": memory.update != "after"}  # fmt: skip
         for key in (key for key, is_set in set_keys.items() if is_set):
-            yield key, f"{optimizer.name} has its own state: remove this, or write optimizer.name: {', '.join(LEAN)}"
+            yield (
+                key,
+                f"{optimizer.name} has its own state: remove this, or write optimizer.name: "
+                f"{', '.join(LOW_MEMORY_OPTIMIZERS)}",
+            )
     if memory.kept != "fp32" and precision not in ("auto", "bf16", "fp8", "fp8_rowwise"):
         yield "weights", f"{memory.kept} stores weights in bf16, but precision is {precision}: write precision: bf16"
     if memory.update == "in_backward" and precision == "fp16":

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bessemer.errors import UserError
-from bessemer.spec.curate.step import StepSpec
-from bessemer.spec.document import Path
-from bessemer.spec.quantity import shown
+from bessemer.spec.document import KeyPath
+from bessemer.spec.quantity import format_value
 from bessemer.spec.schema import RunSpec
+from bessemer.spec.text_steps import StepSpec
 
 Expected = Literal["file", "folder", "any"]
 CHAT_TEMPLATES = ("chatml", "llama3", "plain")  # other values of tokenizer.chat are files or templates
@@ -39,7 +39,7 @@ STEP_PATHS: dict[str, dict[str, Expected]] = {
 class NamedPath:
     """A path, its key, and what it must be."""
 
-    key: Path
+    key: KeyPath
     path: str
     expected: Expected = "any"
     wildcards: bool = False
@@ -67,7 +67,7 @@ def named_paths(spec: RunSpec) -> Iterator[NamedPath]:
         yield NamedPath(("tokenizer", "chat"), chat, "file")
 
 
-def _step_paths(key: Path, steps: list[StepSpec]) -> Iterator[NamedPath]:
+def _step_paths(key: KeyPath, steps: list[StepSpec]) -> Iterator[NamedPath]:
     for i, step in enumerate(steps):
         for name, expected in STEP_PATHS.get(step.step, {}).items():
             for path in _flat(getattr(step, name)):
@@ -89,11 +89,11 @@ def _flat(value: Any) -> list[str]:
 
 def path_problems(
     spec: RunSpec, read_config: Callable[[dict[str, Any]], object] | None = None
-) -> Iterator[tuple[Path, str]]:
+) -> Iterator[tuple[KeyPath, str]]:
     """(key, problem with its fix) of each unusable path. `read_config` raises UserError for a config.json that no
     native model can be built from."""
     for named in named_paths(spec):
-        problem = missing(named)
+        problem = find_path_problem(named)
         if problem is None and named.key == ("model", "hf"):
             problem = _model_problem(named.path, spec, read_config)
         if problem is None and named.key == ("start_from",):
@@ -106,7 +106,7 @@ def path_problems(
             yield named.key, problem
 
 
-def missing(named: NamedPath) -> str | None:
+def find_path_problem(named: NamedPath) -> str | None:
     """Why the path cannot be used; None if it can, or if it is a URL."""
     scheme, separator, rest = named.path.partition("://")
     if separator and scheme not in ("file", "local"):
@@ -118,20 +118,20 @@ def missing(named: NamedPath) -> str | None:
             return (
                 None
                 if next(glob.iglob(path, recursive=True), None)
-                else f"no file matches {shown(named.path)}: correct the pattern"
+                else f"no file matches {format_value(named.path)}: correct the pattern"
             )
         os.stat(path)
         readable = os.access(path, os.R_OK | (os.X_OK if mode == "folder" else 0))
         if readable and mode == "folder" and named.expected != "file":
             with os.scandir(path) as entries:
                 if next(entries, None) is None:
-                    return f"{shown(named.path)} is an empty folder: write another, or fill it"
+                    return f"{format_value(named.path)} is an empty folder: write another, or fill it"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         return _explain_error(error, named)
     if not readable:
-        return f"{shown(named.path)} cannot be read: permission denied; change its permissions"
+        return f"{format_value(named.path)} cannot be read: permission denied; change its permissions"
     if named.expected not in ("any", mode):
-        return f"{shown(named.path)} is a {mode}: write a {named.expected}"
+        return f"{format_value(named.path)} is a {mode}: write a {named.expected}"
     return None
 
 
@@ -139,7 +139,9 @@ def _explain_error(error: OSError | ValueError, named: NamedPath) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOENT, errno.ENOTDIR):
         kind = "file or folder" if named.expected == "any" else named.expected
-        problem = f"no such {kind}: {shown(named.path)}: correct the path (relative to {shown(os.getcwd())})"
+        problem = (
+            f"no such {kind}: {format_value(named.path)}: correct the path (relative to {format_value(os.getcwd())})"
+        )
         if named.key == ("model", "hf") and re.fullmatch(r"[\w.-]+/[\w.-]+", named.path):
             name = named.path.partition("/")[2]
             problem += (
@@ -147,12 +149,14 @@ def _explain_error(error: OSError | ValueError, named: NamedPath) -> str:
             )
         return problem
     if code == errno.ENAMETOOLONG:
-        return f"a path of {len(named.path)} characters is too long for this file system: {shown(named.path)}"
-    return f"{shown(named.path)} cannot be read: {error.strerror if isinstance(error, OSError) else error}"
+        return f"a path of {len(named.path)} characters is too long for this file system: {format_value(named.path)}"
+    return f"{format_value(named.path)} cannot be read: {error.strerror if isinstance(error, OSError) else error}"
 
 
 def _check_contains(folder: str, file: str, problem: str) -> str | None:
-    return None if os.path.isfile(os.path.join(os.path.expanduser(folder), file)) else f"{shown(folder)} {problem}"
+    return (
+        None if os.path.isfile(os.path.join(os.path.expanduser(folder), file)) else f"{format_value(folder)} {problem}"
+    )
 
 
 def _model_problem(folder: str, spec: RunSpec, read_config: Callable[[dict[str, Any]], object] | None) -> str | None:
@@ -161,9 +165,9 @@ def _model_problem(folder: str, spec: RunSpec, read_config: Callable[[dict[str, 
     full = os.path.expanduser(folder)
     names = os.listdir(full)
     if not any(name.endswith(".safetensors") for name in names):
-        return f"{shown(folder)} has no weights: it needs model.safetensors or model.safetensors.index.json"
+        return f"{format_value(folder)} has no weights: it needs model.safetensors or model.safetensors.index.json"
     if spec.tokenizer.path is None and not {"tokenizer.json", "tokenizer.model"} & set(names):
-        return f"{shown(folder)} has no tokenizer.json: write tokenizer: {{path: FILE}}"
+        return f"{format_value(folder)} has no tokenizer.json: write tokenizer: {{path: FILE}}"
     try:
         with open(os.path.join(full, "config.json"), encoding="utf-8") as file:
             config = json.load(file)
@@ -172,7 +176,7 @@ def _model_problem(folder: str, spec: RunSpec, read_config: Callable[[dict[str, 
         if read_config is not None and not spec.model.wrap:
             read_config(config)
     except UserError as error:
-        return f"{shown(folder)}: {error}"
+        return f"{format_value(folder)}: {error}"
     except (OSError, ValueError, RecursionError) as error:
-        return f"{shown(folder)}: config.json cannot be read ({error}): download or save it again"
+        return f"{format_value(folder)}: config.json cannot be read ({error}): download or save it again"
     return None

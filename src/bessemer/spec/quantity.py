@@ -58,7 +58,7 @@ _TIME_PART = re.compile(rf"{_NUMBER}\s*([a-z]+)[\s,]*", re.I)
 _LONGEST_TEXT = 64
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value for a message: in YAML notation, on one line, shortened."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -75,14 +75,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
 
 
-def listed(names: Iterable[str], most: int = 8) -> str:
+def format_names(names: Iterable[str], most: int = 8) -> str:
     """Names for a message: the first ones, and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def _invalid(forms: str, value: Any, reason: str = "") -> ValueError:
-    return ValueError(f"expected {forms}, got {shown(value)}" + (f": {reason}" if reason else ""))
+    return ValueError(f"expected {forms}, got {format_value(value)}" + (f": {reason}" if reason else ""))
 
 
 def _match(pattern: re.Pattern[str], value: Any) -> re.Match[str] | None:
@@ -299,7 +299,7 @@ def check_url(value: str, example: str) -> str:
     """The value if it is a URL without a password; ValueError otherwise."""
     scheme, separator, rest = value.partition("://")
     if not (scheme and separator and rest.strip("/")):
-        raise ValueError(f"expected a URL such as {example}, got {shown(value)}")
+        raise ValueError(f"expected a URL such as {example}, got {format_value(value)}")
     if "@" in rest.partition("/")[0]:
         raise ValueError("the URL contains a password: remove it, and set it in the environment")
     return value

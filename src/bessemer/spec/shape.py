@@ -149,7 +149,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """All parameters; a tied embedding counts once."""
-        return sum(parts(self).values())
+        return sum(parameter_counts(self).values())
 
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs per token, forward and backward: 6 N + 12 L d T, attention in full (the PaLM convention)."""
@@ -237,7 +237,7 @@ def with_vocab(shape: ModelShape, vocab: int) -> ModelShape:
     return replace(shape, vocab=vocab)
 
 
-def parts(shape: ModelShape) -> dict[str, int]:
+def parameter_counts(shape: ModelShape) -> dict[str, int]:
     """Parameters by part, in the order of the forward pass; parts without parameters are left out."""
     if shape.wrapped:
         return {"wrapped": shape.wrapped_parameters}
@@ -324,9 +324,9 @@ def _mamba_matrices(shape: ModelShape) -> int:
     return (3 * inner + 2 * mamba.groups * mamba.state + mamba.heads) * shape.width
 
 
-def active(shape: ModelShape) -> int:
+def active_parameters(shape: ModelShape) -> int:
     """Active parameters per token: only the experts that it is routed to."""
-    found = parts(shape)
+    found = parameter_counts(shape)
     total = sum(found.values())
     return total - _idle(shape, found) if shape.moe else total
 
@@ -336,12 +336,12 @@ def _idle(shape: ModelShape, found: dict[str, int]) -> int:
     return found.get("experts", 0) * (shape.moe.experts - shape.moe.top_k) // shape.moe.experts
 
 
-def multiplied(shape: ModelShape) -> int:
+def matmul_parameters(shape: ModelShape) -> int:
     """Parameters in matrix products per token. Excludes embeddings, norms, biases and short convolutions (0.004 % of
     a 7B model, 0.1 % of GPT-2)."""
     if shape.wrapped:
-        return active(shape) - shape.vocab * shape.width * (not shape.tied)
-    found = parts(shape)
+        return active_parameters(shape) - shape.vocab * shape.width * (not shape.tied)
+    found = parameter_counts(shape)
     mixers = sum(
         _mamba_matrices(shape) if shape.mixer(layer) == "mamba" else _attention_matrices(shape)
         for layer in range(shape.layers)
@@ -357,7 +357,7 @@ def multiplied(shape: ModelShape) -> int:
 def flops_per_token(shape: ModelShape, context: int) -> int:
     """Training FLOPs per token, forward and backward: 6 N + 12 L d T with attention in full; windows bound the keys.
     Tests compare it with torch's FLOP counter for every family."""
-    total = 6 * multiplied(shape)
+    total = 6 * matmul_parameters(shape)
     value_dim = shape.mla.value_dim if shape.mla else shape.head_dim
     for layer in range(shape.layers):
         if shape.mixer(layer) == "attention":

@@ -22,10 +22,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bessemer.model.attention import Place, Rotary
-from bessemer.model.block import Entered, TransformerBlock
+from bessemer.model.attention import AttentionInputs, Rotary
 from bessemer.model.moe import MixtureOfExperts
-from bessemer.model.transformer import Decoder, compute_dtype
+from bessemer.model.transformer import Decoder, ProjectedInputs, TransformerBlock, compute_dtype
 
 
 class CompiledBlocks:
@@ -46,8 +45,8 @@ class CompiledBlocks:
         inner = self._inner.setdefault(block, [module for module in block.modules() if module is not block])
         return not any(module._forward_hooks or module._forward_pre_hooks for module in inner)
 
-    def enter(self, block: TransformerBlock, x_BTW: Tensor, rotary: Rotary | None) -> Entered:
-        parts: Entered = self._enter(block, x_BTW, rotary)
+    def enter(self, block: TransformerBlock, x_BTW: Tensor, rotary: Rotary | None) -> ProjectedInputs:
+        parts: ProjectedInputs = self._enter(block, x_BTW, rotary)
         return parts
 
     def leave(self, block: TransformerBlock, x_BTW: Tensor, h_BTW: Tensor | None, out_BTNE: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ class CompiledBlocks:
             for block in _blocks(model)
         )
 
-    def through(self, model: Decoder, x_BTW: Tensor, place: Place) -> Tensor:
+    def through(self, model: Decoder, x_BTW: Tensor, place: AttentionInputs) -> Tensor:
         block, *rest = _blocks(model)
         _, q_BTND, k_BTKD, v_BTKE = self._enter(block, x_BTW, block.attention.rotary(place))
         for following in rest:
@@ -81,7 +80,7 @@ def _blocks(model: Decoder) -> list[TransformerBlock]:
     return cast("list[TransformerBlock]", list(model.blocks))
 
 
-def _enter(block: TransformerBlock, x_BTW: Tensor, rotary: Rotary | None) -> Entered:
+def _enter(block: TransformerBlock, x_BTW: Tensor, rotary: Rotary | None) -> ProjectedInputs:
     return block.enter(x_BTW, rotary)
 
 

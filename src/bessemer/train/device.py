@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bessemer.errors import UserError
 from bessemer.plan.hardware import Ceilings, Machine, ceilings_path, load_ceilings
-from bessemer.spec.parallel import ParallelSpec
+from bessemer.spec.schema import ParallelSpec
 
 
 def pick_device(spec: ParallelSpec) -> torch.device:
@@ -124,7 +124,7 @@ def stored_ceilings(device: torch.device) -> Ceilings | None:
     return load_ceilings(bench_file(device))
 
 
-def measure(device: torch.device) -> Machine:
+def measure_machine(device: torch.device) -> Machine:
     """Name, memory and matmul rates: those stored by `bessemer bench`, or from a probe of under a second."""
     name, memory = name_and_memory(device)
     machine, stored = Machine(device.type, name, memory, torch.get_num_threads()), stored_ceilings(device)

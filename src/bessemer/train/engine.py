@@ -16,10 +16,9 @@ from torch import Tensor
 from bessemer.data.stream.batches import Batch
 from bessemer.model.moe import MixtureOfExperts, update_choice_bias
 from bessemer.model.transformer import Decoder
-from bessemer.optim.ema import Ema
-from bessemer.optim.guarded import GuardedOptimizer
-from bessemer.optim.schedule import Schedule
-from bessemer.parallel.shard import add_up_experts, send_gradients, square_of
+from bessemer.optim.choose import Schedule
+from bessemer.optim.guarded import Ema, GuardedOptimizer
+from bessemer.parallel.shard import reduce_expert_gradients, set_gradient_sync, squared_grad_norm
 from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
 from bessemer.spec.schema import RunSpec
@@ -89,7 +88,7 @@ def forward_backward(
     while inputs:
         hooks.before_micro_batch()
         last = len(inputs) == 1
-        send_gradients(model, now=last and sync_gradients)
+        set_gradient_sync(model, now=last and sync_gradients)
         with hooks.span("forward"), compute_in(precision, device):
             terms = objective.loss(model, inputs.popleft(), count)
         with hooks.span("backward"):
@@ -103,12 +102,12 @@ class PipelineRunner:
     """Runs the micro-batches of a step through the stages of a pipeline."""
 
     def __init__(self, pipeline: Pipeline, model: Decoder, objective: Pretrain, precision: str, sequence: bool) -> None:
-        from bessemer.parallel.tensor import sequential
+        from bessemer.parallel.tensor import uses_sequence_parallel
 
         self.pipeline, self.model, self.objective = pipeline, model, objective
         world = pipeline.world
-        pipeline.computing = lambda: compute_in(precision, world.device)
-        pipeline.divided_rows = world.layout.tp > 1 and sequential(model.shape, sequence)
+        pipeline.compute_context = lambda: compute_in(precision, world.device)
+        pipeline.divided_rows = world.layout.tp > 1 and uses_sequence_parallel(model.shape, sequence)
 
     @property
     def repeated_weight(self) -> Tensor | None:
@@ -187,7 +186,7 @@ class Engine:
                 self.model, self.objective, inputs, count, precision or self.plan.precision, scale,
                 self.optimizer.backward, hooks=hooks,
             )  # fmt: skip
-        add_up_experts(self.model, self.world)
+        reduce_expert_gradients(self.model, self.world)
         return result
 
     def reduce(self, result: PassResult, rows: int = 0) -> Tensor:
@@ -199,12 +198,12 @@ class Engine:
         square = self.optimizer.square()
         if square is None:
             repeated = self.pipeline.repeated_weight if self.pipeline else None
-            square = square_of((p for p in self.optimizer.parameters if p is not repeated), world)
-        reports = 1.0 if world.speaks else 0.0
+            square = squared_grad_norm((p for p in self.optimizer.parameters if p is not repeated), world)
+        reports = 1.0 if world.reports_losses else 0.0
         scalars = torch.stack((result.loss.double() * reports, result.correct.double() * reports, square))
         # A slot for every row of the step. Context-parallel ranks add their columns up; the other ranks add zeros.
         rows_2R = torch.zeros(2, rows * world.layout.dp, dtype=torch.float64, device=self.device)
-        if world.speaks and rows and result.row_sums:
+        if world.reports_losses and rows and result.row_sums:
             rows_2R[:, rows * world.dp_rank :][:, :rows] = torch.cat(result.row_sums, 1).double()
         sums = world.add(torch.cat((scalars, rows_2R.flatten())))
         result.loss, result.correct = sums[0].float(), sums[1].float()
@@ -249,7 +248,7 @@ class Engine:
 
     def finish_load(self, state: dict[str, Tensor]) -> None:
         """After a load into all or some of `load_targets`."""
-        self.optimizer.put_back(self.model, state)
+        self.optimizer.apply_loaded(self.model, state)
 
     def _averages_and_scale(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
@@ -263,7 +262,7 @@ class Engine:
     def can_abandon_step(self) -> bool:
         """Whether a step may end between two micro-batches without a trace: one rank decides alone, and nothing is
         updated before the backward passes are over."""
-        return self.world.size == 1 and self.optimizer.judged_first and self.optimizer.whole
+        return self.world.size == 1 and self.optimizer.rejects_before_update and self.optimizer.whole
 
     @property
     def is_compiled(self) -> bool:

@@ -13,7 +13,7 @@ from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
 from bessemer.data.stream.rows import ConcatRows, Rows
 from bessemer.model.transformer import Decoder
-from bessemer.parallel.shard import drop_gathered
+from bessemer.parallel.shard import free_gathered_weights
 from bessemer.parallel.world import World
 from bessemer.spec.mixture import quantise
 from bessemer.train.compile import compute_in
@@ -91,7 +91,7 @@ class Evaluator:
             return self._evaluate(model, objective, pipeline, on_batch or (lambda done, total: None))
         finally:
             model.train()
-            drop_gathered(model)  # these weights may be averages, which are swapped out next
+            free_gathered_weights(model)  # these weights may be averages, which are swapped out next
 
     def _evaluate(
         self, model: Decoder, objective: Pretrain, pipeline: PipelineRunner | None, on_batch: Callable[[int, int], None]
@@ -117,7 +117,7 @@ class Evaluator:
                 else:
                     with compute_in(self.precision, self.device):
                         results = [objective_here.loss(model, inputs[0], 1.0)]
-                if not world.speaks:
+                if not world.reports_losses:
                     continue
                 for _, part, terms in zip(range(first, steps), inputs, results, strict=False):
                     loss += float(terms.nll)

@@ -12,9 +12,9 @@ from bessemer.checkpoint.lineage import read_tags
 from bessemer.checkpoint.manifest import DamagedCheckpoint, verify
 from bessemer.checkpoint.store import TAGS
 from bessemer.errors import UserError
-from bessemer.guard.detect.alarm import Alarm
-from bessemer.guard.forgetting import Record, forgetting, loss_of, since_start, standings
-from bessemer.observe.figure import Lines, svg_file
+from bessemer.guard.alarm import Alarm
+from bessemer.guard.forgetting import Record, check_forgetting, forgetting_states, since_start, source_loss
+from bessemer.observe.figure import LineChart, svg_file
 from bessemer.observe.format import short_path
 from bessemer.spec.guard import ForgetSpec, GuardSpec
 from bessemer.storage import write_atomic
@@ -49,7 +49,7 @@ def _evaluations(job: Job, *newest: Record) -> list[Record]:
 def rises(job: Job, record: Record) -> dict[str, float]:
     """Relative increase of the watched sources' losses since step 0, for the evaluation's record."""
     spec = check_watched_sources(job.spec.guard, job.data.evaluator)
-    current = standings(spec, _evaluations(job, record)) if spec else []
+    current = forgetting_states(spec, _evaluations(job, record)) if spec else []
     return {standing.source: standing.rise for standing in current}
 
 
@@ -66,14 +66,14 @@ def judge_forgetting(job: Job, done: int, changes: dict[int, str]) -> Alarm | No
     _write(job, PLOT, svg_file(curves(spec, records, changes).svg()))
     position = job.data.stream.steps.position(done - 1)
     mixture = [mixture for start, mixture in job.plan.mixtures if start <= position][-1]
-    if spec.action == "rollback" and not any(standing.in_a_row for standing in standings(spec, records)):
+    if spec.action == "rollback" and not any(standing.in_a_row for standing in forgetting_states(spec, records)):
         _keep_newest(job)
-    return forgetting(spec, records, mixture.shares)
+    return check_forgetting(spec, records, mixture.shares)
 
 
 def _keep_newest(job: Job) -> None:
     """Tag the newest checkpoint as within the limit: retention keeps tagged ones."""
-    shelf = job.saver.shelf
+    shelf = job.saver.store
     try:
         tags = read_tags(shelf.folder)
         if (committed := shelf.committed()) and tags.get(REMEMBERS) != (newest := committed[-1][0].name):
@@ -82,13 +82,13 @@ def _keep_newest(job: Job) -> None:
         job.recorder.event("save_failed", reason=f"the tag {REMEMBERS}: {error}")
 
 
-def curves(spec: ForgetSpec, records: Sequence[Record], changes: dict[int, str]) -> Lines:
+def curves(spec: ForgetSpec, records: Sequence[Record], changes: dict[int, str]) -> LineChart:
     """Held-out losses of all sources over the steps, with the limits of the watched ones."""
-    series = {name: [loss_of(record, name) for record in records] for name in records[-1]["per_source"]}
+    series = {name: [source_loss(record, name) for record in records] for name in records[-1]["per_source"]}
     for name in spec.sources:
         series[f"limit of {name}"] = [series[name][0] * (1 + spec.limit)] * len(records)
     marks = {f"{what.removeprefix('the ').removesuffix(' changes')} {step:,}": step for step, what in changes.items()}
-    return Lines("held-out loss", [record["step"] for record in records], series, "step", marks=marks)
+    return LineChart("held-out loss", [record["step"] for record in records], series, "step", marks=marks)
 
 
 def end_forgetting_run(job: Job, alarm: Alarm, validation: dict[str, Any]) -> Outcome | None:
@@ -110,7 +110,7 @@ def _go_back(job: Job, alarm: Alarm) -> tuple[int, str]:
     """Make the last intact checkpoint within the limit the newest; its step, 0 for none, and a phrase for the
     report."""
     job.saver.wait(job)
-    for folder, manifest in reversed(job.saver.shelf.committed()):
+    for folder, manifest in reversed(job.saver.store.committed()):
         if not 0 < manifest.step <= alarm.finding.evidence["remembered"]:
             continue
         try:
@@ -128,7 +128,7 @@ def report(run: str, alarm: Alarm, records: Sequence[Record], acted: str) -> str
     """The report in Markdown."""
     finding, names = alarm.finding, list(records[-1]["per_source"])
     mixture = ", ".join(f"{name} {share:.1%}" for name, share in finding.evidence["mixture"].items())
-    rows = [[f"{record['step']:,}", *(f"{loss_of(record, name):.4f}" for name in names)] for record in records]
+    rows = [[f"{record['step']:,}", *(f"{source_loss(record, name):.4f}" for name in names)] for record in records]
     table = [["step", *names], ["---:"] * (len(names) + 1), *rows]
     return "\n\n".join([
         f"# {run}: {finding.evidence['source']} is being forgotten",

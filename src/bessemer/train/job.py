@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
-from bessemer.guard.detect.alarm import Alarm
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.alarm import Alarm
+from bessemer.guard.detectors import Detectors
 from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder, RecoveryCheck
 from bessemer.guard.layer_stats import LayerStats

@@ -95,9 +95,9 @@ class TrainLoop:
             self.snapshots.reset()
         # Nothing is updated before the verdict on the previous step is read: after the backward pass, or before it at
         # the price of a wait where the backward pass itself updates.
-        if not optimizer.judged_first and (incident := self.settle(step)):
+        if not optimizer.rejects_before_update and (incident := self.settle(step)):
             return self.stop_at(incident, step)
-        optimizer.arm(job.lr(step))  # for updates inside the backward pass
+        optimizer.prepare_backward(job.lr(step))  # for updates inside the backward pass
         try:
             with guard.step_pace.measuring(step) if guard.step_pace else nullcontext():
                 result = attempt_step(job, step, batches, prefetch.wait_s)
@@ -105,10 +105,12 @@ class TrainLoop:
             return self.abandon(step)
         if isinstance(result, str):
             return self.out_of_memory(step, result)
-        if optimizer.judged_first and (incident := self.settle(step)):
+        if optimizer.rejects_before_update and (incident := self.settle(step)):
             job.engine.discard_gradients()
             return self.stop_at(incident, step)
-        sample_layers = self.due.sample_layers and job.spec.guard.enabled and optimizer.judged_first and optimizer.whole
+        sample_layers = (
+            self.due.sample_layers and job.spec.guard.enabled and optimizer.rejects_before_update and optimizer.whole
+        )
         if sample_layers:
             self.samples.reset()
         with job.span("judge"):
@@ -213,7 +215,7 @@ class TrainLoop:
 
     def out_of_memory(self, step: int, reason: str) -> Outcome:
         """The next step does not fit. The state is intact, unless the backward pass has updated some of it."""
-        job, judged_first = self.job, self.job.engine.optimizer.judged_first
+        job, judged_first = self.job, self.job.engine.optimizer.rejects_before_update
         if judged_first and self.pending and (incident := report_step(job, self.pending)):
             return self.stop_at(incident, step)
         saved = step == job.start_step  # nothing to save, and the next start plans again

@@ -43,7 +43,7 @@ KEEP = 1
 CAPABILITY = (8, 9)  # Ada and later
 
 
-def convert(
+def convert_to_fp8(
     model: nn.Module, precision: str, device: torch.device, keep: int = KEEP, least: int = LEAST, emulate: bool = False
 ) -> list[str]:
     """Convert what of the model's blocks gains by it; the names of the layers. To be called before torch.compile.
@@ -73,7 +73,7 @@ def convert(
             module.__class__ = ours
     if precision == "fp8":
         convert_ffn(model, ours)
-    if not (names := converted(model)):
+    if not (names := fp8_layers(model)):
         raise UserError(
             f"precision: {precision} fits no layer: {len(blocks)} blocks less {keep} at each end, whose linear layers "
             f"must be multiples of {MULTIPLE} and at least {least} wide: write bf16, or a larger model"
@@ -81,7 +81,7 @@ def convert(
     return names
 
 
-def converted(model: nn.Module) -> list[str]:
+def fp8_layers(model: nn.Module) -> list[str]:
     """Names of the layers that compute in fp8."""
     return [name for name, module in model.named_modules() if isinstance(module, _layer_types()[1])]
 

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bessemer.data.stream.batches import Batch
 from bessemer.data.tokenizer.tokenizer import Tokenizer
-from bessemer.model.attention_mask import AttentionMask, document_borders
+from bessemer.model.attention_mask import AttentionMask, compute_cu_seqlens
 from bessemer.model.moe import routing_terms
 from bessemer.model.transformer import Decoder
-from bessemer.parallel.context import ContextColumns
+from bessemer.parallel.context import UlyssesAttention
 from bessemer.parallel.shard import local
 from bessemer.spec.model import LossSpec
 from bessemer.spec.schema import RunSpec
@@ -49,7 +49,7 @@ class ModelInputs:
     tokens_BT: Tensor
     targets_BT: Tensor
     weights_BT: Tensor
-    sight: AttentionMask
+    attention_mask: AttentionMask
     count: float
     origin_BT: Tensor | None = None  # the batch's column that a target came from, where it was rewritten
     more: dict[str, Tensor] = field(default_factory=dict)  # an encoder's tokens and documents
@@ -73,7 +73,7 @@ class Pretrain:
     ) -> None:
         self.cross_documents, self.settings = cross_documents, loss or LossSpec()
         self.rewriting, self.dropout_seed = rewriting, dropout_seed
-        self.columns: ContextColumns | None = None  # where processes share rows
+        self.columns: UlyssesAttention | None = None  # where processes share rows
         self.tensors: DeviceMesh | None = None  # where they share every tensor
 
     def on(self, source: str) -> Pretrain:
@@ -96,10 +96,10 @@ class Pretrain:
             seed = xxhash.xxh3_64_intdigest(batch.positions.tobytes(), seed=self.dropout_seed) >> 1
         made = self.rewriting.rewrite(batch) if self.rewriting else batch
         apart = not self.cross_documents and not made.single_document
-        borders = document_borders(torch.from_numpy(made.documents)) if apart and device.type == "cuda" else None
-        sight = AttentionMask(move(made.documents) if apart else None, borders=borders)
+        borders = compute_cu_seqlens(torch.from_numpy(made.documents)) if apart and device.type == "cuda" else None
+        sight = AttentionMask(move(made.documents) if apart else None, cu_seqlens=borders)
         if not made.weights.all():
-            sight.counted_BT = move(made.weights) > 0
+            sight.router_mask_BT = move(made.weights) > 0
         feed = ModelInputs(move(made.tokens), move(made.targets), move(made.weights), sight, made.count, seed=seed)
         if not isinstance(made, Batch):
             feed.origin_BT = move(made.origin)
@@ -116,27 +116,27 @@ class Pretrain:
     def _part(self, feed: ModelInputs) -> ModelInputs:
         """This process's columns. Attention sees whole rows, and their documents stay whole."""
         assert self.columns is not None
-        part, sight = self.columns.part(feed.tokens_BT.shape[1], feed.tokens_BT.device), feed.sight
+        part, sight = self.columns.part(feed.tokens_BT.shape[1], feed.tokens_BT.device), feed.attention_mask
         sight.exchange = self.columns
-        if sight.counted_BT is not None:
-            sight.counted_BT = sight.counted_BT[:, part]
+        if sight.router_mask_BT is not None:
+            sight.router_mask_BT = sight.router_mask_BT[:, part]
         tokens_Bt, targets_Bt, weights_Bt = (x[:, part] for x in (feed.tokens_BT, feed.targets_BT, feed.weights_BT))
         return replace(feed, tokens_BT=tokens_Bt, targets_BT=targets_Bt, weights_BT=weights_Bt)
 
     def loss(self, model: Decoder, feed: ModelInputs, count: float) -> LossTerms:
         if feed.seed is not None and model.training:
             torch.manual_seed(feed.seed)
-        return self.compute_terms(model, feed, model(feed.tokens_BT, feed.sight, **feed.more), count)
+        return self.compute_terms(model, feed, model(feed.tokens_BT, feed.attention_mask, **feed.more), count)
 
     def compute_terms(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
         """The loss of a micro-batch from the model's last hidden states."""
         head_VW, words = model.head_weight, None
         bias_V: Tensor | None = model.head_bias
         if self.tensors is not None:
-            from bessemer.parallel.tensor import divides_words, whole_hidden
+            from bessemer.parallel.tensor import replicate_hidden, shards_vocab
 
-            divided = divides_words(model.shape, self.tensors.size())
-            hidden_BTW = whole_hidden(hidden_BTW, self.tensors, divided)
+            divided = shards_vocab(model.shape, self.tensors.size())
+            hidden_BTW = replicate_hidden(hidden_BTW, self.tensors, divided)
             head_VW, bias_V = local(head_VW), None if bias_V is None else local(bias_V)
             if divided:
                 start = self.tensors.get_local_rank() * len(head_VW)

@@ -26,7 +26,7 @@ from bessemer.data.stream.batches import Batch
 from bessemer.data.stream.order import Ints, Words, chain
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.spec.model import ObjectiveSpec, spans_of
+from bessemer.spec.model import ObjectiveSpec, count_spans
 from bessemer.spec.shape import ModelShape
 
 Flags = npt.NDArray[np.bool_]
@@ -227,7 +227,7 @@ class Denoise:
     start_id: int = 0  # the decoder's first input; T5 has its padding there
 
     def __post_init__(self) -> None:
-        most = spans_of(self.context, self.rate, self.span)[1]
+        most = count_spans(self.context, self.rate, self.span)[1]
         if most > len(self.sentinels):
             have = f"has up to {most} spans, and there are {len(self.sentinels)} sentinels"
             fix = "name more in the objective's tokens, raise span or shorten data.context"
@@ -279,7 +279,7 @@ class Denoise:
     @cached_property
     def _fitting(self) -> Ints:
         """For each number of columns, the tokens whose input and target fit into them."""
-        need = [size + 2 * spans_of(size, self.rate, self.span)[1] + 2 for size in range(2, self.context + 1)]
+        need = [size + 2 * count_spans(size, self.rate, self.span)[1] + 2 for size in range(2, self.context + 1)]
         return np.searchsorted(np.array(need), np.arange(self.context + 1), side="right") + 1
 
 
@@ -298,7 +298,7 @@ def noise_mask(length: int, rate: float, span: float, draws: Words) -> Flags:
 
     The tokens in spans and the others are both cut at random into the same number of parts, which then alternate.
     """
-    noise, spans = spans_of(length, rate, span)
+    noise, spans = count_spans(length, rate, span)
     hidden, kept = _cut(noise, spans, draws[: noise - 1]), _cut(length - noise, spans, draws[noise - 1 :])
     return np.repeat(np.tile([False, True], spans), np.stack([kept, hidden], axis=1).ravel())
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
-from bessemer.observe.format import KINDS, holdings_table, spans
-from bessemer.parallel.rank_memory import gather_holdings, held_here
+from bessemer.observe.format import MEMORY_KINDS, format_ranks, rank_memory_table
+from bessemer.parallel.shard import gather_rank_memory, local_rank_memory
 from bessemer.parallel.world import World
 from bessemer.plan.actual import HostLoad
-from bessemer.plan.cost_model.rank_memory import CONTEXT
+from bessemer.plan.cost_model.memory import CONTEXT
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import LAYOUT
 from bessemer.spec.quantity import human_bytes
@@ -57,12 +57,12 @@ def report_rank_memory(engine: Engine, recorder: Recorder, plan: Plan) -> list[s
     if world.size == 1 or engine.spec.parallel.engine != "torch":  # DeepSpeed holds its state elsewhere
         return []
     averages = engine.ema.state() if engine.ema else None
-    found = gather_holdings(
-        world, held_here(world, engine.model.named_parameters(), engine.optimizer.state(), averages)
+    found = gather_rank_memory(
+        world, local_rank_memory(world, engine.model.named_parameters(), engine.optimizer.state(), averages)
     )
     recorder.run.write_file(LAYOUT, json.dumps({"layout": asdict(world.layout), "ranks": found}, indent=1))
     most = max(found, key=lambda each: int(each["bytes"]))
-    sizes = {kind: most[kind]["divided"]["bytes"] + most[kind]["whole"]["bytes"] for kind in KINDS}
+    sizes = {kind: most[kind]["divided"]["bytes"] + most[kind]["whole"]["bytes"] for kind in MEMORY_KINDS}
     value = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in sizes.items() if size)
     plan.add("parallel.held", value, f"in rank {most['rank']}, which holds most; all of them are in {LAYOUT}", "found")
     whole: dict[str, list[int]] = {}
@@ -71,8 +71,8 @@ def report_rank_memory(engine: Engine, recorder: Recorder, plan: Plan) -> list[s
             whole.setdefault(words, []).append(each["rank"])
     for words, ranks in whole.items():
         fix = "parallel.dp_shard above 1 divides every weight"
-        recorder.event("left_whole", reason=f"{words}, in ranks {spans(ranks)}: {fix}", ranks=ranks)
-    return holdings_table(found)
+        recorder.event("left_whole", reason=f"{words}, in ranks {format_ranks(ranks)}: {fix}", ranks=ranks)
+    return rank_memory_table(found)
 
 
 def rank_record(step: int, ranks: dict[str, list[float]]) -> dict[str, Any]:

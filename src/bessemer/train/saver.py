@@ -24,7 +24,7 @@ from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest
 from bessemer.checkpoint.remote import RemoteCheckpoints
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.user_dataset import IterableStream
-from bessemer.plan.cost_model.goodput import interruptions, mean_time_to_interruption, save_interval
+from bessemer.plan.cost_model.goodput import count_interruptions, mean_time_to_interruption, save_interval
 from bessemer.run.snapshot import NAME as RUN_COPY
 from bessemer.train.job import Job
 from bessemer.train.memory.snapshots import CONFIRMED_STEPS, processes_here
@@ -62,7 +62,7 @@ class CheckpointSaver:
     """Writes checkpoints of one job, mirrors them to remote storage and applies retention to both."""
 
     def __init__(self, shelf: CheckpointStore, spec_fingerprint: str, remote: RemoteCheckpoints | None = None) -> None:
-        self.shelf, self.spec_fingerprint, self.remote = shelf, spec_fingerprint, remote
+        self.store, self.spec_fingerprint, self.remote = shelf, spec_fingerprint, remote
         self._staging = Staging()
         self._saving: tuple[PendingSave, Future[None]] | None = None
         self._uploading: tuple[Path, Future[dict[str, Any]]] | None = None
@@ -93,7 +93,7 @@ class CheckpointSaver:
 
         began_s = time.perf_counter()
         self.wait(job)
-        save = PendingSave(step, self.shelf.reserve(step), began_s)
+        save = PendingSave(step, self.store.reserve(step), began_s)
         state, manifest = job.state(), self.manifest(job, step, validation_loss)
         staged = self._stage(job, state) if self._is_asynchronous(job, state) else None
         if not all(job.world.gather(staged is not None)):  # if one rank cannot stage, all write synchronously
@@ -144,18 +144,18 @@ class CheckpointSaver:
             return {RUN_COPY: snapshot.pack()}
 
         def work() -> None:
-            written = self.shelf.write(save.folder, state, manifest, run_copy)
+            written = self.store.write(save.folder, state, manifest, run_copy)
             save.seconds = time.perf_counter() - save.began_s
             save.details = {"bytes": written.bytes}
             if not main:
                 return
             try:
                 if rules.archive_model_only and rules.keep_every and single:
-                    self.shelf.write_model(state, manifest, rules.keep_every)
+                    self.store.write_model(state, manifest, rules.keep_every)
             except OSError as error:
                 save.details["archive_failed"] = str(error)
             try:
-                if removed := self.shelf.thin(save.folder, rules, busy, confirming):
+                if removed := self.store.thin(save.folder, rules, busy, confirming):
                     save.details["removed"] = removed
             except OSError as error:  # the save succeeded; retention runs again after the next
                 save.details["not_removed"] = str(error)
@@ -209,7 +209,7 @@ class CheckpointSaver:
         if remote is None or folder is None or self._uploading:
             return
         rules, confirming = job.spec.checkpoint, job.spec.guard.enabled
-        work = in_background(lambda: remote.mirror(self.shelf, folder, rules, confirming), f"upload-{folder.name}")
+        work = in_background(lambda: remote.mirror(self.store, folder, rules, confirming), f"upload-{folder.name}")
         self._uploading, self._next_upload = (folder, work), None
 
     def _report_upload(self, job: Job) -> None:
@@ -226,13 +226,13 @@ class CheckpointSaver:
     def confirm(self, job: Job, done: int) -> None:
         """Mark checkpoints as healthy once enough steps without an incident followed. Costs nothing at most steps."""
         if self._unconfirmed is None:
-            confirmed = set(self.shelf.confirmed())
-            self._unconfirmed = [(m.step, path) for path, m in self.shelf.committed() if path not in confirmed]
+            confirmed = set(self.store.confirmed())
+            self._unconfirmed = [(m.step, path) for path, m in self.store.committed() if path not in confirmed]
         while self._unconfirmed and done - max(self._unconfirmed[0][0], job.guard.last_incident_step) > CONFIRMED_STEPS:
             _, folder = self._unconfirmed.pop(0)
             try:
                 if job.world.main:
-                    self.shelf.confirm(folder)
+                    self.store.confirm(folder)
             except OSError as error:  # it is intact, but not used for rollbacks
                 job.recorder.event("save_failed", step=done, reason=f"{folder.name} cannot be confirmed: {error}")
 
@@ -245,12 +245,12 @@ class CheckpointSaver:
         """After a rollback to `after_step`, delete later checkpoints, local and remote; their names."""
         self.wait(job)
         self._next_upload = None
-        names = job.world.agree(self.shelf.abandon(after_step) if job.world.main else [])
+        names = job.world.agree(self.store.abandon(after_step) if job.world.main else [])
         self._unconfirmed = None
         if self.remote and names:
             self.wait(job, uploads=True)
             try:
-                self.remote.abandon(after_step, self.shelf.tagged())
+                self.remote.abandon(after_step, self.store.tagged())
             except OSError as error:  # retention after the next upload deletes them
                 job.recorder.event("upload_failed", reason=f"abandoned checkpoints are still there: {error}")
         return names
@@ -261,7 +261,7 @@ class CheckpointSaver:
         if job.spec.checkpoint.every != "auto":
             return None
         if self._interruptions is None:
-            self._interruptions = interruptions(job.recorder.run.events())
+            self._interruptions = count_interruptions(job.recorder.run.events())
         mtti_s = mean_time_to_interruption(1, self._interruptions, job.recorder.progress.elapsed_s)
         last = self._last
         return save_interval(last.stall_s if last else None, last.seconds if last else 0.0, mtti_s)

@@ -14,17 +14,25 @@ import torch
 
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
 from bessemer.plan.expect import history_path, load_records
-from bessemer.plan.hardware import gpus, same_gpu
-from bessemer.plan.local import LocalPlan, plan_here
+from bessemer.plan.hardware import gpu_catalogue, same_gpu
+from bessemer.plan.local import LocalPlan, plan_local
 from bessemer.plan.request import PlanRequest
 from bessemer.spec.optimizer import OptimizerSpec
-from bessemer.spec.parallel import ParallelSpec
+from bessemer.spec.schema import ParallelSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.device import bench_count, measure, median_s, name_and_memory, pick_device, synchronize, use_threads
+from bessemer.train.device import (
+    bench_count,
+    measure_machine,
+    median_s,
+    name_and_memory,
+    pick_device,
+    synchronize,
+    use_threads,
+)
 from bessemer.train.engine import Engine, forward_backward
 from bessemer.train.objective import Pretrain
 
@@ -42,7 +50,9 @@ def random_batch(vocab: int, rows: int, context: int, seed: int = 0) -> Batch:
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), ones, documents, nothing, nothing, nothing)
 
 
-def rate_here(shape: ModelShape, context: int, precision: str, device: torch.device, matmul_rate: float) -> float:
+def measure_token_rate(
+    shape: ModelShape, context: int, precision: str, device: torch.device, matmul_rate: float
+) -> float:
     """Tokens/s of forward and backward passes of a shape, measured within seconds. A row that would take long at
     `matmul_rate` FLOP/s is replaced by a short one through two layers and scaled by FLOPs."""
     if shape.flops_per_token(context) * context <= LONGEST_S * matmul_rate:
@@ -60,7 +70,7 @@ def training_rate(
 ) -> float:  # fmt: skip
     """Tokens/s of forward, backward and, if asked, the update: the median of the steps that fit in the budget, at least
     two."""
-    model = build(shape, device, seed=0)
+    model = build_model(shape, device, seed=0)
     optimizer = make_optimizer(model.named_parameters(), OptimizerSpec())
     objective, batch = Pretrain(cross_documents=False), random_batch(shape.vocab, rows, context)
     accept = torch.zeros((), device=device)
@@ -91,7 +101,7 @@ def catalogued_gpus(parallel: ParallelSpec) -> str | None:
     if device.type != "cuda":
         return None
     name = name_and_memory(device)[0]
-    known = next((gpu.name for gpu in gpus().values() if same_gpu(gpu, name)), None)
+    known = next((gpu.name for gpu in gpu_catalogue().values() if same_gpu(gpu, name)), None)
     return known and f"{torch.cuda.device_count()} x {known}"
 
 
@@ -99,15 +109,15 @@ def plan_measured(request: PlanRequest) -> LocalPlan:
     """The plan for this machine; takes a few seconds to time short runs of the model's shape."""
     use_threads(request.spec.parallel)
     device = pick_device(request.spec.parallel)
-    machine = measure(device)
+    machine = measure_machine(device)
 
     def rate_of(shape: ModelShape, context: int, precision: str) -> float | None:
         if shape.wrapped or shape.decoder_layers:  # needs more than its shape, or other inputs
             return None
-        return rate_here(shape, context, precision, device, machine.matmul["fp32"])
+        return measure_token_rate(shape, context, precision, device, machine.matmul["fp32"])
 
     records = load_records(history_path(machine.name, bench_count(device), torch.__version__))
-    return plan_here(request, machine, rate_of, records)
+    return plan_local(request, machine, rate_of, records)
 
 
 def step_seconds(
@@ -120,7 +130,7 @@ def step_seconds(
     One row is about as fast as many: 10M parameters with context 512 on two busy ARM cores gave 615 to 716 tokens/s
     with 1 to 8 rows.
     """
-    if engine.world.size > 1 or not engine.optimizer.whole or not engine.optimizer.judged_first:
+    if engine.world.size > 1 or not engine.optimizer.whole or not engine.optimizer.rejects_before_update:
         return None
     context, shape = engine.plan.context, engine.model.shape
     update_s = UPDATE_BYTES * sum(p.numel() for p in engine.optimizer.parameters) / _memory_rate(engine.device)
@@ -129,7 +139,10 @@ def step_seconds(
         return rows * _row_seconds(engine, stream, step) + update_s
     if shape.wrapped or shape.decoder_layers:
         return None
-    return rows * context / rate_here(shape, context, engine.plan.precision, engine.device, matmul_rate) + update_s
+    return (
+        rows * context / measure_token_rate(shape, context, engine.plan.precision, engine.device, matmul_rate)
+        + update_s
+    )
 
 
 def _row_seconds(engine: Engine, stream: BatchStream | IterableStream, step: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bessemer.data.stream.batches import Batch
-from bessemer.guard.detect.alarm import Alarm
+from bessemer.guard.alarm import Alarm
 from bessemer.guard.judge import ACCEPT, REASONS
 from bessemer.guard.layer_stats import LayerSample
 from bessemer.optim.guarded import clip_divisor
@@ -113,7 +113,7 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
         verdict = guard.judge.judge(losses.loss, norm, torch.cat(losses.row_sums, 1))
         scalars |= {GUARD + name: value for name, value in verdict.scalars.items()}
         # An update inside the backward pass can no longer be withheld, and averages follow it.
-        before = engine.optimizer.judged_first
+        before = engine.optimizer.rejects_before_update
         reject = verdict.reject.to(device) if before else torch.zeros((), device=device)
     else:
         reject = torch.zeros((), device=device) if result.tokens else torch.ones((), device=device)
@@ -131,7 +131,7 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
         guard.layer_stats.record_updates()
         inputs = engine.objective.feed(result.batches[0].part(0, SAMPLE_ROWS), device)
         with compute_in(engine.plan.precision, device):
-            sample = guard.layer_stats.sample(engine.model, inputs.tokens_BT, inputs.sight, **inputs.more)
+            sample = guard.layer_stats.sample(engine.model, inputs.tokens_BT, inputs.attention_mask, **inputs.more)
         result.layer_sample = sample
 
 
@@ -166,7 +166,7 @@ def read_step(job: Job, result: StepResult) -> StepNumbers:
     overflow = loss_scale is not None and not math.isfinite(norm)
     if overflow and math.isfinite(loss):  # this is how the loss scale is found: no incident
         code = ACCEPT
-    before = job.engine.optimizer.judged_first
+    before = job.engine.optimizer.rejects_before_update
     return StepNumbers(
         loss, norm, scalars["correct"], loss_scale, verdict, code, overflow,
         clipped=before and math.isfinite(norm) and norm > result.clip, vetoed=before and code != ACCEPT,
@@ -182,7 +182,7 @@ def record_step(job: Job, result: StepResult, numbers: StepNumbers) -> dict[str,
     progress.clipped += numbers.clipped
     record = step_record(job, result, numbers)
     if result.rank_stats:
-        recorder.run.rank_numbers(rank_record(result.step, result.rank_stats))
+        recorder.run.rank_record(rank_record(result.step, result.rank_stats))
     recorder.run.step(record)
     recorder.report_write_error()
     recorder.view.step(record)
@@ -237,7 +237,7 @@ def record_verdict(job: Job, result: StepResult, numbers: StepNumbers) -> None:
 
 def local_document_losses(job: Job, result: StepResult) -> DocumentLosses:
     """Only one rank of each replica group reports losses; context-parallel ranks each report their own columns."""
-    if not job.world.speaks:
+    if not job.world.reports_losses:
         return {}
     columns = job.engine.objective.columns
     part = columns.part(job.plan.context).numpy() if columns else slice(None)

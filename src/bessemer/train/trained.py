@@ -12,14 +12,14 @@ import torch
 from bessemer.checkpoint.lineage import read_tags
 from bessemer.checkpoint.manifest import DamagedCheckpoint
 from bessemer.checkpoint.store import CheckpointStore
-from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, folder_format, own_format
+from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, hf_prompt_format, native_prompt_format
 from bessemer.errors import UserError
 from bessemer.model.families.folder import Folder, find_origin, load_weights
 from bessemer.model.families.registry import read_shape
 from bessemer.model.generate import Sampling, generate
-from bessemer.model.transformer import Decoder, network
+from bessemer.model.transformer import Decoder, make_module
 from bessemer.run.directory import Run
-from bessemer.spec.parallel import ParallelSpec
+from bessemer.spec.schema import ParallelSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import pick_device
 
@@ -76,7 +76,7 @@ def load_trained(folder: str | Path, which: str = "last", device: str = "auto") 
 def _empty(shape: ModelShape, device: torch.device) -> Decoder:
     """A model with allocated, uninitialised weights."""
     with torch.device("meta"):
-        model = network(shape)
+        model = make_module(shape)
     model.to_empty(device=device)
     return model
 
@@ -101,8 +101,8 @@ def prompt_format(folder: str | Path, tokenizer: Tokenizer) -> PromptFormat:
     """The prompt format of the model that `load_trained` returns."""
     origin = find_origin(Path(folder))
     if origin is None or not origin.own_tokenizer:
-        return own_format(tokenizer)
-    return folder_format(origin.folder.path, tokenizer, trained_here=(Path(folder) / "events.jsonl").exists())
+        return native_prompt_format(tokenizer)
+    return hf_prompt_format(origin.folder.path, tokenizer, trained_here=(Path(folder) / "events.jsonl").exists())
 
 
 def stream_text(

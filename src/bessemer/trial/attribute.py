@@ -23,7 +23,7 @@ from bessemer.data.store.token_store import Origin
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.parallel.shard import local
-from bessemer.run.journal import number as as_number
+from bessemer.run.journal import to_number as as_number
 from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 from bessemer.trial.case import AccusedDocument, StepScene

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
-from bessemer.run.journal import number
+from bessemer.run.journal import to_number
 from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 from bessemer.trial.attribute import (
@@ -150,7 +150,7 @@ def try_other_batches(ctx: TrialContext) -> None:
 
 
 def _excess_then(ctx: TrialContext, record: dict[str, object]) -> float:
-    loss, norm = number(record.get("loss")), number(record.get("grad_norm"))
+    loss, norm = to_number(record.get("loss")), to_number(record.get("grad_norm"))
     return math.inf if loss is None or norm is None else ctx.yardstick.excess(loss, norm)
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
-from bessemer.model.init import widened
-from bessemer.optim.low_memory import place_of
-from bessemer.parallel.shard import drop_gathered, local
+from bessemer.model.transformer import weights_in_fp32
+from bessemer.optim.low_memory import shard_place
+from bessemer.parallel.shard import free_gathered_weights, local
 from bessemer.parallel.world import World
 from bessemer.train.compile import compute_in, compute_type, use_tf32
 from bessemer.train.engine import Engine, PassResult
@@ -117,7 +117,7 @@ def token_losses(engine: Engine, batches: Sequence[Batch]) -> list[npt.NDArray[n
                     losses.append(engine.objective.loss(model, inputs, 1.0).nll_BT)
     finally:
         model.train(training)
-        drop_gathered(model)
+        free_gathered_weights(model)
     return gather_rows(engine, losses)[: len(batches)]
 
 
@@ -151,7 +151,7 @@ def measure(
     engine.discard_gradients()
     wide = compute_type(precision or engine.plan.precision) == torch.float32
     try:
-        with widened(engine.model) if wide else nullcontext():
+        with weights_in_fp32(engine.model) if wide else nullcontext():
             return run_pass(engine, batches, count, precision)
     finally:
         engine.discard_gradients()
@@ -301,7 +301,7 @@ def sample_layers(engine: Engine, batches: Sequence[Batch]) -> LayerSample:
 
 def sum_shards(engine: Engine, numbers: Mapping[str, float]) -> dict[str, float]:
     """Sum per-shard numbers over ranks to numbers of full parameters; replicated shards count once."""
-    places = {name: place_of(parameter).first for name, parameter in engine.model.named_parameters()}
+    places = {name: shard_place(parameter).first for name, parameter in engine.model.named_parameters()}
     parts: dict[str, dict[int, float]] = {}
     for of_rank in engine.world.gather({(name, places[name]): number for name, number in numbers.items()}):
         for (name, first), number in of_rank.items():

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from bessemer.errors import UserError
 from bessemer.optim.guarded import clip_divisor
-from bessemer.optim.low_memory import place_of
+from bessemer.optim.low_memory import shard_place
 from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
-from bessemer.run.journal import number
+from bessemer.run.journal import to_number
 from bessemer.train.job import Job
 from bessemer.trial.measure import run_step
 
@@ -66,7 +66,7 @@ def replay_to(
             job.engine.discard_gradients()
             continue
         norm = torch.tensor(measured.grad_norm, device=job.engine.device)
-        job.engine.update(rate, accept, clip_divisor(norm, number(record.get("clip")) or job.spec.optimizer.clip))
+        job.engine.update(rate, accept, clip_divisor(norm, to_number(record.get("clip")) or job.spec.optimizer.clip))
     return path
 
 
@@ -113,7 +113,7 @@ def tensor_differences(
         part = _ShardDifference(
             int((~same).sum()), expected_tensor.numel(), float(gap.max()), float(gap.norm()) ** 2, squares, b.numel()
         )
-        gaps[name, place_of(expected_tensor).first] = part
+        gaps[name, shard_place(expected_tensor).first] = part
     result = _merge_shards((world or World()).gather(gaps))
 
     def rank(name: str) -> tuple[bool, float, str]:
@@ -157,7 +157,7 @@ def first_divergent_step(
     for first, second in zip(path, second_path, strict=True):
         record = by_step[first.step]
         for key, floor in (("loss", 1e-4), ("grad_norm", 1e-3)):
-            value, a, b = number(record.get(key)), getattr(first, key), getattr(second, key)
+            value, a, b = to_number(record.get(key)), getattr(first, key), getattr(second, key)
             if value is None or value == a or (math.isnan(value) and math.isnan(a)):
                 continue
             if not abs(value - a) <= 10 * abs(a - b) + floor * abs(a):

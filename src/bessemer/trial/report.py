@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 
-from bessemer.data.stream.exclusions import FILE_NAME, Exclusion, convicted_shards
-from bessemer.observe.figure import Lines
+from bessemer.data.stream.exclusions import FILE_NAME, Exclusion, suspect_files
+from bessemer.observe.figure import LineChart
 from bessemer.observe.format import short_path
 from bessemer.observe.page import (
     Block,
@@ -25,13 +25,13 @@ from bessemer.observe.page import (
     Table,
     Text,
     excerpt,
+    format_number,
+    format_share,
     html_page,
+    make_visible,
     markdown,
-    share,
-    shown,
-    visible,
 )
-from bessemer.run.journal import number
+from bessemer.run.journal import to_number
 from bessemer.spec.quantity import human_time
 from bessemer.storage import write_atomic
 from bessemer.trial.case import AccusedDocument, Action, IncidentCase
@@ -62,7 +62,7 @@ def summary(case: IncidentCase) -> str:
     if case.trial is None:
         why = f"It was not put on trial ({no_trial(case)})"
     else:
-        why = f"The trial says {case.trial.verdict} (confidence {shown(case.trial.confidence, '.2f')})"
+        why = f"The trial says {case.trial.verdict} (confidence {format_number(case.trial.confidence, '.2f')})"
         why += f": {_documents(found)}" if (found := convicted(case)) else ""
     done = _done([action for action in case.actions if action.kind != "skip"])
     return f"{event}. {'; '.join([why, *done, recovery(case, numbers=False)])}."
@@ -76,8 +76,8 @@ def deviations(case: IncidentCase) -> list[str]:
         ("gradient norm", "grad_norm", "grad_z", normal.grad_norm),
     ):
         if key in seen:
-            sigmas = f" ({shown(seen[z], ',.0f')} sigma)" if z in seen else ""
-            clauses.append(f"{name} {shown(seen[key])} where {shown(usual)} is normal{sigmas}")
+            sigmas = f" ({format_number(seen[z], ',.0f')} sigma)" if z in seen else ""
+            clauses.append(f"{name} {format_number(seen[key])} where {format_number(usual)} is normal{sigmas}")
     return clauses
 
 
@@ -89,13 +89,13 @@ def one_line(case: IncidentCase) -> str:
     else:
         found = convicted(case)
         why = _documents(found) if found else case.trial.reason
-        parts.append(f"verdict: {case.trial.verdict} ({shown(case.trial.confidence, '.2f')}): {why}")
+        parts.append(f"verdict: {case.trial.verdict} ({format_number(case.trial.confidence, '.2f')}): {why}")
         for experiment in case.trial.experiments:
             if experiment.name == "without the accused" and experiment.normal:
                 parts.append("without these rows the batch is normal")
             elif experiment.name == "earlier weights":
                 parts.append(f"at earlier weights the same batch is {'normal' if experiment.normal else 'no better'}")
-    line = visible(" ".join("; ".join(dict.fromkeys(parts)).split()))
+    line = make_visible(" ".join("; ".join(dict.fromkeys(parts)).split()))
     return line if len(line) <= _LINE_CHARS else line[: _LINE_CHARS - 1] + "…"
 
 
@@ -119,7 +119,7 @@ def recovery(case: IncidentCase, numbers: bool = True) -> str:
     if found is None:
         return "whether the loss rejoins its trend is not known yet"
     known = numbers and found.loss is not None
-    against = f" (loss {shown(found.loss)}, trend {shown(found.trend)})" if known else ""
+    against = f" (loss {format_number(found.loss)}, trend {format_number(found.trend)})" if known else ""
     if found.rejoined_at is None:
         return f"the loss has not rejoined its trend{against}"
     after = "" if found.steps is None else f", after {found.steps:,} steps"
@@ -136,7 +136,7 @@ def _documents(documents: Sequence[AccusedDocument]) -> str:
         name = "/".join(file.split("/")[-2:])  # the tables have the full path
         text = f"{name} row{'s' * (len(group) > 1)} {_ranges([document.row for document in group])}"
         if shares := [document.loss_share for document in group if document.loss_share is not None]:
-            text += f" ({share(sum(shares))} of the loss)"
+            text += f" ({format_share(sum(shares))} of the loss)"
         # The trial writes a repetition before the text of an excerpt.
         pattern = re.match(r"\[(one \d+-token pattern repeated \d+ times)\]", group[0].excerpt)
         clauses.append(f"{text}, {pattern[1]}" if pattern else text)
@@ -159,7 +159,7 @@ def _done(actions: Sequence[Action]) -> list[str]:
     if vetoed := [action.step for action in actions if action.kind == "veto"]:
         clauses.append(f"step{'s' * (len(set(vetoed)) > 1)} {_ranges(vetoed)} vetoed, weights untouched")
     for action in actions:
-        to, position = number(action.details.get("to_step")), number(action.details.get("position"))
+        to, position = to_number(action.details.get("to_step")), to_number(action.details.get("position"))
         if action.kind == "rollback":
             clauses.append("rolled back" if to is None else f"rolled back to step {to:,.0f}")
         elif action.kind == "skip":
@@ -192,7 +192,7 @@ def write_report(folder: Path, case: IncidentCase) -> dict[str, Path]:
     return paths
 
 
-def exclusions_of(case: IncidentCase, from_step: int) -> list[Exclusion]:
+def case_exclusions(case: IncidentCase, from_step: int) -> list[Exclusion]:
     """The convicted documents as entries of the run's exclusion list."""
     verdict = f"{case.trial.verdict} ({case.trial.confidence:.2f})" if case.trial else "no trial"
     return [
@@ -215,7 +215,10 @@ def report_sections(case: IncidentCase, list_path: str = FILE_NAME) -> list[Sect
         ("What prevents it", _prevention(case, list_path)),
     ]
     if trial := case.trial:
-        layers = [[layer.name, layer.quantity, shown(layer.value), shown(layer.normal)] for layer in trial.layers]
+        layers = [
+            [layer.name, layer.quantity, format_number(layer.value), format_number(layer.normal)]
+            for layer in trial.layers
+        ]
         head = ["layer", "quantity", "at the step", "on a normal batch"]
         none = Text("No layer stands out, or none was measured.")
         sections.append(("Documents", _accused(trial.accused)))
@@ -242,13 +245,13 @@ def _bands(case: IncidentCase) -> list[tuple[float, float]]:
 
 def _curves(case: IncidentCase) -> list[Block]:
     """Loss and gradient norm around the incident, in the order of time: after a rollback the steps start over."""
-    rollbacks = [number(action.details.get("to_step")) for action in case.actions if action.kind == "rollback"]
+    rollbacks = [to_number(action.details.get("to_step")) for action in case.actions if action.kind == "rollback"]
     marks = {f"rolled back to step {to:,.0f}": to for to in rollbacks if to is not None and math.isfinite(to)}
     if case.recovery and case.recovery.rejoined_at is not None:
         marks["back on trend"] = float(case.recovery.rejoined_at)
     charts: list[Block] = []
     for (key, name), band in zip((("loss", "loss"), ("grad_norm", "gradient norm")), _bands(case), strict=True):
-        records = [(number(one.get("step")), number(one.get(key)), bool(one.get("veto"))) for one in case.series]
+        records = [(to_number(one.get("step")), to_number(one.get(key)), bool(one.get("veto"))) for one in case.series]
         points = [(s, v, veto) for s, v, veto in records if s is not None and math.isfinite(s) and v is not None]
         if points:
             steps, values, _ = map(list, zip(*points, strict=True))
@@ -258,7 +261,7 @@ def _curves(case: IncidentCase) -> list[Block]:
             log = bool(finite) and min(*finite, *band) > 0 and max(finite) > 4 * min(finite)
             limits = min([*steps, *marks.values()]), max([*steps, *marks.values()])
             title = f"{name} (log scale)" if log else name
-            charts.append(Lines(title, steps, {name: values}, "step", False, log, marks, band, flagged, limits))
+            charts.append(LineChart(title, steps, {name: values}, "step", False, log, marks, band, flagged, limits))
     return charts
 
 
@@ -266,10 +269,18 @@ def _magnitude(case: IncidentCase) -> Table:
     seen, rows = dict(case.observed), []
     usual = ("loss", case.normal.loss, "loss_z"), ("grad_norm", case.normal.grad_norm, "grad_z")
     for (key, normal, z), (low, high) in zip(usual, _bands(case), strict=True):
-        distance = f"{shown(seen.pop(z), ',.1f')} sigma" if z in seen else ""
-        accepted = f"{shown(low)} to {shown(high)}"
-        rows.append([key.replace("grad_", "gradient "), shown(seen.pop(key, None)), shown(normal), accepted, distance])
-    rows += [[key, shown(value), "", "", ""] for key, value in seen.items()]
+        distance = f"{format_number(seen.pop(z), ',.1f')} sigma" if z in seen else ""
+        accepted = f"{format_number(low)} to {format_number(high)}"
+        rows.append(
+            [
+                key.replace("grad_", "gradient "),
+                format_number(seen.pop(key, None)),
+                format_number(normal),
+                accepted,
+                distance,
+            ]
+        )
+    rows += [[key, format_number(value), "", "", ""] for key, value in seen.items()]
     return Table(["", "at the step", "normal", "accepted", "distance"], rows)
 
 
@@ -280,18 +291,25 @@ def _verdict(case: IncidentCase) -> list[Block]:
     state = "The weights behave on other batches." if trial.state_healthy else "The weights themselves are damaged."
     began = "" if trial.began_at is None else f" The update of step {trial.began_at:,} did the damage."
     blocks: list[Block] = [
-        Text(f"{trial.verdict}, confidence {shown(trial.confidence, '.2f')}: {trial.reason}"),
+        Text(f"{trial.verdict}, confidence {format_number(trial.confidence, '.2f')}: {trial.reason}"),
         Text(f"{state}{began} The trial took {human_time(trial.seconds)}."),
     ]
     if trial.experiments:
         rows = [
-            [one.name, one.question, shown(one.loss), shown(one.grad_norm), "yes" if one.normal else "NO", one.detail]
+            [
+                one.name,
+                one.question,
+                format_number(one.loss),
+                format_number(one.grad_norm),
+                "yes" if one.normal else "NO",
+                one.detail,
+            ]
             for one in trial.experiments
         ]
         head = ["experiment", "question", "loss", "gradient norm", "normal?", "detail"]
         blocks.append(Table(head, rows, [not one.normal for one in trial.experiments]))
     if trial.spread is not None:
-        blocks.append(Text(f"Repeats agree within {shown(trial.spread, '.1e')} (relative) on this device."))
+        blocks.append(Text(f"Repeats agree within {format_number(trial.spread, '.1e')} (relative) on this device."))
     return blocks
 
 
@@ -309,7 +327,7 @@ def _prevention(case: IncidentCase, list_path: str) -> list[Block]:
         path = list_path if re.fullmatch(r"[\w./-]+", list_path) else json.dumps(list_path)
         blocks.append(Code(f"data: {{exclude: [{path}]}}", "This line in a spec keeps the convicted documents out:"))
     seen = Counter(found.file for found in case.trial.accused) if case.trial else None
-    for shard in convicted_shards(exclusions_of(case, case.step), seen):
+    for shard in suspect_files(case_exclusions(case, case.step), seen):
         caption = f"{shard.file}: {shard.reason}. To leave out the whole file, add this line to {list_path}:"
         blocks.append(Code(shard.to_line(), caption))
     return [*blocks, Items(advice(case))]
@@ -321,8 +339,8 @@ def _accused(accused: list[AccusedDocument]) -> list[Block]:
     listed = sorted(accused, key=lambda found: not found.convicted)[:_MOST_DOCUMENTS]
     rows = [
         [
-            f"{found.file}:{found.row}", found.source, found.document_id, f"{found.tokens:,}", shown(found.mean_loss),
-            share(found.loss_share), share(found.grad_share), "yes" if found.convicted else "no",
+            f"{found.file}:{found.row}", found.source, found.document_id, f"{found.tokens:,}",
+            format_number(found.mean_loss), format_share(found.loss_share), format_share(found.grad_share), "yes" if found.convicted else "no",
         ]
         for found in listed
     ]  # fmt: skip

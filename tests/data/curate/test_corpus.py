@@ -13,13 +13,13 @@ import pytest
 
 from bessemer.data.curate.corpus import Corpus
 from bessemer.data.curate.engine import LocalEngine, Meter
-from bessemer.data.curate.passes import Split
+from bessemer.data.curate.passes import ValidationSplit
 from bessemer.data.curate.step import is_global, make_step
 from bessemer.data.read import list_files, read_part
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec
 
-SPLIT = Split(0, 0.05)
+SPLIT = ValidationSplit(0, 0.05)
 
 
 class Watched(LocalEngine):
@@ -94,7 +94,7 @@ def test_a_second_time_nothing_is_run(corpus_spec: DataSpec, tmp_path: Path) -> 
     again, engine = curate(corpus_spec, tmp_path / "cache")
     assert engine.ran == []
     assert texts(again) == texts(first)
-    assert [stage.tallies for stage in again.stages] == [stage.tallies for stage in first.stages]
+    assert [stage.counts_by_source for stage in again.stages] == [stage.counts_by_source for stage in first.stages]
 
 
 def test_another_threshold_runs_that_step_and_the_later_ones(corpus_spec: DataSpec, tmp_path: Path) -> None:
@@ -122,15 +122,15 @@ def test_counts_of_every_step_agree_with_the_documents(corpus_spec: DataSpec, tm
     corpus, _ = curate(corpus_spec, tmp_path / "cache")
     notes, whitespace, length, dedup = corpus.stages
     assert (notes.source, notes.step, whitespace.source) == ("notes", "length", None)
-    assert list(notes.tallies) == ["notes"] and list(whitespace.tallies) == ["web", "notes"]
+    assert list(notes.counts_by_source) == ["notes"] and list(whitespace.counts_by_source) == ["web", "notes"]
     for name in ("web", "notes"):
-        assert length.tallies[name].documents_in == whitespace.tallies[name].documents_out
-        assert dedup.tallies[name].documents_in == length.tallies[name].documents_out
+        assert length.counts_by_source[name].documents_in == whitespace.counts_by_source[name].documents_out
+        assert dedup.counts_by_source[name].documents_in == length.counts_by_source[name].documents_out
         left = [row for row in texts(corpus) if ("web-" in row[0]) == (name == "web")]
-        assert dedup.tallies[name].documents_out == len(left)
-        assert dedup.tallies[name].bytes_out == sum(len(text.encode()) for _, _, text in left)
-        dropped = sum(count for count, _ in length.tallies[name].reasons.values())
-        assert dropped == length.tallies[name].documents_in - length.tallies[name].documents_out
+        assert dedup.counts_by_source[name].documents_out == len(left)
+        assert dedup.counts_by_source[name].bytes_out == sum(len(text.encode()) for _, _, text in left)
+        dropped = sum(count for count, _ in length.counts_by_source[name].reasons.values())
+        assert dropped == length.counts_by_source[name].documents_in - length.counts_by_source[name].documents_out
 
 
 def test_bad_rows_are_set_aside_and_counted(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from bessemer.data.curate.engine import LocalEngine, ProcessPool, each
+from bessemer.data.curate.engine import LocalEngine, ProcessPool, run_all
 from bessemer.errors import UserError
 
 
@@ -61,34 +61,34 @@ def pool():
 
 
 def test_results_come_back_in_the_order_of_the_tasks(pool: ProcessPool) -> None:
-    assert each(pool, square, JOBS) == each(LocalEngine(), square, JOBS) == [number**2 for number in range(7)]
+    assert run_all(pool, square, JOBS) == run_all(LocalEngine(), square, JOBS) == [number**2 for number in range(7)]
 
 
 def test_the_work_is_done_in_other_processes(pool: ProcessPool) -> None:
-    pids = set(each(pool, pid_of, JOBS))
+    pids = set(run_all(pool, pid_of, JOBS))
     assert os.getpid() not in pids and len(pids) == 3
 
 
 def test_a_refusal_comes_back_as_it_was_said() -> None:
     with pytest.raises(UserError, match=r"^part 3: its row 7 is bad$"):
-        each(ProcessPool(2), refuse_the_third, JOBS)
+        run_all(ProcessPool(2), refuse_the_third, JOBS)
 
 
 def test_a_fault_names_the_task_and_shows_the_trace() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)^part 3: .*fail_the_third.*ZeroDivisionError"):
-        each(ProcessPool(2), fail_the_third, JOBS)
+        run_all(ProcessPool(2), fail_the_third, JOBS)
 
 
 def test_a_worker_killed_for_memory_names_the_task_and_the_way_out() -> None:
     pool = ProcessPool(2)
     with pytest.raises(UserError, match=r"part 3: the worker was killed by SIGKILL: most likely out of memory"):
-        each(pool, die_at_the_third, JOBS)
-    assert each(pool, square, JOBS)[3] == 9  # the pool works again
+        run_all(pool, die_at_the_third, JOBS)
+    assert run_all(pool, square, JOBS)[3] == 9  # the pool works again
     pool.close()
 
 
 def test_no_tasks_start_no_process() -> None:
-    assert each(ProcessPool(4), square, []) == []
+    assert run_all(ProcessPool(4), square, []) == []
 
 
 SCRIPT = """

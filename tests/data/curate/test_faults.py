@@ -20,7 +20,7 @@ import bessemer
 from bessemer.data.curate.corpus import Corpus
 from bessemer.data.curate.engine import Engine, LocalEngine, Meter, ProcessPool
 from bessemer.data.curate.ledger import load_arrays, save_arrays
-from bessemer.data.curate.passes import Split
+from bessemer.data.curate.passes import ValidationSplit
 from bessemer.data.curate.report import read_report
 from bessemer.data.prepare import Prepared, prepare
 from bessemer.data.read import list_files
@@ -203,7 +203,7 @@ def filled_in(step: Any, home: Path) -> Any:
 def curate(data: DataSpec, cache: Path, engine: Engine | None = None) -> Corpus:
     files = {name: list_files(source) for name, source in data.sources.items()}
     corpus = Corpus(data, files, cache, engine or LocalEngine(), Meter())
-    corpus.curate(Split(0, 0.1))
+    corpus.curate(ValidationSplit(0, 0.1))
     return corpus
 
 

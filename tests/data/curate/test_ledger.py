@@ -17,7 +17,7 @@ from bessemer.data.curate.ledger import (
     write_json,
 )
 from bessemer.data.curate.step import Drop
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 
 

@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 
 from bessemer.data.curate.ledger import LENGTH_BINS, StepCounts
-from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, human_bytes, page, read_report, source_table, table
+from bessemer.data.curate.report import (
+    PAGE,
+    QUARANTINE,
+    REPORT,
+    human_bytes,
+    page,
+    read_report,
+    source_table,
+    step_table,
+)
 from bessemer.data.curate.step import Drop
-from bessemer.data.document import Document
 from bessemer.data.prepare import Prepared, prepare
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.data import DataSpec, TokenizerSpec
 
@@ -255,7 +264,7 @@ def test_an_empty_report_has_a_page() -> None:
 
 def test_the_tables_are_for_a_terminal(made: tuple[Path, Prepared, dict[str, Any]]) -> None:
     _, prepared, report = made
-    head, read, own, length, dedup, score = table(report)
+    head, read, own, length, dedup, score = step_table(report)
     assert read == [
         "read",
         "21",
@@ -267,7 +276,7 @@ def test_the_tables_are_for_a_terminal(made: tuple[Path, Prepared, dict[str, Any
     assert own[:2] == ["length (notes)", "1"] and own[3] == "2 (66.7 %)"
     assert length[1] == "16" and length[3] == "3 (15.8 %)" and length[5].endswith(": 3")
     assert dedup[3] == "3 (18.8 %)" and score[3] == "0"
-    assert {len(row) for row in table(report)} == {len(head)}
+    assert {len(row) for row in step_table(report)} == {len(head)}
     _, web, notes = source_table(report)
     assert web[:2] == ["web", "12"] and notes[4] == "0"
     assert web[3].replace(",", "") == str(prepared.train["web"].tokens)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.data.read import BadRow, Document, divide, list_files, read_part, rows
+from bessemer.data.read import BadRow, Document, divide_source, list_files, read_part, rows
 from bessemer.data.read.records import parse_example
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
@@ -28,7 +28,7 @@ def source_of(*paths: Path | str, **fields: Any) -> SourceSpec:
 
 
 def read(source: SourceSpec, tally: Counter[str] | None = None) -> list[Document | BadRow]:
-    parts = divide("web", list_files(source), source)
+    parts = divide_source("web", list_files(source), source)
     return [row for part in parts for row in read_part(part, source, tally=tally)]
 
 

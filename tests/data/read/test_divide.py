@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data.read import BadRow, Document, FileEntry, FilePiece, SourcePart, divide, list_files, read_part
-from bessemer.data.read.parts import line_starts
+from bessemer.data.read import BadRow, Document, FileEntry, FilePiece, SourcePart, divide_source, list_files, read_part
+from bessemer.data.read.parts import find_line_starts
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -27,7 +27,7 @@ def source_of(*paths: Path | str, **fields: Any) -> SourceSpec:
 
 
 def rows(source: SourceSpec, part_bytes: int) -> list[Document | BadRow]:
-    parts = divide("web", list_files(source), source, part_bytes)
+    parts = divide_source("web", list_files(source), source, part_bytes)
     return [row for part in parts for row in read_part(part, source)]
 
 
@@ -109,7 +109,7 @@ def test_cut_lines_keep_their_numbers(
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + (b"\n" if ended else b""))
     source = source_of(path)
-    parts = divide("web", list_files(source), source, part_bytes)
+    parts = divide_source("web", list_files(source), source, part_bytes)
     assert [row for part in parts for row in read_part(part, source)] == rows(source, 1 << 40)
     pieces = [piece for part in parts for piece in part.pieces]
     data = path.read_bytes()
@@ -130,7 +130,7 @@ def test_line_starts_are_those_of_a_plain_search(lengths: list[int], offsets: li
         end = data.find(b"\n", offset - 1)
         if end >= 0 and (end + 1, 1 + data[: end + 1].count(b"\n")) not in wanted:
             wanted.append((end + 1, 1 + data[: end + 1].count(b"\n")))
-    assert list(line_starts(_Slowly(data), offsets)) == wanted  # type: ignore[arg-type]
+    assert list(find_line_starts(_Slowly(data), offsets)) == wanted  # type: ignore[arg-type]
 
 
 class _Slowly(io.BytesIO):
@@ -146,7 +146,7 @@ def test_a_compressed_file_is_one_piece(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000, 0))
     source = source_of(path)
-    (part,) = divide("web", list_files(source), source, 100)
+    (part,) = divide_source("web", list_files(source), source, 100)
     assert [piece.stop for piece in part.pieces] == [-1]
 
 
@@ -160,19 +160,19 @@ def sizes(parts: list[SourcePart]) -> list[list[int]]:
 
 def test_small_files_are_put_together_in_order() -> None:
     files = [entry(f"/{i}.txt", size) for i, size in enumerate([3, 3, 4, 1, 20, 9, 2, 0, 0])]
-    parts = divide("web", files, source_of("x"), 10)
+    parts = divide_source("web", files, source_of("x"), 10)
     assert sizes(parts) == [[3, 3, 4], [1], [20], [9], [2, 0, 0]]
     assert [part.name for part in parts] == ["/0.txt and 2 more", "/3.txt", "/4.txt", "/5.txt", "/6.txt and 2 more"]
     assert [piece.file for part in parts for piece in part.pieces] == files
-    assert divide("web", [], source_of("x")) == []
+    assert divide_source("web", [], source_of("x")) == []
 
 
 def test_a_huge_corpus_gets_larger_parts() -> None:
     files = [entry(f"/{i:06d}.txt", 1 << 26) for i in range(50_000)]
-    assert len(divide("web", files[:100], source_of("x"))) == 100
-    assert len(divide("web", files, source_of("x"))) == 16_667  # three files each
+    assert len(divide_source("web", files[:100], source_of("x"))) == 100
+    assert len(divide_source("web", files, source_of("x"))) == 16_667  # three files each
     tiny = [entry(f"/{i:06d}.txt", 1) for i in range(9000)]
-    assert [len(part.pieces) for part in divide("web", tiny, source_of("x"))] == [4096, 4096, 808]
+    assert [len(part.pieces) for part in divide_source("web", tiny, source_of("x"))] == [4096, 4096, 808]
 
 
 def test_the_key_is_of_what_is_read() -> None:
@@ -197,7 +197,7 @@ def test_the_key_is_of_what_is_read() -> None:
 def test_a_part_survives_pickle(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["text"] * 100)
     source = source_of(tmp_path)
-    parts = divide("web", list_files(source), source, 200)
+    parts = divide_source("web", list_files(source), source, 200)
     assert len(parts) > 5
     for part in parts:
         key = part.key
@@ -211,7 +211,7 @@ def test_pieces_of_tables_are_named_by_their_units(tmp_path: Path) -> None:
     write_arrow(tmp_path / "b.arrow", ["x" * 100] * 9)
     for name, unit in (("a.parquet", "row groups"), ("b.arrow", "batches")):
         source = source_of(tmp_path / name)
-        parts = divide("web", list_files(source), source, 300)
+        parts = divide_source("web", list_files(source), source, 300)
         assert [part.name for part in parts] == [f"{tmp_path}/{name} {unit} {i}-{i + 1}" for i in range(3)]
 
 
@@ -226,13 +226,13 @@ def test_workers_may_share_the_cutting(tmp_path: Path) -> None:
         return [function(pickle.loads(pickle.dumps(task))) for task in tasks]
 
     files = list_files(source)
-    assert divide("web", files, source, 200, each=each) == divide("web", files, source, 200)
+    assert divide_source("web", files, source, 200, each=each) == divide_source("web", files, source, 200)
     assert asked == [3]
 
 
 def test_a_damaged_file_divides_and_is_told_when_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1" + b"no" * 500 + b"PAR1")
     source = source_of(tmp_path)
-    (part,) = divide("web", list_files(source), source, 100)
+    (part,) = divide_source("web", list_files(source), source, 100)
     with pytest.raises(UserError, match=r"a\.parquet: not readable as Parquet"):
         list(read_part(part, source))

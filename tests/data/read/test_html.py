@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.data.read import Document, divide, list_files, read_part
+from bessemer.data.read import Document, divide_source, list_files, read_part
 from bessemer.data.read.rows import decode_html
 from bessemer.spec.data import SourceSpec
 
@@ -68,5 +68,5 @@ def test_html_files_are_labelled_pages(tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     path.write_bytes(b"<p>caf\xe9</p>")
     source = SourceSpec(path=[str(tmp_path)])
-    (part,) = divide("web", list_files(source), source)
+    (part,) = divide_source("web", list_files(source), source)
     assert list(read_part(part, source)) == [Document("<p>café</p>", str(path), 1, labels={"type": "html"})]

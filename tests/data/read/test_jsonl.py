@@ -13,8 +13,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bessemer.data.read import BadRow, Document, divide, list_files, read_documents, read_part, rows
-from bessemer.data.read.compression import compression_of
+from bessemer.data.read import BadRow, Document, divide_source, list_files, read_documents, read_part, rows
+from bessemer.data.read.compression import detect_compression
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -24,7 +24,7 @@ def source_of(*paths: Path | str, **fields: Any) -> SourceSpec:
 
 
 def read(source: SourceSpec, tally: Counter[str] | None = None) -> list[Document | BadRow]:
-    parts = divide("web", list_files(source), source)
+    parts = divide_source("web", list_files(source), source)
     return [row for part in parts for row in read_part(part, source, tally=tally)]
 
 
@@ -220,7 +220,7 @@ def test_a_conversation_without_text_is_empty(tmp_path: Path) -> None:
 def test_a_file_that_changed_since_it_was_listed_is_not_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", lines({"text": "a"}))
     source = source_of(path)
-    (part,) = divide("web", list_files(source), source)
+    (part,) = divide_source("web", list_files(source), source)
     write(path, lines({"text": "other"}))
     with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(it has changed since it was listed"):
         list(read_part(part, source))
@@ -230,7 +230,7 @@ def test_a_file_that_is_gone_is_named_with_its_part(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
         write(tmp_path / name, lines({"text": name}))
     source = source_of(tmp_path)
-    (part,) = divide("web", list_files(source), source)
+    (part,) = divide_source("web", list_files(source), source)
     (tmp_path / "b.jsonl").unlink()
     reading = read_part(part, source)
     assert next(reading).file == str(tmp_path / "a.jsonl")
@@ -269,7 +269,7 @@ def _whole(text: str | None) -> bool:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_give_documents_or_bad_rows(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    assume(not compression_of(io.BytesIO(data)))
+    assume(not detect_compression(io.BytesIO(data)))
     folder = tmp_path_factory.mktemp("any")
     write(folder / "a.jsonl", data)
     found = read(source_of(folder / "a.jsonl"))

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bessemer.data.read import BadRow, Document, divide, list_files, read_part
+from bessemer.data.read import BadRow, Document, divide_source, list_files, read_part
 from bessemer.data.read import remote as blocks
 from bessemer.data.read.remote import RemoteFile
 from bessemer.errors import UserError
@@ -28,7 +28,7 @@ def source_of(*paths: str, **fields: Any) -> SourceSpec:
 
 
 def read(source: SourceSpec, part_bytes: int = 1 << 26, cache: Path | None = None) -> list[Document | BadRow]:
-    parts = divide("web", list_files(source), source, part_bytes, cache)
+    parts = divide_source("web", list_files(source), source, part_bytes, cache)
     return [row for part in parts for row in read_part(part, source, cache)]
 
 
@@ -113,7 +113,7 @@ def test_remote_parts_are_those_of_the_same_local_files(
     here = read(source_of(str(tmp_path)), part_bytes)
     assert [(row.text, row.row) for row in there] == [(row.text, row.row) for row in here]  # type: ignore[union-attr]
     sizes = [
-        [part.size_bytes for part in divide("web", list_files(source), source, part_bytes)]
+        [part.size_bytes for part in divide_source("web", list_files(source), source, part_bytes)]
         for source in (source_of("memory://web"), source_of(str(tmp_path)))
     ]
     assert sizes[0] == sizes[1]
@@ -142,7 +142,7 @@ def test_what_was_fetched_once_is_kept(memory: Any, tmp_path: Path, monkeypatch:
     first = read(source, 500, tmp_path)
     assert len(first) == 200
     files = list_files(source)
-    parts = divide("web", files, source, 500, tmp_path)
+    parts = divide_source("web", files, source, 500, tmp_path)
     memory.store.clear()  # nothing can come from there any more
     assert [row for part in parts for row in read_part(part, source, tmp_path)] == first
     with pytest.raises(UserError, match=r"memory://a\.jsonl: cannot be read \(no such file\)"):
@@ -297,7 +297,7 @@ def test_a_range_of_a_remote_table_costs_no_more(web: Any, monkeypatch: pytest.M
     content = parquet_bytes(8, 100, 5000)
     web.files = {"/a.parquet": content}
     source = source_of(f"{web.url}/a.parquet")
-    parts = divide("web", list_files(source), source, len(content) // 8 + 1000)
+    parts = divide_source("web", list_files(source), source, len(content) // 8 + 1000)
     assert len(parts) == 8
     assert web.sent_bytes < 200_000  # the footer alone
     sent = web.sent_bytes
@@ -313,7 +313,7 @@ def test_an_address_with_a_query_and_a_signature(web: Any) -> None:
     assert [row.file for row in found] == [f"{web.url}/a.jsonl?part=1"] * 2
     (entry,) = list_files(source)
     assert entry.path == url and "S3CRET" not in entry.name
-    (part,) = divide("web", [entry], source)
+    (part,) = divide_source("web", [entry], source)
     assert "S3CRET" not in part.name
     web.token = "OTHER"
     with pytest.raises(UserError) as caught:

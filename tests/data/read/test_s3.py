@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bessemer.data.read import divide, list_files, read_part
+from bessemer.data.read import divide_source, list_files, read_part
 from bessemer.data.read import remote as blocks
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
@@ -68,7 +68,7 @@ def test_a_bucket_is_listed_and_read(bucket: Any, server: str) -> None:
         assert [entry.path for entry in entries] == ["s3://corpus/web/a.jsonl", "s3://corpus/web/deep/b.jsonl"], path
         assert all(entry.version.startswith('"') and entry.mtime_ns > 1e18 for entry in entries)
     source = source_of(server, "s3://corpus/web")
-    parts = [pickle.loads(pickle.dumps(part)) for part in divide("web", list_files(source), source, 300)]
+    parts = [pickle.loads(pickle.dumps(part)) for part in divide_source("web", list_files(source), source, 300)]
     assert len(parts) > 2
     found = [row for part in parts for row in read_part(part, source)]
     assert [(row.file, row.row) for row in found] == [
@@ -82,7 +82,7 @@ def test_an_upload_of_the_same_content_is_the_same_part(bucket: Any, server: str
     keys = []
     for content in (lines(3), lines(3), lines(4)):
         bucket.put_object(Bucket="corpus", Key="a.jsonl", Body=content)
-        (part,) = divide("web", list_files(source), source)
+        (part,) = divide_source("web", list_files(source), source)
         keys.append(part.key)
     assert keys[0] == keys[1] != keys[2]
 
@@ -107,7 +107,7 @@ def test_one_row_group_is_fetched_and_kept(
 
     monkeypatch.setattr(blocks.RemoteFile, "_fetch", counted)
     source = source_of(server, "s3://corpus/a.parquet")
-    parts = divide("web", list_files(source), source, size // 16 + 2000, tmp_path)
+    parts = divide_source("web", list_files(source), source, size // 16 + 2000, tmp_path)
     assert len(parts) == 16
     rows = list(read_part(parts[7], source, tmp_path))
     assert [row.row for row in rows] == list(range(701, 801))
@@ -135,7 +135,7 @@ def test_what_is_not_there_is_named(bucket: Any, server: str) -> None:
 def test_a_file_that_was_replaced_is_not_read(bucket: Any, server: str) -> None:
     bucket.put_object(Bucket="corpus", Key="a.jsonl", Body=lines(3))
     source = source_of(server, "s3://corpus/a.jsonl")
-    (part,) = divide("web", list_files(source), source)
+    (part,) = divide_source("web", list_files(source), source)
     bucket.put_object(Bucket="corpus", Key="a.jsonl", Body=lines(3).replace(b"row", b"new"))
     with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(it has changed since it was listed"):
         list(read_part(part, source))

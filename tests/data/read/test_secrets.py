@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.data.read import check_storage, list_files, shown
-from bessemer.data.read.secrets import redacted
+from bessemer.data.read.secrets import redact_message
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -38,7 +38,7 @@ from bessemer.spec.data import SourceSpec
 )
 def test_addresses_are_shown_without_credentials(path: str, safe: str) -> None:
     assert shown(path) == safe
-    assert redacted(f"403 for {path!r},\n  try again") == f"403 for {safe!r}, try again"
+    assert redact_message(f"403 for {path!r},\n  try again") == f"403 for {safe!r}, try again"
 
 
 @given(st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=8, max_size=20))
@@ -50,7 +50,7 @@ def test_a_secret_is_never_shown(secret: str) -> None:
         f"https://h/a?sig={marked}",
         f"https://{marked}@h/a?client_secret={marked}",
     ):
-        assert marked not in shown(url) and marked not in redacted(f"failed: {url}")
+        assert marked not in shown(url) and marked not in redact_message(f"failed: {url}")
 
 
 @pytest.mark.parametrize(

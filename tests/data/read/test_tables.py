@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.data.read import BadRow, Document, divide, list_files, read_part
+from bessemer.data.read import BadRow, Document, divide_source, list_files, read_part
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -25,7 +25,7 @@ def source_of(*paths: Path | str, **fields: Any) -> SourceSpec:
 
 
 def read(source: SourceSpec, tally: Counter[str] | None = None) -> list[Document | BadRow]:
-    parts = divide("web", list_files(source), source)
+    parts = divide_source("web", list_files(source), source)
     return [row for part in parts for row in read_part(part, source, tally=tally)]
 
 
@@ -227,7 +227,7 @@ def test_a_mapped_batch_is_not_copied(tmp_path: Path, writer: Any) -> None:
     path = writer(tmp_path / "a.arrow", table)
     del table
     source = source_of(path)
-    (part,) = divide("web", list_files(source), source)
+    (part,) = divide_source("web", list_files(source), source)
     before = pa.total_allocated_bytes()
     for number, _ in enumerate(read_part(part, source)):
         if number % 1000 == 0:

@@ -17,8 +17,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.data.read import divide, list_files, read_part
-from bessemer.data.read.compression import compression_of, unpacked
+from bessemer.data.read import divide_source, list_files, read_part
+from bessemer.data.read.compression import decompress, detect_compression
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -33,7 +33,7 @@ ROWS = b"".join(json.dumps({"text": f"number {i}"}).encode() + b"\n" for i in ra
 
 def read(path: Path, **fields: Any) -> list[str]:
     source = SourceSpec(path=[str(path)], **fields)
-    parts = divide("web", list_files(source), source)
+    parts = divide_source("web", list_files(source), source)
     return [row.text for part in parts for row in read_part(part, source)]  # type: ignore[union-attr]
 
 
@@ -103,8 +103,8 @@ def test_damaged_content_is_an_error(tmp_path: Path, kind: str) -> None:
 @given(st.binary(max_size=3000), st.sampled_from(list(PACKERS)), st.integers(1, 5000))
 def test_any_content_comes_back(data: bytes, kind: str, size: int) -> None:
     packed = io.BytesIO(PACKERS[kind](data))
-    assert compression_of(packed) == kind
-    stream = unpacked(packed, kind)
+    assert detect_compression(packed) == kind
+    stream = decompress(packed, kind)
     parts = iter(lambda: stream.read(size), b"")
     assert b"".join(parts) == data
 
@@ -115,7 +115,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     row = json.dumps({"text": "x" * 20_000}).encode() + b"\n"
     path = write(tmp_path / f"a.jsonl.{kind}", PACKERS[kind](row * 3000))
     source = SourceSpec(path=[str(path)])
-    (part,) = divide("web", list_files(source), source)
+    (part,) = divide_source("web", list_files(source), source)
     tracemalloc.start()
     assert sum(1 for _ in read_part(part, source)) == 3000
     peak_bytes = tracemalloc.get_traced_memory()[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.data.read import BadRow, Document, divide, list_files, read_part, rows
+from bessemer.data.read import BadRow, Document, divide_source, list_files, read_part, rows
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -24,7 +24,7 @@ def source_of(*paths: Path | str, **fields: Any) -> SourceSpec:
 
 
 def read(source: SourceSpec, tally: Counter[str] | None = None) -> list[Document | BadRow]:
-    parts = divide("web", list_files(source), source)
+    parts = divide_source("web", list_files(source), source)
     return [row for part in parts for row in read_part(part, source, tally=tally)]
 
 

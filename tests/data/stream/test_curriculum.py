@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data.stream import curriculum
-from bessemer.data.stream.curriculum import epoch_note, length_score, measure_by_score, rank_rows, ranking_name
+from bessemer.data.stream.curriculum import curriculum_note, length_score, measure_by_score, rank_rows, ranking_name
 from bessemer.data.stream.order import CurriculumRanking
 from bessemer.data.stream.rows import PADDING, Ints, Spans
 from bessemer.errors import UserError
@@ -139,7 +139,7 @@ def test_an_empty_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_shorter_than_the_curriculum_is_told() -> None:
-    assert epoch_note(100, 100, "length", False) is None
-    note = epoch_note(100, 25, "length", False)
+    assert curriculum_note(100, 100, "length", False) is None
+    note = curriculum_note(100, 25, "length", False)
     assert note is not None and "reads 25% of one" in note and "75% of the highest length" in note
-    assert "lowest quality" in str(epoch_note(100, 25, "quality", True))
+    assert "lowest quality" in str(curriculum_note(100, 25, "quality", True))

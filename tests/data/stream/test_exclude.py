@@ -21,10 +21,10 @@ from bessemer.data.stream.exclusions import (
     Exclusion,
     append_exclusions,
     banned_documents,
-    convicted_shards,
+    find_offers,
     find_strings,
-    offers,
     read_exclusions,
+    suspect_files,
 )
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
 from bessemer.data.stream.rows import ConcatRows, PadRows
@@ -299,24 +299,24 @@ def test_other_runs_lists_are_offered_until_they_are_taken(tmp_path: Path) -> No
     append_exclusions(runs / "c/exclusions.jsonl", [Exclusion("/other", 1)])
     (runs / "d").mkdir()
     (runs / "d/exclusions.jsonl").write_bytes(b"\xffbroken\n")
-    a, b = offers(["/d/x", "/d/y"], runs)
+    a, b = find_offers(["/d/x", "/d/y"], runs)
     assert a.line == (
         f"{runs}/a/exclusions.jsonl convicts 3 documents of this data: add "
         f"`data: {{exclude: [{runs}/a/exclusions.jsonl]}}` to the spec"
     )
     assert "convicts 1 whole file and 1 document of" in b.line
     # What a taken list holds already is not counted again.
-    (left,) = offers(["/d/x", "/d/y"], runs, [str(runs / "a/exclusions.jsonl"), runs / "mine/exclusions.jsonl"])
+    (left,) = find_offers(["/d/x", "/d/y"], runs, [str(runs / "a/exclusions.jsonl"), runs / "mine/exclusions.jsonl"])
     assert (left.path, left.documents, left.files) == (str(runs / "b/exclusions.jsonl"), 0, 1)
-    assert offers(["/d/x"], runs, [runs / "a/exclusions.jsonl"]) == []
-    assert offers(["/d/x"], tmp_path / "none") == []
+    assert find_offers(["/d/x"], runs, [runs / "a/exclusions.jsonl"]) == []
+    assert find_offers(["/d/x"], tmp_path / "none") == []
 
 
 def test_many_convicts_make_the_file_a_suspect() -> None:
     some = [Exclusion("x", row, source="web", run="r", step=4) for row in (1, 2, 2, 3)]
     few = [Exclusion("y", 1), Exclusion("y", 2)]
-    (shard,) = convicted_shards([*some, *few])
+    (shard,) = suspect_files([*some, *few])
     assert (shard.file, shard.row, shard.source, shard.run, shard.step) == ("x", None, "web", "r", 4)
     assert shard.reason == "3 of its documents were convicted"
-    assert convicted_shards(some, {"x": 6}) and not convicted_shards(some, {"x": 7})
-    assert not convicted_shards([*some, Exclusion("x", None)]), "it is excluded already"
+    assert suspect_files(some, {"x": 6}) and not suspect_files(some, {"x": 7})
+    assert not suspect_files([*some, Exclusion("x", None)]), "it is excluded already"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Inner
 
-from bessemer.data.tokenizer.chat import problems, render, render_batch, special_tokens
+from bessemer.data.tokenizer.chat import find_problems, render, render_batch, special_tokens
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 
@@ -237,7 +237,7 @@ def test_calls_of_tools() -> None:
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]},
     ]
-    assert problems(talk) == []
+    assert find_problems(talk) == []
     ids, mask = render(talk, TOKENIZER)
     assert learned(ids, mask) == (
         '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
@@ -268,9 +268,9 @@ def test_calls_of_tools() -> None:
     ],
 )
 def test_problems_have_names(messages: Any, named: list[str]) -> None:
-    assert [problem.partition(":")[0] for problem in problems(messages)] == named
+    assert [problem.partition(":")[0] for problem in find_problems(messages)] == named
 
 
 def test_problems_say_where() -> None:
     talk = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "x"}]
-    assert problems(talk) == ["unknown role: message 2 has 'bot', not system, user, assistant, tool"]
+    assert find_problems(talk) == ["unknown role: message 2 has 'bot', not system, user, assistant, tool"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bessemer.data.tokenizer.encode as module
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.tokenizer.chat import render, special_tokens
 from bessemer.data.tokenizer.encode import encode_documents
 from bessemer.data.tokenizer.tokenizer import Tokenizer

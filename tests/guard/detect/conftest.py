@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bessemer.guard.detect.alarm import Alarm
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.alarm import Alarm
+from bessemer.guard.detectors import Detectors
 from bessemer.spec.guard import GuardSpec
 
 GIB = 2**30

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from bessemer.guard.detect.alarm import BLOCK, StepBlock
-from bessemer.guard.detect.losses import OverfittingDetector
-from bessemer.guard.detect.machine import MemoryDetector
+from bessemer.guard.alarm import BLOCK, StepBlock
+from bessemer.guard.losses import OverfittingDetector
+from bessemer.guard.machine import MemoryDetector
 from bessemer.spec.guard import GuardSpec
 
 STEPS = 3000

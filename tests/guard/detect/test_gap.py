@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from bessemer.guard.detect.machine import PLAN_REARM, WINDOW, PlanGapDetector
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.detectors import Detectors
+from bessemer.guard.machine import PLAN_REARM, WINDOW, PlanGapDetector
 from bessemer.plan.actual import WARM_UP, HostLoad
 from bessemer.plan.expect import ExpectedRun
 from bessemer.spec.guard import GuardSpec

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.detectors import Detectors
 from bessemer.spec.guard import GuardSpec
 
 LAYERS = ["embedding", *(f"blocks.{i}" for i in range(12)), "norm"]

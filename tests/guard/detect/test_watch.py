@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from bessemer.guard.detect.alarm import ADVICE, alarm, debounce, median, robust_std, robust_std_around_line, theil_sen
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.alarm import ADVICE, debounce, make_alarm, median, robust_std, robust_std_around_line, theil_sen
+from bessemer.guard.detectors import Detectors
 from bessemer.spec.guard import DetectSpec, GuardSpec
 
 
@@ -225,7 +225,7 @@ def test_a_latch_needs_clear_evaluations_in_a_row():
 
 def test_every_kind_says_its_cause_and_what_to_do():
     for kind in ADVICE:
-        (said,) = alarm(kind, 0, "note", "", 0.5)
+        (said,) = make_alarm(kind, 0, "note", "", 0.5)
         assert len(said.finding.cause) > 10 and len(said.finding.fix) > 10
 
 

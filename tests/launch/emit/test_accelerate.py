@@ -14,7 +14,7 @@ import torch
 from bessemer.errors import UserError
 from bessemer.launch.emit import ResolvedRun, emit, render, write_files
 from bessemer.launch.emit.feed import EmittedRun, load_model, open_emitted, write_initial_weights
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.run.directory import Run
 from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
@@ -102,7 +102,7 @@ def test_other_families_have_our_loss_too(
     write_files(emit("accelerate", tiny(model=model, data={"context": 64}), folder), folder)
     write_initial_weights(folder)
     run, theirs = open_emitted(folder), load_model(folder, gradient_checkpointing=False)
-    ours, objective = build(run.shape, "cpu", run.spec.seed, run.spec.model.init), Pretrain(cross_documents=False)
+    ours, objective = build_model(run.shape, "cpu", run.spec.seed, run.spec.model.init), Pretrain(cross_documents=False)
     batches = run.stream.micro_batches(0, run.plan.micro_rows)
     assert not all(batch.single_document for batch in batches)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from bessemer.errors import UserError
 from bessemer.launch import emit as module
 from bessemer.launch.emit import FRAMEWORKS, EmittedFiles, KeyCoverage, ResolvedRun, changed_keys, render
-from bessemer.session import dry_run as dry
+from bessemer.session import start as dry
 from bessemer.spec.schema import RunSpec
 
 # Say nothing of training, name what is not there, are worth nothing alone, or are done with once data is prepared.

@@ -13,7 +13,7 @@ import torch
 
 from bessemer.launch.emit import ResolvedRun, emit, render, write_files
 from bessemer.launch.emit.feed import open_emitted, write_initial_weights
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.spec.schema import RunSpec
 
 Resolve = Callable[..., ResolvedRun]
@@ -83,7 +83,7 @@ def test_the_registered_network_is_ours(
     )
     network.rope_cache = network._precompute_rope_cache()
     run = open_emitted(folder)
-    ours = build(run.shape, "cpu", run.spec.seed, run.spec.model.init)
+    ours = build_model(run.shape, "cpu", run.spec.seed, run.spec.model.init)
     job = SimpleNamespace(training=SimpleNamespace(local_batch_size=2))
     inputs, labels = next(iter(registered.build_dataloader_fn(dp_world_size=2, dp_rank=1, job_config=job)))
     batch = run.stream.micro_batches(0, 2, 1, 2)[0]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.families.folder import Folder, expected_shapes, load_weights, theirs
+from bessemer.model.families.folder import Folder, expected_shapes, hf_tensors, load_weights
 from bessemer.model.generate import Sampling, generate
 from bessemer.model.transformer import Decoder
 
@@ -162,7 +162,7 @@ def their_gradients(model):
 def check_export(pair):
     """The tensors that came in go out, byte for byte, and a file's shapes are known without its data."""
     state = pair.native_names.state_dict()
-    written = dict(theirs(state.__getitem__, pair.shape, pair.family))
+    written = dict(hf_tensors(state.__getitem__, pair.shape, pair.family))
     saved = load_file(pair.path / "model.safetensors")
     assert written.keys() == saved.keys()
     for name, tensor in saved.items():

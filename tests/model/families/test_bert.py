@@ -15,7 +15,7 @@ from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.classifier import Classifier, ClassifierFamily, HeadlessFamily, classifier_family
 from bessemer.model.families import registry
 from bessemer.model.families.bert_t5_mamba import BERT
-from bessemer.model.families.folder import Folder, load_weights, theirs
+from bessemer.model.families.folder import Folder, hf_tensors, load_weights
 from bessemer.model.families.llama import LLAMA
 from bessemer.model.transformer import Decoder
 
@@ -169,7 +169,7 @@ def test_classes(family, kind, tmp_path, monkeypatch):
     parity.close(ours(packed, AttentionMask(documents)).flatten(0, -2), alone, 1e-9)
 
     saved, state = load_file(tmp_path / "model.safetensors"), ours.float().state_dict()
-    written = dict(theirs(state.__getitem__, ours.shape, read))
+    written = dict(hf_tensors(state.__getitem__, ours.shape, read))
     assert written.keys() == saved.keys() and all(torch.equal(written[name], saved[name]) for name in saved)
 
 

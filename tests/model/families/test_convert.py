@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bessemer.errors import UserError
-from bessemer.model.families.folder import Folder, load_weights, theirs
+from bessemer.model.families.folder import Folder, hf_tensors, load_weights
 from bessemer.model.families.llama import LLAMA, PHI3
 from bessemer.model.families.registry import family_of
 from bessemer.model.transformer import Decoder
@@ -87,7 +87,7 @@ def test_one_piece_at_a_time():
         asked.append(name)
         return state[name]
 
-    stream = theirs(tensor_of, shape, PHI3)
+    stream = hf_tensors(tensor_of, shape, PHI3)
     assert asked == []
     names = [next(stream)[0] for _ in range(5)]
     assert names[-1] == "model.layers.0.self_attn.qkv_proj.weight"

@@ -78,7 +78,7 @@ def test_mixtral_8x7b():
         "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
     })  # fmt: skip
     assert shape.parameters == 46_702_792_704
-    assert round(count.active(shape) / 1e9, 1) == 12.9
+    assert round(count.active_parameters(shape) / 1e9, 1) == 12.9
 
 
 def test_a_native_mixture_leaves_as_the_family_that_can_hold_it():

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bessemer.model.attention_backends import set_backend
 from bessemer.model.families.registry import FAMILIES, read_shape
-from bessemer.model.transformer import build, network
-from bessemer.spec.shape import ModelShape, active
+from bessemer.model.transformer import build_model, make_module
+from bessemer.spec.shape import ModelShape, active_parameters
 
 FIRST = list({one.config["model_type"]: one for one in reversed(PUBLISHED)}.values())[::-1]  # one of each family
 ROW = 512  # two chunks of a state space: a single one has no state to pass on
@@ -31,14 +31,14 @@ def test_every_family_has_a_published_model() -> None:
 def test_parameters_are_the_published_ones(one: Published) -> None:
     shape = read_shape(one.config)[1]
     with torch.device("meta"):
-        built = sum(parameter.numel() for parameter in network(shape).parameters())
+        built = sum(parameter.numel() for parameter in make_module(shape).parameters())
     assert shape.parameters == built == one.parameters
 
 
 @pytest.mark.parametrize("one", [one for one in PUBLISHED if one.active], ids=name)
 def test_active_parameters_are_the_published_ones(one: Published) -> None:
     """Published in round numbers, some without an embedding."""
-    assert active(read_shape(one.config)[1]) / 1e9 == pytest.approx(one.active, rel=0.02)
+    assert active_parameters(read_shape(one.config)[1]) / 1e9 == pytest.approx(one.active, rel=0.02)
 
 
 def small(shape: ModelShape) -> ModelShape:
@@ -59,7 +59,7 @@ def counted(shape: ModelShape, row: int) -> int:
     scores again, which is no part of the model's FLOPs."""
     real = shape.moe is not None
     with FakeTensorMode() if not real else torch.device("cpu"):
-        model = build(shape, "cpu", seed=0) if real else network(shape)
+        model = build_model(shape, "cpu", seed=0) if real else make_module(shape)
         set_backend(model, "math")
         tokens_BT = torch.zeros(1, row, dtype=torch.long)
         more: dict[str, Any] = {"encoder_tokens_BS": tokens_BT} if shape.decoder_layers else {}

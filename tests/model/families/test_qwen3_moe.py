@@ -78,4 +78,4 @@ def test_qwen3_30b_a3b():
         "use_sliding_window": False, "vocab_size": 151936,
     })  # fmt: skip
     assert shape.parameters == 30_532_122_624
-    assert 3.3e9 <= count.active(shape) < 3.4e9
+    assert 3.3e9 <= count.active_parameters(shape) < 3.4e9

@@ -11,14 +11,14 @@ import torch
 import bessemer.plan.cost_model.memory as planned
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.plan.cost_model.memory import (
     ACTIVATIONS,
     ROWS,
     Passes,
     activation_bytes,
     decide_micro_batch,
-    estimate,
+    estimate_memory,
     head_bytes,
 )
 from bessemer.plan.decision import Plan
@@ -50,7 +50,7 @@ def spec_with(**changes: Any) -> RunSpec:
 
 def saved_bytes(shape: ModelShape, rows: int, context: int, dtype: torch.dtype) -> int:
     """By the blocks of a real forward pass, weights and their casts apart."""
-    model = build(shape, "cpu", 0)
+    model = build_model(shape, "cpu", 0)
     sizes = {p.numel() for p in model.parameters()}
     found: dict[int, int] = {}
 
@@ -90,17 +90,17 @@ def test_peaks_measured_on_an_h200() -> None:
 
 def test_a_peak_is_at_the_loss_or_behind_it_or_where_all_gradients_are() -> None:
     wide = replace(PRESETS["1B"], vocab=128_256)
-    long = estimate(spec_with(), wide, Passes(4096, 8, "bf16", "none", compiled=True, several=False))
-    short = estimate(spec_with(), wide, Passes(512, 1, "bf16", "full", compiled=True, several=False))
+    long = estimate_memory(spec_with(), wide, Passes(4096, 8, "bf16", "none", compiled=True, several=False))
+    short = estimate_memory(spec_with(), wide, Passes(512, 1, "bf16", "full", compiled=True, several=False))
     assert (long.moment, short.moment) == ("at the loss", "at the end of the backward pass")
     row = Passes(131_072, 1, "bf16", "full", compiled=True, several=False)
-    whole = estimate(spec_with(), replace(wide, positions="alibi"), row)
+    whole = estimate_memory(spec_with(), replace(wide, positions="alibi"), row)
     assert whole.moment == "in the last layer's backward pass"
     assert whole.workspace > whole.activations > 7 * GIB  # one layer with all it computes again, and inputs of all
-    tiled = estimate(spec_with(), wide, row)  # which a bias on attention's logits does not allow
+    tiled = estimate_memory(spec_with(), wide, row)  # which a bias on attention's logits does not allow
     assert tiled.activations == whole.activations and tiled.workspace < 0.7 * whole.workspace
     assert (planned.LONG, planned.TILE) == (tiles.LONG, tiles.MOST)
-    again = estimate(spec_with(), wide, Passes(4096, 8, "bf16", "none", compiled=True, several=True))
+    again = estimate_memory(spec_with(), wide, Passes(4096, 8, "bf16", "none", compiled=True, several=True))
     assert again.total - long.total == again.gradients == 4 * wide.parameters
 
 
@@ -119,7 +119,7 @@ def test_each_way_to_save_memory_saves_some() -> None:
 
     def total(how: Any = "none", **memory: Any) -> int:
         changes = {f"memory__{key}": value for key, value in memory.items()}
-        return estimate(spec_with(**changes), shape, replace(plain, activations=how)).total
+        return estimate_memory(spec_with(**changes), shape, replace(plain, activations=how)).total
 
     steps = [total(how) for how in ("none", "selective", 0.5, 0.0, "full")]
     assert steps == sorted(steps, reverse=True) and len(set(steps)) == 5

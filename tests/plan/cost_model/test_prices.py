@@ -8,7 +8,7 @@ import yaml
 from bessemer.errors import UserError
 from bessemer.plan.cost_model import cost as table
 from bessemer.plan.cost_model.cost import TERMS, PriceList, load_prices
-from bessemer.plan.hardware import gpus
+from bessemer.plan.hardware import gpu_catalogue
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_every_provider_and_term_is_there() -> None:
     found = load_prices()
     assert {price.provider for price in found.prices} == set(PROVIDERS)
     assert {price.term for price in found.prices} == set(TERMS)
-    known = gpus()
+    known = gpu_catalogue()
     for price in found.prices:
         assert price.gpu in known and 0.05 < price.usd_hour < 40
         assert price.source and price.date[:3] == "202"

@@ -6,9 +6,8 @@ from typing import Any, get_args
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.cost_model.memory import Passes
+from bessemer.plan.cost_model.memory import Passes, rank_needs
 from bessemer.plan.cost_model.purposes import Use, fit_purpose, purpose_json, purpose_lines, purpose_needs
-from bessemer.plan.cost_model.rank_memory import rank_needs
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.shape import PRESETS, with_vocab

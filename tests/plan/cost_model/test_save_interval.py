@@ -10,7 +10,7 @@ from bessemer.plan.cost_model.goodput import (
     FIRST_S,
     LONGEST_S,
     SHORTEST_S,
-    interruptions,
+    count_interruptions,
     mean_time_to_interruption,
     save_interval,
     young_daly,
@@ -66,7 +66,7 @@ def test_the_rate_starts_at_the_published_one_and_moves_to_the_observed():
 
 def test_interruptions_are_starts_without_a_last_word_and_faults():
     def count(*kinds):
-        return interruptions({"kind": kind} for kind in kinds)
+        return count_interruptions({"kind": kind} for kind in kinds)
 
     assert count() == count("started") == count("started", "saved", "finished") == 0
     assert count("started", "saved", "started", "interrupted", "started") == 1, "killed once"

@@ -10,7 +10,7 @@ from bessemer.errors import UserError
 from bessemer.plan.cost_model import serving
 from bessemer.plan.cost_model.cost import load_prices
 from bessemer.plan.cost_model.serving import ServingDemand, cache_per_token, rank_serving, serve
-from bessemer.plan.hardware import find_gpu, gpus
+from bessemer.plan.hardware import find_gpu, gpu_catalogue
 from bessemer.spec.shape import Mla, ModelShape, preset, with_vocab
 
 LLAMA_7B, LLAMA_8B, LLAMA_70B = (
@@ -66,7 +66,7 @@ def test_more_requests_never_need_fewer_gpus() -> None:
 
 def test_ranking_by_price() -> None:
     demand = ServingDemand(50)
-    found = rank_serving(LLAMA_8B, demand, list(gpus().values()), load_prices())
+    found = rank_serving(LLAMA_8B, demand, list(gpu_catalogue().values()), load_prices())
     assert [way.usd_hour for way in found] == sorted(way.usd_hour for way in found)
     best = found[0]
     assert best.price and best.usd_hour == pytest.approx(best.gpus * best.price.usd_hour)

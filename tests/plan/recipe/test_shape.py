@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bessemer.errors import UserError
 from bessemer.plan.recipe.pretraining import design_shape, vocabulary
-from bessemer.spec.checks import check
+from bessemer.spec.checks import check_spec
 from bessemer.spec.published import rope_base_needed, rope_reach
 from bessemer.spec.schema import RunSpec
 
@@ -42,7 +42,7 @@ def test_the_spec_takes_it() -> None:
     model = {"width": shape.width, "layers": shape.layers, "heads": shape.heads, "kv_heads": shape.kv_heads,
              "ffn": shape.ffn, "tied": shape.tied, "rope": {"theta": shape.rope.theta}}  # fmt: skip
     spec = RunSpec.model_validate({"model": model, "data": {"sources": {"a": "b"}}, "tokenizer": {"vocab": 32_000}})
-    assert list(check(spec)) == []
+    assert list(check_spec(spec)) == []
 
 
 def test_large_models_divide_among_eight() -> None:

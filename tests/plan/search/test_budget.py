@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.cost import load_prices
-from bessemer.plan.hardware import find_gpu, gpus
+from bessemer.plan.hardware import find_gpu, gpu_catalogue
 from bessemer.plan.present import ranking_json, ranking_lines
 from bessemer.plan.recipe.pretraining import optimal_tokens
 from bessemer.plan.request import DAY, BudgetLimits, parse_limits, parse_money
@@ -63,7 +63,9 @@ def test_a_ranking_keeps_its_limits_and_names_every_gpu_that_is_rented() -> None
         name.split(" x ")[-1] for name, _ in found.lost
     }
     prices = load_prices().prices
-    assert told == {price.gpu for price in prices if price.term in ("on_demand", "spot") and price.gpu in gpus()}
+    assert told == {
+        price.gpu for price in prices if price.term in ("on_demand", "spot") and price.gpu in gpu_catalogue()
+    }
     assert found.best.costs[0].usd == offers[0][1].usd
 
 

@@ -8,8 +8,7 @@ import pytest
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
-from bessemer.plan.search.layout import REPLICATE, SHARD, Layout, decide_layout
-from bessemer.plan.search.replicas import check_processes
+from bessemer.plan.search.layout import REPLICATE, SHARD, Layout, check_processes, decide_layout
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, Moe
 

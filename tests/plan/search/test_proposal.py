@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.plan.cost_model.memory import Passes, estimate
+from bessemer.plan.cost_model.memory import Passes, estimate_memory
 from bessemer.plan.hardware import parse_cluster
 from bessemer.plan.request import request_from_spec
-from bessemer.plan.search.proposal import MEMORY_FALLBACKS, _with_settings, lighter, propose
+from bessemer.plan.search.proposal import MEMORY_FALLBACKS, _with_settings, memory_fallbacks, propose
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS
@@ -40,7 +40,7 @@ def test_each_rung_needs_less_than_the_one_before(size: str) -> None:
     for rung in MEMORY_FALLBACKS:
         keys |= rung
         passes = Passes(4096, 1, "bf16", "full", compiled=True, several="memory.update" not in keys)
-        totals.append(estimate(_with_settings(PLAIN, keys), PRESETS[size], passes).total)
+        totals.append(estimate_memory(_with_settings(PLAIN, keys), PRESETS[size], passes).total)
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(totals)
 
 
@@ -74,5 +74,5 @@ def test_nothing_is_proposed_where_nothing_helps() -> None:
     assert refusal("405b", "2xH200").endswith("or an adapter")
     assert refusal("70b", "1xH200", precision="fp32").endswith("or an adapter")
     muon = PLAIN.model_copy(update={"optimizer": PLAIN.optimizer.model_copy(update={"name": "muon"})})
-    assert not lighter(muon, PRESETS["7B"], 4096, "bf16", 40e9, int(42e9))
-    assert lighter(PLAIN, PRESETS["7B"], 4096, "bf16", 40e9, int(42e9))
+    assert not memory_fallbacks(muon, PRESETS["7B"], 4096, "bf16", 40e9, int(42e9))
+    assert memory_fallbacks(PLAIN, PRESETS["7B"], 4096, "bf16", 40e9, int(42e9))

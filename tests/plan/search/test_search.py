@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from bessemer.cli.main import app
 from bessemer.errors import UserError
-from bessemer.plan.cost_model.memory import HEAD_CHUNK, Passes
-from bessemer.plan.cost_model.rank_memory import rank_needs
+from bessemer.plan.cost_model.memory import HEAD_CHUNK, Passes, rank_needs
 from bessemer.plan.hardware import parse_cluster
 from bessemer.plan.present import proposal_lines
 from bessemer.plan.search.layout import Layout

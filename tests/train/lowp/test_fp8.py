@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from bessemer.data.stream.batches import Batch
 from bessemer.errors import UserError
-from bessemer.model.transformer import Decoder, build
+from bessemer.model.transformer import Decoder, build_model
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape, Moe
 from bessemer.train.compile import CompiledBlocks, compile_blocks, compute_in
-from bessemer.train.lowp import convert, refuse_device
+from bessemer.train.lowp import convert_to_fp8, refuse_device
 from bessemer.train.objective import Pretrain
 from bessemer.train.speed import random_batch
 
@@ -33,9 +33,9 @@ RECIPES = ("fp8", "fp8_rowwise")
 
 
 def made(precision: str, keep: int = 1, shape: ModelShape = SHAPE, device: torch.device = CPU) -> Decoder:
-    model = build(shape, device, seed=0)
+    model = build_model(shape, device, seed=0)
     if precision.startswith("fp8"):
-        convert(model, precision, device, keep, least=16, emulate=device.type == "cpu")
+        convert_to_fp8(model, precision, device, keep, least=16, emulate=device.type == "cpu")
     return model
 
 
@@ -46,26 +46,28 @@ def far(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("precision", RECIPES)
 def test_inner_blocks_are_converted_in_place_and_nobody_notices(precision: str) -> None:
-    model = build(SHAPE, CPU, seed=0)
+    model = build_model(SHAPE, CPU, seed=0)
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
-    names = convert(model, precision, CPU, least=16, emulate=True)
+    names = convert_to_fp8(model, precision, CPU, least=16, emulate=True)
     assert names == [f"blocks.1.{part}" for part in PARTS]
     assert all(isinstance(model.get_submodule(name), nn.Linear) for name in names)
     assert type(model.get_submodule("blocks.0.ffn.up")) is nn.Linear is type(model.get_submodule("blocks.2.ffn.up"))
     after = dict(model.named_parameters())
     assert list(after) == list(parameters) and all(after[name] is parameters[name] for name in after)
     assert list(model.state_dict()) == keys
-    build(SHAPE, CPU, seed=1).load_state_dict(model.state_dict())
+    build_model(SHAPE, CPU, seed=1).load_state_dict(model.state_dict())
 
 
 def test_small_and_odd_layers_and_the_router_stay() -> None:
     moe = Moe(experts=16, top_k=2, ffn=24, shared=2)
     shape = ModelShape(vocab=64, width=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=72, moe=moe, tied=False)
-    names = convert(build(shape, CPU, seed=0), "fp8", CPU, keep=0, least=48, emulate=True)
+    names = convert_to_fp8(build_model(shape, CPU, seed=0), "fp8", CPU, keep=0, least=48, emulate=True)
     wanted = ("attention.query", "attention.out", "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down")
     assert names == [f"blocks.{i}.{part}" for i in (0, 1) for part in wanted]  # 32 wide are key and value
     odd = ModelShape(vocab=61, width=64, layers=1, heads=2, kv_heads=2, head_dim=32, ffn=72)
-    assert not any("ffn" in name for name in convert(build(odd, CPU, seed=0), "fp8", CPU, 0, 16, emulate=True))
+    assert not any(
+        "ffn" in name for name in convert_to_fp8(build_model(odd, CPU, seed=0), "fp8", CPU, 0, 16, emulate=True)
+    )
 
 
 def passes(model: Decoder, precision: str, rows: int = 2, length: int = 32) -> tuple[Tensor, Tensor]:
@@ -165,13 +167,13 @@ def test_fifty_steps_learn_as_bf16_and_fp32_do() -> None:
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(SHAPE, CPU, seed=0)
+    model = build_model(SHAPE, CPU, seed=0)
     with pytest.raises(UserError, match=r"precision: fp8 needs a GPU with fp8 .*, this is cpu: write bf16"):
-        convert(model, "fp8", CPU)
+        convert_to_fp8(model, "fp8", CPU)
     with pytest.raises(UserError, match=r"fits no layer: 3 blocks less 1 at each end"):
-        convert(model, "fp8", CPU, emulate=True)
+        convert_to_fp8(model, "fp8", CPU, emulate=True)
     with pytest.raises(UserError, match=r"another library's"):
-        convert(nn.Linear(16, 16), "fp8", CPU, emulate=True)
+        convert_to_fp8(nn.Linear(16, 16), "fp8", CPU, emulate=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(UserError, match=r"this is NVIDIA A100"):
@@ -180,7 +182,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_device("fp8", torch.device("cuda"))
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(UserError, match=r"needs torchao: pip install 'bessemer\[fp8\]'"):
-        convert(model, "fp8", CPU, emulate=True)
+        convert_to_fp8(model, "fp8", CPU, emulate=True)
 
 
 def test_compiled_layers_share_their_casts() -> None:

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer.model.layers import FeedForward
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.spec.shape import ModelShape
 from bessemer.train import lowp as fp8_ffn
 from bessemer.train.compile import compute_in
-from bessemer.train.lowp import E4M3, E5M2, Fp8FeedForward, convert, gate_gradients, gated, turned
+from bessemer.train.lowp import E4M3, E5M2, Fp8FeedForward, convert_to_fp8, gate_gradients, gated, turned
 
 pytest.importorskip("torchao")
 CPU = torch.device("cpu")
@@ -21,8 +21,8 @@ gpu = pytest.mark.gpu
 
 
 def made(device: torch.device = CPU, whole: bool = True) -> FeedForward:
-    model = build(SHAPE, CPU, seed=0).to(device)  # a GPU draws other first weights
-    convert(model, "fp8", device, keep=0, least=16, emulate=device.type == "cpu")
+    model = build_model(SHAPE, CPU, seed=0).to(device)  # a GPU draws other first weights
+    convert_to_fp8(model, "fp8", device, keep=0, least=16, emulate=device.type == "cpu")
     part: Any = model.blocks[0].ffn
     assert type(part) is Fp8FeedForward
     if not whole:
@@ -73,8 +73,8 @@ def test_what_is_not_swiglu_stays_as_it_is() -> None:
         ModelShape(vocab=61, width=128, layers=1, heads=2, kv_heads=1, head_dim=64, ffn=256, ffn_bias=True),
         ModelShape(vocab=61, width=128, layers=1, heads=2, kv_heads=1, head_dim=64, ffn=96),
     ):
-        model = build(shape, CPU, seed=0)
-        convert(model, "fp8", CPU, keep=0, least=16, emulate=True)
+        model = build_model(shape, CPU, seed=0)
+        convert_to_fp8(model, "fp8", CPU, keep=0, least=16, emulate=True)
         assert type(model.blocks[0].ffn) is FeedForward
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from bessemer.errors import UserError
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.detectors import Detectors
 from bessemer.guard.judge import Judge
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
@@ -138,7 +138,7 @@ class Log(list[dict[str, Any]]):
 
 def make_job(asked: str | float | None, guard: GuardSpec | None = None, device: torch.device = CPU) -> Any:
     """What the loop needs of a job for one step; None is fp32."""
-    guard, model = guard or GuardSpec(), build(SHAPE, device, 0)
+    guard, model = guard or GuardSpec(), build_model(SHAPE, device, 0)
     events: list[dict[str, Any]] = []
     spec, plan = SimpleNamespace(guard=guard), SimpleNamespace(precision="fp32" if asked is None else "fp16")
     optimizer, nothing = make_optimizer(model.named_parameters(), OptimizerSpec()), None

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from bessemer.guard.detect.watch import Detectors
+from bessemer.guard.detectors import Detectors
 from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder
 from bessemer.guard.layer_stats import LayerStats
 from bessemer.model.moe import MixtureOfExperts
-from bessemer.model.transformer import build
+from bessemer.model.transformer import build_model
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import make_optimizer
-from bessemer.optim.schedule import Schedule
+from bessemer.optim.choose import Schedule, make_optimizer
 from bessemer.plan.decide import Interval
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import RunWriter
@@ -102,7 +101,7 @@ def make_job(tmp_path: Any, shape: ModelShape, store_of: Any, stream_of: Any) ->
     def make(objective: Pretrain | None = None, kind: ModelShape = shape, **sections: Any) -> Job:
         spec = RunSpec.model_validate({"name": "x", "model": "1M", "data": {"sources": {"a": "x"}}, **sections})
         rows = spec.budget.micro_batch
-        model = build(kind, "cpu", 0)
+        model = build_model(kind, "cpu", 0)
         run = RunWriter(tmp_path / f"run{len(opened)}")
         opened.append(run)
         run.write_file("plan.json", Plan().to_json())
@@ -217,7 +216,7 @@ def test_nothing_is_saved_at_the_first_step_or_where_weights_have_moved(make_job
     job = make_job(Full(rows=2), budget={"micro_batch": 4}, memory={"activations": "full"})
     assert train_loop(job).kind == "failed" and job.saver == []
     job = make_job(Full(rows=2, from_call=2))
-    job.engine.optimizer.judged_first = False
+    job.engine.optimizer.rejects_before_update = False
     outcome = train_loop(job)
     assert outcome.reason.endswith("the last checkpoint stands") and job.saver == [] and job.plan.micro_rows == 4
 
@@ -286,7 +285,7 @@ def test_on_a_gpu_a_probe_finds_rows_and_a_real_shortage_is_survived() -> None:
     from bessemer.train.step import attempt_step
 
     device, shape = torch.device("cuda"), ModelShape(512, 512, 8, 8, 8, 64, 2048)
-    model, events = build(shape, device, 0), []
+    model, events = build_model(shape, device, 0), []
     batch = random_batch(shape.vocab, 32, 512)
     spec = RunSpec.model_validate({"name": "x", "model": "1M", "data": {"sources": {"a": "x"}}})
     plan_of_run: Any = Planned(micro_rows=32, context=512, precision="bf16", batch_rows=((0, 32),))

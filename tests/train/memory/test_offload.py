@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from bessemer.model.transformer import Decoder, build
+from bessemer.model.transformer import Decoder, build_model
 from bessemer.spec.shape import ModelShape
 from bessemer.train.memory import recompute
 from bessemer.train.memory import recompute as offload
@@ -32,15 +32,15 @@ def gradients(model: Decoder) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("how", ["none", "selective", "full", 0.5])
 def test_gradients_are_the_same(how: str | float, made: list[offload.Offload]) -> None:
-    expected = gradients(build(SHAPE, "cpu", 0))
-    model = build(SHAPE, "cpu", 0)
+    expected = gradients(build_model(SHAPE, "cpu", 0))
+    model = build_model(SHAPE, "cpu", 0)
     recompute.apply(model, how, offload=True)
     for _ in range(2):  # the second pass writes into the buffers of the first
         assert all(map(torch.equal, gradients(model), expected))
 
 
 def test_buffers_are_used_again_and_hold_what_a_pass_saves(made: list[offload.Offload]) -> None:
-    model = build(SHAPE, "cpu", 0)
+    model = build_model(SHAPE, "cpu", 0)
     recompute.apply(model, "none", offload=True)
     gradients(model)
     first = {size: {buffer.data_ptr() for buffer in buffers} for size, buffers in made[0].free.items()}
@@ -52,7 +52,7 @@ def test_buffers_are_used_again_and_hold_what_a_pass_saves(made: list[offload.Of
 
 
 def test_under_a_checkpoint_only_inputs_travel(made: list[offload.Offload]) -> None:
-    model = build(SHAPE, "cpu", 0)
+    model = build_model(SHAPE, "cpu", 0)
     recompute.apply(model, "full", offload=True)
     gradients(model)
     row = TOKENS.numel() * 64 * 4
@@ -63,7 +63,7 @@ def test_under_a_checkpoint_only_inputs_travel(made: list[offload.Offload]) -> N
 
 def test_weights_stay_and_so_does_what_is_small(made: list[offload.Offload], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 30)
-    model = build(SHAPE, "cpu", 0)
+    model = build_model(SHAPE, "cpu", 0)
     recompute.apply(model, "none", offload=True)
     gradients(model)
     assert made[0].free == {}
@@ -74,8 +74,8 @@ def test_weights_stay_and_so_does_what_is_small(made: list[offload.Offload], mon
 
 def test_a_pass_without_its_backward_leaves_nothing_behind(made: list[offload.Offload]) -> None:
     """As after a step that ran out of memory."""
-    expected = gradients(build(SHAPE, "cpu", 0))
-    model = build(SHAPE, "cpu", 0)
+    expected = gradients(build_model(SHAPE, "cpu", 0))
+    model = build_model(SHAPE, "cpu", 0)
     recompute.apply(model, "none", offload=True)
     model(TOKENS)
     assert all(map(torch.equal, gradients(model), expected))
@@ -92,7 +92,7 @@ def test_on_a_gpu_gradients_are_the_same_and_the_peak_is_lower(how: str) -> None
     shape, tokens = ModelShape(512, 1024, 12, 8, 8, 128, 4096), torch.arange(16_384, device="cuda").view(8, 2048) % 512
     peaks, found = {}, {}
     for away in (False, True):
-        model = build(shape, "cuda", 0)
+        model = build_model(shape, "cuda", 0)
         recompute.apply(model, how, offload=away)
         for _ in range(3):
             gc.collect()  # what another test has left, and a block and its forward, which hold each other

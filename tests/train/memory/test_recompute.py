@@ -9,7 +9,7 @@ import torch
 import torch._functorch.config as partitioner
 
 from bessemer.errors import UserError
-from bessemer.model.transformer import Decoder, build
+from bessemer.model.transformer import Decoder, build_model
 from bessemer.plan.cost_model.memory import Passes, activation_bytes
 from bessemer.spec.shape import Mamba, Mla, ModelShape, Moe
 from bessemer.train.compile import CompiledBlocks
@@ -28,7 +28,7 @@ def _fresh() -> Iterator[None]:
 
 
 def model_of(shape: ModelShape = SHAPE, dropout: float = 0.0) -> Decoder:
-    model = build(shape, "cpu", 0)
+    model = build_model(shape, "cpu", 0)
     for module in model.modules():
         if hasattr(module, "dropout"):
             module.dropout = dropout
@@ -147,7 +147,7 @@ def test_evaluation_and_generation_run_plain() -> None:
 
 
 def test_a_model_without_known_layers_is_refused() -> None:
-    model = build(replace(SHAPE, layers=0), "cpu", 0)
+    model = build_model(replace(SHAPE, layers=0), "cpu", 0)
     with pytest.raises(UserError, match=r"memory.activations: full needs the model's layers"):
         recompute.apply(model, "full")
     recompute.apply(model, "none")
@@ -159,7 +159,7 @@ def test_on_a_gpu_compiled_blocks_keep_what_the_planner_says() -> None:
     shape, tokens = ModelShape(512, 1024, 6, 8, 8, 128, 4096), torch.arange(16_384, device="cuda").view(8, 2048) % 512
     found = {}
     for how in ("none", "selective", 0.5, "full"):
-        model = build(shape, "cuda", 0)
+        model = build_model(shape, "cuda", 0)
         blocks = CompiledBlocks(8, 2048, torch.bfloat16, torch.compile(dynamic=False, fullgraph=True))
         for block in model.blocks:
             block.compiled = blocks

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bessemer.model.transformer import Decoder, build
+from bessemer.model.transformer import Decoder, build_model
 from bessemer.optim.choose import make_optimizer
-from bessemer.optim.guarded import InBackward
+from bessemer.optim.guarded import OptimizerInBackward
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.shape import Mla, ModelShape
 from bessemer.train.compile import CompiledBlocks, compute_in
@@ -34,7 +34,7 @@ def _short_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_of(shape: ModelShape, dtype: torch.dtype = torch.float64, tokens: Tensor = TOKENS) -> Decoder:
     """With blocks that are served as compiled ones are."""
-    model = build(shape, "cpu", 0).to(dtype).train()
+    model = build_model(shape, "cpu", 0).to(dtype).train()
     served = CompiledBlocks(*tokens.shape, dtype, lambda function: function)
     for block in model.blocks:
         block.compiled = served
@@ -210,7 +210,7 @@ def test_weights_in_bf16_are_summed_over_tiles_in_fp32() -> None:
     exact = gradients(model_of(SHAPE, torch.float32))
 
     def distance(how: str) -> float:
-        model = build(SHAPE, "cpu", 0).train()
+        model = build_model(SHAPE, "cpu", 0).train()
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.data = parameter.data.bfloat16()
@@ -234,8 +234,8 @@ def test_updates_in_the_backward_pass_are_those_of_whole_layers() -> None:
         recompute.apply(model, how)
         memory = MemorySpec(update="in_backward")
         optimizer = make_optimizer(model.named_parameters(), OptimizerSpec(), memory=memory)
-        assert isinstance(optimizer, InBackward)
-        optimizer.arm(1e-2)
+        assert isinstance(optimizer, OptimizerInBackward)
+        optimizer.prepare_backward(1e-2)
         model(TOKENS).square().mean().backward()
         weights[how] = {name: p.detach().clone() for name, p in model.named_parameters()}
         assert all(p.grad is None for p in model.parameters())
@@ -253,7 +253,7 @@ def test_on_a_gpu_a_long_row_takes_less_room_and_gives_the_same(monkeypatch: pyt
         monkeypatch.setattr(tiles, "MOST", 16_384)
         monkeypatch.setattr(tiles, "LONG", long)
         torch.compiler.reset()
-        model = build(shape, CUDA, 0, matrices=torch.bfloat16).train()
+        model = build_model(shape, CUDA, 0, matrices=torch.bfloat16).train()
         wrap = torch.compile(dynamic=False, fullgraph=True)
         served = CompiledBlocks(1, 65_536, torch.bfloat16, wrap)
         for block in model.blocks:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bessemer.data.stream.order import chain
 from bessemer.errors import UserError
-from bessemer.spec.model import spans_of
+from bessemer.spec.model import count_spans
 from bessemer.train.objectives import Denoise, noise_mask
 
 EOS, FIRST, START = 1, 1000, 0
@@ -37,7 +37,7 @@ def runs(flags: np.ndarray) -> list[int]:
 
 def test_lengths_are_those_of_t5(packed):
     """T5 reads 568 tokens for inputs of 512 and targets of 114, both with their end."""
-    assert spans_of(568, 0.15, 3.0) == (85, 28)
+    assert count_spans(568, 0.15, 3.0) == (85, 28)
     made = Denoise(1, EOS, SENTINELS, 569, encoder=True).rewrite(packed([[569]] * 3, 569))
     assert ((made.encoder_documents == 0).sum(axis=1) == 512).all()
     assert ((made.weights > 0).sum(axis=1) == 114).all()
@@ -50,7 +50,7 @@ def test_lengths_are_those_of_t5(packed):
 @pytest.mark.parametrize(("rate", "span"), [(0.15, 3.0), (0.5, 32.0), (0.5, 3.0), (0.15, 8.0), (0.7, 1.0)])
 def test_density_and_span_lengths(rate, span):
     masks = [noise_mask(200, rate, span, chain(9, k, np.arange(200))) for k in range(300)]
-    noise, spans = spans_of(200, rate, span)
+    noise, spans = count_spans(200, rate, span)
     for mask in masks:
         assert mask.size == 200 and mask.sum() == noise and len(runs(mask)) == spans
         assert not mask[0] and mask[-1]
@@ -108,7 +108,7 @@ def test_a_decoder_alone_restores_all_that_fits(batches, data, chosen):
             ]
             assert restored == was[: len(restored)] and len(text) <= len(was)
             one_more = len(restored) + 1
-            assert one_more + 2 * spans_of(one_more, *chosen)[1] + 2 > len(was)  # nothing was dropped without need
+            assert one_more + 2 * count_spans(one_more, *chosen)[1] + 2 > len(was)  # nothing was dropped without need
             first = batch.tokens[row][batch.documents[row] == number][0]
             assert made.tokens[row][mine].tolist() == [first, *text[:-1]]
 

@@ -17,16 +17,23 @@ from typing import Any
 import xxhash
 
 from bessemer.data.curate import ledger
-from bessemer.data.curate.engine import Engine, Meter, each
+from bessemer.data.curate.engine import Engine, Meter, run_all
 from bessemer.data.curate.ledger import StepCounts, counts_path, ledger_path, read_cached, read_json
-from bessemer.data.curate.passes import Census, PassTask, Reading, Split, StepTask, curated_documents, run_pass
-from bessemer.data.curate.step import Collected, identity, is_global, make_step
-from bessemer.data.document import Document
-from bessemer.data.read import FileEntry, SourcePart, divide
+from bessemer.data.curate.passes import (
+    Census,
+    PassTask,
+    ReadCounts,
+    StepTask,
+    ValidationSplit,
+    read_curated_documents,
+    run_pass,
+)
+from bessemer.data.curate.step import Collected, is_global, make_step, step_identity
+from bessemer.data.read import FileEntry, SourcePart, divide_source
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
-from bessemer.spec.curate.step import StepSpec
-from bessemer.spec.curate.text import ExtractSpec
 from bessemer.spec.data import DataSpec, SourceSpec
+from bessemer.spec.text_steps import ExtractSpec, StepSpec
 
 RULES_VERSION = 1  # increase when the same files and steps would give other documents
 _MARKUP = {"html", "warc"}
@@ -44,7 +51,7 @@ class PartState:
     done: list[str] = field(default_factory=list)  # ledger keys of the done steps
     due: list[StepTask] = field(default_factory=list)
     stages: list[int] = field(default_factory=list)  # index in Corpus.stages of each done or due step
-    reading: Reading | None = None
+    reading: ReadCounts | None = None
     census: Census | None = None
 
 
@@ -55,7 +62,7 @@ class Stage:
     step: str
     settings: dict[str, Any]
     source: str | None  # None: all sources
-    tallies: dict[str, StepCounts] = field(default_factory=dict)  # by source
+    counts_by_source: dict[str, StepCounts] = field(default_factory=dict)  # by source
     summary: dict[str, Any] = field(default_factory=dict)  # of a global step
 
 
@@ -72,13 +79,13 @@ class Corpus:
         self.parts: list[PartState] = []
         for name, source in data.sources.items():
             settings = [RULES_VERSION, source.text_field, source.id_field, source.url_field, source.messages_field]
-            for part in divide(name, files[name], source, data.part, self.copies, self._each):
+            for part in divide_source(name, files[name], source, data.part, self.copies, self._each):
                 key = hash_key(["read", part.key, *settings])
                 self.parts.append(PartState(part, source, key, key))
         formats = {name: {entry.format for entry in entries} for name, entries in files.items()}
         self._markup = {name for name, file_formats in formats.items() if _MARKUP & file_formats}
 
-    def curate(self, split: Split) -> None:
+    def curate(self, split: ValidationSplit) -> None:
         """Runs all steps of all sources, except what the cache holds."""
         for name, source in self.data.sources.items():
             source_parts = [state for state in self.parts if state.part.source == name]
@@ -91,25 +98,27 @@ class Corpus:
             self._add(step, self.parts, None)
         self._run("reading" if not self.stages else "cleaning", self.parts, None, split)
         for stage in self.stages:
-            stage.tallies = {name: stage.tallies[name] for name in self.data.sources if name in stage.tallies}
+            stage.counts_by_source = {
+                name: stage.counts_by_source[name] for name in self.data.sources if name in stage.counts_by_source
+            }
 
     def documents(self, state: PartState) -> Iterator[tuple[int, Document]]:
-        return curated_documents(state.part, state.source, self.cache, state.done, self.copies)
+        return read_curated_documents(state.part, state.source, self.cache, state.done, self.copies)
 
     def _each(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
-        return each(self.engine, function, tasks)
+        return run_all(self.engine, function, tasks)
 
     def _add(self, spec: StepSpec, states: list[PartState], source: str | None) -> None:
         instance = make_step(spec, 0)
         settings = spec.model_dump(mode="json")[spec.step]
         stage = len(self.stages)
         self.stages.append(Stage(spec.step, settings, source))
-        identifiers = [spec.step, settings, *identity(instance)]
+        identifiers = [spec.step, settings, *step_identity(instance)]
         decisions_by_part: list[str | None] = [None] * len(states)
         if is_global(instance):
             # Collected data does not depend on the settings that only `resolve` and `apply` use.
             reads = {key: value for key, value in settings.items() if key not in getattr(instance, "judging", ())}
-            key = ["collect", spec.step, reads, *identity(instance)]
+            key = ["collect", spec.step, reads, *step_identity(instance)]
             collect_tasks = [StepTask(spec, hash_key([state.key, *key])) for state in states]
             decisions_key = hash_key(["ruling", [state.key for state in states], *identifiers])
             paths = [ledger.decisions_path(self.cache, decisions_key, i) for i in range(len(states))]
@@ -149,7 +158,9 @@ class Corpus:
             for part in collected:
                 part.path.unlink(missing_ok=True)
 
-    def _run(self, label: str, states: list[PartState], collect: list[StepTask] | None, split: Split | None) -> None:
+    def _run(
+        self, label: str, states: list[PartState], collect: list[StepTask] | None, split: ValidationSplit | None
+    ) -> None:
         """Runs the due steps on every part, then collects for a global step or takes the census."""
         tasks: list[PassTask] = []
         running: list[PartState] = []
@@ -169,7 +180,7 @@ class Corpus:
         self._check_bad_rows(states, self.data.bad_rows)
         for state in states:  # in order, so that float sums do not depend on the workers
             for op, stage in zip(state.due, state.stages[len(state.done) :], strict=True):
-                tallies = self.stages[stage].tallies
+                tallies = self.stages[stage].counts_by_source
                 tally = ledger.read_counts(ledger_path(self.cache, op.key))
                 tallies.setdefault(state.part.source, StepCounts()).add(tally)
             state.done += [op.key for op in state.due]
@@ -185,11 +196,11 @@ class Corpus:
         return {key for key, damage in zip(keys, damages, strict=True) if damage is None}
 
     def _task(
-        self, state: PartState, collect: StepTask | None, census: tuple[str, Split] | None, intact: set[str]
+        self, state: PartState, collect: StepTask | None, census: tuple[str, ValidationSplit] | None, intact: set[str]
     ) -> PassTask | None:
         """The missing work on a part, or None."""
         first_due = next((i for i, op in enumerate(state.due) if op.key not in intact), len(state.due))
-        reading = read_cached(counts_path(self.cache, state.read_key), Reading.__dataclass_fields__)
+        reading = read_cached(counts_path(self.cache, state.read_key), ReadCounts.__dataclass_fields__)
         complete = first_due == len(state.due) and reading is not None
         if collect is not None:
             complete = complete and ledger.collected_path(self.cache, collect.key).exists()
@@ -199,7 +210,7 @@ class Corpus:
             if complete and counts is not None:
                 state.census = Census(**{name: counts[name] for name in Census.__dataclass_fields__})
         if complete and reading is not None:
-            state.reading = Reading(**{name: reading[name] for name in Reading.__dataclass_fields__})
+            state.reading = ReadCounts(**{name: reading[name] for name in ReadCounts.__dataclass_fields__})
             return None
         done = (*state.done, *(op.key for op in state.due[:first_due]))
         return PassTask(
@@ -226,7 +237,7 @@ class Corpus:
             )
 
 
-def _require(reading: Reading | None) -> Reading:
+def _require(reading: ReadCounts | None) -> ReadCounts:
     assert reading is not None, "the part has been read"
     return reading
 
@@ -235,7 +246,7 @@ def hash_key(value: Any) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode()))
 
 
-def sweep(cache: Path, older_than_s: float = 86_400) -> None:
+def delete_stale_files(cache: Path, older_than_s: float = 86_400) -> None:
     """Deletes what killed processes left in the cache, once it is old enough that no process still uses it."""
     now_s = time.time()
     for pattern in ("steps/*/*.tmp", "collected/*/*.tmp", "rulings/*.scratch-*", "*.doomed-*"):

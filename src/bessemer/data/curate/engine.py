@@ -38,7 +38,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def each(engine: Engine, function: Work, tasks: Sequence[Any]) -> list[Any]:
+def run_all(engine: Engine, function: Work, tasks: Sequence[Any]) -> list[Any]:
     """All results in the order of the tasks."""
     results = dict(engine.run(function, tasks))
     return [results[i] for i in range(len(tasks))]
@@ -184,7 +184,7 @@ def _serve(pipe: Connection, lifeline: Connection) -> None:
         pipe.send(run_task(function, task))
 
 
-def cores() -> int:
+def available_cores() -> int:
     """The number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -193,7 +193,7 @@ def make_engine(kind: str, workers: int | None, address: str | None = None) -> E
     """`local` or `ray`. The default number of workers is one per core."""
     if kind == "ray":
         return RayEngine(address, workers)
-    count = workers or cores()
+    count = workers or available_cores()
     return ProcessPool(count) if count > 1 else LocalEngine()
 
 

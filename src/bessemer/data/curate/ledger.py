@@ -26,9 +26,9 @@ import numpy as np
 import xxhash
 
 from bessemer.data.curate.step import Drop
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.store.digests import content_digest
-from bessemer.data.store.format import file_sum
+from bessemer.data.store.format import file_digest
 from bessemer.errors import UserError
 from bessemer.storage import atomic_file, commit_file, temporary_path, write_atomic
 
@@ -56,7 +56,7 @@ def decisions_path(cache: Path, key: str, part: int) -> Path:
     return cache / "rulings" / key / f"{part:06d}.npz"
 
 
-def text_hash(text: str, seed: int) -> int:
+def hash_text(text: str, seed: int) -> int:
     """A hash of the text in UTF-8, computed in pieces so that a long document is not copied."""
     if len(text) <= _HASH_PIECE_CHARS:
         return int(xxhash.xxh3_64_intdigest(text.encode(), seed=seed))
@@ -71,7 +71,7 @@ def byte_length(text: str) -> int:
 
 
 @contextlib.contextmanager
-def space_for(folder: Path) -> Iterator[None]:
+def explain_full_disk(folder: Path) -> Iterator[None]:
     """Reports a full disk in one line."""
     try:
         yield
@@ -82,10 +82,10 @@ def space_for(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming(name: str, folder: Path) -> Iterator[None]:
+def name_in_errors(name: str, folder: Path) -> Iterator[None]:
     """Prefixes every error with the part that caused it."""
     try:
-        with space_for(folder):
+        with explain_full_disk(folder):
             yield
     except UserError as error:
         raise UserError(f"{name}: {error}" if name not in str(error) else str(error)) from error
@@ -223,7 +223,7 @@ class LedgerWriter:
         digest = None
         if self._writer is not None:
             self._writer.close()
-            digest = file_sum(str(self._temporary))
+            digest = file_digest(str(self._temporary))
             commit_file(self._temporary, self.path.with_suffix(".arrow"))  # before the counts that refer to it
         committed = {**self.counts.to_json(), "touches": self._change_count, "arrow": digest}
         write_json(self.path.with_suffix(".json"), committed)
@@ -261,7 +261,7 @@ def ledger_damage(path: Path) -> str | None:
         return None
     if not file.exists():
         return f"{file}: missing"
-    if "arrow" in counts and file_sum(str(file)) != counts["arrow"]:  # ledgers of earlier versions have no digest
+    if "arrow" in counts and file_digest(str(file)) != counts["arrow"]:  # ledgers of earlier versions have no digest
         return f"{file}: damaged (its content is not what was written)"
     return None
 

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from bessemer.data.curate import ledger
 from bessemer.data.curate.ledger import LENGTH_BINS, DocumentChange, LedgerWriter, StepCounts, byte_length, ledger_path
 from bessemer.data.curate.step import Drop, GlobalStep, LocalStep, is_global, make_step
-from bessemer.data.document import BadRow, Document
 from bessemer.data.read import SourcePart, read_part
-from bessemer.spec.curate.step import StepSpec
+from bessemer.data.read.entry import BadRow, Document
 from bessemer.spec.data import SourceSpec
+from bessemer.spec.text_steps import StepSpec
 from bessemer.storage import commit_file, temporary_path
 
 _BATCH_CHARS = 1 << 20  # per batch of documents
@@ -40,7 +40,7 @@ class StepTask:
 
 
 @dataclass(frozen=True)
-class Split:
+class ValidationSplit:
     """How documents are divided into training and validation: by a hash of their text."""
 
     seed: int
@@ -58,7 +58,7 @@ class PassTask:
     done: tuple[str, ...]  # ledger keys to apply first
     ops: tuple[StepTask, ...]
     collect: StepTask | None  # its key names the collected arrays
-    census: tuple[str, Split] | None
+    census: tuple[str, ValidationSplit] | None
     copies: Path | None = None  # cache of remote files
 
     @property
@@ -67,7 +67,7 @@ class PassTask:
 
 
 @dataclass
-class Reading:
+class ReadCounts:
     """What reading a part gave."""
 
     documents: int = 0
@@ -101,10 +101,10 @@ class _BatchItem:
     size_bytes: int
 
 
-def run_pass(task: PassTask) -> tuple[Reading, Census | None]:
+def run_pass(task: PassTask) -> tuple[ReadCounts, Census | None]:
     """Reads the part, runs the due steps and commits. Killed at any moment, it leaves nothing that counts as done."""
-    with ledger.naming(task.name, task.cache):
-        reading = Reading()
+    with ledger.name_in_errors(task.name, task.cache):
+        reading = ReadCounts()
         steps = [make_step(op.spec, 0) for op in task.ops]
         step_decisions = [ledger.load_arrays(Path(op.decisions)) if op.decisions else {} for op in task.ops]
         writers = [LedgerWriter(ledger_path(task.cache, op.key)) for op in task.ops]
@@ -136,7 +136,7 @@ def run_pass(task: PassTask) -> tuple[Reading, Census | None]:
         return reading, census
 
 
-def curated_documents(
+def read_curated_documents(
     part: SourcePart, source: SourceSpec, cache: Path, ledgers: Sequence[str], copies: Path | None = None
 ) -> Iterator[tuple[int, Document]]:
     """The documents of a part after the steps of `ledgers`, each with its ordinal in the part as read."""
@@ -176,8 +176,8 @@ class _Cursor:
         return True
 
 
-def _read_and_count(task: PassTask, reading: Reading) -> Iterator[tuple[int, Document]]:
-    """As `curated_documents`, but also counts what was read and writes unusable rows to quarantine."""
+def _read_and_count(task: PassTask, reading: ReadCounts) -> Iterator[tuple[int, Document]]:
+    """As `read_curated_documents`, but also counts what was read and writes unusable rows to quarantine."""
     cursors = [_Cursor(ledger_path(task.cache, key)) for key in task.done]
     quarantine = ledger.quarantine_path(task.cache, task.read_key)
     quarantine.parent.mkdir(parents=True, exist_ok=True)
@@ -286,12 +286,12 @@ def _change_messages(step: LocalStep | GlobalStep, document: Document) -> str | 
     return json.dumps(document.messages, ensure_ascii=False)
 
 
-def _update_census(census: Census, batch: Sequence[_BatchItem], split: Split) -> None:
+def _update_census(census: Census, batch: Sequence[_BatchItem], split: ValidationSplit) -> None:
     limit = int(split.share * 2**64)
     label_counts = StepCounts(labels=census.labels)
     for item in batch:
         text = item.document.text
-        key = ledger.text_hash(text, split.seed)
+        key = ledger.hash_text(text, split.seed)
         census.documents += 1
         census.text_bytes += item.size_bytes
         census.held_out += key < limit

@@ -73,15 +73,15 @@ def build_report(corpus: Corpus, tokens: Mapping[str, Mapping[str, int]]) -> dic
     return {"sources": sources, "steps": [_stage(stage) for stage in corpus.stages], "bad_rows": bad}
 
 
-def decoding_note(source: str, count: int, files: Sequence[str]) -> str:
+def utf8_warning(source: str, count: int, files: Sequence[str]) -> str:
     """The warning about documents of a source that are not valid UTF-8."""
     return (
         f"source {source!r}: {count:,} documents are not valid UTF-8, and U+FFFD replaces their invalid bytes: "
-        f"{some_of(files, count)}; convert them to UTF-8 or exclude them"
+        f"{format_some(files, count)}; convert them to UTF-8 or exclude them"
     )
 
 
-def some_of(lines: Sequence[str], count: int, most: int = 3) -> str:
+def format_some(lines: Sequence[str], count: int, most: int = 3) -> str:
     """The first of `count` lines, and how many more there are."""
     examples = lines[:most]
     return ", ".join(examples) + (f" and {count - len(examples):,} more" if count > len(examples) else "")
@@ -89,7 +89,7 @@ def some_of(lines: Sequence[str], count: int, most: int = 3) -> str:
 
 def _stage(stage: Stage) -> dict[str, Any]:
     total = StepCounts()
-    for counts in stage.tallies.values():
+    for counts in stage.counts_by_source.values():
         total.add(counts)
     return {
         "step": stage.step,
@@ -98,13 +98,13 @@ def _stage(stage: Stage) -> dict[str, Any]:
         **total.to_json(),
         "by_source": {
             name: [counts.documents_in, counts.documents_out, counts.bytes_in, counts.bytes_out]
-            for name, counts in stage.tallies.items()
+            for name, counts in stage.counts_by_source.items()
         },
         "summary": stage.summary,
     }
 
 
-def table(report: dict[str, Any]) -> list[list[str]]:
+def step_table(report: dict[str, Any]) -> list[list[str]]:
     """Rows for a terminal: what was read, each step, what is left. The first row is the header."""
     rows = [["step", "documents", "bytes", "dropped", "changed", "most frequent reason"]]
     read = report["sources"].values()

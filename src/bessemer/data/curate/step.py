@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
-from bessemer.spec.curate.step import StepSpec
+from bessemer.spec.text_steps import StepSpec
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 # Runs a module-level function on every task, on all workers, and returns the results in order.
@@ -99,7 +99,7 @@ def is_global(step: LocalStep | GlobalStep) -> TypeGuard[GlobalStep]:
     return hasattr(step, "resolve")
 
 
-def identity(step: LocalStep | GlobalStep) -> list[Any]:
+def step_identity(step: LocalStep | GlobalStep) -> list[Any]:
     """What a step's outcomes depend on besides its settings: its version, and the content of the files or functions it
     uses."""
     return [step.version, getattr(step, "identity", "")]

@@ -2,11 +2,10 @@
 Everything streams: memory is bounded by the largest document, never by the size of a file or of the corpus. A part
 depends on the files alone, so any number of workers reads the same parts."""
 
-from bessemer.data.document import BadRow, Document
-from bessemer.data.read.entry import FileEntry, FilePiece, SourcePart
+from bessemer.data.read.entry import BadRow, Document, FileEntry, FilePiece, SourcePart
 from bessemer.data.read.files import list_files
-from bessemer.data.read.parts import divide, read_documents, read_part
-from bessemer.data.read.secrets import check_storage, shown
+from bessemer.data.read.parts import divide_source, read_documents, read_part
+from bessemer.data.read.secrets import check_storage_options, redact
 
 __all__ = [
     "BadRow",
@@ -14,10 +13,10 @@ __all__ = [
     "FileEntry",
     "FilePiece",
     "SourcePart",
-    "check_storage",
-    "divide",
+    "check_storage_options",
+    "divide_source",
     "list_files",
     "read_documents",
     "read_part",
-    "shown",
+    "redact",
 ]

@@ -28,7 +28,7 @@ class DamagedFile(Exception):
 
 
 # The errors that reading a damaged, missing or unreachable file may raise.
-UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, DamagedFile)
+READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, DamagedFile)
 
 
 def open_bytes(file: FileEntry, storage: Mapping[str, Any], cache: Path | None) -> IO[bytes]:
@@ -46,17 +46,17 @@ def open_bytes(file: FileEntry, storage: Mapping[str, Any], cache: Path | None) 
     return opened
 
 
-def open_unpacked(file: FileEntry, storage: Mapping[str, Any], cache: Path | None) -> IO[bytes]:
+def open_decompressed(file: FileEntry, storage: Mapping[str, Any], cache: Path | None) -> IO[bytes]:
     """The decompressed content; the first bytes tell the compression. Closing it closes the file."""
     opened = open_bytes(file, storage, cache)
     try:
-        return unpacked(opened, compression_of(opened))
+        return decompress(opened, detect_compression(opened))
     except BaseException:
         opened.close()
         raise
 
 
-def compression_of(opened: IO[bytes]) -> str:
+def detect_compression(opened: IO[bytes]) -> str:
     """gz, zst, bz2, xz or an empty string. The first bytes decide, because servers and browsers may decompress a file
     and keep its name."""
     head = opened.read(_MAGIC_BYTES)
@@ -71,7 +71,7 @@ def compression_of(opened: IO[bytes]) -> str:
     return "xz" if head.startswith(b"\xfd7zXZ\x00") else ""
 
 
-def unpacked(opened: IO[bytes], compression: str) -> IO[bytes]:
+def decompress(opened: IO[bytes], compression: str) -> IO[bytes]:
     """The decompressed content of a stream, which may hold several compressed streams in a row. A truncated stream
     raises EOFError."""
     if not compression:
@@ -88,7 +88,7 @@ def unpacked(opened: IO[bytes], compression: str) -> IO[bytes]:
     return cast(IO[bytes], io.BufferedReader(inner, _BUFFER_BYTES))
 
 
-def read_whole(file: IO[bytes], length: int, problem: str) -> bytes:
+def read_exactly(file: IO[bytes], length: int, problem: str) -> bytes:
     """Exactly `length` bytes; EOFError where the file has fewer."""
     data = file.read(length)
     if len(data) < length:
@@ -98,7 +98,7 @@ def read_whole(file: IO[bytes], length: int, problem: str) -> bytes:
 
 def skip(file: IO[bytes], length: int, problem: str) -> None:
     while length:
-        length -= len(read_whole(file, min(length, 1 << 20), problem))
+        length -= len(read_exactly(file, min(length, 1 << 20), problem))
 
 
 class _Unpacked(io.RawIOBase):

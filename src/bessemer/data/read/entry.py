@@ -1,16 +1,19 @@
 """The files of a source, the pieces they are cut into, and the parts that workers process. All three are plain,
-picklable values."""
+picklable values.
+
+A document on its way from a file to the token store.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import xxhash
 
-from bessemer.data.read.secrets import shown
+from bessemer.data.read.secrets import redact
 from bessemer.spec.data import Format
 
 _KEY_VERSION = 1  # increase when the same pieces would give different documents
@@ -31,7 +34,7 @@ class FileEntry:
     @property
     def name(self) -> str:
         """The path without credentials, for messages and stored results. Undecodable bytes are escaped."""
-        return shown(self.path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        return redact(self.path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
     @property
     def identity(self) -> list[Any]:
@@ -80,3 +83,40 @@ class SourcePart:
         """The first file, its range, and how many more pieces follow. Used in messages."""
         more = f" and {len(self.pieces) - 1} more" if len(self.pieces) > 1 else ""
         return (self.pieces[0].name if self.pieces else "nothing") + more
+
+
+Label = str | float
+
+
+@dataclass(slots=True)
+class Document:
+    """One text and where it came from. `row` counts from 1: lines of JSONL, rows of a table; 1 for a whole file.
+
+    `id` and `url` are the values of the source's `id_field` and `url_field`, or empty. `messages` is a conversation
+    (mappings with role and content) where the source has one; `text` is then the contents, one after another.
+    `labels` are the results of steps (language: "en", quality: 0.83), for later steps and the report.
+    `decode_error` says which byte of the file was not valid in its encoding; `text` then has U+FFFD in such places.
+    """
+
+    text: str
+    file: str
+    row: int
+    id: str = ""
+    url: str = ""
+    messages: list[dict[str, Any]] | None = None
+    labels: dict[str, Label] = field(default_factory=dict)
+    decode_error: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.row}"
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that is no document: it is set aside with its reason, never dropped in silence."""
+
+    file: str
+    row: int
+    reason: str  # what is wrong and the fix, without the place
+    raw: str = ""  # the beginning of the row as it stands in the file

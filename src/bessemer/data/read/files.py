@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from bessemer.data.read.entry import FileEntry
 from bessemer.data.read.remote import RemoteEntry, RemoteLocation, is_url, is_web, protocol_of
-from bessemer.data.read.secrets import check_storage, redacted, shown
+from bessemer.data.read.secrets import check_storage_options, redact, redact_message
 from bessemer.errors import UserError
 from bessemer.spec.data import Format, SourceSpec
 
@@ -249,14 +249,14 @@ def list_files(source: SourceSpec, say: Say = None, skip: Skip = None) -> list[F
     dataset or MDS dataset consists of the files in its index; a DatasetDict with a split `train`, of that split unless
     `include` selects others. `say` receives a line about which splits are read; `skip` receives the path of each folder
     entry that cannot be read (a broken link, a named pipe), and the reason."""
-    check_storage(source.storage)
+    check_storage_options(source.storage)
     entries: dict[str, FileEntry] = {}
     for pattern in source.path:
         if is_url(pattern) and protocol_of(pattern) not in ("file", "local"):
             try:
                 listing = list(_list_remote(pattern, source, say))
             except OSError as error:
-                raise UserError(f"{shown(pattern)}: cannot be listed ({redacted(error)})") from error
+                raise UserError(f"{redact(pattern)}: cannot be listed ({redact_message(error)})") from error
         else:
             listing = list(_list_local(pattern.partition("://")[2] or pattern, source, say, skip))
         for entry, format in listing:
@@ -300,12 +300,12 @@ def _list_remote(pattern: str, source: SourceSpec, say: Say) -> Iterator[tuple[R
             yield entry, _format(urlsplit(path).path if is_web_url else path, source)
             continue
         files = {name: inner for name, inner in location.walk(path).items() if not _is_skipped(name)}
-        root = shown(location.prefix + path).rstrip("/")
+        root = redact(location.prefix + path).rstrip("/")
         yield from choose(Folder(root, files, location.read_small, location.read_heads), source, say)
 
 
 def _format(path: str, source: SourceSpec) -> Format:
-    return format_of_file(shown(path)) if source.format == "auto" else source.format
+    return format_of_file(redact(path)) if source.format == "auto" else source.format
 
 
 def _stat(path: str) -> RemoteEntry:
@@ -379,7 +379,7 @@ def _missing_remote(location: RemoteLocation, is_glob: bool) -> UserError:
     while glob.has_magic(parent):
         parent = parent.rpartition("/")[0]
     names = location.names_in(parent) if parent else []
-    return _missing(shown(location.url), shown(location.prefix + parent), names, is_glob)
+    return _missing(redact(location.url), redact(location.prefix + parent), names, is_glob)
 
 
 def _missing(path: str, parent: str, names: list[str], is_glob: bool) -> UserError:

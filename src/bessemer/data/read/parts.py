@@ -10,13 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from bessemer.data.document import BadRow, Document
-from bessemer.data.read.compression import UNREADABLE, DamagedFile, compression_of, open_bytes
-from bessemer.data.read.entry import FileEntry, FilePiece, SourcePart
+from bessemer.data.read.compression import READ_ERRORS, DamagedFile, detect_compression, open_bytes
+from bessemer.data.read.entry import BadRow, Document, FileEntry, FilePiece, SourcePart
 from bessemer.data.read.records import read_mds, read_tfrecord, read_warc, read_webdataset
 from bessemer.data.read.remote import is_url
-from bessemer.data.read.rows import Reading, Rows, read_html, read_jsonl, read_text
-from bessemer.data.read.secrets import redacted
+from bessemer.data.read.rows import PieceReader, Rows, read_html, read_jsonl, read_text
+from bessemer.data.read.secrets import redact_message
 from bessemer.data.read.tables import is_ipc_file, open_parquet, read_arrow, read_csv, read_parquet
 from bessemer.errors import UserError
 from bessemer.spec.data import Format, SourceSpec
@@ -29,7 +28,7 @@ Each = Callable[[Callable[[Any], Any], Sequence[Any]], Sequence[Any]]
 _CutTask = tuple[FileEntry, SourceSpec, int, Path | None]
 
 
-def divide(
+def divide_source(
     name: str,
     files: Sequence[FileEntry],
     source: SourceSpec,
@@ -39,13 +38,13 @@ def divide(
 ) -> list[SourcePart]:
     """The parts of the source `name`, in file order; each row is in exactly one. Looks once into each file that is
     larger than a part and can be cut: reads JSONL files almost entirely (several GB/s from memory), only the footer of
-    Parquet and Arrow. `each` may spread that over workers without changing the result."""
+    Parquet and Arrow. `run_all` may spread that over workers without changing the result."""
     total = sum(file.size_bytes for file in files)
     part_bytes = max(part_bytes, -(-total // _MAX_PARTS), 1)
     max_pieces = max(_MAX_PIECES, -(-len(files) // _MAX_PARTS))
     large = [file for file in files if file.size_bytes > part_bytes and file.format in _CUTTERS]
     tasks: list[_CutTask] = [(file, source, part_bytes, cache) for file in large]
-    cut_pieces = each(cut, tasks) if each is not None else [cut(task) for task in tasks]
+    cut_pieces = each(cut_file, tasks) if each is not None else [cut_file(task) for task in tasks]
     pieces_of = {file.path: pieces for file, pieces in zip(large, cut_pieces, strict=True)}
     parts: list[SourcePart] = []
     pending: list[FilePiece] = []
@@ -63,33 +62,33 @@ def divide(
     return parts
 
 
-def cut(task: _CutTask) -> list[FilePiece]:
+def cut_file(task: _CutTask) -> list[FilePiece]:
     """The pieces of one file. A damaged file is one piece: reading it reports the damage."""
     file, source, part_bytes, cache = task
     try:
         with open_bytes(file, source.storage, cache) as opened:
             return list(_CUTTERS[file.format](opened, file, part_bytes))
-    except (*UNREADABLE, ValueError) as error:  # pyarrow's errors are ValueErrors
+    except (*READ_ERRORS, ValueError) as error:  # pyarrow's errors are ValueErrors
         if is_url(file.path) and isinstance(error, OSError):
             # A retry may succeed and would then divide the file differently.
-            raise UserError(f"{file.name}: cannot be read ({redacted(error)}); try again") from error
+            raise UserError(f"{file.name}: cannot be read ({redact_message(error)}); try again") from error
         return [FilePiece(file, file.size_bytes)]
 
 
 def _cut_lines(opened: IO[bytes], file: FileEntry, part_bytes: int) -> Iterator[FilePiece]:
     """Equal shares of the bytes, each moved to the next line start."""
-    if compression_of(opened):
+    if detect_compression(opened):
         yield FilePiece(file, file.size_bytes)
         return
     shares = -(-file.size_bytes // part_bytes)
     offsets = [file.size_bytes * share // shares for share in range(1, shares)]
-    starts = [(0, 1), *line_starts(opened, offsets), (file.size_bytes, 0)]
+    starts = [(0, 1), *find_line_starts(opened, offsets), (file.size_bytes, 0)]
     for (start, row), (stop, _) in pairwise(starts):
         if start < stop:
             yield FilePiece(file, stop - start, start, stop, row)
 
 
-def line_starts(file: IO[bytes], rising_offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
+def find_line_starts(file: IO[bytes], rising_offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
     """For each of the ascending offsets, yields the start of the first line at or after it and its row number from 1.
     Offsets in one line yield one start, offsets in the last line none. Reads the file once, up to the last offset."""
     import numpy as np
@@ -127,7 +126,7 @@ def _cut_batches(opened: IO[bytes], file: FileEntry, part_bytes: int) -> Iterato
     """A remote file stays one piece: counting the rows of its batches would fetch all of it."""
     import pyarrow as pa
 
-    if is_url(file.path) or compression_of(opened) or not is_ipc_file(opened):
+    if is_url(file.path) or detect_compression(opened) or not is_ipc_file(opened):
         yield FilePiece(file, file.size_bytes)
         return
     with pa.memory_map(file.path) as mapped:
@@ -160,7 +159,7 @@ _CUTTERS: dict[str, Callable[[IO[bytes], FileEntry, int], Iterator[FilePiece]]] 
 }
 
 
-_READERS: dict[Format, Callable[[Reading], Rows]] = {
+_READERS: dict[Format, Callable[[PieceReader], Rows]] = {
     "text": read_text,
     "source": read_text,
     "jsonl": read_jsonl,
@@ -186,10 +185,10 @@ def read_part(
     counts: Counter[str] = tally if tally is not None else Counter()
     for piece in part.pieces:
         try:
-            rows = _READERS[piece.file.format](Reading(piece, source, cache, counts))
+            rows = _READERS[piece.file.format](PieceReader(piece, source, cache, counts))
             yield from (row for row in rows if row is not None)
-        except UNREADABLE as error:
-            reason = redacted(getattr(error, "strerror", None) or error) or type(error).__name__
+        except READ_ERRORS as error:
+            reason = redact_message(getattr(error, "strerror", None) or error) or type(error).__name__
             problem = reason if isinstance(error, DamagedFile) else f"cannot be read ({reason})"
             part_name = "" if part.name == piece.file.name else f" ({part.name})"
             fix = f"restore it or leave it out; its part{part_name} was not used"

@@ -13,16 +13,16 @@ from functools import partial
 from itertools import pairwise
 from typing import IO, Any, Self
 
-from bessemer.data.document import Document
 from bessemer.data.read import rows
-from bessemer.data.read.compression import DamagedFile, compression_of, read_whole, skip, unpacked
-from bessemer.data.read.rows import Reading, Row, Rows, decode_html, parse_json
+from bessemer.data.read.compression import DamagedFile, decompress, detect_compression, read_exactly, skip
+from bessemer.data.read.entry import Document
+from bessemer.data.read.rows import PieceReader, Row, Rows, decode_html, parse_json
 from bessemer.errors import UserError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
-def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def parse_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yields the number and value of each field, in order; fixed-size fields as unsigned integers. ValueError where the
     bytes are no message."""
     at = 0
@@ -94,7 +94,7 @@ _TRUNCATED = "the shard ends too early"
 _MAX_HEADER_BYTES = 1 << 20
 
 
-def read_mds(reading: Reading) -> Rows:
+def read_mds(reading: PieceReader) -> Rows:
     """One document per sample of a shard. Only the needed columns are decoded; encodings that run code (pickle) are
     refused."""
     with reading.open_unpacked() as file:
@@ -106,19 +106,19 @@ def read_mds(reading: Reading) -> Rows:
                 skip(file, end - at, _TRUNCATED)
                 yield reading.bad(row, f"the sample has {end - at:,} bytes; split it or delete it")
             else:
-                yield _document(reading, row, read_whole(file, end - at, _TRUNCATED), columns, decoders)
+                yield _document(reading, row, read_exactly(file, end - at, _TRUNCATED), columns, decoders)
             at = end
 
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], list[_Column]]:
     """The offsets of the samples, and the columns. Leaves the stream at the first sample."""
-    (count,) = struct.unpack("<I", read_whole(file, 4, _TRUNCATED))
-    offsets = struct.unpack(f"<{count + 1}I", read_whole(file, 4 * (count + 1), _TRUNCATED))
+    (count,) = struct.unpack("<I", read_exactly(file, 4, _TRUNCATED))
+    offsets = struct.unpack(f"<{count + 1}I", read_exactly(file, 4 * (count + 1), _TRUNCATED))
     length = offsets[0] - 4 * (count + 2)
     if not 0 < length <= _MAX_HEADER_BYTES or any(a > b for a, b in pairwise(offsets)):
         raise DamagedFile("not readable as an MDS shard (its index makes no sense)")
     try:
-        header = json.loads(read_whole(file, length, _TRUNCATED))
+        header = json.loads(read_exactly(file, length, _TRUNCATED))
         columns = header["column_names"], header["column_encodings"], header["column_sizes"]
         return offsets, list(zip(*columns, strict=True))
     except (ValueError, KeyError, TypeError) as error:
@@ -129,7 +129,7 @@ def _decode_number(layout: str, data: bytes) -> Any:
     return struct.unpack(layout, data)[0]
 
 
-def _decoders(reading: Reading, columns: list[_Column]) -> dict[str, _Decode]:
+def _decoders(reading: PieceReader, columns: list[_Column]) -> dict[str, _Decode]:
     reading.check_columns(name for name, _, _ in columns)
     decoders: dict[str, _Decode] = {}
     for name, encoding, _ in columns:
@@ -147,7 +147,7 @@ def _decoders(reading: Reading, columns: list[_Column]) -> dict[str, _Decode]:
 
 
 def _document(
-    reading: Reading, row: int, sample: bytes, columns: list[_Column], decoders: dict[str, _Decode]
+    reading: PieceReader, row: int, sample: bytes, columns: list[_Column], decoders: dict[str, _Decode]
 ) -> Row | None:
     record = {}
     try:
@@ -175,14 +175,14 @@ _FRAME = struct.Struct("<QI")
 _FOOTER_BYTES = 4  # the checksum of the data; not checked, since Python takes a second per 5 MB
 
 
-def read_tfrecord(reading: Reading) -> Rows:
+def read_tfrecord(reading: PieceReader) -> Rows:
     """One document per Example. Checks the checksum of every length."""
     opened = reading.open_bytes()
     head = opened.read(_FRAME.size)
     opened.seek(0)
     # The first length may look like gzip's magic bytes; its checksum decides.
     plain = len(head) == _FRAME.size and _masked_crc(head[:8]) == _FRAME.unpack(head)[1]
-    with unpacked(opened, "" if plain else compression_of(opened)) as file:
+    with decompress(opened, "" if plain else detect_compression(opened)) as file:
         row = 0
         while frame := file.read(_FRAME.size):
             row += 1
@@ -191,7 +191,7 @@ def read_tfrecord(reading: Reading) -> Rows:
                 skip(file, length + _FOOTER_BYTES, f"the file ends inside record {row}")
                 yield reading.bad(row, f"the record has {length:,} bytes; split it or delete it")
                 continue
-            data = read_whole(file, length + _FOOTER_BYTES, f"the file ends inside record {row}")[:length]
+            data = read_exactly(file, length + _FOOTER_BYTES, f"the file ends inside record {row}")[:length]
             try:
                 record = parse_example(data)
             except ValueError as error:
@@ -204,12 +204,12 @@ def parse_example(data: bytes) -> dict[str, Any]:
     """Features by name: a single value as itself, no value as None, several as a list. ValueError where the bytes are
     no Example."""
     record: dict[str, Any] = {}
-    for number, features in fields(data):
+    for number, features in parse_fields(data):
         if number != 1:
             continue
-        for entry_number, entry in fields(as_bytes(features)):
+        for entry_number, entry in parse_fields(as_bytes(features)):
             if entry_number == 1:
-                parts = dict(fields(as_bytes(entry)))
+                parts = dict(parse_fields(as_bytes(entry)))
                 name = as_bytes(parts.get(1, b"")).decode()
                 record[name] = _feature(as_bytes(parts.get(2, b"")))
     if data and not record:
@@ -219,8 +219,8 @@ def parse_example(data: bytes) -> dict[str, Any]:
 
 def _feature(data: bytes) -> Any:
     values: list[Any] = []
-    for kind, content in fields(data):
-        for number, value in fields(as_bytes(content)):
+    for kind, content in parse_fields(data):
+        for number, value in parse_fields(as_bytes(content)):
             if number != 1:
                 continue
             if kind == 1:
@@ -261,7 +261,7 @@ _HTML = ("text/html", "application/xhtml+xml")
 _TEXT = ("text/plain",)
 
 
-def read_warc(reading: Reading) -> Rows:
+def read_warc(reading: PieceReader) -> Rows:
     """One document per page served with success (labelled for the `extract` step) and per plain text. Rows are records;
     other records count as "not text"."""
     try:
@@ -286,7 +286,7 @@ def read_warc(reading: Reading) -> Rows:
         ending.check()
 
 
-def _page_document(reading: Reading, row: int, record: Any) -> Row | None:
+def _page_document(reading: PieceReader, row: int, record: Any) -> Row | None:
     kind, charset = _content(record)
     if kind not in _HTML + _TEXT:
         reading.tally["not text"] += 1
@@ -345,7 +345,7 @@ class _Ending:
             raise EOFError("the file ends inside a record")
 
 
-def read_webdataset(reading: Reading) -> Rows:
+def read_webdataset(reading: PieceReader) -> Rows:
     """One document per sample, with the key as id unless the source names a field. The text field is a member's
     extension (`txt`) or a field of the `json` member; `text` also means `txt`. Other members, such as images, are
     skipped without being held."""
@@ -382,7 +382,7 @@ def _samples(file: IO[bytes], extensions: set[str]) -> Iterator[_Sample]:
         yield sample
 
 
-def _sample_document(reading: Reading, row: int, sample: _Sample) -> Row | None:
+def _sample_document(reading: PieceReader, row: int, sample: _Sample) -> Row | None:
     if sample.problem:
         return reading.bad(row, sample.problem, sample.key)
     record: dict[str, Any] = {}

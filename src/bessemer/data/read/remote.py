@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import xxhash
 
 from bessemer.data.read.entry import FileEntry
-from bessemer.data.read.secrets import environment_for, redacted, shown
-from bessemer.data.store.format import file_sum
+from bessemer.data.read.secrets import environment_for, redact, redact_message
+from bessemer.data.store.format import file_digest
 from bessemer.errors import UserError
 from bessemer.storage import atomic_file, retry, write_atomic
 
@@ -76,7 +76,7 @@ def file_system(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
     """The fsspec file system of a URL, and the path of the URL in it."""
     protocol = protocol_of(url)
     if "::" in url.replace("[::", ""):  # http://[::1]/ is a host
-        raise UserError(f"{shown(url)}: chained URLs are not supported; give the URL of the file itself")
+        raise UserError(f"{redact(url)}: chained URLs are not supported; give the URL of the file itself")
     try:
         from fsspec.core import url_to_fs
 
@@ -84,14 +84,14 @@ def file_system(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
     except ImportError as error:
         package = _INSTALL.get(protocol)
         fix = f"pip install {package}" if package else "install its package"
-        raise UserError(f"{shown(url)}: {redacted(error)}; {fix}") from error
+        raise UserError(f"{redact(url)}: {redact_message(error)}; {fix}") from error
     except (ValueError, TypeError) as error:
         fix = "correct the URL" + (" or storage" if storage else "")
-        raise UserError(f"{shown(url)}: {redacted(error)}; {fix}") from error
+        raise UserError(f"{redact(url)}: {redact_message(error)}; {fix}") from error
 
 
 @contextlib.contextmanager
-def told(url: str) -> Iterator[None]:
+def translate_errors(url: str) -> Iterator[None]:
     """Turns a remote library's errors into FileNotFoundError, PermissionError or RemoteError, without secrets."""
     try:
         yield
@@ -110,7 +110,7 @@ def told(url: str) -> Iterator[None]:
 
 def _redact_error(error: BaseException, url: str) -> OSError:
     name = type(error).__name__
-    text = redacted(error) or name
+    text = redact_message(error) or name
     message = text if name in text or isinstance(error, OSError) else f"{name}: {text}"
     if name == "FileExpired":  # s3fs: the ETag changed
         return RemoteFileChanged(CHANGED)
@@ -141,7 +141,7 @@ class RemoteLocation:
 
     def describe(self) -> RemoteEntry | None:
         """The file at this location, or None for a folder. FileNotFoundError where there is neither."""
-        with told(self.url):
+        with translate_errors(self.url):
             return self._entry(self.path, self.fs.info(self.path))
 
     def _entry(self, path: str, info: Mapping[str, Any]) -> RemoteEntry | None:
@@ -153,14 +153,14 @@ class RemoteLocation:
 
     def expand(self) -> dict[str, RemoteEntry | None]:
         """The matches of the location as a glob, by path; None stands for a folder."""
-        with told(self.url):
+        with translate_errors(self.url):
             infos = self.fs.glob(self.path, detail=True)
         return {path: self._entry(path, infos[path]) for path in sorted(infos)}
 
     def walk(self, path: str) -> dict[str, RemoteEntry]:
         """Every file below a folder, by its path inside the folder."""
         root = path.rstrip("/") + "/"
-        with told(self.url):
+        with translate_errors(self.url):
             infos = self.fs.find(path, detail=True)
         return {
             inner.removeprefix(root): entry
@@ -171,14 +171,14 @@ class RemoteLocation:
     def names_in(self, path: str) -> list[str]:
         """The entries of a folder, for a message; empty where it cannot be listed."""
         try:
-            with told(self.url):
+            with translate_errors(self.url):
                 inside = self.fs.ls(path, detail=False)
             return sorted(inner.rstrip("/").rpartition("/")[2] for inner in inside)
         except OSError:
             return []
 
     def read_small(self, url: str) -> bytes:
-        with told(url):
+        with translate_errors(url):
             data: bytes = self.fs.cat_file(url)
             return data
 
@@ -187,7 +187,7 @@ class RemoteLocation:
         heads: list[bytes] = []
         for first in range(0, len(urls), _HEAD_FILES):
             batch = urls[first : first + _HEAD_FILES]
-            with told(self.url):
+            with translate_errors(self.url):
                 heads += self.fs.cat_ranges(batch, [0] * len(batch), [size_bytes] * len(batch), on_error="raise")
         return heads
 
@@ -291,7 +291,7 @@ class RemoteFile(io.RawIOBase):
         """Reads from the server; retries when the connection fails, since long jobs meet every kind of outage."""
 
         def request() -> bytes:
-            with told(self._file.path):
+            with translate_errors(self._file.path):
                 if self._opened is None:
                     self._opened = self._open()
                 self._opened.seek(start)
@@ -384,19 +384,19 @@ def _open_copy(file: FileEntry, storage: Mapping[str, Any], folder: Path | None)
         return target
     with atomic_file(folder / "whole", parents=True, durable=False) as copy:
         _download(fs, path, file, copy)
-    write_atomic(folder / "whole.sum", file_sum(str(folder / "whole")), durable=False)
+    write_atomic(folder / "whole.sum", file_digest(str(folder / "whole")), durable=False)
     return open(folder / "whole", "rb")
 
 
 def _is_complete(folder: Path) -> bool:
     try:
-        return file_sum(str(folder / "whole")) == (folder / "whole.sum").read_text()
+        return file_digest(str(folder / "whole")) == (folder / "whole.sum").read_text()
     except (FileNotFoundError, UnicodeDecodeError):
         return False
 
 
 def _download(fs: Any, path: str, file: FileEntry, target: IO[bytes]) -> None:
-    with told(file.path), fs.open(path, "rb", block_size=0) as stream:
+    with translate_errors(file.path), fs.open(path, "rb", block_size=0) as stream:
         shutil.copyfileobj(stream, target, 1 << 20)
     if file.size_bytes and target.tell() != file.size_bytes:
         raise RemoteError(f"{target.tell()} bytes received instead of {file.size_bytes}")

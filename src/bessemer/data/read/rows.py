@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from bessemer.data.document import BadRow, Document
-from bessemer.data.read.compression import open_bytes, open_unpacked
-from bessemer.data.read.entry import FilePiece
+from bessemer.data.read.compression import open_bytes, open_decompressed
+from bessemer.data.read.entry import BadRow, Document, FilePiece
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -32,7 +31,7 @@ class _Unusable(Exception):
 
 
 @dataclass
-class Reading:
+class PieceReader:
     """One piece to read. `tally` counts rows that give no document: "empty" ones, and records that are "not text"."""
 
     piece: FilePiece
@@ -49,7 +48,7 @@ class Reading:
         return open_bytes(self.piece.file, self.source.storage, self.cache)
 
     def open_unpacked(self) -> IO[bytes]:
-        return open_unpacked(self.piece.file, self.source.storage, self.cache)
+        return open_decompressed(self.piece.file, self.source.storage, self.cache)
 
     @property
     def fields(self) -> list[str]:
@@ -131,7 +130,7 @@ def parse_json(data: bytes, encoding: str = "utf-8") -> Any:
     return repair_surrogates(value) if b"\\ud" in data or b"\\uD" in data else value
 
 
-def _text(value: Any, name: str, record: Mapping[str, Any], reading: Reading) -> str:
+def _text(value: Any, name: str, record: Mapping[str, Any], reading: PieceReader) -> str:
     if value is None:
         return ""
     if isinstance(value, bytes):
@@ -202,7 +201,7 @@ def _dump_record(record: Mapping[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False, default=str)
 
 
-def read_jsonl(reading: Reading) -> Rows:
+def read_jsonl(reading: PieceReader) -> Rows:
     """The documents of the piece; rows are line numbers in the file. Holds one line in memory."""
     piece = reading.piece
     ranged = piece.start > 0 or piece.stop != -1
@@ -240,14 +239,14 @@ def _lines(file: IO[bytes], left: int) -> Iterator[bytes | int]:
         yield length
 
 
-def _document(reading: Reading, row: int, line: bytes) -> Row | None:
+def _document(reading: PieceReader, row: int, line: bytes) -> Row | None:
     try:
         record = parse_json(line, "utf-8-sig" if row == 1 else "utf-8")
     except (ValueError, RecursionError) as error:
         fix = "correct or delete this line"
         if row == 1 and line.lstrip()[:1] == b"[":
             fix = "write one object per line, not an array"
-        elif encoding := wide_encoding(line):
+        elif encoding := detect_wide_encoding(line):
             return reading.bad(row, f"the file is in {encoding}, not in UTF-8; convert it, such as with iconv", line)
         return reading.bad(row, f"not valid JSON in UTF-8 ({error}); {fix}", line)
     if not isinstance(record, dict):
@@ -266,7 +265,7 @@ def encoding_of(head: bytes) -> str:
     return "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
-def wide_encoding(text: bytes) -> str:
+def detect_wide_encoding(text: bytes) -> str:
     """UTF-32 or UTF-16 where a byte-order mark or the zero bytes of ASCII text indicate it, else an empty string."""
     encoding = encoding_of(text)
     if encoding != "utf-8-sig":
@@ -275,7 +274,7 @@ def wide_encoding(text: bytes) -> str:
     return "UTF-32" if zeros > _UTF32_ZEROS else "UTF-16" if zeros > _UTF16_ZEROS else ""
 
 
-def read_text(reading: Reading) -> Rows:
+def read_text(reading: PieceReader) -> Rows:
     """The file as one document. Invalid UTF-8 becomes U+FFFD, and `decode_error` names the first invalid byte."""
     with reading.open_unpacked() as file:
         data = file.read()
@@ -297,7 +296,7 @@ def decode_text(data: bytes) -> tuple[str, str]:
         return data.decode(encoding, "replace"), f"not {encoding.removesuffix('-sig').upper()} (byte {start:,})"
 
 
-def read_html(reading: Reading) -> Rows:
+def read_html(reading: PieceReader) -> Rows:
     """The page as stored, labelled for the `extract` step."""
     with reading.open_unpacked() as file:
         data = file.read()

@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 }
 
 
-def shown(path: str) -> str:
+def redact(path: str) -> str:
     """A path or URL without its password and without the signature in its query: safe to print and to store."""
     if "://" not in path:
         return path
@@ -48,10 +48,10 @@ def shown(path: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="&".join(public)))
 
 
-def redacted(message: object) -> str:
+def redact_message(message: object) -> str:
     """An error's text on one line, with every URL in it redacted."""
     text = " ".join(str(message).split())
-    return _ADDRESS.sub(lambda match: shown(match.group()), text)
+    return _ADDRESS.sub(lambda match: redact(match.group()), text)
 
 
 def environment_for(protocol: str) -> str:
@@ -59,18 +59,18 @@ def environment_for(protocol: str) -> str:
     return _ENVIRONMENT.get(protocol, "the variables of its library, or a netrc file")
 
 
-def check_storage(storage: Mapping[str, Any], where: str = "storage") -> None:
+def check_storage_options(storage: Mapping[str, Any], where: str = "storage") -> None:
     """Refuses options that look like secrets: a spec is copied into every run folder and shown in reports."""
     for name, value in storage.items():
         place = f"{where}.{name}"
         if isinstance(value, Mapping):
-            check_storage(value, place)
+            check_storage_options(value, place)
         elif isinstance(value, str) and (_names_secret(name) and value not in _NOT_SECRET):
             raise UserError(
                 f"{place}: looks like a secret, and specs are copied into run folders; delete it and set it "
                 f"in the environment ({environment_for('s3')}; {environment_for('gs')}; {environment_for('az')})"
             )
-        elif isinstance(value, str) and shown(value) != value:
+        elif isinstance(value, str) and redact(value) != value:
             raise UserError(f"{place}: the URL holds a password or signature; set credentials in the environment")
 
 

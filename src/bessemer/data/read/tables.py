@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Any, cast
 
 from bessemer.data.read import rows
-from bessemer.data.read.compression import DamagedFile, compression_of
+from bessemer.data.read.compression import DamagedFile, detect_compression
 from bessemer.data.read.files import extension_of
 from bessemer.data.read.remote import is_url
-from bessemer.data.read.rows import Reading, Rows, encoding_of
+from bessemer.data.read.rows import PieceReader, Rows, encoding_of
 from bessemer.errors import UserError
 
 _BATCH_BYTES = 4 << 20
@@ -23,7 +23,7 @@ _BATCH_ROWS = 4096
 _ARROW_MAGIC = b"ARROW1"
 
 
-def read_parquet(reading: Reading) -> Rows:
+def read_parquet(reading: PieceReader) -> Rows:
     with _translate_errors(reading, "Parquet"), reading.open_bytes() as opened, open_parquet(opened) as file:
         _check_schema(reading, file.schema_arrow)
         piece, metadata = reading.piece, file.metadata
@@ -35,7 +35,7 @@ def read_parquet(reading: Reading) -> Rows:
         yield from _read_batches(reading, batches)
 
 
-def read_arrow(reading: Reading) -> Rows:
+def read_arrow(reading: PieceReader) -> Rows:
     """The rows of an IPC file or stream (also Feather); of a file, those of the piece's record batches."""
     import pyarrow as pa
 
@@ -94,12 +94,12 @@ def is_ipc_file(opened: IO[bytes]) -> bool:
 
 
 def _refuse_compressed(opened: IO[bytes]) -> None:
-    if packed := compression_of(opened):
+    if packed := detect_compression(opened):
         raise DamagedFile(f"the whole file is compressed ({packed}), but tables are read in ranges; decompress it")
 
 
 @contextlib.contextmanager
-def _translate_errors(reading: Reading, kind: str) -> Iterator[None]:
+def _translate_errors(reading: PieceReader, kind: str) -> Iterator[None]:
     import pyarrow as pa
 
     try:
@@ -108,7 +108,7 @@ def _translate_errors(reading: Reading, kind: str) -> Iterator[None]:
         raise DamagedFile(f"not readable as {kind} ({str(error).rstrip('. ')})") from error
 
 
-def _read_batches(reading: Reading, batches: Iterable[Any]) -> Rows:
+def _read_batches(reading: PieceReader, batches: Iterable[Any]) -> Rows:
     row = reading.piece.first_row
     names = reading.fields
     for batch in batches:
@@ -139,7 +139,7 @@ def _records(batch: Any, names: list[str]) -> Iterator[dict[str, Any] | UnicodeD
         yield dict(zip(names, values, strict=True))
 
 
-def _check_schema(reading: Reading, schema: Any) -> None:
+def _check_schema(reading: PieceReader, schema: Any) -> None:
     import pyarrow as pa
 
     reading.check_columns(schema.names)
@@ -157,7 +157,7 @@ def _check_schema(reading: Reading, schema: Any) -> None:
 _DELIMITERS = ",\t;|"
 
 
-def read_csv(reading: Reading) -> Rows:
+def read_csv(reading: PieceReader) -> Rows:
     """One document per row below the header, numbered from 1. Quoted fields may hold newlines. Unless the name says
     tabs, the delimiter is the one that gives the header the needed column."""
     # The limit is process-wide and 128 KiB by default.
@@ -183,7 +183,7 @@ def read_csv(reading: Reading) -> Rows:
         yield from _read_rows(reading, records, header)
 
 
-def _read_rows(reading: Reading, records: Iterator[list[str]], header: list[str]) -> Rows:
+def _read_rows(reading: PieceReader, records: Iterator[list[str]], header: list[str]) -> Rows:
     for row in itertools.count(1):
         try:
             record = next(records)
@@ -203,7 +203,7 @@ def _read_rows(reading: Reading, records: Iterator[list[str]], header: list[str]
             yield reading.document(row, dict(zip(header, record, strict=True)))
 
 
-def _delimiter(header: str, reading: Reading) -> str:
+def _delimiter(header: str, reading: PieceReader) -> str:
     if extension_of(reading.piece.file.path.partition("?")[0]) in (".tsv", ".tab"):
         return "\t"
     fits = (mark for mark in _DELIMITERS if reading.fields[0] in next(csv.reader([header], delimiter=mark)))

@@ -331,7 +331,7 @@ def remove_store(prefix: str) -> None:
         Path(f"{prefix}.{suffix}").unlink(missing_ok=True)
 
 
-def file_sum(path: str) -> str:
+def file_digest(path: str) -> str:
     """xxh3_128 of a file's content."""
     state = xxhash.xxh3_128()
     with open(path, "rb") as file:

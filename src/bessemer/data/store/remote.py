@@ -22,9 +22,9 @@ from typing import IO, Any, TypeVar
 
 import xxhash
 
-from bessemer.data.read.remote import file_system, told
-from bessemer.data.read.secrets import shown
-from bessemer.data.store.format import LOCKS, StoreInfo, commit_store, file_sum
+from bessemer.data.read.remote import file_system, translate_errors
+from bessemer.data.read.secrets import redact
+from bessemer.data.store.format import LOCKS, StoreInfo, commit_store, file_digest
 from bessemer.data.store.token_store import TokenStore
 from bessemer.errors import UserError
 from bessemer.storage import lock_file, retry
@@ -97,7 +97,7 @@ class Transfer:
 
     def _retry(self, url: str, request: Callable[[], Result]) -> Result:
         def attempt() -> Result:
-            with told(url):
+            with translate_errors(url):
                 return request()
 
         permanent = (FileNotFoundError, PermissionError)
@@ -107,10 +107,10 @@ class Transfer:
                 should_retry=lambda error: isinstance(error, OSError) and not isinstance(error, permanent),
             )  # fmt: skip
         except permanent as error:
-            raise UserError(f"{shown(url)}: {error}; publish it again, or correct the address") from error
+            raise UserError(f"{redact(url)}: {error}; publish it again, or correct the address") from error
         except OSError as error:
             raise UserError(
-                f"{shown(url)}: failed {self.attempts} times, at last with: {error}; "
+                f"{redact(url)}: failed {self.attempts} times, at last with: {error}; "
                 "check the network and the storage service, then run again"
             ) from error
 
@@ -157,7 +157,7 @@ class ShardCache:
         """Refuses a shard larger than the cache."""
         if self.limit_bytes is not None and info.size_bytes > self.limit_bytes:
             raise UserError(
-                f"{self.folder}: the cache may hold {self.limit_bytes:,} bytes, but the shard {shown(url)} alone has "
+                f"{self.folder}: the cache may hold {self.limit_bytes:,} bytes, but the shard {redact(url)} alone has "
                 f"{info.size_bytes:,}: raise the limit (data.store.cache) to several times that"
             )
 
@@ -264,11 +264,11 @@ class ShardCache:
             missing = list(info.sizes)
             for _ in range(2):  # a second time for files that arrived damaged
                 self.transfer.download({f"{prefix}.{s}": (f"{url}.{s}", info.sizes[s]) for s in missing})
-                missing = [s for s in missing if s in info.sums and file_sum(f"{prefix}.{s}") != info.sums[s]]
+                missing = [s for s in missing if s in info.sums and file_digest(f"{prefix}.{s}") != info.sums[s]]
                 if not missing:
                     break
             if missing:
-                raise UserError(f"{shown(url)}.{missing[0]}: is not what was published; publish the store again")
+                raise UserError(f"{redact(url)}.{missing[0]}: is not what was published; publish the store again")
             commit_store(prefix, info)
             os.replace(partial, folder)
         finally:
@@ -290,7 +290,7 @@ class ShardCache:
             if time.monotonic() > deadline_s:
                 raise UserError(
                     f"{self.folder}: {used:,} of the {self.limit_bytes:,} bytes that the cache may hold are in use, "
-                    f"and the shard {shown(url)} needs {needed:,}: raise the limit to at least {used + needed:,}"
+                    f"and the shard {redact(url)} needs {needed:,}: raise the limit to at least {used + needed:,}"
                 )
             time.sleep(_POLL_S)
 
@@ -362,7 +362,7 @@ def upload(store: TokenStore, url: str, transfer: Transfer | None = None) -> lis
     for number in range(len(store.prefixes)):
         shard = store.shard(number)
         shard.verify()
-        sums = {suffix: file_sum(f"{shard.prefix}.{suffix}") for suffix in shard.info.sizes}
+        sums = {suffix: file_digest(f"{shard.prefix}.{suffix}") for suffix in shard.info.sizes}
         infos.append(replace(shard.info, sums=sums))
         _upload_shard(shard.prefix, infos[-1], _shard_url(url, number), transfer)
     manifest = {"shards": [info.to_json() for info in infos]}
@@ -377,7 +377,7 @@ def open_remote(url: str, cache: ShardCache) -> TokenStore:
         infos = [StoreInfo.from_json(info) for info in listed]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{shown(url)}.shards.json: does not list the shards of a store ({error}); publish it again"
+            f"{redact(url)}.shards.json: does not list the shards of a store ({error}); publish it again"
         ) from error
     return TokenStore([_shard_url(url, number) for number in range(len(infos))], cache, infos)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from bessemer.data.curate.ledger import read_cached, write_json
-from bessemer.data.store.format import file_sum
+from bessemer.data.store.format import file_digest
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.order import CurriculumRanking
 from bessemer.data.stream.rows import PADDING, Ints, Rows
@@ -58,7 +58,7 @@ def rank_rows(
             _sort(keys, scratch, descending)
             digest_path(path).unlink(missing_ok=True)
             commit_file(scratch, path)
-            write_json(digest_path(path), {"sum": file_sum(str(path))})
+            write_json(digest_path(path), {"sum": file_digest(str(path))})
         finally:
             for leftover in folder.glob(f"{scratch.name}*"):
                 leftover.unlink()
@@ -81,7 +81,7 @@ def find_ranking_damage(path: Path) -> str | None:
         return f"{path}: missing"
     if not digest_path(path).exists():
         return None
-    if read_cached(digest_path(path)) != {"sum": file_sum(str(path))}:
+    if read_cached(digest_path(path)) != {"sum": file_digest(str(path))}:
         return f"{path}: damaged (its content is not what was written)"
     return None
 
@@ -96,10 +96,10 @@ def open_ranking(path: Path, rows: int, groups: int, run: int = 0) -> Curriculum
     if size_bytes != rows * dtype.itemsize:
         raise UserError(f"{path}: {size_bytes:,} bytes instead of {rows * dtype.itemsize:,}; delete it and run again")
     mapped = np.memmap(path, dtype=dtype, mode="r", shape=(rows,)).view(np.ndarray)
-    return CurriculumRanking(mapped, groups, file_sum(str(path)), run)
+    return CurriculumRanking(mapped, groups, file_digest(str(path)), run)
 
 
-def epoch_note(rows: int, read: int, by: str, descending: bool) -> str | None:
+def curriculum_note(rows: int, read: int, by: str, descending: bool) -> str | None:
     """The plan's note on a curriculum that the run does not finish; None if it sees every group."""
     if read >= rows:
         return None

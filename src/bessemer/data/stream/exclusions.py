@@ -119,7 +119,7 @@ def _entry(record: Any) -> Exclusion:
     return Exclusion(**{**record, "mean_loss": None if mean is None else float(mean)})
 
 
-def convicted_shards(entries: Iterable[Exclusion], seen: Mapping[str, int] | None = None) -> list[Exclusion]:
+def suspect_files(entries: Iterable[Exclusion], seen: Mapping[str, int] | None = None) -> list[Exclusion]:
     """Entries for files with so many convicted documents that the file itself is suspect: at least 3, and at least half
     of those the run has `seen`, if that is known. These are suggestions: a person decides."""
     entries = list(entries)
@@ -151,7 +151,7 @@ class ExclusionOffer:
         return f"{self.path} convicts {what} of this data: add `data: {{exclude: [{self.path}]}}` to the spec"
 
 
-def offers(
+def find_offers(
     files: Collection[str], runs_folder: str | Path, excluded: Collection[str | Path] = ()
 ) -> list[ExclusionOffer]:
     """Lists in the same runs folder that convict documents of these `files` (names as in origins) and that the lists in

@@ -83,7 +83,7 @@ def learned_turns(messages: Sequence[Message], learn: Learn) -> list[bool]:
     return [i in set(turns) and message.get("weight", 1) != 0 for i, message in enumerate(messages)]
 
 
-def problems(messages: Any) -> list[str]:
+def find_problems(messages: Any) -> list[str]:
     """The problems of a conversation, as `name: place`; empty if it can be rendered."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return [f"not a list of messages: {type(messages).__name__}"]
@@ -195,7 +195,7 @@ _TEMPLATES: dict[str, tuple[Layout, tuple[str, ...]]] = {
 
 @dataclass
 class _Stretch:
-    """Text between special tokens, encoded together, or a special token; `spans` of characters are learned."""
+    """Text between special tokens, encoded together, or a special token; `format_ranks` of characters are learned."""
 
     text: str
     spans: list[tuple[int, int]]

@@ -19,14 +19,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.curate.ledger import byte_length, naming, read_cached, text_hash, write_json
-from bessemer.data.curate.passes import curated_documents
-from bessemer.data.document import Document
+from bessemer.data.curate.ledger import byte_length, hash_text, name_in_errors, read_cached, write_json
+from bessemer.data.curate.passes import read_curated_documents
 from bessemer.data.read import SourcePart
+from bessemer.data.read.entry import Document
 from bessemer.data.store.format import read_info, token_dtype
 from bessemer.data.store.shard import Shard
 from bessemer.data.store.writer import StoreWriter
-from bessemer.data.tokenizer.chat import Learn, Rendered, find_template, problems, render_batch
+from bessemer.data.tokenizer.chat import Learn, Rendered, find_problems, find_template, render_batch
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
@@ -151,7 +151,7 @@ def _render(documents: Sequence[Document], tokenizer: Tokenizer, template: str, 
     except (UserError, KeyError, TypeError) as error:
         if len(documents) > 1:  # find the one
             return [_render([document], tokenizer, template, learn)[0] for document in documents]
-        wrong = problems(documents[0].messages)
+        wrong = find_problems(documents[0].messages)
         reason = str(error) if isinstance(error, UserError) or not wrong else f"{wrong[0]}; correct or delete it"
         raise UserError(f"{documents[0].place}: {reason}") from error
 
@@ -213,18 +213,18 @@ def is_part_intact(task: TokenizeTask) -> bool:
 def tokenize_part(task: TokenizeTask) -> int:
     """Writes the part's stores and returns the number of tokens. A side without documents has no store."""
     tokenizer = _tokenizer(str(task.folder / "tokenizer.json"), task.eos, task.special)
-    with naming(task.name, task.folder), contextlib.ExitStack() as stack:
+    with name_in_errors(task.name, task.folder), contextlib.ExitStack() as stack:
         writers: dict[str, StoreWriter] = {}
-        documents = curated_documents(task.part, task.source, task.cache, task.ledgers, task.copies)
+        documents = read_curated_documents(task.part, task.source, task.cache, task.ledgers, task.copies)
         for document, tokens, mask in encode_documents(
             (document for _, document in documents), tokenizer, None if task.alone else 1, task.template, task.learn
         ):
-            side = "validation" if text_hash(document.text, task.seed) < task.limit else "train"
+            side = "validation" if hash_text(document.text, task.seed) < task.limit else "train"
             if side not in writers:
                 prefix = part_prefix(task.folder, task.number, side)
                 writers[side] = stack.enter_context(StoreWriter(prefix, tokenizer.vocab_size, tokenizer.fingerprint))
             writers[side].add(
-                tokens, document.file, document.row, text_hash(document.text, 0), byte_length(document.text),
+                tokens, document.file, document.row, hash_text(document.text, 0), byte_length(document.text),
                 mask=mask, id=document.id, score=_score(document, task.label),
             )  # fmt: skip
     write_json(task.mark, {side: read_info(writer.prefix).digest for side, writer in writers.items()})

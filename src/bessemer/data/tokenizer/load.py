@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.read.records import as_bytes, as_float, fields
+from bessemer.data.read.records import as_bytes, as_float, parse_fields
 from bessemer.data.tokenizer.tokenizer import DEFAULT_EOS, check_decodes, declare
 from bessemer.errors import UserError
 
@@ -299,8 +299,8 @@ def from_sentencepiece(path: str) -> Any:
 def parse_sentencepiece(data: bytes) -> SentencePieceModel:
     """Reads the ModelProto of sentencepiece_model.proto, by its field numbers."""
     model = SentencePieceModel()
-    for number, value in fields(data):
-        part: dict[int, Any] = dict(fields(as_bytes(value))) if number <= 3 else {}
+    for number, value in parse_fields(data):
+        part: dict[int, Any] = dict(parse_fields(as_bytes(value))) if number <= 3 else {}
         if number == 1:
             text, score = as_bytes(part.get(1, b"")).decode(), as_float(part.get(2, 0))
             model.pieces.append((text, score, part.get(3, NORMAL)))

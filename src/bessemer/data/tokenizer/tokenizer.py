@@ -339,12 +339,12 @@ class PromptFormat:
         return [*self.prefix, *text, *self.suffix] or [self.start]
 
 
-def own_format(tokenizer: Tokenizer) -> PromptFormat:
+def native_prompt_format(tokenizer: Tokenizer) -> PromptFormat:
     """For models trained by Bessemer: the end token of the previous document begins a prompt."""
     return PromptFormat((tokenizer.eos_id,), (), tokenizer.eos_id, frozenset({tokenizer.eos_id}))
 
 
-def folder_format(folder: Path, tokenizer: Tokenizer, trained_here: bool = False) -> PromptFormat:
+def hf_prompt_format(folder: Path, tokenizer: Tokenizer, trained_here: bool = False) -> PromptFormat:
     """For a Hugging Face folder. With `trained_here` the tokenizer's own end token ends an answer too.
 
     As in transformers, a tokenizer.json defines what is added (its post-processor); flags such as `add_bos_token` count

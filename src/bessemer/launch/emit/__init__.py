@@ -24,14 +24,12 @@ from pydantic import BaseModel
 
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.optim.schedule import Schedule
+from bessemer.optim.choose import Schedule
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
-from bessemer.session.dry_run import decide
-from bessemer.session.start import completed
+from bessemer.session.start import complete_spec, dry_run
 from bessemer.spec.load import dump_spec
-from bessemer.spec.parallel import ParallelSpec
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import pick_device
 
@@ -288,12 +286,12 @@ class ResolvedRun:
 def resolve(spec: RunSpec, folder: Path, processes: int | None = None) -> ResolvedRun:
     """Prepare the data if needed and decide every `auto`. `processes` replaces the spec's data-parallel replicas by as
     many as fill that number of processes."""
-    spec = completed(spec)
+    spec = complete_spec(spec)
     has_no_gpu = spec.parallel.device == "cuda" and not torch.cuda.is_available()
     if has_no_gpu and spec.precision == "auto":  # what is measured here says nothing about a GPU
         spec = spec.model_copy(update={"precision": "bf16"})
     device = torch.device("cpu") if has_no_gpu else pick_device(spec.parallel)
-    decided = decide(spec, device)
+    decided = dry_run(spec, device)
     data = decided.data
     stores = {
         name: [path.with_suffix("") for path in paths]

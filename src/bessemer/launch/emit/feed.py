@@ -29,8 +29,8 @@ from bessemer.data.stream.order import Segment
 from bessemer.errors import UserError
 from bessemer.export.hf import open_native, to_hf
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.transformer import build
-from bessemer.optim.schedule import Schedule
+from bessemer.model.transformer import build_model
+from bessemer.optim.choose import Schedule
 from bessemer.plan.decide import TrainPlan
 from bessemer.session.data import build_stream, make_rows
 from bessemer.session.start import load_source, open_source
@@ -144,7 +144,7 @@ def write_initial_weights(folder: str | Path) -> Path:
     shape = ModelShape.from_dict(json.loads((folder / "model.json").read_text())["shape"])
     if shape.wrapped:
         raise UserError(f"model.wrap: {spec.model.hf} is already a transformers model: copy that folder to {target}")
-    model = build(shape, "cpu", spec.seed, spec.model.init)
+    model = build_model(shape, "cpu", spec.seed, spec.model.init)
     source = open_source(spec)
     if spec.start_from:
         weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.model.families.family import (
+from bessemer.model.families.llama import ACTIVATIONS, linear
+from bessemer.model.families.registry import (
     COMMON_KEYS,
     Config,
     WeightMapping,
@@ -21,7 +22,6 @@ from bessemer.model.families.family import (
     rename,
     write_keys,
 )
-from bessemer.model.families.llama import ACTIVATIONS, linear
 from bessemer.spec.shape import Mamba, ModelShape
 
 _BERT_DEFAULTS: dict[str, Any] = {

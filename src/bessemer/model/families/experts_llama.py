@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.model.families.family import Config, WeightMapping, need, refuse, rename
 from bessemer.model.families.llama import (
     DEFAULTS,
     Llama,
@@ -26,6 +25,7 @@ from bessemer.model.families.llama import (
     read_dense,
     write_dense,
 )
+from bessemer.model.families.registry import Config, WeightMapping, need, refuse, rename
 from bessemer.model.layers import yarn_mscale
 from bessemer.spec.shape import Mla, ModelShape, Moe, Rope
 

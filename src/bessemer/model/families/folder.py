@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from bessemer.errors import UserError
-from bessemer.model.families.family import Family
+from bessemer.model.families.registry import Family
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -235,14 +235,14 @@ def _describe_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]
 Progress = Callable[[int, int], None]  # tensors done, total
 
 
-def theirs(tensor_of: Callable[[str], Tensor], shape: ModelShape, family: Family) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(tensor_of: Callable[[str], Tensor], shape: ModelShape, family: Family) -> Iterator[tuple[str, Tensor]]:
     """Converts native tensors to the family's Hugging Face names and layouts, in the order of the mappings."""
     for mapping in family.weight_mappings(shape):
         converted = mapping.to_hf([tensor_of(name).detach() for name in mapping.native_names])
         yield from zip(mapping.hf_names, converted, strict=True)
 
 
-def ours(folder: Folder, shape: ModelShape, family: Family) -> Iterator[tuple[str, Tensor]]:
+def native_tensors(folder: Folder, shape: ModelShape, family: Family) -> Iterator[tuple[str, Tensor]]:
     """Converts the folder's tensors to native ones, in the folder's dtypes. The folder has passed `check_folder`."""
     for mapping in family.weight_mappings(shape):
         converted = mapping.to_native([folder.read(name) for name in mapping.hf_names])
@@ -252,7 +252,7 @@ def ours(folder: Folder, shape: ModelShape, family: Family) -> Iterator[tuple[st
 def expected_shapes(model: nn.Module, family: Family) -> dict[str, tuple[int, ...]]:
     """Shapes by Hugging Face name: the mappings applied to meta tensors."""
     blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
-    return {name: tuple(tensor.shape) for name, tensor in theirs(blank.__getitem__, _shape(model), family)}
+    return {name: tuple(tensor.shape) for name, tensor in hf_tensors(blank.__getitem__, _shape(model), family)}
 
 
 def check_folder(model: nn.Module, folder: Folder, family: Family) -> None:
@@ -273,7 +273,7 @@ def load_weights(model: nn.Module, folder: Folder, family: Family, progress: Pro
     check_folder(model, folder, family)
     unfilled, total = model.state_dict(), len(model.state_dict())
     with torch.no_grad():
-        for name, tensor in ours(folder, _shape(model), family):
+        for name, tensor in native_tensors(folder, _shape(model), family):
             unfilled.pop(name).copy_(tensor)
             if progress is not None:
                 progress(total - len(unfilled), total)

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.model.families.family import (
+from bessemer.model.families.llama import ACTIVATIONS, linear
+from bessemer.model.families.registry import (
     COMMON_KEYS,
     Config,
     WeightMapping,
@@ -26,7 +27,6 @@ from bessemer.model.families.family import (
     write_keys,
     write_rope,
 )
-from bessemer.model.families.llama import ACTIVATIONS, linear
 from bessemer.spec.shape import ModelShape, Rope
 
 

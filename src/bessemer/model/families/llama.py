@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from bessemer.errors import UserError
-from bessemer.model.families.family import (
+from bessemer.model.families.registry import (
     COMMON_KEYS,
     Config,
     Family,

@@ -44,7 +44,7 @@ def mean_time_to_interruption(nodes: int, failures: int, observed_s: float) -> f
     return node_days / (PRIOR_FAILURES + failures) * DAY_S / nodes
 
 
-def interruptions(events: Iterable[Mapping[str, Any]]) -> int:
+def count_interruptions(events: Iterable[Mapping[str, Any]]) -> int:
     """Number of earlier starts of a run that ended in a kill or an error, from its events."""
     count, running = 0, False
     for event in events:

@@ -4,24 +4,27 @@ Memory peaks at one of three moments: at the loss, with all saved activations an
 backward pass, with all saved activations; or at the end of the backward pass, with all gradients. Activations are
 counted by the tensors that a block saves. Tests compare them with what torch saves, and the sum with peaks measured on
 an H200 (docs/cost-model.md). A trial step corrects the estimate (train/memory/fit.py).
+
+Estimates the memory of the fullest process of a parallel layout.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
-from bessemer.spec.optimizer import optimizer_bytes
+from bessemer.plan.search.layout import Layout
+from bessemer.spec.optimizer import ParameterBytes, optimizer_bytes
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
-from bessemer.spec.shape import ModelShape
+from bessemer.spec.shape import ModelShape, parameter_counts
 
 ROWS, ACTIVATIONS = "budget.micro_batch", "memory.activations"  # keys of the plan
 Activations = str | float  # recomputation: none, selective, full, or the share of activations that is saved
-STEPS_UP = ("none", "selective", "full")  # `auto` tries them in order: each saves memory and costs time
+RECOMPUTE_MODES = ("none", "selective", "full")  # `auto` tries them in order: each saves memory and costs time
 HEAD_CHUNK = {"cpu": 4 << 20, "cuda": 2 << 30}  # bytes of logits at a time, train/loss.py
 LONG, TILE = 32_768, 16_384  # tokens of a micro-batch above which layers are recomputed in tiles; train/memory/tiles.py
 MOST_TOKENS = {"cpu": 16_384, "cuda": 32_768}  # of a micro-batch: more do not keep a device busier
@@ -76,7 +79,7 @@ class MemoryNeeds:
         return {name: size for name, size in asdict(self).items() if name != "moment"}
 
 
-def estimate(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryNeeds:
+def estimate_memory(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryNeeds:
     """Peak memory of a step. Gradients and all activations coexist only from the second micro-batch on."""
     each, mode = optimizer_bytes(spec.optimizer, spec.memory, passes.precision), passes.activations
     parameters, embedding = shape.parameters, shape.vocab * shape.width
@@ -224,12 +227,12 @@ def decide_micro_batch(
     limit = int(machine.memory_bytes * SHARE.get(machine.device, SHARE["cpu"]))
 
     def needs(rows: int, mode: Activations) -> MemoryNeeds:
-        return estimate(spec, shape, replace(passes, rows=rows, activations=mode, several=rows < batch))
+        return estimate_memory(spec, shape, replace(passes, rows=rows, activations=mode, several=rows < batch))
 
     rows = _fixed_rows(spec, batch, plan, previous)
     setting = spec.memory.activations
     fixed = plan.keep(ACTIVATIONS, setting, previous) if setting == "auto" else plan.add_requested(ACTIVATIONS, setting)
-    modes: tuple[Activations, ...] = STEPS_UP if fixed is None else (fixed,)
+    modes: tuple[Activations, ...] = RECOMPUTE_MODES if fixed is None else (fixed,)
     best = next((mode for mode in modes if needs(rows or 1, mode).total <= limit), modes[-1])
     if fixed is None:
         reason = "all of them fit" if best == "none" else "the least recomputation that fits"
@@ -258,3 +261,122 @@ def _fixed_rows(spec: RunSpec, batch: int, plan: Plan, previous: Plan | None) ->
         return int(plan.add(ROWS, batch, "memory.update: in_backward cannot accumulate micro-batches", "rule"))
     rows = plan.keep(ROWS, setting, previous)
     return int(rows) if rows is not None and rows <= batch else None
+
+
+BUCKET = 25 << 20  # of DDP: one is sent while another fills
+GATHERED = 2  # layers of a sharded model that are gathered at a time: the current one and the next
+# Not counted by torch's allocator: the CUDA context, NCCL's buffers and cuBLAS workspaces.
+CONTEXT, CHANNEL = 600 << 20, 64 << 20
+FRAGMENTS = 0.02  # of the allocated memory, lost to fragmentation with expandable segments
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """Bytes on the fullest process at its peak. torch's allocator does not count `outside`."""
+
+    weights: int
+    gradients: int
+    moments: int
+    gathered: int  # gathered layers, and copies of weights in the compute precision
+    activations: int
+    head: int
+    workspace: int
+    communication: int
+    fragments: int
+    outside: int
+    stage: int = 0
+
+    @property
+    def allocated(self) -> int:
+        """What `torch.cuda.max_memory_allocated` reports."""
+        return self.total - self.outside - self.fragments
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, key) for key in _SIZES)
+
+    def words(self) -> str:
+        """The parts, largest first."""
+        parts = sorted(((key, getattr(self, key)) for key in _SIZES), key=lambda item: -item[1])
+        return ", ".join(f"{name} {human_bytes(size)}" for name, size in parts if size)
+
+
+_SIZES = tuple(field.name for field in fields(RankNeeds) if field.name != "stage")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameter counts of the parts of a model that a layout places separately."""
+
+    block: float  # per layer, without experts
+    experts: float  # per layer
+    before: int  # embeddings
+    behind: int  # head and last norm
+
+    @staticmethod
+    @lru_cache(maxsize=64)  # a search calls it thousands of times
+    def of(shape: ModelShape) -> Weights:
+        counts = parameter_counts(shape)
+        before = sum(counts.get(key, 0) for key in ("embedding", "positions", "token types"))
+        behind = counts.get("head", 0)
+        experts = counts.get("experts", 0)
+        layers = shape.layers + shape.decoder_layers
+        inner = sum(counts.values()) - before - behind - experts
+        return Weights(inner / layers, experts / layers, before, behind)
+
+
+def rank_needs(
+    shape: ModelShape, layout: Layout, each: ParameterBytes, passes: Passes, micro_batches: int = 1,
+    interleaved: int = 1,
+) -> RankNeeds:  # fmt: skip
+    """Memory of the fullest pipeline stage. `passes.context` is that of a full row; `passes.shards` is ignored."""
+    weights = Weights.of(shape)
+    stages = [
+        _stage_needs(shape, weights, layout, each, passes, stage, micro_batches, interleaved)
+        for stage in sorted({0, layout.pp // 2, layout.pp - 1})
+    ]
+    return max(stages, key=lambda needs: needs.total)
+
+
+def _stage_needs(
+    shape: ModelShape, weights: Weights, layout: Layout, each: ParameterBytes, passes: Passes, stage: int,
+    micro_batches: int, interleaved: int,
+) -> RankNeeds:  # fmt: skip
+    pp, tp = layout.pp, layout.tp
+    first, last = stage == 0, stage == pp - 1
+    layers = -(-(shape.layers + shape.decoder_layers) // pp)
+    ends = weights.before * first + weights.behind * last + weights.before * (last and pp > 1 and shape.tied)
+    dense, experts = (weights.block * layers + ends) / tp, weights.experts * layers
+    divided = layout.dp_shard * layout.cp
+    held = dense / divided + experts / (layout.ep if layout.ep > 1 else divided)
+    # A sharded model has the full gradients of one layer at a time, which are then reduced and scattered in fp32.
+    block = weights.block / tp + (0 if layout.ep > 1 else weights.experts)
+    half = 2 if passes.bytes == 2 else 4
+    if divided == 1 and layout.ep == 1:
+        gathered = each.working * held
+    else:
+        at_once = layers if pp > 1 else min(layers, GATHERED)  # a pipeline keeps its layers gathered
+        gathered = half * (block * at_once + ends / tp) + 2 * half * block
+    local = replace(passes, context=passes.context // layout.cp) if layout.cp > 1 else passes
+    saved = activation_bytes(shape, local) / (shape.layers + shape.decoder_layers) * layers / tp
+    saved *= max(1, min(micro_batches, pp - stage)) * (1 + (pp - 1) / (pp * interleaved) if interleaved > 1 else 1)
+    gradients = (4.0 if passes.several and each.gradients else each.gradients) * held
+    constant = {
+        "weights": each.weights * held, "moments": each.moments * held, "gathered": gathered,
+        "communication": 2 * BUCKET * (layout.dp_replicate > 1)
+        + 4 * local.tokens * shape.width * passes.bytes * (pp > 1),
+    }  # fmt: skip
+    at_loss = {
+        "gradients": gradients if passes.several else 0.0, "activations": saved,
+        "head": head_bytes(shape, local, each.weights, tp) if last else 0,
+        "workspace": 0 if last else layer_bytes(shape, local) / tp,
+    }  # fmt: skip
+    recomputed = layer_bytes(shape, local) - activation_bytes(shape, local) / (shape.layers + shape.decoder_layers)
+    at_last = at_loss | {"head": 0, "workspace": max(0.0, recomputed) / tp}
+    at_end = {"gradients": gradients, "activations": 0.0, "head": 0, "workspace": layer_bytes(shape, local) / tp}
+    sums = constant | max(at_loss, at_last, at_end, key=lambda moment: sum(moment.values()))
+    groups = sum(degree > 1 for degree in (layout.dp_replicate, divided, tp, pp, layout.ep))
+    return RankNeeds(
+        **{key: int(value) for key, value in sums.items()},
+        fragments=int(FRAGMENTS * sum(sums.values())), outside=CONTEXT + CHANNEL * groups, stage=stage,
+    )  # fmt: skip

@@ -81,7 +81,7 @@ def gpt(width: int, depth: int, heads: int, vocab: int, positions: int, pads_voc
 def step_work(shape: ModelShape) -> StepWork:
     """The work of any shape. An encoder-decoder's second stack counts as layers of the same kind."""
     kinds = Counter((shape.mixer(i), shape.window(i), shape.has_experts(i)) for i in range(shape.layers))
-    counts = count.parts(shape)
+    counts = count.parameter_counts(shape)
     ends = sum(counts.get(part, 0) for part in ("embedding", "positions", "token types", "head"))
     depth = shape.layers + shape.decoder_layers
     layers = [_layer(shape, number, *kind) for kind, number in kinds.items()]

@@ -9,8 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from bessemer.errors import UserError
-from bessemer.plan.cost_model.memory import Passes, layer_bytes
-from bessemer.plan.cost_model.rank_memory import CHANNEL, CONTEXT, FRAGMENTS, GATHERED, RankNeeds, Weights, rank_needs
+from bessemer.plan.cost_model.memory import (
+    CHANNEL,
+    CONTEXT,
+    FRAGMENTS,
+    GATHERED,
+    Passes,
+    RankNeeds,
+    Weights,
+    layer_bytes,
+    rank_needs,
+)
 from bessemer.plan.hardware import Cluster, parse_cluster
 from bessemer.plan.recipe.fine_tuning import MODULES, NF4_BYTES, lora_parameters, matrix_sides
 from bessemer.plan.search.layout import Layout

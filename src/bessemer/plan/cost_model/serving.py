@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.cost import Price, PriceList, Term, load_prices
-from bessemer.plan.hardware import Gpu, gpus, parse_cluster
+from bessemer.plan.hardware import Gpu, gpu_catalogue, parse_cluster
 from bessemer.plan.present import WIDTH
 from bessemer.spec.quantity import human_bytes, human_count
-from bessemer.spec.shape import ModelShape, active, cache_bytes, multiplied
+from bessemer.spec.shape import ModelShape, active_parameters, cache_bytes, matmul_parameters
 
 Precision = Literal["bf16", "fp16", "fp8", "int4"]
 WEIGHT_BYTES: dict[Precision, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int4": 0.56}
@@ -123,8 +123,8 @@ class _Replica:
         self.bandwidth = gpu.memory_bandwidth * split * DECODE_SHARE
         self.weights = weight_bytes(shape, precision)
         # A batch reads all experts; a single sequence only those that it is routed to.
-        self.read_one = self.weights * active(shape) / shape.parameters
-        self.per_token = 2.0 * multiplied(shape)  # FLOPs
+        self.read_one = self.weights * active_parameters(shape) / shape.parameters
+        self.per_token = 2.0 * matmul_parameters(shape)  # FLOPs
         self.scores = 2.0 * shape.layers * shape.attention_width  # FLOPs of attention for a token and a key
         self.cache = cache_bytes(shape, demand.tokens)
         self.mean_cache = cache_bytes(shape, demand.prompt + demand.answer // 2)
@@ -292,7 +292,7 @@ def find_serving(shape: ModelShape, demand: ServingDemand, gpu_type: str | None)
     prices = load_prices()
     rented = {price.gpu for price in prices.prices if price.term == "on_demand"}
     # Fastest first: an impossible demand is explained for the fastest GPU.
-    fastest = sorted(gpus().values(), key=lambda gpu: -gpu.memory_bandwidth)
+    fastest = sorted(gpu_catalogue().values(), key=lambda gpu: -gpu.memory_bandwidth)
     types = [parse_cluster(gpu_type).gpu] if gpu_type else [gpu for gpu in fastest if gpu.name in rented]
     return rank_serving(shape, demand, types, prices)
 

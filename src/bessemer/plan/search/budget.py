@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.cost import Cost, PriceList, load_prices
 from bessemer.plan.decision import RecipeAnswer
-from bessemer.plan.hardware import Cluster, Gpu, find_gpu, gpus, parse_cluster, resize
+from bessemer.plan.hardware import Cluster, Gpu, find_gpu, gpu_catalogue, parse_cluster, resize
 from bessemer.plan.recipe.pretraining import Allocation, model_for_compute, optimal_tokens
 from bessemer.plan.request import (
     DAY,
@@ -221,7 +221,9 @@ def options_within(
     if where is not None and not _is_gpu_type(where):
         return [_option_of_cluster(propose(request, parse_cluster(where, network)), limits.deadline_s)], []
     compute = request.shape.flops_per_token(_context(request)) * _tokens(request)
-    rented = [gpu for gpu in gpus().values() if _is_searched(gpu.name, where) and _cheapest(gpu, prices) < math.inf]
+    rented = [
+        gpu for gpu in gpu_catalogue().values() if _is_searched(gpu.name, where) and _cheapest(gpu, prices) < math.inf
+    ]
     if where is not None and not rented:
         raise UserError(
             f"--gpus {where}: no provider in the price list rents it: use `plan run`, or add your own price"

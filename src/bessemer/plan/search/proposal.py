@@ -20,9 +20,8 @@ from bessemer.plan.cost_model.cost import (
     run_storage,
 )
 from bessemer.plan.cost_model.goodput import SAVE_STALL_S, Goodput, goodput
-from bessemer.plan.cost_model.memory import Passes, estimate
-from bessemer.plan.cost_model.rank_memory import CONTEXT, FRAGMENTS
-from bessemer.plan.decide import decide_context, decide_lr, decide_warmup, decide_weights, keeping
+from bessemer.plan.cost_model.memory import CONTEXT, FRAGMENTS, Passes, estimate_memory
+from bessemer.plan.decide import decide_context, decide_lr, decide_warmup, decide_weights, with_weights
 from bessemer.plan.decision import EMPIRICAL, Plan, RecipeAnswer
 from bessemer.plan.expect import most_mfu, with_history
 from bessemer.plan.hardware import (
@@ -48,7 +47,7 @@ from bessemer.plan.search.search import (
     least_seconds_per_token,
     search,
 )
-from bessemer.spec.optimizer import LEAN, MemorySpec, optimizer_bytes
+from bessemer.spec.optimizer import LOW_MEMORY_OPTIMIZERS, MemorySpec, optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_count, human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -65,18 +64,27 @@ MEMORY_FALLBACKS: tuple[dict[str, Any], ...] = (
 EDGE = 0.97  # of the memory: 70.6B parameters trained at 0.956 of an H200
 
 
-def lighter(spec: RunSpec, shape: ModelShape, context: int, precision: str, usable: float, capacity: int) -> str:
+def memory_fallbacks(
+    spec: RunSpec, shape: ModelShape, context: int, precision: str, usable: float, capacity: int
+) -> str:
     """The first memory settings with which one GPU holds the model, as spec keys. Empty if none do, if weights cannot
     be kept in bf16, or for mixtures of experts, which are untested. A plan fills `usable` of the `capacity` bytes; the
     last settings may exceed it, and the text says so."""
-    if precision not in ("bf16", "fp8") or spec.optimizer.name not in LEAN or shape.wrapped or shape.moe:
+    if (
+        precision not in ("bf16", "fp8")
+        or spec.optimizer.name not in LOW_MEMORY_OPTIMIZERS
+        or shape.wrapped
+        or shape.moe
+    ):
         return ""
     keys: dict[str, Any] = {}
     for more in MEMORY_FALLBACKS:
         keys |= more
         smaller = _with_settings(spec, keys)
         at_once = smaller.memory.update == "in_backward"
-        need = estimate(smaller, shape, Passes(context, 1, precision, "full", compiled=True, several=not at_once))
+        need = estimate_memory(
+            smaller, shape, Passes(context, 1, precision, "full", compiled=True, several=not at_once)
+        )
         fits = need.total * (1 + FRAGMENTS) + CONTEXT <= usable
         if not fits and (more is not MEMORY_FALLBACKS[-1] or need.total > EDGE * capacity):
             continue
@@ -356,7 +364,7 @@ def _decide_weights(plan: Plan, spec: RunSpec, shape: ModelShape, cluster: Clust
     if cluster.count > 1 or spec.memory.weights != "auto":
         return spec
     machine = Machine("cuda", cluster.gpu.name, cluster.gpu.memory_bytes, 1)
-    return keeping(spec, decide_weights(spec, shape, machine, precision, plan))
+    return with_weights(spec, decide_weights(spec, shape, machine, precision, plan))
 
 
 def _fixed_layout(fixed: FixedDegrees) -> Layout:
@@ -394,7 +402,7 @@ def _explain_no_fit(goal: SearchGoal, result: SearchResult, spec: RunSpec) -> st
     if goal.cluster.count > 1:
         return text
     usable, capacity = USABLE * gpu.memory_bytes, int(gpu.memory_bytes)
-    fallback = lighter(spec, goal.shape, goal.context, goal.precision, usable, capacity)
+    fallback = memory_fallbacks(spec, goal.shape, goal.context, goal.precision, usable, capacity)
     return f"{text}. {fallback}" if fallback else text
 
 

@@ -9,9 +9,8 @@ from itertools import product
 from math import gcd
 from typing import Literal
 
-from bessemer.plan.cost_model.memory import Passes
+from bessemer.plan.cost_model.memory import Passes, RankNeeds, rank_needs
 from bessemer.plan.cost_model.operators import constants, step_work
-from bessemer.plan.cost_model.rank_memory import RankNeeds, rank_needs
 from bessemer.plan.cost_model.step_time import StepSetup, StepTime, micro_batches, padded_rows, step_time
 from bessemer.plan.hardware import Cluster
 from bessemer.plan.search.layout import Layout

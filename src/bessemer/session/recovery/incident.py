@@ -25,7 +25,7 @@ from bessemer.train.step import StepResult
 from bessemer.trial.case import Action, EarlierState, IncidentCase, NormalRange, Recovery, StepScene, Trial
 from bessemer.trial.examine import examine_step
 from bessemer.trial.measure import global_batches, run_step
-from bessemer.trial.report import exclusions_of, one_line, write_report
+from bessemer.trial.report import case_exclusions, one_line, write_report
 from bessemer.trial.trial import run_trial
 
 SAME_CASE = 32  # incidents within so many steps are one case
@@ -46,7 +46,7 @@ class IncidentResponder:
     """Handles the incidents of one start of a run."""
 
     def __init__(self, job: Job, shelf: CheckpointStore) -> None:
-        self.job, self.shelf = job, shelf
+        self.job, self.store = job, shelf
         self.case: IncidentCase | None = None
         self.last_step = -SAME_CASE
         self.targets: list[int] = []  # steps rolled back to in this stretch of trouble
@@ -191,13 +191,13 @@ class IncidentResponder:
         for name, saved in self.job.world.agree(self._confirmed() if self.job.world.main else []):
             skip = name in self.damaged or saved in {target.step for target in targets}
             if saved <= latest and not skip:
-                targets.append(RollbackTarget(saved, name, self.shelf.folder / name))
+                targets.append(RollbackTarget(saved, name, self.store.folder / name))
         return sorted(targets, key=lambda target: -target.step)
 
     def _confirmed(self) -> list[tuple[str, int]]:
         """Names and steps of the confirmed checkpoints on disk."""
         checkpoints = []
-        for folder in self.shelf.confirmed():
+        for folder in self.store.confirmed():
             try:
                 checkpoints.append((folder.name, read_manifest(folder).step))
             except DamagedCheckpoint:
@@ -223,7 +223,7 @@ class IncidentResponder:
             for name, tensor in self.job.engine.state().items():
                 tensor.copy_(target.state.state[name])
         else:
-            self.shelf.load(target.state, self.job.engine.state())
+            self.store.load(target.state, self.job.engine.state())
 
     def _carry_out(self, rung: Rung, incident: Incident, scene: StepScene, trial: Trial | None) -> Outcome | None:
         job = self.job
@@ -280,9 +280,9 @@ class IncidentResponder:
         if target.origin == "memory":
             target.state.restore(job)
             job.start_step = target.step
-            job.recorder.run.cut_after(target.step)
+            job.recorder.run.remove_metrics_from(target.step)
         else:
-            load_checkpoint(job, self.shelf, target.state, None, rewind=False)
+            load_checkpoint(job, self.store, target.state, None, rewind=False)
         job.guard.load_state(guard)  # the ladder and its adjustments are not undone
         progress = job.recorder.progress
         progress.trial_s, progress.elapsed_s = before.trial_s, before.elapsed_s
@@ -317,7 +317,7 @@ class IncidentResponder:
         assert case is not None
         convicted = [accused for accused in trial.accused if accused.convicted]
         # A case may hold several trials; each convicts its own documents.
-        entries = exclusions_of(replace(case, trial=trial), job.start_step)
+        entries = case_exclusions(replace(case, trial=trial), job.start_step)
         try:
             if job.world.main:
                 append_exclusions(job.recorder.run.folder / FILE_NAME, entries)

@@ -28,9 +28,9 @@ from bessemer.guard.watchdog import (
     write_heartbeat,
     write_wait_report,
 )
-from bessemer.parallel.world import last_collective, recorded
+from bessemer.parallel.world import last_collective, recorded_collectives
 from bessemer.run.directory import Run, RunWriter
-from bessemer.run.journal import last_record, number
+from bessemer.run.journal import last_record, to_number
 from bessemer.run.lock import HEARTBEAT_S, STALE_S, read_owner
 from bessemer.train.job import Job
 
@@ -53,7 +53,7 @@ def ended_before(folder: Path) -> int:
     if not is_relaunched():
         return 0
     last = last_record(Run(folder).events_path) or {}
-    kind, ended_s = str(last.get("kind")), number(last.get("time")) or 0.0
+    kind, ended_s = str(last.get("kind")), to_number(last.get("time")) or 0.0
     for_good = kind == "refused" or "step" in last
     try:
         launched_s = psutil.Process(os.getppid()).create_time()
@@ -96,7 +96,7 @@ class HangResponse:
             job.recorder.event("hang", step=hang.step, reason=finding.symptom, cause=finding.cause, fix=finding.fix)
             return
         logs, size = job.recorder.run.folder / "logs", job.world.size
-        collectives = recorded()
+        collectives = recorded_collectives()
         write_wait_report(logs, self._wait_report(hang, collectives), hang.stacks, collectives)
         reports = collect_wait_reports(logs, size, self._start)
         description = describe_hang(reports, self._hosts)

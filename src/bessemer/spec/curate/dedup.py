@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from bessemer.spec.curate.step import StepSpec
-from bessemer.spec.curate.text import Pattern
-from bessemer.spec.quantity import Paths, Share, ShortSection, setting, shown
+from bessemer.spec.quantity import Paths, Share, ShortSection, format_value, setting
+from bessemer.spec.text_steps import Pattern, StepSpec
 
 Keep = Literal["first", "longest"]
 Unit = Literal["word", "char"]
@@ -127,7 +126,7 @@ class DecontaminateSpec(StepSpec, step="decontaminate"):
 
 
 PiiKind = Literal["email", "phone", "ssn", "credit_card", "iban", "ip", "api_key"]
-ALL_KINDS: tuple[PiiKind, ...] = ("email", "phone", "ssn", "credit_card", "iban", "ip", "api_key")
+PII_KINDS: tuple[PiiKind, ...] = ("email", "phone", "ssn", "credit_card", "iban", "ip", "api_key")
 # Crawlers for training data, by their names in robots.txt.
 TRAINING_AGENTS = (
     "GPTBot", "CCBot", "Google-Extended", "ClaudeBot", "anthropic-ai", "Applebot-Extended", "Bytespider",
@@ -142,7 +141,7 @@ class PiiSpec(StepSpec, step="pii"):
     Labels such as `pii_email` count the findings. The values are written nowhere.
     """
 
-    kinds: list[PiiKind] = setting(list(ALL_KINDS), "kinds: " + ", ".join(ALL_KINDS), ["email", "ip"], min_length=1)
+    kinds: list[PiiKind] = setting(list(PII_KINDS), "kinds: " + ", ".join(PII_KINDS), ["email", "ip"], min_length=1)
     action: Literal["redact", "drop"] = setting("redact", "replace by placeholders, or drop the document", "redact")
     drop_above: int | None = setting(None, "with redact: drop documents with more findings", 100, ge=0)
     placeholders: Literal["plain", "numbered", "hashed"] = setting(
@@ -164,7 +163,7 @@ class PiiSpec(StepSpec, step="pii"):
     @classmethod
     def _one_name(cls, value: str) -> str:
         if value.count("{}") != 1 or value.strip() == "{}":
-            raise ValueError(f"expected characters around one {{}}, such as <{{}}>, got {shown(value)}")
+            raise ValueError(f"expected characters around one {{}}, such as <{{}}>, got {format_value(value)}")
         return value
 
     @field_validator("kinds")

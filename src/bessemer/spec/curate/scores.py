@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Discriminator, Tag, WithJsonSchema, field_validator, model_validator
 
-from bessemer.spec.curate.step import Named, StepSpec
-from bessemer.spec.quantity import Seconds, Share, ShortSection, SpecSection, parse_share, setting, shown
+from bessemer.spec.quantity import Seconds, Share, ShortSection, SpecSection, format_value, parse_share, setting
+from bessemer.spec.text_steps import Named, StepSpec
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "plain": {"request": {"text": "{text}"}, "response": "score"},
@@ -86,7 +86,7 @@ class ServiceSpec(ShortSection):
     def _http(cls, value: str) -> str:
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"expected a URL such as https://host/score, got {shown(value)}")
+            raise ValueError(f"expected a URL such as https://host/score, got {format_value(value)}")
         if parts.username or parts.password:
             raise ValueError("the URL contains a password, which would be logged: use key_env and key_header")
         return value
@@ -136,10 +136,10 @@ def _parse_keep(value: Any) -> Any:
     if not isinstance(value, str) or not value.startswith(_BEST):
         raise ValueError(
             "expected a lowest score such as 0.5, bounds such as {max: 0.5}, or a share such as 'best 25%'; "
-            f"got {shown(value)}"
+            f"got {format_value(value)}"
         )
     if parse_share(value.removeprefix(_BEST)) <= 0:
-        raise ValueError(f"{shown(value)} would keep nothing; remove the step or write a larger share")
+        raise ValueError(f"{format_value(value)} would keep nothing; remove the step or write a larger share")
     return value
 
 

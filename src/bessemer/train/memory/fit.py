@@ -21,17 +21,17 @@ from bessemer.parallel.world import World
 from bessemer.plan.cost_model.memory import (
     ACTIVATIONS,
     MOST_TOKENS,
+    RECOMPUTE_MODES,
     ROWS,
     SHARE,
-    STEPS_UP,
     MemoryNeeds,
     Passes,
-    estimate,
+    estimate_memory,
 )
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
-from bessemer.plan.search.proposal import lighter
-from bessemer.spec.optimizer import LEAN
+from bessemer.plan.search.proposal import memory_fallbacks
+from bessemer.spec.optimizer import LOW_MEMORY_OPTIMIZERS
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -174,7 +174,7 @@ def resize(engine: Engine, rows: int) -> None:
 def estimate_needs(engine: Engine) -> MemoryNeeds:
     """The planner's estimate for the engine's present settings."""
     passes = _passes(engine.plan, engine.is_compiled, engine.device, engine.world.layout.dp_shard)
-    return estimate(engine.spec, engine.model.shape, passes)
+    return estimate_memory(engine.spec, engine.model.shape, passes)
 
 
 def _passes(plan: TrainPlan, compiled: bool, device: torch.device, shards: int) -> Passes:
@@ -184,18 +184,20 @@ def _passes(plan: TrainPlan, compiled: bool, device: torch.device, shards: int) 
 
 
 @contextmanager
-def building(spec: RunSpec, shape: ModelShape, plan: TrainPlan, device: torch.device, shards: int) -> Iterator[None]:
+def explain_build_out_of_memory(
+    spec: RunSpec, shape: ModelShape, plan: TrainPlan, device: torch.device, shards: int
+) -> Iterator[None]:
     """Turns running out of memory while the model is built into a UserError that says what to change."""
     try:
         yield
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        need = estimate(spec, shape, _passes(plan, plan.compiled, device, shards))
+        need = estimate_memory(spec, shape, _passes(plan, plan.compiled, device, shards))
         took, fix = f"by estimate a step takes {human_bytes(need.total)}: {need.words()}", ""
         if device.type == "cuda" and shards == 1:
             usable = MemoryGauge(device).limit()
-            fix = lighter(spec, shape, plan.context, plan.precision, usable, int(usable / SHARE["cuda"]))
+            fix = memory_fallbacks(spec, shape, plan.context, plan.precision, usable, int(usable / SHARE["cuda"]))
         raise UserError(
             f"out of memory while the model was built: {took}. {device_memory(device)}. {fix or advice(spec, plan)}"
         ) from error
@@ -233,8 +235,8 @@ def reduce_memory(job: Job, plan: Plan, why: str) -> str | None:
         resize(engine, fewer)
         plan.add(ROWS, fewer, f"{why} with {rows}", "measured")
         return f"{ROWS} is {fewer} instead of {rows}"
-    if spec.memory.activations == "auto" and how != STEPS_UP[-1]:
-        more = STEPS_UP[STEPS_UP.index(str(how)) + 1]
+    if spec.memory.activations == "auto" and how != RECOMPUTE_MODES[-1]:
+        more = RECOMPUTE_MODES[RECOMPUTE_MODES.index(str(how)) + 1]
         engine.plan = replace(engine.plan, activations=more)
         recompute.apply(engine.model, more, spec.memory.offload_activations)
         plan.add(ACTIVATIONS, more, f"{why} with {how} at {rows} rows", "measured")
@@ -247,7 +249,7 @@ def shrink_micro_batch(job: Job, step: int, message: str) -> str | None:
     job.engine.release_memory()
     took = estimate_needs(job.engine).words()
     path, change = job.recorder.run.folder / "plan.json", None
-    if job.engine.optimizer.judged_first:  # otherwise some weights are already updated
+    if job.engine.optimizer.rejects_before_update:  # otherwise some weights are already updated
         decisions = Plan.from_json(path.read_text())
         change = reduce_memory(job, decisions, f"step {step} ran out of memory")
     if change is None:
@@ -265,7 +267,7 @@ def shrink_micro_batch(job: Job, step: int, message: str) -> str | None:
 def advice(spec: RunSpec, plan: TrainPlan) -> str:
     """Settings of the spec that save memory, the cheapest first."""
     memory = spec.memory
-    low_memory = spec.optimizer.name in LEAN
+    low_memory = spec.optimizer.name in LOW_MEMORY_OPTIMIZERS
     half = low_memory and plan.precision in ("bf16", "fp8", "fp8_rowwise")
     options = {
         f"budget.micro_batch: {plan.micro_rows // 2}": plan.micro_rows > 1 and memory.update == "after",

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bessemer.errors import UserError
-from bessemer.model.attention import Place
-from bessemer.model.block import TransformerBlock
-from bessemer.model.transformer import Decoder
+from bessemer.model.attention import AttentionInputs
+from bessemer.model.transformer import Decoder, TransformerBlock
 from bessemer.train.memory.tiles import fits, tiled
 
 How = str | float  # none, selective, full, or the share that is kept
@@ -99,7 +98,7 @@ def _trained(
 def _by_length(block: TransformerBlock, whole: Callable[..., Any]) -> Callable[..., Any]:
     """`whole`, or long rows in tiles."""
 
-    def run(x_BTW: Tensor, place: Place, cache: Any = None) -> Any:
+    def run(x_BTW: Tensor, place: AttentionInputs, cache: Any = None) -> Any:
         if cache is None and fits(block, x_BTW, place):
             return tiled(block, x_BTW, place)
         return whole(x_BTW, place, cache)

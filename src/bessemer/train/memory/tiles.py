@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bessemer.model.attention import Place
-from bessemer.model.block import TransformerBlock
+from bessemer.model.attention import AttentionInputs
+from bessemer.model.transformer import TransformerBlock
 
 MOST = 16_384  # tokens of a tile: products are as fast as with more
 LONG = 32_768  # tokens of a micro-batch up to which a layer stays whole
@@ -28,7 +28,7 @@ def tile_for(tokens: int) -> int | None:
     return next(sizes, None) if tokens > LONG else None
 
 
-def fits(block: TransformerBlock, x_BTW: Tensor, place: Place) -> bool:
+def fits(block: TransformerBlock, x_BTW: Tensor, place: AttentionInputs) -> bool:
     """Blocks that are compiled for this input, without a second way from its norm to the feed-forward part, and without
     a bias on attention's logits, which may be learned elsewhere."""
     if block.compiled is None or block.shape.parallel == "one_norm" or place.bias_1NTS is not None:
@@ -36,7 +36,7 @@ def fits(block: TransformerBlock, x_BTW: Tensor, place: Place) -> bool:
     return tile_for(x_BTW.shape[:2].numel()) is not None and block.compiled.serves(block, x_BTW)
 
 
-def tiled(block: TransformerBlock, x_BTW: Tensor, place: Place) -> Tensor:
+def tiled(block: TransformerBlock, x_BTW: Tensor, place: AttentionInputs) -> Tensor:
     """The block's output; its backward pass computes all of it again."""
     out: Tensor = _Tiled.apply(block, place, x_BTW, *block.parameters())  # type: ignore[no-untyped-call]
     return out
@@ -47,7 +47,9 @@ class _Tiled(torch.autograd.Function):
     dropped at once, and no hook around the block sees it: offload would carry all of it to the host."""
 
     @staticmethod
-    def forward(ctx: Any, block: TransformerBlock, place: Place, x_BTW: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, block: TransformerBlock, place: AttentionInputs, x_BTW: Tensor, *parameters: Tensor
+    ) -> Tensor:  # type: ignore[override]
         kind = x_BTW.device.type
         ctx.block, ctx.place, ctx.parameters = block, place, parameters
         ctx.cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -103,7 +105,7 @@ def _gone(_: None) -> Tensor:
     raise AssertionError("a forward pass in tiles is not gone back through")
 
 
-def _attended(block: TransformerBlock, place: Place, x_BTW: Tensor) -> Tensor:
+def _attended(block: TransformerBlock, place: AttentionInputs, x_BTW: Tensor) -> Tensor:
     assert block.compiled is not None
     _, q_BTND, k_BTKD, v_BTKE = block.compiled.enter(block, x_BTW, block.attention.rotary(place))
     return block.attention.attend(q_BTND, k_BTKD, v_BTKE, place).contiguous()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bessemer.data.curate.step import Arrays, Collected, Drop, GlobalStep, Outcome
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 
 
 def serial(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -110,6 +110,6 @@ def collect_fixture() -> Any:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Any]:
-    """`each` over two processes that were started afresh, as the real pool's are."""
+    """`run_all` over two processes that were started afresh, as the real pool's are."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
         yield lambda function, tasks: list(executor.map(function, tasks))

@@ -12,7 +12,7 @@ import bessemer.data.curate.dedup.clusters as clusters
 from bessemer.data.curate.dedup.clusters import group
 from bessemer.data.curate.dedup.shuffle import note_places
 from bessemer.data.curate.step import Collected
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 
 
 def slow_roots(total: int, pairs: list[tuple[int, int]]) -> list[int]:

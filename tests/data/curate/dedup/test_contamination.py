@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data.curate.dedup.decontaminate import Decontaminate, cut_words
-from bessemer.data.curate.step import Drop, identity
+from bessemer.data.curate.step import Drop, step_identity
 from bessemer.errors import UserError
 from bessemer.spec.curate.dedup import DecontaminateSpec
 
@@ -199,10 +199,10 @@ def test_workers_and_parts_make_no_difference(run_step: Any, documents: Any, arc
 
 
 def test_another_content_of_a_set_is_another_step(arc: Path) -> None:
-    before, grams = identity(step(arc)), step(arc).index.grams
-    assert identity(step(arc)) == before
+    before, grams = step_identity(step(arc)), step(arc).index.grams
+    assert step_identity(step(arc)) == before
     arc.write_text(arc.read_text().replace("Neptune", "Uranus"))
-    assert identity(step(arc)) != before
+    assert step_identity(step(arc)) != before
     assert not np.array_equal(step(arc).index.grams, grams)  # the kept index is not taken for the new one
 
 
@@ -212,7 +212,7 @@ def test_another_content_of_a_set_is_another_step(arc: Path) -> None:
         ("missing.jsonl", None, [], r"set 'arc': no file .*missing.jsonl; correct its path"),
         ("set.xlsx", "x", [], r"set.xlsx: the name does not tell the format; give .jsonl"),
         ("set.jsonl", '{"a": 1}\n{"a": ', [], r"set.jsonl:2: not valid JSON .*correct or delete this line"),
-        ("set.jsonl", '{"a": "x", "b": 2}', ["c"], r"set.jsonl:1: no field 'c'; it has a, b: correct `fields`"),
+        ("set.jsonl", '{"a": "x", "b": 2}', ["c"], r"set.jsonl:1: no field 'c'; it has a, b: correct `parse_fields`"),
         ("set.jsonl", '"text"', ["c"], r"set.jsonl:1: no field 'c'; it has str"),
     ],
 )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.data.curate.dedup.shuffle import Places, note_places, unpack
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 
 rows = st.lists(st.tuples(st.sampled_from(["a.jsonl", "b/ü.jsonl", "c"]), st.integers(1, 5)), min_size=1, max_size=30)
 

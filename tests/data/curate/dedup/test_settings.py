@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from bessemer.spec.curate.dedup import DecontaminateSpec, DedupMinhashSpec, EvaluationSetSpec
-from bessemer.spec.curate.step import StepSpec
 from bessemer.spec.data import STEPS as ALL_STEPS
+from bessemer.spec.text_steps import StepSpec
 
 STEPS = [spec for name, spec in ALL_STEPS.items() if name.startswith("de")]
 NEEDED: dict[str, dict[str, Any]] = {"decontaminate": {"sets": {"arc": "arc.jsonl"}}}

@@ -17,7 +17,7 @@ import bessemer.data.curate.dedup.shuffle as shuffle
 from bessemer.data.curate.dedup.near import DedupSimhash, simhash, tables
 from bessemer.data.curate.dedup.shuffle import note_places
 from bessemer.data.curate.step import Collected
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.stream.order import mix
 from bessemer.spec.curate.dedup import DedupSimhashSpec
 

@@ -27,7 +27,7 @@ import pytest
 from bessemer.data.curate.filters.word_splitter import FIXED, split
 from bessemer.data.curate.filters.words import Words, count_sentences
 from bessemer.data.curate.step import Drop, make_step
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.spec.data import STEPS
 
 pytest.importorskip("spacy")

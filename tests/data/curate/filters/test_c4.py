@@ -8,8 +8,8 @@ import pytest
 
 from bessemer.data.curate.filters.heuristics import C4
 from bessemer.data.curate.step import Drop, Outcome
-from bessemer.data.document import Document
-from bessemer.spec.curate.text import C4Spec
+from bessemer.data.read.entry import Document
+from bessemer.spec.text_steps import C4Spec
 
 FIVE = "One is here. Two is here. Three is here. Four is here. Five is here."
 

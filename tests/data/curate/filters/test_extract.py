@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from bessemer.data.curate.step import Drop, Outcome
-from bessemer.data.document import Document
-from bessemer.spec.curate.text import ExtractSpec
+from bessemer.data.read.entry import Document
+from bessemer.spec.text_steps import ExtractSpec
 
 pytest.importorskip("trafilatura", exc_type=ImportError)
 

@@ -8,8 +8,8 @@ import pytest
 
 from bessemer.data.curate.filters.heuristics import FineWeb
 from bessemer.data.curate.step import Drop, Outcome
-from bessemer.data.document import Document
-from bessemer.spec.curate.text import FineWebSpec
+from bessemer.data.read.entry import Document
+from bessemer.spec.text_steps import FineWebSpec
 
 OFF: dict[str, Any] = {
     "min_ended_lines": None,

@@ -21,8 +21,8 @@ from bessemer.data.curate.filters.heuristics import (
 from bessemer.data.curate.filters.word_splitter import split
 from bessemer.data.curate.filters.words import Words
 from bessemer.data.curate.step import Drop, Outcome
-from bessemer.data.document import Document
-from bessemer.spec.curate.text import GopherQualitySpec, GopherRepetitionSpec
+from bessemer.data.read.entry import Document
+from bessemer.spec.text_steps import GopherQualitySpec, GopherRepetitionSpec
 
 
 def quality(text: str, **settings: Any) -> Outcome:

@@ -15,9 +15,9 @@ pytest.importorskip("fasttext")
 from bessemer.data.curate.filters import content as language
 from bessemer.data.curate.filters.content import Language, one_line
 from bessemer.data.curate.step import Drop
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
-from bessemer.spec.curate.text import LanguageSpec
+from bessemer.spec.text_steps import LanguageSpec
 
 TEXTS = {
     "en": "The committee met on Tuesday to discuss the repair of the old bridge over the river.",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from bessemer.data.curate.filters import content as measure
 from bessemer.data.curate.filters.content import Length, Lines, Ratios, ShareBounds
 from bessemer.data.curate.step import Drop, Outcome
-from bessemer.data.document import Document
-from bessemer.spec.curate.text import LengthSpec, LinesSpec, RatiosSpec
+from bessemer.data.read.entry import Document
+from bessemer.spec.text_steps import LengthSpec, LinesSpec, RatiosSpec
 
 
 def length(text: str, **settings: Any) -> Outcome:

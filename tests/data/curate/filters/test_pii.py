@@ -14,16 +14,16 @@ from pydantic import ValidationError
 from bessemer.data.curate.filters.pii import Pii, entropy_bits, find_pii
 from bessemer.data.curate.filters.pii_numbers import luhn
 from bessemer.data.curate.step import Drop
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
-from bessemer.spec.curate.dedup import ALL_KINDS, PiiSpec
+from bessemer.spec.curate.dedup import PII_KINDS, PiiSpec
 from bessemer.spec.data import STEPS
 
 TEXT = "Write to jo@acme.org or ann@acme.org, then to JO@acme.org; or ring +49 30 123456 (030/123456)."
 
 
 def found(text: str, *kinds: Any, private_ips: bool = False) -> list[str]:
-    return [text[hit.start : hit.end] for hit in find_pii(text, kinds or ALL_KINDS, private_ips)]
+    return [text[hit.start : hit.end] for hit in find_pii(text, kinds or PII_KINDS, private_ips)]
 
 
 def run(text: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
@@ -267,7 +267,7 @@ def test_the_checks_against_slow_ones() -> None:
 
 
 def test_a_value_belongs_to_one_kind_and_the_most_certain_one() -> None:
-    hits = find_pii("Tel 4111111111111111 or 5550199@sms.org", ALL_KINDS)
+    hits = find_pii("Tel 4111111111111111 or 5550199@sms.org", PII_KINDS)
     assert [(hit.kind, hit.value) for hit in hits] == [
         ("credit_card", "4111111111111111"),
         ("email", "5550199@sms.org"),
@@ -370,7 +370,7 @@ PIECES = (
 
 @given(st.lists(st.sampled_from(PIECES.split("|")), max_size=12).map("".join))
 def test_hits_are_ordered_apart_and_inside_the_text(text: str) -> None:
-    hits = find_pii(text, ALL_KINDS, private_ips=True)
+    hits = find_pii(text, PII_KINDS, private_ips=True)
     assert all(0 <= hit.start < hit.end <= len(text) for hit in hits)
     assert all(a.end <= b.start for a, b in itertools.pairwise(hits))
     redacted, labels = run(text, private_ips=True)
@@ -395,11 +395,11 @@ NASTY = NASTY_PIECES.split("|")
 @pytest.mark.timeout(60)
 def test_no_text_of_100_kb_is_slow() -> None:
     for piece in NASTY:
-        find_pii((piece * (100_000 // len(piece)))[:100_000] + "x@", ALL_KINDS)
+        find_pii((piece * (100_000 // len(piece)))[:100_000] + "x@", PII_KINDS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("piece", NASTY)
 def test_no_text_of_a_megabyte_is_slow(piece: str) -> None:
-    find_pii((piece * (1_000_000 // len(piece)))[:1_000_000] + "x@", ALL_KINDS)
+    find_pii((piece * (1_000_000 // len(piece)))[:1_000_000] + "x@", PII_KINDS)

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from bessemer.data.curate.filters.pii import Pii, find_pii
-from bessemer.data.document import Document
-from bessemer.spec.curate.dedup import ALL_KINDS, PiiSpec
+from bessemer.data.read.entry import Document
+from bessemer.spec.curate.dedup import PII_KINDS, PiiSpec
 
 SEED = 20_261_115
 EACH = 330  # positives of each kind: 2,310 in all
@@ -291,12 +291,12 @@ SORTS = [*WRITTEN, *(make.__name__ for make in MADE)]
 def measure(seed: int = SEED, each: int = EACH, alike: int = ALIKE) -> tuple[dict[str, Counter[str]], list[str]]:
     """Counts for each kind, and every mistake in words."""
     rng = random.Random(seed)
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in ALL_KINDS}
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in PII_KINDS}
     wrong: list[str] = []
-    for kind in ALL_KINDS:
+    for kind in PII_KINDS:
         for _ in range(each):
             text, start, end = positive(rng, kind)
-            hits = find_pii(text, ALL_KINDS)
+            hits = find_pii(text, PII_KINDS)
             covered = {i for hit in hits if hit.kind == kind for i in range(hit.start, hit.end)}
             found = all(i in covered for i in range(start, end) if text[i].isalnum())
             counts[kind].update(positives=1, found=found)
@@ -310,7 +310,7 @@ def measure(seed: int = SEED, each: int = EACH, alike: int = ALIKE) -> tuple[dic
     for sort in SORTS:
         for _ in range(alike):
             text = look_alike(rng, sort)
-            for hit in find_pii(text, ALL_KINDS):
+            for hit in find_pii(text, PII_KINDS):
                 counts[hit.kind].update(false=1)
                 wrong.append(f"false {hit.kind} {text[hit.start : hit.end]!r} from {sort} in {text[:200]!r}")
     return counts, wrong
@@ -342,7 +342,7 @@ def test_generated_personal_data_is_found_and_look_alikes_are_left() -> None:
         assert precision >= 0.97, (kind, precision)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", PII_KINDS)
 def test_the_generator_makes_many_different_texts(kind: str) -> None:
     rng = random.Random(SEED)
     assert len({positive(rng, kind)[0] for _ in range(200)}) > 190
@@ -352,7 +352,7 @@ def test_what_is_redacted_stays_redacted() -> None:
     """Placeholders are not taken for personal data, nor do they make something out of their surroundings."""
     rng = random.Random(SEED)
     step = Pii(PiiSpec(placeholders="numbered"), 0)
-    for kind in ALL_KINDS:
+    for kind in PII_KINDS:
         for _ in range(60):
             [redacted] = step.apply([Document(positive(rng, kind)[0], "f", 1)])
             if isinstance(redacted, str):

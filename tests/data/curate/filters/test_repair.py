@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from bessemer.data.curate.filters import repair
 from bessemer.data.curate.filters.repair import Boilerplate, Unicode, Whitespace, normalise
 from bessemer.data.curate.step import Drop, LocalStep, Outcome
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
-from bessemer.spec.curate.text import BoilerplateSpec, UnicodeSpec, WhitespaceSpec
+from bessemer.spec.text_steps import BoilerplateSpec, UnicodeSpec, WhitespaceSpec
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
 

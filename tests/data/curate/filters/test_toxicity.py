@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from bessemer.data.curate.filters.content import Toxicity, make_lexicon
 from bessemer.data.curate.step import Drop
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
-from bessemer.spec.curate.text import ToxicitySpec
+from bessemer.spec.text_steps import ToxicitySpec
 
 WORDS = ["grub", "mud pie", "f*x", "2bad", "半熟", "ばか"]
 

@@ -24,7 +24,7 @@ from bessemer.data.curate.filters.urls import (
     parse_robots,
 )
 from bessemer.data.curate.step import Drop
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.dedup import BlockUrlsSpec, OptOutSpec
 

@@ -13,8 +13,8 @@ import pytest
 
 from bessemer.data.curate.scores.classifier import Domain, Quality
 from bessemer.data.curate.scores.train import train_classifier
-from bessemer.data.curate.step import Collected, Drop, identity, is_global, make_step
-from bessemer.data.document import Document
+from bessemer.data.curate.step import Collected, Drop, is_global, make_step, step_identity
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import DomainSpec, QualitySpec
 
@@ -132,13 +132,13 @@ def test_the_key_follows_the_content_of_the_model(models: Path, tmp_path: Path) 
     copy = tmp_path / "m"
     copy.write_bytes((models / "quality").read_bytes())
     spec = QualitySpec(model=str(copy))
-    before = identity(make_step(spec, 0))
-    assert before == identity(Quality(QualitySpec(model=str(models / "quality")), 0)) and before[1]
+    before = step_identity(make_step(spec, 0))
+    assert before == step_identity(Quality(QualitySpec(model=str(models / "quality")), 0)) and before[1]
     data = bytearray(copy.read_bytes())
     data[-1] ^= 1
     copy.write_bytes(bytes(data))
-    assert identity(make_step(spec, 0)) != before
-    assert identity(make_step(DomainSpec(model=str(models / "domain")), 0))[1]
+    assert step_identity(make_step(spec, 0)) != before
+    assert step_identity(make_step(DomainSpec(model=str(models / "domain")), 0))[1]
 
 
 def test_which_steps_need_the_whole_corpus(models: Path) -> None:

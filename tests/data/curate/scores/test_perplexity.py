@@ -33,7 +33,7 @@ from bessemer.data.curate.scores.perplexity import (
 )
 from bessemer.data.curate.scores.train import train_perplexity
 from bessemer.data.curate.step import Collected, Drop
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import PerplexitySpec
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from bessemer.data.curate.scores.user_function import Rewrite
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import RewriteSpec
 

@@ -11,7 +11,7 @@ import pytest
 
 from bessemer.data.curate.scores.user_function import Score
 from bessemer.data.curate.step import Collected, Drop
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import ScoreSpec
 

@@ -21,7 +21,7 @@ import pytest
 from bessemer.data.curate.scores import service as service_module
 from bessemer.data.curate.scores.service import AnswerCache, Service, _fill_template, _parse_retry_after, _value_at
 from bessemer.data.curate.scores.user_function import Score
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import ScoreSpec, ServiceSpec
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bessemer.data.curate.scores import threshold as selection
 from bessemer.data.curate.scores.threshold import BINS, ScoreRanking, Threshold, find_cut, group_parts, score_at_cut
 from bessemer.data.curate.step import Collected, Drop
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.spec.curate.scores import Bounds
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from bessemer.data.curate.dedup import shuffle
 from bessemer.data.curate.dedup.shuffle import BucketTask, PartTask, Places, Records, begins, load_columns, numbering
 from bessemer.data.curate.step import Arrays, Collected, Drop, Ints, Outcome, RunTasks
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 
 _KEYED = np.dtype([("key", "<u8"), ("document", "<i8")])
 CHECKED = np.dtype([("key", "<u8"), ("document", "<i8"), ("check", "<u8")])

@@ -23,7 +23,7 @@ from bessemer.data.curate.dedup.exact import word_spans
 from bessemer.data.curate.dedup.near import shingles
 from bessemer.data.curate.dedup.shuffle import PartTask, Places, begins, for_parts, load, note_places, numbering
 from bessemer.data.curate.step import Arrays, Collected, Drop, Ints, Outcome, RunTasks, file_identity
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.read.rows import repair_surrogates
 from bessemer.errors import UserError
 from bessemer.spec.curate.dedup import DecontaminateSpec, EvaluationSetSpec
@@ -131,7 +131,7 @@ def _item_text(place: str, line: str, fields: Sequence[str]) -> str:
         missing = [field for field in fields if not isinstance(value, dict) or field not in value]
         if missing:
             has = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            raise UserError(f"decontaminate: {place}: no field {missing[0]!r}; it has {has}: correct `fields`")
+            raise UserError(f"decontaminate: {place}: no field {missing[0]!r}; it has {has}: correct `parse_fields`")
         value = [value[field] for field in fields]
     return "\n".join(_strings(value))
 
@@ -196,7 +196,7 @@ def extract_words(text: str, word: int, count: int) -> str:
 
 
 class Decontaminate:
-    """`identity` covers the content of the evaluation files."""
+    """`step_identity` covers the content of the evaluation files."""
 
     version = 1
 

@@ -35,7 +35,7 @@ from bessemer.data.curate.dedup.clusters import (
 from bessemer.data.curate.dedup.shuffle import BucketTask, PartTask, Places, Records, note_places, position
 from bessemer.data.curate.filters.lists import normal_escapes
 from bessemer.data.curate.step import Arrays, Collected, Ints, Outcome, RunTasks
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.spec.curate.dedup import DedupExactSpec, DedupParagraphsSpec, DedupUrlSpec
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")

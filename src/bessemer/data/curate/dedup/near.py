@@ -30,7 +30,7 @@ from bessemer.data.curate.dedup.clusters import CHECKED, ClusterDedupStep, LinkJ
 from bessemer.data.curate.dedup.exact import LETTERS, fold_bytes
 from bessemer.data.curate.dedup.shuffle import BucketTask, begins, for_buckets, for_parts, numbering
 from bessemer.data.curate.step import Arrays, Collected, Ints, RunTasks
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.stream.order import chain, mix
 from bessemer.spec.curate.dedup import DedupMinhashSpec, DedupSimhashSpec
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from bessemer.data.curate.ledger import open_arrays
 from bessemer.data.curate.step import Arrays, Collected, Ints
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.storage import atomic_file
 

@@ -31,7 +31,7 @@ from bessemer.data.curate.dedup.exact import PieceIndex, find_repeats, read_repe
 from bessemer.data.curate.dedup.near import powers
 from bessemer.data.curate.dedup.shuffle import BucketTask, PartTask, Records, begins, for_buckets, for_parts, position
 from bessemer.data.curate.step import Arrays, Collected, Ints, Outcome, RunTasks
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.stream.order import mix
 from bessemer.spec.curate.dedup import DedupSubstringsSpec
 

@@ -25,9 +25,9 @@ from bessemer.data.curate.filters.lists import ListFile
 from bessemer.data.curate.filters.words import Ints, Words, chunk_count, shared_words
 from bessemer.data.curate.ledger import byte_length
 from bessemer.data.curate.step import Drop, Outcome, PerDocumentStep, file_identity
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
-from bessemer.spec.curate.text import LanguageSpec, LengthSpec, LinesSpec, RatiosSpec, ShareSpec, ToxicitySpec
+from bessemer.spec.text_steps import LanguageSpec, LengthSpec, LinesSpec, RatiosSpec, ShareSpec, ToxicitySpec
 
 Shares = npt.NDArray[np.float64]
 

@@ -24,8 +24,8 @@ from bessemer.data.curate.filters.words import (
     shared_words,
 )
 from bessemer.data.curate.step import Drop, Outcome, PerDocumentStep
-from bessemer.data.document import Document
-from bessemer.spec.curate.text import C4Spec, FineWebSpec, GopherQualitySpec, GopherRepetitionSpec
+from bessemer.data.read.entry import Document
+from bessemer.spec.text_steps import C4Spec, FineWebSpec, GopherQualitySpec, GopherRepetitionSpec
 
 
 class GopherQuality(PerDocumentStep):

@@ -29,7 +29,7 @@ from bessemer.data.curate.filters.pii_numbers import (
     social_security,
 )
 from bessemer.data.curate.step import Drop, Outcome, PerDocumentStep
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.dedup import PiiKind, PiiSpec
 

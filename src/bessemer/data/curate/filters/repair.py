@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from bessemer.data.curate.filters.word_splitter import characters, in_brackets
 from bessemer.data.curate.step import Drop, Outcome, PerDocumentStep
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
-from bessemer.spec.curate.text import BoilerplateSpec, ExtractSpec, UnicodeSpec, WhitespaceSpec
+from bessemer.spec.text_steps import BoilerplateSpec, ExtractSpec, UnicodeSpec, WhitespaceSpec
 
 _HTML, _TEXT = "html", "text"  # values of the label `type`
 

@@ -17,7 +17,7 @@ import xxhash
 
 from bessemer.data.curate.filters.lists import ListFile, NameList, UrlAddress, UrlLists, normal_escapes, split_url
 from bessemer.data.curate.step import Drop, Outcome
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.dedup import BlockUrlsSpec, OptOutSpec
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from bessemer.data.curate.dedup.near import powers
 from bessemer.data.curate.scores.threshold import Floats, Ints, ScoredStep, Threshold, Words
 from bessemer.data.curate.step import Drop, Outcome, file_identity
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.stream.order import mix
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import DomainSpec, QualitySpec

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from bessemer.data.curate.scores.classifier import Ints, Words, join_texts, load_model, save_model
 from bessemer.data.curate.scores.threshold import Floats, ScoredStep, Threshold
 from bessemer.data.curate.step import file_identity
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import PerplexitySpec
 

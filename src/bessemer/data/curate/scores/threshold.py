@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bessemer.data.curate.step import Arrays, Collected, Drop, Outcome, RunTasks
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.stream.order import chain
 from bessemer.spec.curate.scores import Bounds, best_share
 

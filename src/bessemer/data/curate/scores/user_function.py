@@ -25,7 +25,7 @@ import xxhash
 from bessemer.data.curate.scores.service import Service
 from bessemer.data.curate.scores.threshold import Floats, ScoredStep, Threshold
 from bessemer.data.curate.step import Outcome, file_identity
-from bessemer.data.document import Document
+from bessemer.data.read.entry import Document
 from bessemer.data.read.rows import repair_surrogates
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import RewriteSpec, ScoreSpec
@@ -98,8 +98,8 @@ def _failed(reference: str, key: str, error: Exception) -> UserError:
 
 
 class Score(ScoredStep):
-    """`identity` covers the function's file. Of a service only the settings are known; the setting `version` tells that
-    it has changed."""
+    """`step_identity` covers the function's file. Of a service only the settings are known: change its setting `version`
+    when it changes."""
 
     judging = ("keep", "per", "better")
 

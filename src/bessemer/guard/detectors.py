@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from bessemer.guard.detect.alarm import BLOCK, Alarm, Record, Severity, StepBlock, alarm, debounce
-from bessemer.guard.detect.losses import (
+from bessemer.guard.alarm import BLOCK, Alarm, Record, Severity, StepBlock, debounce, make_alarm
+from bessemer.guard.layer_stats import LayerDetector
+from bessemer.guard.losses import (
     DivergenceDetector,
     GradientDetector,
     OscillationDetector,
@@ -19,8 +20,7 @@ from bessemer.guard.detect.losses import (
     PlateauDetector,
     SpikeDetector,
 )
-from bessemer.guard.detect.machine import MemoryDetector, PlanGapDetector, SettingsDetector, SpeedDetector
-from bessemer.guard.layer_stats import LayerDetector
+from bessemer.guard.machine import MemoryDetector, PlanGapDetector, SettingsDetector, SpeedDetector
 from bessemer.spec.guard import GuardSpec
 
 SAVED_KEYS = (
@@ -85,7 +85,7 @@ class Detectors:
         which = [key for key in ("loss", "grad_norm") if not math.isfinite(record[key])]
         symptom = " and ".join(which) + f" not finite, {self._nonfinite} steps in a row"
         severity: Severity = "rollback" if lasting else "warning"
-        return alarm("nonfinite", record["step"], severity, symptom, 1.0, which=which, in_a_row=self._nonfinite)
+        return make_alarm("nonfinite", record["step"], severity, symptom, 1.0, which=which, in_a_row=self._nonfinite)
 
     def _evaluate(self) -> list[Alarm]:
         block, self._attempts = StepBlock(self._attempts), []

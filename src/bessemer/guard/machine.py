@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bessemer.guard.detect.alarm import BLOCK, Alarm, Record, Severity, StepBlock, alarm, debounce, median, theil_sen
-from bessemer.guard.detect.losses import REARM
-from bessemer.plan.actual import WARM_UP, HostLoad, actual, findings, memory_gap, speed_gap
+from bessemer.guard.alarm import BLOCK, Alarm, Record, Severity, StepBlock, debounce, make_alarm, median, theil_sen
+from bessemer.guard.losses import REARM
+from bessemer.plan.actual import WARM_UP, HostLoad, find_gaps, measure_steps, memory_gap, speed_gap
 from bessemer.plan.expect import ExpectedRun
 from bessemer.spec.guard import GuardSpec
 
@@ -33,14 +33,14 @@ class PlanGapDetector:
             self._window.append(record)
         if self.seen <= WARM_UP or (self.seen - WARM_UP) % WINDOW:
             return []
-        measured = actual(self._window, skip=0)
+        measured = measure_steps(self._window, skip=0)
         if measured is None:
             return []
         gaps = {"plan_speed": speed_gap(self.expected, measured), "plan_memory": memory_gap(self.expected, measured)}
         if (ratio := gaps["plan_speed"]) is not None and ratio < 1:  # a faster run is no trouble
             gaps["plan_speed"] = None
         new = [kind for kind, gap in gaps.items() if debounce(self._gaps, kind, gap is not None, PLAN_REARM)]
-        explained = findings(self.expected, measured, self.probe) if new else {}
+        explained = find_gaps(self.expected, measured, self.probe) if new else {}
         return [Alarm(kind, int(record["step"]), "note", explained[kind]) for kind in new]
 
 
@@ -86,7 +86,7 @@ class SpeedDetector:
         if not debounce(self.active, "slowdown", lasts, REARM):
             return []
         symptom = f"{1 / now:,.0f} tokens/s, usually {1 / usual:,.0f}"
-        return alarm("slowdown", block.step, "warning", symptom, 0.9, tokens_per_s=1 / now, usual=1 / usual)
+        return make_alarm("slowdown", block.step, "warning", symptom, 0.9, tokens_per_s=1 / now, usual=1 / usual)
 
     def _data_wait(self, block: StepBlock, took_s: float) -> list[Alarm]:
         detect = self.guard.detect
@@ -96,7 +96,7 @@ class SpeedDetector:
         if not debounce(self.active, "data_wait", self.waits >= LASTING and self.waits_s >= detect.slow_for, REARM):
             return []
         symptom = f"{100 * share:.0f} % of the time is spent waiting for data"
-        return alarm("data_wait", block.step, "warning", symptom, 0.95, share=share)
+        return make_alarm("data_wait", block.step, "warning", symptom, 0.95, share=share)
 
     def _stragglers(self, block: StepBlock) -> list[Alarm]:
         """Ranks whose own work takes longer than the median rank's by enough to delay the others."""
@@ -121,7 +121,7 @@ class SpeedDetector:
             share = min(1.0, waited_s / max(step_s, 1e-9))
             delay = f"others wait {1000 * waited_s:.3g} ms of a {1000 * step_s:.3g} ms step for it, {100 * share:.0f} %"
             symptoms.append(f"rank {rank}{host} is slow: {delay}")
-        return alarm(
+        return make_alarm(
             "straggler", block.step, "warning", "; ".join(symptoms), 0.9, ranks=sorted(lasting), usual_s=usual,
             own_s=[lasting[rank] for rank in sorted(lasting)], step_s=step_s,
         )  # fmt: skip
@@ -154,7 +154,7 @@ class MemoryDetector:
         if not debounce(self.active, "memory_growth", end < self.total_steps, LASTING):
             return []
         symptom = f"memory grows by {slope / 2**20:.3g} MiB a step and will reach its limit near step {end:.0f}"
-        return alarm(
+        return make_alarm(
             "memory_growth", block.step, "warning", symptom, 0.9, bytes_per_step=slope, memory_bytes=now,
             limit_bytes=self.limit_bytes, predicted_step=int(end),
         )  # fmt: skip
@@ -198,7 +198,7 @@ class SettingsDetector:
             return []
         severity: Severity = "rollback" if large and planned is not None else "warning"
         symptom = f"the learning rate is {lr:.4g}, {'one step before' if planned is None else 'planned'} {against:.4g}"
-        return alarm("learning_rate", record["step"], severity, symptom, 0.9, lr=lr, against=against)
+        return make_alarm("learning_rate", record["step"], severity, symptom, 0.9, lr=lr, against=against)
 
     def _loss_scale(self, record: Record) -> list[Alarm]:
         """Scalers start high and settle within some dozens of steps; a later fall by 256 is trouble."""
@@ -212,11 +212,11 @@ class SettingsDetector:
             return []
         symptom = f"the loss scale fell to {scale:g}, recently {usual:g}"
         severity: Severity = "rollback" if collapsed else "warning"
-        return alarm("loss_scale", record["step"], severity, symptom, 0.95, loss_scale=scale, usual=usual)
+        return make_alarm("loss_scale", record["step"], severity, symptom, 0.95, loss_scale=scale, usual=usual)
 
     def _clock(self, step: int, wall_s: float, monotonic_s: float) -> list[Alarm]:
         before, self.offset_s = self.offset_s, wall_s - monotonic_s
         jump = 0.0 if before is None else self.offset_s - before
         if abs(jump) <= self.guard.detect.clock_jump:
             return []
-        return alarm("clock_jump", step, "note", f"the wall clock jumped by {jump:+.1f} s", 1.0, seconds=jump)
+        return make_alarm("clock_jump", step, "note", f"the wall clock jumped by {jump:+.1f} s", 1.0, seconds=jump)

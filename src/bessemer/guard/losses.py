@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bessemer.guard.detect.alarm import (
+from bessemer.guard.alarm import (
     BLOCK,
     Alarm,
     Record,
     Severity,
     StepBlock,
-    alarm,
     debounce,
     log_norm,
+    make_alarm,
     median,
     relative_scale,
     robust_std,
@@ -65,7 +65,7 @@ class SpikeDetector:
         if not debounce(self.active, "spike", True, 1):
             return []
         value, usual = record[self.key], self.center if by_loss else math.exp(self.center)
-        return alarm(
+        return make_alarm(
             "spike", record["step"], "note",
             f"{self.key} {value:.4g}, {z:.0f} robust deviations above the usual {usual:.4g}", 0.9,
             value=value, usual=usual, deviations=round(z, 1), limit=round(self.limit, 1), vetoed=record["veto"],
@@ -153,7 +153,7 @@ class DivergenceDetector:
         alarms: list[Alarm] = []
         for severity, least in limits.items():
             if debounce(self.active, severity, significant and rise > least, REARM):
-                alarms = alarm(
+                alarms = make_alarm(
                     "divergence", step, severity,
                     f"the loss has risen by {100 * rise:.1f} % within {lasted} steps and stays up",
                     0.8 if severity == "warning" else 0.95,
@@ -192,7 +192,7 @@ class GradientDetector:
         alarms = []
         for kind, bad in (("gradient_exploding", high), ("gradient_vanishing", low)):
             if debounce(self.active, kind, bad and len(self.odd) >= 2, REARM):
-                alarms += alarm(
+                alarms += make_alarm(
                     kind, block.step, "warning",
                     f"gradient norm {math.exp(now):.3g}, usually {math.exp(usual):.3g}", 0.9,
                     grad_norm=math.exp(now), usual=math.exp(usual), vetoed=BLOCK - len(block.accepted),
@@ -229,7 +229,7 @@ class OscillationDetector:
         if not debounce(self.active, "oscillation", self.streak >= 2, EVERY):
             return []
         symptom = f"the loss swings by {100 * swing:.0f} % with a period of {period:.1f} steps"
-        return alarm("oscillation", block.step, "warning", symptom, 0.8, period=period, swing=swing, power=power)
+        return make_alarm("oscillation", block.step, "warning", symptom, 0.8, period=period, swing=swing, power=power)
 
 
 def band_power(losses: list[float]) -> tuple[float, float, float]:
@@ -281,7 +281,7 @@ class PlateauDetector:
         if not debounce(self.active, "plateau", flat, CHUNKS):
             return []
         symptom = f"the loss fell by {100 * fall:.2f} % in the last {span:.0f} steps (to {new:.4g})"
-        return alarm("plateau", block.step, "note", symptom, 0.7, fall=fall, error=error, steps=int(span))
+        return make_alarm("plateau", block.step, "note", symptom, 0.7, fall=fall, error=error, steps=int(span))
 
 
 @dataclass
@@ -315,7 +315,7 @@ class OverfittingDetector:
             return []
         now, before = self.sources[-1], self.sources[best]
         symptom = f"validation rose from {lowest:.4g} to {after[-1]:.4g} while training fell by {100 * fallen:.1f} %"
-        return alarm(
+        return make_alarm(
             "overfitting", record["step"], "warning", symptom, 0.85, best=lowest, now=after[-1], training_then=then,
             training_now=training, rise_per_source={key: now[key] - before[key] for key in now if key in before},
         )  # fmt: skip

@@ -142,7 +142,7 @@ ADVICE = {
 
 
 def debounce(active: dict[str, int], key: str, bad: bool, rearm: int) -> bool:
-    """True when trouble begins; again only after `rearm` clear evaluations in a row. Updates `active`."""
+    """True when trouble begins; again only after `rearm` clear evaluations in a row. Updates `active_parameters`."""
     if bad:
         new = key not in active
         active[key] = 0
@@ -154,7 +154,9 @@ def debounce(active: dict[str, int], key: str, bad: bool, rearm: int) -> bool:
     return False
 
 
-def alarm(kind: str, step: int, severity: Severity, symptom: str, confidence: float, **evidence: Any) -> list[Alarm]:
+def make_alarm(
+    kind: str, step: int, severity: Severity, symptom: str, confidence: float, **evidence: Any
+) -> list[Alarm]:
     """One alarm, with the cause and fix of its kind."""
     cause, fix = ADVICE[kind].split("; ")
     return [Alarm(kind, step, severity, Finding(symptom, evidence, cause, confidence, fix))]
