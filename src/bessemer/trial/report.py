@@ -340,7 +340,8 @@ def _accused(accused: list[AccusedDocument]) -> list[Block]:
     rows = [
         [
             f"{found.file}:{found.row}", found.source, found.document_id, f"{found.tokens:,}",
-            format_number(found.mean_loss), format_share(found.loss_share), format_share(found.grad_share), "yes" if found.convicted else "no",
+            format_number(found.mean_loss), format_share(found.loss_share), format_share(found.grad_share),
+            "yes" if found.convicted else "no",
         ]
         for found in listed
     ]  # fmt: skip

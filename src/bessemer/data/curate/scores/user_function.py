@@ -98,8 +98,8 @@ def _failed(reference: str, key: str, error: Exception) -> UserError:
 
 
 class Score(ScoredStep):
-    """`step_identity` covers the function's file. Of a service only the settings are known: change its setting `version`
-    when it changes."""
+    """`step_identity` covers the function's file. Of a service only the settings are known: change its setting
+    `version` when it changes."""
 
     judging = ("keep", "per", "better")
 
