@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bessemer.model.families.folder import Folder, hf_tensors, write_folder
+from bessemer.model.families.folder import HfFolder, hf_tensors, write_folder
 from bessemer.model.families.llama import LLAMA
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape, preset
@@ -55,7 +55,7 @@ def main() -> None:
             "parameters": shape.parameters, "bytes": sum(path.stat().st_size for path in first.iterdir()),
             "to_bessemer": convert(first, native, "bessemer"), "to_hf": convert(native, last, "hf"),
         }  # fmt: skip
-        one, other = Folder(first), Folder(last)
+        one, other = HfFolder(first), HfFolder(last)
         assert one.tensors.keys() == other.tensors.keys()
         found["same_bytes"] = all(torch.equal(one.read(name), other.read(name)) for name in one.tensors)
     print(json.dumps(found, indent=1))

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from bessemer.export.hf import carried_keys, choose_family, open_native, to_hf, to_native
-from bessemer.model.families.folder import Folder
+from bessemer.model.families.folder import HfFolder
 from bessemer.model.families.registry import FAMILIES, family_named
 from bessemer.model.generate import Sampling, generate
 from bessemer.session.session import train
@@ -125,7 +125,7 @@ def test_a_run_that_starts_from_a_folder_keeps_its_conventions(folder: Make, tmp
     run = tmp_path / "runs" / "tuned"
     source.rename(tmp_path / "moved")
     to_hf(open_native(run), tmp_path / "out")
-    written = Folder(tmp_path / "out")
+    written = HfFolder(tmp_path / "out")
     dropped = {key for key, value in config.items() if key != "dtype" and written.config.get(key) != value}
     assert dropped <= {"transformers_version"}
     assert written.generation_config == {"eos_token_id": [2, 0], "temperature": 0.6}
@@ -154,7 +154,7 @@ def test_a_run_of_our_own_is_exported_with_its_beginning(run: Path, tmp_path: Pa
 
 
 def test_a_family_that_cannot_hold_the_model_any_more_is_not_kept(folder: Make) -> None:
-    source = Folder(folder("Llama"))
+    source = HfFolder(folder("Llama"))
     shape = family_named("llama").shape(source.config | {"sliding_window": 8, "model_type": "llama"})
     assert choose_family(shape, None, source).name == "llama"
     from dataclasses import replace

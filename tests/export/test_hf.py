@@ -19,7 +19,7 @@ from bessemer.export import hf
 from bessemer.export.chat_template import TEMPLATES
 from bessemer.export.gate import Mismatch, check
 from bessemer.export.hf import SENTENCES, open_native, real_tokens, to_hf, to_native
-from bessemer.model.families.folder import Folder
+from bessemer.model.families.folder import HfFolder
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
 from bessemer.train.trained import load_trained
@@ -121,8 +121,8 @@ def test_there_and_back_is_the_same_bytes(
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
-    again = Folder(tmp_path / "back")
-    assert again.generation_config == Folder(source).generation_config
+    again = HfFolder(tmp_path / "back")
+    assert again.generation_config == HfFolder(source).generation_config
     assert again.config["dtype"] == "bfloat16"
 
 
@@ -226,16 +226,16 @@ def test_memory_holds_one_tensor_at_a_time(folder: Make, tmp_path: Path, monkeyp
     source = folder()
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
-    real = Folder.read
+    real = HfFolder.read
 
-    def counted(self: Folder, name: str) -> torch.Tensor:
+    def counted(self: HfFolder, name: str) -> torch.Tensor:
         nonlocal most
         tensor = real(self, name)
         alive.add(tensor)
         most = max(most, len(alive))
         return tensor
 
-    monkeypatch.setattr(Folder, "read", counted)
+    monkeypatch.setattr(HfFolder, "read", counted)
     to_native(source, tmp_path / "ours", mode="skip")
     assert 0 < most <= 2
 
@@ -243,14 +243,14 @@ def test_memory_holds_one_tensor_at_a_time(folder: Make, tmp_path: Path, monkeyp
 def test_a_file_that_fails_on_the_way_is_told_and_nothing_remains(
     folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, real = folder(), Folder.read
+    source, real = folder(), HfFolder.read
 
-    def fails(self: Folder, name: str) -> torch.Tensor:
+    def fails(self: HfFolder, name: str) -> torch.Tensor:
         if name.startswith("model.layers.2"):
             raise UserError(f"{self.path}: ends inside {name!r}")
         return real(self, name)
 
-    monkeypatch.setattr(Folder, "read", fails)
+    monkeypatch.setattr(HfFolder, "read", fails)
     with pytest.raises(UserError, match="ends inside"):
         to_native(source, tmp_path / "ours", mode="skip")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

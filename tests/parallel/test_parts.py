@@ -18,7 +18,7 @@ from bessemer.parallel.context import UlyssesAttention
 from bessemer.parallel.shard import ExpertExchange
 from bessemer.session.build import cut_layers
 from bessemer.spec.shape import Moe
-from bessemer.train.loss import LossOptions, Words, linear_cross_entropy
+from bessemer.train.loss import LossOptions, VocabShard, linear_cross_entropy
 
 Ranks = Callable[..., list[Any]]
 
@@ -60,7 +60,7 @@ def _loss(options: LossOptions, rank: int, size: int, bias: bool) -> tuple[Tenso
         shift[part].clone().requires_grad_() if shift is not None else None,
     )
     targets, weights = torch.randint(0, 24, (37,)), torch.rand(37, dtype=torch.float64)
-    words = Words(None, part.start, 24) if size > 1 else None
+    words = VocabShard(None, part.start, 24) if size > 1 else None
     loss, nll, correct = linear_cross_entropy(hidden, head, targets, weights, 0.3, options, own, words)
     loss.backward()
     grad = hidden.grad

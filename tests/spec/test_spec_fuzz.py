@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, BeforeValidator
 
 from bessemer.errors import UserError
-from bessemer.spec.document import Document
+from bessemer.spec.document import YamlDocument
 from bessemer.spec.lints import lint_spec
 from bessemer.spec.load import SpecError, dump_spec, load_spec, validate
 from bessemer.spec.schema import RunSpec
@@ -191,7 +191,7 @@ def test_nasty_values_of_every_key(section: str) -> None:
             place[path[-1]] = copy.deepcopy(value)
             lines = ""
             try:
-                lint_spec(validate(Document(data, "f.yaml")))
+                lint_spec(validate(YamlDocument(data, "f.yaml")))
             except UserError as error:
                 lines = str(error)
             assert len(lines.splitlines()) <= 21 and len(lines) < 5000
@@ -208,4 +208,4 @@ def test_nasty_values_of_every_key(section: str) -> None:
 )  # fmt: skip
 def test_numbers_that_no_model_can_have(key: str, value: Any) -> None:
     with pytest.raises(SpecError):
-        validate(Document({"model": {"preset": "1M", key: value}, "data": {"sources": {"a": "b"}}}, "f.yaml"))
+        validate(YamlDocument({"model": {"preset": "1M", key: value}, "data": {"sources": {"a": "b"}}}, "f.yaml"))

@@ -7,10 +7,10 @@ import torch
 
 from bessemer.observe.profile import GUARD, HEAD, MATMUL, OPTIMIZER, read_trace, step_time
 from bessemer.train.job import Interrupt
-from bessemer.train.profile import DONE, WARMUP, Profiler
+from bessemer.train.profile import DONE, WARMUP, StepProfiler
 
 
-def run(profiler: Profiler, device: str, steps: int) -> None:
+def run(profiler: StepProfiler, device: str, steps: int) -> None:
     """A loop with the same ranges around a layer, a loss and an optimizer."""
     interrupt = Interrupt()
     layer = torch.nn.Linear(256, 256, device=device)
@@ -39,7 +39,7 @@ def check(trace: Path, on_device: bool) -> None:
 
 
 def test_it_ends_the_loop_after_the_profiled_steps(tmp_path: Path) -> None:
-    profiler = Profiler(torch.device("cpu"), 2, tmp_path / "trace.json.gz")
+    profiler = StepProfiler(torch.device("cpu"), 2, tmp_path / "trace.json.gz")
     run(profiler, "cpu", WARMUP + 2)
     assert profiler.plain_step_s > 0
     check(tmp_path / "trace.json.gz", on_device=False)
@@ -48,6 +48,6 @@ def test_it_ends_the_loop_after_the_profiled_steps(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_kernels_are_told_apart_by_what_launched_them(tmp_path: Path) -> None:
-    run(Profiler(torch.device("cuda"), 2, tmp_path / "trace.json.gz"), "cuda", WARMUP + 2)
+    run(StepProfiler(torch.device("cuda"), 2, tmp_path / "trace.json.gz"), "cuda", WARMUP + 2)
     check(tmp_path / "trace.json.gz", on_device=True)
-    run(Profiler(torch.device("cuda"), 2, None), "cuda", WARMUP + 2)  # for Nsight: ranges alone
+    run(StepProfiler(torch.device("cuda"), 2, None), "cuda", WARMUP + 2)  # for Nsight: ranges alone

@@ -159,8 +159,8 @@ class RemoteCheckpoints:
         full = {name: manifest for name, manifest in listed.items() if manifest and manifest.content == "full"}
         entries = [entry_of(name, manifest, self._confirmed(name)) for name, manifest in full.items()]
         rules = rules.model_copy(update={"keep_last": rules.remote_keep_last or rules.keep_last})
-        kept = keep(entries, rules, newest, time.time(), tagged, confirming)
-        removed = [name for name, manifest in listed.items() if name not in kept and (not manifest or name in full)]
+        retained = keep(entries, rules, newest, time.time(), tagged, confirming)
+        removed = [name for name, manifest in listed.items() if name not in retained and (not manifest or name in full)]
         for name in removed:
             self.discard(name)
         return removed

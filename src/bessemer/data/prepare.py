@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from bessemer.data.curate.corpus import RULES_VERSION, Corpus, PartState, delete_stale_files
-from bessemer.data.curate.engine import Engine, LocalEngine, Meter, ProcessPool, Say, available_cores
+from bessemer.data.curate.engine import CurationEngine, LocalEngine, Meter, ProcessPool, Say, available_cores
 from bessemer.data.curate.ledger import byte_length, explain_full_disk, hash_text, read_cached, read_json, write_json
 from bessemer.data.curate.passes import Census, ValidationSplit
 from bessemer.data.curate.report import PAGE, QUARANTINE, REPORT, format_some, utf8_warning, write_report
@@ -81,7 +81,7 @@ def prepare(
     vocab: int,
     seed: int,
     progress: Say | None = None,
-    engine: Engine | None = None,
+    engine: CurationEngine | None = None,
 ) -> Prepared:
     """The stores of all sources, from the cache if nothing they depend on has changed.
 
@@ -321,7 +321,7 @@ class _Job:
         seed: int,
         cache: Path,
         files: dict[str, list[FileEntry]],
-        engine: Engine,
+        engine: CurationEngine,
         meter: Meter,
         work: Path,
     ) -> None:

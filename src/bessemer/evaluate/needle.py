@@ -74,12 +74,12 @@ class Grid:
         """A table with a column for each length; `#` from 0.9, `+` from 0.5, `.` below."""
         rows = [f"{'depth':>6}" + "".join(f"{length:>10,}" for length in self.lengths)]
         for depth in self.depths:
-            found = [self.cells[length, depth].score for length in self.lengths]
-            marks = ["#" if score >= 0.9 else "+" if score >= 0.5 else "." for score in found]
-            rows.append(f"{depth:>6.0%}" + "".join(f"{s:>8.2f} {mark}" for s, mark in zip(found, marks, strict=True)))
+            scores = [self.cells[length, depth].score for length in self.lengths]
+            marks = ["#" if score >= 0.9 else "+" if score >= 0.5 else "." for score in scores]
+            rows.append(f"{depth:>6.0%}" + "".join(f"{s:>8.2f} {mark}" for s, mark in zip(scores, marks, strict=True)))
         for name in ("probability", "rank"):
-            found = [self.mean(length, name) for length in self.lengths]
-            rows.append(f"{name[:4]:>6}" + "".join(f"{mean:>8.3g}  " for mean in found))
+            scores = [self.mean(length, name) for length in self.lengths]
+            rows.append(f"{name[:4]:>6}" + "".join(f"{mean:>8.3g}  " for mean in scores))
         return [row.rstrip() for row in rows]
 
 
@@ -113,11 +113,11 @@ def needle(
     cells = {}
     for length in lengths:
         for depth in depths:
-            asked = [
+            questions = [
                 ask(kind, tokenizer, hay, length, depth, random.Random(f"{seed} {length} {depth} {trial}"))
                 for trial in range(trials)
             ]
-            cells[length, depth] = _judge(model, tokenizer, asked)
+            cells[length, depth] = _judge(model, tokenizer, questions)
     return Grid(kind, trials, sorted(set(lengths)), sorted(set(depths)), cells)
 
 
@@ -127,8 +127,8 @@ def ask(
     """A question whose prompt and answer are `length` tokens together."""
     if kind == "key":
         number = str(draw.randrange(10_000, 100_000))
-        said = f" The pass key is {number}. Remember it: {number} is the pass key. "
-        hidden, question = tokenizer.encode(said), tokenizer.encode(" What is the pass key? The pass key is")
+        needle_text = f" The pass key is {number}. Remember it: {number} is the pass key. "
+        hidden, question = tokenizer.encode(needle_text), tokenizer.encode(" What is the pass key? The pass key is")
         answer, avoided = tokenizer.encode(f" {number}"), set()
         if number not in tokenizer.decode(hidden):
             raise UserError("this tokenizer cannot say a number: ask with --kind copy")
@@ -155,9 +155,9 @@ def _straw(hay: Sequence[int], count: int, avoided: set[int], start: int) -> Ite
 
 
 @torch.inference_mode()
-def _judge(model: Decoder, tokenizer: Tokenizer, asked: Sequence[Question]) -> Cell:
+def _judge(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question]) -> Cell:
     right, probabilities, ranks = [], [], []
-    for question in asked:
+    for question in questions:
         ids = torch.tensor([[*question.prompt, *question.answer]], device=model.head_weight.device)
         answer_A1 = ids[0, -len(question.answer) :, None]
         hidden_AW = model(ids[:, :-1])[0, -len(answer_A1) :]  # only the end of a long text meets the head
@@ -167,8 +167,8 @@ def _judge(model: Decoder, tokenizer: Tokenizer, asked: Sequence[Question]) -> C
         probabilities.append(float(found_A1.mean()))
         ranks.append(float(rank_A.float().mean()))
         if question.text:
-            said = generate(model, question.prompt, len(question.answer) + 4, {tokenizer.eos_id}, Sampling(0.0))
-            right.append(float(question.text in tokenizer.decode(list(said), continues=True)))
+            answer = generate(model, question.prompt, len(question.answer) + 4, {tokenizer.eos_id}, Sampling(0.0))
+            right.append(float(question.text in tokenizer.decode(list(answer), continues=True)))
         else:
             right.append(float((rank_A == 1).float().mean()))
     return Cell(*(sum(values) / len(values) for values in (right, probabilities, ranks)))
@@ -176,10 +176,10 @@ def _judge(model: Decoder, tokenizer: Tokenizer, asked: Sequence[Question]) -> C
 
 def held_out_text(run: Path, count: int) -> list[int] | None:
     """Up to so many tokens of the run's own held-out data; None where it cannot be read any more."""
-    about = run / "data.json"
-    folder = Path(json.loads(about.read_text())["folder"]) if about.exists() else None
+    data_file = run / "data.json"
+    folder = Path(json.loads(data_file.read_text())["folder"]) if data_file.exists() else None
     if folder is None or not (folder / "prepared.json").exists():  # the caller's own datasets, or moved since
         return None
     stores = list(open_prepared(folder).validation.values())
-    found = [int(i) for store in stores for i in store.slice(0, min(count, store.tokens))]
-    return found or None
+    tokens = [int(i) for store in stores for i in store.slice(0, min(count, store.tokens))]
+    return tokens or None

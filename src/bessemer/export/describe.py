@@ -48,10 +48,10 @@ def find_context(target: str) -> int:
 
 
 def _shape_of_hf_folder(path: Path) -> ModelShape:
-    from bessemer.model.families.folder import Folder
+    from bessemer.model.families.folder import HfFolder
     from bessemer.model.families.registry import read_shape
 
-    return read_shape(Folder(path.parent if path.is_file() else path).config)[1]
+    return read_shape(HfFolder(path.parent if path.is_file() else path).config)[1]
 
 
 def _shape_of_spec(path: Path) -> ModelShape:

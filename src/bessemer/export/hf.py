@@ -26,8 +26,8 @@ from bessemer.errors import UserError
 from bessemer.export.chat_template import tokenizer_files, update_tokenizer_files
 from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, check_requirements, network
 from bessemer.model.families.folder import (
-    Folder,
-    Origin,
+    HfFolder,
+    ModelOrigin,
     _write,
     atomic_folder,
     check_folder,
@@ -219,7 +219,7 @@ def _wrapped_to_hf(native: NativeModel, out: Path, dtype: str, overwrite: bool) 
     return ConvertedModel(out, "wrapped", len(model.state_dict()), shape.parameters, dtype_name, origin, comparison)
 
 
-def choose_family(shape: ModelShape, name: str | None, origin: Folder | None = None) -> Family:
+def choose_family(shape: ModelShape, name: str | None, origin: HfFolder | None = None) -> Family:
     """The requested family; otherwise that of the folder the model came from; otherwise the first that can represent
     it."""
     if name is not None and name not in FAMILIES:
@@ -234,14 +234,14 @@ def choose_family(shape: ModelShape, name: str | None, origin: Folder | None = N
     raise UserError(f"--family {name}: cannot represent this model; {', '.join(family.name for family in able)} can")
 
 
-def _family_name(origin: Folder | None) -> str | None:
+def _family_name(origin: HfFolder | None) -> str | None:
     try:
         return family_of(origin.config).name if origin else None
     except UserError:  # a wrapped model
         return None
 
 
-def _config_of(origin: Origin) -> dict[str, Any]:
+def _config_of(origin: ModelOrigin) -> dict[str, Any]:
     """The original config.json, without token ids if the model has another tokenizer now."""
     keep_ids = origin.own_tokenizer
     return {key: value for key, value in origin.folder.config.items() if keep_ids or not key.endswith("_token_id")}
@@ -264,7 +264,7 @@ def carried_keys(original: Mapping[str, Any], family: Family, config: dict[str, 
     return extra if harmless(extra) else {key: value for key, value in extra.items() if harmless({key: value})}
 
 
-def _other_files(native: NativeModel, origin: Origin | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _other_files(native: NativeModel, origin: ModelOrigin | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tokenizer files and token ids: those of the imported model, or generated from the run's."""
     if origin is None or not origin.own_tokenizer:
         if native.tokenizer is None:
@@ -299,7 +299,7 @@ def to_native(
     source: Path, out: Path, mode: str = "auto", overwrite: bool = False, report: ProgressReport = silent
 ) -> ConvertedModel:
     """Write a checkpoint that `start_from` reads, with the folder's config and tokenizer and a model.json."""
-    folder = Folder(source)
+    folder = HfFolder(source)
     family, shape = read_shape(folder.config)
     check_requirements(shape, mode)
     complete_names(folder, shape, family)
@@ -327,7 +327,7 @@ def to_native(
     return ConvertedModel(out / checkpoint.name, family.name, len(blank), shape.parameters, dtype, origin, comparison)
 
 
-def _tokenizer(folder: Folder) -> Tokenizer | None:
+def _tokenizer(folder: HfFolder) -> Tokenizer | None:
     """For real tokens to compare on; a folder may have none, or one that only transformers reads."""
     try:
         return Tokenizer.load(folder.path)
@@ -336,7 +336,7 @@ def _tokenizer(folder: Folder) -> Tokenizer | None:
 
 
 def blank_and_reader(
-    folder: Folder, shape: ModelShape, family: Family
+    folder: HfFolder, shape: ModelShape, family: Family
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
     """Native meta tensors in the folder's dtypes, and a reader for them that holds one mapping's tensors."""
     mappings = list(family.weight_mappings(shape))

@@ -2,7 +2,7 @@
 
 `record_gradients` and `record_updates` surround the optimizer's step; `sample` runs a few rows through the model with
 temporary hooks. Steps without a sample cost nothing, and training keeps its fused attention. Everything stays on the
-device until `LayerSample.read`, which is one transfer; reading a step later does not wait.
+device until `LayerMeasurement.read`, which is one transfer; reading a step later does not wait.
 
 The detector calls a layer bad after two bad samples in a row, against fixed bounds where theory gives them and
 otherwise against its own last samples. Outliers stay out of that history, but for no more samples than it holds.

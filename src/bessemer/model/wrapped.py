@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.families.folder import Folder
+from bessemer.model.families.folder import HfFolder
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
 
@@ -199,7 +199,7 @@ def _body(module: Any) -> Any:
 
 def read_wrapped(path: str | Path) -> ModelShape:
     """The shape of a folder's model, as far as its config tells; parameters are counted. Reads no weights."""
-    folder, transformers = Folder(path), _import_transformers()
+    folder, transformers = HfFolder(path), _import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
@@ -227,7 +227,7 @@ def read_wrapped(path: str | Path) -> ModelShape:
 
 def load_wrapped(model: WrappedModel, path: str | Path) -> None:
     """Load the folder's safetensors into the model and verify it. Needs memory for the weights twice."""
-    Folder(path).tensors  # noqa: B018, raises for a pickled or damaged folder
+    HfFolder(path).tensors  # noqa: B018, raises for a pickled or damaged folder
     transformers = _import_transformers()
     try:
         loaded, info = transformers.AutoModelForCausalLM.from_pretrained(

@@ -131,8 +131,8 @@ class GuardedOptimizer:
     def remainders(self) -> dict[nn.Parameter, Tensor]:
         """The low 16 bits of split fp32 weights, if they are stored beside bf16 weights."""
         pairs = list(zip(self.parameters, self.shards, strict=True))
-        found = ((p, o.state[s].get("remainder")) for o in self.optimizers for p, s in pairs if s in o.state)
-        return {p: rest for p, rest in found if rest is not None and rest.device == p.device}
+        remainders = ((p, o.state[s].get("remainder")) for o in self.optimizers for p, s in pairs if s in o.state)
+        return {p: rest for p, rest in remainders if rest is not None and rest.device == p.device}
 
     def discard(self) -> None:
         for parameter, shard in zip(self.parameters, self.shards, strict=True):

@@ -15,7 +15,7 @@ from bessemer.plan.decision import Basis, RecipeAnswer
 from bessemer.plan.hardware import parse_cluster
 from bessemer.plan.recipe.pretraining import design_shape
 from bessemer.plan.search.search import FixedDegrees
-from bessemer.spec.document import Document, apply_override
+from bessemer.spec.document import YamlDocument, apply_override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count, human_time, parse_count, parse_duration
@@ -59,7 +59,7 @@ class PlanRequest:
 
 def request_from_options(model: str, tokens: int | None = None, settings: Sequence[str] = ()) -> PlanRequest:
     """From command-line options. `settings` are overrides of spec keys, as `--set` takes them."""
-    document = Document({}, "command line")
+    document = YamlDocument({}, "command line")
     context = _apply(document, settings).get("data", {})
     context = context.get("context") if isinstance(context, dict) else None
     section, vocab, reason, answers = _model_section(model, context if isinstance(context, int) else DEFAULT_CONTEXT)
@@ -68,7 +68,7 @@ def request_from_options(model: str, tokens: int | None = None, settings: Sequen
         "data": {"sources": {"text": "data/"}, "clean": list(CLEAN.value)},
         "budget": {} if tokens is None else {"tokens": tokens}, "parallel": {},
     }  # fmt: skip
-    document = Document(data, "command line")
+    document = YamlDocument(data, "command line")
     _apply(document, settings)
     try:
         spec = validate(document)
@@ -78,7 +78,7 @@ def request_from_options(model: str, tokens: int | None = None, settings: Sequen
     return PlanRequest(spec, shape, reason, answers={**answers, "data.clean": CLEAN}, from_options=True)
 
 
-def _apply(document: Document, settings: Sequence[str]) -> dict[str, Any]:
+def _apply(document: YamlDocument, settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         apply_override(document, setting)
     return dict(document.data)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.curate.engine import Engine
+from bessemer.data.curate.engine import CurationEngine
 from bessemer.data.curate.report import format_some
 from bessemer.data.prepare import (
     PREPARED,
@@ -56,7 +56,7 @@ def data_cache(spec: RunSpec) -> Path:
 
 
 def prepare_data(
-    spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, engine: Engine | None = None
+    spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, engine: CurationEngine | None = None
 ) -> Prepared:
     """The stores of the spec's sources, from the cache or prepared now."""
     for name, source in spec.data.sources.items():
@@ -204,9 +204,9 @@ def make_rows(spec: RunSpec, data: Data, context: int) -> dict[str, Rows]:
     """The rows of every source that the run draws from. Best-fit packing is computed once and kept with the data."""
     if isinstance(data, UserData):
         return {
-            name: UserDatasetRows(found, data.tokenizer, context)
-            for name, found in data.train.items()
-            if is_map_style(found)
+            name: UserDatasetRows(dataset, data.tokenizer, context)
+            for name, dataset in data.train.items()
+            if is_map_style(dataset)
         }
     return {name: _rows(spec, data, name, context) for name in sources_used(spec)}
 
@@ -240,7 +240,7 @@ def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
 
 def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dict[str, SourceSize]:
     """What the planner counts with."""
-    found = {}
+    sizes_by_source = {}
     for name, source in data.train.items():
         count = rows[name].count if name in rows else 0
         tokens = source.tokens if isinstance(source, TokenStore) else count * context
@@ -250,8 +250,8 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
         if spec.data.mix == "auto" and isinstance(data, Prepared):  # they tell what a source holds
             entries = [] if data.url else list_files(spec.data.sources[name])
             formats = tuple(sorted({entry.format for entry in entries} or data.settings["formats"][name]))
-        found[name] = SourceSize(tokens, count, formats)
-    return found
+        sizes_by_source[name] = SourceSize(tokens, count, formats)
+    return sizes_by_source
 
 
 def log_packing(spec: RunSpec, rows: dict[str, Rows], training: TrainPlan, plan: Plan) -> None:
@@ -280,7 +280,7 @@ def build_stream(
         return IterableStream(next(iter(data.train.values())), data.tokenizer, plan.context, steps)
     used = {name for _, mixture in plan.mixtures for name in mixture.names}
     lengths = {name: source.count for name, source in rows.items() if name in used}
-    rankings = {name: found for name in used if (found := _ranking(spec, data, rows[name], name, plan))}
+    rankings = {name: ranking for name in used if (ranking := _ranking(spec, data, rows[name], name, plan))}
     order = StreamOrder(
         [MixturePhase(start, mixture) for start, mixture in plan.mixtures], lengths, spec.seed, rankings
     )

@@ -52,7 +52,7 @@ from bessemer.train.job import Job, Outcome
 from bessemer.train.loop import train_loop
 from bessemer.train.lowp import convert_to_fp8
 from bessemer.train.objective import Pretrain, make_pretrain
-from bessemer.train.profile import WARMUP, Profiler
+from bessemer.train.profile import WARMUP, StepProfiler
 from bessemer.train.saver import CheckpointSaver
 from bessemer.train.trained import find_checkpoint
 
@@ -304,14 +304,14 @@ class ProfileSession(Session):
         trace = None if self.nsight else self.folder / "trace.json.gz"
         job.saver, job.guard.snapshots = DiscardingSaver(job.saver.store, ""), None
         job.data.evaluator.parts.clear()
-        job.recorder.profiler = profiler = Profiler(job.engine.device, self.steps, trace)
+        job.recorder.profiler = profiler = StepProfiler(job.engine.device, self.steps, trace)
         while (outcome := train_loop(job)).incident:  # a vetoed step takes as long as any other
             job.start_step = outcome.step
         if trace:
             self._report(job, profiler, trace)
         return outcome
 
-    def _report(self, job: Job, profiler: Profiler, trace: Path) -> None:
+    def _report(self, job: Job, profiler: StepProfiler, trace: Path) -> None:
         machine, stored, plan = measure_machine(job.engine.device), stored_ceilings(job.engine.device), job.plan
         rates = {f"matmul_{key}": rate for key, rate in machine.matmul.items() if rate}
         weights = sum(parameter.nbytes for parameter in job.engine.optimizer.parameters)

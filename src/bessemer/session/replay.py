@@ -107,18 +107,18 @@ def documents_of(folder: str | Path, step: int, texts: bool = False) -> list[dic
     _, stream, prepared, plan = stream_of(folder)
     if not 0 <= step < plan.total_steps:
         raise UserError(f"--step {step}: this run has steps 0 to {plan.total_steps - 1}")
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    documents: dict[tuple[str, str, int], dict[str, Any]] = {}
     for share in stream.origins(step):
-        found[share.source, share.file, share.row] = {
+        documents[share.source, share.file, share.row] = {
             "source": share.source, "file": share.file, "row": share.row, "document": share.document_id,
             "tokens": share.tokens,
         }  # fmt: skip
     if texts:
         for source, origin, tokens in _parts(stream, step):
             text = prepared.tokenizer.decode(tokens)
-            found[source, origin.file, origin.row].setdefault("texts", []).append(text)
-        _compare(list(found.values()), existing_run(folder)[1], prepared.tokenizer)
-    return list(found.values())
+            documents[source, origin.file, origin.row].setdefault("texts", []).append(text)
+        _compare(list(documents.values()), existing_run(folder)[1], prepared.tokenizer)
+    return list(documents.values())
 
 
 def _parts(stream: BatchStream, step: int) -> Iterator[tuple[str, Origin, list[int]]]:
@@ -131,7 +131,7 @@ def _parts(stream: BatchStream, step: int) -> Iterator[tuple[str, Origin, list[i
             continue
         spans = rows.spans(batch.sequences[at])
         for i in np.flatnonzero(spans.document != PADDING).tolist():
-            row, column, length = (int(found[i]) for found in (spans.row, spans.column, spans.length))
+            row, column, length = (int(array[i]) for array in (spans.row, spans.column, spans.length))
             tokens = batch.targets[at[row], column : column + length].tolist()
             yield name, rows.origin_of_document(int(spans.document[i])), tokens
 
@@ -167,18 +167,18 @@ def rows_of(source: SourceSpec, file: str, rows: Iterable[int]) -> dict[int, Doc
     if not entries:
         raise UserError(f"{file}: is no longer among the source's files")
     wanted = set(rows)
-    found: dict[int, Document] = {}
+    documents: dict[int, Document] = {}
     pieces = [piece for part in divide_source("", entries, source) for piece in part.pieces]
     for i, piece in enumerate(pieces):
         stop = pieces[i + 1].first_row if i + 1 < len(pieces) else None
         inside = {row for row in wanted if row >= piece.first_row and (stop is None or row < stop)}
         for document in read_part(SourcePart("", (piece,)), source) if inside else ():
             if not isinstance(document, BadRow) and document.row in inside:
-                found[document.row] = document
+                documents[document.row] = document
                 inside.discard(document.row)
             if not inside:
                 break
-    return found
+    return documents
 
 
 HISTORY = 512
@@ -285,12 +285,12 @@ def _bitwise_from(job: Job, events: list[dict[str, Any]]) -> int:
 
 def _earlier(job: Job, step: int) -> list[EarlierState]:
     store = CheckpointStore(job.recorder.run.checkpoints)
-    found = []
+    earlier = []
     for folder, manifest in reversed(store.committed()):
         if manifest.step < step:
 
             def load(folder: Path = folder) -> None:
                 store.load(folder, job.engine.state())
 
-            found.append(EarlierState(manifest.step, folder.name, load))
-    return found
+            earlier.append(EarlierState(manifest.step, folder.name, load))
+    return earlier

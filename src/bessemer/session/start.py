@@ -16,7 +16,7 @@ import torch
 
 from bessemer.data.stream.rows import Rows
 from bessemer.errors import UserError
-from bessemer.model.families.folder import Folder, check_folder, native_tensors
+from bessemer.model.families.folder import HfFolder, check_folder, native_tensors
 from bessemer.model.families.registry import Family, read_shape
 from bessemer.model.transformer import Decoder, make_module
 from bessemer.model.wrapped import LIMITS, WrappedModel, check_wrapped, load_wrapped, read_wrapped
@@ -42,7 +42,7 @@ TOKEN_ROWS = ("embedding.weight", "head.weight", "head_bias")  # tensors with on
 class WeightSource:
     """A folder of weights and the model that its config.json describes."""
 
-    folder: Folder
+    folder: HfFolder
     family: Family | None  # None: run by transformers
     shape: ModelShape
 
@@ -55,7 +55,7 @@ def open_source(spec: RunSpec) -> WeightSource | None:
     """The folder of `model.hf`, if the spec names one. Reads config.json but no weights."""
     if spec.model.hf is None:
         return None
-    folder = Folder(spec.model.hf)
+    folder = HfFolder(spec.model.hf)
     if spec.model.wrap:
         return WeightSource(folder, None, read_wrapped(folder.path))
     return WeightSource(folder, *read_shape(folder.config))
@@ -75,7 +75,7 @@ def with_folder_tokenizer(spec: RunSpec) -> RunSpec:
     """The spec with the folder's tokenizer, unless it names one itself."""
     if spec.model.hf is None or spec.tokenizer.path is not None:
         return spec
-    files = Folder(spec.model.hf).tokenizer_files
+    files = HfFolder(spec.model.hf).tokenizer_files
     names = [name for name in ("tokenizer.json", "tokenizer.model") if name in files]
     if not names:
         raise UserError(

@@ -28,7 +28,7 @@ _MAX_DEPTH, _MAX_NODES = 50, 100_000  # aliases can make a small file huge
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """Plain data, and the line or `--set` that each part of it comes from."""
 
     data: Any
@@ -81,7 +81,7 @@ def parse_scalar(text: str) -> Any:
 class _Reader:
     """Converts YAML nodes to plain data; records lines and problems in the document."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: YamlDocument) -> None:
         self.document = document
         self.nodes = 0
 
@@ -148,9 +148,9 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         raise UserError(f"{name}: not YAML: {' '.join(str(error).split())}; check quotes and escapes") from None
 
 
-def parse_yaml(text: str, name: str) -> Document:
+def parse_yaml(text: str, name: str) -> YamlDocument:
     """Parse YAML text to a Document. A syntax error is a UserError with its line."""
-    document = Document(None, name)
+    document = YamlDocument(None, name)
     node = _compose(text, name)
     document.data = {} if node is None else _Reader(document).to_plain(node, ())
     if not isinstance(document.data, dict):
@@ -158,7 +158,7 @@ def parse_yaml(text: str, name: str) -> Document:
     return document
 
 
-def apply_override(document: Document, setting: str) -> None:
+def apply_override(document: YamlDocument, setting: str) -> None:
     """Apply one setting `a.b=c`; c is parsed as YAML, so numbers, lists and `auto` work."""
     name = f"--set {setting}"
     key, equals, text = setting.partition("=")
@@ -166,7 +166,7 @@ def apply_override(document: Document, setting: str) -> None:
     if not equals or not all(parts):
         raise UserError(f"{name}: write it as key=value, such as --set optimizer.lr=3e-4")
     node = _compose(text, name)
-    parsed = Document(None, name)
+    parsed = YamlDocument(None, name)
     value = None if node is None else _Reader(parsed).to_plain(node, ())
     if parsed.problems:
         raise UserError(f"{name}: {parsed.problems[0][2]}")

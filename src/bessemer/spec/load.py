@@ -21,7 +21,7 @@ from bessemer.errors import UserError
 from bessemer.spec import hints
 from bessemer.spec.checks import check_spec
 from bessemer.spec.data import STEPS, SourceSpec
-from bessemer.spec.document import Document, KeyPath, apply_override, parse_scalar, parse_yaml
+from bessemer.spec.document import KeyPath, YamlDocument, apply_override, parse_scalar, parse_yaml
 from bessemer.spec.quantity import format_value
 from bessemer.spec.schema import RunSpec
 
@@ -58,7 +58,7 @@ class LoadedSpec:
     """A valid spec and its document."""
 
     spec: RunSpec
-    document: Document
+    document: YamlDocument
 
     def locate(self, problems: Iterable[tuple[KeyPath, str]]) -> list[str]:
         """The problems as lines with file and line, in the order of the file."""
@@ -244,7 +244,7 @@ def _problem_line(place: str, path: KeyPath, message: str) -> str:
     return ": ".join(" ".join(part.split()) for part in parts if part)
 
 
-def validate(document: Document) -> RunSpec:
+def validate(document: YamlDocument) -> RunSpec:
     """The spec in a document. All problems together are one SpecError."""
     problems: list[tuple[tuple[int, int], str]] = []
 

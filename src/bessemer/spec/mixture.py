@@ -185,8 +185,8 @@ def apportion(counts: Mapping[str, int], total: int, limits: Mapping[str, int]) 
     free = {name: count for name, count in counts.items() if limits.get(name, 1) > 0}
     left = total
     while left and free:
-        whole = sum(free.values())
-        quotas = {name: Fraction(left * count, whole) for name, count in free.items()}
+        free_total = sum(free.values())
+        quotas = {name: Fraction(left * count, free_total) for name, count in free.items()}
         full = {name for name in free if name in limits and dealt[name] + quotas[name] >= limits[name]}
         if full:  # these get their limit, and the rest is divided again
             for name in full:

@@ -242,14 +242,14 @@ def human_time(seconds: float) -> str:
     """112 -> '1m 52s'."""
     if not math.isfinite(seconds):
         return "?"
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+    total_s = max(0, round(seconds))
+    if total_s < 60:
+        return f"{total_s}s"
+    if total_s < 3600:
+        return f"{total_s // 60}m {total_s % 60:02d}s"
+    if total_s < 86400:
+        return f"{total_s // 3600}h {total_s % 3600 // 60:02d}m"
+    return f"{total_s // 86400}d {total_s % 86400 // 3600:02d}h"
 
 
 def _quantity(parse: Callable[[Any], Any], example: str) -> list[Any]:

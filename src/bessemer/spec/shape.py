@@ -242,7 +242,7 @@ def parameter_counts(shape: ModelShape) -> dict[str, int]:
     if shape.wrapped:
         return {"wrapped": shape.wrapped_parameters}
     norm = 2 if shape.norm == "layer" else 1
-    found = {
+    counts = {
         "embedding": shape.vocab * shape.width,
         "positions": _positions(shape),
         "token types": shape.token_types * shape.width,
@@ -250,14 +250,14 @@ def parameter_counts(shape: ModelShape) -> dict[str, int]:
         "norms": norm * shape.width * shape.embedding_norm,
     }  # fmt: skip
     for layer in range(shape.layers):
-        _add_layer(found, shape, layer, norm, crosses=False)
+        _add_layer(counts, shape, layer, norm, crosses=False)
     for layer in range(shape.decoder_layers):
-        _add_layer(found, shape, layer, norm, crosses=True)
+        _add_layer(counts, shape, layer, norm, crosses=True)
     ends = (shape.norm_place != "post") + (shape.decoder_layers > 0)
-    found["norms"] += norm * shape.width * ends
+    counts["norms"] += norm * shape.width * ends
     transform = (shape.width + 1) * shape.width + norm * shape.width if shape.head_transform else 0
-    found["head"] = (0 if shape.tied else shape.vocab * shape.width) + shape.vocab * shape.head_bias + transform
-    return {name: number for name, number in found.items() if number}
+    counts["head"] = (0 if shape.tied else shape.vocab * shape.width) + shape.vocab * shape.head_bias + transform
+    return {name: number for name, number in counts.items() if number}
 
 
 def _positions(shape: ModelShape) -> int:
@@ -266,26 +266,26 @@ def _positions(shape: ModelShape) -> int:
     return shape.max_positions * shape.width if shape.positions == "learned" else 0
 
 
-def _add_layer(found: dict[str, int], shape: ModelShape, layer: int, norm: int, crosses: bool) -> None:
+def _add_layer(counts: dict[str, int], shape: ModelShape, layer: int, norm: int, crosses: bool) -> None:
     width = shape.width
     if shape.mixer(layer) == "mamba":
-        found["state space"] += _mamba(shape)
+        counts["state space"] += _mamba(shape)
     else:
-        found["attention"] += _attention(shape, norm) * (2 if crosses else 1)
+        counts["attention"] += _attention(shape, norm) * (2 if crosses else 1)
     experts, dense = shape.has_experts(layer), shape.ffn > 0
     norms = 2 if shape.norm_place == "sandwich" else 1
     branches = 1 + (experts or dense) * (shape.parallel != "one_norm") + crosses
-    found["norms"] += norm * width * norms * branches
+    counts["norms"] += norm * width * norms * branches
     matrices = 3 if shape.gated else 2
     if experts:
         assert shape.moe is not None
         moe = shape.moe
-        found["router"] += moe.experts * width
-        found["experts"] += moe.experts * matrices * width * moe.ffn
-        found["shared experts"] += moe.shared * matrices * width * moe.ffn
+        counts["router"] += moe.experts * width
+        counts["experts"] += moe.experts * matrices * width * moe.ffn
+        counts["shared experts"] += moe.shared * matrices * width * moe.ffn
     elif dense:
         biases = (matrices - 1) * shape.ffn + width if shape.ffn_bias else 0
-        found["feed-forward"] += matrices * width * shape.ffn + biases
+        counts["feed-forward"] += matrices * width * shape.ffn + biases
 
 
 def _attention(shape: ModelShape, norm: int) -> int:
@@ -326,14 +326,14 @@ def _mamba_matrices(shape: ModelShape) -> int:
 
 def active_parameters(shape: ModelShape) -> int:
     """Active parameters per token: only the experts that it is routed to."""
-    found = parameter_counts(shape)
-    total = sum(found.values())
-    return total - _idle(shape, found) if shape.moe else total
+    counts = parameter_counts(shape)
+    total = sum(counts.values())
+    return total - _idle(shape, counts) if shape.moe else total
 
 
-def _idle(shape: ModelShape, found: dict[str, int]) -> int:
+def _idle(shape: ModelShape, counts: dict[str, int]) -> int:
     assert shape.moe is not None
-    return found.get("experts", 0) * (shape.moe.experts - shape.moe.top_k) // shape.moe.experts
+    return counts.get("experts", 0) * (shape.moe.experts - shape.moe.top_k) // shape.moe.experts
 
 
 def matmul_parameters(shape: ModelShape) -> int:
@@ -341,7 +341,7 @@ def matmul_parameters(shape: ModelShape) -> int:
     a 7B model, 0.1 % of GPT-2)."""
     if shape.wrapped:
         return active_parameters(shape) - shape.vocab * shape.width * (not shape.tied)
-    found = parameter_counts(shape)
+    counts = parameter_counts(shape)
     mixers = sum(
         _mamba_matrices(shape) if shape.mixer(layer) == "mamba" else _attention_matrices(shape)
         for layer in range(shape.layers)
@@ -349,9 +349,9 @@ def matmul_parameters(shape: ModelShape) -> int:
     mixers += shape.decoder_layers * 2 * _attention_matrices(shape)
     dense = sum(not shape.has_experts(layer) for layer in range(shape.layers)) + shape.decoder_layers
     ffn = dense * (3 if shape.gated else 2) * shape.width * shape.ffn
-    routed = sum(found.get(part, 0) for part in ("router", "experts", "shared experts"))
+    routed = sum(counts.get(part, 0) for part in ("router", "experts", "shared experts"))
     head = shape.width * (shape.vocab + shape.width * shape.head_transform)
-    return mixers + ffn + head + routed - (_idle(shape, found) if shape.moe else 0)
+    return mixers + ffn + head + routed - (_idle(shape, counts) if shape.moe else 0)
 
 
 def flops_per_token(shape: ModelShape, context: int) -> int:

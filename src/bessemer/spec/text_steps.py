@@ -182,9 +182,9 @@ class LinesSpec(ShareSpec, step="lines"):
     min_kept: float = setting(0.0, "minimum share of characters left in a document", 0.5, ge=0, le=1)
 
 
-def _rule(default: float, about: str) -> Any:
+def _rule(default: float, description: str) -> Any:
     """A published threshold."""
-    return setting(default, about + OFF, default)
+    return setting(default, description + OFF, default)
 
 
 class GopherQualitySpec(StepSpec, step="gopher_quality"):

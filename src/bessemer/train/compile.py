@@ -113,14 +113,14 @@ def compilable(block: nn.Module) -> bool:
 
 def compile_blocks(model: Decoder, rows: int, context: int, dtype: torch.dtype, chained: bool = False) -> int:
     """How many blocks will run compiled. `fullgraph`: what cannot be compiled says so instead of running slowly."""
-    found = [block for block in model.blocks if compilable(block)]
+    blocks = [block for block in model.blocks if compilable(block)]
     wrap = torch.compile(dynamic=False, fullgraph=True)
     served = CompiledBlocks(rows, context, dtype, wrap)
-    for block in found:
+    for block in blocks:
         block.compiled = served  # type: ignore[assignment]
-    if chained and found and len(found) == len(model.blocks) and model.shape.parallel != "one_norm":
+    if chained and blocks and len(blocks) == len(model.blocks) and model.shape.parallel != "one_norm":
         model.chain = served
-    return len(found)
+    return len(blocks)
 
 
 FP8 = ("fp8", "fp8_rowwise")

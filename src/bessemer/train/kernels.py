@@ -103,8 +103,8 @@ TINY = 1e-12  # below which a maximum counts as this: a tensor of zeros stays ze
 def _scale(largest, most: tl.constexpr, PROGRAMS: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
     """What numbers are multiplied by, so that the largest becomes `most` and no cast overflows. Maxima pass NaN by: a
     sum keeps it, so that a step with one in it is seen to have one."""
-    found = tl.load(largest + tl.arange(0, PROGRAMS))
-    top = tl.max(found, axis=0) + tl.sum(found * 0.0, axis=0)
+    maxima = tl.load(largest + tl.arange(0, PROGRAMS))
+    top = tl.max(maxima, axis=0) + tl.sum(maxima * 0.0, axis=0)
     return most / tl.where(top < TINY, TINY, top)
 
 

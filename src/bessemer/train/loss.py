@@ -68,7 +68,7 @@ PLAIN = LossOptions()
 
 
 @dataclass(frozen=True)
-class Words:
+class VocabShard:
     """The head's rows that this process has, of `total` that it shares with a group: `start` and those after it."""
 
     group: Any
@@ -146,7 +146,7 @@ class _Head:
     scale: float
     options: LossOptions
     wants: tuple[bool, bool, bool]
-    words: Words | None = None
+    words: VocabShard | None = None
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -214,7 +214,7 @@ def _in_chunks(head: _Head, compute: torch.dtype) -> Found:
     return nll_R, loss_R, correct_R, (grad_h_RW, grad_w_VW, grad_b_V)
 
 
-def _best_of_all(top_C: Tensor, index_C: Tensor, words: Words) -> tuple[Tensor, Tensor]:
+def _best_of_all(top_C: Tensor, index_C: Tensor, words: VocabShard) -> tuple[Tensor, Tensor]:
     """The largest logit of all words and the first word that has it."""
     best_C = top_C.clone()
     dist.all_reduce(best_C, dist.ReduceOp.MAX, group=words.group)
@@ -241,13 +241,13 @@ def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
     grad_h_RW = torch.empty_like(h_RW) if wants_h else None
     alone = rows <= chunk and head.weight_VW.dtype == compute == torch.bfloat16
     grad_w_PW = torch.empty_like(w_PW, dtype=compute if alone else torch.float32) if wants_w else None
-    found = []
+    chunks = []
     for start in range(0, rows, chunk):
         h_CW = h_RW[start : start + chunk]
         logits_CP = buffer_CP[: len(h_CW)]
         torch.mm(h_CW, w_PW.t(), out=logits_CP)
         part = slice(start, start + len(h_CW))
-        found.append(
+        chunks.append(
             cross_entropy_rows_(
                 logits_CP, vocab, head.targets_R[part], head.weights_R[part], head.scale, wants_h or wants_w,
                 options.logit_scale, options.logit_cap, options.z,
@@ -261,7 +261,7 @@ def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
             torch.mm(logits_CP.t(), h_CW, out_dtype=torch.float32, out=grad_w_PW)
         elif grad_w_PW is not None:
             torch.addmm(grad_w_PW, logits_CP.t(), h_CW, out_dtype=torch.float32, out=grad_w_PW)
-    nll_R, loss_R, correct_R = (torch.cat(parts) for parts in zip(*found, strict=True))
+    nll_R, loss_R, correct_R = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     grad_w_VW = None if grad_w_PW is None else grad_w_PW[:vocab]
     return nll_R, loss_R, correct_R, (grad_h_RW, grad_w_VW, None)
 
@@ -286,7 +286,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: float,
         options: LossOptions,
         wants: tuple[bool, bool, bool],
-        words: Words | None,
+        words: VocabShard | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = hidden_RW.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RW.dtype
@@ -328,7 +328,7 @@ def linear_cross_entropy(
     scale: float,
     options: LossOptions | None = None,
     bias_V: Tensor | None = None,
-    words: Words | None = None,
+    words: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`scale` times the weighted sum of what is minimised; each token's plain cross-entropy, whatever the options;
     whether its most likely word was right. Targets of weight zero must be words too. What is frozen costs nothing.
@@ -375,15 +375,15 @@ def ctc_loss(
     wrong_BS = used_BS & ((targets_BS < 0) | (targets_BS >= head_VW.shape[0]) | (targets_BS == blank))
     if wrong_BS.any():
         row, place = wrong_BS.nonzero()[0].tolist()
-        found = f"row {row}, label {place} is {int(targets_BS[row, place])}"
-        raise UserError(f"ctc: {found}; write labels from 0 to {head_VW.shape[0] - 1} other than the blank, {blank}")
+        problem = f"row {row}, label {place} is {int(targets_BS[row, place])}"
+        raise UserError(f"ctc: {problem}; write labels from 0 to {head_VW.shape[0] - 1} other than the blank, {blank}")
     # Equal neighbours need a blank between them.
     needed_B = lengths_B + ((targets_BS[:, 1:] == targets_BS[:, :-1]) & used_BS[:, 1:]).sum(dim=1)
     infeasible_B = needed_B > input_lengths_B.to(needed_B.device)
     if infeasible_B.any() and not skip_infeasible:
         row = int(infeasible_B.nonzero()[0])
-        found = f"row {row} has {int(input_lengths_B[row])} steps and its labels need {int(needed_B[row])}"
-        raise UserError(f"ctc: {found} ({int(infeasible_B.sum())} such rows); drop them or shorten their labels")
+        problem = f"row {row} has {int(input_lengths_B[row])} steps and its labels need {int(needed_B[row])}"
+        raise UserError(f"ctc: {problem} ({int(infeasible_B.sum())} such rows); drop them or shorten their labels")
     logits_TBV = F.linear(hidden_BTW, head_VW, bias_V).transpose(0, 1)
     log_TBV = logits_TBV.to(torch.promote_types(logits_TBV.dtype, torch.float32)).log_softmax(dim=-1)
     # An empty target stands in for an infeasible one: the gradient of an infinite loss is not a number even times zero,

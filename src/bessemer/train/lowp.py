@@ -88,9 +88,9 @@ def fp8_layers(model: nn.Module) -> list[str]:
 
 def refuse_device(precision: str, device: torch.device) -> None:
     """A clear word where the device cannot multiply fp8."""
-    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if found is None or found < CAPABILITY:
-        here = torch.cuda.get_device_name(device) if found else device.type
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None or capability < CAPABILITY:
+        here = torch.cuda.get_device_name(device) if capability else device.type
         raise UserError(f"precision: {precision} needs a GPU with fp8 (Ada, Hopper, later), this is {here}: write bf16")
 
 
@@ -288,10 +288,10 @@ OVERFLOW = "fp16 overflow"  # why a step was withheld, in its record
 class LossScale:
     """The present scale. A fixed one never changes, and is the spec's: a checkpoint does not keep it."""
 
-    def __init__(self, asked: str | float, device: torch.device) -> None:
+    def __init__(self, initial: str | float, device: torch.device) -> None:
         """`asked` is "dynamic" or a number."""
-        self.dynamic = asked == "dynamic"
-        start = START if self.dynamic else float(asked)
+        self.dynamic = initial == "dynamic"
+        start = START if self.dynamic else float(initial)
         if not 0 < start < float("inf"):
             raise UserError(f"loss_scale: {start:g} does not scale: write dynamic, or a number such as 1024")
         self.scale = torch.full((), start, device=device)

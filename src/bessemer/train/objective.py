@@ -25,7 +25,7 @@ from bessemer.parallel.shard import local
 from bessemer.spec.model import LossSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.loss import LossOptions, Words, linear_cross_entropy
+from bessemer.train.loss import LossOptions, VocabShard, linear_cross_entropy
 from bessemer.train.objectives import Mix, Objective, make_objective
 
 
@@ -140,7 +140,7 @@ class Pretrain:
             head_VW, bias_V = local(head_VW), None if bias_V is None else local(bias_V)
             if divided:
                 start = self.tensors.get_local_rank() * len(head_VW)
-                words = Words(self.tensors.get_group(), start, model.shape.vocab)
+                words = VocabShard(self.tensors.get_group(), start, model.shape.vocab)
         weights_R = feed.weights_BT.flatten()
         loss, nll_R, correct_R = linear_cross_entropy(
             hidden_BTW.flatten(0, 1), head_VW, feed.targets_BT.flatten(), weights_R, 1.0 / count,

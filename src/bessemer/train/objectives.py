@@ -99,8 +99,8 @@ def happens(draws: Words, share: float) -> Flags:
 
 def weights_of(batch: Batch, origin: Ints) -> npt.NDArray[np.float32]:
     """A target weighs what the token it came from weighed."""
-    found = np.take_along_axis(batch.weights, np.maximum(origin, 0), axis=1)
-    return np.where(origin == PADDING, np.float32(0), found)
+    weights = np.take_along_axis(batch.weights, np.maximum(origin, 0), axis=1)
+    return np.where(origin == PADDING, np.float32(0), weights)
 
 
 _PREFIX, _MASKED, _INFILL = 0x707265666978, 0x6D61736B6564, 0x696E66696C6C  # keep uses of the seed apart
@@ -192,9 +192,9 @@ class Infill:
         origin = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
         for k in np.flatnonzero(chosen).tolist():
             row, begin, stop, end = runs.row[k], runs.begin[k], runs.begin[k] + length[k], runs.end[k]
-            kept, (pre, mid, suf) = np.arange(begin, stop - 3), np.arange(stop - 3, stop)[:, None]
-            cuts = np.sort(draws[k, _CUTS] % np.uint64(kept.size + 1)).astype(np.int64)
-            prefix, middle, suffix = np.split(kept, cuts)
+            visible, (pre, mid, suf) = np.arange(begin, stop - 3), np.arange(stop - 3, stop)[:, None]
+            cuts = np.sort(draws[k, _CUTS] % np.uint64(visible.size + 1)).astype(np.int64)
+            prefix, middle, suffix = np.split(visible, cuts)
             parts = (pre, suf, suffix, mid, prefix) if suffix_first[k] else (pre, prefix, suf, suffix, mid)
             origin[row, begin:stop] = order = np.concatenate([*parts, middle])
             targets[row, stop - 3 : stop] = self.marks
@@ -257,13 +257,13 @@ class Denoise:
         tokens, targets, origin, numbers, prefix = _lay(decoder, [0, 0, PADDING, PADDING, 0], width)
         # Padding gets the number of the last document: there too a decoder finds encoder columns to look at.
         documents = np.maximum.accumulate(numbers, axis=1).astype(np.int32)
-        found = ObjectiveBatch(tokens, targets, weights_of(batch, origin), documents, origin)
+        rewritten = ObjectiveBatch(tokens, targets, weights_of(batch, origin), documents, origin)
         if self.encoder:
-            found.encoder_tokens, numbers = _lay(encoder, [0, PADDING])
-            found.encoder_documents = numbers.astype(np.int32)
+            rewritten.encoder_tokens, numbers = _lay(encoder, [0, PADDING])
+            rewritten.encoder_documents = numbers.astype(np.int32)
         else:
-            found.prefix = prefix.astype(np.bool_)
-        return found
+            rewritten.prefix = prefix.astype(np.bool_)
+        return rewritten
 
     def _corrupt(self, text: Ints, hidden: Flags) -> tuple[Ints, Ints, Ints]:
         """(input, target, where each token of the target was in the text, its end left out)."""
@@ -299,8 +299,8 @@ def noise_mask(length: int, rate: float, span: float, draws: Words) -> Flags:
     The tokens in spans and the others are both cut at random into the same number of parts, which then alternate.
     """
     noise, spans = count_spans(length, rate, span)
-    hidden, kept = _cut(noise, spans, draws[: noise - 1]), _cut(length - noise, spans, draws[noise - 1 :])
-    return np.repeat(np.tile([False, True], spans), np.stack([kept, hidden], axis=1).ravel())
+    hidden, visible = _cut(noise, spans, draws[: noise - 1]), _cut(length - noise, spans, draws[noise - 1 :])
+    return np.repeat(np.tile([False, True], spans), np.stack([visible, hidden], axis=1).ravel())
 
 
 def _cut(items: int, parts: int, draws: Words) -> Ints:
@@ -330,15 +330,15 @@ class Mix:
         """Where rows that see both sides meet causal ones, all their columns are a prefix."""
         choice, shape = self._choose(batch), batch.tokens.shape
         kinds = (np.int64, np.int64, np.float32, np.int32, np.int64, np.bool_)
-        whole = ObjectiveBatch(*[np.empty(shape, kind) for kind in kinds])  # type: ignore[arg-type]
+        mixed = ObjectiveBatch(*[np.empty(shape, kind) for kind in kinds])  # type: ignore[arg-type]
         for k in np.unique(choice).tolist():
             at = np.flatnonzero(choice == k)
             part = self.objectives[k].rewrite(Batch(**{name: array[at] for name, array in vars(batch).items()}))
             if part.prefix is None:
                 part.prefix = np.full(part.tokens.shape, not part.causal)
             for name in ("tokens", "targets", "weights", "documents", "origin", "prefix"):
-                getattr(whole, name)[at] = getattr(part, name)
-        return whole
+                getattr(mixed, name)[at] = getattr(part, name)
+        return mixed
 
     def _choose(self, batch: Batch) -> Ints:
         """The number of each row's objective; rows that only fill up a batch have that of some source."""
@@ -363,8 +363,8 @@ def make_objective(
         raise UserError(f"a model {which} learns all sources by {only}, not by {', '.join(kinds)}: write kind: {only}")
     for name in sorted({name for spec in specs for name in spec.sources} - set(names)):
         raise UserError(f"an objective names the source {name!r}, but there are only {', '.join(names)}: correct it")
-    found = tuple(_make(spec, seed, tokenizer, context, encoder) for spec in specs)
-    return Mix(seed, tuple(specs), found, tuple(names)) if len(specs) > 1 or specs[0].sources else found[0]
+    objectives = tuple(_make(spec, seed, tokenizer, context, encoder) for spec in specs)
+    return Mix(seed, tuple(specs), objectives, tuple(names)) if len(specs) > 1 or specs[0].sources else objectives[0]
 
 
 def _make(spec: ObjectiveSpec, seed: int, tokenizer: Tokenizer, context: int, encoder: bool) -> Objective:

@@ -25,7 +25,7 @@ WARMUP = 5  # steps before: compiling and kernel selection, then two that are ti
 DONE = "profiled"  # ends the loop, in place of a signal's name
 
 
-class Profiler:
+class StepProfiler:
     """Profiles `steps` steps after WARMUP, then ends the loop. Without a `trace` to write it only marks ranges and
     starts CUDA's profiler: Nsight and torch's profiler cannot run at once."""
 

@@ -57,22 +57,22 @@ def report_rank_memory(engine: Engine, recorder: Recorder, plan: Plan) -> list[s
     if world.size == 1 or engine.spec.parallel.engine != "torch":  # DeepSpeed holds its state elsewhere
         return []
     averages = engine.ema.state() if engine.ema else None
-    found = gather_rank_memory(
+    by_rank = gather_rank_memory(
         world, local_rank_memory(world, engine.model.named_parameters(), engine.optimizer.state(), averages)
     )
-    recorder.run.write_file(LAYOUT, json.dumps({"layout": asdict(world.layout), "ranks": found}, indent=1))
-    most = max(found, key=lambda each: int(each["bytes"]))
+    recorder.run.write_file(LAYOUT, json.dumps({"layout": asdict(world.layout), "ranks": by_rank}, indent=1))
+    most = max(by_rank, key=lambda each: int(each["bytes"]))
     sizes = {kind: most[kind]["divided"]["bytes"] + most[kind]["whole"]["bytes"] for kind in MEMORY_KINDS}
     value = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in sizes.items() if size)
     plan.add("parallel.held", value, f"in rank {most['rank']}, which holds most; all of them are in {LAYOUT}", "found")
-    whole: dict[str, list[int]] = {}
-    for each in found:
+    totals: dict[str, list[int]] = {}
+    for each in by_rank:
         for words in each["left_whole"]:
-            whole.setdefault(words, []).append(each["rank"])
-    for words, ranks in whole.items():
+            totals.setdefault(words, []).append(each["rank"])
+    for words, ranks in totals.items():
         fix = "parallel.dp_shard above 1 divides every weight"
         recorder.event("left_whole", reason=f"{words}, in ranks {format_ranks(ranks)}: {fix}", ranks=ranks)
-    return rank_memory_table(found)
+    return rank_memory_table(by_rank)
 
 
 def rank_record(step: int, ranks: dict[str, list[float]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from bessemer.checkpoint.manifest import DamagedCheckpoint
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, hf_prompt_format, native_prompt_format
 from bessemer.errors import UserError
-from bessemer.model.families.folder import Folder, find_origin, load_weights
+from bessemer.model.families.folder import HfFolder, find_origin, load_weights
 from bessemer.model.families.registry import read_shape
 from bessemer.model.generate import Sampling, generate
 from bessemer.model.transformer import Decoder, make_module
@@ -90,7 +90,7 @@ def _imported_checkpoint(shelf: CheckpointStore, path: Path, which: str) -> Path
 
 def _load_folder(path: Path, device: torch.device) -> tuple[Decoder, Tokenizer]:
     """A Hugging Face folder of a native family, in float32."""
-    folder = Folder(path)
+    folder = HfFolder(path)
     family, shape = read_shape(folder.config)
     model = _empty(shape, device)
     load_weights(model, folder, family)

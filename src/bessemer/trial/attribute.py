@@ -248,14 +248,14 @@ Event = Mapping[str, Any]
 def list_changes(job: Job, scene: StepScene, events: Sequence[Event] = (), steps: int = CHANGES_WITHIN) -> list[str]:
     """One line for each change in the last `steps` steps, in order."""
     first = max(0, scene.step - steps)
-    found = [
+    changes = [
         *_lr_changes(job, scene, first),
         *_batch_changes(job, scene, first),
         *_event_changes(events, first, scene.step),
     ]
     if isinstance(job.data.stream, BatchStream):
-        found += _data_changes(job.data.stream, scene.step, first)
-    return [line for _, line in sorted(found, key=lambda entry: entry[0])]
+        changes += _data_changes(job.data.stream, scene.step, first)
+    return [line for _, line in sorted(changes, key=lambda entry: entry[0])]
 
 
 def _lr_changes(job: Job, scene: StepScene, first: int) -> Iterator[tuple[int, str]]:

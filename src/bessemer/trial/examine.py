@@ -119,15 +119,17 @@ def examine_parts(
         if own:
             others = [d for d in _reference_documents(stream, own[0], step) if (source, d) not in left_out][:REFERENCES]
             read = _document_losses(engine, stream, own[0], [*(part.origin.document for part in own), *others])
-            for part, whole in zip(own, read, strict=False):
-                result[id(part)] = compare_document(_with_step(part, whole), read[len(own) :], engine.model.shape.vocab)
+            for part, document_losses in zip(own, read, strict=False):
+                result[id(part)] = compare_document(
+                    _with_step(part, document_losses), read[len(own) :], engine.model.shape.vocab
+                )
     return [result.get(id(part)) for part in parts]
 
 
-def _with_step(part: DocumentPart, whole: TokenLosses) -> TokenLosses:
+def _with_step(part: DocumentPart, document_losses: TokenLosses) -> TokenLosses:
     """The document's part in the step followed by the rest of it, each cut to MOST_TOKENS."""
     ids, losses = np.array(part.counted_ids[:MOST_TOKENS], np.int64), np.array(part.losses[:MOST_TOKENS])
-    return np.concatenate((ids, whole[0])), np.concatenate((losses, whole[1]))
+    return np.concatenate((ids, document_losses[0])), np.concatenate((losses, document_losses[1]))
 
 
 def _reference_documents(stream: BatchStream, part: DocumentPart, step: int) -> list[int]:
@@ -167,11 +169,11 @@ def _document_losses(
         targets[row, :size] = ids[-size:]
         tokens[row, 1:size] = targets[row, : size - 1]
         tokens[row, 0] = ids[0] if start else store.gather(np.array([store.tokens - 1]), 1)[0, 0]
-        kept = store.weights(np.array([start]), size) if store.masked else None
-        weights[row, :size] = 1.0 if kept is None else kept[0]
+        mask = store.weights(np.array([start]), size) if store.masked else None
+        weights[row, :size] = 1.0 if mask is None else mask[0]
     numbers = np.arange(rows, dtype=np.int64)
-    whole = Batch(tokens, targets, weights, np.zeros((rows, length), np.int32), numbers, np.full(rows, source), numbers)
-    batches = [whole.part(row, row + micro_rows) for row in range(0, rows, micro_rows)]
+    batch = Batch(tokens, targets, weights, np.zeros((rows, length), np.int32), numbers, np.full(rows, source), numbers)
+    batches = [batch.part(row, row + micro_rows) for row in range(0, rows, micro_rows)]
     nll = np.concatenate(token_losses(engine, batches))
     of = np.repeat(np.array([*(k for k, _, _ in pieces), *[-1] * (rows - len(pieces))]), length).reshape(rows, length)
     chosen = [(of == k) & (weights > 0) for k in range(len(documents))]

@@ -245,7 +245,7 @@ MOST = 5
 
 
 @dataclass(frozen=True)
-class LayerSample:
+class LayerMeasurement:
     """(rms, largest, non-finite) of each module's output in execution order, and each parameter's gradient norm."""
 
     outputs: dict[str, tuple[float, float, float]]
@@ -276,7 +276,7 @@ def _hook_outputs(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[N
             handle.remove()
 
 
-def sample_layers(engine: Engine, batches: Sequence[Batch]) -> LayerSample:
+def sample_layers(engine: Engine, batches: Sequence[Batch]) -> LayerMeasurement:
     """Run one pass over the batches and collect layer statistics. Inner modules come before their parents."""
     notes: dict[str, list[Tensor]] = {}
     engine.discard_gradients()
@@ -296,7 +296,9 @@ def sample_layers(engine: Engine, batches: Sequence[Batch]) -> LayerSample:
                 sums[name] = [total[0] + squares, total[1] + count, max(total[2], largest), total[3] + bad]
     outputs = {name: (math.sqrt(s / max(1.0, count)), largest, bad) for name, (s, count, largest, bad) in sums.items()}
     squares_of = {name: norm**2 for name, norm in norms.items()}
-    return LayerSample(outputs, {name: math.sqrt(square) for name, square in sum_shards(engine, squares_of).items()})
+    return LayerMeasurement(
+        outputs, {name: math.sqrt(square) for name, square in sum_shards(engine, squares_of).items()}
+    )
 
 
 def sum_shards(engine: Engine, numbers: Mapping[str, float]) -> dict[str, float]:
@@ -315,7 +317,7 @@ def _ratio(value: float, normal: float) -> float:
     return value / normal if normal > 0 and math.isfinite(normal) else math.inf if value > 0 else 0.0
 
 
-def compare_layers(bad: LayerSample, normal: LayerSample) -> list[LayerEvidence]:
+def compare_layers(bad: LayerMeasurement, normal: LayerMeasurement) -> list[LayerEvidence]:
     """The first module with non-finite outputs, or the first notable one and the worst; then the parameters whose
     gradients grew most."""
     layers = []

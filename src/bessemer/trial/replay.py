@@ -95,7 +95,7 @@ class _ShardDifference:
 
 @torch.no_grad()
 def tensor_differences(
-    found: Mapping[str, Tensor], reference: Mapping[str, Tensor], world: World | None = None
+    tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], world: World | None = None
 ) -> dict[str, Difference]:
     """The tensors that differ, weights before moments, largest relative change first. Each rank compares its shards
     (`found` may hold only those), and all ranks get the result."""
@@ -104,7 +104,7 @@ def tensor_differences(
         if not name.startswith(("model.", "optimizer.")):
             continue
         expected = local(expected_tensor)
-        a, b = local(found[name]).to(expected.device).float(), expected.float()
+        a, b = local(tensors[name]).to(expected.device).float(), expected.float()
         same = (a == b) | (a.isnan() & b.isnan())
         if bool(same.all()):
             continue
@@ -139,10 +139,10 @@ def _merge_shards(everyone: Sequence[Mapping[tuple[str, int], _ShardDifference]]
     return result
 
 
-def excess_over_spread(found: Mapping[str, Difference], spread: Mapping[str, Difference]) -> dict[str, float]:
+def excess_over_spread(differences: Mapping[str, Difference], spread: Mapping[str, Difference]) -> dict[str, float]:
     """The difference of each differing tensor, in units of the difference between two replays."""
     ratios = {}
-    for name, gap in found.items():
+    for name, gap in differences.items():
         usual = spread.get(name)
         ratios[name] = max(gap.largest / usual.largest, gap.norm / usual.norm) if usual else math.inf
     return ratios

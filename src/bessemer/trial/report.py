@@ -63,7 +63,7 @@ def summary(case: IncidentCase) -> str:
         why = f"It was not put on trial ({no_trial(case)})"
     else:
         why = f"The trial says {case.trial.verdict} (confidence {format_number(case.trial.confidence, '.2f')})"
-        why += f": {_documents(found)}" if (found := convicted(case)) else ""
+        why += f": {_documents(documents)}" if (documents := convicted(case)) else ""
     done = _done([action for action in case.actions if action.kind != "skip"])
     return f"{event}. {'; '.join([why, *done, recovery(case, numbers=False)])}."
 
@@ -87,8 +87,8 @@ def one_line(case: IncidentCase) -> str:
     if case.trial is None:
         parts.append(f"no trial: {no_trial(case)}")
     else:
-        found = convicted(case)
-        why = _documents(found) if found else case.trial.reason
+        documents = convicted(case)
+        why = _documents(documents) if documents else case.trial.reason
         parts.append(f"verdict: {case.trial.verdict} ({format_number(case.trial.confidence, '.2f')}): {why}")
         for experiment in case.trial.experiments:
             if experiment.name == "without the accused" and experiment.normal:
@@ -115,15 +115,15 @@ def no_trial(case: IncidentCase) -> str:
 
 
 def recovery(case: IncidentCase, numbers: bool = True) -> str:
-    found = case.recovery
-    if found is None:
+    outcome = case.recovery
+    if outcome is None:
         return "whether the loss rejoins its trend is not known yet"
-    known = numbers and found.loss is not None
-    against = f" (loss {format_number(found.loss)}, trend {format_number(found.trend)})" if known else ""
-    if found.rejoined_at is None:
+    known = numbers and outcome.loss is not None
+    against = f" (loss {format_number(outcome.loss)}, trend {format_number(outcome.trend)})" if known else ""
+    if outcome.rejoined_at is None:
         return f"the loss has not rejoined its trend{against}"
-    after = "" if found.steps is None else f", after {found.steps:,} steps"
-    return f"the loss rejoined its trend at step {found.rejoined_at:,}{after}{against}"
+    after = "" if outcome.steps is None else f", after {outcome.steps:,} steps"
+    return f"the loss rejoined its trend at step {outcome.rejoined_at:,}{after}{against}"
 
 
 def _documents(documents: Sequence[AccusedDocument]) -> str:
@@ -179,11 +179,11 @@ def write_report(folder: Path, case: IncidentCase) -> dict[str, Path]:
     """Write or replace reports/anomaly-STEP.md, .html and .json in the run's folder."""
     title = f"{case.run}: anomaly at step {case.step:,}"
     sections = report_sections(case, short_path(str(folder / FILE_NAME)))
-    found = case.to_json() | {"summary": summary(case), "one_line": one_line(case), "advice": advice(case)}
+    record = case.to_json() | {"summary": summary(case), "one_line": one_line(case), "advice": advice(case)}
     texts = {
         "md": markdown(title, sections),
         "html": html_page(title, sections),
-        "json": json.dumps(found, indent=1, default=str) + "\n",
+        "json": json.dumps(record, indent=1, default=str) + "\n",
     }
     paths = {kind: folder / "reports" / f"anomaly-{case.step:06d}.{kind}" for kind in texts}
     (folder / "reports").mkdir(parents=True, exist_ok=True)
@@ -197,10 +197,10 @@ def case_exclusions(case: IncidentCase, from_step: int) -> list[Exclusion]:
     verdict = f"{case.trial.verdict} ({case.trial.confidence:.2f})" if case.trial else "no trial"
     return [
         Exclusion(
-            found.file, found.row, found.document_id, found.source, found.document, from_step, case.run,
-            case.step, f"{verdict}: {case.symptom}", found.mean_loss, found.excerpt,
+            document.file, document.row, document.document_id, document.source, document.document, from_step, case.run,
+            case.step, f"{verdict}: {case.symptom}", document.mean_loss, document.excerpt,
         )
-        for found in convicted(case)
+        for document in convicted(case)
     ]  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def _prevention(case: IncidentCase, list_path: str) -> list[Block]:
     if convicted(case):
         path = list_path if re.fullmatch(r"[\w./-]+", list_path) else json.dumps(list_path)
         blocks.append(Code(f"data: {{exclude: [{path}]}}", "This line in a spec keeps the convicted documents out:"))
-    seen = Counter(found.file for found in case.trial.accused) if case.trial else None
+    seen = Counter(document.file for document in case.trial.accused) if case.trial else None
     for shard in suspect_files(case_exclusions(case, case.step), seen):
         caption = f"{shard.file}: {shard.reason}. To leave out the whole file, add this line to {list_path}:"
         blocks.append(Code(shard.to_line(), caption))
@@ -336,33 +336,33 @@ def _prevention(case: IncidentCase, list_path: str) -> list[Block]:
 def _accused(accused: list[AccusedDocument]) -> list[Block]:
     if not accused:
         return [Text("None is accused.")]
-    listed = sorted(accused, key=lambda found: not found.convicted)[:_MOST_DOCUMENTS]
+    listed = sorted(accused, key=lambda document: not document.convicted)[:_MOST_DOCUMENTS]
     rows = [
         [
-            f"{found.file}:{found.row}", found.source, found.document_id, f"{found.tokens:,}",
-            format_number(found.mean_loss), format_share(found.loss_share), format_share(found.grad_share),
-            "yes" if found.convicted else "no",
+            f"{document.file}:{document.row}", document.source, document.document_id, f"{document.tokens:,}",
+            format_number(document.mean_loss), format_share(document.loss_share), format_share(document.grad_share),
+            "yes" if document.convicted else "no",
         ]
-        for found in listed
+        for document in listed
     ]  # fmt: skip
     head = ["file:row", "source", "id", "tokens", "mean loss", "of the loss", "of the gradient", "convicted"]
-    blocks: list[Block] = [Table(head, rows, [found.convicted for found in listed])]
+    blocks: list[Block] = [Table(head, rows, [document.convicted for document in listed])]
     if len(accused) > len(listed):
         blocks.append(Text(f"And {len(accused) - len(listed):,} more, which the JSON report lists."))
-    read = [found for found in listed if found.excerpt][:_MOST_EXCERPTS]
+    read = [document for document in listed if document.excerpt][:_MOST_EXCERPTS]
     return [*blocks, *(Code(excerpt(one.excerpt), f"{one.file}:{one.row}") for one in read)]
 
 
 def _unknown(case: IncidentCase) -> list[str]:
-    found = []
+    lines = []
     if case.trial is None:
-        found.append(f"The cause: there was no trial ({no_trial(case)}).")
+        lines.append(f"The cause: there was no trial ({no_trial(case)}).")
     else:
-        found += [f"{name}: left out, the trial's time was up." for name in case.trial.cut_short]
+        lines += [f"{name}: left out, the trial's time was up." for name in case.trial.cut_short]
         if case.trial.verdict == "undetermined":
-            found.append("The cause.")
+            lines.append("The cause.")
         if any(one.grad_share is None for one in case.trial.accused):
-            found.append("Some documents' share of the gradient: only the most suspicious are measured.")
+            lines.append("Some documents' share of the gradient: only the most suspicious are measured.")
     if case.recovery is None:
-        found.append("Whether the loss rejoins its trend: this report is written again when that is known.")
-    return found or ["Every experiment of the trial was made."]
+        lines.append("Whether the loss rejoins its trend: this report is written again when that is known.")
+    return lines or ["Every experiment of the trial was made."]

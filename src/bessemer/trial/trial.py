@@ -171,11 +171,11 @@ def replays(ctx: TrialContext) -> None:
     try:
         state.load()
         path = replay_to(ctx.job, ctx.scene.step, ctx.scene.history, state.step)
-        found = tensor_differences(ctx.saved, ctx.engine.state(), ctx.engine.world)
+        differences = tensor_differences(ctx.saved, ctx.engine.state(), ctx.engine.world)
         question = f"Does a replay from step {state.step} lead to the judged weights?"
-        detail = _describe_differences(found) if found else "bit for bit the judged weights"
+        detail = _describe_differences(differences) if differences else "bit for bit the judged weights"
         ctx.evidence.replay = ctx.record("replay", question, measure(ctx.engine, ctx.scene.batches), detail)
-        ctx.evidence.corrupt = _measure_corruption(ctx, state, path, found) if found else 0.0
+        ctx.evidence.corrupt = _measure_corruption(ctx, state, path, differences) if differences else 0.0
         if ctx.evidence.corrupt is None or ctx.evidence.corrupt > CORRUPT or not ctx.evidence.damaged:
             return
         _planned_lr(ctx, state)
@@ -203,7 +203,7 @@ def _replay_start(ctx: TrialContext) -> EarlierState | None:
 
 
 def _measure_corruption(
-    ctx: TrialContext, state: EarlierState, path: Sequence[ReplayedStep], found: dict[str, Difference]
+    ctx: TrialContext, state: EarlierState, path: Sequence[ReplayedStep], differences: dict[str, Difference]
 ) -> float | None:
     """How far the weights differ from replayed ones, in units of the spread between two replays. If the run rounded
     differently, the spread is unknown: then weights that are damaged where replayed ones are not count as corrupted."""
@@ -218,22 +218,22 @@ def _measure_corruption(
     first = {name: tensor.detach().to("cpu", copy=True) for name, tensor in local_state(ctx.engine).items()}
     state.load()
     second = replay_to(ctx.job, ctx.scene.step, ctx.scene.history, state.step)
-    ratios = excess_over_spread(found, tensor_differences(first, ctx.engine.state(), ctx.engine.world))
+    ratios = excess_over_spread(differences, tensor_differences(first, ctx.engine.state(), ctx.engine.world))
     worst = max(ratios.values())
     if worst > CORRUPT:
-        guilty = {name: gap for name, gap in found.items() if ratios[name] > CORRUPT}
+        guilty = {name: gap for name, gap in differences.items() if ratios[name] > CORRUPT}
         ctx.remarks.append(_describe_differences(guilty))
         divergent = first_divergent_step(ctx.scene.history, path, second)
         ctx.began_at = ctx.scene.step - 1 if divergent is None else divergent
     return worst
 
 
-def _describe_differences(found: dict[str, Difference]) -> str:
+def _describe_differences(differences: dict[str, Difference]) -> str:
     words = [
         f"{name.partition('.')[2]} ({gap.elements} of {gap.of} elements, largest change {gap.largest:.3g})"
-        for name, gap in list(found.items())[:3]
+        for name, gap in list(differences.items())[:3]
     ]
-    more = f" and {len(found) - 3} other tensors" if len(found) > 3 else ""
+    more = f" and {len(differences) - 3} other tensors" if len(differences) > 3 else ""
     return "differ: " + ", ".join(words) + more
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import bessemer
 from bessemer.data.curate.corpus import Corpus
-from bessemer.data.curate.engine import Engine, LocalEngine, Meter, ProcessPool
+from bessemer.data.curate.engine import CurationEngine, LocalEngine, Meter, ProcessPool
 from bessemer.data.curate.ledger import load_arrays, save_arrays
 from bessemer.data.curate.passes import ValidationSplit
 from bessemer.data.curate.report import read_report
@@ -50,7 +50,7 @@ def spec_of(clean: list[Any], part: int = 10_000, **sources: Any) -> DataSpec:
     return DataSpec.model_validate({"sources": sources, "clean": clean, "validation": 0.1, "part": part})
 
 
-def build(data: DataSpec, cache: Path, engine: Engine | None = None) -> Prepared:
+def build(data: DataSpec, cache: Path, engine: CurationEngine | None = None) -> Prepared:
     return prepare(data, TokenizerSpec(), cache, 300, 0, engine=engine or LocalEngine())
 
 
@@ -200,7 +200,7 @@ def filled_in(step: Any, home: Path) -> Any:
     return json.loads(written)
 
 
-def curate(data: DataSpec, cache: Path, engine: Engine | None = None) -> Corpus:
+def curate(data: DataSpec, cache: Path, engine: CurationEngine | None = None) -> Corpus:
     files = {name: list_files(source) for name, source in data.sources.items()}
     corpus = Corpus(data, files, cache, engine or LocalEngine(), Meter())
     corpus.curate(ValidationSplit(0, 0.1))

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
-from bessemer.launch.emit import ResolvedRun, emit, render, write_files
-from bessemer.launch.emit.feed import EmittedRun, load_model, open_emitted, write_initial_weights
+from bessemer.launch.emit import RunToEmit, emit, render, write_files
+from bessemer.launch.emit.feed import load_model, open_emitted, write_initial_weights
 from bessemer.model.transformer import build_model
 from bessemer.run.directory import Run
 from bessemer.session.session import train
@@ -57,7 +57,7 @@ def test_a_stopped_script_goes_on_with_the_same_losses(tiny: Callable[..., RunSp
     write_initial_weights(folder)
     main = runpy.run_path(str(folder / "train.py"))["main"]
 
-    def stopping(place: Path) -> EmittedRun:
+    def stopping(place: Path) -> RunToEmit:
         run = open_emitted(place)
         count = run.count
         run.count = lambda step: count(step) if step < 12 else float(sys.exit("stopped"))  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ def test_a_stopped_script_goes_on_with_the_same_losses(tiny: Callable[..., RunSp
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_accelerate_reads_the_config(resolved: Callable[..., ResolvedRun], tmp_path: Path, device: str) -> None:
+def test_accelerate_reads_the_config(resolved: Callable[..., RunToEmit], tmp_path: Path, device: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     parallel = {"device": device, "dp_replicate": 2, "dp_shard": 4}

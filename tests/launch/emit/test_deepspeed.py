@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
-from bessemer.launch.emit import ResolvedRun, emit, render, write_files
+from bessemer.launch.emit import RunToEmit, emit, render, write_files
 from bessemer.launch.emit.feed import open_emitted
 from bessemer.run.directory import Run
 from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-Resolve = Callable[..., ResolvedRun]
+Resolve = Callable[..., RunToEmit]
 
 
-def config_of(run: ResolvedRun) -> dict[str, Any]:
+def config_of(run: RunToEmit) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(render("deepspeed", run).files["ds_config.json"])
     return found
 

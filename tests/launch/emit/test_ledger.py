@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from bessemer.errors import UserError
 from bessemer.launch import emit as module
-from bessemer.launch.emit import FRAMEWORKS, EmittedFiles, KeyCoverage, ResolvedRun, changed_keys, render
+from bessemer.launch.emit import FRAMEWORKS, EmittedFiles, KeyCoverage, RunToEmit, changed_keys, render
 from bessemer.session import start as dry
 from bessemer.spec.schema import RunSpec
 
@@ -181,7 +181,7 @@ def test_a_key_that_nobody_speaks_of_becomes_a_note(tiny: Callable[..., RunSpec]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_no_secret_and_no_notes_are_lost(resolved: Callable[..., ResolvedRun], framework: str) -> None:
+def test_no_secret_and_no_notes_are_lost(resolved: Callable[..., RunToEmit], framework: str) -> None:
     made = render(framework, resolved(optimizer={"ema": 0.99}))
     for note in made.notes:
         assert note in made.files["NOTES.md"]

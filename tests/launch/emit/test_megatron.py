@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from bessemer.launch.emit import ResolvedRun, render
+from bessemer.launch.emit import RunToEmit, render
 
-Resolve = Callable[..., ResolvedRun]
+Resolve = Callable[..., RunToEmit]
 
 
-def arguments_of(run: ResolvedRun, folder: Path) -> list[str]:
+def arguments_of(run: RunToEmit, folder: Path) -> list[str]:
     """The arguments as bash hands them to torchrun, which is stood in for by a script that prints them."""
     (folder / "torchrun").write_text('#!/bin/bash\nfor a in "$@"; do echo "$a"; done\n')
     (folder / "torchrun").chmod(0o755)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from bessemer.launch.emit import ResolvedRun, emit, render, write_files
+from bessemer.launch.emit import RunToEmit, emit, render, write_files
 from bessemer.launch.emit.feed import open_emitted, write_initial_weights
 from bessemer.model.transformer import build_model
 from bessemer.spec.schema import RunSpec
 
-Resolve = Callable[..., ResolvedRun]
+Resolve = Callable[..., RunToEmit]
 
 
 def titan(name: str) -> Any:

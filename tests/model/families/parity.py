@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.families.folder import Folder, expected_shapes, hf_tensors, load_weights
+from bessemer.model.families.folder import HfFolder, expected_shapes, hf_tensors, load_weights
 from bessemer.model.generate import Sampling, generate
 from bessemer.model.transformer import Decoder
 
@@ -71,7 +71,7 @@ class Pair:
         self._kept = tempfile.TemporaryDirectory()
         self.path = Path(self._kept.name)
         self.hf_names.save_pretrained(self.path)
-        self.folder = Folder(self.path)
+        self.folder = HfFolder(self.path)
         self.shape = family.shape(self.folder.config)
         self.native_names, self.ours_exact = (self._load(model, dtype) for dtype in (torch.float32, torch.float64))
 

@@ -15,7 +15,7 @@ from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.classifier import Classifier, ClassifierFamily, HeadlessFamily, classifier_family
 from bessemer.model.families import registry
 from bessemer.model.families.bert_t5_mamba import BERT
-from bessemer.model.families.folder import Folder, hf_tensors, load_weights
+from bessemer.model.families.folder import HfFolder, hf_tensors, load_weights
 from bessemer.model.families.llama import LLAMA
 from bessemer.model.transformer import Decoder
 
@@ -105,7 +105,7 @@ def test_parts_of_the_first_training_are_left_out():
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(parity.tempfile.TemporaryDirectory())
         model.save_pretrained(path)
-        folder = Folder(path)
+        folder = HfFolder(path)
         ours = Decoder(BERT.shape(folder.config)).eval()
         load_weights(ours, folder, BERT)
         tokens = torch.arange(10)[None]
@@ -121,7 +121,7 @@ def classes_of(config, family, kind_of_theirs, path):
         exact = kind_of_theirs(config).eval()
     exact.load_state_dict(model.state_dict())
     model.save_pretrained(path)
-    folder = Folder(path)
+    folder = HfFolder(path)
     read = classifier_family(folder.config)
     assert (read, read.labels) == (ClassifierFamily(family, read.kind, 5), 5)
     assert read.shape(read.config(read.shape(folder.config))) == read.shape(folder.config)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bessemer.errors import UserError
-from bessemer.model.families.folder import Folder, hf_tensors, load_weights
+from bessemer.model.families.folder import HfFolder, hf_tensors, load_weights
 from bessemer.model.families.llama import LLAMA, PHI3
 from bessemer.model.families.registry import family_of
 from bessemer.model.transformer import Decoder
@@ -49,7 +49,7 @@ def configure(path, **keys):
 
 
 def load(path, dtype=torch.float32, progress=None):
-    folder = Folder(path)
+    folder = HfFolder(path)
     family = family_of(folder.config)
     with torch.device("meta"):
         model = Decoder(family.shape(folder.config))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from bessemer.errors import UserError
 from bessemer.model.families.experts_llama import DEEPSEEK_V2, DEEPSEEK_V3
-from bessemer.model.families.folder import Folder, check_folder, expected_shapes
+from bessemer.model.families.folder import HfFolder, check_folder, expected_shapes
 from bessemer.model.families.registry import families_for
 from bessemer.model.transformer import Decoder
 from bessemer.spec import shape as count
@@ -124,10 +124,10 @@ def test_the_layer_that_predicts_further_tokens_is_left_out(tmp_path):
     tensors = {name: torch.zeros(shape) for name, shape in expected_shapes(model, DEEPSEEK_V3).items()}
     more = {"model.layers.61.eh_proj.weight": torch.ones(4, 8), "model.layers.61.mlp.gate.weight": torch.ones(8, 4)}
     save_file(tensors | more, tmp_path / "model.safetensors")
-    check_folder(model, Folder(tmp_path), DEEPSEEK_V3)
+    check_folder(model, HfFolder(tmp_path), DEEPSEEK_V3)
     save_file(tensors | {"model.layers.62.enorm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"unexpected 'model.layers.62.enorm.weight'"):
-        check_folder(model, Folder(tmp_path), DEEPSEEK_V3)
+        check_folder(model, HfFolder(tmp_path), DEEPSEEK_V3)
 
 
 @pytest.mark.parametrize(

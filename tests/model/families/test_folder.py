@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.model.families.folder import INDEX, SINGLE_FILE, Folder, TensorInfo, check_tensors, write_folder
+from bessemer.model.families.folder import INDEX, SINGLE_FILE, HfFolder, TensorInfo, check_tensors, write_folder
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -83,7 +83,7 @@ def test_what_is_written_is_read_by_us_and_by_safetensors(
     path = tmp_path_factory.mktemp("any") / "model"
     tensors = {f"é.{i}": (torch.randn(shape) * 9).to(dtypes[i]) for i, shape in enumerate(shapes)}
     write(path, tensors, shard_bytes)
-    folder = Folder(path)
+    folder = HfFolder(path)
     theirs: dict[str, Tensor] = {}
     for file in path.glob("*.safetensors"):
         theirs |= load_file(file)
@@ -105,13 +105,13 @@ def test_shards_index_and_other_files(sharded: Path, tmp_path: Path) -> None:
     (sharded / "tokenizer.model").write_bytes(b"\x00\xff")
     files = {"generation_config.json": {"eos_token_id": 2}, "chat_template.jinja": template, "tokenizer.json": {}}
     files |= {"additional_chat_templates/tool.jinja": "{{ tools }}", "tokenizer.model": sharded / "tokenizer.model"}
-    folder = Folder(write(tmp_path / "other", some_tensors(), files=files))
+    folder = HfFolder(write(tmp_path / "other", some_tensors(), files=files))
     assert (folder.path / SINGLE_FILE).exists() and not (folder.path / INDEX).exists()
     assert folder.config == CONFIG and folder.generation_config == {"eos_token_id": 2}
     assert set(folder.tokenizer_files) == set(files) - {"generation_config.json"}
     assert folder.tokenizer_files["chat_template.jinja"].read_text(encoding="utf-8") == template
     assert folder.tokenizer_files["tokenizer.model"].read_bytes() == b"\x00\xff"
-    assert Folder(sharded).generation_config is None
+    assert HfFolder(sharded).generation_config is None
 
 
 def test_the_same_model_gives_the_same_bytes(sharded: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_same_model_gives_the_same_bytes(sharded: Path, tmp_path: Path) -> N
 
 def test_tensors_that_are_not_contiguous_are_written_by_value(tmp_path: Path) -> None:
     tensor = torch.arange(12.0).view(3, 4).T
-    assert torch.equal(Folder(write(tmp_path / "model", {"a": tensor})).read("a"), tensor)
+    assert torch.equal(HfFolder(write(tmp_path / "model", {"a": tensor})).read("a"), tensor)
 
 
 @pytest.mark.parametrize("shard_bytes", [10_000, 10**9])
@@ -144,7 +144,7 @@ def test_transformers_loads_it(tmp_path: Path, shard_bytes: int) -> None:
         assert torch.equal(tensor, state[name])
     # And the other way: what transformers saves is read here.
     model.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
-    folder = Folder(tmp_path / "theirs")
+    folder = HfFolder(tmp_path / "theirs")
     assert set(folder.tensors) == set(state)
     assert all(torch.equal(folder.read(name), tensor) for name, tensor in state.items())
 
@@ -194,14 +194,14 @@ def test_only_a_model_is_overwritten_and_only_when_asked(sharded: Path, tmp_path
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     write(tmp_path / "link", some_tensors())
-    assert (tmp_path / "link").is_symlink() and len(Folder(tmp_path / "empty").tensors) == 5
+    assert (tmp_path / "link").is_symlink() and len(HfFolder(tmp_path / "empty").tensors) == 5
 
 
 def test_a_model_can_be_rewritten_in_place_from_itself(sharded: Path) -> None:
-    folder = Folder(sharded)
+    folder = HfFolder(sharded)
     plan = [(name, info.shape, info.dtype) for name, info in folder.tensors.items()]
     write_folder(sharded, plan, ((name, folder.read(name)) for name, *_ in plan), {"config.json": CONFIG}, 10**9, True)
-    assert all(torch.equal(Folder(sharded).read(name), tensor) for name, tensor in some_tensors().items())
+    assert all(torch.equal(HfFolder(sharded).read(name), tensor) for name, tensor in some_tensors().items())
 
 
 def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
@@ -232,10 +232,10 @@ write_folder(Path(sys.argv[1]), plan, tensors(), {"config.json": {}}, int(sys.ar
 def test_a_kill_leaves_the_old_model_and_nothing_that_looks_like_a_new_one(sharded: Path, tmp_path: Path) -> None:
     done = run(KILLED, sharded, Path("10000"))
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(Folder(sharded).tensors) == 5
+    assert len(HfFolder(sharded).tensors) == 5
     left = [path for path in tmp_path.iterdir() if path != sharded]
     assert len(left) == 1 and left[0].name.startswith("model.partial-")
-    refused(lambda: Folder(left[0]), "config.json")
+    refused(lambda: HfFolder(left[0]), "config.json")
 
 
 MEMORY = """
@@ -281,16 +281,16 @@ def test_200_mb_pass_through_little_memory(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
-        refused(lambda path=path: Folder(path), str(path), "not a model's folder", "hf download")
+        refused(lambda path=path: HfFolder(path), str(path), "not a model's folder", "hf download")
     (tmp_path / "config.json").write_text("{}")
-    refused(lambda: Folder(tmp_path).tensors, "no weights", SINGLE_FILE)
+    refused(lambda: HfFolder(tmp_path).tensors, "no weights", SINGLE_FILE)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "", '{"a": \xff}', "[" * 100_000, "null"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])
 def test_json_that_cannot_be_read(sharded: Path, name: str, text: str) -> None:
     (sharded / name).write_bytes(text.encode("latin-1"))
-    refused(lambda: (Folder(sharded).generation_config, Folder(sharded).tensors), str(sharded / name), "again")
+    refused(lambda: (HfFolder(sharded).generation_config, HfFolder(sharded).tensors), str(sharded / name), "again")
 
 
 def test_pickles_are_named_and_not_loaded(tmp_path: Path) -> None:
@@ -300,31 +300,31 @@ def test_pickles_are_named_and_not_loaded(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     torch.save({"a": Trap()}, tmp_path / "pytorch_model.bin")
-    message = refused(lambda: Folder(tmp_path).tensors, str(tmp_path), "pytorch_model.bin", "pickle", "safetensors")
+    message = refused(lambda: HfFolder(tmp_path).tensors, str(tmp_path), "pytorch_model.bin", "pickle", "safetensors")
     assert "transformers.LlamaForCausalLM.from_pretrained" in message
     assert not (tmp_path / "sprung").exists()
 
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     (sharded / "model-00002-of-00003.safetensors").unlink()
-    refused(lambda: Folder(sharded).tensors, INDEX, "'model-00002-of-00003.safetensors'", "download")
+    refused(lambda: HfFolder(sharded).tensors, INDEX, "'model-00002-of-00003.safetensors'", "download")
 
 
 def test_a_missing_index_is_named(sharded: Path) -> None:
     (sharded / INDEX).unlink()
-    refused(lambda: Folder(sharded).tensors, INDEX, "'model-00001-of-00003.safetensors'")
+    refused(lambda: HfFolder(sharded).tensors, INDEX, "'model-00001-of-00003.safetensors'")
 
 
 def test_a_single_file_beside_an_index_is_ambiguous(sharded: Path) -> None:
     (sharded / SINGLE_FILE).write_bytes((sharded / "model-00001-of-00003.safetensors").read_bytes())
-    refused(lambda: Folder(sharded).tensors, str(sharded), SINGLE_FILE, INDEX, "delete")
+    refused(lambda: HfFolder(sharded).tensors, str(sharded), SINGLE_FILE, INDEX, "delete")
 
 
 @pytest.mark.parametrize("elsewhere", ["../secret.safetensors", "/etc/passwd", "a\x00b", ""])
 def test_an_index_cannot_lead_outside_the_folder(sharded: Path, elsewhere: str) -> None:
     craft(sharded.parent, {"layers.0.weight": entry(0, 4)}, bytes(4), "secret.safetensors")
     (sharded / INDEX).write_text(json.dumps({"weight_map": {"layers.0.weight": elsewhere}}))
-    refused(lambda: Folder(sharded).tensors, INDEX, repr(elsewhere))
+    refused(lambda: HfFolder(sharded).tensors, INDEX, repr(elsewhere))
 
 
 def test_a_tensor_that_is_not_where_the_index_says(sharded: Path) -> None:
@@ -335,13 +335,13 @@ def test_a_tensor_that_is_not_where_the_index_says(sharded: Path) -> None:
     ):
         changed = index["weight_map"] | {name: file}
         (sharded / INDEX).write_text(json.dumps({"weight_map": changed}))
-        refused(lambda name=name, file=file: Folder(sharded).tensors, INDEX, repr(name), file)
+        refused(lambda name=name, file=file: HfFolder(sharded).tensors, INDEX, repr(name), file)
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {"a": 1}])
 def test_an_index_without_a_map(sharded: Path, weight_map: Any) -> None:
     (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    refused(lambda: Folder(sharded).tensors, str(sharded / INDEX), "weight_map")
+    refused(lambda: HfFolder(sharded).tensors, str(sharded / INDEX), "weight_map")
 
 
 def test_two_shards_with_the_same_tensor(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_two_shards_with_the_same_tensor(tmp_path: Path) -> None:
         craft(tmp_path, {"same": entry(0, 4), file: entry(4, 8)}, bytes(8), file)
     shard_of = {"same": "a.safetensors", "b.safetensors": "b.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": shard_of}))
-    refused(lambda: Folder(tmp_path).tensors, "'same'", "a.safetensors", "b.safetensors", "delete")
+    refused(lambda: HfFolder(tmp_path).tensors, "'same'", "a.safetensors", "b.safetensors", "delete")
 
 
 @pytest.mark.parametrize(
@@ -376,31 +376,31 @@ def test_two_shards_with_the_same_tensor(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_headers_that_lie(tmp_path: Path, header: Any, data_bytes: int) -> None:
     craft(tmp_path / "model", header, bytes(data_bytes))
-    refused(lambda: Folder(tmp_path / "model").tensors, str(tmp_path / "model" / SINGLE_FILE), "again")
+    refused(lambda: HfFolder(tmp_path / "model").tensors, str(tmp_path / "model" / SINGLE_FILE), "again")
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\x80\x02}q\x00.", b"PK\x03\x04" * 100, b"\xff" * 100])
 def test_files_that_are_not_safetensors(tmp_path: Path, content: bytes) -> None:
     craft(tmp_path, {}, b"")
     (tmp_path / SINGLE_FILE).write_bytes(content)
-    refused(lambda: Folder(tmp_path).tensors, str(tmp_path / SINGLE_FILE), "again")
+    refused(lambda: HfFolder(tmp_path).tensors, str(tmp_path / SINGLE_FILE), "again")
 
 
 def test_a_git_lfs_pointer_says_what_to_run(tmp_path: Path) -> None:
     craft(tmp_path, {}, b"")
     (tmp_path / SINGLE_FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
-    refused(lambda: Folder(tmp_path).tensors, str(tmp_path / SINGLE_FILE), "git lfs pull")
+    refused(lambda: HfFolder(tmp_path).tensors, str(tmp_path / SINGLE_FILE), "git lfs pull")
 
 
 def test_types_and_sizes_that_no_weight_has(tmp_path: Path) -> None:
     craft(tmp_path, {"x": entry(0, 8, "C64", [1])}, bytes(8))
-    refused(lambda: Folder(tmp_path).tensors, "'x'", "C64", "bf16")
+    refused(lambda: HfFolder(tmp_path).tensors, "'x'", "C64", "bf16")
     craft(tmp_path, {"x": entry(0, 0, shape=[0])}, b"")
-    refused(lambda: Folder(tmp_path).tensors, "'x'", "empty", "ZeRO-3")
+    refused(lambda: HfFolder(tmp_path).tensors, "'x'", "empty", "ZeRO-3")
 
 
 def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
-    folder = Folder(write(tmp_path / "model", some_tensors()))
+    folder = HfFolder(write(tmp_path / "model", some_tensors()))
     last = max(folder.tensors, key=lambda name: folder.tensors[name].offset)
     path = folder.path / SINGLE_FILE
     os.truncate(path, path.stat().st_size - 1)
@@ -427,7 +427,7 @@ def test_damage_anywhere_never_ends_in_a_traceback(sharded: Path) -> None:
                 )
         path.write_bytes(raw)
         try:
-            folder = Folder(sharded)
+            folder = HfFolder(sharded)
             for name in folder.tensors:
                 folder.read(name)
         except UserError as error:
@@ -505,7 +505,7 @@ def test_tied_and_untied(tmp_path: Path) -> None:
     other = embedding.clone()
     other[39, 7] += 1e-6
     for number, head in enumerate((other, embedding.double(), embedding[:39].clone())):
-        folder = Folder(write(tmp_path / f"different-{number}", {"embed": embedding, "head": head}))
+        folder = HfFolder(write(tmp_path / f"different-{number}", {"embed": embedding, "head": head}))
         refused(lambda folder=folder: folder.check_tied("head", "embed"), "'head'", "'embed'", "tie_word_embeddings")
-    Folder(write(tmp_path / "same", {"embed": embedding, "head": embedding.clone()})).check_tied("head", "embed")
-    Folder(write(tmp_path / "alone", {"embed": embedding})).check_tied("head", "embed")
+    HfFolder(write(tmp_path / "same", {"embed": embedding, "head": embedding.clone()})).check_tied("head", "embed")
+    HfFolder(write(tmp_path / "alone", {"embed": embedding})).check_tied("head", "embed")

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma3TextConfig
 
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.families.folder import Folder, load_weights
+from bessemer.model.families.folder import HfFolder, load_weights
 from bessemer.model.families.llama import GEMMA2, GEMMA3
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import Rope
@@ -125,14 +125,14 @@ def test_text_part_of_a_multimodal_model(tmp_path):
     )
     whole = transformers.Gemma3ForConditionalGeneration(config)
     whole.save_pretrained(tmp_path / "whole")
-    saved = Folder(tmp_path / "whole").config
+    saved = HfFolder(tmp_path / "whole").config
     assert saved["architectures"][0] in GEMMA3.architectures
     with pytest.raises(UserError) as refusal:
         GEMMA3.shape(saved)
     command = re.search(r"Gemma3ForCausalLM\..*\)", str(refusal.value)).group()
     known = {"Gemma3ForCausalLM": transformers.Gemma3ForCausalLM}
     eval(command, known | {"FOLDER": tmp_path / "whole", "NEW": tmp_path / "text"})
-    folder = Folder(tmp_path / "text")
+    folder = HfFolder(tmp_path / "text")
     model = Decoder(GEMMA3.shape(folder.config))
     load_weights(model, folder, GEMMA3)
     inner = whole.model.language_model.layers[1].mlp.up_proj.weight

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config
 
 from bessemer.errors import UserError
-from bessemer.model.families.folder import Folder, complete_names, load_weights
+from bessemer.model.families.folder import HfFolder, complete_names, load_weights
 from bessemer.model.families.gpt import GPT2
 from bessemer.model.transformer import Decoder
 
@@ -62,7 +62,7 @@ def test_files_without_the_first_part_of_names(tied):
     bare = {name.removeprefix("transformer."): tensor for name, tensor in saved.items()}
     bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}
     save_file(bare, pair.path / "model.safetensors")
-    folder, model = Folder(pair.path), Decoder(pair.shape)
+    folder, model = HfFolder(pair.path), Decoder(pair.shape)
     load_weights(model, folder, GPT2)
     assert all(torch.equal(tensor, pair.native_names.state_dict()[name]) for name, tensor in model.state_dict().items())
 

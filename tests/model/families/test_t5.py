@@ -15,7 +15,7 @@ from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.encoder_decoder import EncoderDecoder
 from bessemer.model.families.bert_t5_mamba import T5
-from bessemer.model.families.folder import Folder
+from bessemer.model.families.folder import HfFolder
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,7 +44,7 @@ class Pair(parity.Pair):
         self._kept = tempfile.TemporaryDirectory()
         self.path = Path(self._kept.name)
         self.hf_names.save_pretrained(self.path)
-        self.folder = Folder(self.path)
+        self.folder = HfFolder(self.path)
         if untied:  # as the files of version 1.1 say it; transformers 5 writes true even so
             self.folder.config["tie_word_embeddings"] = False
         self.shape = T5.shape(self.folder.config)

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from bessemer.data.curate import ledger
-from bessemer.data.curate.engine import Engine, Meter, run_all
+from bessemer.data.curate.engine import CurationEngine, Meter, run_all
 from bessemer.data.curate.ledger import StepCounts, counts_path, ledger_path, read_cached, read_json
 from bessemer.data.curate.passes import (
     Census,
@@ -56,7 +56,7 @@ class PartState:
 
 
 @dataclass
-class Stage:
+class CurationStage:
     """A step as the report shows it: once for the corpus, or once for its source."""
 
     step: str
@@ -70,12 +70,12 @@ class Corpus:
     """All parts of all sources. `curate` runs their steps; `documents` then reads the result."""
 
     def __init__(
-        self, data: DataSpec, files: dict[str, list[FileEntry]], cache: Path, engine: Engine, meter: Meter
+        self, data: DataSpec, files: dict[str, list[FileEntry]], cache: Path, engine: CurationEngine, meter: Meter
     ) -> None:
         self.data, self.cache, self.engine, self.meter = data, cache, engine, meter
         self.copies = cache / "copies"
         self.notes: list[str] = []  # repaired damage
-        self.stages: list[Stage] = []
+        self.stages: list[CurationStage] = []
         self.parts: list[PartState] = []
         for name, source in data.sources.items():
             settings = [RULES_VERSION, source.text_field, source.id_field, source.url_field, source.messages_field]
@@ -112,7 +112,7 @@ class Corpus:
         instance = make_step(spec, 0)
         settings = spec.model_dump(mode="json")[spec.step]
         stage = len(self.stages)
-        self.stages.append(Stage(spec.step, settings, source))
+        self.stages.append(CurationStage(spec.step, settings, source))
         identifiers = [spec.step, settings, *step_identity(instance)]
         decisions_by_part: list[str | None] = [None] * len(states)
         if is_global(instance):

@@ -24,7 +24,7 @@ from bessemer.errors import UserError
 Work = Callable[[Any], Any]  # a module-level function; tasks and results can be pickled
 
 
-class Engine(Protocol):
+class CurationEngine(Protocol):
     """Runs a function on every task. Messages call a task by its `name`."""
 
     @property
@@ -38,7 +38,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def run_all(engine: Engine, function: Work, tasks: Sequence[Any]) -> list[Any]:
+def run_all(engine: CurationEngine, function: Work, tasks: Sequence[Any]) -> list[Any]:
     """All results in the order of the tasks."""
     results = dict(engine.run(function, tasks))
     return [results[i] for i in range(len(tasks))]
@@ -189,7 +189,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def make_engine(kind: str, workers: int | None, address: str | None = None) -> Engine:
+def make_engine(kind: str, workers: int | None, address: str | None = None) -> CurationEngine:
     """`local` or `ray`. The default number of workers is one per core."""
     if kind == "ray":
         return RayEngine(address, workers)

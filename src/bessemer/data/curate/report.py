@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.curate.corpus import Corpus, Stage
+from bessemer.data.curate.corpus import Corpus, CurationStage
 from bessemer.data.curate.ledger import StepCounts, quarantine_path, read_json, write_json
 from bessemer.errors import UserError
 from bessemer.observe.page import Block, Code, Details, Section, Table, Text, html_page
@@ -87,7 +87,7 @@ def format_some(lines: Sequence[str], count: int, most: int = 3) -> str:
     return ", ".join(examples) + (f" and {count - len(examples):,} more" if count > len(examples) else "")
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
+def _stage(stage: CurationStage) -> dict[str, Any]:
     total = StepCounts()
     for counts in stage.counts_by_source.values():
         total.add(counts)

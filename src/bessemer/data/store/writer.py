@@ -41,7 +41,7 @@ _COPY_BYTES = 1 << 23
 def _commit(
     files: GroupWriter,
     vocab: int,
-    kept: int,
+    target_count: int,
     text_bytes: int,
     file_count: int,
     content: StoreContent,
@@ -54,7 +54,7 @@ def _commit(
     for suffix in set(SUFFIXES) - sizes.keys():  # of an older store
         Path(f"{files.prefix}.{suffix}").unlink(missing_ok=True)
     info = StoreInfo(
-        vocab=vocab, documents=content.documents, tokens=sizes["bin"] // dtype.itemsize, kept=kept,
+        vocab=vocab, documents=content.documents, tokens=sizes["bin"] // dtype.itemsize, kept=target_count,
         text_bytes=text_bytes, files=file_count, fingerprint=content.hexdigest(),
         tokenizer_fingerprint=tokenizer_fingerprint, sizes=sizes, sums={CHUNKS: chunks},
     )  # fmt: skip
@@ -165,8 +165,8 @@ class StoreWriter:
         for column in (self._files, self._mask, self._ids):
             if column is not None:
                 column.close()
-        kept = self._mask.kept if self._mask else self.tokens
-        totals = self.vocab, kept, self.text_bytes, len(self._numbers)
+        target_count = self._mask.kept if self._mask else self.tokens
+        totals = self.vocab, target_count, self.text_bytes, len(self._numbers)
         _commit(self._out, *totals, self._content, self._tokenizer_fingerprint)
 
 
@@ -219,8 +219,8 @@ def _join(prefixes: Sequence[str], infos: Sequence[StoreInfo], out: str) -> None
         for suffix, join in (("mask", _join_masks), ("ids", _join_ids), ("scores", _join_scores)):
             if any(suffix in info.sizes for info in infos):
                 join(stores, files.open(suffix))
-        kept, text_bytes = sum(info.kept for info in infos), sum(info.text_bytes for info in infos)
-        _commit(files, infos[0].vocab, kept, text_bytes, file_count, content, infos[0].tokenizer_fingerprint)
+        target_count, text_bytes = sum(info.kept for info in infos), sum(info.text_bytes for info in infos)
+        _commit(files, infos[0].vocab, target_count, text_bytes, file_count, content, infos[0].tokenizer_fingerprint)
     except BaseException:
         files.discard()
         raise

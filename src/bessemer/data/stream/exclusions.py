@@ -244,13 +244,13 @@ def find_strings(table: Strings, wanted: Iterable[str]) -> dict[int, str]:
     by_bytes = {string.encode("utf-8", "surrogatepass"): string for string in wanted}
     lengths = np.diff(table.offsets)
     candidates = np.flatnonzero(np.isin(lengths, [len(data) for data in by_bytes]))  # few strings have such a length
-    found = {}
+    matches = {}
     for number in candidates.tolist():
         start = int(table.offsets[number])
         string = by_bytes.get(table.text[start : start + int(lengths[number])].tobytes())
         if string is not None:
-            found[number] = string
-    return found
+            matches[number] = string
+    return matches
 
 
 def _locate_by_index(name: str, rows: Rows, by_file: ByFile) -> Iterator[Located]:

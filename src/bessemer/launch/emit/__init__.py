@@ -56,11 +56,11 @@ def emit(framework: str, spec: RunSpec, folder: str | Path = "", processes: int 
     return render(framework, resolve(spec, Path(folder or f"{spec.name}-{framework}"), processes))
 
 
-def render(framework: str, run: ResolvedRun) -> EmittedFiles:
+def render(framework: str, run: RunToEmit) -> EmittedFiles:
     """Return the files of a resolved run. Cheap: nothing is planned or read."""
     from bessemer.launch.emit import accelerate_deepspeed, megatron, torchtitan
 
-    writers: dict[str, Callable[[ResolvedRun, KeyCoverage], EmittedFiles]] = {
+    writers: dict[str, Callable[[RunToEmit, KeyCoverage], EmittedFiles]] = {
         "accelerate": accelerate_deepspeed.emit_accelerate, "deepspeed": accelerate_deepspeed.emit_deepspeed,
         "megatron": megatron.emit_megatron, "torchtitan": torchtitan.emit_torchtitan,
     }  # fmt: skip
@@ -216,7 +216,7 @@ class BatchSizes:
 
 
 @dataclass(frozen=True)
-class ResolvedRun:
+class RunToEmit:
     """A spec with everything decided. `folder` is where the emitted files will be written."""
 
     spec: RunSpec
@@ -283,7 +283,7 @@ class ResolvedRun:
         }
 
 
-def resolve(spec: RunSpec, folder: Path, processes: int | None = None) -> ResolvedRun:
+def resolve(spec: RunSpec, folder: Path, processes: int | None = None) -> RunToEmit:
     """Prepare the data if needed and decide every `auto`. `processes` replaces the spec's data-parallel replicas by as
     many as fill that number of processes."""
     spec = complete_spec(spec)
@@ -298,7 +298,7 @@ def resolve(spec: RunSpec, folder: Path, processes: int | None = None) -> Resolv
         for name in decided.rows
         if (paths := sorted(data.folder.glob(f"{name}.train*.idx")))
     }
-    return ResolvedRun(
+    return RunToEmit(
         spec, decided.training, decided.plan, decided.shape, data.tokenizer, data.folder, stores,
         "cuda" if has_no_gpu else device.type, folder, _count_replicas(spec.parallel, processes),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import json
 from typing import Any
 
 from bessemer.export.hf import choose_family
-from bessemer.launch.emit import EmittedFiles, KeyCoverage, ResolvedRun, comment_lines, read_script, weights_command
+from bessemer.launch.emit import EmittedFiles, KeyCoverage, RunToEmit, comment_lines, read_script, weights_command
 
 # Optimizers of torch, by their names in the spec.
 TORCH_OPTIMIZERS = {
@@ -29,7 +29,7 @@ BATCH_KEYS = ("data", "tokenizer", "seed", "budget.tokens", "budget.steps", "bud
 SCHEDULE_KEYS = ("schedule", "optimizer.lr", "optimizer.clip")
 
 
-def emit_accelerate(run: ResolvedRun, keys: KeyCoverage) -> EmittedFiles:
+def emit_accelerate(run: RunToEmit, keys: KeyCoverage) -> EmittedFiles:
     """accelerate.yaml, train.py, and train.json with the numbers that train.py reads."""
     cover_model(run, keys)
     keys.cover(*BATCH_KEYS, *SCHEDULE_KEYS, "budget.batch_changes", "parallel.device", "compile")
@@ -53,7 +53,7 @@ def emit_accelerate(run: ResolvedRun, keys: KeyCoverage) -> EmittedFiles:
     return EmittedFiles(files, f"{weights_command(run.folder)} && {start}", notes)
 
 
-def cover_model(run: ResolvedRun, keys: KeyCoverage) -> None:
+def cover_model(run: RunToEmit, keys: KeyCoverage) -> None:
     """Cover the model, which is exported completely or refused; losses and capacities of experts are not expressed."""
     choose_family(run.shape, None)
     keys.cover("model")
@@ -63,7 +63,7 @@ def cover_model(run: ResolvedRun, keys: KeyCoverage) -> None:
         keys.note("model.moe", "experts: training ignores balance, router_z, bias_rate and capacity")
 
 
-def torch_optimizer(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def torch_optimizer(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     """The class in torch.optim with its settings; AdamW and a note where torch has no such optimizer."""
     optimizer = run.spec.optimizer
     if optimizer.name not in TORCH_OPTIMIZERS:
@@ -75,7 +75,7 @@ def torch_optimizer(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
     return {"class": TORCH_OPTIMIZERS[optimizer.name], **optimizer.settings(), **more}
 
 
-def recomputes_layers(run: ResolvedRun, keys: KeyCoverage) -> bool:
+def recomputes_layers(run: RunToEmit, keys: KeyCoverage) -> bool:
     """Whether whole layers are recomputed, the only kind of activation checkpointing that transformers has."""
     mode = run.plan.activations
     keys.cover("memory.activations")
@@ -84,7 +84,7 @@ def recomputes_layers(run: ResolvedRun, keys: KeyCoverage) -> bool:
     return mode != "none"
 
 
-def mixed_precision(run: ResolvedRun, keys: KeyCoverage) -> str:
+def mixed_precision(run: RunToEmit, keys: KeyCoverage) -> str:
     """no, bf16 or fp16."""
     precision = run.plan.precision
     keys.cover("precision")
@@ -95,7 +95,7 @@ def mixed_precision(run: ResolvedRun, keys: KeyCoverage) -> str:
     return {"fp32": "no", "tf32": "no", "fp16": "fp16"}.get(precision, "bf16")
 
 
-def _accelerate_config(run: ResolvedRun, keys: KeyCoverage) -> list[str]:
+def _accelerate_config(run: RunToEmit, keys: KeyCoverage) -> list[str]:
     """The lines of accelerate.yaml."""
     cpu, sharded = run.device == "cpu", run.degree("dp_shard") > 1
     if sharded and cpu:
@@ -141,7 +141,7 @@ def _yaml_line(key: str, value: Any, comment: str) -> str:
 DEEPSPEED_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion"}  # others have torch's names
 
 
-def emit_deepspeed(run: ResolvedRun, keys: KeyCoverage) -> EmittedFiles:
+def emit_deepspeed(run: RunToEmit, keys: KeyCoverage) -> EmittedFiles:
     """ds_config.json, train.py, and train.json with the numbers that train.py reads."""
     cover_model(run, keys)
     keys.cover(*BATCH_KEYS, *SCHEDULE_KEYS, "parallel.device", "parallel.dp_replicate", "parallel.dp_shard")
@@ -166,7 +166,7 @@ def emit_deepspeed(run: ResolvedRun, keys: KeyCoverage) -> EmittedFiles:
     return EmittedFiles(files, f"{weights_command(run.folder)} && {start}", keys.notes())
 
 
-def ds_config(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def ds_config(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     """The content of ds_config.json. train_batch_size = micro x accumulation x ranks."""
     batches, precision = run.batch_sizes(), run.plan.precision
     keys.cover("precision")
@@ -205,7 +205,7 @@ def ds_config(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
     return config
 
 
-def _deepspeed_optimizer(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def _deepspeed_optimizer(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     optimizer = run.spec.optimizer
     settings = dict(optimizer.settings())
     name = DEEPSPEED_OPTIMIZERS.get(optimizer.name) or TORCH_OPTIMIZERS.get(optimizer.name)
@@ -217,7 +217,7 @@ def _deepspeed_optimizer(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
     return {"type": name, "params": {"lr": run.plan.peak_lr, **settings}}
 
 
-def _scheduler(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def _scheduler(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     plan, schedule = run.plan, run.spec.schedule
     # One less: DeepSpeed counts updates from one, and our last update has the lowest rate.
     total, warmup = max(2, plan.total_steps - 1), max(2, plan.warmup_steps)
@@ -234,7 +234,7 @@ def _scheduler(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
     return {"type": "WarmupDecayLR", "params": {"total_num_steps": total, **rates}}
 
 
-def _zero(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def _zero(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     """ZeRO stage and buckets: those of parallel.deepspeed, or for torch's engine stage 3 for sharded replicas and
     stage 1 for several plain ones."""
     parallel, width = run.spec.parallel, run.shape.width

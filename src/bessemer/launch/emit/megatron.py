@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.launch.emit import EmittedFiles, KeyCoverage, ResolvedRun, comment_lines, weights_command
+from bessemer.launch.emit import EmittedFiles, KeyCoverage, RunToEmit, comment_lines, weights_command
 
 Argument = tuple[str, Any, str]  # flag, its value (None for a switch), the spec key it comes from
 SUPPORTED = {
@@ -33,7 +33,7 @@ SOURCE_KEYS = (
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none", "relative": "relative"}
 
 
-def emit_megatron(run: ResolvedRun, keys: KeyCoverage) -> EmittedFiles:
+def emit_megatron(run: RunToEmit, keys: KeyCoverage) -> EmittedFiles:
     """megatron.sh, which starts torchrun with all the arguments."""
     groups = {
         "The network": list(_network(run, keys)),
@@ -57,7 +57,7 @@ def emit_megatron(run: ResolvedRun, keys: KeyCoverage) -> EmittedFiles:
     return EmittedFiles({"megatron.sh": "".join(lines) + comment_lines(notes)}, start, notes)
 
 
-def _network(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
+def _network(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     shape, supported = run.shape, set(SUPPORTED)
     yield "--num-layers", shape.layers, "model.layers"
     yield "--hidden-size", shape.width, "model.width"
@@ -116,7 +116,7 @@ def _network(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
             keys.note(key, difference)
 
 
-def _rope(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
+def _rope(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     rope = run.shape.rope
     yield "--rotary-base", int(rope.theta), "model.rope.theta"
     yield "--rotary-percent", rope.share, "model.rope.share"
@@ -129,7 +129,7 @@ def _rope(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
         keys.note("model.rope", f"{rope.scaling} x{rope.factor:g} has no argument: positions are not scaled")
 
 
-def _experts(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
+def _experts(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     moe = run.shape.moe
     if moe is None:
         return
@@ -160,7 +160,7 @@ def _experts(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
     yield "--expert-model-parallel-size", run.degree("ep"), "parallel.ep"
 
 
-def _batches(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
+def _batches(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     batches = run.batch_sizes()
     yield "--seq-length", run.plan.context, "data.context"
     yield "--micro-batch-size", batches.micro, "budget.micro_batch"
@@ -172,7 +172,7 @@ def _batches(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
         keys.cover("budget.stop.time")
 
 
-def _optimizer(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
+def _optimizer(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     optimizer, plan, settings = run.spec.optimizer, run.plan, run.spec.optimizer.settings()
     keys.cover("schedule", "optimizer.lr", "optimizer.clip", "optimizer.weight_decay")
     yield "--optimizer", "sgd" if optimizer.name == "sgd" else "adam", "adam is AdamW there"
@@ -201,7 +201,7 @@ def _optimizer(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
     keys.note("schedule.warmup", f"{plan.warmup_steps} steps: Megatron reaches the peak one iteration later")
 
 
-def _memory(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
+def _memory(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     precision, activations = run.plan.precision, run.plan.activations
     keys.cover("precision", "loss_scale", "memory.activations", "memory.offload_optimizer")
     if precision in ("bf16", "fp16"):
@@ -227,7 +227,7 @@ def _memory(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
         yield "--optimizer-cpu-offload", None, "memory.offload_optimizer"
 
 
-def _layout(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
+def _layout(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     keys.cover(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "device")))
     yield "--tensor-model-parallel-size", run.degree("tp"), "parallel.tp"
     yield "--pipeline-model-parallel-size", run.degree("pp"), "parallel.pp"
@@ -243,7 +243,7 @@ def _layout(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
         keys.note("parallel.device", "Megatron-LM trains on GPUs only")
 
 
-def _data(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
+def _data(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     spec = run.spec.data
     mixture = run.plan.mixtures[0][1]
     parts = []
@@ -268,7 +268,7 @@ def _data(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
     keys.note("data.sources", "the same token files, in Megatron's own order")
 
 
-def _saves(run: ResolvedRun, keys: KeyCoverage) -> Iterator[Argument]:
+def _saves(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     keys.cover("checkpoint.every", "checkpoint.asynchronous")
     yield "--save", run.folder.absolute() / "checkpoints", ""
     yield "--load", run.folder.absolute() / "checkpoints", "resumes where it stopped"

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bessemer.launch.emit import EmittedFiles, KeyCoverage, ResolvedRun, comment_lines, read_script, weights_command
+from bessemer.launch.emit import EmittedFiles, KeyCoverage, RunToEmit, comment_lines, read_script, weights_command
 from bessemer.launch.emit.accelerate_deepspeed import BATCH_KEYS, SCHEDULE_KEYS
 from bessemer.spec.shape import Rope
 
 SUPPORTED = {"vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "norm_eps", "max_positions"}
 
 
-def emit_torchtitan(run: ResolvedRun, keys: KeyCoverage) -> EmittedFiles:
+def emit_torchtitan(run: RunToEmit, keys: KeyCoverage) -> EmittedFiles:
     """titan.toml, the model sizes, and bessemer_titan.py, which must be importable."""
     model_args = _model_args(run, keys)
     sections = _config(run, keys)
@@ -36,7 +36,7 @@ def emit_torchtitan(run: ResolvedRun, keys: KeyCoverage) -> EmittedFiles:
     return EmittedFiles(files, f"{weights_command(run.folder)} && {start}", notes)
 
 
-def _model_args(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def _model_args(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     """Arguments of torchtitan's Qwen3 network."""
     shape, supported = run.shape, set(SUPPORTED)
     if shape.qk_norm in ("none", "head"):
@@ -61,7 +61,7 @@ def _model_args(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _config(run: ResolvedRun, keys: KeyCoverage) -> dict[str, dict[str, Any]]:
+def _config(run: RunToEmit, keys: KeyCoverage) -> dict[str, dict[str, Any]]:
     plan, spec, batches = run.plan, run.spec, run.batch_sizes()
     keys.cover(
         *BATCH_KEYS, *SCHEDULE_KEYS, "compile", "checkpoint.every", "checkpoint.keep_last", "checkpoint.asynchronous"
@@ -96,7 +96,7 @@ def _config(run: ResolvedRun, keys: KeyCoverage) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _schedule(run: ResolvedRun) -> dict[str, Any]:
+def _schedule(run: RunToEmit) -> dict[str, Any]:
     warmup, schedule = run.plan.warmup_steps, run.spec.schedule
     if schedule.kind == "constant":
         return {"warmup_steps": warmup, "decay_ratio": 0.0}
@@ -105,7 +105,7 @@ def _schedule(run: ResolvedRun) -> dict[str, Any]:
     return {"warmup_steps": warmup, "total_steps": total, "decay_type": schedule.kind, "min_lr_factor": schedule.floor}
 
 
-def _optimizer(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def _optimizer(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     keys.cover("memory.update")
     optimizer, settings = run.spec.optimizer, run.spec.optimizer.settings()
     if optimizer.name not in ("adamw", "adam"):
@@ -122,14 +122,14 @@ def _optimizer(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _offload(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def _offload(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     if not run.spec.memory.offload_optimizer:
         return {}
     keys.note("memory.offload_optimizer", "weights and gradients are offloaded along with the moments")
     return {"enable_cpu_offload": True}
 
 
-def _converters(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def _converters(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     keys.cover("precision")
     precision = run.plan.precision
     if precision in ("fp16", "tf32"):
@@ -140,7 +140,7 @@ def _converters(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
     return {}
 
 
-def _recompute(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def _recompute(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     activations = run.plan.activations
     keys.cover("memory.activations")
     if isinstance(activations, float):
@@ -151,7 +151,7 @@ def _recompute(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
     return {"mode": activations}
 
 
-def _parallelism(run: ResolvedRun, keys: KeyCoverage) -> dict[str, Any]:
+def _parallelism(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     keys.cover(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "device")))
     return {
         "data_parallel_replicate_degree": run.replicas, "data_parallel_shard_degree": run.degree("dp_shard"),

@@ -97,7 +97,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-class Folder:
+class HfFolder:
     """`config` is read at once, headers with `tensors`, one tensor with `read`. UserError describes what is wrong."""
 
     def __init__(self, path: str | Path) -> None:
@@ -196,7 +196,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_tensors(
-    found: Mapping[str, TensorInfo],
+    tensors: Mapping[str, TensorInfo],
     expected: Mapping[str, tuple[int, ...]],
     tied: set[str],
     path: Path,
@@ -205,31 +205,31 @@ def check_tensors(
     """Raises UserError unless the folder has exactly the expected tensors, with trainable dtypes.
 
     `tied` names output embeddings that may be tied. If expected, the config unties them and they must exist; otherwise
-    they may exist (see `Folder.check_tied`). `ignore` is a pattern of names to skip.
+    they may exist (see `HfFolder.check_tied`). `ignore` is a pattern of names to skip.
     """
-    extra = [name for name in found if name not in expected and name not in tied]
+    extra = [name for name in tensors if name not in expected and name not in tied]
     extra = [name for name in extra if not re.search(f"{_BUFFERS}|{ignore}", name)]
-    quantized = [name for name in expected if name in found and found[name].dtype not in WEIGHTS.values()]
+    quantized = [name for name in expected if name in tensors and tensors[name].dtype not in WEIGHTS.values()]
     if quantized := quantized or [name for name in extra if re.search(_QUANTIZED, name)]:
-        dtype = found[quantized[0]].dtype
+        dtype = tensors[quantized[0]].dtype
         raise UserError(f"{path}: {_some(quantized)}: {dtype} cannot be trained; use the model's bf16 or fp32 weights")
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in tensors]
     if missing and tied.issuperset(missing):
         conflict = f"config.json unties the embeddings, but there is no {_some(missing)}"
         raise UserError(f'{path}: {conflict}; write "tie_word_embeddings": true, or find the missing weights')
-    wrong = [name for name in expected if name in found and found[name].shape != tuple(expected[name])]
+    wrong = [name for name in expected if name in tensors and tensors[name].shape != tuple(expected[name])]
     problems = [f"{label} {_some(names)}" for label, names in (("missing", missing), ("unexpected", extra)) if names]
-    problems += [_describe_shape(name, found[name].shape, tuple(expected[name])) for name in wrong[:1]]
+    problems += [_describe_shape(name, tensors[name].shape, tuple(expected[name])) for name in wrong[:1]]
     problems += [f"{len(wrong) - 1} more with another shape"] if len(wrong) > 1 else []
     if problems:
         raise UserError(f"{path}: {'; '.join(problems)}; config.json and weights belong to different models")
 
 
-def _describe_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    reason = " (transposed)" if found == expected[::-1] else ""
-    if len(found) == 2 and found[1:] == expected[1:] and re.search(r"emb|wte|head|shared", name):
-        reason = f" (another vocabulary size: set vocab_size to {found[0]})"
-    return f"{name!r} has shape {found}, expected {expected}{reason}"
+def _describe_shape(name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    reason = " (transposed)" if actual == expected[::-1] else ""
+    if len(actual) == 2 and actual[1:] == expected[1:] and re.search(r"emb|wte|head|shared", name):
+        reason = f" (another vocabulary size: set vocab_size to {actual[0]})"
+    return f"{name!r} has shape {actual}, expected {expected}{reason}"
 
 
 Progress = Callable[[int, int], None]  # tensors done, total
@@ -242,7 +242,7 @@ def hf_tensors(tensor_of: Callable[[str], Tensor], shape: ModelShape, family: Fa
         yield from zip(mapping.hf_names, converted, strict=True)
 
 
-def native_tensors(folder: Folder, shape: ModelShape, family: Family) -> Iterator[tuple[str, Tensor]]:
+def native_tensors(folder: HfFolder, shape: ModelShape, family: Family) -> Iterator[tuple[str, Tensor]]:
     """Converts the folder's tensors to native ones, in the folder's dtypes. The folder has passed `check_folder`."""
     for mapping in family.weight_mappings(shape):
         converted = mapping.to_native([folder.read(name) for name in mapping.hf_names])
@@ -255,7 +255,7 @@ def expected_shapes(model: nn.Module, family: Family) -> dict[str, tuple[int, ..
     return {name: tuple(tensor.shape) for name, tensor in hf_tensors(blank.__getitem__, _shape(model), family)}
 
 
-def check_folder(model: nn.Module, folder: Folder, family: Family) -> None:
+def check_folder(model: nn.Module, folder: HfFolder, family: Family) -> None:
     """Raises UserError unless the folder holds this model's tensors. The model may be on the meta device."""
     shape = _shape(model)
     complete_names(folder, shape, family)
@@ -268,7 +268,7 @@ def check_folder(model: nn.Module, folder: Folder, family: Family) -> None:
             folder.check_tied(head, *untied["embedding.weight",])
 
 
-def load_weights(model: nn.Module, folder: Folder, family: Family, progress: Progress | None = None) -> None:
+def load_weights(model: nn.Module, folder: HfFolder, family: Family, progress: Progress | None = None) -> None:
     """Fill a model, whose memory is allocated (`to_empty`), in its own dtypes."""
     check_folder(model, folder, family)
     unfilled, total = model.state_dict(), len(model.state_dict())
@@ -290,36 +290,36 @@ COPIES = "hf"  # folder name inside a run
 
 
 @dataclass(frozen=True)
-class Origin:
+class ModelOrigin:
     """`own_tokenizer`: the model still uses the folder's tokenizer, possibly with added tokens. `copied`: the folder is
     the model's own, not one that a run was started from."""
 
-    folder: Folder
+    folder: HfFolder
     own_tokenizer: bool
     copied: bool = False
 
 
-def find_origin(place: Path, depth: int = 8) -> Origin | None:
+def find_origin(place: Path, depth: int = 8) -> ModelOrigin | None:
     """The origin of a run, an import or a Hugging Face folder. None for a run from random weights, or from an older
     version whose folder is gone."""
     if (place / "config.json").is_file():
-        return Origin(Folder(place), True, copied=True)
+        return ModelOrigin(HfFolder(place), True, copied=True)
     if (place / COPIES / "config.json").is_file():
-        copies = Folder(place / COPIES)
-        return Origin(copies, bool(copies.tokenizer_files))
+        copies = HfFolder(place / COPIES)
+        return ModelOrigin(copies, bool(copies.tokenizer_files))
     if not (place / "spec.yaml").is_file() or not depth:
         return None
     return _origin_of_spec(load_spec(place / "spec.yaml"), depth)
 
 
-def _origin_of_spec(spec: RunSpec, depth: int = 8) -> Origin | None:
+def _origin_of_spec(spec: RunSpec, depth: int = 8) -> ModelOrigin | None:
     if spec.model.hf is not None:
         try:
-            folder = Folder(spec.model.hf)
+            folder = HfFolder(spec.model.hf)
         except UserError:  # moved
             return None
         path = spec.tokenizer.path
-        return Origin(folder, path is None or Path(path).resolve().parent == folder.path.resolve())
+        return ModelOrigin(folder, path is None or Path(path).resolve().parent == folder.path.resolve())
     if spec.start_from is not None:
         parents = Path(spec.start_from).parents
         folders = [parent for parent in parents[:2] if (parent / "model.json").is_file()]
@@ -347,7 +347,7 @@ def keep_origin(run: Path, spec: RunSpec) -> None:
         partial.rename(run / COPIES)
 
 
-def complete_names(folder: Folder, shape: ModelShape, family: Family) -> None:
+def complete_names(folder: HfFolder, shape: ModelShape, family: Family) -> None:
     """Add the missing prefix (`transformer.`, `model.`) to the names of a headless model's folder: the first files of
     GPT-2 and BLOOM, and what `AutoModel` saves."""
     mappings = list(family.weight_mappings(replace(shape, tied=False)))
@@ -389,7 +389,7 @@ def write_folder(
     """Write the planned tensors, taken one by one in the plan's order, and the other files by name. A 70B model needs
     the memory of its largest tensor.
 
-    A file is JSON, text, or a path to copy, such as those of `Folder.tokenizer_files`. Equal input gives equal bytes.
+    A file is JSON, text, or a path to copy, such as those of `HfFolder.tokenizer_files`. Equal input gives equal bytes.
     """
     shards = _divide(plan, shard_bytes)
     names, total_bytes = {name: file for file, items in shards.items() for name, _, _ in items}, sum(map(_bytes, plan))

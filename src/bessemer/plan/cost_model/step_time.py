@@ -279,10 +279,10 @@ class _Timer:
     def passes(self, layer: LayerWork) -> float:
         """Forward time of element-wise work."""
         habits, tp = self.habits, self.layout.tp
-        whole = habits.whole_passes * self.work.width / (tp if self.setup.sequence_parallel else 1)
+        full_width = habits.whole_passes * self.work.width / (tp if self.setup.sequence_parallel else 1)
         attention = habits.attention_passes * self.work.attention_width if layer.attends else 0.0
         ffn = habits.ffn_passes * layer.ffn * (1.5 if layer.gated else 1.0)
-        numbers = self.tokens * (whole + (attention + ffn) / tp)
+        numbers = self.tokens * (full_width + (attention + ffn) / tp)
         return numbers * self.bytes * (habits.autocast if self.setup.autocast else 1.0) / self.rates.memory
 
     def inner(self, layer: LayerWork) -> float:

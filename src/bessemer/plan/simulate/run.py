@@ -219,7 +219,7 @@ def _quantile(ranked: list[float], share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedOutcome:
     """The outcome of the plan, or of a what-if. `change` is the median change of wall time over the same runs."""
 
     name: str
@@ -237,11 +237,11 @@ class Simulation:
     rates: FailureRates
     seed: int
     offer: Cost | None  # whose price counts
-    plan: Outcome
+    plan: SimulatedOutcome
     failures: Spread
     shares: dict[str, float]  # of the wall time, averaged over runs
-    with_error: Outcome  # including the error of the step time
-    what_ifs: tuple[Outcome, ...]
+    with_error: SimulatedOutcome  # including the error of the step time
+    what_ifs: tuple[SimulatedOutcome, ...]
 
 
 def simulate(proposal: Proposal, rates: FailureRates | None = None, seed: int = 0) -> Simulation:
@@ -328,13 +328,13 @@ def _usd_for(offer: Cost, wall_s: float) -> float:
     return once + (offer.usd - once) * wall_s / offer.wall_s
 
 
-def _outcome(name: str, runs: list[SimulatedRun], offer: Cost | None) -> Outcome:
+def _outcome(name: str, runs: list[SimulatedRun], offer: Cost | None) -> SimulatedOutcome:
     walls = [run.wall_s for run in runs]
     usd = Spread.of([_usd_for(offer, wall) for wall in walls]) if offer else None
-    return Outcome(name, len(runs), Spread.of(walls), usd)
+    return SimulatedOutcome(name, len(runs), Spread.of(walls), usd)
 
 
-def _with_error(runs: list[SimulatedRun], error: float, offer: Cost | None, seed: int) -> Outcome:
+def _with_error(runs: list[SimulatedRun], error: float, offer: Cost | None, seed: int) -> SimulatedOutcome:
     """Every run five times, with a random error of the step time of that mean size."""
     random = Random(seed)
     deviation = error * math.sqrt(math.pi / 2)  # of a normal error with that mean absolute value
@@ -380,7 +380,7 @@ def _what_ifs(
 
 
 def simulation_json(simulation: Simulation) -> dict[str, Any]:
-    def to_json(outcome: Outcome) -> dict[str, Any]:
+    def to_json(outcome: SimulatedOutcome) -> dict[str, Any]:
         usd = outcome.usd.to_json() if outcome.usd else None
         return {"name": outcome.name, "runs": outcome.runs, "finish_s": outcome.wall_s.to_json(), "usd": usd}
 

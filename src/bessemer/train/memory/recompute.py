@@ -76,8 +76,8 @@ def _recomputed(how: How, layers: int) -> list[bool]:
     """Which blocks are checkpointed where they are not compiled. A share is one of the layers, spread evenly."""
     if isinstance(how, str):
         return [how != "none"] * layers
-    whole = round((1 - how) * layers)
-    return [(i + 1) * whole // layers > i * whole // layers for i in range(layers)]
+    full_layers = round((1 - how) * layers)
+    return [(i + 1) * full_layers // layers > i * full_layers // layers for i in range(layers)]
 
 
 def _trained(
@@ -95,13 +95,13 @@ def _trained(
     return forward
 
 
-def _by_length(block: TransformerBlock, whole: Callable[..., Any]) -> Callable[..., Any]:
+def _by_length(block: TransformerBlock, forward: Callable[..., Any]) -> Callable[..., Any]:
     """`whole`, or long rows in tiles."""
 
     def run(x_BTW: Tensor, place: AttentionInputs, cache: Any = None) -> Any:
         if cache is None and fits(block, x_BTW, place):
             return tiled(block, x_BTW, place)
-        return whole(x_BTW, place, cache)
+        return forward(x_BTW, place, cache)
 
     return run
 
@@ -111,8 +111,8 @@ def _keep_products() -> Any:
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in KEPT or "varlen_attn" in str(op)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = op in KEPT or "varlen_attn" in str(op)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _draws(model: nn.Module) -> bool:
@@ -134,7 +134,7 @@ class OffloadedPiece:
 
 
 @dataclass
-class View:
+class SavedView:
     """How a saved tensor lies in its storage."""
 
     piece: OffloadedPiece
@@ -191,8 +191,8 @@ class Offload:
     def _out(self, layer: Layer, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
-        whole = 2 * tensor.numel() * tensor.element_size() >= size >= LEAST_BYTES
-        if tensor.device != self.device or not whole or address in self.kept:
+        owns_storage = 2 * tensor.numel() * tensor.element_size() >= size >= LEAST_BYTES
+        if tensor.device != self.device or not owns_storage or address in self.kept:
             return tensor
         if address not in layer.pieces:
             data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -201,10 +201,12 @@ class Offload:
             self._copy(host, data)
             layer.pieces[address] = OffloadedPiece(layer, host, data)
         layer.views += 1
-        return View(layer.pieces[address], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return SavedView(
+            layer.pieces[address], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
 
     def _back(self, saved: Any) -> Tensor:
-        if not isinstance(saved, View):
+        if not isinstance(saved, SavedView):
             assert isinstance(saved, Tensor)
             return saved
         layer = saved.piece.layer

@@ -71,13 +71,13 @@ class _Tiled(torch.autograd.Function):
 
         def back(made: Tensor, grad: Tensor, leaves: list[Tensor]) -> list[Tensor]:
             """The gradients of leaves; those of weights are added to the sums."""
-            found = torch.autograd.grad(made, [*leaves, *learned], grad, allow_unused=True)
-            for parameter, gradient in zip(learned, found[len(leaves) :], strict=True):
+            gradients = torch.autograd.grad(made, [*leaves, *learned], grad, allow_unused=True)
+            for parameter, gradient in zip(learned, gradients[len(leaves) :], strict=True):
                 if gradient is not None and parameter in sums:
                     sums[parameter].add_(gradient)
                 elif gradient is not None:
                     sums[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            return [gradient for gradient in found[: len(leaves)] if gradient is not None]
+            return [gradient for gradient in gradients[: len(leaves)] if gradient is not None]
 
         def tile(x_1PW: Tensor, out_1PNE: Tensor, grad_1PW: Tensor, grad_x_1PW: Tensor, grad_out_1PNE: Tensor) -> None:
             """A function, so that nothing of the last tile is left when attention goes back."""
@@ -116,11 +116,11 @@ def _left(block: TransformerBlock, x_1PW: Tensor, out_1PNE: Tensor) -> Tensor:
     return block.compiled.leave(block, x_1PW, None, out_1PNE)
 
 
-def _tiles(*whole: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of the same positions of each, all rows in one."""
-    tokens = whole[0].shape[:2].numel()
+    tokens = tensors[0].shape[:2].numel()
     size = tile_for(tokens)
     assert size is not None
-    flat = [tensor.detach().view(1, tokens, *tensor.shape[2:]) for tensor in whole]
+    flat = [tensor.detach().view(1, tokens, *tensor.shape[2:]) for tensor in tensors]
     for start in range(0, tokens, size):
         yield tuple(tensor[:, start : start + size] for tensor in flat)

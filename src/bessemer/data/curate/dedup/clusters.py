@@ -177,11 +177,11 @@ def resolve_clusters(
     sizes = _map_file(scratch / "sizes", total)
     for roots, _ in _members(parents, None):
         np.add.at(sizes, roots, 1)
-    kept = _longest(parents, sizes, _lengths(collected, numbers, scratch), scratch) if keep == "longest" else None
-    duplicates, largest = _dropped(parents, sizes, kept, scratch)
+    survivors = _longest(parents, sizes, _lengths(collected, numbers, scratch), scratch) if keep == "longest" else None
+    duplicates, largest = _dropped(parents, sizes, survivors, scratch)
     examples = []
     for size, root, members in largest:
-        survivor = places.place(root if kept is None else int(kept[root]))
+        survivor = places.place(root if survivors is None else int(survivors[root]))
         dropped = [places.place(member) for member in members]
         examples.append({"documents": size, "kept": survivor, "dropped": dropped})
     decisions = _decisions_by_part(numbers, places, scratch, duplicates)
