@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.launch.emit import EmittedRun, resolve
+from bessemer.launch.emit import RunToEmit, resolve
 from bessemer.spec.schema import RunSpec
 
 WORDS = ["steel", "iron", "blast", "flame", "ore", "coke", "slag", "heat", "pour", "mould", "ingot", "forge"]
@@ -45,6 +45,6 @@ def tiny(place: Path) -> Callable[..., RunSpec]:
 
 
 @pytest.fixture(scope="session")
-def resolved(place: Path) -> Callable[..., EmittedRun]:
+def resolved(place: Path) -> Callable[..., RunToEmit]:
     """The run of such a spec, decided."""
     return lambda processes=None, **parts: resolve(make_spec(place, **parts), Path("out"), processes)
