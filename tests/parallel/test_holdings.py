@@ -137,6 +137,7 @@ def test_processes_that_hold_the_same_share_a_line() -> None:
     assert format_ranks([5, 0, 1, 3]) == "0-1, 3, 5"
 
 
+@pytest.mark.slow
 def test_every_few_steps_each_tells_how_it_keeps_up(ranks: Ranks, folder: Path) -> None:
     """One process that sleeps has most to do, by its own clock and in the balance."""
 

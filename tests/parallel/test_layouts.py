@@ -228,7 +228,7 @@ def test_a_poisoned_row_is_vetoed_by_all_and_named(ranks: Ranks, folder: Path) -
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "asked",
-    [{"dp_shard": 2}, {"dp_shard": 2, "shard": {"reshard": "always"}}, {"tp": 2}],
+    [{"dp_shard": 2}, {"dp_shard": 2, "shard": {"reshard": "always"}}, pytest.param({"tp": 2}, marks=pytest.mark.slow)],
     ids=["shards", "always", "tp"],
 )
 def test_passes_without_an_update_leave_no_old_weights_behind(

@@ -168,6 +168,7 @@ def test_a_jump_of_the_learning_rate_is_undone(make: Make, unbroken: RunSpec) ->
     assert losses(spec) == losses(unbroken)
 
 
+@pytest.mark.slow
 def test_a_relapse_climbs_to_gentler_steps_and_then_stops_with_a_report(make: Make) -> None:
     spec = make(guard={"ladder": {"rollbacks": 2, "gentle": 20, "lr_scale": 0.25, "clip_scale": 0.5}})
     outcome = Session(spec, faults=Break(flip, times=9)).train()
@@ -210,6 +211,7 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["crashed", pytest.param("killed", marks=pytest.mark.slow)])
 def test_after_two_rollbacks_a_run_resumes_with_the_same_past(make: Make, tmp_path: Path, how: str) -> None:
     guard = {"ladder": {"gentle": 40}}
@@ -297,6 +299,7 @@ def test_a_damaged_checkpoint_is_passed_over_in_a_rollback(make: Make) -> None:
     assert [step for step, _ in losses(spec)] == list(range(STEPS))
 
 
+@pytest.mark.slow
 def test_examinations_that_convict_nobody_change_no_digit(make: Make, unbroken: RunSpec) -> None:
     spec = make(guard={"suspect_sigma": 0.01})
     assert Session(spec).train().kind == "finished"

@@ -144,6 +144,7 @@ def test_a_shortage_in_an_update_ends_the_run_with_a_reason_and_its_last_checkpo
     assert trained(spec) == plain
 
 
+@pytest.mark.slow
 def test_what_is_updated_in_backward_is_told_of_and_never_called_a_veto(
     make_spec: Callable[..., RunSpec], tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_what_is_updated_in_backward_is_told_of_and_never_called_a_veto(
     assert any("judged after its update" in decision["reason"] for decision in plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("fp32", "kahan"), ("kahan", "fp32")])
 def test_a_resumed_run_may_keep_its_weights_in_another_way(
     make_spec: Callable[..., RunSpec], before: str, after: str

@@ -17,6 +17,7 @@ def metrics(spec):
     return list(Run.existing(run_folder(spec)).metrics())
 
 
+@pytest.mark.slow
 def test_fp16_learns_as_fp32_and_a_resumed_run_keeps_its_scale(make_spec):
     full, half = make_spec("full"), make_spec("half", precision="fp16")
     for spec in (full, half):
@@ -52,6 +53,7 @@ def test_fp8_needs_a_gpu(make_spec):
         train(make_spec("fp8", precision="fp8"))
 
 
+@pytest.mark.slow
 def test_fp8_trains_plans_its_layers_and_saves_plain_weights(make_spec, monkeypatch):
     pytest.importorskip("torchao")
     monkeypatch.setattr(fp8.convert_to_fp8, "__defaults__", (1, 16, True))  # emulated, in layers as small as these

@@ -74,6 +74,7 @@ class Leave(Faults):
             job.interrupt.signal = "SIGTERM"
 
 
+@pytest.mark.slow
 def test_a_run_under_way_is_looked_at_where_it_stands_and_not_changed(make_spec: Callable[..., RunSpec]) -> None:
     spec = make_spec("halfway")
     assert Session(spec, faults=Leave()).train().step == 20

@@ -106,6 +106,7 @@ def test_the_run_recovers_and_the_report_says_so(story):
     assert ends[0] == pytest.approx(ends[1], rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_later_run_is_offered_the_list_and_leaves_the_documents_out(story):
     folder, rows, _ = story
     assert train(spec_of(folder, "offered")).kind == "finished"

@@ -76,6 +76,7 @@ def test_any_number_of_workers_gives_the_same_bytes(made, workers: int) -> None:
     assert digests(prepare(spec, "--workers", str(workers))) == expected
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_loses_and_repeats_nothing(made) -> None:
     """Killed again and again at random moments of the work, each time going on with another number of workers."""
     home, spec, expected = made
@@ -171,6 +172,7 @@ def test_a_kill_between_any_two_changes_of_names_does_no_harm(tmp_path: Path) ->
     assert digests(prepare(spec, "--workers", "1")) == expected
 
 
+@pytest.mark.slow
 def test_workers_that_outlive_a_killed_parent_do_no_harm(made) -> None:
     home, spec, expected = made
     shutil.rmtree(home / "runs")

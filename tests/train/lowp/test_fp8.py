@@ -124,6 +124,7 @@ def counting(step: int) -> Batch:
     return replace(batch, tokens=row_BT[:, :-1].copy(), targets=row_BT[:, 1:].copy())
 
 
+@pytest.mark.slow
 def test_compiled_blocks_need_two_graphs_for_each_part_and_never_more() -> None:
     """Converted blocks and kept ones; steps that follow and the pass in fp32 compile nothing."""
     from torch._dynamo.utils import counters
@@ -143,6 +144,7 @@ def test_compiled_blocks_need_two_graphs_for_each_part_and_never_more() -> None:
     assert counters["stats"]["unique_graphs"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_fifty_steps_learn_as_bf16_and_fp32_do() -> None:
     losses: dict[str, list[float]] = {}

@@ -97,6 +97,7 @@ def test_every_kind_of_block_can_be_run_again(changes: dict, how: str) -> None:
     assert all(map(torch.equal, gradients(model), expected))
 
 
+@pytest.mark.slow
 def test_less_is_kept_by_as_much_as_said() -> None:
     """In widths of a token and layer, ffn = 4, keys and values 0.5 each; the final norm's 1.5 are shared by 4."""
     kept = {}
@@ -111,6 +112,7 @@ def test_less_is_kept_by_as_much_as_said() -> None:
     assert kept["full"] == pytest.approx(1.5, abs=0.4)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_what_the_budget_leaves_and_give_the_same_gradients() -> None:
     kept, expected = {}, None
     for how in ("none", "full", 0.0, "selective"):

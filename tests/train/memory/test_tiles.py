@@ -205,6 +205,7 @@ def test_a_second_backward_pass_and_inputs_on_the_host_give_the_same() -> None:
         assert torch.allclose(parameter.grad, 2 * expected[name], rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_weights_in_bf16_are_summed_over_tiles_in_fp32() -> None:
     """As far from fp32 as whole layers are, not as eight roundings would be."""
     exact = gradients(model_of(SHAPE, torch.float32))
