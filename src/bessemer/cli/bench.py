@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from bessemer.cli.console import AS_JSON, DEVICE, SETTINGS, CommandGroup
+from bessemer.errors import UserError
 
 app = typer.Typer(cls=CommandGroup)
 
@@ -28,7 +29,6 @@ def bench(
     """
     if context.invoked_subcommand:
         return
-    from bessemer.errors import UserError
     from bessemer.plan.hardware import HEADER, store_ceilings
     from bessemer.spec.schema import ParallelSpec
 
@@ -79,7 +79,6 @@ def scaling(
     import sys
 
     from bessemer.bench.scaling import USUAL, measure_scaling, save, table
-    from bessemer.errors import UserError
 
     try:
         counts = [int(count) for count in ranks.split(",")] if ranks else None

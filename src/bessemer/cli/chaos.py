@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import AS_JSON, SETTINGS
+from bessemer.cli.console import AS_JSON, SETTINGS, print_json
 
 
 def chaos(
@@ -29,7 +29,6 @@ def chaos(
 
     Example: bessemer chaos recipes/chaos.yaml --faults poison,lr-jump,flip --count 20
     """
-    import json
     import sys
     from dataclasses import asdict
 
@@ -44,7 +43,7 @@ def chaos(
         say=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     if as_json:
-        print(json.dumps({"summary": campaign.summary(), "rows": [asdict(row) for row in campaign.rows]}, indent=1))
+        print_json({"summary": campaign.summary(), "rows": [asdict(row) for row in campaign.rows]})
         return
     print(f"{'fault':22} {'run':10} {'step':>5} {'found':>6}  {'verdict':14} {'cost':>5}  action")
     for row in sorted(campaign.rows, key=lambda row: (row.kind, row.run, row.step)):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bessemer.cli.console import AS_JSON, RUN, group_with_default
+from bessemer.cli.console import AS_JSON, RUN, group_with_default, print_json
+from bessemer.errors import UserError
 
 if TYPE_CHECKING:
     from bessemer.run.directory import Run
@@ -66,7 +67,6 @@ def list_(run: Path = RUN, as_json: bool = AS_JSON) -> None:
 
     Example: bessemer checkpoints list runs/demo
     """
-    import json
     import time
 
     from bessemer.checkpoint.lineage import read_tags
@@ -89,7 +89,7 @@ def list_(run: Path = RUN, as_json: bool = AS_JSON) -> None:
         for path, manifest in [*full, *store.committed("model")]
     ]  # fmt: skip
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
         return
     line = "{:>10}  {:<20} {:>9} {:>9} {:>9}  {:<9}  {}"
     head = line.format("step", "name", "age", "size", "val", "confirmed", "marks")
@@ -134,7 +134,6 @@ def diff(a: str = PLACE, b: str = PLACE, as_json: bool = AS_JSON) -> None:
 
     Example: bessemer checkpoints diff runs/demo:best runs/demo:last
     """
-    import json
     from dataclasses import asdict
 
     from bessemer.checkpoint.manifest import verify as check
@@ -154,7 +153,7 @@ def diff(a: str = PLACE, b: str = PLACE, as_json: bool = AS_JSON) -> None:
     changed = [change for change in changes if change.what != "same"]
     if as_json:
         tensors = [json_ready(asdict(change)) for change in changed]
-        print(json.dumps({"settings": settings, "tensors": tensors, "same": len(changes) - len(changed)}, indent=1))
+        print_json({"settings": settings, "tensors": tensors, "same": len(changes) - len(changed)})
         return
     for key, (old, new) in settings.items():
         print(f"{key}: {old} -> {new}")
@@ -184,7 +183,6 @@ def prune(
 
     from bessemer.checkpoint.manifest import CONFIRMED
     from bessemer.checkpoint.store import CheckpointStore, entry_of, keep
-    from bessemer.errors import UserError
     from bessemer.run.directory import Run, RunWriter
     from bessemer.spec.load import load_spec
 
@@ -250,12 +248,11 @@ def lineage(run: Path = RUN) -> None:
 
     Example: bessemer checkpoints lineage runs/demo
     """
-    import json
 
     from bessemer.checkpoint import lineage as names
     from bessemer.run.directory import Run
 
-    print(json.dumps(names.lineage(Run.existing(run).folder), indent=1))
+    print_json(names.lineage(Run.existing(run).folder))
 
 
 @app.command("import")
@@ -311,13 +308,11 @@ def pack(
 
     Example: bessemer checkpoints pack runs/demo:last --to packed --delta-from demo.step-00001000.a1
     """
-    import json
     from dataclasses import asdict
     from typing import cast
 
     from bessemer.checkpoint.archive import Codec
     from bessemer.checkpoint.archive import pack as run_pack
-    from bessemer.errors import UserError
     from bessemer.observe.progress import working
     from bessemer.spec.quantity import human_bytes
 
@@ -328,7 +323,7 @@ def pack(
         packed_name, codec = name or _packed_name(folder), cast(Codec, compress)
         result = run_pack(folder, to, packed_name, delta_from or None, codec, bf16=dtype == "bf16")
     if as_json:
-        print(json.dumps(asdict(result), indent=1))
+        print_json(asdict(result))
         return
     share = result.bytes_written / max(1, result.bytes_before)
     print(
@@ -380,7 +375,6 @@ def average(
     from bessemer.checkpoint.store import MODEL, CheckpointStore
     from bessemer.checkpoint.tensors import SavedTensors, exponential_weights, greedy_soup, save_model
     from bessemer.checkpoint.tensors import average as mean
-    from bessemer.errors import UserError
     from bessemer.observe.progress import working
     from bessemer.run.directory import Run
 

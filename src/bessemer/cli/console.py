@@ -5,6 +5,7 @@ Tables are as wide as the terminal, and never cut where there is none.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,11 @@ def print_table(table: Table) -> None:
         console.print(table)
     for line in capture.get().splitlines():
         print(line.rstrip())
+
+
+def print_json(value: Any, **options: Any) -> None:
+    """Print a value as indented JSON; options are those of json.dumps."""
+    print(json.dumps(value, indent=1, **options))
 
 
 def name_spec(message: str, spec: Path, settings: Sequence[str] = ()) -> str:

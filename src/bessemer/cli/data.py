@@ -13,9 +13,11 @@ from bessemer.cli.console import (
     CommandGroup,
     name_spec,
     naming_spec,
+    print_json,
     print_table,
     table_console,
 )
+from bessemer.errors import UserError
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Prepare a corpus, report on it, check files.")
 _TEXT_FIELD = typer.Option("text", "--text-field", help="The field or column that holds the text.")
@@ -42,7 +44,6 @@ def prepare(
 
     from bessemer.data.curate.engine import make_engine
     from bessemer.data.curate.report import PAGE, read_report
-    from bessemer.errors import UserError
     from bessemer.observe.progress import working
     from bessemer.plan.decision import Plan
     from bessemer.session.data import prepare_data
@@ -78,10 +79,8 @@ def publish(
 
     Example: bessemer data publish my-run.yaml s3://bucket/corpus
     """
-    import json
 
     from bessemer.data.read.secrets import redact
-    from bessemer.errors import UserError
     from bessemer.observe.progress import working
     from bessemer.plan.decision import Plan
     from bessemer.session.data import prepare_data, publish_data
@@ -103,7 +102,7 @@ def publish(
         prepared, size_bytes = publish_data(run_spec, store, context, progress)
     tokens = {name: source.tokens for name, source in prepared.train.items()}
     if as_json:
-        print(json.dumps({"url": redact(store.url), "bytes": size_bytes, "tokens": tokens}, indent=1))
+        print_json({"url": redact(store.url), "bytes": size_bytes, "tokens": tokens})
         return
     print(f"published  {redact(store.url)}  {human_bytes(size_bytes)}, {sum(tokens.values()):,} tokens to train on")
     print(f"train from it with  --set data.store={redact(store.url)}")
@@ -142,7 +141,6 @@ def verify(
 
     Example: bessemer data verify my-run.yaml
     """
-    import json
     import sys
     from dataclasses import replace
 
@@ -167,7 +165,7 @@ def verify(
                 print(f"         {line}")
     damaged = sum(bool(result.damage) for result in results)
     if as_json:
-        print(json.dumps({"damaged": damaged, "files": [result.to_json() for result in results]}, indent=1))
+        print_json({"damaged": damaged, "files": [result.to_json() for result in results]})
     else:
         print(f"{len(results)} verified, {damaged} damaged")
     raise typer.Exit(1 if damaged else 0)
@@ -189,10 +187,9 @@ def _prepared_folder(place: Path, settings: list[str]) -> Path:
 
 
 def _print_report(report: dict, page: Path, as_json: bool) -> None:  # type: ignore[type-arg]
-    import json
 
     if as_json:
-        print(json.dumps({**report, "page": str(page)}, indent=1))
+        print_json({**report, "page": str(page)})
         return
     from rich.table import Table
 
@@ -227,7 +224,6 @@ def check(
 
     Example: bessemer data check data/*.jsonl --messages messages --tokenizer tokenizer.json --context 4096
     """
-    import json
 
     from bessemer.data.check import check_files
     from bessemer.data.tokenizer.tokenizer import Tokenizer
@@ -239,7 +235,7 @@ def check(
     with working("listing the files") as report:
         result = check_files(source_spec(source), loaded, context, chat, report)
     if as_json:
-        print(json.dumps(result.to_json(), indent=1, ensure_ascii=False))
+        print_json(result.to_json(), ensure_ascii=False)
     else:
         print(f"{result.documents:,} documents, {result.characters:,} characters in {result.files:,} files")
         for line in result.notes:
@@ -306,7 +302,6 @@ def perplexity(
 
 def _parse_pairs(settings: list[str], option: str, example: str) -> list[tuple[str, Path]]:
     """NAME=PATH arguments as pairs."""
-    from bessemer.errors import UserError
 
     pairs = []
     for setting in settings:
@@ -319,7 +314,6 @@ def _parse_pairs(settings: list[str], option: str, example: str) -> list[tuple[s
 
 def _check_output(out: Path) -> None:
     """Refuse an output path that cannot be written, before any work is done."""
-    from bessemer.errors import UserError
 
     if out.is_dir():
         raise UserError(f"{out}: is a folder; name a file in it")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from bessemer.cli.console import AS_JSON, SETTINGS, SPEC, group_with_default, print_table
+from bessemer.cli.console import AS_JSON, SETTINGS, SPEC, group_with_default, print_json, print_table
+from bessemer.errors import UserError
 
 if TYPE_CHECKING:
     from bessemer.launch.job import LaunchJob
@@ -125,10 +126,8 @@ def status(
 
     Example: bessemer launch status my-run
     """
-    import json
     from dataclasses import asdict
 
-    from bessemer.errors import UserError
     from bessemer.launch.job import JobState, find_job, read_job
     from bessemer.launch.submit import TARGETS
 
@@ -142,7 +141,7 @@ def status(
                 raise
             rows.append((job, JobState(job.id, "?", detail=str(error))))
     if as_json:
-        print(json.dumps([{**asdict(job), **asdict(state)} for job, state in rows], indent=1))
+        print_json([{**asdict(job), **asdict(state)} for job, state in rows])
     elif not rows:
         print(f"no launched runs under {runs}")
     else:
@@ -184,7 +183,6 @@ def queue(as_json: bool = AS_JSON) -> None:
 
     Example: bessemer launch queue
     """
-    import json
     import time
     from dataclasses import asdict
 
@@ -193,7 +191,7 @@ def queue(as_json: bool = AS_JSON) -> None:
 
     tickets = Queue().tickets()
     if as_json:
-        print(json.dumps([asdict(ticket) for ticket in tickets], indent=1))
+        print_json([asdict(ticket) for ticket in tickets])
     elif not tickets:
         print("the queue is empty; `bessemer launch SPEC --on local` joins it")
     else:

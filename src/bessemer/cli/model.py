@@ -7,7 +7,8 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import AS_JSON, CHECKPOINT, DEVICE, CommandGroup
+from bessemer.cli.console import AS_JSON, CHECKPOINT, DEVICE, CommandGroup, print_json
+from bessemer.errors import UserError
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Show a model: parameters, FLOPs, memory, a diagram.")
 
@@ -33,14 +34,13 @@ def show(
 
     Example: bessemer model show Mixtral-8x7B/ --batch 4 --context 4096
     """
-    import json
 
     from bessemer.export.describe import describe, diagram, find_context, find_shape, table
 
     shape = find_shape(target, vocab)
     description = describe(shape, batch, context or find_context(target))
     if as_json:
-        print(json.dumps({"shape": shape.to_dict(), **description}, indent=1))
+        print_json({"shape": shape.to_dict(), **description})
     else:
         print("\n".join([*diagram(shape), "", *table(description)]))
 
@@ -106,7 +106,6 @@ def evaluate(
 
     from pydantic import TypeAdapter, ValidationError
 
-    from bessemer.errors import UserError
     from bessemer.evaluate.needle import Kind, held_out_text
     from bessemer.evaluate.needle import needle as measure_needle
     from bessemer.observe.progress import working
@@ -131,7 +130,7 @@ def evaluate(
         filler = held_out_text(run, max(tokens))
         grid = measure_needle(model, tokenizer, tokens, trials=trials, seed=seed, kind=needle_kind, filler=filler)
     if as_json:
-        print(json.dumps(grid.to_dict(), indent=1))
+        print_json(grid.to_dict())
     else:
         hits = "answers with the key" if grid.kind == "key" else "hidden tokens predicted"
         print("\n".join([f"share of {hits}, {trials} trials each; columns are tokens of text", *grid.lines()]))
@@ -154,7 +153,6 @@ def export(
     Example: bessemer export runs/demo --to hf --out my-model --dtype bf16
     """
     from bessemer.checkpoint.manifest import DamagedCheckpoint
-    from bessemer.errors import UserError
     from bessemer.export.gate import Mismatch
     from bessemer.export.hf import DTYPES, open_native, to_hf, to_native
     from bessemer.observe.progress import working

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from bessemer.cli.console import AS_JSON, DEVICE, RUN, print_table
+from bessemer.cli.console import AS_JSON, DEVICE, RUN, print_json, print_table
+from bessemer.errors import UserError
 
 if TYPE_CHECKING:
     from bessemer.run.directory import RunSummary
@@ -25,7 +26,6 @@ def runs(
     import json
     from dataclasses import asdict
 
-    from bessemer.errors import UserError
     from bessemer.observe.format import describe_processes
     from bessemer.plan.actual import compare_run, comparison_json, comparison_lines
     from bessemer.run.directory import LAYOUT, Run, list_runs, summarize
@@ -42,7 +42,7 @@ def runs(
         records = [json_ready(asdict(summary)) for summary in summaries]
         if comparison:
             records[0]["against_plan"] = json_ready(comparison_json(*comparison))
-        print(json.dumps(records, indent=1))
+        print_json(records)
     elif not summaries:
         print(f"no runs in {folder}; start one with `bessemer train SPEC` or `bessemer demo`")
     else:
@@ -101,8 +101,6 @@ def replay(
     if documents or show:
         _print_documents(run, step, show, as_json)
         return
-    import json
-
     from bessemer.observe.page import markdown
     from bessemer.observe.progress import working
     from bessemer.session.replay import BY_HAND, try_step
@@ -112,7 +110,7 @@ def replay(
     with working("replaying the step"):
         case = try_step(run, step, budget, device)
     if as_json:
-        print(json.dumps(case.to_json(), indent=1, default=str))
+        print_json(case.to_json(), default=str)
     elif case.symptom == BY_HAND and case.trial and case.trial.reason == STEP_IS_NORMAL:
         print(f"step {step:,} of {case.run} is normal: {', '.join(deviations(case))}")
     else:
@@ -120,13 +118,11 @@ def replay(
 
 
 def _print_documents(run: Path, step: int, show: bool, as_json: bool) -> None:
-    import json
-
     from bessemer.session.replay import documents_of
 
     documents = documents_of(run, step, texts=show)
     if as_json:
-        print(json.dumps(documents, indent=1))
+        print_json(documents)
         return
     for document in documents:
         _print_document(document)

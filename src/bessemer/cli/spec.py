@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import SETTINGS, SPEC, CommandGroup
+from bessemer.cli.console import SETTINGS, SPEC, CommandGroup, print_json
 
 app = typer.Typer(
     cls=CommandGroup, help="Check a spec, show it in full, or print its JSON Schema.", no_args_is_help=True
@@ -62,8 +62,7 @@ def schema() -> None:
 
     Example: bessemer spec schema > bessemer.schema.json
     """
-    import json
 
     from bessemer.spec.schema import RunSpec
 
-    print(json.dumps(RunSpec.model_json_schema(), indent=1))
+    print_json(RunSpec.model_json_schema())
