@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Protocol, TextIO
 
-from bessemer.spec.quantity import human_time
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -60,6 +58,8 @@ class Activity:
 
     def line(self, now_s: float) -> str:
         """`writing tensors  12/290  4%  13s, 5m left`."""
+        from bessemer.spec.quantity import human_time  # loads pydantic, which `--help` must not wait for
+
         counted = f"  {self.done:,}/{self.total:,}  {self.done / self.total:.0%}" if self.total else ""
         elapsed_s, left_s = now_s - self.began_s, self.left_s(now_s)
         left = "" if left_s is None else f", {human_time(left_s)} left"
@@ -205,6 +205,8 @@ class StepProgress:
 
     def line(self, total_steps: int) -> str:
         """`step 1/6,104  micro-batch 3/16  812 tok/s  eta 17h 10m`."""
+        from bessemer.spec.quantity import human_time
+
         parts = [f"step {self.step + 1:,}/{total_steps:,}", f"micro-batch {self.done}/{self.total}"]
         rate, left = self.tokens_per_s, self.left_s(total_steps)
         if rate is not None and left is not None:
