@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bessemer.checkpoint.dcp import Staging, in_background, state_bytes
+from bessemer.checkpoint.background import Staging, in_background, state_bytes
 
 
 def test_a_copy_does_not_follow_the_training_and_its_memory_is_used_again(state_of):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint  # before the fork, once for all
 
 from bessemer.checkpoint import dcp as checked_writer
-from bessemer.checkpoint.dcp import Staging, state_bytes
+from bessemer.checkpoint.background import Staging, state_bytes
 from bessemer.checkpoint.manifest import verify
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.run.directory import Run

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from bessemer.checkpoint.dcp import Staging, State, in_background, state_bytes
+from bessemer.checkpoint.background import Staging, State, in_background, state_bytes
 from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest
 from bessemer.checkpoint.remote import RemoteCheckpoints
 from bessemer.checkpoint.store import CheckpointStore
