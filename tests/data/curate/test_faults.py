@@ -232,7 +232,7 @@ def test_nothing_left_of_a_source_is_told_not_crashed_on(emptied: Path, tmp_path
     clean = [{"length": {"min_chars": 10_000_000}}, filled_in(step, emptied)]
     source = {"path": str(emptied / "in"), "url_field": "url"}
     with pytest.raises(
-        UserError, match=r"^source 'web': the steps left none of 48 documents, the first being .*a\.jsonl$"
+        UserError, match=r"^source 'web': the steps dropped all 48 documents, the first being .*a\.jsonl$"
     ):
         build(spec_of(clean, 100, web=source), tmp_path / "cache")
 
@@ -240,7 +240,7 @@ def test_nothing_left_of_a_source_is_told_not_crashed_on(emptied: Path, tmp_path
 def test_one_source_of_which_nothing_is_left_is_named(emptied: Path, tmp_path: Path) -> None:
     short = {"path": str(emptied / "in" / "b.jsonl")}
     data = spec_of([{"length": {"min_chars": 100}}], web=str(emptied / "in" / "a.jsonl"), notes=short)
-    with pytest.raises(UserError, match=r"^source 'notes': the steps left none of 12 documents, .*b\.jsonl$"):
+    with pytest.raises(UserError, match=r"^source 'notes': the steps dropped all 12 documents, .*b\.jsonl$"):
         build(data, tmp_path / "cache")
 
 
