@@ -65,7 +65,7 @@ def test_a_type_that_is_hopeless_on_a_cpu_is_given_up_after_a_small_product(monk
     assert [(reading.key, reading.size) for reading in found[1:]] == [
         ("matmul_bf16", "256x256x256"), ("matmul_fp16", "256x256x256"),
     ]  # fmt: skip
-    assert found[1].rate == 2 * 256**3 / 6 and found[1].note == "too slow here for larger ones"
+    assert found[1].rate == 2 * 256**3 / 6 and found[1].note == "too slow on this CPU for larger sizes"
     assert (torch.bfloat16, 64) not in asked
 
 

@@ -93,7 +93,7 @@ def test_the_table_says_how_it_was_measured() -> None:
     assert "2      dp_replicate 2  6,144     667 ms    75%         10%" in text
     assert "parallel.tp: 2 does not divide 3 heads" in text and "send nothing" in text
     assert "suggested: parallel: {dp_replicate: 2}" in text and "others were using" not in text
-    assert "others were using this machine (5 programs" in "\n".join(table(replace(found, load=5.0)))
+    assert "other programs used this machine (load 5 per core" in "\n".join(table(replace(found, load=5.0)))
     assert "for each process (weak scaling)" in table(replace(found, kind="weak"))[0]
 
 

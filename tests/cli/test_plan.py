@@ -195,4 +195,4 @@ def test_help_lists_every_command_with_an_example(call: Call) -> None:
     text = call("plan", "--help").out
     for command in ("run", "search", "simulate", "serve", "memory", "job", "interview", "check"):
         assert f"\n  {command} " in text
-        assert f"bessemer plan {command if command != 'run' else '--model'}" in text
+        assert f"bessemer plan {command}" in text

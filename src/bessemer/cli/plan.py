@@ -61,7 +61,7 @@ def run(
 ) -> None:
     """Plan a training run on given GPUs, or a spec on this machine. Without enough options it asks on a terminal.
 
-    Example: bessemer plan --model 7b --tokens 100B --gpus 8xA100-80GB
+    Example: bessemer plan run --model 7b --tokens 100B --gpus 8xA100-80GB
     """
     from bessemer.plan.local import OTHER_MACHINES, check_options, local_json, local_lines
     from bessemer.plan.request import InterviewAnswers, parse_count_option
