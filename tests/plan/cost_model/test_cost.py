@@ -62,8 +62,7 @@ def test_failures_and_preemptions_cost() -> None:
 
 def test_storage_of_a_70b() -> None:
     """A full checkpoint is 840 GB: fp32 weights and two moments."""
-    found = cost.run_storage(70e9, 1e12, checkpoints=1)
-    assert found.checkpoint_bytes == 840e9 and found.data_bytes == 4e12
+    assert cost.storage_bytes(70e9, 1e12) == 3 * 840e9 + 4e12
 
 
 def test_energy_and_carbon() -> None:
@@ -80,9 +79,8 @@ def test_energy_and_carbon() -> None:
 
 
 def test_data_preparation() -> None:
-    raw = cost.data_preparation(1e11)
-    assert set(raw.core_hours) == {"tokenize", "filter", "dedup"}
-    assert raw.core_hours["tokenize"] == pytest.approx(4e11 / 1e6 / cost.TOKENIZE_MB_S / 3600)
+    tokenizing = 4e11 / 1e6 / cost.TOKENIZE_MB_S / 3600
+    assert tokenizing < cost.preparation_hours(1e11) < 50 * tokenizing
 
 
 def test_ranking() -> None:

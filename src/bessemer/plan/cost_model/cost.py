@@ -216,6 +216,7 @@ TOKENIZE_MB_S = 15.716546066820193 / 2
 BYTES_PER_TOKEN = 4.0  # English text with 50,000 tokens and more; code and other languages have fewer
 KEPT_SHARE = 0.3  # of raw web text after filters and dedup; DCLM and FineWeb kept less, curated sources more
 TOKEN_BYTES = 4  # in a token store with a vocabulary above 65,536
+CHECKPOINTS = 3  # that are stored
 CHECKPOINT_BYTES = 12  # a parameter: fp32 weights and two moments
 REQUEUE_S = 900.0  # until a spot machine is replaced: a guess
 
@@ -234,31 +235,6 @@ class Work:
     @property
     def nodes(self) -> int:
         return max(1, math.ceil(self.gpus / self.per_node))
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Bytes of checkpoints and data that are stored during the run."""
-
-    checkpoint_bytes: float
-    checkpoints: int
-    data_bytes: float
-
-    @property
-    def bytes(self) -> float:
-        return self.checkpoint_bytes * self.checkpoints + self.data_bytes
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """CPU core-hours of curating and tokenizing the text."""
-
-    text_bytes: float
-    core_hours: Mapping[str, float]
-
-    @property
-    def total_core_hours(self) -> float:
-        return sum(self.core_hours.values())
 
 
 @dataclass(frozen=True)
@@ -300,21 +276,16 @@ def explain_impossible(
     )
 
 
-def run_storage(parameters: float, tokens: float, checkpoints: int = 3) -> Storage:
+def storage_bytes(parameters: float, tokens: float) -> float:
     """Full checkpoints and the token store."""
-    return Storage(CHECKPOINT_BYTES * parameters, checkpoints, TOKEN_BYTES * tokens)
+    return CHECKPOINT_BYTES * parameters * CHECKPOINTS + TOKEN_BYTES * tokens
 
 
-def data_preparation(tokens: float) -> Preparation:
-    """Core-hours to filter, deduplicate and tokenize raw text until `tokens` tokens are in a store."""
-    text = tokens * BYTES_PER_TOKEN
-    raw = text / KEPT_SHARE
-    hours = {
-        "tokenize": text / 1e6 / TOKENIZE_MB_S / 3600,
-        "filter": raw / 1e6 / FILTER_MB_S / 3600,
-        "dedup": raw / 1e6 / DEDUP_MB_S / 3600,
-    }
-    return Preparation(raw, hours)
+def preparation_hours(tokens: float) -> float:
+    """CPU core-hours to tokenize, filter and deduplicate raw text until `tokens` tokens are in a store."""
+    text_mb = tokens * BYTES_PER_TOKEN / 1e6
+    raw_mb = tokens * BYTES_PER_TOKEN / KEPT_SHARE / 1e6
+    return text_mb / TOKENIZE_MB_S / 3600 + raw_mb / FILTER_MB_S / 3600 + raw_mb / DEDUP_MB_S / 3600
 
 
 def energy_kwh(gpu: Gpu, gpu_hours: float, pue: float) -> float:
@@ -323,7 +294,7 @@ def energy_kwh(gpu: Gpu, gpu_hours: float, pue: float) -> float:
 
 
 def cost_of(
-    work: Work, price: Price, prices: PriceList, storage: Storage | None = None, preparation: Preparation | None = None,
+    work: Work, price: Price, prices: PriceList, stored_bytes: float = 0.0, core_hours: float = 0.0,
     reliability: Reliability | None = None,
 ) -> Cost:  # fmt: skip
     """Money, time, energy and carbon of a run at one offer, including failures and preemptions."""
@@ -340,24 +311,22 @@ def cost_of(
     provider, region = prices.provider(price.provider), prices.region(price.region)
     gpu = find_gpu(work.gpu)
     parts = {"gpus": hours * price.usd_hour}
-    if storage:
+    if stored_bytes:
         months = wall / 3600 / HOURS_PER_MONTH
-        parts["storage"] = storage.bytes / 1e9 * provider.storage_gb_month * months
-    if preparation:
-        parts["data"] = preparation.total_core_hours * provider.cpu_core_hour
+        parts["storage"] = stored_bytes / 1e9 * provider.storage_gb_month * months
+    if core_hours:
+        parts["data"] = core_hours * provider.cpu_core_hour
     energy = energy_kwh(gpu, hours, provider.pue) if math.isfinite(hours) else math.inf
     if price.provider == "own":
         parts["electricity"] = energy * region.usd_kwh
     return Cost(price, hours, wall, expected, parts, energy, energy * region.grams_kwh / 1000, tuple(notes))
 
 
-def rank_offers(
-    work: Work, prices: PriceList, storage: Storage | None = None, preparation: Preparation | None = None
-) -> list[Cost]:
+def rank_offers(work: Work, prices: PriceList, stored_bytes: float = 0.0, core_hours: float = 0.0) -> list[Cost]:
     """On-demand and spot offers that can hold the run, cheapest first. Left out: offers of single machines that are too
     small, and spot where preemptions leave less than a tenth of the time."""
     costs = [
-        cost_of(work, price, prices, storage, preparation)
+        cost_of(work, price, prices, stored_bytes, core_hours)
         for term in ("on_demand", "spot")
         for price in prices.find(gpu=work.gpu, term=term)
         if price.most is None or work.gpus <= price.most

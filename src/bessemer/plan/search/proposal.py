@@ -13,11 +13,11 @@ from bessemer.errors import UserError
 from bessemer.plan.cost_model.cost import (
     Cost,
     Work,
-    data_preparation,
     explain_impossible,
     load_prices,
+    preparation_hours,
     rank_offers,
-    run_storage,
+    storage_bytes,
 )
 from bessemer.plan.cost_model.goodput import SAVE_STALL_S, Goodput, goodput
 from bessemer.plan.cost_model.memory import CONTEXT, FRAGMENTS, Passes, estimate_memory
@@ -178,7 +178,7 @@ def propose(request: PlanRequest, cluster: Cluster) -> Proposal:
             f"{SAVE_STALL_S:.0f} s; an hour at most", "Young 1974", "established",
         )  # fmt: skip
     work = Work(cluster.gpu.name, cluster.count, option.seconds, shape.parameters, tokens, cluster.per_node)
-    costs = rank_offers(work, load_prices(), run_storage(shape.parameters, tokens), data_preparation(tokens))
+    costs = rank_offers(work, load_prices(), storage_bytes(shape.parameters, tokens), preparation_hours(tokens))
     if request.from_options:
         plan = _without_spec(plan)
     request = replace(request, spec=spec)
