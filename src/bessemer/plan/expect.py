@@ -31,6 +31,11 @@ NEWEST = 5  # runs, of which a correction is the median
 NEAR = 8.0  # largest ratio of parameters at which a run says something about another
 FEW_RUNS_ERROR, LEAST_ERROR = 0.15, 0.05  # error of a correction with fewer than three runs, and the least with more
 SUFFIX = ".runs.jsonl"
+MEMORY_ERROR = 0.05  # of a GPU's peak; twice that is the worst of all peaks in docs/cost-model.md
+PROCESS_ERROR = 0.15  # of a process on a CPU, whose libraries take more than a small model
+MEASURED_ERROR = 0.125  # of a step time from one measured row: an assumption, not a fit
+BAR = 2.0  # times the mean error: 90 % of measured rows are within 1.4 to 2.8 times it (data/steptime.json)
+LATER = "predictions begin after the first run here, or after `bessemer bench`"
 
 
 @dataclass(frozen=True)
@@ -140,13 +145,6 @@ def with_history(cluster: Cluster, precision: str, parameters: int) -> Cluster:
     if earlier is None or not earlier.step:
         return cluster
     return replace(cluster, slower=earlier.step, slower_error=earlier.error, slower_source=earlier.source)
-
-
-MEMORY_ERROR = 0.05  # of a GPU's peak; twice that is the worst of all peaks in docs/cost-model.md
-PROCESS_ERROR = 0.15  # of a process on a CPU, whose libraries take more than a small model
-MEASURED_ERROR = 0.125  # of a step time from one measured row: an assumption, not a fit
-BAR = 2.0  # times the mean error: 90 % of measured rows are within 1.4 to 2.8 times it (data/steptime.json)
-LATER = "predictions begin after the first run here, or after `bessemer bench`"
 
 
 @dataclass(frozen=True)

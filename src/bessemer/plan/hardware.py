@@ -24,6 +24,7 @@ from bessemer.storage import write_atomic
 
 MOST_GPUS = 1_000_000
 FORMS = "write it as 8xA100-80GB, '64 x H100' or '2 nodes of 8 A100'"
+HEADER = f"{'what':<22} {'size':<20} {'rate':>16} {'sheet':>5}  note"
 
 
 @dataclass(frozen=True)
@@ -343,9 +344,6 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-HEADER = f"{'what':<22} {'size':<20} {'rate':>16} {'sheet':>5}  note"
 
 
 @dataclass(frozen=True)

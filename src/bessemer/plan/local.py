@@ -28,6 +28,9 @@ LONG_S = 3600.0  # on a CPU, above which a smaller run is suggested
 SHORT_S = 1200.0  # of the suggested run
 TOKENS_PER_PARAMETER = 20  # enough for the suggested run (Chinchilla 2022)
 FORWARD_SHARE = 1 / 3  # time of an evaluation relative to a training step of the same tokens
+NEEDS_DATA = ("data.", "epochs", "mixture", "evaluate.tokens")  # decisions that depend on the data
+OTHER_MACHINES = "--gpus 8xH100 plans the same run on other machines, `plan search --budget 500usd` on rented ones"
+RateOf = Callable[[ModelShape, int, str], float | None]  # shape, context and precision -> measured tokens/s
 
 
 @dataclass(frozen=True)
@@ -140,11 +143,6 @@ def rough_time(seconds: float) -> str:
             count = seconds / size
             return f"{count:.1f} {unit}" if unit in ("h", "days") and count < 9.95 else f"{count:,.0f} {unit}"
     raise AssertionError(f"{seconds} s is no duration")
-
-
-NEEDS_DATA = ("data.", "epochs", "mixture", "evaluate.tokens")  # decisions that depend on the data
-OTHER_MACHINES = "--gpus 8xH100 plans the same run on other machines, `plan search --budget 500usd` on rented ones"
-RateOf = Callable[[ModelShape, int, str], float | None]  # shape, context and precision -> measured tokens/s
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,13 @@ from bessemer.spec.mixture import LLAMA_3, Mixture, apportion, domain_of, pool_d
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 
+if TYPE_CHECKING:
+    from bessemer.spec.data import Domain
+
 _SHOWN_PHASES = 12  # epoch caps can make many
+AUTO_EPOCHS = 4.0  # "negligible changes to loss compared to having unique data" up to here
+Key = TypeVar("Key")
+MUENNIGHOFF = "Muennighoff et al. 2023, scaling data-constrained models"
 
 
 @dataclass(frozen=True)
@@ -94,14 +100,6 @@ def _auto_weights(
     targets = ", ".join(f"{name} {share.share:.1%} (target {share.target:.1%})" for name, share in shares.items())
     plan.add(key, weights, f"by domain: {targets}", LLAMA_3)
     return weights
-
-
-if TYPE_CHECKING:
-    from bessemer.spec.data import Domain
-
-AUTO_EPOCHS = 4.0  # "negligible changes to loss compared to having unique data" up to here
-Key = TypeVar("Key")
-MUENNIGHOFF = "Muennighoff et al. 2023, scaling data-constrained models"
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ MONEY = re.compile(
     r"(?:usd|\$)?\s*([0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmb])?\s*(?:usd|dollars?|\$)?", re.I
 )
 TRIES = 5  # answers to one question of the interview
+Prompt = Callable[[str, str], str]  # question and default -> answer
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,6 @@ def parse_limits(budget: str | None, deadline: str | None) -> BudgetLimits:
     if seconds <= 0:
         raise UserError(f"--deadline {deadline}: write a time above 0, such as 30d")
     return BudgetLimits(usd, seconds)
-
-
-Prompt = Callable[[str, str], str]  # question and default -> answer
 
 
 @dataclass(frozen=True)

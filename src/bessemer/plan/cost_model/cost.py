@@ -28,6 +28,20 @@ Term = Literal["on_demand", "spot", "1y", "3y"]
 TERMS: tuple[Term, ...] = get_args(Term)
 HOURS_PER_MONTH = 730.0
 _SECTIONS = ("date", "sources", "terms", "preemptions_per_hour", "offers", "providers", "regions")
+# A node draws more power than its GPUs: an 8 x H100 node drew at most 8.4 kW in training (Latif et al. 2024), 1.5 times
+# the rated 5.6 kW of its GPUs.
+HOST_FACTOR = 1.5
+# MB of text per second on one core: benchmarks/results/2026-11-16-{filters,dedup,tokenization}.json. All filters of
+# Gopher, C4 and FineWeb in one thread; MinHash signatures; BPE in two threads.
+FILTER_MB_S = 2.1234272300297814
+DEDUP_MB_S = 28.30403055570433
+TOKENIZE_MB_S = 15.716546066820193 / 2
+BYTES_PER_TOKEN = 4.0  # English text with 50,000 tokens and more; code and other languages have fewer
+KEPT_SHARE = 0.3  # of raw web text after filters and dedup; DCLM and FineWeb kept less, curated sources more
+TOKEN_BYTES = 4  # in a token store with a vocabulary above 65,536
+CHECKPOINTS = 3  # that are stored
+CHECKPOINT_BYTES = 12  # a parameter: fp32 weights and two moments
+REQUEUE_S = 900.0  # until a spot machine is replaced: a guess
 
 
 @dataclass(frozen=True)
@@ -203,22 +217,6 @@ def _check_name(kind: str, name: str, names: set[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"{kind} {name!r} is not in the price table: there are {', '.join(sorted(names))}{hint}")
-
-
-# A node draws more power than its GPUs: an 8 x H100 node drew at most 8.4 kW in training (Latif et al. 2024), 1.5 times
-# the rated 5.6 kW of its GPUs.
-HOST_FACTOR = 1.5
-# MB of text per second on one core: benchmarks/results/2026-11-16-{filters,dedup,tokenization}.json. All filters of
-# Gopher, C4 and FineWeb in one thread; MinHash signatures; BPE in two threads.
-FILTER_MB_S = 2.1234272300297814
-DEDUP_MB_S = 28.30403055570433
-TOKENIZE_MB_S = 15.716546066820193 / 2
-BYTES_PER_TOKEN = 4.0  # English text with 50,000 tokens and more; code and other languages have fewer
-KEPT_SHARE = 0.3  # of raw web text after filters and dedup; DCLM and FineWeb kept less, curated sources more
-TOKEN_BYTES = 4  # in a token store with a vocabulary above 65,536
-CHECKPOINTS = 3  # that are stored
-CHECKPOINT_BYTES = 12  # a parameter: fp32 weights and two moments
-REQUEUE_S = 900.0  # until a spot machine is replaced: a guess
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ FIRST_S = 600.0  # until a save has been measured
 SHORTEST_S = 30.0
 LONGEST_S = 1800.0  # workstations fail more often than the published clusters
 LARGEST_SHARE = 0.005  # of the time that saves may take when LONGEST_S shortens the optimal interval
+USUAL = 5.25e-3  # failures per node of 8 GPUs and day, the middle of the published 4 to 6.5 in 1,000
+RESTART_S = 600.0  # MegaScale 2024: detected in under 10 minutes; restart and catch-up under 15
+SAVE_STALL_S = 10.0  # asynchronous saves block a run only for the copy
 
 
 def young_daly(stall_s: float, mtti_s: float) -> float:
@@ -65,11 +68,6 @@ def save_interval(stall_s: float | None, save_s: float, mtti_s: float) -> float:
     longest = max(LONGEST_S, stall_s / LARGEST_SHARE)
     # A save must end well before the next begins, even if it blocks the run only briefly.
     return max(SHORTEST_S, 2 * save_s, min(longest, young_daly(stall_s, mtti_s)))
-
-
-USUAL = 5.25e-3  # failures per node of 8 GPUs and day, the middle of the published 4 to 6.5 in 1,000
-RESTART_S = 600.0  # MegaScale 2024: detected in under 10 minutes; restart and catch-up under 15
-SAVE_STALL_S = 10.0  # asynchronous saves block a run only for the copy
 
 
 @dataclass(frozen=True)

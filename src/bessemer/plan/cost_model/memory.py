@@ -1,11 +1,10 @@
-"""Estimates the peak memory of a training step on one device, and decides micro-batch and recomputation from it.
+"""Estimates the peak memory of a training step, on one device and on the fullest process of a parallel layout, and
+decides micro-batch and recomputation from it.
 
 Memory peaks at one of three moments: at the loss, with all saved activations and the logits; in the last layer's
 backward pass, with all saved activations; or at the end of the backward pass, with all gradients. Activations are
 counted by the tensors that a block saves. Tests compare them with what torch saves, and the sum with peaks measured on
 an H200 (docs/cost-model.md). A trial step corrects the estimate (train/memory/fit.py).
-
-Estimates the memory of the fullest process of a parallel layout.
 """
 
 from __future__ import annotations
@@ -29,6 +28,11 @@ HEAD_CHUNK = {"cpu": 4 << 20, "cuda": 2 << 30}  # bytes of logits at a time, tra
 LONG, TILE = 32_768, 16_384  # tokens of a micro-batch above which layers are recomputed in tiles; train/memory/tiles.py
 MOST_TOKENS = {"cpu": 16_384, "cuda": 32_768}  # of a micro-batch: more do not keep a device busier
 SHARE = {"cpu": 1 / 3, "cuda": 0.92}  # of the device's memory; host memory is shared with other processes
+BUCKET = 25 << 20  # of DDP: one is sent while another fills
+GATHERED = 2  # layers of a sharded model that are gathered at a time: the current one and the next
+# Not counted by torch's allocator: the CUDA context, NCCL's buffers and cuBLAS workspaces.
+CONTEXT, CHANNEL = 600 << 20, 64 << 20
+FRAGMENTS = 0.02  # of the allocated memory, lost to fragmentation with expandable segments
 
 
 @dataclass(frozen=True)
@@ -261,13 +265,6 @@ def _fixed_rows(spec: RunSpec, batch: int, plan: Plan, previous: Plan | None) ->
         return int(plan.add(ROWS, batch, "memory.update: in_backward cannot accumulate micro-batches", "rule"))
     rows = plan.keep(ROWS, setting, previous)
     return int(rows) if rows is not None and rows <= batch else None
-
-
-BUCKET = 25 << 20  # of DDP: one is sent while another fills
-GATHERED = 2  # layers of a sharded model that are gathered at a time: the current one and the next
-# Not counted by torch's allocator: the CUDA context, NCCL's buffers and cuBLAS workspaces.
-CONTEXT, CHANNEL = 600 << 20, 64 << 20
-FRAGMENTS = 0.02  # of the allocated memory, lost to fragmentation with expandable segments
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ from bessemer.plan.hardware import Cluster, Gpu
 from bessemer.spec import shape as count
 from bessemer.spec.shape import ModelShape
 
+Framework = Literal["megatron", "fsdp", "compiled"]
+# The GPU type whose curve is used for a generation without measured runs.
+STANDS_FOR = {"hopper": "H100", "blackwell": "H100", "cdna": "H100"}
+CURVES = {"A100-40GB": "A100", "A100-80GB": "A100", "H100": "H100", "H200": "H200"}
+
 
 @dataclass(frozen=True)
 class LayerWork:
@@ -251,12 +256,6 @@ def point_to_point(size: float, stride: int, fabric: Fabric) -> float:
     if stride >= fabric.per_node:
         return size / (fabric.network / fabric.per_node) + fabric.network_latency_s
     return size / fabric.link + fabric.link_latency_s
-
-
-Framework = Literal["megatron", "fsdp", "compiled"]
-# The GPU type whose curve is used for a generation without measured runs.
-STANDS_FOR = {"hopper": "H100", "blackwell": "H100", "cdna": "H100"}
-CURVES = {"A100-40GB": "A100", "A100-80GB": "A100", "H100": "H100", "H200": "H200"}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,30 @@ _USUAL_RANK: dict[Use, int] = {"style": 16, "instructions": 32, "domain": 64, "r
 SCHULMAN = "Schulman et al. 2025, LoRA without regret"
 BITS_PER_PARAMETER = 2.0  # knowledge capacity of a trained parameter (Allen-Zhu and Li 2024)
 LARGEST_RANK = 256
+Goal = Literal["knowledge", "format", "instructions", "preferences", "reasoning"]
+Data = Literal["text", "demonstrations", "pairs", "ratings", "verifier", "prompts"]
+Objective = Literal["prompting", "continue", "sft", "dpo", "kto", "rl"]
+Weights = Literal["none", "full", "lora", "qlora"]
+# Rows below which an objective learns mostly noise.
+FEWEST_ROWS = {"sft": 50, "dpo": 500, "kto": 500, "rl": 100}
+LIMA = "Zhou et al. 2023, LIMA: 1,000 good rows made an assistant"
+FEW_ROWS = 1000  # demonstrations, below which adapters are better: they forget less (Biderman et al. 2024)
+# Bytes per parameter in 16 bits, and in NF4 with double quantization: 0.5 + 0.127 / 8 (Dettmers et al. 2023).
+HALF_BYTES, NF4_BYTES = 2.0, 0.516
+ADAPTER_SHARE = 0.006  # of the parameters: rank 16 on all matrices of a 7B
+# Factor for activations of one checkpointed row, buffers and fragmentation; and memory of the GPU driver. A 7B model
+# then needs 22 GB with LoRA and 9 with QLoRA (Axolotl's table: 16 to 24, and 10 to 14).
+OVERHEAD, DRIVER_BYTES = 1.2, 4e9
+EXTRA_BYTES = {
+    "dpo": HALF_BYTES,
+    "kto": HALF_BYTES,
+    "rl": 2 * HALF_BYTES,
+}  # per parameter: the reference, for RL also rollouts
+TULU = "Tulu 3 2024, released settings of 8B and 70B"
+# (parameters, rate)
+_SFT_RATES = ((1e9, 1e-5), (8e9, 5e-6), (70e9, 2e-6))
+_DPO_RATES = ((1e9, 1e-6), (8e9, 5e-7), (70e9, 2e-7))
+LORA_FACTOR = 10.0  # Schulman et al. 2025, LoRA without regret
 
 
 @dataclass(frozen=True)
@@ -72,28 +96,6 @@ def lora(shape: ModelShape, use: Use, full_rate: float, learnt_tokens: float = 0
     reason += f"; all matrices, {human_count(size)} parameters ({share:.1%}); alpha twice the rank; ten times the rate"
     settings = LoraSettings(rank, 2 * rank, 10 * full_rate, size)
     return RecipeAnswer(settings, reason, SCHULMAN, basis)
-
-
-Goal = Literal["knowledge", "format", "instructions", "preferences", "reasoning"]
-Data = Literal["text", "demonstrations", "pairs", "ratings", "verifier", "prompts"]
-Objective = Literal["prompting", "continue", "sft", "dpo", "kto", "rl"]
-Weights = Literal["none", "full", "lora", "qlora"]
-
-# Rows below which an objective learns mostly noise.
-FEWEST_ROWS = {"sft": 50, "dpo": 500, "kto": 500, "rl": 100}
-LIMA = "Zhou et al. 2023, LIMA: 1,000 good rows made an assistant"
-FEW_ROWS = 1000  # demonstrations, below which adapters are better: they forget less (Biderman et al. 2024)
-# Bytes per parameter in 16 bits, and in NF4 with double quantization: 0.5 + 0.127 / 8 (Dettmers et al. 2023).
-HALF_BYTES, NF4_BYTES = 2.0, 0.516
-ADAPTER_SHARE = 0.006  # of the parameters: rank 16 on all matrices of a 7B
-# Factor for activations of one checkpointed row, buffers and fragmentation; and memory of the GPU driver. A 7B model
-# then needs 22 GB with LoRA and 9 with QLoRA (Axolotl's table: 16 to 24, and 10 to 14).
-OVERHEAD, DRIVER_BYTES = 1.2, 4e9
-EXTRA_BYTES = {
-    "dpo": HALF_BYTES,
-    "kto": HALF_BYTES,
-    "rl": 2 * HALF_BYTES,
-}  # per parameter: the reference, for RL also rollouts
 
 
 @dataclass(frozen=True)
@@ -202,13 +204,6 @@ def _check_method(goal: str, data: str, rows: int, parameters: float, memory: fl
     for name, amount in (("rows", rows), ("parameters", parameters), ("memory", memory)):
         if not amount > 0:
             raise UserError(f"{name}: {amount:g} is no amount: write a number above 0")
-
-
-TULU = "Tulu 3 2024, released settings of 8B and 70B"
-# (parameters, rate)
-_SFT_RATES = ((1e9, 1e-5), (8e9, 5e-6), (70e9, 2e-6))
-_DPO_RATES = ((1e9, 1e-6), (8e9, 5e-7), (70e9, 2e-7))
-LORA_FACTOR = 10.0  # Schulman et al. 2025, LoRA without regret
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,19 @@ PUBLISHED = "published runs"
 LAWS = f"{DEEPSEEK}; {STEP_LAW}; {published.SOURCE}"
 LIMITS_LR = 1e-6, 3e-3  # at 0.9M parameters 3e-3 reached a loss of 2.58, 6e-3 2.67, 1e-2 with twice the batch 3.65
 WARMUP_STEPS, WARMUP_SHARE = 2000, 0.02
+TOLERANCE = 0.02
+SIZE_LIMITS = 1e6, 2e12
+LONGEST_CONTEXT = 1 << 24  # tokens of context
+# (parameters, width over layers): GPT-3 Small 64, Llama 3.2 1B 128, Llama 3.2 3B 110, Llama 3 8B 128, 70B 102,
+# 405B 130. Between 50 and 150 the loss hardly moves (Kaplan et al. 2020, figure 5).
+_ASPECTS = ((10e6, 48.0), (125e6, 64.0), (1.2e9, 128.0), (3e9, 110.0), (8e9, 128.0), (70e9, 102.0), (405e9, 130.0))
+_FFN = 3.25  # width of SwiGLU's inner part: 8/3 (Llama 2) to 4 (Llama 3.2 1B); Llama 3 has 3.5
+_HEADS = ((6e9, 8), (300e6, 4), (50e6, 2))  # (parameters, multiple of heads)
+_TIED_BELOW = 4e9  # Llama 3.2 1B and 3B tie their embeddings, 8B does not
+_SHORT = 8192  # first training of long-context models: Llama 3 405B reads 8K for 95 % of its tokens
+_BASES = (10_000.0, 500_000.0, 1_000_000.0)  # Llama 2; Llama 3; Qwen2 and Code Llama
+LLAMA_3 = "Llama 3 2024, table 3 and section 3.4.2"
+XU = "Xu et al. 2024, base of RoPE bounds context length"
 
 
 @dataclass(frozen=True)
@@ -202,21 +215,6 @@ def _agreement(laws: tuple[Law, ...], parameters: float) -> Basis:
         return "open question"
     values = [law.value for law in laws]
     return "established" if max(values) <= 2 * min(values) else "empirical at this scale"
-
-
-TOLERANCE = 0.02
-SIZE_LIMITS = 1e6, 2e12
-LONGEST_CONTEXT = 1 << 24  # tokens of context
-# (parameters, width over layers): GPT-3 Small 64, Llama 3.2 1B 128, Llama 3.2 3B 110, Llama 3 8B 128, 70B 102,
-# 405B 130. Between 50 and 150 the loss hardly moves (Kaplan et al. 2020, figure 5).
-_ASPECTS = ((10e6, 48.0), (125e6, 64.0), (1.2e9, 128.0), (3e9, 110.0), (8e9, 128.0), (70e9, 102.0), (405e9, 130.0))
-_FFN = 3.25  # width of SwiGLU's inner part: 8/3 (Llama 2) to 4 (Llama 3.2 1B); Llama 3 has 3.5
-_HEADS = ((6e9, 8), (300e6, 4), (50e6, 2))  # (parameters, multiple of heads)
-_TIED_BELOW = 4e9  # Llama 3.2 1B and 3B tie their embeddings, 8B does not
-_SHORT = 8192  # first training of long-context models: Llama 3 405B reads 8K for 95 % of its tokens
-_BASES = (10_000.0, 500_000.0, 1_000_000.0)  # Llama 2; Llama 3; Qwen2 and Code Llama
-LLAMA_3 = "Llama 3 2024, table 3 and section 3.4.2"
-XU = "Xu et al. 2024, base of RoPE bounds context length"
 
 
 @dataclass(frozen=True)

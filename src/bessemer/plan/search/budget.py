@@ -30,6 +30,14 @@ from bessemer.spec.quantity import human_count, human_time
 
 NEXT_GENERATION = {"pascal": "V100-32GB", "volta": "A100-80GB", "turing": "A100-80GB", "ampere": "H100", "ada": "H100",
         "hopper": "B200"}  # fmt: skip
+TRIES = 12
+SMALLEST_MODEL = 1e6  # parameters
+MOST_GPUS = 16_384  # the largest published training job
+CEILING = 0.8  # of the peak: no published run of this kind reached more
+USUAL_MFU = 0.45  # for a first guess of how many GPUs
+TOO_EXPENSIVE = 1.5  # times the best price: types that cannot come below are not searched
+ALWAYS_SEARCHED = 4  # GPU types
+LEAST_BYTES = 14.0  # per parameter, without memory-saving settings
 
 
 def alternatives(proposal: Proposal) -> list[tuple[str, Proposal]]:
@@ -75,10 +83,6 @@ def alternative_lines(proposal: Proposal) -> list[str]:
             money = f", from ${other.costs[0].usd:,.0f} instead of ${proposal.costs[0].usd:,.0f}"
         lines.append(f"  change  {name}: {human_time(other.wall_s)} instead of {human_time(proposal.wall_s)}{money}")
     return lines
-
-
-TRIES = 12
-SMALLEST_MODEL = 1e6  # parameters
 
 
 def choose_model(
@@ -139,14 +143,6 @@ def _rounded_request(
     if not tokens_given:
         answers["budget.tokens"] = RecipeAnswer(tokens, answer.reason + why, answer.source, answer.basis)
     return replace(request, reason=answer.reason + why, source=answer.source, basis=answer.basis, answers=answers)
-
-
-MOST_GPUS = 16_384  # the largest published training job
-CEILING = 0.8  # of the peak: no published run of this kind reached more
-USUAL_MFU = 0.45  # for a first guess of how many GPUs
-TOO_EXPENSIVE = 1.5  # times the best price: types that cannot come below are not searched
-ALWAYS_SEARCHED = 4  # GPU types
-LEAST_BYTES = 14.0  # per parameter, without memory-saving settings
 
 
 @dataclass(frozen=True)

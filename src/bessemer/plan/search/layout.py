@@ -1,7 +1,5 @@
 """Decides and checks the parallel layout of a run: replicas, shards, tensor, context, pipeline and expert parallelism,
-or DeepSpeed's ZeRO stage. Combinations that are not supported are refused by the key that asks for them.
-
-Checks `parallel.replicas` (DDP options) against the layout and records it in the plan.
+DDP options, or DeepSpeed's ZeRO stage. Unsupported combinations are refused by the key that asks for them.
 """
 
 from __future__ import annotations
@@ -20,10 +18,21 @@ from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import DeepSpeedSpec, ParallelSpec, PipelineSpec, ReplicasSpec, RunSpec, ShardSpec
 from bessemer.spec.shape import ModelShape
 
+if TYPE_CHECKING:
+    from bessemer.plan.decide import TrainPlan
+
 REPLICATE, SHARD = "parallel.dp_replicate", "parallel.dp_shard"
 # Optimizers whose update of a shard equals the shard of their update.
 ELEMENTWISE = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "lion")
 REPLICATED_SHARE = 0.25  # of a device's memory that weights, gradients and moments may take before they are sharded
+DEEPSPEED_KEY = "parallel.deepspeed"
+SHARDABLE = ("adamw", "adam", "sgd", "lion")  # their update of a flat shard is the shard of their update
+DIVIDED = ("nothing", "moments", "moments and gradients", "weights, gradients and moments")
+REPLICAS_KEY = "parallel.replicas"
+CHANGES = {
+    "bf16": "half the traffic; gradients are rounded to three digits, which changes the losses slightly",
+    "powersgd": "sends low-rank matrices, and the remainder in the next step; this changes the losses",
+}
 
 
 @dataclass(frozen=True)
@@ -283,11 +292,6 @@ def _suggest_degree(size: int, fixed: dict[str, int]) -> str:
     return f"write {key}: {best}" + (", or leave dp_replicate and dp_shard auto" if outer_set else "")
 
 
-DEEPSPEED_KEY = "parallel.deepspeed"
-SHARDABLE = ("adamw", "adam", "sgd", "lion")  # their update of a flat shard is the shard of their update
-DIVIDED = ("nothing", "moments", "moments and gradients", "weights, gradients and moments")
-
-
 def check_deepspeed(spec: RunSpec, shape: ModelShape, size: int, plan: Plan) -> None:
     """Refuse settings that DeepSpeed does not support here, and record its stage in the plan. DeepSpeed shards among
     all processes."""
@@ -374,16 +378,6 @@ def _unsupported_by_zero(spec: RunSpec) -> Iterator[tuple[str, str]]:
         yield "optimizer.ema", f"{DEEPSPEED_KEY}.zero: 3 shards the weights: write zero: 2, or leave the average out"
     if zero == 3 and spec.compile in ("block", "chain"):
         yield "compile", f"{DEEPSPEED_KEY}.zero: 3 gathers layers when they are called: write off, or zero: 2"
-
-
-if TYPE_CHECKING:
-    from bessemer.plan.decide import TrainPlan
-
-REPLICAS_KEY = "parallel.replicas"
-CHANGES = {
-    "bf16": "half the traffic; gradients are rounded to three digits, which changes the losses slightly",
-    "powersgd": "sends low-rank matrices, and the remainder in the next step; this changes the losses",
-}
 
 
 def record_replicas(spec: RunSpec, layout: Layout, plan: Plan) -> None:

@@ -62,6 +62,8 @@ MEMORY_FALLBACKS: tuple[dict[str, Any], ...] = (
     {"memory.offload_activations": True, "optimizer.name": "lion"},
 )
 EDGE = 0.97  # of the memory: 70.6B parameters trained at 0.956 of an H200
+WORTH_A_NOTE = 0.05  # share of the compute that padding loses
+RAREST_SAVE_S = 3600.0  # Young's optimum on one node is five hours, of which a failure would lose half
 
 
 def memory_fallbacks(
@@ -108,10 +110,6 @@ def _with_settings(spec: RunSpec, keys: dict[str, Any]) -> RunSpec:
             "optimizer": spec.optimizer.model_copy(update={"name": name}),
         }
     )
-
-
-WORTH_A_NOTE = 0.05  # share of the compute that padding loses
-RAREST_SAVE_S = 3600.0  # Young's optimum on one node is five hours, of which a failure would lose half
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,16 @@ COLUMN_PASSES, COLUMN_PLAYS = 1500, 200  # of the noisy columns
 PICTURE_PASSES = 1200
 NORMAL = NormalDist()
 GATHERED_FORWARD = 0.25  # of FSDP's traffic: weights in 2 bytes; backward weights again and gradients in 4
+STYLES: dict[str, SpanStyle] = {
+    "forward": SpanStyle("F", "#2d7dc4", "forward"),
+    "backward": SpanStyle("B", "#1b4f7d", "backward"),
+    "exchange": SpanStyle("x", "#c4622d", "exchanges inside layers"),
+    "hop": SpanStyle("h", "#e0a458", "between stages"),
+    "host": SpanStyle("-", "#777777", "host"),
+    "reduce": SpanStyle("g", "#9b59b6", "weights and gradients"),
+    "update": SpanStyle("u", "#3f9d5c", "update"),
+    IDLE: SpanStyle(".", "#e6e6e6", "waiting"),
+}
 
 
 @dataclass(frozen=True)
@@ -353,18 +363,6 @@ def _time_shares(step: Step, few: Step, trace: StepTrace, seconds: float) -> dic
         name = next(name for name, kinds in groups.items() if span.kind in kinds)
         sums[name] += weight * (span.end - span.start) / (step.stages * seconds)
     return {**sums, "bubble": max(0.0, 1 - sum(sums.values()))}
-
-
-STYLES: dict[str, SpanStyle] = {
-    "forward": SpanStyle("F", "#2d7dc4", "forward"),
-    "backward": SpanStyle("B", "#1b4f7d", "backward"),
-    "exchange": SpanStyle("x", "#c4622d", "exchanges inside layers"),
-    "hop": SpanStyle("h", "#e0a458", "between stages"),
-    "host": SpanStyle("-", "#777777", "host"),
-    "reduce": SpanStyle("g", "#9b59b6", "weights and gradients"),
-    "update": SpanStyle("u", "#3f9d5c", "update"),
-    IDLE: SpanStyle(".", "#e6e6e6", "waiting"),
-}
 
 
 def timeline(trace: StepTrace, title: str = "", caption: str = "", most: int = 32) -> Timeline:
