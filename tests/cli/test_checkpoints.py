@@ -188,7 +188,7 @@ def test_average_of_the_last_or_of_named_ones(call: Call, run: Path) -> None:
     origin = verify(run / "checkpoints" / "model-00000020.a1").progress["made_from"]
     assert origin["shares"] == [0.25, 0.75]
     said = call("checkpoints", "restore", str(run), "model-00000030.a1")
-    assert said.code == 2 and "weights alone" in said.err
+    assert said.code == 2 and "weights only" in said.err
     assert call("checkpoints", "average", str(run), "--greedy", "--decay", "0.5").code == 2
 
 

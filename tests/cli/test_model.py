@@ -80,7 +80,7 @@ def test_activations_are_the_planners(call: Any) -> None:
         ),
         ({"mixers": ("mamba", "attention"), "mamba": Mamba(4)}, ["Mamba-2 (4 heads of 64, state 128)"]),
         ({"mla": Mla(8, 8, 8, 8)}, ["keys and values through 8"]),
-        ({"positions": "alibi", "causal": False}, ["alibi positions, both ways"]),
+        ({"positions": "alibi", "causal": False}, ["alibi positions, bidirectional"]),
         ({"rope": Rope(scaling="yarn", factor=4.0)}, ["yarn x 4"]),
         ({"logit_cap": 30.0, "tied": False}, ["capped at 30", "its own weights"]),
     ],

@@ -270,7 +270,7 @@ def test_a_table_built_while_models_are_made_on_meta_is_real():
         (Rope(scaling="yarn", factor=4.0), "rope.original is 0"),
         (Rope(scaling="linear", factor=0.0), "rope.factor is 0.0"),
         (Rope(scaling="ntk", factor=2.0, share=0.25), "at least two pairs"),
-        (Rope(scaling="longrope", original=8, short=(1.0,) * 4, long=(1.0,) * 3), "rope.long has 3 numbers; give 4"),
+        (Rope(scaling="longrope", original=8, short=(1.0,) * 4, long=(1.0,) * 3), "rope.long has 3 numbers; write 4"),
     ],
 )
 def test_a_rope_that_cannot_be_is_refused(rope, says):

@@ -140,7 +140,7 @@ def _compare(hf_model: nn.Module, native: Decoder, weights: TensorReader, tokens
     with _with_weights({f"{name}.": modules[name] for name in before}, weights):
         chain_BTW = native.embed(tokens_BT, attention_mask)
     parts: dict[str, float] = {}
-    place = native.place(chain_BTW, attention_mask)
+    inputs = native.attention_inputs(chain_BTW, attention_mask)
 
     def compare_layer(layer: int, input_BTW: Tensor, output_BTW: Tensor) -> None:
         nonlocal chain_BTW
@@ -148,8 +148,8 @@ def _compare(hf_model: nn.Module, native: Decoder, weights: TensorReader, tokens
             parts["embedding"] = _gap(chain_BTW, input_BTW)
         block = native.blocks[layer]
         with _with_weights({f"blocks.{layer}.": block}, weights):
-            parts[f"layer {layer}"] = _gap(block(input_BTW, place), output_BTW, input_BTW)
-            chain_BTW = block(chain_BTW, place)
+            parts[f"layer {layer}"] = _gap(block(input_BTW, inputs), output_BTW, input_BTW)
+            chain_BTW = block(chain_BTW, inputs)
 
     for layer, module in enumerate(_layers(hf_model, shape.layers)):
         module.register_forward_hook(_hook(compare_layer, layer), with_kwargs=True)

@@ -242,28 +242,28 @@ class SelfAttention(nn.Module, ABC):
     def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, N, D) and k (B, T, K, D) with rotary positions applied, and v (B, T, K, E)."""
 
-    def rotary(self, place: AttentionInputs) -> Rotary | None:
-        return place.local if self.local else place.rotary
+    def rotary(self, inputs: AttentionInputs) -> Rotary | None:
+        return inputs.local if self.local else inputs.rotary
 
-    def forward(self, x_BTW: Tensor, place: AttentionInputs, cache: LayerCache | None = None) -> Tensor:
-        q_BTND, k_BSKD, v_BSKE = self.project(x_BTW, self.rotary(place))
+    def forward(self, x_BTW: Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Tensor:
+        q_BTND, k_BSKD, v_BSKE = self.project(x_BTW, self.rotary(inputs))
         if cache is not None:
             k_BSKD, v_BSKE = cache.extend(k_BSKD, v_BSKE)
-        return self.out(self.attend(q_BTND, k_BSKD, v_BSKE, place).flatten(2))
+        return self.out(self.attend(q_BTND, k_BSKD, v_BSKE, inputs).flatten(2))
 
-    def attend(self, q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, place: AttentionInputs) -> Tensor:
+    def attend(self, q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, inputs: AttentionInputs) -> Tensor:
         """(B, T, N, E), with the configured backend."""
 
         def attend_full_rows(q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor) -> Tensor:
             return attend(
-                q_BTND, k_BSKD, v_BSKE, place.attention_mask, self.window, self.scale, self.shape.attention_cap,
-                place.bias_1NTS, self.dropout if self.training else 0.0, self.backend,
+                q_BTND, k_BSKD, v_BSKE, inputs.attention_mask, self.window, self.scale, self.shape.attention_cap,
+                inputs.bias_1NTS, self.dropout if self.training else 0.0, self.backend,
             )  # fmt: skip
 
-        exchange = place.attention_mask.exchange
+        exchange = inputs.attention_mask.exchange
         if exchange is None:
             return attend_full_rows(q_BTND, k_BSKD, v_BSKE)
-        return exchange.attend(q_BTND, k_BSKD, v_BSKE, place.attention_mask, self.window, self.scale, attend_full_rows)
+        return exchange.attend(q_BTND, k_BSKD, v_BSKE, inputs.attention_mask, self.window, self.scale, attend_full_rows)
 
 
 class Attention(SelfAttention):

@@ -66,9 +66,9 @@ class CrossBlock(TransformerBlock):
         self.cross_norm, self.cross = make_norm(shape), CrossAttention(shape, layer)
 
     def forward(
-        self, x_BTW: Tensor, place: AttentionInputs, cache: Cache | None = None, encoded: EncoderOutput | None = None
+        self, x_BTW: Tensor, inputs: AttentionInputs, cache: Cache | None = None, encoded: EncoderOutput | None = None
     ) -> Tensor:
-        x_BTW = x_BTW + self.mix(self.attention_norm(x_BTW), place, cache)
+        x_BTW = x_BTW + self.mix(self.attention_norm(x_BTW), inputs, cache)
         if isinstance(cache, CrossCache):
             kv_BKSD, mask_B1TS = cache.encoded_BKSD, cache.mask_B1TS
         else:
@@ -99,9 +99,9 @@ class EncoderDecoder(Decoder):
         document."""
         attention_mask = AttentionMask(documents_BS, causal=False)
         x_BSW, S = self.embed(tokens_BS, attention_mask), tokens_BS.shape[1]
-        place = AttentionInputs(attention_mask, bias_1NTS=self.encoder_relative(S, S, x_BSW.device))
+        inputs = AttentionInputs(attention_mask, bias_1NTS=self.encoder_relative(S, S, x_BSW.device))
         for block in list(self.blocks)[: self.shape.layers]:
-            x_BSW = block(x_BSW, place)
+            x_BSW = block(x_BSW, inputs)
         return EncoderOutput(self.encoder_norm(x_BSW), cross_mask(documents_BS, decoder_documents_BT))
 
     def new_caches(self, tokens_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> list[Cache]:
@@ -124,9 +124,9 @@ class EncoderDecoder(Decoder):
             assert encoder_tokens_BS is not None, "no encoder input"
             encoded = self.encode(encoder_tokens_BS, encoder_documents_BS, attention_mask.documents_BT)
         x_BTW = self.embed(tokens_BT, attention_mask, start)
-        place = self.place(x_BTW, attention_mask, start)
+        inputs = self.attention_inputs(x_BTW, attention_mask, start)
         for i, block in enumerate(list(self.blocks)[self.shape.layers :]):
-            x_BTW = block(x_BTW, place, caches[i] if caches else None, encoded)
+            x_BTW = block(x_BTW, inputs, caches[i] if caches else None, encoded)
         return self.norm(x_BTW)
 
 

@@ -64,7 +64,7 @@ class LayerChain(Protocol):
     """All blocks and the final norm as one compiled function, for the inputs that it supports."""
 
     def serves_all(self, model: Decoder, x_BTW: Tensor) -> bool: ...
-    def through(self, model: Decoder, x_BTW: Tensor, place: AttentionInputs) -> Tensor: ...
+    def through(self, model: Decoder, x_BTW: Tensor, inputs: AttentionInputs) -> Tensor: ...
 
 
 class Decoder(nn.Module):
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
             )
         return table
 
-    def place(
+    def attention_inputs(
         self, x_BTW: Tensor, attention_mask: AttentionMask, start: int = 0, length: int | None = None
     ) -> AttentionInputs:
         """The inputs shared by all blocks. `length` is the number of columns if `x_BTW` holds only some of them."""
@@ -174,12 +174,12 @@ class Decoder(nn.Module):
         attention_mask.causal, attention_mask.blocks = self.shape.causal, self.shape.blocks
         start = caches[0].length if caches else 0
         x_BTW = self.embed(tokens_BT, attention_mask, start, types_BT)
-        place = self.place(x_BTW, attention_mask, start)
+        inputs = self.attention_inputs(x_BTW, attention_mask, start)
         if self.chain is not None and not caches and self.chain.serves_all(self, x_BTW):
-            x_BTW = self.chain.through(self, x_BTW, place)
+            x_BTW = self.chain.through(self, x_BTW, inputs)
         else:
             for i, block in enumerate(self.blocks):
-                x_BTW = block(x_BTW, place, caches[i] if caches else None)
+                x_BTW = block(x_BTW, inputs, caches[i] if caches else None)
             if self.shape.norm_place != "post":
                 x_BTW = self.norm(x_BTW)
         return self.transform(x_BTW) if self.shape.head_transform else x_BTW
@@ -280,12 +280,12 @@ class TransformerBlock(nn.Module):
     def new_cache(self) -> Cache:
         return LayerCache() if self.has_attention else self.mamba.new_cache()
 
-    def mix(self, x_BTW: Tensor, place: AttentionInputs, cache: Cache | None) -> Tensor:
+    def mix(self, x_BTW: Tensor, inputs: AttentionInputs, cache: Cache | None) -> Tensor:
         if self.has_attention:
             assert not isinstance(cache, MambaCache)
-            return self._drop(self.attention(x_BTW, place, cache))
+            return self._drop(self.attention(x_BTW, inputs, cache))
         assert not isinstance(cache, LayerCache)
-        return self._drop(self.mamba(x_BTW, place.attention_mask, cache))
+        return self._drop(self.mamba(x_BTW, inputs.attention_mask, cache))
 
     def feed(self, x_BTW: Tensor, router_mask_BT: Tensor | None) -> Tensor:
         if isinstance(self.ffn, MixtureOfExperts):
@@ -325,13 +325,13 @@ class TransformerBlock(nn.Module):
         """From attention's output to the block's output."""
         return self.finish(x_BTW, h_BTW, self._drop(self.attention.out(out_BTNE.flatten(2))), None)
 
-    def forward(self, x_BTW: Tensor, place: AttentionInputs, cache: Cache | None = None) -> Tensor:
+    def forward(self, x_BTW: Tensor, inputs: AttentionInputs, cache: Cache | None = None) -> Tensor:
         if self.compiled is not None and cache is None and self.compiled.serves(self, x_BTW):
-            h_BTW, q_BTND, k_BTKD, v_BTKE = self.compiled.enter(self, x_BTW, self.attention.rotary(place))
-            out_BTNE = self.attention.attend(q_BTND, k_BTKD, v_BTKE, place)
+            h_BTW, q_BTND, k_BTKD, v_BTKE = self.compiled.enter(self, x_BTW, self.attention.rotary(inputs))
+            out_BTNE = self.attention.attend(q_BTND, k_BTKD, v_BTKE, inputs)
             return self.compiled.leave(self, x_BTW, h_BTW, out_BTNE)
         h_BTW = self.mixer_input(x_BTW)
-        return self.finish(x_BTW, h_BTW, self.mix(h_BTW, place, cache), place.attention_mask.router_mask_BT)
+        return self.finish(x_BTW, h_BTW, self.mix(h_BTW, inputs, cache), inputs.attention_mask.router_mask_BT)
 
 
 RESIDUAL_OUTPUTS = ("out.weight", "ffn.down.weight", "ffn.down", "shared.down.weight")

@@ -76,9 +76,9 @@ class Stage(nn.Module):
             attention_mask.causal, attention_mask.blocks = model.shape.causal, model.shape.blocks
             if self.first:
                 x = model.embed(x, attention_mask)
-            place = model.place(x, attention_mask, length=length)
+            inputs = model.attention_inputs(x, attention_mask, length=length)
             for block in self.blocks:
-                x = block(x, place, None)
+                x = block(x, inputs, None)
             if model.shape.moe is not None and self.training:
                 routing, _ = routing_terms(self)
                 x = x if routing is None else _AddAuxLoss.apply(x, routing * pipeline.weight(feed))
@@ -121,7 +121,7 @@ class Pipeline:
     """This rank's stages and their schedule. `feeds` of a step are whatever the caller's `compute_loss` understands."""
 
     def __init__(self, model: Decoder, world: World, spec: PipelineSpec, layers: Sequence[range]) -> None:
-        """Split `model` in place: modules of other ranks are dropped from it."""
+        """Split `model` in inputs: modules of other ranks are dropped from it."""
         self.world, self.spec, self.model = world, spec, model
         self.compute_context: Callable[[], AbstractContextManager[Any]] = lambda: torch.enable_grad()
         self.weight: Callable[[Any], Tensor | float] = lambda feed: 1.0  # of auxiliary losses

@@ -315,7 +315,7 @@ def _measure_layers(
         model = build_model(_up_to(shape, kinds.index(kind)), device, 0)
         x_BTW = torch.randn(rows, training.context, shape.width, device=device, requires_grad=True)
         targets_R = torch.zeros(rows * training.context, dtype=torch.int64, device=device)
-        place, block = model.place(x_BTW, AttentionMask(causal=shape.causal)), model.blocks[-1]
+        place, block = model.attention_inputs(x_BTW, AttentionMask(causal=shape.causal)), model.blocks[-1]
 
         def layer() -> Tensor:
             out: Tensor = block(x_BTW, place, None)  # noqa: B023  only called in this iteration

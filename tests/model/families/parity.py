@@ -63,17 +63,17 @@ class Pair:
         config.pad_token_id = config.bos_token_id = config.eos_token_id = None
         kind = getattr(transformers, family.architectures[0])
         self.family, self.seed, self.vocab = family, seed, config.vocab_size
-        self.hf_names = kind(config).eval()
-        randomise(self.hf_names, seed)
+        self.theirs = kind(config).eval()
+        randomise(self.theirs, seed)
         with exact():
             self.theirs_exact = kind(config).eval()
-        self.theirs_exact.load_state_dict(self.hf_names.state_dict())
+        self.theirs_exact.load_state_dict(self.theirs.state_dict())
         self._kept = tempfile.TemporaryDirectory()
         self.path = Path(self._kept.name)
-        self.hf_names.save_pretrained(self.path)
+        self.theirs.save_pretrained(self.path)
         self.folder = HfFolder(self.path)
         self.shape = family.shape(self.folder.config)
-        self.native_names, self.ours_exact = (self._load(model, dtype) for dtype in (torch.float32, torch.float64))
+        self.ours, self.ours_exact = (self._load(model, dtype) for dtype in (torch.float32, torch.float64))
 
     def _load(self, model, dtype):
         with torch.device("meta"):
@@ -104,7 +104,7 @@ def check_config(pair):
     """The description survives the way to their configuration and back, and transformers reads it as the same."""
     written = pair.family.config(pair.shape)
     assert pair.family.shape(written) == pair.shape
-    again = type(pair.hf_names.config).from_dict(written)
+    again = type(pair.theirs.config).from_dict(written)
     assert pair.family.shape(again.to_dict()) == pair.shape
     assert written["model_type"] == pair.family.name
     assert written["architectures"] == [pair.family.architectures[0]]
@@ -115,7 +115,7 @@ def check_logits(pair, length=24, rounding=1e-4):
     """`rounding` is for float32: 1e-3 where logits are soft-capped."""
     tokens = pair.tokens(length=length)
     close(logits_of_ours(pair.ours_exact, tokens), logits_of_theirs(pair.theirs_exact, tokens), 1e-9)
-    close(logits_of_ours(pair.native_names, tokens), logits_of_theirs(pair.hf_names, tokens), rounding)
+    close(logits_of_ours(pair.ours, tokens), logits_of_theirs(pair.theirs, tokens), rounding)
 
 
 def check_gradients(pair):
@@ -161,14 +161,14 @@ def their_gradients(model):
 
 def check_export(pair):
     """The tensors that came in go out, byte for byte, and a file's shapes are known without its data."""
-    state = pair.native_names.state_dict()
+    state = pair.ours.state_dict()
     written = dict(hf_tensors(state.__getitem__, pair.shape, pair.family))
     saved = load_file(pair.path / "model.safetensors")
     assert written.keys() == saved.keys()
     for name, tensor in saved.items():
         assert torch.equal(written[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
     with torch.device("meta"):
-        blank = type(pair.native_names)(pair.shape)
+        blank = type(pair.ours)(pair.shape)
     assert expected_shapes(blank, pair.family) == {name: tuple(tensor.shape) for name, tensor in saved.items()}
 
 

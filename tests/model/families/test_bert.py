@@ -52,7 +52,7 @@ def test_is_the_model_of_transformers(tied):
     parity.check_gradients(pair)
     parity.check_export(pair)
     parity.check_packing(pair)
-    assert sum(p.numel() for p in pair.native_names.parameters()) == pair.shape.parameters
+    assert sum(p.numel() for p in pair.ours.parameters()) == pair.shape.parameters
 
 
 @settings(max_examples=6, deadline=None)
@@ -71,7 +71,7 @@ def test_random_configurations(heads, head_dim, layers, tied, types, act, eps, s
     parity.check_logits(pair)
     if tied:  # the fixture is set up once for all examples
         parity.check_export(pair)
-    assert sum(p.numel() for p in pair.native_names.parameters()) == pair.shape.parameters
+    assert sum(p.numel() for p in pair.ours.parameters()) == pair.shape.parameters
 
 
 @torch.no_grad()
@@ -183,10 +183,10 @@ def test_classes_begin_on_a_language_model(family):
     body = Decoder(HeadlessFamily(family).shape(pair.folder.config)).eval()
     load_weights(body, pair.folder, HeadlessFamily(family))
     tokens = pair.tokens()
-    part = pair.hf_names.bert if family is BERT else pair.hf_names.model
+    part = pair.theirs.bert if family is BERT else pair.theirs.model
     parity.close(body(tokens), part(tokens).last_hidden_state, 1e-4)
 
 
 def test_a_language_model_is_no_classifier():
-    with pytest.raises(UserError, match="architectures: 'LlamaForCausalLM' is no"):
+    with pytest.raises(UserError, match="architectures: 'LlamaForCausalLM' is neither"):
         classifier_family({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})

@@ -109,7 +109,7 @@ def test_greedy_choice_knows_no_groups():
 def test_the_choice_bias_stays_in_float32():
     """It is a buffer, and a step of 0.001 would be lost in bf16."""
     pair = parity.Pair(config_of(DEEPSEEK_V3), DEEPSEEK_V3)
-    bias = pair.native_names.get_buffer("blocks.1.ffn.choice_bias")
+    bias = pair.ours.get_buffer("blocks.1.ffn.choice_bias")
     saved = load_file(pair.path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert bias.dtype == torch.float32
     assert torch.equal(bias, saved)

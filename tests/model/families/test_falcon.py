@@ -25,7 +25,7 @@ LAYOUTS = {
 def pair_of(config, seed=0):
     pair = Pair(config, FALCON, seed)
     if config.alibi:  # with eager attention transformers adds ALiBi twice: in the mask and in the logits
-        for model in (pair.hf_names, pair.theirs_exact):
+        for model in (pair.theirs, pair.theirs_exact):
             model.config._attn_implementation = "sdpa"
     return pair
 

@@ -91,7 +91,7 @@ def test_embedding_is_scaled_in_the_type_of_the_weights():
     """sqrt(3072) is 55.4 in float32 and 55.5 in bfloat16, which Gemma was trained with."""
     pair = Pair(Gemma2Config(**SMALL | {"hidden_size": 12}), GEMMA2)
     tokens = pair.tokens()
-    ours, theirs = pair.native_names.bfloat16(), pair.hf_names.bfloat16()
+    ours, theirs = pair.ours.bfloat16(), pair.theirs.bfloat16()
     assert torch.equal(ours.embed(tokens, AttentionMask()), theirs.model.embed_tokens(tokens))
 
 

@@ -64,7 +64,7 @@ def test_files_without_the_first_part_of_names(tied):
     save_file(bare, pair.path / "model.safetensors")
     folder, model = HfFolder(pair.path), Decoder(pair.shape)
     load_weights(model, folder, GPT2)
-    assert all(torch.equal(tensor, pair.native_names.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, pair.ours.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 def test_whole_files_keep_their_names():

@@ -36,21 +36,19 @@ class Pair(parity.Pair):
         config.pad_token_id, config.eos_token_id = 0, None
         untied = more.get("tie_word_embeddings") is False
         self.family, self.seed, self.vocab = T5, seed, config.vocab_size
-        self.hf_names = self._make(config, untied)
-        parity.randomise(self.hf_names, seed)
+        self.theirs = self._make(config, untied)
+        parity.randomise(self.theirs, seed)
         with parity.exact():
             self.theirs_exact = self._make(config, untied).double()
-        self.theirs_exact.load_state_dict(self.hf_names.state_dict())
+        self.theirs_exact.load_state_dict(self.theirs.state_dict())
         self._kept = tempfile.TemporaryDirectory()
         self.path = Path(self._kept.name)
-        self.hf_names.save_pretrained(self.path)
+        self.theirs.save_pretrained(self.path)
         self.folder = HfFolder(self.path)
         if untied:  # as the files of version 1.1 say it; transformers 5 writes true even so
             self.folder.config["tie_word_embeddings"] = False
         self.shape = T5.shape(self.folder.config)
-        self.native_names, self.ours_exact = (
-            self._load(EncoderDecoder, dtype) for dtype in (torch.float32, torch.float64)
-        )
+        self.ours, self.ours_exact = (self._load(EncoderDecoder, dtype) for dtype in (torch.float32, torch.float64))
 
     def _make(self, config, untied):
         model = transformers.T5ForConditionalGeneration(config).eval()
@@ -60,7 +58,7 @@ class Pair(parity.Pair):
 
 
 def both(pair, dtype=torch.float64):
-    return (pair.ours_exact, pair.theirs_exact) if dtype == torch.float64 else (pair.native_names, pair.hf_names)
+    return (pair.ours_exact, pair.theirs_exact) if dtype == torch.float64 else (pair.ours, pair.theirs)
 
 
 def logits_of(ours, them, encoder, decoder, lengths=None):
@@ -102,7 +100,7 @@ def test_logits_and_file(pair):
     check_logits(pair)
     check_config(pair)
     parity.check_export(pair)
-    assert sum(p.numel() for p in pair.native_names.parameters()) == pair.shape.parameters
+    assert sum(p.numel() for p in pair.ours.parameters()) == pair.shape.parameters
 
 
 def test_gradients_and_a_step(pair):
@@ -175,7 +173,7 @@ def test_random_configurations(heads, kv, layers, decoder, act, tied, buckets, d
     check_config(pair)
     check_logits(pair)
     parity.check_export(pair)
-    assert sum(p.numel() for p in pair.native_names.parameters()) == pair.shape.parameters
+    assert sum(p.numel() for p in pair.ours.parameters()) == pair.shape.parameters
 
 
 def test_defaults_are_those_of_transformers():

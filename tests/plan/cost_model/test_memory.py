@@ -65,7 +65,7 @@ def saved_bytes(shape: ModelShape, rows: int, context: int, dtype: torch.dtype) 
         torch.autocast("cpu", enabled=dtype.itemsize == 2),
     ):
         x_BTW = torch.randn(rows, context, shape.width, requires_grad=True)
-        place = model.place(x_BTW, AttentionMask())
+        place = model.attention_inputs(x_BTW, AttentionMask())
         for block in model.blocks:
             x_BTW = block(x_BTW, place)
     return sum(found.values())

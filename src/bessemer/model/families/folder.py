@@ -211,8 +211,8 @@ def check_tensors(
     extra = [name for name in extra if not re.search(f"{_BUFFERS}|{ignore}", name)]
     quantized = [name for name in expected if name in tensors and tensors[name].dtype not in WEIGHTS.values()]
     if quantized := quantized or [name for name in extra if re.search(_QUANTIZED, name)]:
-        dtype = tensors[quantized[0]].dtype
-        raise UserError(f"{path}: {_some(quantized)}: {dtype} cannot be trained; use the model's bf16 or fp32 weights")
+        problem = f"{_some(quantized)}: quantized or integers ({tensors[quantized[0]].dtype}), which cannot be trained"
+        raise UserError(f"{path}: {problem}; use the model's bf16 or fp32 weights")
     missing = [name for name in expected if name not in tensors]
     if missing and tied.issuperset(missing):
         conflict = f"config.json unties the embeddings, but there is no {_some(missing)}"
