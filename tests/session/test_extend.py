@@ -105,4 +105,4 @@ def test_a_folder_says_where_the_stretch_begins(tmp_path: Path) -> None:
     assert "64 tokens are stretched to 256" in plan.decisions["model.rope"].reason
     shape, plan = decided(theta=20_000.0)
     assert (shape.rope.scaling, shape.max_positions) == ("none", 64)
-    assert "256 tokens exceed the 64 that the model is good for" in plan.decisions["model.rope"].reason
+    assert "256 tokens exceed the 64 that the model supports" in plan.decisions["model.rope"].reason

@@ -47,17 +47,10 @@ class Detectors:
         self._nonfinite = 0  # consecutive steps
         self._active: dict[str, int] = {}
         self._attempts: list[Record] = []  # finite steps since the last evaluation
-        self.settings, self.overfitting, self.looks = (
-            SettingsDetector(spec),
-            OverfittingDetector(spec),
-            LayerDetector(spec),
-        )
+        self.settings, self.overfitting = SettingsDetector(spec), OverfittingDetector(spec)
+        self.looks, self.divergence = LayerDetector(spec), DivergenceDetector(spec)
         self.spike, self.grad_spike = SpikeDetector(spec, "loss"), SpikeDetector(spec, "grad_norm")
-        self.divergence, self.gradient, self.oscillation = (
-            DivergenceDetector(spec),
-            GradientDetector(spec),
-            OscillationDetector(spec),
-        )
+        self.gradient, self.oscillation = GradientDetector(spec), OscillationDetector(spec)
         self.plateau, self.speed = PlateauDetector(spec, self.total_steps), SpeedDetector(spec, self.hosts)
         self.memory = MemoryDetector(spec, self.memory_limit_bytes, self.total_steps)
 

@@ -226,9 +226,6 @@ class Histogram:
     def text(self) -> str:
         return f"{self.title}   {self.low:.3g} {sparkline(self.counts, len(self.counts))} {self.high:.3g}"
 
-    def sparklines(self) -> list[str]:
-        return [self.text()]
-
 
 @dataclass(frozen=True)
 class Heatmap:
@@ -264,9 +261,6 @@ class Heatmap:
             lines.append("  " + "".join("??" if p is None else RAMP[round(p * 9)] * 2 for p in places))
         return "\n".join(lines)
 
-    def sparklines(self) -> list[str]:
-        return self.text().splitlines()
-
 
 class SpanStyle(NamedTuple):
     """How spans of one kind are drawn: as text, in SVG, and in the legend."""
@@ -284,14 +278,13 @@ NARROWEST = 0.15  # narrower spans cannot be seen
 
 @dataclass(frozen=True)
 class Timeline:
-    """Rows of spans from time 0 to `end`. `styles` covers every kind of span, and IDLE."""
+    """Rows of spans from time 0 to `end`, in seconds. `styles` covers every kind of span, and IDLE."""
 
     title: str
     caption: str
     rows: Mapping[str, Sequence[Span]]
     end: float
     styles: Mapping[str, SpanStyle]
-    unit: str = "s"
 
     def svg(self) -> str:
         """Drawn to scale, with a legend."""
@@ -309,7 +302,7 @@ class Timeline:
         for tick in range(11):
             x = TIMELINE_LEFT + TIMELINE_WIDTH * tick / 10
             parts.append(f'<path d="M{x:.1f} {bottom}v5" stroke="#777777"/>')
-            parts.append(_text(x, bottom + 18, f"{self.end * tick / 10:.3g} {self.unit}", "middle"))
+            parts.append(_text(x, bottom + 18, f"{self.end * tick / 10:.3g} s", "middle"))
         box = f"0 0 {TIMELINE_LEFT + TIMELINE_WIDTH + 40} {bottom + 30}"
         return f'<svg viewBox="{box}" role="img"><title>{escape(self.title)}</title>' + "\n".join(parts) + "</svg>"
 

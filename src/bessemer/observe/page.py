@@ -127,7 +127,8 @@ def _block_markdown(block: Block) -> str:
         case Details():
             return "\n\n".join([_escape_markdown(block.summary), *map(_block_markdown, block.blocks)])
         case LineChart() | Histogram() | Heatmap():
-            return "\n".join(f"    {line}" for line in block.sparklines())
+            lines = block.sparklines() if isinstance(block, LineChart) else block.text().splitlines()
+            return "\n".join(f"    {line}" for line in lines)
 
 
 def _table_markdown(table: Table) -> str:

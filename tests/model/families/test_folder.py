@@ -480,9 +480,7 @@ def test_missing_wrong_and_unexpected_tensors_are_named() -> None:
     )
     refused(lambda: check(extra), "unexpected 'score.weight', 'h.attn.c_attn.bias'")
     wrong = infos(layers__0__q__weight=TensorInfo((8, 7), torch.bfloat16, SINGLE_FILE), layers__1__q__weight=None)
-    refused(
-        lambda: check(wrong), "'layers.0.q.weight' has shape (8, 7), expected", "missing 'layers.1.q.weight'"
-    )
+    refused(lambda: check(wrong), "'layers.0.q.weight' has shape (8, 7), expected", "missing 'layers.1.q.weight'")
     refused(lambda: check(infos(layers__0__q__weight=TensorInfo((6, 8), torch.bfloat16, SINGLE_FILE))), "transposed")
     refused(
         lambda: check(infos(embed_tokens__weight=TensorInfo((41, 8), torch.bfloat16, SINGLE_FILE))), "vocab_size to 41"
