@@ -73,7 +73,7 @@ def test_a_stopped_child_ends_too(start: Start) -> None:
 
 
 def test_a_program_that_takes_the_childs_place_stays_tied(start: Start) -> None:
-    follows = "import os, sys; from bessemer.parent import keep_tie; keep_tie(); "
+    follows = "import os, sys; from bessemer.parent import keep_parent; keep_parent(); "
     follows += f"os.execv(sys.executable, [sys.executable, '-c', {TIED + SLEEP!r}])"
     starter, child = start(TIED + follows)
     assert starter.stdout is not None and starter.stdout.readline() == "tied\n"

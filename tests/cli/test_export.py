@@ -46,7 +46,7 @@ def test_mistakes_are_told_in_one_line(call: Any, folder: str) -> None:
         ((folder, "--to", "hf", "--check", "some"), "--check some: write auto, whole or layers\n"),
         ((folder, "--to", "hf", "--dtype", "int3"), "--dtype int3: write same, fp32, bf16, fp16"),
         ((folder, "--to", "bessemer"), "needs --out FOLDER"),
-        (("nowhere", "--to", "bessemer", "--out", "x"), "is not a model's folder"),
+        (("nowhere", "--to", "bessemer", "--out", "x"), "is not a model folder"),
     ]:
         said = call("export", *arguments)
         assert said.code == 2 and expected in said.err and said.err.count("\n") == 1, said.err

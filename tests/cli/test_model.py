@@ -31,7 +31,7 @@ def test_mixtral_has_its_published_sizes(call: Any, tmp_path: Path) -> None:
     assert found["flops_per_token"] == 6 * (12_879_925_248 - 32000 * 4096 - 65 * 4096) + 12 * 32 * 4096 * 4096
     assert found["memory_bytes"]["AdamW moments"] == 8 * 46_702_792_704
     said = call("model", "show", "config.json").out
-    assert "46.7B" in said and "12.9B" in said and "8 experts of SwiGLU 14,336, 2 a token" in said
+    assert "46.7B" in said and "12.9B" in said and "8 experts of SwiGLU 14,336, 2 per token" in said
 
 
 def test_the_context_is_the_specs_unless_another_is_asked_for(call: Any) -> None:
@@ -76,7 +76,7 @@ def test_activations_are_the_planners(call: Any) -> None:
         ({"parallel": "one_norm", "gated": False, "activation": "gelu"}, ["both from the same x", "GELU 128"]),
         (
             {"moe": Moe(8, 2, 32, shared=1, dense_layers=(0,))},
-            ["layer 0: 1 times", "8 experts of SwiGLU 32, 2 a token + 1"],
+            ["layer 0: 1 times", "8 experts of SwiGLU 32, 2 per token + 1"],
         ),
         ({"mixers": ("mamba", "attention"), "mamba": Mamba(4)}, ["Mamba-2 (4 heads of 64, state 128)"]),
         ({"mla": Mla(8, 8, 8, 8)}, ["keys and values through 8"]),

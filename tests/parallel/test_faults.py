@@ -179,7 +179,7 @@ def test_a_hung_rank_is_named_by_the_others(ranks: Ranks, tiny_spec: Spec) -> No
     (hang,) = run.events("hang")
     assert f"rank 1 ({HOST}) is still in step 12, data; waiting for it: rank 0 in step 12, backward" in hang["reason"]
     assert [at["phase"] for at in hang["ranks"]] == ["backward", "data"]
-    assert "gloo:all_reduce" in hang["ranks"][0]["collective"] and "not ended" in hang["ranks"][0]["collective"]
+    assert "gloo:all_reduce" in hang["ranks"][0]["collective"] and "unfinished" in hang["ranks"][0]["collective"]
     stacks = (run.folder / "logs" / "hang-rank-1.txt").read_text()
     assert "before_step" in stacks and json.loads(stacks.splitlines()[0])["pid"] != os.getpid()
     assert json.loads((run.folder / "logs" / "collectives-rank-0.json").read_text())["entries"]

@@ -131,7 +131,7 @@ def test_processes_that_hold_the_same_share_a_line() -> None:
         for rank in range(6)
     ]  # fmt: skip
     table = rank_memory_table(ranks)
-    assert table[0].split() == ["ranks", "weights", "gradients", "in", "all"]
+    assert table[0].split() == ["ranks", "weights", "gradients", "total"]
     assert table[1].startswith("0-4") and "1.2M divided + 64 whole, 4.8 MB" in table[1]
     assert len(table) == 3 and table[2].startswith("5")
     assert format_ranks([5, 0, 1, 3]) == "0-1, 3, 5"
@@ -161,7 +161,7 @@ def test_every_few_steps_each_tells_how_it_keeps_up(ranks: Ranks, folder: Path) 
         assert len(record["data_wait_s"]) == 2 and min(record["memory_bytes"]) > 1e6
     assert [record["step"] for record in run.metrics() if "balance" in record] == [15]
     text = "\n".join(describe_processes(json.loads((run.folder / LAYOUT).read_text()), told[-1]))
-    assert "processes: 2 (dp_replicate 2)" in text and "at step 15, the slowest has 1." in text
+    assert "processes: 2 (dp_replicate 2)" in text and "at step 15, the slowest rank has 1." in text
     assert text.splitlines()[-2].startswith("1 ")  # the slow one first
     again = spec.model_copy(update={"budget": spec.budget.model_copy(update={"steps": 33})})
     ranks(2, lambda: slow(again))

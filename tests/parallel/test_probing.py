@@ -13,7 +13,7 @@ import torch.distributed.checkpoint  # before the fork, once for all
 
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run
-from bessemer.session import session
+from bessemer.session import build, session
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job
 from bessemer.train.memory import fit as room
@@ -76,7 +76,7 @@ def probed(spec: RunSpec, rows: list[int], full: bool) -> tuple[int, list[Any]]:
         return found
 
     decided: list[Any] = []
-    session.fit = fit  # type: ignore[assignment]
+    build.fit = fit  # type: ignore[assignment]
     assert session.train(spec).kind == "finished"
     return decided[0]
 

@@ -122,7 +122,7 @@ def test_tiles_that_are_seen_wholly_have_no_mask() -> None:
         for source in range(4)
         for t in RingAttention(None, 1, 4, strip=4).tiles(AttentionMask(documents), 0, 64, source)
     ]
-    assert {tile.places is None for tile in tiles} == {True, False}
+    assert {tile.masked is None for tile in tiles} == {True, False}
 
 
 KINDS: list[tuple[str, str]] = [("cpu", "cpu")]

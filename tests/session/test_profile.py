@@ -110,7 +110,7 @@ def test_a_vetoed_step_does_not_end_a_profile(make_spec: Callable[..., RunSpec])
     [
         ({"steps": 7}, {}, "--profile: needs 8 steps, the run has 7"),
         ({}, {"steps": 0}, "--profile-steps 0: write 1 or more"),
-        ({}, {"nsight": True}, "--nsight: marks steps for NVIDIA's tools"),
+        ({}, {"nsight": True}, "--nsight: needs an NVIDIA GPU"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused(

@@ -56,7 +56,7 @@ def test_shares_of_the_gradient_add_up_to_one(step):
 def test_halving_finds_the_heavy_document_with_the_share_it_has_alone(step):
     job, batches, _, parts = step
     heavy = max(parts, key=lambda part: part.tokens)
-    for k, row, number in heavy.places:  # 20 times the weight: nothing else matters
+    for k, row, number in heavy.locations:  # 20 times the weight: nothing else matters
         batches[k].weights[row][batches[k].documents[row] == number] = 20.0
     alone = gradient_shares(job.engine, batches, [[heavy]], lambda: True)[id(heavy)]
     calls = []

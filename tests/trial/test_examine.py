@@ -39,10 +39,10 @@ def test_a_document_is_far_only_if_its_loss_is_and_the_model_does_worse_than_a_g
     usual = others(rng)
     assert not compare_document(read(rng, 2.6), usual, 50).is_far
     worse = compare_document(read(rng, 3.4), usual, 50)
-    assert worse.deviation > 4 and worse.loss > worse.guess + 0.5 and worse.is_far
+    assert worse.sigmas > 4 and worse.loss > worse.guess + 0.5 and worse.is_far
     rare = rng.integers(30, 50, 200), read(rng, 3.2)[1]  # tokens that are seldom seen: a guess has more than 3.2
     found = compare_document(rare, usual, 50)
-    assert found.deviation > 4 and found.loss < found.guess and not found.is_far
+    assert found.sigmas > 4 and found.loss < found.guess and not found.is_far
     assert compare_document((rare[0], rare[1] + 2), usual, 50).is_far
 
 
@@ -54,7 +54,7 @@ def test_a_page_with_an_odd_passage_is_not_far():
     assert compare_document((tokens, losses), usual, 50).is_far
     losses[:200] = read(rng, 1.5)[1]
     mostly = compare_document((tokens, losses), usual, 50)
-    assert mostly.deviation > 4 and mostly.guess - mostly.loss < -1 and mostly.worse < 0.9 and not mostly.is_far
+    assert mostly.sigmas > 4 and mostly.guess - mostly.loss < -1 and mostly.worse < 0.9 and not mostly.is_far
 
 
 def test_too_little_to_compare_convicts_nobody():

@@ -292,7 +292,7 @@ def test_any_case_becomes_a_report(tmp_path_factory: pytest.TempPathFactory, mad
 def test_a_replayed_step_that_is_normal_is_called_so_and_nothing_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bessemer.cli.replay import replay
+    from bessemer.cli.runs import replay
     from bessemer.session import replay as retry
 
     ruling = trial(verdict="undetermined", confidence=1.0, reason=STEP_IS_NORMAL, accused=[])
@@ -301,8 +301,7 @@ def test_a_replayed_step_that_is_normal_is_called_so_and_nothing_more(
     monkeypatch.setattr(retry, "try_step", lambda *_: made)
     replay(Path("runs/web-7b"), 50, False, False, None, "cpu", False)
     assert capsys.readouterr().out == (
-        "step 50 of web-7b is normal, nothing is to be explained: loss 2.36 where 2.35 is normal, "
-        "gradient norm 1.1 where 1 is normal\n"
+        "step 50 of web-7b is normal: loss 2.36 where 2.35 is normal, gradient norm 1.1 where 1 is normal\n"
     )
     made = replace(made, symptom="loss outlier")
     replay(Path("runs/web-7b"), 50, False, False, None, "cpu", False)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.data.read import check_storage, list_files, shown
+from bessemer.data.read import check_storage_options, list_files, redact
 from bessemer.data.read.secrets import redact_message
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
@@ -37,7 +37,7 @@ from bessemer.spec.data import SourceSpec
     ],
 )
 def test_addresses_are_shown_without_credentials(path: str, safe: str) -> None:
-    assert shown(path) == safe
+    assert redact(path) == safe
     assert redact_message(f"403 for {path!r},\n  try again") == f"403 for {safe!r}, try again"
 
 
@@ -50,7 +50,7 @@ def test_a_secret_is_never_shown(secret: str) -> None:
         f"https://h/a?sig={marked}",
         f"https://{marked}@h/a?client_secret={marked}",
     ):
-        assert marked not in shown(url) and marked not in redact_message(f"failed: {url}")
+        assert marked not in redact(url) and marked not in redact_message(f"failed: {url}")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_secret_is_never_shown(secret: str) -> None:
 )
 def test_a_secret_in_the_storage_options_is_refused(storage: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="in the environment") as caught:
-        check_storage(storage)
+        check_storage_options(storage)
     value = str(next(iter(storage.values())))
     assert value not in str(caught.value) or len(value) < 3
     with pytest.raises(UserError, match=r"^storage\."):
@@ -93,4 +93,4 @@ def test_a_secret_in_the_storage_options_is_refused(storage: dict[str, Any]) -> 
     ],
 )
 def test_other_storage_options_pass(storage: dict[str, Any]) -> None:
-    check_storage(storage)
+    check_storage_options(storage)

@@ -100,10 +100,10 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module", autouse=True)
 def _one_measurement() -> Iterator[None]:
     """The machine is measured once for all these runs."""
-    kept = dry.measure
-    dry.measure = functools.cache(kept)  # type: ignore[assignment]
+    kept = dry.measure_machine
+    dry.measure_machine = functools.cache(kept)  # type: ignore[assignment]
     yield
-    dry.measure = kept
+    dry.measure_machine = kept
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def classes_of(config, family, kind_of_theirs, path):
 @pytest.mark.parametrize("kind", ["Sequence", "Token"])
 def test_classes(family, kind, tmp_path, monkeypatch):
     """Logits with padding, gradients, packed texts, and the file that goes out, against transformers."""
-    monkeypatch.setitem(registry.FAMILIES, "bert", "bert.BERT")
+    monkeypatch.setitem(registry.FAMILIES, "bert", "bert_t5_mamba.BERT")
     named = "Bert" if family is BERT else "Llama"
     config = getattr(transformers, f"{named}Config")(**SIZES, pad_token_id=0)
     model_class = getattr(transformers, f"{named}For{kind}Classification")

@@ -300,7 +300,9 @@ def test_pickles_are_named_and_not_loaded(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     torch.save({"a": Trap()}, tmp_path / "pytorch_model.bin")
-    message = refused(lambda: HfFolder(tmp_path).tensors, str(tmp_path), "pytorch_model.bin", "pickle", "safetensors")
+    message = refused(
+        lambda: HfFolder(tmp_path).tensors, str(tmp_path), "pytorch_model.bin", "pickle", "save_pretrained"
+    )
     assert "transformers.LlamaForCausalLM.from_pretrained" in message
     assert not (tmp_path / "sprung").exists()
 

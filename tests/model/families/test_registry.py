@@ -51,11 +51,11 @@ def test_only_the_one_asked_for_is_imported(monkeypatch):
 
 
 def test_the_unknown_is_refused_with_the_way_out():
-    with pytest.raises(UserError, match=r"model_type: 'rwkv' is none of .*\(llama, qwen3.*wrap: true"):
+    with pytest.raises(UserError, match=r"model_type: 'rwkv' is not supported .*\(?llama, qwen3.*wrap: true"):
         family_of({"model_type": "rwkv"})
     with pytest.raises(UserError, match=r"model_type: None"):
         family_of({})
-    with pytest.raises(UserError, match=r"LlamaForSequenceClassification is none of .*\(LlamaForCausalLM\)"):
+    with pytest.raises(UserError, match=r"LlamaForSequenceClassification is not supported .*\(LlamaForCausalLM\)"):
         family_of({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]})
 
 

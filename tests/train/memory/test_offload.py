@@ -19,7 +19,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[offload.Offload]:
     """Every store that is made; small tensors travel too."""
     monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 10)
     stores: list[offload.Offload] = []
-    monkeypatch.setattr(recompute, "Offload", lambda model: stores.append(offload.Offload(model)) or stores[-1])
+    real = recompute.Offload
+    monkeypatch.setattr(recompute, "Offload", lambda model: stores.append(real(model)) or stores[-1])
     return stores
 
 

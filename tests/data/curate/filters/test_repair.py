@@ -206,7 +206,7 @@ def test_the_user_may_add_and_switch_off() -> None:
     assert clean(boilerplate(max_words=3), f"we use cookies\nwe use cookies here\n{BODY}").startswith(
         "we use cookies here"
     )
-    with pytest.raises(ValidationError, match="no regular expression"):
+    with pytest.raises(ValidationError, match="is not a regular expression"):
         BoilerplateSpec(patterns=["("])
 
 
