@@ -99,7 +99,7 @@ def test_one_piece_at_a_time():
     ("tensors", "message"),
     [
         ({QUERY: None}, f"missing '{QUERY}'"),
-        ({QUERY: torch.zeros(8, 16)}, rf"'{QUERY}' is \(8, 16\) and not \(16, 16\)"),
+        ({QUERY: torch.zeros(8, 16)}, rf"'{QUERY}' has shape \(8, 16\), expected \(16, 16\)"),
         ({QUERY: torch.zeros(16, 16, dtype=torch.int8)}, f"'{QUERY}': quantized or integers"),
         ({QUERY: torch.zeros(16, 16).to(torch.float8_e4m3fn)}, f"'{QUERY}': quantized.*use the model's bf16"),
         ({"model.layers.1.mlp.up_proj.qweight": torch.zeros(4, 4, dtype=torch.int32)}, "up_proj.qweight': quantized"),

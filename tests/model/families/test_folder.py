@@ -241,7 +241,7 @@ def test_a_kill_leaves_the_old_model_and_nothing_that_looks_like_a_new_one(shard
 MEMORY = """
 import sys, torch
 from pathlib import Path
-from bessemer.model.families.folder import Folder
+from bessemer.model.families.folder import HfFolder
 from bessemer.model.families.folder import write_folder
 def anon_mb():
     line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))
@@ -259,7 +259,7 @@ write_folder(path.with_name("small"), plan[:1], [(plan[0][0], torch.ones(2 << 20
 before = anon_mb()
 made = ((name, torch.full(shape, 1.0)) for name, shape, _ in plan)
 write_folder(path, plan, watched(made), {"config.json": {}}, 30_000_000)
-folder, total = Folder(path), 0.0
+folder, total = HfFolder(path), 0.0
 for name, tensor in watched((name, folder.read(name)) for name in folder.tensors):
     total += tensor.sum().item()
     del tensor
