@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -181,7 +182,7 @@ def sequence_count(tokens: int, sequence_length: int) -> int:
     return max(0, tokens - 1) // sequence_length
 
 
-class StoreRows:
+class StoreRows(ABC):
     """Rows that are cut from a token store."""
 
     def __init__(self, store: TokenStore, length: int) -> None:
@@ -197,9 +198,9 @@ class StoreRows:
         if self.store.cache:
             self.store.prefetch(*self._token_runs(sequences))
 
+    @abstractmethod
     def _token_runs(self, sequences: Ints) -> tuple[Ints, Ints]:
         """The starts and lengths of the runs of tokens that the rows are read from."""
-        raise NotImplementedError
 
 
 class ConcatRows(StoreRows):
