@@ -194,6 +194,28 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"memory__update": "in_backward", "budget__batch_changes": [{"from_step": 9, "batch": "1M"}]},
         {"memory.update": "remove budget.batch_changes"},
     ),
+    ({"classify": {"labels": ["a", "b"]}}, {"classify": "has no effect with objective: pretrain"}),
+    ({"objective": "classify"}, {"classify": "missing: write for example"}),
+    (
+        {
+            "objective": "classify",
+            "classify": {"labels": ["a", "b"]},
+            "data__packing": "concat",
+            "data__padding": {"long": "split"},
+            "data__cross_documents": True,
+            "loss__z": 1e-4,
+            "data__sources": {"rows": {"path": "rows.jsonl"}},
+            "tasks": ["infill"],
+        },
+        {
+            "data.sources.rows.columns": "does not name the column of label",
+            "data.packing": "write pad or best_fit",
+            "data.padding.long": "write truncate",
+            "data.cross_documents": "its own document",
+            "tasks": "pre-training",
+            "loss": "pre-training",
+        },
+    ),
     ({"checkpoint__archive_model_only": True}, {"checkpoint.archive_model_only": "keep_every: 10000"}),
 ]
 

@@ -51,10 +51,12 @@ def test_everything_evaluated_equals_a_direct_computation(shape, store_of):
     loss, right, count = (sum(column) for column in zip(*parts.values(), strict=True))
     assert found.tokens == count == 320 * CONTEXT
     assert found.loss == pytest.approx(loss / count, rel=1e-9)
-    assert found.accuracy == right / count
+    assert found.metrics["accuracy"] == right / count
     assert found.per_source == pytest.approx({name: part[0] / part[2] for name, part in parts.items()}, rel=1e-9)
     # Every token of a is 4 bytes of text, every token of b 2.
-    assert found.bits_per_byte == pytest.approx((parts["a"][0] / 4 + parts["b"][0] / 2) / count / math.log(2), rel=1e-9)
+    assert found.metrics["bits_per_byte"] == pytest.approx(
+        (parts["a"][0] / 4 + parts["b"][0] / 2) / count / math.log(2), rel=1e-9
+    )
 
 
 def test_bits_per_byte_by_hand(shape, store_of):
@@ -65,12 +67,12 @@ def test_bits_per_byte_by_hand(shape, store_of):
         model.embedding.weight.zero_()
     found = evaluator_of({"a": store}).evaluate(model, Pretrain(False))
     assert found.loss == pytest.approx(math.log(29), rel=1e-6)
-    assert found.bits_per_byte == pytest.approx(math.log2(29) / 3, rel=1e-6)
+    assert found.metrics["bits_per_byte"] == pytest.approx(math.log2(29) / 3, rel=1e-6)
     # With all logits equal the first token, 0, is the guess: it is the target wherever a document ends.
     chosen = evaluator_of({"a": store})
     stream, steps = chosen.parts["a"]
     ends = sum(int((stream.batch(step).targets == 0).sum()) for step in range(steps))
-    assert found.accuracy == ends / found.tokens > 0
+    assert found.metrics["accuracy"] == ends / found.tokens > 0
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)

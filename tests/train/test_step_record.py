@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bessemer.guard.alarm import make_alarm
-from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS_OUTLIER, NONFINITE
+from bessemer.guard.judge import ACCEPT, GRAD_OUTLIER, LOSS, LOSS_OUTLIER, NONFINITE
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.shape import ModelShape
@@ -30,7 +30,8 @@ def job(store_of, stream_of):
     events = []
     shape = ModelShape(vocab=100, width=8, layers=3, heads=2, kv_heads=1, head_dim=4, ffn=10)
     spec = SimpleNamespace(guard=GuardSpec(max_vetoes=3), optimizer=OptimizerSpec(clip=1.0))
-    objective, optimizer = SimpleNamespace(columns=None), SimpleNamespace(rejects_before_update=True)
+    objective = SimpleNamespace(columns=None, metrics=("accuracy",), judged=LOSS)
+    optimizer = SimpleNamespace(rejects_before_update=True)
     job = Job(
         Engine(spec, None, torch.device("cpu"), None, objective, optimizer, None),
         DataFeed(stream_of(store_of("a", [5, 13, 30, 2] * 9), 8, 4), None, str),
@@ -52,7 +53,7 @@ def attempt_of(
         "loss_center": 2.4, "loss_scale": 0.05, "grad_z": -0.5, "grad_center": 0.45, "grad_scale": 0.25, "row_z": 0.75,
         "row_center": 0.04, "row_scale": 0.01,
     }  # fmt: skip
-    scalars = {"loss": loss, "grad_norm": norm, "correct": correct}
+    scalars = {"loss": loss, "grad_norm": norm, "sum.accuracy": correct, "count.accuracy": 64.0}
     if job.spec.guard.enabled:
         scalars |= {f"guard.{name}": value for name, value in verdict.items()}
     batches = job.data.stream.micro_batches(step, 2)
@@ -64,7 +65,7 @@ def attempt_of(
         tokens=64,
         memory_bytes=5_000_000,
         scalars=ScalarTransfer({name: torch.tensor(float(value)) for name, value in scalars.items()}),
-        losses=PassResult(torch.tensor(loss), torch.tensor(correct), losses),
+        losses=PassResult(torch.tensor(loss), torch.tensor([[correct, 64.0]]), losses),
         batches=batches,
         wait_s=0.001,
         step_s=0.5,

@@ -40,6 +40,7 @@ from bessemer.errors import UserError
 from bessemer.storage import atomic_path, commit_folder, lock_file, sync_path
 
 if TYPE_CHECKING:
+    from bessemer.spec.classify import ClassifySpec
     from bessemer.spec.data import DataSpec, TokenizerSpec
 
 PREPARED = "prepared.json"
@@ -82,17 +83,19 @@ def prepare(
     seed: int,
     progress: Say | None = None,
     engine: CurationEngine | None = None,
+    labels: ClassifySpec | None = None,
 ) -> Prepared:
     """The stores of all sources, from the cache if nothing they depend on has changed.
 
-    `vocab` is the size of the tokenizer to train if `tokenizer.path` is not set. A kill at any moment leaves nothing
-    that a later call takes for complete. Processes that prepare the same data wait for the first.
+    `vocab` is the size of the tokenizer to train if `tokenizer.path` is not set; with `labels` every row has a label. A
+    kill at any moment leaves nothing that a later call takes for complete. Processes that prepare the same data wait
+    for the first.
     """
     cache = Path(cache).absolute()
     notes: list[str] = []
     files = list_sources(data, notes.append)
     loaded = load_tokenizer(data, tokenizer)
-    folder = cache / _fingerprint(data, files, tokenizer, loaded, vocab, seed)
+    folder = cache / _fingerprint(data, files, tokenizer, loaded, vocab, seed, labels)
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         meter = Meter(progress)
@@ -109,7 +112,7 @@ def prepare(
                 try:
                     with explain_full_disk(cache):
                         if not (work / PREPARED).exists():
-                            job = _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work)
+                            job = _Job(data, tokenizer, loaded, vocab, seed, cache, files, chosen, meter, work, labels)
                             job.build()
                             notes += job.corpus.notes
                         _commit(work, folder)
@@ -146,9 +149,11 @@ def _lock_entry(cache: Path, name: str, say: Say) -> Iterator[bool]:
         yield has_locks
 
 
-def prepared_folder(data: DataSpec, tokenizer: TokenizerSpec, cache: Path, vocab: int, seed: int) -> Path:
+def prepared_folder(
+    data: DataSpec, tokenizer: TokenizerSpec, cache: Path, vocab: int, seed: int, labels: ClassifySpec | None = None
+) -> Path:
     """The folder of `prepare`'s result for the current files."""
-    name = _fingerprint(data, list_sources(data), tokenizer, load_tokenizer(data, tokenizer), vocab, seed)
+    name = _fingerprint(data, list_sources(data), tokenizer, load_tokenizer(data, tokenizer), vocab, seed, labels)
     return Path(cache).absolute() / name
 
 
@@ -262,6 +267,7 @@ def _fingerprint(
     loaded: Tokenizer | None,
     vocab: int,
     seed: int,
+    labels: ClassifySpec | None = None,
 ) -> str:
     """A fingerprint of everything that the prepared data depends on: not the weights of the mixture."""
     sources = {
@@ -276,6 +282,9 @@ def _fingerprint(
     common = [_step_identity(step) for step in data.clean]
     rest = [chat_template(tokenizer), tokenizer.learn, seed, data.validation, data.part, score_label(data)]
     content = [FORMAT_VERSION, RULES_VERSION, sources, common, definition, rest]
+    if labels is not None:
+        columns = {name: source.columns for name, source in data.sources.items()}
+        content.append([columns, labels.model_dump(mode="json", exclude={"pool"})])
     return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()))
 
 
@@ -324,7 +333,9 @@ class _Job:
         engine: CurationEngine,
         meter: Meter,
         work: Path,
+        labels: ClassifySpec | None = None,
     ) -> None:
+        self.labels = labels
         self.data, self.spec, self.loaded, self.vocab, self.seed = data, spec, loaded, vocab, seed
         self.files, self.engine, self.meter, self.work = files, engine, meter, work
         self.special = special_tokens_of(data, spec)
@@ -435,7 +446,7 @@ class _Job:
             task = TokenizeTask(
                 state.part, state.source, self.corpus.cache, tuple(state.done), self.work, tokenizer.eos,
                 tuple(tokenizer.special), self.seed, limit, i, self.engine.workers == 1, template, self.spec.learn,
-                label, self.corpus.copies,
+                label, self.corpus.copies, self.labels,
             )  # fmt: skip
             tasks.append(task)
         marked = [task for task in tasks if task.mark.exists()]

@@ -159,12 +159,15 @@ def _compare(hf_model: nn.Module, native: Decoder, weights: TensorReader, tokens
     with _with_weights(after, weights):
         if shape.norm_place != "post":
             chain_BTW = native.norm(chain_BTW)
-        hidden_BTW = native.transform(chain_BTW) if shape.head_transform else chain_BTW
+        hidden_BTW = chain_BTW if native.transform is None else native.transform(chain_BTW)
     if native.head_bias is not None:
         native.head_bias = nn.Parameter(weights("head_bias").float(), requires_grad=False)
     head = "embedding" if shape.tied else "head"
     with _with_weights({f"{head}.": modules[head]}, weights):
         logits_BTV = native.logits(hidden_BTW)
+    if hf_logits_BTV.ndim == 2:  # the classes of a text, at its first or last token
+        at = 0 if shape.pooler else -1
+        logits_BTV, hf_logits_BTV = logits_BTV[:, at, None], hf_logits_BTV[:, None]
     return _summarise(parts, logits_BTV, hf_logits_BTV, tokens_BT, shape)
 
 
@@ -207,6 +210,9 @@ def _summarise(
     # After many layers a near tie of experts may resolve differently: layers are compared strictly, logits at 99 %.
     logits = gaps_BT.flatten().quantile(0.99) if shape.moe else gaps_BT.max()
     agreement = (native_BTV.argmax(-1) == hf_BTV.argmax(-1)).float().mean()
-    losses = [F.cross_entropy(x[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()) for x in (native_BTV, hf_BTV)]
+    if shape.labels:  # no targets: the cross-entropy of the source's own guesses
+        losses = [F.cross_entropy(x.flatten(0, 1), hf_BTV.argmax(-1).flatten()) for x in (native_BTV, hf_BTV)]
+    else:
+        losses = [F.cross_entropy(x[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()) for x in (native_BTV, hf_BTV)]
     tolerance = CAPPED_TOLERANCE if shape.attention_cap or shape.logit_cap else TOLERANCE
     return Comparison(parts, float(logits), float(agreement), float(losses[0]), float(losses[1]), tolerance)

@@ -25,6 +25,7 @@ from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.export.chat_template import tokenizer_files, update_tokenizer_files
 from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, check_requirements, network
+from bessemer.model.classifier import ClassifierFamily, classifier_families, without_head
 from bessemer.model.families.folder import (
     HfFolder,
     ModelOrigin,
@@ -41,6 +42,7 @@ from bessemer.model.families.registry import FAMILIES, Family, families_for, fam
 from bessemer.model.wrapped import WrappedModel, wrap
 from bessemer.observe.progress import ProgressReport, silent
 from bessemer.run.directory import Run
+from bessemer.spec.load import load_spec
 from bessemer.spec.shape import ModelShape, Rope
 from bessemer.storage import write_atomic
 from bessemer.train.trained import find_checkpoint
@@ -166,6 +168,8 @@ def to_hf(
         return _wrapped_to_hf(native, out, dtype, overwrite)
     source = find_origin(native.place)
     shape, chosen = native.shape, choose_family(native.shape, family, source.folder if source else None)
+    if shape.labels:
+        chosen = classifier_of(native, chosen)
     check_requirements(shape, mode)
     model, saved = network(shape), native.weights.blank()
     parameters = {name for name, _ in model.named_parameters()}
@@ -183,10 +187,15 @@ def to_hf(
     dtype_name = written.pop() if len(written) == 1 else "float32"
     files, ids = _other_files(native, source)
     config = chosen.config(shape) | {"dtype": dtype_name} | ids
+    if shape.labels and native.tokenizer and config.get("pad_token_id") is None:
+        config["pad_token_id"] = native.tokenizer.eos_id  # transformers classifies the last token that is no padding
     files["config.json"] = (carried_keys(_config_of(source), chosen, config) if source else {}) | config
-    if shape.causal:
+    if shape.causal and not shape.labels:
         files.setdefault("generation_config.json", dict(ids))
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
+    if shape.labels:
+        padding = torch.tensor(config.get("pad_token_id", -1))
+        tokens_BT = torch.where(tokens_BT == padding, (tokens_BT + 1) % shape.vocab, tokens_BT)
     with atomic_folder(out, overwrite) as folder:
         write_folder(
             folder, plan, hf_tensors(with_progress(read_rounded, WRITING, len(saved), report), shape, chosen), files
@@ -224,14 +233,25 @@ def choose_family(shape: ModelShape, name: str | None, origin: HfFolder | None =
     it."""
     if name is not None and name not in FAMILIES:
         raise UserError(f"--family {name} is unknown; choose from {', '.join(FAMILIES)}")
-    able = families_for(shape)
+    able = classifier_families(shape) if shape.labels else families_for(shape)
     if not able:
-        raise UserError(f"no family of Hugging Face can represent this model: {nearest_difference(shape)}")
+        body = without_head(shape) if shape.labels else shape
+        raise UserError(f"no family of Hugging Face can represent this model: {nearest_difference(body)}")
     original = _family_name(origin) if name is None else None
     for family in sorted(able, key=lambda family: family.name != original):
         if name in (None, family.name):
             return family
     raise UserError(f"--family {name}: cannot represent this model; {', '.join(family.name for family in able)} can")
+
+
+def classifier_of(native: NativeModel, family: Family) -> ClassifierFamily:
+    """The family's classifier with the labels of the run's spec."""
+    file = native.place / "spec.yaml"
+    classify = load_spec(file).classify if file.exists() else None
+    if classify is None:
+        raise UserError(f"{native.place}: has no spec.yaml that names its labels")
+    names = tuple(classify.labels) or ("value",)
+    return ClassifierFamily(family, classify.kind, native.shape.labels, names, classify.problem)
 
 
 def _family_name(origin: HfFolder | None) -> str | None:
@@ -269,7 +289,8 @@ def _other_files(native: NativeModel, origin: ModelOrigin | None) -> tuple[dict[
     if origin is None or not origin.own_tokenizer:
         if native.tokenizer is None:
             return {}, {}
-        files, ids = tokenizer_files(native.tokenizer, native.place, native.shape.max_positions, native.shape.causal)
+        begins = native.shape.causal and not native.shape.labels
+        files, ids = tokenizer_files(native.tokenizer, native.place, native.shape.max_positions, begins)
         return files, dict(ids)
     folder = origin.folder
     files = dict(folder.tokenizer_files)

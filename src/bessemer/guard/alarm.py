@@ -38,9 +38,9 @@ def log_norm(record: Record) -> float:
     return math.log(max(record["grad_norm"], 1e-30))
 
 
-def relative_scale(level: float) -> float:
+def relative_scale(level: float, unit: float | None = None) -> float:
     """The reference for a rise of the loss. Losses near zero are memorised data, not a small scale."""
-    return max(abs(level), 0.1)
+    return max(abs(level), 0.1 if unit is None else unit)
 
 
 def median(values: Sequence[float]) -> float:

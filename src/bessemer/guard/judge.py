@@ -10,9 +10,10 @@ loss, of the log gradient norm and of the largest lift: how much a single row ra
   which a median does not show) and a floor. With the default limit one unusual row of a healthy corpus cannot make its
   step an outlier, however few rows there are.
 
-Only high values are outliers. Rejected steps do not enter the window, but rejection is bounded: after `max_vetoes` in a
-row the next finite step is accepted and the window is reset, and if more than `veto_share` of the last steps were
-vetoed, the outliers are the data and are accepted (otherwise the guard would filter a hard source out of the run).
+Only high values are outliers, unless the objective's `JudgedNumber` says otherwise. Rejected steps do not enter the
+window, but rejection is bounded: after `max_vetoes` in a row the next finite step is accepted and the window is reset,
+and if more than `veto_share` of the last steps were vetoed, the outliers are the data and are accepted (otherwise the
+guard would filter a hard source out of the run).
 
 An accepted step may still be suspect: its loss or largest lift is more than `suspect_sigma` scales above the centre.
 Its documents are then examined (`trial/examine.py`).
@@ -21,6 +22,7 @@ Its documents are then examined (`trial/examine.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +46,27 @@ ROW_FLOOR = 0.0025
 UPPER, UPPER_NORMAL = 0.95, 1.645  # a quantile, and where it lies in a normal distribution
 
 
+@dataclass(frozen=True)
+class JudgedNumber:
+    """The number of an objective that is judged before each update.
+
+    `name` is "loss" or one of the objective's metrics, and `bad` the side on which a value is an outlier. Outliers are
+    measured relative to the number itself, which fails where it approaches zero: `row` is the loss of one row that a
+    good model gets wrong, and `level` that of a model which knows nothing. Gradient norms below `least_norm` are all
+    alike. Without `examine`, accepted steps are never suspect: where most losses are near zero, every hard row is.
+    """
+
+    name: str = "loss"
+    bad: Literal["high", "low", "both"] = "high"
+    row: float = 0.0
+    level: float = 0.0
+    least_norm: float = 0.0
+    examine: bool = True
+
+
+LOSS = JudgedNumber()
+
+
 @dataclass
 class Verdict:
     """The verdict on a step, still on the device. `reject` is exactly 0 or 1."""
@@ -59,9 +82,9 @@ class Verdict:
 class Judge:
     """Holds the window. `judge` is called once per step with all-reduced numbers, so all ranks get the same verdict."""
 
-    def __init__(self, spec: GuardSpec, device: torch.device, rows: int = 64) -> None:
+    def __init__(self, spec: GuardSpec, device: torch.device, rows: int = 64, judged: JudgedNumber = LOSS) -> None:
         """`rows`: sequences of a step."""
-        self.spec = spec
+        self.spec, self.number = spec, judged
         self.window_3N = torch.full((3, spec.window), float("nan"), device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.streak = torch.zeros((), device=device)
@@ -122,17 +145,24 @@ class Judge:
         if rows_2R is None:
             return torch.full_like(center, float("nan"))
         nll_R, weight_R = rows_2R.to(center.device, torch.float32)
+        nll_R = nll_R + self.number.row * weight_R if self.number.row else nll_R
         return (nll_R - center * weight_R).max() / (center * weight_R.sum())
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor, rows_2R: Tensor | None = None) -> Verdict:
-        """The verdict from the mean loss, the global gradient norm and each row's sums of losses and weights."""
+        """The verdict from the mean loss (or the number that is judged in its place), the global gradient norm and each
+        row's sums of losses and weights."""
+        number, sign = self.number, -1.0 if self.number.bad == "low" else 1.0
         loss, grad_norm = loss.to(self.window_3N.device), grad_norm.to(self.window_3N.device)
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
+        if number != LOSS:
+            loss = sign * loss + number.row
         center_3, scale_3 = self._center_and_scale()
         lift = self._largest_lift(rows_2R, center_3[0])
-        value_3 = torch.stack((loss.float(), grad_norm.float().clamp(min=1e-30).log(), lift))
+        value_3 = torch.stack((loss.float(), grad_norm.float().clamp(min=max(1e-30, number.least_norm)).log(), lift))
         z_3 = torch.nan_to_num((value_3 - center_3) / scale_3, nan=0.0, posinf=1e9, neginf=-1e9)
+        if number.bad == "both":
+            z_3 = torch.cat((z_3[:1].abs(), z_3[1:]))
         ready = self.count >= self.spec.warmup
         outlier_2 = (z_3[:2] > self._sigma_2) & ready & finite
         outlier = outlier_2.any()
@@ -145,7 +175,7 @@ class Judge:
         reject = (code != ACCEPT).float()
         lifts_known = self.window_3N[2].isfinite().sum() >= self.spec.warmup
         high = (z_3[0] > self.spec.suspect_sigma) | ((z_3[2] > self.spec.suspect_sigma) & lifts_known)
-        suspect = high & ready & (reject == 0) & ~reopened
+        suspect = high & ready & (reject == 0) & ~reopened & number.examine
 
         window_3N = torch.where(reopened, torch.full_like(self.window_3N, float("nan")), self.window_3N)
         count = torch.where(reopened, 0, self.count)
@@ -159,7 +189,7 @@ class Judge:
         return Verdict(reject, {
             "code": code.float(), "streak": self.streak, "reopened": reopened.float(), "gave_way": gave_way.float(),
             "suspect": suspect.float(),
-            "loss_z": z_3[0], "loss_center": center_3[0], "loss_scale": scale_3[0],
+            "loss_z": z_3[0], "loss_center": (center_3[0] - number.row) * sign, "loss_scale": scale_3[0],
             "grad_z": z_3[1], "grad_center": center_3[1].exp(), "grad_scale": scale_3[1],
             "row_z": z_3[2], "row_center": center_3[2], "row_scale": scale_3[2],
         })  # fmt: skip

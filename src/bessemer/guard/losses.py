@@ -60,7 +60,9 @@ class SpikeDetector:
         z = rise / self.scale
         if z > self.largest:
             self.largest = min(z, 2 * self.limit)  # one spike must not desensitize the detector
-        if z <= self.limit or (by_loss and rise < self.guard.detect.spike_rise * relative_scale(self.center)):
+        if z <= self.limit or (
+            by_loss and rise < self.guard.detect.spike_rise * relative_scale(self.center, self.guard.detect.loss_unit)
+        ):
             return []
         if not debounce(self.active, "spike", True, 1):
             return []
@@ -84,7 +86,7 @@ class SpikeDetector:
         self.largest = 0.0
         if len(self.spreads) * BLOCK >= detect.warmup:
             self.center = median(self.levels)
-            floor = LOSS_FLOOR * relative_scale(self.center) if by_loss else GRAD_FLOOR
+            floor = LOSS_FLOOR * relative_scale(self.center, self.guard.detect.loss_unit) if by_loss else GRAD_FLOOR
             self.scale = max(floor, 1.05 * median(self.spreads))  # 5 %: the bias of 16 values
             sigma = self.guard.loss_sigma if by_loss else self.guard.grad_sigma
             # The largest of few values underestimates the tail: the limit is wider until the memory fills.
@@ -125,7 +127,11 @@ class DivergenceDetector:
         center = median(self.levels[-keep // 2 :])
         # The largest of three estimates of a block median's scale, since a window of few blocks can look too quiet.
         expected = 1.2533 * median(self.spreads) / math.sqrt(BLOCK)
-        scale = max(robust_std_around_line(self.levels), expected, LEVEL_FLOOR * relative_scale(center))
+        scale = max(
+            robust_std_around_line(self.levels),
+            expected,
+            LEVEL_FLOOR * relative_scale(center, self.guard.detect.loss_unit),
+        )
         self.total = max(0.0, self.total + min((block.loss - center) / scale, 6.0) - 1.0)
         if self.total:
             self.held.append(block.loss)
@@ -144,7 +150,7 @@ class DivergenceDetector:
         detect, lasted = self.guard.detect, BLOCK * len(self.held)
         significant = self.total > detect.divergence_sum and len(self.held) >= 4
         now = median((self.levels[-4:] + self.held)[-4:])
-        rise = (now - center) / relative_scale(center)
+        rise = (now - center) / relative_scale(center, self.guard.detect.loss_unit)
         self.crest = max(self.crest, rise)
         worth = max(detect.divergence_rise, 2 * max(self.wandered, default=0.0))
         limits: dict[Severity, float] = {
@@ -223,7 +229,7 @@ class OscillationDetector:
         if self.blocks % EVERY or len(self.recent) < LENGTH:
             return []
         detect = self.guard.detect
-        power, period, swing = band_power(self.recent)
+        power, period, swing = band_power(self.recent, detect.loss_unit)
         swings = power > detect.oscillation_power and swing > detect.oscillation_swing
         self.streak = self.streak + 1 if swings else 0
         if not debounce(self.active, "oscillation", self.streak >= 2, EVERY):
@@ -232,7 +238,7 @@ class OscillationDetector:
         return make_alarm("oscillation", block.step, "warning", symptom, 0.8, period=period, swing=swing, power=power)
 
 
-def band_power(losses: list[float]) -> tuple[float, float, float]:
+def band_power(losses: list[float], unit: float | None = None) -> tuple[float, float, float]:
     """The strongest band's share of the variance, its period in steps, and the swing as a share of the loss."""
     center, limit, n = median(losses), 4 * robust_std(losses), len(losses)
     x = np.clip(np.asarray(losses) - center, -limit, limit)  # a spike has power at every period
@@ -244,7 +250,7 @@ def band_power(losses: list[float]) -> tuple[float, float, float]:
     best = FIRST_BIN + int(np.argmax(bands[FIRST_BIN:]))
     around = slice(best - 2, best + 3)
     frequency = float(np.arange(len(power))[around] @ power[around]) / max(float(power[around].sum()), 1e-30) / n
-    swing = 2 * math.sqrt(2) * float(x.std()) / relative_scale(center)
+    swing = 2 * math.sqrt(2) * float(x.std()) / relative_scale(center, unit)
     return float(bands[best] / max(power.sum(), 1e-30)), 1 / max(frequency, 1 / n), swing
 
 
@@ -274,9 +280,14 @@ class PlateauDetector:
             return []
         quarter = CHUNKS // 4
         old, new = median(self.levels[:quarter]), median(self.levels[-quarter:])
-        fall = (old - new) / relative_scale(old)
+        fall = (old - new) / relative_scale(old, self.guard.detect.loss_unit)
         # The error of the difference of two medians of four chunks; if it is large, there is no conclusion.
-        error = 1.2533 * math.sqrt(2 / quarter) * robust_std_around_line(self.levels) / relative_scale(old)
+        error = (
+            1.2533
+            * math.sqrt(2 / quarter)
+            * robust_std_around_line(self.levels)
+            / relative_scale(old, self.guard.detect.loss_unit)
+        )
         flat = abs(fall) + error < detect.plateau_fall and lr >= 0.5 * self.top_lr
         if not debounce(self.active, "plateau", flat, CHUNKS):
             return []
@@ -309,8 +320,10 @@ class OverfittingDetector:
         bends = [c - 2 * b + a for a, b, c in zip(losses, losses[1:], losses[2:], strict=False)]
         noise = robust_std(bends or [0.0]) / math.sqrt(6)
         least = self.guard.detect.overfit_rise
-        fallen = (then - training) / relative_scale(then)
-        risen = len(after) == 3 and min(after) - lowest > max(least * relative_scale(lowest), 3 * noise)
+        fallen = (then - training) / relative_scale(then, self.guard.detect.loss_unit)
+        risen = len(after) == 3 and min(after) - lowest > max(
+            least * relative_scale(lowest, self.guard.detect.loss_unit), 3 * noise
+        )
         if not debounce(self.active, "overfitting", risen and after[-1] >= after[0] and fallen > least, 3):
             return []
         now, before = self.sources[-1], self.sources[best]

@@ -1,77 +1,28 @@
-"""Classification heads on a native model, per text or per token, and their mapping to Hugging Face's
-XForSequenceClassification and XForTokenClassification.
+"""Classifiers as transformers has them: XForSequenceClassification and XForTokenClassification of a native family.
 
-`ClassifierFamily` loads a full classifier folder into a `Classifier`; `HeadlessFamily` loads only the body of a
-language model's folder, for a new head. Legend: B batch, T time, W width, D documents in the batch, L labels.
+A classifier is a `Decoder` whose shape has labels (`spec.classify.as_classifier`): its head has a row for each label.
+`ClassifierFamily` maps all of its weights, `HeadlessFamily` only those of the body, for a new head on a language model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
 from bessemer.errors import UserError
-from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.families.llama import linear
-from bessemer.model.families.registry import Config, Family, WeightMapping, family_of, rename
-from bessemer.model.transformer import Decoder
+from bessemer.model.families.registry import Config, Family, WeightMapping, families_for, family_of, rename
 from bessemer.spec.shape import ModelShape
 
 ClassifierKind = Literal["sequence", "token"]
-Pool = Literal["first", "last", "mean"]
+HEAD = ("head.", "head_bias", "transform.")  # beginnings of the names of a classifier's own weights
+PROBLEMS = {"single": "single_label_classification", "multi": "multi_label_classification", "regression": "regression"}
 
 
 def without_head(shape: ModelShape) -> ModelShape:
     """The same shape without the layers between hidden states and logits."""
-    return replace(shape, tied=True, head_transform=False, head_bias=False)
-
-
-class Classifier(nn.Module):
-    """`body` has a shape from `without_head`. `hidden` adds BERT's pooler: a layer and a tanh before the classes. As in
-    transformers, the last layer has a bias except with last-token pooling."""
-
-    def __init__(
-        self, body: Decoder, labels: int, kind: ClassifierKind = "sequence", pool: Pool = "last", hidden: bool = False
-    ) -> None:
-        super().__init__()
-        self.body, self.shape, self.kind, self.pool, self.dropout = body, body.shape, kind, pool, 0.0
-        width = body.shape.width
-        self.pooler = nn.Linear(width, width) if hidden else None
-        self.score = nn.Linear(width, labels, bias=kind == "token" or pool != "last")
-
-    def forward(
-        self, tokens_BT: Tensor, attention_mask: AttentionMask | None = None, types_BT: Tensor | None = None
-    ) -> Tensor:
-        """Logits (B, T, L) per token, or (D, L) per text: one per document in row order, or one per row without
-        documents. Padding must have the document number -1."""
-        x = self.body(tokens_BT, attention_mask, types_BT=types_BT)
-        if self.kind == "sequence":
-            x = pool_documents(x, attention_mask.documents_BT if attention_mask else None, self.pool)
-        if self.pooler is not None:
-            x = torch.tanh(self.pooler(x))
-        return self.score(F.dropout(x, self.dropout, self.training))
-
-
-def pool_documents(x_BTW: Tensor, documents_BT: Tensor | None, pool: Pool) -> Tensor:
-    """(D, W): the first or last hidden state of each document, or their mean."""
-    if documents_BT is None:
-        documents_BT = torch.zeros(x_BTW.shape[:2], dtype=torch.int64, device=x_BTW.device)
-    change_BT = documents_BT[:, 1:] != documents_BT[:, :-1]
-    edge_B1 = torch.ones_like(documents_BT[:, :1], dtype=torch.bool)
-    is_token_BT, starts_BT = documents_BT >= 0, torch.cat((edge_B1, change_BT), dim=1)
-    if pool == "first":
-        return x_BTW[starts_BT & is_token_BT]
-    if pool == "last":
-        return x_BTW[torch.cat((change_BT, edge_B1), dim=1) & is_token_BT]
-    number_R = starts_BT.flatten().cumsum(0) - 1  # of the document, counting padding
-    lengths_D = number_R.bincount()
-    sums_DW = x_BTW.new_zeros(len(lengths_D), x_BTW.shape[-1]).index_add(0, number_R, x_BTW.flatten(0, 1))
-    return (sums_DW / lengths_D[:, None].to(x_BTW.dtype))[is_token_BT[starts_BT]]
+    return replace(shape, tied=True, head_transform=False, head_bias=False, labels=0, pooler=False)
 
 
 _CLASSES: dict[ClassifierKind, str] = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
@@ -109,10 +60,12 @@ class HeadlessFamily:
 
 @dataclass(frozen=True)
 class ClassifierFamily(HeadlessFamily):
-    """`shape` is the body's. The number of labels belongs to the family, since a shape has none."""
+    """A family with a head of labels instead of its own."""
 
     kind: ClassifierKind
     labels: int = 2
+    names: tuple[str, ...] = field(default=(), compare=False)
+    problem: str = field(default="single", compare=False)
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -123,21 +76,34 @@ class ClassifierFamily(HeadlessFamily):
     def has_pooler(self) -> bool:
         return self.name == "bert" and self.kind == "sequence"
 
+    @property
+    def has_bias(self) -> bool:
+        return self.name == "bert" or self.kind == "token"
+
+    def shape(self, config: Config) -> ModelShape:
+        body = replace(super().shape(config), tied=False, logit_cap=None, logit_scale=1.0)
+        return replace(body, labels=self.labels, pooler=self.has_pooler, head_bias=self.has_bias)
+
     def config(self, shape: ModelShape) -> dict[str, Any]:
-        names = {str(i): f"LABEL_{i}" for i in range(self.labels)}
-        more = {"architectures": [*self.architectures], "id2label": names}
-        return self.family.config(shape) | more | {"label2id": {name: int(i) for i, name in names.items()}}
+        names = self.names or tuple(f"LABEL_{i}" for i in range(self.labels))
+        more: dict[str, Any] = {
+            "architectures": [*self.architectures],
+            "id2label": {str(i): name for i, name in enumerate(names)},
+            "label2id": {name: i for i, name in enumerate(names)},
+        }
+        if self.names:
+            more["problem_type"] = PROBLEMS[self.problem]
+        return self.family.config(with_usual_head(shape, self.family)) | more
 
     def weight_mappings(self, shape: ModelShape) -> Iterator[WeightMapping]:
-        for mapping in super().weight_mappings(shape):
-            yield replace(mapping, native_names=tuple(f"body.{name}" for name in mapping.native_names))
+        yield from super().weight_mappings(shape)
         if self.has_pooler:
-            yield from linear("bert.pooler.dense", "pooler", bias=True)
+            yield from linear("bert.pooler.dense", "transform.linear", bias=True)
         older = self.name == "bert" or (self.name in _OLDER and self.kind == "token")
         head = "classifier" if older else "score"
-        yield rename(f"{head}.weight", "score.weight")
-        if self.name == "bert" or self.kind == "token":
-            yield rename(f"{head}.bias", "score.bias")
+        yield rename(f"{head}.weight", "head.weight")
+        if self.has_bias:
+            yield rename(f"{head}.bias", "head_bias")
 
 
 def classifier_family(config: Config) -> ClassifierFamily:
@@ -150,3 +116,32 @@ def classifier_family(config: Config) -> ClassifierFamily:
     raise UserError(
         f"config.json: architectures: {named!r} is neither {' nor '.join('...' + c for c in _CLASSES.values())}"
     )
+
+
+def body_family(config: Config) -> HeadlessFamily:
+    """The family of any folder's body, whether it is a language model or a classifier."""
+    return HeadlessFamily(family_of({"model_type": config.get("model_type")}))
+
+
+def head_of_folder(config: Config, shape: ModelShape) -> ClassifierFamily | None:
+    """The family of a folder that is a classifier with the same head as the shape; None for other folders."""
+    try:
+        family = classifier_family(config)
+    except UserError:
+        return None
+    theirs = family.shape(config)
+    same = (theirs.labels, theirs.pooler, theirs.head_bias) == (shape.labels, shape.pooler, shape.head_bias)
+    return family if same else None
+
+
+def with_usual_head(shape: ModelShape, family: Family) -> ModelShape:
+    """The shape of a language model with the same body, as a family's config.json needs it."""
+    body, bert = without_head(shape), family.name == "bert"
+    return replace(body, head_transform=bert, head_bias=bert)
+
+
+def classifier_families(shape: ModelShape) -> list[Family]:
+    """The families that can represent a classifier's body and have its head in transformers."""
+    body = without_head(shape)
+    able = families_for(replace(body, head_transform=True, head_bias=True)) if not shape.causal else families_for(body)
+    return [family for family in able if not (shape.pooler and family.name != "bert")]

@@ -60,6 +60,17 @@ class HeadTransform(nn.Module):
         return self.norm(self.activate(self.linear(x_BTW)))
 
 
+class Pooler(nn.Module):
+    """BERT's layer and tanh before the classes of a text."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.linear = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x_BTW))
+
+
 class LayerChain(Protocol):
     """All blocks and the final norm as one compiled function, for the inputs that it supports."""
 
@@ -89,11 +100,10 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(shape, layer) for layer in range(shape.layers))
         if shape.norm_place != "post":
             self.norm = make_norm(shape)
-        if shape.head_transform:
-            self.transform = HeadTransform(shape)
+        self.transform = HeadTransform(shape) if shape.head_transform else Pooler(shape) if shape.pooler else None
         if not shape.tied:
-            self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        self.head_bias = nn.Parameter(torch.zeros(shape.vocab)) if shape.head_bias else None
+            self.head = nn.Linear(shape.width, shape.outputs, bias=False)
+        self.head_bias = nn.Parameter(torch.zeros(shape.outputs)) if shape.head_bias else None
         rotated = shape.mla.rope_dim if shape.mla else shape.head_dim
         windowed = [layer for layer in range(shape.layers) if shape.window(layer)]
         self.rotary = RotaryTable(rotated, shape.rope) if shape.positions == "rope" else None
@@ -102,7 +112,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, W): the output embedding; the input embedding if they are tied."""
+        """(V, W): the output embedding; the input embedding if they are tied; of a classifier, its classes."""
         return self.embedding.weight if self.shape.tied else self.head.weight
 
     def new_caches(self) -> list[Cache]:
@@ -182,7 +192,7 @@ class Decoder(nn.Module):
                 x_BTW = block(x_BTW, inputs, caches[i] if caches else None)
             if self.shape.norm_place != "post":
                 x_BTW = self.norm(x_BTW)
-        return self.transform(x_BTW) if self.shape.head_transform else x_BTW
+        return x_BTW if self.transform is None else self.transform(x_BTW)
 
     def logits(self, hidden_BTW: Tensor) -> Tensor:
         logits = F.linear(hidden_BTW, self.head_weight, self.head_bias)

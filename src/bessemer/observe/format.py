@@ -105,13 +105,33 @@ def event_line(event: dict[str, Any]) -> str | None:
     return f"{kind.replace('_', ' ')}  {step}{checkpoint}{event.get('reason', '')}".rstrip()
 
 
-def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], validation: dict[str, Any] | None) -> str:
+# Keys of every step's record; the others are the objective's metrics.
+STEP_KEYS = {
+    "step", "loss", "grad_norm", "lr", "clip", "clipped", "veto", "tokens", "tokens_per_s", "mfu", "step_s",
+    "data_wait_s", "memory_bytes", "loss_scale", "rank_step_s", "balance", "bubble", "time",
+}  # fmt: skip
+TOKEN_OBJECTIVES = ("pretrain",)  # whose loss is nats per token
+
+
+def metrics_of(record: dict[str, Any]) -> dict[str, str]:
+    """The objective's metrics in a step's record, as text."""
+    return {
+        name: f"{value:.1%}" if "accuracy" in name else f"{value:.4g}"
+        for name, value in record.items()
+        if name not in STEP_KEYS and isinstance(value, (int, float))
+    }
+
+
+def step_line(
+    record: dict[str, Any], total: int, smooth: dict[str, float], validation: dict[str, Any] | None,
+    objective: str = "pretrain",
+) -> str:  # fmt: skip
     """One line of progress, for logs. `smooth` has the recent means of loss, rate, utilisation and seconds left."""
     parts = [
         f"step {record['step'] + 1:,}/{total:,}",
         f"loss {smooth['loss']:.3f} (mean of {smooth['loss_steps']:.0f})",
-        f"ppl {perplexity(smooth['loss'])}",
-        f"acc {record['accuracy']:.1%}",
+        *([f"ppl {perplexity(smooth['loss'])}"] if objective in TOKEN_OBJECTIVES else []),
+        *(f"{'acc' if name == 'accuracy' else name} {value}" for name, value in metrics_of(record).items()),
     ]
     if validation:
         parts.append(f"val {validation['loss']:.3f}{format_sources(validation)}")
@@ -127,10 +147,12 @@ def step_line(record: dict[str, Any], total: int, smooth: dict[str, float], vali
 
 
 def validation_line(record: dict[str, Any]) -> str:
-    return (
-        f"val   step {record['step']:,}  loss {record['loss']:.4f}{format_sources(record)}  perplexity "
-        f"{perplexity(record['loss'])}  {record['bits_per_byte']:.3f} bits per byte  accuracy {record['accuracy']:.1%}"
-    )
+    line = f"val   step {record['step']:,}  loss {record['loss']:.4f}{format_sources(record)}"
+    if "bits_per_byte" in record:
+        line += f"  perplexity {perplexity(record['loss'])}  {record['bits_per_byte']:.3f} bits per byte"
+        return f"{line}  accuracy {record['accuracy']:.1%}"
+    numbers = {name: value for name, value in record.items() if name not in (*STEP_KEYS, "seconds")}
+    return line + "".join(f"  {name} {value}" for name, value in metrics_of(numbers).items())
 
 
 def format_sources(record: dict[str, Any]) -> str:

@@ -20,7 +20,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bessemer.observe.format import event_line, perplexity, resume_hint, sparkline, step_line, validation_line
+from bessemer.observe.format import (
+    TOKEN_OBJECTIVES,
+    event_line,
+    metrics_of,
+    perplexity,
+    resume_hint,
+    sparkline,
+    step_line,
+    validation_line,
+)
 from bessemer.observe.progress import EVERY_S, QUIET_S, Activity, PlainLines, StepProgress, silence
 from bessemer.run.directory import LOSS_WINDOW, Run, mean_loss
 from bessemer.run.journal import last_records
@@ -42,6 +51,7 @@ class RunView:
         self.losses: list[float] = []
         self.last_validation: dict[str, Any] | None = None
         self.expected_rate: float | None = None  # tokens/s of the plan
+        self.objective = "pretrain"
         self.vetoes = self.clipped = self.steps_seen = 0
         self.current_step: StepProgress | None = None
         self.doing = Activity()  # between steps
@@ -138,7 +148,7 @@ class RunView:
         now = time.monotonic()
         if now >= self._line_due:
             self._line_due = now + self.line_every_s
-            self.show_step(step_line(record, self.total, self.smooth(), self.last_validation))
+            self.show_step(step_line(record, self.total, self.smooth(), self.last_validation, self.objective))
 
     def show_step(self, line: str) -> None:
         self.log(line)
@@ -176,10 +186,15 @@ class RunView:
         last = self.last_validation
         numbers = ""
         if last:
-            numbers = f"  validation loss {last['loss']:.4f}, {last['bits_per_byte']:.3f} bits per byte"
+            numbers = f"  validation loss {last['loss']:.4f}"
+            if "bits_per_byte" in last:
+                numbers += f", {last['bits_per_byte']:.3f} bits per byte"
+            elif "accuracy" in last:
+                numbers += f", accuracy {last['accuracy']:.1%}"
         self.say(f"{kind}  step {step:,}  {reason}{numbers}  run: {run.folder}")
         if kind == "finished":
-            self.say(f"try   bessemer generate {run.folder} --prompt '...'")
+            if self.objective in TOKEN_OBJECTIVES:
+                self.say(f"try   bessemer generate {run.folder} --prompt '...'")
         else:
             self.say(resume_hint(run.folder, self.spec_path))
 
@@ -311,14 +326,14 @@ class LiveView(RunView):
 
     def _cells(self, last: dict[str, Any], smooth: dict[str, float]) -> list[tuple[str, str]]:
         """(name, value) of each number; none is wider than _CELL, so that a narrow terminal gets more rows."""
-        validation = self.last_validation
+        validation, tokens = self.last_validation, self.objective in TOKEN_OBJECTIVES
         return [
             ("mean loss", f"{smooth['loss']:.4f}"),
             ("", sparkline(self.losses, _CELL)),
-            ("perplexity", perplexity(smooth["loss"])),
-            ("accuracy", f"{last['accuracy']:.1%}"),
+            *([("perplexity", perplexity(smooth["loss"]))] if tokens else []),
+            *metrics_of(last).items(),
             ("validation", f"{validation['loss']:.4f}" if validation else "-"),
-            ("bits per byte", f"{validation['bits_per_byte']:.3f}" if validation else "-"),
+            *([("bits per byte", f"{validation['bits_per_byte']:.3f}" if validation else "-")] if tokens else []),
             ("lr", f"{last['lr']:.2e}"),
             ("gradient norm", f"{last['grad_norm']:.3g}"),
             ("clipped", f"{self.clipped / max(1, self.steps_seen):.0%}"),

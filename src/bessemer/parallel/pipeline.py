@@ -84,7 +84,7 @@ class Stage(nn.Module):
                 x = x if routing is None else _AddAuxLoss.apply(x, routing * pipeline.weight(feed))
             if self.last:
                 x = model.norm(x) if model.shape.norm_place != "post" else x
-                x = model.transform(x) if model.shape.head_transform else x
+                x = x if model.transform is None else model.transform(x)
                 x = local(x)  # its gradient comes back unsharded
         return x
 

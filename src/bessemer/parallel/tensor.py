@@ -65,6 +65,11 @@ def shards_vocab(shape: ModelShape, tp: int) -> bool:
     return tp > 1 and shape.vocab % tp == 0
 
 
+def shards_head(shape: ModelShape, tp: int) -> bool:
+    """Whether the head is sharded by vocabulary too: a head of classes is small and stays unsharded."""
+    return shards_vocab(shape, tp) and not shape.labels
+
+
 def parallelize_tensors(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
     """Parallelize a decoder in place; activations enter and leave as plain tensors. A pipeline stage lacks some
     modules."""
@@ -90,11 +95,11 @@ def parallelize_tensors(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
                 use_local_output=True,
             )  # fmt: skip
             parallelize_module(block, mesh, scatter)
-    head = getattr(model, "head", None)
+    head, placement = getattr(model, "head", None), Shard(0) if shards_head(shape, tp) else Replicate()
     if head is not None:
-        _shard_parameters(head, mesh, Shard(0) if shard_vocab else Replicate())
+        _shard_parameters(head, mesh, placement)
     if getattr(model, "head_bias", None) is not None:
-        _shard_parameters(model, mesh, Shard(0) if shard_vocab else Replicate(), only="head_bias")
+        _shard_parameters(model, mesh, placement, only="head_bias")
 
 
 def _shard_parameters(module: nn.Module, mesh: DeviceMesh, placement: Any, only: str | None = None) -> None:

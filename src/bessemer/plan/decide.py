@@ -14,6 +14,7 @@ from bessemer.plan.cost_model.memory import Passes, decide_micro_batch
 from bessemer.plan.decision import BASES, EMPIRICAL, Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
+from bessemer.plan.recipe.fine_tuning import classify
 from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
@@ -187,9 +188,14 @@ def decide_batch(
     key = "budget.batch"
     batch = plan.keep(key, spec.budget.batch, previous)
     if batch is None:
-        answer = batch_tokens(shape.parameters, tokens)
-        decided = (max(4, round(answer.value / context)) * context, answer.reason, answer.source)
-        batch = plan.choose(key, spec.budget.batch, decided, answer.basis)
+        if spec.objective == "classify":
+            recipe = classify(shape.parameters, is_continued(spec))
+            rows = recipe.value.settings["batch_rows"]
+            batch = plan.choose(key, spec.budget.batch, (rows * context, f"{rows} rows", recipe.source), recipe.basis)
+        else:
+            answer = batch_tokens(shape.parameters, tokens)
+            decided = (max(4, round(answer.value / context)) * context, answer.reason, answer.source)
+            batch = plan.choose(key, spec.budget.batch, decided, answer.basis)
     rows = _batch_rows(key, int(batch), context)
     if rows * context != batch:
         plan.add(key, rows * context, f"{batch:,} rounded to {rows} whole sequences of {context}", "asked")
@@ -205,6 +211,11 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
     if budget.epochs is not None:
         reason = f"{budget.epochs:g} passes over {corpus_tokens:,} training tokens"
         return int(plan.add("budget.tokens", max(1, int(budget.epochs * corpus_tokens)), reason, "asked"))
+    if spec.objective == "classify":
+        recipe = classify(shape.parameters, is_continued(spec))
+        epochs = recipe.value.settings["epochs"]
+        passes = (epochs * corpus_tokens, f"{epochs} passes over the rows: {recipe.reason}", recipe.source)
+        return int(plan.choose("budget.tokens", budget.tokens, passes, recipe.basis))
     reason = f"20 tokens for each of {human_count(shape.parameters)} parameters"
     decided = (20 * shape.parameters, reason, CHINCHILLA)
     return int(plan.choose("budget.tokens", budget.tokens, decided, "established"))
@@ -219,7 +230,11 @@ def decide_lr(
     previous_lr = plan.keep(key, spec.optimizer.lr, previous)
     if previous_lr is not None:
         return float(previous_lr)
-    continued = spec.start_from is not None or spec.model.hf is not None
+    continued = is_continued(spec)
+    if spec.objective == "classify" and continued and name in ("adamw", "adam"):
+        recipe = classify(shape.parameters, trained=True)
+        rate = (recipe.value.settings["learning_rate"], "usual for a new head on trained weights", recipe.source)
+        return float(plan.choose(key, spec.optimizer.lr, rate, recipe.basis))
     # The laws are not valid for the few tokens of a continued run.
     tokens = max(tokens, 20 * shape.parameters) if continued else tokens
     answer, usual = learning_rate(shape.parameters, tokens), batch_tokens(shape.parameters, tokens).value
@@ -239,6 +254,11 @@ def decide_lr(
             sources.append(source)
     decided = (float(f"{max(LIMITS_LR[0], value):.2g}"), "; ".join(reasons), "; ".join(sources))
     return float(plan.choose(key, spec.optimizer.lr, decided, basis))
+
+
+def is_continued(spec: RunSpec) -> bool:
+    """Whether the run starts from trained weights."""
+    return spec.start_from is not None or spec.model.hf is not None
 
 
 def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan) -> int:

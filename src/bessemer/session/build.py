@@ -46,7 +46,9 @@ from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import check_static_graph, stages_each
 from bessemer.run.directory import RunWriter
 from bessemer.session.data import build_stream, log_packing
+from bessemer.session.objectives import make_objective
 from bessemer.session.start import ResolvedRun
+from bessemer.spec.guard import GuardSpec
 from bessemer.spec.load import dump_spec
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
@@ -61,7 +63,7 @@ from bessemer.train.lowp import LossScale, convert_to_fp8, fp8_layers
 from bessemer.train.memory import recompute
 from bessemer.train.memory.fit import explain_build_out_of_memory, fit
 from bessemer.train.memory.snapshots import MemorySnapshots, fits_snapshots
-from bessemer.train.objective import make_pretrain
+from bessemer.train.objective import Objective
 from bessemer.train.saver import CheckpointSaver
 
 if TYPE_CHECKING:
@@ -199,7 +201,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         if after_step:
             optimizer.post_step_hooks.append(after_step)
     named = list(model.named_parameters())  # frozen parameters have no average
-    objective = make_pretrain(spec, parts.stream.order.names, parts.tokenizer, parts.shape, plan.context)
+    objective = make_objective(spec, parts.stream, parts.tokenizer, parts.shape, plan.context)
     if world.layout.cp > 1:
         columns = RingAttention if spec.parallel.context == "ring" else UlyssesAttention
         objective.columns = columns(world.columns, world.cp_rank, world.layout.cp)
@@ -218,9 +220,10 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     )
     # Apple's backend has no median that skips NaN: there the judge runs on the CPU, at the price of a sync.
     judge_device = torch.device("cpu") if device.type == "mps" else device
+    hosts, detected = world.gather(socket.gethostname()), with_loss_unit(spec.guard, objective)
     guard = Guard(
-        Judge(spec.guard, judge_device, parts.stream.steps.rows(0)),
-        Detectors(spec.guard, memory_limit(device), plan.total_steps, world.gather(socket.gethostname())),
+        Judge(spec.guard, judge_device, parts.stream.steps.rows(0), objective.judged),
+        Detectors(detected, memory_limit(device), plan.total_steps, hosts),
         LayerStats(model, optimizer.remainders(), world), Ladder(spec.guard),
     )  # fmt: skip
     remote = open_remote(spec, run.folder) if world.main else None
@@ -229,6 +232,13 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         Recorder(run, view, parts.shape.flops_per_token(plan.context), parts.peak_flops),
         CheckpointSaver(CheckpointStore(run.checkpoints, world), fingerprint, remote),
     )  # fmt: skip
+
+
+def with_loss_unit(guard: GuardSpec, objective: Objective) -> GuardSpec:
+    """The guard's settings with the objective's scale of the loss, unless the spec sets one."""
+    if guard.detect.loss_unit is not None or not objective.judged.level:
+        return guard
+    return guard.model_copy(update={"detect": guard.detect.model_copy(update={"loss_unit": objective.judged.level})})
 
 
 def set_dropout(model: nn.Module, embedding: float, attention: float, residual: float) -> None:

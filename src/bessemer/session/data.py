@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bessemer.data.curate.engine import CurationEngine
 from bessemer.data.curate.report import format_some
 from bessemer.data.prepare import (
@@ -63,7 +65,7 @@ def prepare_data(
         if not source.path:
             raise UserError(f"data.sources.{name}.path: missing: preparing data needs its files")
     vocab = _vocab(spec, plan)
-    return prepare(spec.data, spec.tokenizer, data_cache(spec), vocab, spec.seed, progress, engine)
+    return prepare(spec.data, spec.tokenizer, data_cache(spec), vocab, spec.seed, progress, engine, spec.classify)
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def prepared_folder_of(spec: RunSpec, plan: Plan) -> Path:
     """Where the prepared data of a spec is, or would be."""
     if spec.data.store is not None:
         return open_published(spec).folder
-    folder = prepared_folder(spec.data, spec.tokenizer, data_cache(spec), _vocab(spec, plan), spec.seed)
+    folder = prepared_folder(spec.data, spec.tokenizer, data_cache(spec), _vocab(spec, plan), spec.seed, spec.classify)
     if not (folder / "prepared.json").exists():
         raise UserError(f"{spec.name}: its data is not prepared yet; run `bessemer data prepare` on the same spec")
     return folder
@@ -211,9 +213,14 @@ def make_rows(spec: RunSpec, data: Data, context: int) -> dict[str, Rows]:
     return {name: _rows(spec, data, name, context) for name in sources_used(spec)}
 
 
-def held_out_rows(data: Data, context: int) -> dict[str, HeldOutSet]:
-    """What the run is validated on."""
+def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutSet]:
+    """What the run is validated on. Labels are of whole documents: each has its own row."""
     if isinstance(data, Prepared):
+        if spec.objective == "classify":
+            return {
+                name: HeldOutSet(PadRows(store, context, "truncate"), store.documents * context, 1.0)
+                for name, store in data.validation.items()
+            }
         return {name: HeldOutSet.of_store(store, context) for name, store in data.validation.items()}
     held_out = {}
     for name, dataset in data.validation.items():
@@ -232,10 +239,24 @@ def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
                 f"data.context: {context}: the published store {prepared.url} has no best_fit packing of {name!r} for "
                 f"this context (it has {', '.join(packed) or 'none'}): publish it with this spec, or change the context"
             )
+        if spec.objective == "classify":
+            check_whole_documents(store, context)
         return open_best_fit(store, context, prepared.folder / index)
     if spec.data.packing == "pad":
         return PadRows(store, context, spec.data.padding.long, spec.data.padding.side)
     return ConcatRows(store, context)
+
+
+def check_whole_documents(store: TokenStore, context: int) -> None:
+    """Refuses documents that packing would divide: their labels are of the whole."""
+    for first in range(0, store.documents, 1 << 20):
+        lengths = np.diff(store.edges(first, min(first + (1 << 20), store.documents)))
+        if (lengths > context).any():
+            origin = store.origin_of_document(first + int(np.argmax(lengths > context)))
+            raise UserError(
+                f"{origin.file}:{origin.row}: its {origin.stop - origin.start} tokens exceed data.context {context}: "
+                "raise it, or write packing: pad, which truncates"
+            )
 
 
 def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dict[str, SourceSize]:
@@ -243,7 +264,8 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
     sizes_by_source = {}
     for name, source in data.train.items():
         count = rows[name].count if name in rows else 0
-        tokens = source.tokens if isinstance(source, TokenStore) else count * context
+        own_rows = spec.objective == "classify" and spec.data.packing == "pad"  # of one document each
+        tokens = source.tokens if isinstance(source, TokenStore) and not own_rows else count * context
         if isinstance(data, UserData) and name not in rows:  # an iterable tells nothing of its length
             count = tokens = _ENDLESS
         formats: tuple[str, ...] = ()

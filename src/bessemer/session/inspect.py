@@ -38,6 +38,7 @@ from bessemer.plan.decide import TrainPlan
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import Record, to_number
 from bessemer.session.data import build_stream
+from bessemer.session.objectives import make_objective
 from bessemer.session.record import SPEC_FILE
 from bessemer.session.replay import stream_of
 from bessemer.session.session import Session, existing_run, run_folder
@@ -51,7 +52,7 @@ from bessemer.train.device import measure_machine, memory_in_use, memory_limit, 
 from bessemer.train.job import Job, Outcome
 from bessemer.train.loop import train_loop
 from bessemer.train.lowp import convert_to_fp8
-from bessemer.train.objective import Pretrain, make_pretrain
+from bessemer.train.objective import Objective
 from bessemer.train.profile import WARMUP, StepProfiler
 from bessemer.train.saver import CheckpointSaver
 from bessemer.train.trained import find_checkpoint
@@ -68,7 +69,7 @@ class Inspection:
     optimizer: GuardedOptimizer
     stream: BatchStream
     label: str
-    objective: Pretrain
+    objective: Objective
     step: int = 0
     run: Run | None = None
 
@@ -114,7 +115,7 @@ def _assemble(
     if plan.precision in FP8:
         convert_to_fp8(model, plan.precision, device)
     optimizer = optimizer_for(model, spec)
-    objective = make_pretrain(spec, stream.order.names, tokenizer, shape, plan.context)
+    objective = make_objective(spec, stream, tokenizer, shape, plan.context)
     return Inspection(spec, plan, device, model, optimizer, stream, label, objective)
 
 

@@ -37,6 +37,7 @@ from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import to_number
 from bessemer.session.build import JobParts, choose_attention, make_job
 from bessemer.session.data import PYTHON_SOURCE, Data, build_stream, held_out_rows, make_rows
+from bessemer.session.objectives import make_objective
 from bessemer.session.restore import banned_documents_of, bitwise_since, normal_range, rounding_changes
 from bessemer.session.session import existing_run
 from bessemer.spec.data import SourceSpec
@@ -45,7 +46,6 @@ from bessemer.spec.shape import ModelShape
 from bessemer.train.device import pick_device, use_threads
 from bessemer.train.evaluate import Evaluator
 from bessemer.train.job import Job
-from bessemer.train.objective import make_pretrain
 from bessemer.trial.case import EarlierState, IncidentCase, NormalRange, StepScene
 from bessemer.trial.measure import measure
 from bessemer.trial.replay import replay_to
@@ -57,14 +57,14 @@ def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
     _, spec = existing_run(folder)
     run, stream, data, plan = stream_of(folder)
     device = pick_device(ParallelSpec())
-    held_out = held_out_rows(data, plan.context)
+    held_out = held_out_rows(spec, data, plan.context)
     sizes = plan.context, plan.evaluate_tokens, plan.micro_rows
     evaluator = Evaluator(held_out, *sizes, plan.precision, device)
     if not evaluator.available:
         raise UserError(f"{folder}: has no held-out data; omit --greedy, or train with data.validation")
     shape = json.loads((run.folder / "model.json").read_text())["shape"]
     model = build_model(ModelShape.from_dict(shape), device, spec.seed)
-    objective = make_pretrain(spec, stream.order.names, data.tokenizer, model.shape, plan.context)
+    objective = make_objective(spec, stream, data.tokenizer, model.shape, plan.context)
 
     @torch.no_grad()
     def loss(weights: Mapping[str, Tensor]) -> float:
@@ -225,7 +225,7 @@ def try_step(folder: str | Path, step: int, budget_s: float | None = None, devic
         loss, norm, lr = (to_number(recorded[key]) or float("nan") for key in ("loss", "grad_norm", "lr"))
     veto = next((event for event in job.recorder.run.events("veto") if event["step"] == step), None)
     symptom = veto["reason"] if veto else BY_HAND
-    normal = _normal(veto, spec) or normal_range(history, spec.guard.loss_sigma, spec.guard.grad_sigma)
+    normal = _normal(veto, spec) or normal_range(history, spec.guard, job.engine.objective.judged)
     scene = StepScene(step, symptom, lr, loss, norm, normal, batches, history)
     budget_s = budget_s or spec.guard.trial.budget
     events = list(job.recorder.run.events())

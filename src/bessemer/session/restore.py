@@ -22,6 +22,7 @@ from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.order import Segment, StepPositions
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.errors import UserError
+from bessemer.guard.judge import LOSS, JudgedNumber
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import to_number
@@ -30,6 +31,7 @@ from bessemer.run.snapshot import PLAN, SPEC, read_snapshot
 from bessemer.session.build import open_remote, spec_fingerprint
 from bessemer.session.data import describe_file_changes
 from bessemer.session.start import WeightSource, load_source
+from bessemer.spec.guard import GuardSpec
 from bessemer.spec.load import load_spec, parse_yaml, validate
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job, Progress
@@ -109,14 +111,15 @@ def recent_records(job: Job) -> list[dict[str, Any]]:
     return [{key: record[key] for key in keys} for record in job.recorder.history]
 
 
-def normal_range(history: Iterable[dict[str, Any]], loss_sigma: float, grad_sigma: float) -> NormalRange:
+def normal_range(history: Iterable[dict[str, Any]], guard: GuardSpec, judged: JudgedNumber = LOSS) -> NormalRange:
     """The normal range, from the block of 32 accepted steps with the lowest median loss."""
     block = lowest_block([record for record in history if record["veto"] is None])
     losses = [float(record["loss"]) for record in block] or [float("nan")]
     norms = [float(record["grad_norm"]) for record in block] or [float("nan")]
     loss, norm = statistics.median(losses), statistics.median(norms)
     spread = 1.4826 * statistics.median(abs(value - loss) for value in losses)
-    return NormalRange(loss, max(spread, 0.02 * abs(loss)), norm, 0.25, loss_sigma, grad_sigma)
+    scale = max(spread, 0.02 * (abs(loss) + judged.row))
+    return NormalRange(loss, scale, max(norm, judged.least_norm), 0.25, guard.loss_sigma, guard.grad_sigma)
 
 
 def lowest_block(records: Sequence[dict[str, Any]], size: int = 32) -> list[dict[str, Any]]:

@@ -61,6 +61,7 @@ class Session:
         self.spec, self.datasets, self.faults = complete_spec(spec), dict(datasets or {}), faults
         self.restart = restart and not is_relaunched()  # a relaunch by torchrun continues the run
         self.view = view or RunView()
+        self.view.objective = self.spec.objective
         self.interrupt = Interrupt()
         self.world = World()
         self.source = open_source(self.spec)

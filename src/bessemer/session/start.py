@@ -16,6 +16,7 @@ import torch
 
 from bessemer.data.stream.rows import Rows
 from bessemer.errors import UserError
+from bessemer.model.classifier import HEAD, body_family, head_of_folder, without_head
 from bessemer.model.families.folder import HfFolder, check_folder, native_tensors
 from bessemer.model.families.registry import Family, read_shape
 from bessemer.model.transformer import Decoder, make_module
@@ -27,6 +28,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import ONE_PROCESS, Layout, decide_layout, record_replicas
 from bessemer.session.data import Data, held_out_rows, make_rows, open_data, sizes
+from bessemer.spec.classify import as_classifier
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
@@ -58,6 +60,9 @@ def open_source(spec: RunSpec) -> WeightSource | None:
     folder = HfFolder(spec.model.hf)
     if spec.model.wrap:
         return WeightSource(folder, None, read_wrapped(folder.path))
+    if spec.objective == "classify":
+        family = body_family(folder.config)
+        return WeightSource(folder, family, family.shape(folder.config))
     return WeightSource(folder, *read_shape(folder.config))
 
 
@@ -68,7 +73,17 @@ def complete_spec(spec: RunSpec) -> RunSpec:
     special = list(dict.fromkeys([*spec.tokenizer.special, *names]))
     if special != spec.tokenizer.special:
         spec = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"special": special})})
-    return with_folder_tokenizer(spec)
+    return with_folder_tokenizer(with_whole_documents(spec))
+
+
+def with_whole_documents(spec: RunSpec) -> RunSpec:
+    """Labels are of whole documents: each gets a row of its own unless the spec packs them; long ones are cut off."""
+    if spec.objective != "classify" or spec.data.packing == "best_fit":
+        return spec
+    fixed = spec.parallel.pp > 1 or spec.parallel.cp > 1  # stages and columns need micro-batches of one size
+    to = "context" if fixed else spec.data.padding.to
+    padding = spec.data.padding.model_copy(update={"long": "truncate", "to": to})
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"packing": "pad", "padding": padding})})
 
 
 def with_folder_tokenizer(spec: RunSpec) -> RunSpec:
@@ -92,6 +107,9 @@ def decide_shape(spec: RunSpec, source: WeightSource | None, vocab: int, plan: P
     # Some models have spare rows, which stay.
     shape = model_shape(spec.model, max(vocab, folder_shape.vocab if folder_shape else 0), folder_shape)
     shape = scale_positions(shape, folder_shape)
+    if spec.objective == "classify":
+        assert spec.classify is not None
+        shape = as_classifier(shape, spec.classify)
     if source:
         value = f"{source.name}, {human_count(shape.parameters)} parameters"
         plan.add("model", value, f"config.json of {source.folder.path}", "model")
@@ -141,20 +159,26 @@ def fit_positions(shape: ModelShape, context: int) -> ModelShape:
 
 def load_source(model: Decoder, source: WeightSource) -> int:
     """Loads the folder's weights into the model, which may have more tokens; returns how many were added."""
-    folder_vocab = source.shape.vocab
+    folder_vocab, shape = source.shape.vocab, model.shape
     if source.family is None:
         assert isinstance(model, WrappedModel)
         load_wrapped(model, source.folder.path)
         return 0
     with torch.device("meta"):
-        check_folder(make_module(replace(model.shape, vocab=folder_vocab)), source.folder, source.family)
+        body = without_head(shape) if shape.labels else shape
+        family = source.family
+        if shape.labels and (head := head_of_folder(source.folder.config, shape)) is not None:
+            body, family = shape, head
+        check_folder(make_module(replace(body, vocab=folder_vocab)), source.folder, family)
     state = dict(model.state_dict())
+    if body is not shape:  # the head of labels stays as it was initialised
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(HEAD)}
     with torch.no_grad():
-        for name, tensor in native_tensors(source.folder, replace(model.shape, vocab=folder_vocab), source.family):
+        for name, tensor in native_tensors(source.folder, replace(body, vocab=folder_vocab), family):
             target = state.pop(name, None)
             if target is None:  # belongs to another pipeline stage
                 continue
-            if name in TOKEN_ROWS and len(target) > folder_vocab:
+            if name in TOKEN_ROWS[: 1 if shape.labels else 3] and len(target) > folder_vocab:
                 mean = tensor.float().mean(dim=0, keepdim=tensor.ndim > 1).to(tensor.dtype)
                 tensor = torch.cat((tensor, mean.expand(len(target) - folder_vocab, *tensor.shape[1:])))
             copy_shard(target, tensor)
@@ -204,7 +228,7 @@ def resolve_run(
     layout: Layout = ONE_PROCESS,
 ) -> ResolvedRun:
     """Rows and training plan; `previous` is the plan of the checkpoint to continue from."""
-    rows, held_out = make_rows(spec, data, context), held_out_rows(data, context)
+    rows, held_out = make_rows(spec, data, context), held_out_rows(spec, data, context)
     held_out_tokens = sum(held.tokens for held in held_out.values())
     sources = sizes(spec, rows, data, context)
     training = decide_training(spec, shape, context, machine, sources, held_out_tokens, plan, previous, layout)

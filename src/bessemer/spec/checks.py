@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 
 from bessemer.spec.document import KeyPath
-from bessemer.spec.model import ModelSpec, model_shape
+from bessemer.spec.model import ModelSpec, ObjectiveSpec, model_shape
 from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
 from bessemer.spec.quantity import format_names
 from bessemer.spec.schema import RunSpec
@@ -334,6 +334,39 @@ def check_wrapped(spec: RunSpec) -> Iterator[Problem]:
         yield ("dropout",), "a wrapped model trains without dropout: remove this, or wrap"
 
 
+def check_classify(spec: RunSpec) -> Iterator[Problem]:
+    if spec.objective != "classify":
+        if spec.classify is not None:
+            yield (
+                ("classify",),
+                f"has no effect with objective: {spec.objective}: write objective: classify, or remove it",
+            )
+        return
+    if spec.classify is None:
+        yield ("classify",), "missing: write for example classify: {labels: [negative, positive]}"
+        return
+    if spec.model.wrap:
+        yield ("model", "wrap"), "a wrapped model has no head of labels: remove wrap"
+    roles = ("words", "label") if spec.classify.kind == "token" else ("label",)
+    for name, source in spec.data.sources.items():
+        path: KeyPath = ("data", "sources", name, "columns")
+        if source.path != ["python"] and (missing := [role for role in roles if role not in (source.columns or {})]):
+            yield (
+                path,
+                f"does not name the column of {missing[0]}: write for example columns: {{text: text, label: label}}",
+            )
+    if spec.data.packing == "concat" and "packing" in spec.data.model_fields_set:
+        yield ("data", "packing"), "concat cuts documents, whose labels are of the whole: write pad or best_fit"
+    if spec.data.padding.long == "split" and "long" in spec.data.padding.model_fields_set:
+        yield ("data", "padding", "long"), "split cuts documents, whose labels are of the whole: write truncate"
+    if spec.data.cross_documents:
+        yield ("data", "cross_documents"), "a label is of its own document: remove this"
+    if any(task != ObjectiveSpec() for task in spec.tasks):
+        yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
+    if any(spec.loss.model_dump().values()):
+        yield ("loss",), "is that of pre-training: remove it"
+
+
 def check_memory(spec: RunSpec) -> Iterator[Problem]:
     for key, message in memory_problems(spec.optimizer, spec.memory, spec.precision):
         yield ("memory", key), message
@@ -374,6 +407,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_archive, ("checkpoint",)),
     (check_rope_scaling, ("model", "data.context")),
     (check_wrapped, ("model", "optimizer", "dropout")),
+    (check_classify, ("objective", "classify", "model", "data", "tasks", "loss")),
 )
 
 

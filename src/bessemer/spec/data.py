@@ -119,6 +119,7 @@ Format = Literal[
     "text", "source", "jsonl", "csv", "parquet", "arrow", "hf", "webdataset", "mds", "tfrecord", "warc", "html"
 ]
 Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
+COLUMN_ROLES = ("text", "words", "label")
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 
 
@@ -147,6 +148,11 @@ class SourceSpec(ShortSection, short="path"):
     id_field: str | None = setting(None, "the field that holds the document's id", "id")
     url_field: str | None = setting(None, "the field that holds its URL, for steps that use URLs", "url")
     messages_field: str | None = setting(None, "the field that holds a conversation, instead of text_field", "messages")
+    columns: dict[str, str] | None = setting(
+        None,
+        "columns by what they are for: text (instead of text_field), words, label",
+        {"text": "review", "label": "sentiment"},
+    )
     include: Paths = setting([], "file patterns inside folders", "*.py")
     exclude: Paths = setting([], "file patterns to exclude inside folders", "tests/*")
     storage: dict[str, Any] = setting({}, "file system options; secrets go in the environment", {"anon": True})
@@ -156,6 +162,20 @@ class SourceSpec(ShortSection, short="path"):
     max_epochs: float | None = setting(
         None, "maximum epochs over this source; then its share goes to the others", 4.0, gt=0, le=1_000_000
     )
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> SourceSpec:
+        """The text's column becomes `text_field`."""
+        if self.columns is None:
+            return self
+        if unknown := [role for role in self.columns if role not in COLUMN_ROLES]:
+            raise ValueError(f"columns: no {unknown[0]!r}; write {', '.join(COLUMN_ROLES)}")
+        text = self.columns.get("text") or self.columns.get("words")
+        if text and text != self.text_field:
+            if self.text_field != "text":
+                raise ValueError(f"columns and text_field ({self.text_field}) both name the text: remove text_field")
+            self.__dict__["text_field"] = text
+        return self
 
 
 class StoreSpec(ShortSection, short="url"):

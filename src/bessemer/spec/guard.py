@@ -39,6 +39,13 @@ class DetectSpec(SpecSection):
 
     window: int = setting(512, "accepted steps in the baseline of slow changes", 512, ge=128, le=65536)
     warmup: int = setting(128, "accepted steps before slow changes are detected", 128, ge=64, le=1_000_000)
+    loss_unit: float | None = setting(
+        None,
+        "changes of a loss below this are relative to this (default: 0.1; of classification, the loss of chance)",
+        0.1,
+        gt=0,
+        le=1e9,
+    )
     spike_rise: float = setting(0.5, "rise of the loss that counts as a spike", 0.5, ge=0, le=1e9)
     spike_tail: float = _factor(4.0, "a spike is this many times the largest deviation of the last thousands of steps")
     divergence_rise: Share = _share(0.05, "lasting rise of the loss that is reported")

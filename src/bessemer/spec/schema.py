@@ -10,6 +10,7 @@ The parallel section: device, degrees of each kind of parallelism, and how proce
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, Field, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.data import STEPS, DataSpec, TokenizerSpec
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec
@@ -207,13 +209,21 @@ class ParallelSpec(SpecSection):
     deepspeed: DeepSpeedSpec = section(DeepSpeedSpec, "what DeepSpeed shards and offloads")
 
 
+OBJECTIVES = ("pretrain", "classify")
+
+
 class RunSpec(SpecSection):
     """One run."""
 
     name: str = setting("auto", "name of the run (default: of the spec file)", "my-run", pattern=r"^\w[\w.-]{0,99}$")
     runs: str = setting("runs", "folder that holds the runs", "runs", min_length=1)
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
-    objective: Literal["pretrain"] = setting("pretrain", "pretrain", "pretrain")
+    objective: str = setting(
+        "pretrain", "pretrain, classify, or your own class: path/to/file.py:Class or module:Class", "classify"
+    )
+    classify: ClassifySpec | None = setting(
+        None, "with objective: classify: what is classified", {"labels": ["negative", "positive"]}
+    )
     model: ModelSpec = setting(..., "the network", "10M")
     start_from: str | None = setting(
         None,
@@ -255,6 +265,14 @@ class RunSpec(SpecSection):
     observe: ObserveSpec = section(ObserveSpec, "progress output")
     evaluate: EvaluateSpec = section(EvaluateSpec, "validation during the run")
     lints: LintsSpec = section(LintsSpec, "warnings about common mistakes")
+
+    @field_validator("objective")
+    @classmethod
+    def _known_objective(cls, value: str) -> str:
+        if value not in OBJECTIVES and not re.fullmatch(r"[^:]+:[A-Za-z_]\w*", value):
+            own = "your own class as path/to/file.py:Class"
+            raise ValueError(f"no objective {value!r}; write {', '.join(OBJECTIVES)}, or {own}")
+        return value
 
 
 def _to_markdown(value: Any) -> str:

@@ -133,6 +133,8 @@ class ModelShape:
     head_transform: bool = False  # BERT: a layer, an activation and a norm before the output embedding
     logit_cap: float | None = None
     logit_scale: float = 1.0
+    labels: int = 0  # a classifier: the head has this many outputs instead of one for each token
+    pooler: bool = False  # BERT: a layer and a tanh before the classes of a text
     decoder_layers: int = 0  # encoder-decoder (T5): `layers` are those of the encoder
     wrapped: str = ""  # config.json of a model that transformers runs; the fields above are approximate
     wrapped_parameters: int = 0  # its parameter count
@@ -170,8 +172,14 @@ class ModelShape:
             return Rope(theta=self.local_theta, share=self.rope.share, interleaved=self.rope.interleaved)
         return self.rope
 
+    @property
+    def outputs(self) -> int:
+        """Rows of the head."""
+        return self.labels or self.vocab
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without what only classifiers have, where this is none."""
+        return {key: value for key, value in asdict(self).items() if self.labels or key not in ("labels", "pooler")}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ModelShape:
@@ -256,7 +264,8 @@ def parameter_counts(shape: ModelShape) -> dict[str, int]:
     ends = (shape.norm_place != "post") + (shape.decoder_layers > 0)
     counts["norms"] += norm * shape.width * ends
     transform = (shape.width + 1) * shape.width + norm * shape.width if shape.head_transform else 0
-    counts["head"] = (0 if shape.tied else shape.vocab * shape.width) + shape.vocab * shape.head_bias + transform
+    transform += (shape.width + 1) * shape.width * shape.pooler
+    counts["head"] = (0 if shape.tied else shape.outputs * shape.width) + shape.outputs * shape.head_bias + transform
     return {name: number for name, number in counts.items() if number}
 
 
@@ -350,7 +359,7 @@ def matmul_parameters(shape: ModelShape) -> int:
     dense = sum(not shape.has_experts(layer) for layer in range(shape.layers)) + shape.decoder_layers
     ffn = dense * (3 if shape.gated else 2) * shape.width * shape.ffn
     routed = sum(counts.get(part, 0) for part in ("router", "experts", "shared experts"))
-    head = shape.width * (shape.vocab + shape.width * shape.head_transform)
+    head = shape.width * (shape.outputs + shape.width * (shape.head_transform + shape.pooler))
     return mixers + ffn + head + routed - (_idle(shape, counts) if shape.moe else 0)
 
 

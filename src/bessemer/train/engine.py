@@ -25,7 +25,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.train.compile import compute_in
 from bessemer.train.device import synchronize
 from bessemer.train.lowp import LossScale
-from bessemer.train.objective import LossTerms, ModelInputs, Pretrain
+from bessemer.train.objective import LossTerms, ModelInputs, Objective
 
 if TYPE_CHECKING:
     from bessemer.parallel.pipeline import Pipeline
@@ -36,17 +36,18 @@ class PassResult:
     """Losses of the micro-batches of a step, still on the device and divided by the step's token count."""
 
     loss: Tensor
-    correct: Tensor
+    metrics_M2: Tensor  # sum and count of each of the objective's metrics
     token_losses: list[Tensor] = field(default_factory=list)  # (R, T) of each micro-batch
     row_sums: list[Tensor] = field(default_factory=list)  # (2, R) of each micro-batch, as in `LossTerms`
 
     @classmethod
-    def zeros(cls, device: torch.device) -> PassResult:
-        return cls(torch.zeros((), device=device), torch.zeros((), device=device))
+    def zeros(cls, device: torch.device, metrics: int) -> PassResult:
+        return cls(torch.zeros((), device=device), torch.zeros(metrics, 2, device=device))
 
     def add(self, terms: LossTerms) -> None:
         self.loss += terms.nll
-        self.correct += terms.correct
+        for sums_2, metric in zip(self.metrics_M2, terms.metrics.values(), strict=True):
+            sums_2 += torch.stack((metric[0].float(), metric[1].float()))
         self.token_losses.append(terms.nll_BT)
         self.row_sums.append(terms.rows_2B)
 
@@ -68,7 +69,7 @@ def plain_backward(loss: Tensor, last: bool) -> None:
 
 def forward_backward(
     model: Decoder,
-    objective: Pretrain,
+    objective: Objective,
     inputs: deque[ModelInputs],
     count: float,
     precision: str,
@@ -84,7 +85,7 @@ def forward_backward(
     processes.
     """
     hooks, device, total = hooks or PassHooks(), inputs[0].tokens_BT.device, len(inputs)
-    result = PassResult.zeros(device)
+    result = PassResult.zeros(device, len(objective.metrics))
     while inputs:
         hooks.before_micro_batch()
         last = len(inputs) == 1
@@ -101,7 +102,9 @@ def forward_backward(
 class PipelineRunner:
     """Runs the micro-batches of a step through the stages of a pipeline."""
 
-    def __init__(self, pipeline: Pipeline, model: Decoder, objective: Pretrain, precision: str, sequence: bool) -> None:
+    def __init__(
+        self, pipeline: Pipeline, model: Decoder, objective: Objective, precision: str, sequence: bool
+    ) -> None:
         from bessemer.parallel.tensor import uses_sequence_parallel
 
         self.pipeline, self.model, self.objective = pipeline, model, objective
@@ -117,7 +120,7 @@ class PipelineRunner:
 
     def run(
         self, inputs: Sequence[ModelInputs], count: float, scale: Tensor | float | None = None,
-        objective: Pretrain | None = None,
+        objective: Objective | None = None,
     ) -> list[LossTerms]:  # fmt: skip
         """Losses of all micro-batches on ranks with the last stage, elsewhere none; gradients if they are enabled."""
         chosen = objective or self.objective
@@ -142,7 +145,7 @@ class Engine:
     plan: TrainPlan
     device: torch.device
     model: Decoder
-    objective: Pretrain
+    objective: Objective
     optimizer: GuardedOptimizer
     schedule: Schedule
     world: World = field(default_factory=World)
@@ -155,11 +158,16 @@ class Engine:
         return deque(self.objective.feed(batch, self.device) for batch in batches)
 
     def token_count(self, inputs: Sequence[ModelInputs], count: float | None) -> float:
-        """The tokens that a step's loss is divided by: `count`, unless only the inputs tell."""
-        if count is not None and not self.objective.rewriting:
+        """What a step's loss is divided by: `count`, unless only the inputs tell. Sets the totals of further terms."""
+        if count is not None and not self.objective.counts_inputs:
             return count
-        (total,) = self.world.sums([sum(part.count for part in inputs)])
-        return total / (self.world.size // self.world.layout.dp)  # ranks that share rows have counted the same
+        names = list(inputs[0].counts)
+        sums = self.world.sums([sum(part.count for part in inputs), *(sum(p.counts[n] for p in inputs) for n in names)])
+        copies = self.world.size // self.world.layout.dp  # ranks that share rows have counted the same
+        total, *others = (each / copies for each in sums)
+        for part in inputs:
+            part.totals = dict(zip(names, others, strict=True))
+        return total
 
     def compute_gradients(
         self,
@@ -175,7 +183,7 @@ class Engine:
         if precision is None:  # widened weights have fp32 gradients anyway
             self.optimizer.accumulate(len(inputs) > 1)
         if self.pipeline:
-            result = PassResult.zeros(self.device)
+            result = PassResult.zeros(self.device, len(self.objective.metrics))
             with (hooks or PassHooks()).span("pipeline"):
                 terms_of_all = self.pipeline.run(list(inputs), count, scale)
             for terms in terms_of_all:
@@ -191,7 +199,7 @@ class Engine:
 
     def reduce(self, result: PassResult, rows: int = 0) -> Tensor:
         """The global gradient norm. Over several ranks also makes the result that of all of them, in one all-reduce:
-        loss, correct, and the sums of `rows` rows a rank."""
+        loss, metrics, and the sums of `rows` rows a rank."""
         world = self.world
         if world.mesh is None:
             return self.optimizer.grad_norm()
@@ -200,15 +208,16 @@ class Engine:
             repeated = self.pipeline.repeated_weight if self.pipeline else None
             square = squared_grad_norm((p for p in self.optimizer.parameters if p is not repeated), world)
         reports = 1.0 if world.reports_losses else 0.0
-        scalars = torch.stack((result.loss.double() * reports, result.correct.double() * reports, square))
+        metrics_K = result.metrics_M2.double().flatten() * reports
+        scalars = torch.cat((torch.stack((result.loss.double() * reports, square)), metrics_K))
         # A slot for every row of the step. Context-parallel ranks add their columns up; the other ranks add zeros.
         rows_2R = torch.zeros(2, rows * world.layout.dp, dtype=torch.float64, device=self.device)
         if world.reports_losses and rows and result.row_sums:
             rows_2R[:, rows * world.dp_rank :][:, :rows] = torch.cat(result.row_sums, 1).double()
         sums = world.add(torch.cat((scalars, rows_2R.flatten())))
-        result.loss, result.correct = sums[0].float(), sums[1].float()
-        result.row_sums = [sums[3:].view_as(rows_2R)]
-        return sums[2].sqrt().float()
+        result.loss, result.metrics_M2 = sums[0].float(), sums[2 : len(scalars)].float().view_as(result.metrics_M2)
+        result.row_sums = [sums[len(scalars) :].view_as(rows_2R)]
+        return sums[1].sqrt().float()
 
     def update(self, lr: float, reject: Tensor, divisor: Tensor) -> None:
         """Update weights, expert biases and averages, unless `reject` is 1; no host sync where the optimizer allows."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.batches import BatchStream
@@ -18,16 +20,16 @@ from bessemer.parallel.world import World
 from bessemer.spec.mixture import quantise
 from bessemer.train.compile import compute_in
 from bessemer.train.engine import PipelineRunner
-from bessemer.train.objective import Pretrain
+from bessemer.train.objective import Objective, ValidationSums
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Nats per token, bits per byte of text, and the share of next tokens predicted right."""
+    """The loss, overall and by source, and the objective's own numbers: of pre-training, nats per token, bits per byte
+    of text, and the share of next tokens predicted right."""
 
     loss: float
-    bits_per_byte: float
-    accuracy: float
+    metrics: dict[str, Any]
     tokens: int
     per_source: dict[str, float]
 
@@ -81,7 +83,7 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(
-        self, model: Decoder, objective: Pretrain, pipeline: PipelineRunner | None = None,
+        self, model: Decoder, objective: Objective, pipeline: PipelineRunner | None = None,
         on_batch: Callable[[int, int], None] | None = None,
     ) -> Validation:  # fmt: skip
         """Run one forward pass over the chosen tokens; nothing changes. `on_batch` gets the passes done and their total
@@ -94,14 +96,19 @@ class Evaluator:
             free_gathered_weights(model)  # these weights may be averages, which are swapped out next
 
     def _evaluate(
-        self, model: Decoder, objective: Pretrain, pipeline: PipelineRunner | None, on_batch: Callable[[int, int], None]
+        self,
+        model: Decoder,
+        objective: Objective,
+        pipeline: PipelineRunner | None,
+        on_batch: Callable[[int, int], None],
     ) -> Validation:
         world, per_pass = self.world, self.world.layout.pp  # a pipeline takes several batches at once
-        sums: dict[str, tuple[float, float, int]] = {}
+        losses: dict[str, tuple[float, int]] = {}
+        metrics, table = dict.fromkeys(objective.metrics, (0.0, 0.0)), None
         stride, done = world.layout.dp * per_pass, 0
         passes = sum(-(-steps // stride) for _, steps in self.parts.values())
         for name, (stream, steps) in self.parts.items():
-            loss, correct, count = 0.0, 0.0, 0
+            loss, count, sums_M2 = 0.0, 0, [[0.0, 0.0] for _ in metrics]
             objective_here = objective.on(name)
             for start in range(0, steps, stride):
                 on_batch(done, passes)
@@ -121,16 +128,32 @@ class Evaluator:
                     continue
                 for _, part, terms in zip(range(first, steps), inputs, results, strict=False):
                     loss += float(terms.nll)
-                    correct += float(terms.correct)
                     count += int(part.count) if world.cp_rank == 0 else 0
-            loss, correct, tokens = world.sums((loss, correct, count))
-            sums[name] = (loss, correct, int(tokens))
-        total = sum(count for _, _, count in sums.values())
-        bits = sum(loss / self.held_out[name].bytes_per_token for name, (loss, _, _) in sums.items())
+                    for sums_2, metric in zip(sums_M2, terms.metrics.values(), strict=True):
+                        sums_2[:] = (total + float(value) for total, value in zip(sums_2, metric, strict=True))
+                    if terms.table is not None:
+                        table = terms.table.double() if table is None else table + terms.table
+            loss, total, *flat = world.sums((loss, count, *(value for sums_2 in sums_M2 for value in sums_2)))
+            losses[name] = (loss, int(total))
+            for metric_name, more in zip(metrics, zip(flat[::2], flat[1::2], strict=True), strict=True):
+                metrics[metric_name] = (metrics[metric_name][0] + more[0], metrics[metric_name][1] + more[1])
+        return self._summarise(objective, losses, metrics, table)
+
+    def _summarise(
+        self, objective: Objective, losses: dict[str, tuple[float, int]], metrics: dict[str, tuple[float, float]],
+        table: Tensor | None,
+    ) -> Validation:  # fmt: skip
+        sizes = self.world.gather(None if table is None else tuple(table.shape))
+        if shape := next((size for size in sizes if size), None):  # some ranks may have validated nothing
+            flat = [0.0] * math.prod(shape) if table is None else table.flatten().tolist()
+            table = torch.tensor(self.world.sums(flat), dtype=torch.float64).view(shape)
+        total = sum(count for _, count in losses.values())
+        nats_per_byte = sum(loss / self.held_out[name].bytes_per_token for name, (loss, _) in losses.items())
+        loss = sum(loss for loss, _ in losses.values())
+        sums = ValidationSums(loss, total, nats_per_byte, metrics, table)
         return Validation(
-            loss=sum(loss for loss, _, _ in sums.values()) / total,
-            bits_per_byte=bits / total / math.log(2),
-            accuracy=sum(correct for _, correct, _ in sums.values()) / total,
+            loss=loss / total,
+            metrics=objective.summarise(sums),
             tokens=total,
-            per_source={name: loss / count for name, (loss, _, count) in sums.items()},
+            per_source={name: loss / count for name, (loss, count) in losses.items() if count},
         )

@@ -8,10 +8,9 @@ counts attempts, from 0: data position and schedule advance on a veto, the optim
 from __future__ import annotations
 
 import bisect
-import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bessemer.data.stream.batches import Prefetch
@@ -303,8 +302,10 @@ def validate(job: Job, done: int) -> dict[str, Any] | None:
         return None
     record = {
         "step": done,
-        **asdict(result),
-        "perplexity": math.exp(min(50.0, result.loss)),
+        "loss": result.loss,
+        **result.metrics,
+        "tokens": result.tokens,
+        "per_source": result.per_source,
         "seconds": round(time.perf_counter() - began_s, 3),
     }
     if progress.best_validation is None or result.loss < progress.best_validation:

@@ -1,22 +1,28 @@
 """What is minimised. An objective turns a batch into the model's inputs, and the output into sums with their counts.
 
 Sums, never means: the loop divides once by the step's global count, so the loss is the same number at any accumulation.
-The balance loss of experts is the named exception.
+The balance loss of experts is the named exception. `Objective` is the contract and what all objectives share: subclass
+it with `inputs` and `element_losses`, and add the class to the table of `session/objectives.py`. `Pretrain` is the
+prediction of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bessemer.data.stream.batches import Batch
 from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.guard.judge import JudgedNumber
 from bessemer.model.attention_mask import AttentionMask, compute_cu_seqlens
 from bessemer.model.moe import routing_terms
 from bessemer.model.transformer import Decoder
@@ -26,25 +32,41 @@ from bessemer.spec.model import LossSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.loss import LossOptions, VocabShard, linear_cross_entropy
-from bessemer.train.objectives import Mix, Objective, make_objective
+from bessemer.train.objectives import Mix, ObjectiveBatch, Rewriting, make_rewriting
+
+Metric = tuple[Tensor, Tensor]  # a sum and its count, both without gradients
 
 
 @dataclass
 class LossTerms:
-    """Of one micro-batch. `loss` is what is minimised and `nll` the plain cross-entropy, which is reported and judged;
-    both are already divided by the step's count. Only `loss` has gradients. `nll_BT` is in the batch's own columns.
-    `rows_2B` holds each row's sum of weighted losses, and of weights, over this process's columns."""
+    """Of one micro-batch. `loss` is what is minimised and `nll` what is reported and judged as the loss (of
+    pre-training, the plain cross-entropy); both are already divided by the step's count. Only `loss` has gradients.
+    `nll_BT` is in the batch's own columns. `rows_2B` holds each row's sum of weighted losses, and of weights, over this
+    process's columns. `table` is summed over a validation."""
 
     loss: Tensor
     nll: Tensor
-    correct: Tensor
     nll_BT: Tensor
     rows_2B: Tensor
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    table: Tensor | None = None
+
+
+@dataclass
+class ElementLosses:
+    """What `Objective.element_losses` returns: a loss for every column, which counts with the weights of the inputs.
+    `terms` are further sums to minimise, each divided by the step's total of the count with the same name."""
+
+    losses_BT: Tensor
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    table: Tensor | None = None
 
 
 @dataclass
 class ModelInputs:
-    """A micro-batch on the device. `count` is the sum of its weights."""
+    """A micro-batch on the device. `count` is the sum of its weights, `counts` are those of further terms; the engine
+    fills in `totals`, the step's counts over all ranks and micro-batches."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
@@ -54,35 +76,68 @@ class ModelInputs:
     origin_BT: Tensor | None = None  # the batch's column that a target came from, where it was rewritten
     more: dict[str, Tensor] = field(default_factory=dict)  # an encoder's tokens and documents
     seed: int | None = None  # of dropout
+    fields: dict[str, Tensor] = field(default_factory=dict)  # (B, T) of tokens or (B, D, ...) of documents
+    counts: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
 
     def without_weight(self) -> ModelInputs:
         """The same for nothing: what fills up a pipeline."""
         return replace(self, weights_BT=torch.zeros_like(self.weights_BT), count=0.0)
 
 
-class Pretrain:
-    """Prediction of tokens: the next ones, or what `rewriting` makes of a row. Attention stays inside documents unless
-    `cross_documents`. With a `dropout_seed` a micro-batch draws the same zeros whenever it is run."""
+@dataclass
+class ValidationSums:
+    """Sums of a validation: of the loss and its count, and by source."""
 
-    def __init__(
-        self,
-        cross_documents: bool,
-        loss: LossSpec | None = None,
-        rewriting: Objective | None = None,
-        dropout_seed: int | None = None,
-    ) -> None:
-        self.cross_documents, self.settings = cross_documents, loss or LossSpec()
-        self.rewriting, self.dropout_seed = rewriting, dropout_seed
+    loss: float
+    count: float
+    nats_per_byte: float  # summed, with each source's bytes per token
+    metrics: dict[str, tuple[float, float]]
+    table: Tensor | None
+
+
+class Objective:
+    """What is minimised, reported, judged and validated.
+
+    `metrics` names the numbers of every step besides the loss; each is a sum with its count, so it is the same at any
+    accumulation and number of ranks. A subclass defines `element_losses`, and `inputs` where it changes the batch.
+    `compute_terms` is for losses that never make all logits.
+    """
+
+    metrics: tuple[str, ...] = ()
+    judged = JudgedNumber()
+    counts_inputs = True  # the counts are known from the inputs alone, not from the stream
+    counts_tokens = False  # the count of the loss is the number of tokens that a step trains on
+
+    def __init__(self, cross_documents: bool = False, dropout_seed: int | None = None) -> None:
+        self.cross_documents, self.dropout_seed = cross_documents, dropout_seed
         self.columns: UlyssesAttention | None = None  # where processes share rows
         self.tensors: DeviceMesh | None = None  # where they share every tensor
 
-    def on(self, source: str) -> Pretrain:
-        """The same for batches of one source alone, whose stream numbers its sources anew."""
-        if not isinstance(self.rewriting, Mix):
-            return self
-        alone = Pretrain(self.cross_documents, self.settings, replace(self.rewriting, names=(source,)))
-        alone.columns, alone.tensors = self.columns, self.tensors
-        return alone
+    @classmethod
+    def from_run(cls, spec: RunSpec, stream: Any, tokenizer: Tokenizer, shape: ModelShape, context: int) -> Objective:
+        """The objective of a run whose spec names the class."""
+        return cls()
+
+    def inputs(self, batch: Batch) -> Batch | ObjectiveBatch:
+        """What the model reads and predicts. The sum of the weights is what the loss is divided by."""
+        return batch
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """The counts of further terms of the loss."""
+        return {}
+
+    def element_losses(self, model: Decoder, inputs: ModelInputs, hidden_BTW: Tensor) -> ElementLosses:
+        """Losses from the model's last hidden states; `self.logits` multiplies them with the head."""
+        raise NotImplementedError
+
+    def summarise(self, sums: ValidationSums) -> dict[str, Any]:
+        """The numbers of a validation besides the loss, by name."""
+        return {name: total / count if count else math.nan for name, (total, count) in sums.metrics.items()}
+
+    def on(self, source: str) -> Objective:
+        """The same for batches of one source alone, whose stream numbers its sources from 0."""
+        return self
 
     def feed(self, batch: Batch, device: torch.device) -> ModelInputs:
         """Copy a batch to the device; pinned and asynchronous for CUDA."""
@@ -94,15 +149,18 @@ class Pretrain:
         seed = None
         if self.dropout_seed is not None:
             seed = xxhash.xxh3_64_intdigest(batch.positions.tobytes(), seed=self.dropout_seed) >> 1
-        made = self.rewriting.rewrite(batch) if self.rewriting else batch
+        made = self.inputs(batch)
         apart = not self.cross_documents and not made.single_document
         borders = compute_cu_seqlens(torch.from_numpy(made.documents)) if apart and device.type == "cuda" else None
         sight = AttentionMask(move(made.documents) if apart else None, cu_seqlens=borders)
-        if not made.weights.all():
-            sight.router_mask_BT = move(made.weights) > 0
+        read = made.weights > 0 if isinstance(made, Batch) or made.read is None else made.read
+        if not read.all():
+            sight.router_mask_BT = move(read)
         feed = ModelInputs(move(made.tokens), move(made.targets), move(made.weights), sight, made.count, seed=seed)
+        feed.counts = self.counts(batch)
+        feed.fields = {name: move(array) for name, array in batch.fields.items()}
         if not isinstance(made, Batch):
-            feed.origin_BT = move(made.origin)
+            feed.origin_BT = None if made.in_place else move(made.origin)
             prefix = np.ones(made.tokens.shape, np.bool_) if made.prefix is None and not made.causal else made.prefix
             sight.prefix_BT = move(prefix) if prefix is not None else None
             if made.encoder_tokens is not None and made.encoder_documents is not None:
@@ -128,37 +186,102 @@ class Pretrain:
             torch.manual_seed(feed.seed)
         return self.compute_terms(model, feed, model(feed.tokens_BT, feed.attention_mask, **feed.more), count)
 
-    def compute_terms(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
-        """The loss of a micro-batch from the model's last hidden states."""
-        head_VW, words = model.head_weight, None
+    def head(self, model: Decoder, hidden_BTW: Tensor) -> tuple[Tensor, Tensor, Tensor | None, VocabShard | None]:
+        """Hidden states, the head's weight and bias as plain tensors, and this process's words where tensor-parallel
+        ranks share the head."""
+        weight_VW, words = model.head_weight, None
         bias_V: Tensor | None = model.head_bias
         if self.tensors is not None:
-            from bessemer.parallel.tensor import replicate_hidden, shards_vocab
+            from bessemer.parallel.tensor import replicate_hidden, shards_head
 
-            divided = shards_vocab(model.shape, self.tensors.size())
+            divided = shards_head(model.shape, self.tensors.size())
             hidden_BTW = replicate_hidden(hidden_BTW, self.tensors, divided)
-            head_VW, bias_V = local(head_VW), None if bias_V is None else local(bias_V)
+            weight_VW, bias_V = local(weight_VW), None if bias_V is None else local(bias_V)
             if divided:
-                start = self.tensors.get_local_rank() * len(head_VW)
+                start = self.tensors.get_local_rank() * len(weight_VW)
                 words = VocabShard(self.tensors.get_group(), start, model.shape.vocab)
+        return hidden_BTW, weight_VW, bias_V, words
+
+    def logits(self, model: Decoder, hidden_BTW: Tensor) -> Tensor:
+        """All logits, in float32 at least: for small heads."""
+        hidden_BTW, weight_VW, bias_V, words = self.head(model, hidden_BTW)
+        assert words is None, "a head that ranks share gives its logits to linear_cross_entropy alone"
+        logits_BTV = F.linear(hidden_BTW, weight_VW.to(hidden_BTW.dtype), None)
+        exact_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+        return exact_BTV if bias_V is None else exact_BTV + bias_V
+
+    def compute_terms(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
+        """The loss of a micro-batch from the model's last hidden states."""
+        elements = self.element_losses(model, feed, hidden_BTW)
+        loss = (elements.losses_BT * feed.weights_BT).sum() * (1.0 / count)
+        for name, term in elements.terms.items():
+            loss = loss + term * (1.0 / (feed.totals.get(name) or 1.0))
+        nll_BT = elements.losses_BT.detach() * (feed.weights_BT > 0)
+        return self.finish(model, feed, loss, nll_BT, count, elements.metrics, elements.table)
+
+    def finish(
+        self, model: Decoder, feed: ModelInputs, loss: Tensor, nll_BT: Tensor, count: float,
+        metrics: Mapping[str, Metric], table: Tensor | None = None,
+    ) -> LossTerms:  # fmt: skip
+        """The terms from what is minimised and each column's reported loss. Adds the balance loss of experts."""
+        weighted_R = (nll_BT * feed.weights_BT).flatten()
+        nll = weighted_R.sum() * (1.0 / count)
+        rows_2B = torch.stack((weighted_R.view_as(feed.weights_BT).sum(1), feed.weights_BT.sum(1)))
+        if model.shape.moe is not None:
+            routing, _ = routing_terms(model)
+            if routing is not None:  # a mean, not a sum: each micro-batch weighs by its share of the step
+                loss = loss + routing * ((feed.weights_BT > 0).sum() / count)
+        if feed.origin_BT is not None:
+            learnt_BT = nll_BT * (feed.weights_BT > 0)
+            nll_BT = torch.zeros_like(nll_BT).scatter_add(1, feed.origin_BT.clamp(min=0), learnt_BT)
+        return LossTerms(loss, nll, nll_BT, rows_2B, {name: metrics[name] for name in self.metrics}, table)
+
+
+class Pretrain(Objective):
+    """Prediction of tokens: the next ones, or what `rewriting` makes of a row. Attention stays inside documents unless
+    `cross_documents`. With a `dropout_seed` a micro-batch draws the same zeros whenever it is run."""
+
+    metrics, counts_tokens = ("accuracy",), True
+
+    def __init__(
+        self,
+        cross_documents: bool,
+        loss: LossSpec | None = None,
+        rewriting: Rewriting | None = None,
+        dropout_seed: int | None = None,
+    ) -> None:
+        super().__init__(cross_documents, dropout_seed)
+        self.settings, self.rewriting = loss or LossSpec(), rewriting
+        self.counts_inputs = rewriting is not None
+
+    def inputs(self, batch: Batch) -> Batch | ObjectiveBatch:
+        return self.rewriting.rewrite(batch) if self.rewriting else batch
+
+    def on(self, source: str) -> Pretrain:
+        if not isinstance(self.rewriting, Mix):
+            return self
+        alone = Pretrain(self.cross_documents, self.settings, replace(self.rewriting, names=(source,)))
+        alone.columns, alone.tensors = self.columns, self.tensors
+        return alone
+
+    def compute_terms(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
+        hidden_BTW, head_VW, bias_V, words = self.head(model, hidden_BTW)
         weights_R = feed.weights_BT.flatten()
         loss, nll_R, correct_R = linear_cross_entropy(
             hidden_BTW.flatten(0, 1), head_VW, feed.targets_BT.flatten(), weights_R, 1.0 / count,
             loss_options(model.shape, self.settings), bias_V, words,
         )  # fmt: skip
-        weighted_R = nll_R * weights_R
-        nll = weighted_R.sum() * (1.0 / count)
-        rows_2B = torch.stack((weighted_R.view_as(feed.weights_BT).sum(1), feed.weights_BT.sum(1)))
-        counted_R = weights_R > 0
-        if model.shape.moe is not None:
-            routing, _ = routing_terms(model)
-            if routing is not None:  # a mean, not a sum: each micro-batch weighs by its share of the step
-                loss = loss + routing * (counted_R.sum() / count)
-        nll_BT = nll_R.view_as(feed.targets_BT)
-        if feed.origin_BT is not None:
-            learnt_BT = nll_BT * (feed.weights_BT > 0)
-            nll_BT = torch.zeros_like(nll_BT).scatter_add(1, feed.origin_BT.clamp(min=0), learnt_BT)
-        return LossTerms(loss, nll, (correct_R * counted_R).sum(), nll_BT, rows_2B)
+        accuracy = ((correct_R * (weights_R > 0)).sum(), weights_R.sum())
+        return self.finish(model, feed, loss, nll_R.view_as(feed.targets_BT), count, {"accuracy": accuracy})
+
+    def summarise(self, sums: ValidationSums) -> dict[str, Any]:
+        """Bits per byte of text, the share of tokens predicted right, and the perplexity."""
+        correct, _ = sums.metrics["accuracy"]
+        return {
+            "bits_per_byte": sums.nats_per_byte / sums.count / math.log(2),
+            "accuracy": correct / sums.count,
+            "perplexity": math.exp(min(50.0, sums.loss / sums.count)),
+        }
 
 
 def make_pretrain(
@@ -168,7 +291,7 @@ def make_pretrain(
     plain = [task.kind for task in spec.tasks] == ["causal"] and not spec.tasks[0].sources and shape.causal
     rewriting = None
     if not plain or shape.decoder_layers:
-        rewriting = make_objective(spec.tasks, names, spec.seed, tokenizer, shape, context)
+        rewriting = make_rewriting(spec.tasks, names, spec.seed, tokenizer, shape, context)
     drops = any((spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual))
     return Pretrain(spec.data.cross_documents, spec.loss, rewriting, spec.seed if drops else None)
 

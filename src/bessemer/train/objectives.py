@@ -47,6 +47,8 @@ class ObjectiveBatch:
     causal: bool = True
     encoder_tokens: Ints | None = None  # (R, S); the decoder looks at the encoder's columns of the same document
     encoder_documents: npt.NDArray[np.int32] | None = None
+    in_place: bool = False  # targets are in the columns that they came from
+    read: Flags | None = None  # (R, T) columns that are no padding; None: those with a weight
 
     @property
     def count(self) -> float:
@@ -58,7 +60,7 @@ class ObjectiveBatch:
         return not (self.documents != self.documents[:, :1]).any()
 
 
-class Objective(Protocol):
+class Rewriting(Protocol):
     def rewrite(self, batch: Batch, /) -> ObjectiveBatch: ...
 
 
@@ -319,7 +321,7 @@ class Mix:
 
     seed: int
     specs: tuple[ObjectiveSpec, ...]
-    objectives: tuple[Objective, ...]
+    objectives: tuple[Rewriting, ...]
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -333,7 +335,7 @@ class Mix:
         mixed = ObjectiveBatch(*[np.empty(shape, kind) for kind in kinds])  # type: ignore[arg-type]
         for k in np.unique(choice).tolist():
             at = np.flatnonzero(choice == k)
-            part = self.objectives[k].rewrite(Batch(**{name: array[at] for name, array in vars(batch).items()}))
+            part = self.objectives[k].rewrite(batch.select(at))
             if part.prefix is None:
                 part.prefix = np.full(part.tokens.shape, not part.causal)
             for name in ("tokens", "targets", "weights", "documents", "origin", "prefix"):
@@ -352,9 +354,9 @@ class Mix:
         return [spec.share * (name in spec.sources if named else not spec.sources) for spec in self.specs]
 
 
-def make_objective(
+def make_rewriting(
     specs: list[ObjectiveSpec], names: Sequence[str], seed: int, tokenizer: Tokenizer, model: ModelShape, context: int
-) -> Objective:
+) -> Rewriting:
     """What the specs ask for, for that model. `names` are the stream's."""
     encoder, kinds = model.decoder_layers > 0, [spec.kind for spec in specs]
     only = "denoise" if encoder else "" if model.causal else "masked"  # by others it would see what it is to say
@@ -367,7 +369,7 @@ def make_objective(
     return Mix(seed, tuple(specs), objectives, tuple(names)) if len(specs) > 1 or specs[0].sources else objectives[0]
 
 
-def _make(spec: ObjectiveSpec, seed: int, tokenizer: Tokenizer, context: int, encoder: bool) -> Objective:
+def _make(spec: ObjectiveSpec, seed: int, tokenizer: Tokenizer, context: int, encoder: bool) -> Rewriting:
     names, settings, eos_id = spec.special_tokens(context), spec.settings(), tokenizer.eos_id
     for name in [name for name in names if name not in tokenizer.special]:
         where = "add it to tokenizer.special, or name others in the objective's tokens"

@@ -26,7 +26,7 @@ from bessemer.train.memory.fit import out_of_memory, shrink_micro_batch, split
 from bessemer.train.rank_report import DocumentLosses, balance, by_document, rank_documents, rank_record
 
 SAMPLE_ROWS = 2  # sequences of a layer sample
-GUARD = "guard."  # prefix of the verdict's scalars
+GUARD, METRIC, COUNT = "guard.", "sum.", "count."  # prefixes of the scalars of the verdict and of the metrics
 
 
 @dataclass
@@ -71,15 +71,17 @@ def compute_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> St
         job.faults.before_step(job, step)
     with job.span("data"):
         inputs = engine.inputs(batches)
-    count = engine.token_count(inputs, job.data.stream.step_count(step))
-    view.micro_batch(step, 0, len(inputs), int(count))
+    predicted = job.data.stream.step_count(step)
+    count = engine.token_count(inputs, predicted)
+    tokens = int(predicted if predicted is not None and count and not engine.objective.counts_tokens else count)
+    view.micro_batch(step, 0, len(inputs), tokens)
     if step == job.start_step and engine.is_compiled:
         view.activity("compiling, with the first micro-batch")
     scale = engine.loss_scale.scale if engine.loss_scale else None
-    losses = engine.compute_gradients(inputs, count, scale=scale, hooks=StepHooks(job, step, int(count)))
+    losses = engine.compute_gradients(inputs, count, scale=scale, hooks=StepHooks(job, step, tokens))
     if job.faults:
         job.faults.after_backward(job, step)
-    return StepResult(step, int(count), losses, batches, wait_s)
+    return StepResult(step, tokens, losses, batches, wait_s)
 
 
 def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> StepResult | str:
@@ -108,9 +110,17 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
     if job.faults:
         result.lr = job.faults.lr(step, result.lr)
     divisor = clip_divisor(norm, result.clip)
-    scalars = {"loss": losses.loss, "grad_norm": norm, "correct": losses.correct}
+    names = engine.objective.metrics
+    scalars = {"loss": losses.loss, "grad_norm": norm}
+    for name, (total, count) in zip(names, losses.metrics_M2, strict=True):
+        scalars |= {METRIC + name: total, COUNT + name: count}
     if engine.spec.guard.enabled and result.tokens:
-        verdict = guard.judge.judge(losses.loss, norm, torch.cat(losses.row_sums, 1))
+        judged = engine.objective.judged.name
+        if judged == "loss":
+            verdict = guard.judge.judge(losses.loss, norm, torch.cat(losses.row_sums, 1))
+        else:
+            total, count = losses.metrics_M2[names.index(judged)]
+            verdict = guard.judge.judge(total / count, norm)
         scalars |= {GUARD + name: value for name, value in verdict.scalars.items()}
         # An update inside the backward pass can no longer be withheld, and averages follow it.
         before = engine.optimizer.rejects_before_update
@@ -141,7 +151,7 @@ class StepNumbers:
 
     loss: float
     grad_norm: float
-    correct: float
+    metrics: dict[str, float]  # of the objective, by name
     loss_scale: float | None
     verdict: dict[str, float]  # empty if the step was not judged
     code: int  # of the verdict; an fp16 overflow is accepted
@@ -162,13 +172,15 @@ def read_step(job: Job, result: StepResult) -> StepNumbers:
     scalars = result.scalars.read()
     verdict = {key.removeprefix(GUARD): value for key, value in scalars.items() if key.startswith(GUARD)}
     loss, norm, loss_scale = scalars["loss"], scalars["grad_norm"], scalars.get("loss_scale")
+    names = job.engine.objective.metrics
+    metrics = {name: round(scalars[METRIC + name] / max(1.0, scalars[COUNT + name]), 5) for name in names}
     code = int(verdict.get("code", ACCEPT))
     overflow = loss_scale is not None and not math.isfinite(norm)
     if overflow and math.isfinite(loss):  # this is how the loss scale is found: no incident
         code = ACCEPT
     before = job.engine.optimizer.rejects_before_update
     return StepNumbers(
-        loss, norm, scalars["correct"], loss_scale, verdict, code, overflow,
+        loss, norm, metrics, loss_scale, verdict, code, overflow,
         clipped=before and math.isfinite(norm) and norm > result.clip, vetoed=before and code != ACCEPT,
     )  # fmt: skip
 
@@ -197,7 +209,7 @@ def step_record(job: Job, result: StepResult, numbers: StepNumbers) -> dict[str,
     recorder, step_s = job.recorder, result.step_s
     veto = OVERFLOW if numbers.overflow else None
     record: dict[str, Any] = {
-        "step": result.step, "loss": numbers.loss, "accuracy": round(numbers.correct / max(1, result.tokens), 5),
+        "step": result.step, "loss": numbers.loss, **numbers.metrics,
         "grad_norm": numbers.grad_norm, "lr": result.lr, "clip": result.clip, "clipped": numbers.clipped,
         "veto": REASONS[numbers.code] if numbers.vetoed else veto,
         "tokens": recorder.progress.tokens,
@@ -266,7 +278,8 @@ def raise_alarms(job: Job, result: StepResult, numbers: StepNumbers, record: dic
     guard = job.guard
     alarms = guard.replica_check.compare(result.step, guard.detectors.hosts) if guard.replica_check else []
     if result.tokens:
-        alarms += guard.detectors.step({**record, "lr_planned": job.lr(result.step)}, result.clocks)
+        norm = max(record["grad_norm"], job.engine.objective.judged.least_norm)
+        alarms += guard.detectors.step({**record, "grad_norm": norm, "lr_planned": job.lr(result.step)}, result.clocks)
     searching = numbers.overflow and math.isfinite(numbers.loss)  # for the loss scale: its layers are no alarm
     if result.tokens and result.layer_sample and not searching:
         alarms += guard.detectors.check_layers(result.step, result.layer_sample.read())

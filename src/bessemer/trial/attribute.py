@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -93,7 +93,7 @@ def reweight(batches: Sequence[Batch], parts: Iterable[DocumentPart], only: bool
         weights = np.where(mask == only, batch.weights, np.float32(0))
         rows = np.flatnonzero(weights.any(axis=1))
         if rows.size:
-            result.append(Batch(**{**{n: array[rows] for n, array in vars(batch).items()}, "weights": weights[rows]}))
+            result.append(replace(batch.select(rows), weights=weights[rows]))
     return result
 
 

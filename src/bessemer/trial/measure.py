@@ -62,8 +62,10 @@ def local_share(world: World, batches: Sequence[Batch]) -> list[Batch]:
 
 def _padding(like: Batch) -> Batch:
     """One row without weight, as the stream pads."""
-    row = {name: np.zeros_like(array[:1]) for name, array in vars(like).items()}
-    return Batch(**row | {name: row[name] - 1 for name in ("positions", "sources", "sequences")})
+    first = vars(like.part(0, 1))
+    row = {name: np.zeros_like(array) for name, array in first.items() if name != "fields"}
+    row |= {name: row[name] - 1 for name in ("positions", "sources", "sequences")}
+    return Batch(**row, fields=first["fields"])
 
 
 def run_pass(

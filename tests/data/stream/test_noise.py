@@ -124,7 +124,7 @@ def test_noise_depends_on_seed_and_position_only(order: list[int], seed: int) ->
 
 
 def whole_rows(full: Batch, start: int, stop: int) -> Batch:
-    return Batch(**{name: array[start:stop] for name, array in vars(full).items()})
+    return full.part(start, stop)
 
 
 def test_sentinels_follow_each_other_span_by_span() -> None:

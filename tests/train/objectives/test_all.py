@@ -47,7 +47,7 @@ def in_batch_columns(made, losses, batch):
 
 
 def take(batch: Batch, rows: list[int]) -> Batch:
-    return Batch(**{name: array[rows] for name, array in vars(batch).items()})
+    return batch.select(rows)
 
 
 def row_of(made: ObjectiveBatch, row: int) -> dict[str, list]:

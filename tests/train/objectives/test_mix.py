@@ -9,7 +9,7 @@ from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.spec.model import ObjectiveSpec
 from bessemer.spec.shape import PRESETS
-from bessemer.train.objectives import Causal, Denoise, Infill, Masked, Mix, Prefix, make_objective
+from bessemer.train.objectives import Causal, Denoise, Infill, Masked, Mix, Prefix, make_rewriting
 
 NAMES = ("books", "code", "web")
 
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 def make(tokenizer, *specs, context=64, **shape):
     parsed = [ObjectiveSpec.model_validate(spec) for spec in specs]
-    return make_objective(parsed, NAMES, 5, tokenizer, replace(PRESETS["1M"], **shape), context)
+    return make_rewriting(parsed, NAMES, 5, tokenizer, replace(PRESETS["1M"], **shape), context)
 
 
 def test_a_single_objective_is_itself_with_the_ids_of_the_tokenizer(tokenizer):

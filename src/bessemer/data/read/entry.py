@@ -95,6 +95,7 @@ class Document:
     `id` and `url` are the values of the source's `id_field` and `url_field`, or empty. `messages` is a conversation
     (mappings with role and content) where the source has one; `text` is then the contents, one after another.
     `labels` are the results of steps (language: "en", quality: 0.83), for later steps and the report.
+    `fields` are the values of the source's `columns` besides the text, such as a label.
     `decode_error` says which byte of the file was not valid in its encoding; `text` then has U+FFFD in such places.
     """
 
@@ -106,6 +107,7 @@ class Document:
     messages: list[dict[str, Any]] | None = None
     labels: dict[str, Label] = field(default_factory=dict)
     decode_error: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def place(self) -> str:

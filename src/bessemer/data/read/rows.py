@@ -43,6 +43,7 @@ class PieceReader:
         self.file = self.piece.file.name
         self._key = "messages_field" if self.source.messages_field else "text_field"
         self._content_field = getattr(self.source, self._key)
+        self._columns = {role: name for role, name in (self.source.columns or {}).items() if role != "text"}
 
     def open_bytes(self) -> IO[bytes]:
         return open_bytes(self.piece.file, self.source.storage, self.cache)
@@ -53,7 +54,7 @@ class PieceReader:
     @property
     def fields(self) -> list[str]:
         """The columns to read from a table, the one with the text or messages first."""
-        names = [self._content_field, self.source.id_field, self.source.url_field]
+        names = [self._content_field, self.source.id_field, self.source.url_field, *self._columns.values()]
         return list(dict.fromkeys(name for name in names if name))
 
     def document(self, row: int, record: Mapping[str, Any], raw: bytes | str | None = None) -> Row | None:
@@ -70,9 +71,14 @@ class PieceReader:
                 text = _text(value, self._content_field, record, self)
             document_id = _identifier(record, self.source.id_field)
             url = _identifier(record, self.source.url_field)
+            if missing := [name for name in self._columns.values() if name not in record]:
+                raise _Unusable(f"no field {missing[0]!r}; it has {list_names(record)}: correct columns of the source")
         except _Unusable as error:
             return self.bad(row, str(error), raw if raw is not None else _dump_record(record))
-        return self.text(row, text, document_id, url, messages)
+        document = self.text(row, text, document_id, url, messages)
+        if document is not None and self._columns:
+            document.fields = {role: record[name] for role, name in self._columns.items()}
+        return document
 
     def text(self, row: int, text: str, document_id: str = "", url: str = "", messages: Any = None) -> Document | None:
         """The document of a text; None, counted in `tally`, where it is empty or white space."""
@@ -104,6 +110,10 @@ class PieceReader:
                 content = {"id_field": "document's id", "url_field": "URL"}.get(key, key.partition("_")[0])
                 fix = f"set {key} to the one that holds the {content}"
                 raise UserError(f"{self.file}: no column {column!r}; it has {list_names(names)}: {fix}")
+        for role, column in self._columns.items():
+            if column not in names:
+                fix = f"correct columns.{role} of the source"
+                raise UserError(f"{self.file}: no column {column!r}; it has {list_names(names)}: {fix}")
 
 
 def list_names(names: Iterable[str]) -> str:
@@ -133,6 +143,8 @@ def parse_json(data: bytes, encoding: str = "utf-8") -> Any:
 def _text(value: Any, name: str, record: Mapping[str, Any], reading: PieceReader) -> str:
     if value is None:
         return ""
+    if "words" in (reading.source.columns or {}) and isinstance(value, list) and all(isinstance(w, str) for w in value):
+        return " ".join(value)
     if isinstance(value, bytes):
         try:
             return value.decode()

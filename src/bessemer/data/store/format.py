@@ -13,6 +13,8 @@ document, so Megatron and NeMo can train from them too. The others are Bessemer'
               targets before it and its 64 bits. Counting the targets of a span takes two records instead of a scan
     .ids      only if documents have ids: a table of strings
     .scores   only if documents were scored: float32, NaN for those that were not
+    .field-X  only if documents have a field X, such as a label: numbers of one type, a fixed number for each document
+              or one for each token, as the .json says
     .chunks   digests of the files above, compared when they are read (see digests.py); older stores have none
     .json     counts, sizes, fingerprints, and a digest of itself. Written last: it is the commit
 
@@ -27,8 +29,9 @@ import os
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -171,6 +174,8 @@ def mask_run(records: npt.NDArray[Any], start: int, length: int) -> Bytes:
 FORMAT_VERSION = 2
 SUFFIXES = ("bin", "idx", "starts", "origins", "files", "mask", "ids", "scores", CHUNKS)
 
+FIELD = "field-"  # beginning of the suffixes of fields
+
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
 DTYPE_CODES = {"uint16": 8, "int32": 4}
@@ -200,6 +205,7 @@ class StoreInfo:
     tokenizer_fingerprint: str
     sizes: dict[str, int]  # bytes of each file, by its suffix
     sums: dict[str, str]  # xxh3_128 of the .chunks, and once published of every file
+    fields: dict[str, tuple[str, int]] = field(default_factory=dict)  # numpy type, and numbers a document; 0: a token
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -219,6 +225,10 @@ class StoreInfo:
 
     def _content(self) -> dict[str, Any]:
         info: dict[str, Any] = {"format_version": FORMAT_VERSION, "dtype": self.dtype.name, **asdict(self)}
+        if not self.fields:  # as in stores of earlier versions
+            del info["fields"]
+        else:
+            info["fields"] = {name: list(kind) for name, kind in sorted(self.fields.items())}
         return info | {"sizes": dict(sorted(self.sizes.items())), "sums": dict(sorted(self.sums.items()))}
 
     @classmethod
@@ -226,7 +236,9 @@ class StoreInfo:
         """Raises ValueError, KeyError or TypeError if this is not the `.json` of a store."""
         if info["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format {info['format_version']} instead of {FORMAT_VERSION}")
-        made = cls(**{field.name: info[field.name] for field in fields(cls)})
+        content = {each.name: info[each.name] for each in fields(cls) if each.name != "fields"}
+        stored = {name: (str(dtype), int(width)) for name, (dtype, width) in info.get("fields", {}).items()}
+        made = cls(**content, fields=stored)
         if info.get("digest", made.digest) != made.digest:
             raise ValueError("its content does not match its digest")
         return made
@@ -283,9 +295,14 @@ class StoreContent:
     def __init__(self, fingerprint: str = "0", documents: int = 0) -> None:
         self._value, self.documents = int(fingerprint, 16), documents
 
-    def add(self, tokens: memoryview, mask: memoryview | None = None) -> None:
-        """Adds a document. A mask changes the fingerprint, unless every token counts."""
-        if mask is None:
+    def add(self, tokens: memoryview, mask: memoryview | None = None, fields: bytes = b"") -> None:
+        """Adds a document. A mask changes the fingerprint, unless every token counts, and so do fields."""
+        if fields:
+            state = xxhash.xxh3_128(tokens, seed=2)
+            state.update(mask or b"")
+            state.update(fields)
+            digest = state.intdigest()
+        elif mask is None:
             digest = xxhash.xxh3_128_intdigest(tokens)
         else:
             state = xxhash.xxh3_128(tokens, seed=1)
@@ -329,6 +346,8 @@ def remove_store(prefix: str) -> None:
     """Deletes a store, the `.json` first: it never describes files that are gone."""
     for suffix in ("json", *SUFFIXES):
         Path(f"{prefix}.{suffix}").unlink(missing_ok=True)
+    for path in Path(prefix).parent.glob(f"{escape(Path(prefix).name)}.{FIELD}*"):
+        path.unlink(missing_ok=True)
 
 
 def file_digest(path: str) -> str:

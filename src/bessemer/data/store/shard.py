@@ -19,6 +19,7 @@ from bessemer.data.store.digests import SUFFIX as CHUNKS
 from bessemer.data.store.digests import CheckedFile, GroupDigests, content_digest
 from bessemer.data.store.format import (
     DTYPE_CODES,
+    FIELD,
     HEADER,
     MAGIC,
     OFFSET,
@@ -120,6 +121,11 @@ class Shard:
         if "scores" not in self.info.sizes:
             return np.full(documents.shape, np.nan, np.float32)
         return self._scores[documents]
+
+    def field(self, name: str) -> npt.NDArray[Any]:
+        """(documents, width) of a field of documents, (tokens,) of one of tokens. Verified completely at first use."""
+        data, width = self._map_verified(FIELD + name), self.info.fields[name][1]
+        return data.reshape(self.documents, width) if width else data
 
     def document_of(self, positions: Ints) -> Ints:
         """The document that holds each token.
@@ -238,6 +244,8 @@ class Shard:
     def _map(self, suffix: str) -> npt.NDArray[Any]:
         if suffix not in self._maps:
             dtype = self.dtype if suffix == "bin" else _DTYPES.get(suffix, np.dtype(np.uint8))
+            if suffix.startswith(FIELD):
+                dtype = np.dtype(self.info.fields[suffix.removeprefix(FIELD)][0])
             data = map_file(f"{self.prefix}.{suffix}", self.info.sizes[suffix], dtype)
             if self._digests is not None:
                 self._checked[suffix] = self._digests.checked(suffix, data, partial(damage_error, self.prefix))
@@ -270,7 +278,16 @@ class Shard:
             "mask": mask_bytes(self.tokens),
             "scores": documents * SCORE.itemsize,
         }
-        missing = {"bin", "idx", "starts", "origins", "files"} - sizes.keys()
+        for name, (dtype, width) in self.info.fields.items():
+            expected[FIELD + name] = (width * documents or self.tokens) * np.dtype(dtype).itemsize
+        missing = {
+            "bin",
+            "idx",
+            "starts",
+            "origins",
+            "files",
+            *(FIELD + name for name in self.info.fields),
+        } - sizes.keys()
         if missing or any(expected.get(suffix, size) != size for suffix, size in sizes.items()):
             raise damage_error(self.prefix, "json", "has sizes that contradict its counts")
         for suffix, size in sizes.items():

@@ -193,6 +193,26 @@ class TokenStore:
                 scores[at] = self.shard(k).scores(documents[at] - self._document_starts[k])
         return scores
 
+    @property
+    def fields(self) -> dict[str, tuple[str, int]]:
+        """The fields' numpy types, and numbers per document; 0: one for each token."""
+        return self.infos[0].fields if self.infos else {}
+
+    def document_field(self, name: str, documents: Ints) -> npt.NDArray[Any]:
+        """(n, width) the field of some documents."""
+        dtype, width = self.fields[name]
+        values = np.empty((documents.size, width), dtype)
+        for k, at in _groups(self._shard_with(documents)):
+            values[at] = self.shard(k).field(name)[documents[at] - self._document_starts[k]]
+        return values
+
+    def copy_field(self, name: str, starts: Ints, lengths: Ints, out: npt.NDArray[Any], at: Ints) -> None:
+        """Copies a field of runs of tokens, each within a document, to positions of a flat array."""
+        for k, run in _groups(self._shard_of(starts)):
+            values, first = self.shard(k).field(name), self._token_starts[k]
+            for start, length, place in zip(starts[run], lengths[run], at[run], strict=True):
+                out[place : place + length] = values[start - first : start - first + length]
+
     def document_of(self, positions: Ints) -> Ints:
         """The document that holds each token."""
         positions = np.asarray(positions, dtype=np.int64)

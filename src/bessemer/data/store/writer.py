@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from bessemer.data.store.digests import SUFFIX as CHUNKS
 from bessemer.data.store.digests import GroupWriter
 from bessemer.data.store.format import (
     COPY_ITEMS,
+    FIELD,
     OFFSET,
     SCORE,
     SUFFIXES,
@@ -46,6 +47,7 @@ def _commit(
     file_count: int,
     content: StoreContent,
     tokenizer_fingerprint: str,
+    fields: dict[str, tuple[str, int]],
 ) -> None:
     """Writes the `.idx` and makes the files a store; the `.starts` must be complete."""
     dtype = token_dtype(vocab)
@@ -56,7 +58,7 @@ def _commit(
     info = StoreInfo(
         vocab=vocab, documents=content.documents, tokens=sizes["bin"] // dtype.itemsize, kept=target_count,
         text_bytes=text_bytes, files=file_count, fingerprint=content.hexdigest(),
-        tokenizer_fingerprint=tokenizer_fingerprint, sizes=sizes, sums={CHUNKS: chunks},
+        tokenizer_fingerprint=tokenizer_fingerprint, sizes=sizes, sums={CHUNKS: chunks}, fields=fields,
     )  # fmt: skip
     commit_store(files.prefix, info)
 
@@ -84,6 +86,8 @@ class StoreWriter:
         self._mask: MaskWriter | None = None
         self._ids: StringsWriter | None = None
         self._scores: IO[bytes] | None = None
+        self._fields: dict[str, tuple[str, int]] = {}
+        self._field_files: dict[str, IO[bytes]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -99,10 +103,13 @@ class StoreWriter:
         mask: npt.ArrayLike | None = None,
         id: str = "",
         score: float | None = None,
+        fields: Mapping[str, npt.NDArray[Any]] | None = None,
+        token_fields: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> None:
         """Appends a document. `tokens` ends with the end-of-document id; `file` is the path to show to a user.
 
-        `mask` is 1 for a token that counts as a target, else 0. A curriculum may sort by `score`.
+        `mask` is 1 for a token that counts as a target, else 0. A curriculum may sort by `score`. All documents of a
+        store have the same `fields`, of the same size, and the same `token_fields`, with a number for each token.
         """
         ids = np.asarray(tokens)
         assert ids.ndim == 1 and 0 < ids.size < 1 << 31, "a document has between 1 and 2^31 - 1 tokens"
@@ -115,7 +122,8 @@ class StoreWriter:
         self._bin.write(data)
         self._starts.write(struct.pack("<q", self.tokens))
         self._origins.write(struct.pack("<IQQ", number, row, text_hash))
-        self._content.add(data, self._add_mask(mask, ids.size))
+        values = self._add_fields(fields or {}, token_fields or {}, ids.size)
+        self._content.add(data, self._add_mask(mask, ids.size), values)
         if id or self._ids is not None:
             self._add_id(id)
         if score is not None or self._scores is not None:
@@ -146,6 +154,25 @@ class StoreWriter:
         self._mask.append(bits)
         return None if bits.all() else bits.data
 
+    def _add_fields(
+        self, fields: Mapping[str, npt.NDArray[Any]], token_fields: Mapping[str, npt.NDArray[Any]], tokens: int
+    ) -> bytes:
+        """The fields for the fingerprint."""
+        kinds = {name: (array.dtype.newbyteorder("<").str, array.size) for name, array in fields.items()}
+        kinds |= {name: (array.dtype.newbyteorder("<").str, 0) for name, array in token_fields.items()}
+        assert all(array.shape == (tokens,) for array in token_fields.values()), "a token field has a number per token"
+        if self.documents == 0:
+            self._fields = kinds
+            self._field_files = {name: self._out.open(FIELD + name) for name in kinds}
+        assert kinds == self._fields, f"documents of a store have the same fields: {kinds} after {self._fields}"
+        content = {
+            name: np.ascontiguousarray(array, self._fields[name][0]).tobytes()
+            for name, array in sorted({**fields, **token_fields}.items())
+        }
+        for name, data in content.items():
+            self._field_files[name].write(data)
+        return b"".join(name.encode() + data for name, data in content.items())
+
     def _add_id(self, id: str) -> None:
         if self._ids is None:
             self._ids = StringsWriter(self._out.open("ids"))
@@ -167,7 +194,7 @@ class StoreWriter:
                 column.close()
         target_count = self._mask.kept if self._mask else self.tokens
         totals = self.vocab, target_count, self.text_bytes, len(self._numbers)
-        _commit(self._out, *totals, self._content, self._tokenizer_fingerprint)
+        _commit(self._out, *totals, self._content, self._tokenizer_fingerprint, self._fields)
 
 
 def merge(prefixes: Sequence[str], out: Iterable[str], shard_bytes: int = SHARD_BYTES) -> int:
@@ -199,6 +226,7 @@ def _groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 def _join(prefixes: Sequence[str], infos: Sequence[StoreInfo], out: str) -> None:
     check_tokenizers(prefixes, infos)
+    assert all(info.fields == infos[0].fields for info in infos), "parts of a source have the same fields"
     content = StoreContent()
     for info in infos:
         content.join(StoreContent(info.fingerprint, info.documents))
@@ -219,8 +247,14 @@ def _join(prefixes: Sequence[str], infos: Sequence[StoreInfo], out: str) -> None
         for suffix, join in (("mask", _join_masks), ("ids", _join_ids), ("scores", _join_scores)):
             if any(suffix in info.sizes for info in infos):
                 join(stores, files.open(suffix))
+        for name in infos[0].fields:
+            field_file = files.open(FIELD + name)
+            for store in stores:
+                with open(f"{store.prefix}.{FIELD}{name}", "rb", buffering=0) as part:
+                    shutil.copyfileobj(part, field_file, _COPY_BYTES)
         target_count, text_bytes = sum(info.kept for info in infos), sum(info.text_bytes for info in infos)
-        _commit(files, infos[0].vocab, target_count, text_bytes, file_count, content, infos[0].tokenizer_fingerprint)
+        totals = infos[0].vocab, target_count, text_bytes, file_count
+        _commit(files, *totals, content, infos[0].tokenizer_fingerprint, infos[0].fields)
     except BaseException:
         files.discard()
         raise

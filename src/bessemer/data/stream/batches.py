@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,7 +23,17 @@ import numpy.typing as npt
 from bessemer.data.store.shard import Origin
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.order import Ints, StepPositions, StreamOrder
-from bessemer.data.stream.rows import PADDING, ArrayPool, ConcatRows, Rows, Spans, StoreRows, Transform, repeat_into
+from bessemer.data.stream.rows import (
+    EMPTY_FIELD,
+    PADDING,
+    ArrayPool,
+    ConcatRows,
+    Rows,
+    Spans,
+    StoreRows,
+    Transform,
+    repeat_into,
+)
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,6 +58,8 @@ class Batch:
     positions: Ints  # (R,) in the stream; -1 for a padding row, also below
     sources: Ints  # (R,) index into the stream's names
     sequences: Ints  # (R,) number of the row in its source
+    # Further values by name: (R, T) beside the targets, or (R, D, ...) of the documents in a row, as numbered above.
+    fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     @property
     def single_document(self) -> bool:
@@ -60,7 +72,12 @@ class Batch:
 
     def part(self, start: int, stop: int) -> Batch:
         """Rows [start, stop), as views."""
-        return Batch(**{name: array[start:stop] for name, array in vars(self).items()})
+        return self.select(slice(start, stop))
+
+    def select(self, rows: slice | Ints) -> Batch:
+        """Some rows; views for a slice."""
+        arrays = {name: array[rows] for name, array in vars(self).items() if name != "fields"}
+        return Batch(**arrays, fields={name: array[rows] for name, array in self.fields.items()})
 
 
 @dataclass(frozen=True)
@@ -195,17 +212,21 @@ class BatchStream:
         sources, sequences = self._resolve(positions)
         groups = list(_by_source(sources))
         if len(groups) == 1 and groups[0][1].size == positions.size:
-            arrays = self._block(groups[0][0], sequences, positions)  # one source: its arrays are the batch
-            return Batch(*arrays, positions, sources, sequences)
+            block = self._block(groups[0][0], sequences, positions)  # one source: its arrays are the batch
+            return Batch(*block[:4], positions, sources, sequences, block[4])
         tokens, targets, weights, documents = self._arrays.take(shape, np.int64, np.int64, np.float32, np.int32)
         for array in (tokens, targets, weights, documents):
             array[sources < 0] = 0
+        parts = []
         for k, at in groups:
-            tokens[at], targets[at], weights[at], documents[at] = self._block(k, sequences[at], positions[at])
-        return Batch(tokens, targets, weights, documents, positions, sources, sequences)
+            tokens[at], targets[at], weights[at], documents[at], fields = self._block(k, sequences[at], positions[at])
+            parts.append((at, fields))
+        return Batch(tokens, targets, weights, documents, positions, sources, sequences, join_fields(parts, shape[0]))
 
-    def _block(self, source: int, sequences: Ints, positions: Ints) -> tuple[Ints, Ints, npt.NDArray[np.float32], Any]:
-        """(tokens, targets, weights, document numbers) of some rows of one source."""
+    def _block(
+        self, source: int, sequences: Ints, positions: Ints
+    ) -> tuple[Ints, Ints, npt.NDArray[np.float32], Any, dict[str, npt.NDArray[Any]]]:
+        """(tokens, targets, weights, document numbers, fields) of some rows of one source."""
         block = self._rows[source].assemble(sequences)
         spans = block.spans
         weights, documents = self._arrays.take(block.tokens.shape, np.float32, np.int32)
@@ -217,7 +238,11 @@ class BatchStream:
             if block.weights is not None:
                 weights *= block.weights
         repeat_into(spans.number.astype(np.int32), spans.length, documents.reshape(-1))
-        return block.tokens, block.targets, weights, documents
+        rows = self._rows[source]
+        fields = (
+            rows.fields(spans, sequences.size) if isinstance(rows, StoreRows) and rows.store.fields else block.fields
+        )
+        return block.tokens, block.targets, weights, documents, fields
 
     def _finish(self, batch: Batch) -> Batch:
         for transform in self.transforms:
@@ -255,6 +280,20 @@ class BatchStream:
         for transform in self.transforms:
             identity |= transform.identity
         return identity
+
+
+def join_fields(parts: Sequence[tuple[Ints, Mapping[str, npt.NDArray[Any]]]], rows: int) -> dict[str, npt.NDArray[Any]]:
+    """Fields of the rows of several sources in one batch. Rows without a field, and documents that a row does not have,
+    hold NaN, or -100 in fields of integers."""
+    joined: dict[str, npt.NDArray[Any]] = {}
+    for name in dict.fromkeys(name for _, fields in parts for name in fields):
+        arrays = [fields[name] for _, fields in parts if name in fields]
+        shape = (rows, max(array.shape[1] for array in arrays), *arrays[0].shape[2:])
+        joined[name] = np.full(shape, np.nan if arrays[0].dtype.kind == "f" else EMPTY_FIELD, arrays[0].dtype)
+        for at, fields in parts:
+            if name in fields:
+                joined[name][at, : fields[name].shape[1]] = fields[name]
+    return joined
 
 
 def rank_positions(steps: StepPositions, step: int, dp_rank: int, dp_world: int) -> Ints:
@@ -364,4 +403,5 @@ def pinned(batch: Batch) -> Batch:
         return locked
 
     large = ("tokens", "targets", "weights", "documents")
-    return dataclasses.replace(batch, **{name: copy(getattr(batch, name)) for name in large})
+    arrays: dict[str, Any] = {name: copy(getattr(batch, name)) for name in large}
+    return dataclasses.replace(batch, **arrays)

@@ -30,6 +30,7 @@ Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 Side = Literal["right", "left"]
 
+EMPTY_FIELD = -100  # of integers, where a row has no document; the label that torch ignores
 PADDING = -1  # the document of a span that belongs to none
 _DOCUMENTS = 1 << 20  # read together when rows are counted
 _WINDOW_TOKENS = 1 << 15
@@ -70,6 +71,7 @@ class RowBlock:
     targets: Ints  # (n, T)
     weights: Floats | None  # (n, T) of the targets; None: 1, and 0 in padding
     spans: Spans
+    fields: dict[str, npt.NDArray[Any]] = dataclasses.field(default_factory=dict)  # as in `Batch`
 
 
 @runtime_checkable
@@ -192,6 +194,24 @@ class StoreRows(ABC):
 
     def origin_of_document(self, document: int) -> Origin:
         return self.store.origin_of_document(document)
+
+    def fields(self, spans: Spans, rows: int) -> dict[str, npt.NDArray[Any]]:
+        """The fields of the documents in assembled rows: (rows, D, width) in the order of the row, or (rows, T) beside
+        the targets. Empty places hold NaN, or -100 in fields of integers. Spans must begin their documents."""
+        made: dict[str, npt.NDArray[Any]] = {}
+        real = np.flatnonzero(spans.document != PADDING)
+        row, number, document = spans.row[real], spans.number[real], spans.document[real]
+        for name, (dtype, width) in self.store.fields.items():
+            shape = (rows, int(number.max(initial=0)) + 1, width) if width else (rows, self.length)
+            empty = np.nan if np.dtype(dtype).kind == "f" else EMPTY_FIELD
+            values = made[name] = np.full(shape, empty, np.dtype(dtype).newbyteorder("="))
+            if width:
+                values[row, number] = self.store.document_field(name, document)
+            else:
+                starts, _ = self.store.extents(document)
+                at = row * self.length + spans.column[real]
+                self.store.copy_field(name, starts, spans.length[real], values.reshape(-1), at)
+        return made
 
     def prefetch(self, sequences: Ints) -> None:
         """Fetches the shards of rows that will be read soon, in the background; nothing for a local store."""
@@ -382,7 +402,12 @@ class Trim:
         trimmed = min(width, max(1, -(-(width - unused) // self.multiple_of)) * self.multiple_of)
         columns = slice(0, trimmed) if self.side == "right" else slice(width - trimmed, width)
         cut = {name: getattr(batch, name)[:, columns] for name in ("tokens", "targets", "weights", "documents")}
-        return dataclasses.replace(batch, **{name: np.ascontiguousarray(array) for name, array in cut.items()})
+        trimmed_fields = {
+            name: np.ascontiguousarray(array[:, columns]) if array.ndim == 2 else array
+            for name, array in batch.fields.items()
+        }
+        arrays = {name: np.ascontiguousarray(array) for name, array in cut.items()}
+        return dataclasses.replace(batch, **arrays, fields=trimmed_fields)
 
     def _unused_right(self, batch: Batch) -> int:
         counted = np.flatnonzero(batch.weights.any(axis=0))

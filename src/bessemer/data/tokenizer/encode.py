@@ -27,8 +27,10 @@ from bessemer.data.store.format import read_info, token_dtype
 from bessemer.data.store.shard import Shard
 from bessemer.data.store.writer import StoreWriter
 from bessemer.data.tokenizer.chat import Learn, Rendered, find_problems, find_template, render_batch
+from bessemer.data.tokenizer.labelled import EncodedRow, LabelledRows
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
+from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.data import SourceSpec
 
 Ids = npt.NDArray[Any]  # of the store's type
@@ -175,6 +177,7 @@ class TokenizeTask:
     learn: Literal["all", "last"]
     label: str | None  # stored as the documents' score
     copies: Path | None
+    labels: ClassifySpec | None = None  # rows have labels
 
     @property
     def name(self) -> str:
@@ -215,17 +218,20 @@ def tokenize_part(task: TokenizeTask) -> int:
     tokenizer = _tokenizer(str(task.folder / "tokenizer.json"), task.eos, task.special)
     with name_in_errors(task.name, task.folder), contextlib.ExitStack() as stack:
         writers: dict[str, StoreWriter] = {}
+        labelled = LabelledRows(task.labels, tokenizer) if task.labels else None
         documents = read_curated_documents(task.part, task.source, task.cache, task.ledgers, task.copies)
         for document, tokens, mask in encode_documents(
             (document for _, document in documents), tokenizer, None if task.alone else 1, task.template, task.learn
         ):
+            row = labelled.encode(document, tokens) if labelled else EncodedRow(tokens, mask)
             side = "validation" if hash_text(document.text, task.seed) < task.limit else "train"
             if side not in writers:
                 prefix = part_prefix(task.folder, task.number, side)
                 writers[side] = stack.enter_context(StoreWriter(prefix, tokenizer.vocab_size, tokenizer.fingerprint))
             writers[side].add(
-                tokens, document.file, document.row, hash_text(document.text, 0), byte_length(document.text),
-                mask=mask, id=document.id, score=_score(document, task.label),
+                row.tokens, document.file, document.row, hash_text(document.text, 0), byte_length(document.text),
+                mask=row.mask, id=document.id, score=_score(document, task.label), fields=row.fields,
+                token_fields=row.token_fields,
             )  # fmt: skip
     write_json(task.mark, {side: read_info(writer.prefix).digest for side, writer in writers.items()})
     return sum(writer.tokens for writer in writers.values())

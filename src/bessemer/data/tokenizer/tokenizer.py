@@ -356,7 +356,7 @@ def hf_prompt_format(folder: Path, tokenizer: Tokenizer, trained_here: bool = Fa
     )
     eos, bos = (_token_id(tokenizer, tokenizer_config.get(f"{role}_token")) for role in ("eos", "bos"))
     if (folder / "tokenizer.json").is_file():
-        prefix, suffix = _added(tokenizer)
+        prefix, suffix = added_tokens(tokenizer)
     else:
         kind = str(tokenizer_config.get("tokenizer_class", "")).lower()
         begins = tokenizer_config.get("add_bos_token", kind.startswith(_BOS_BY_DEFAULT)) and bos is not None
@@ -378,7 +378,7 @@ def end_token(folder: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that the post-processor adds before and after a text."""
     plain = tokenizer.inner.encode("a", add_special_tokens=False).ids
     complete = tokenizer.inner.encode("a").ids

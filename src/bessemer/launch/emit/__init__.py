@@ -115,6 +115,8 @@ LOSSES = {
     "memory": "the framework stores weights and moments its own way",
     "model": "the framework's network has no such part: IT IS ANOTHER MODEL",
     "model.init": "learning rates are not scaled by width (muP)",
+    "objective": "only next-token prediction is trained",
+    "classify": "only next-token prediction is trained",
     "observe": "the framework prints its own progress",
     "optimizer": "the framework's optimizer has no such setting",
     "optimizer.ema": "weights are not averaged",

@@ -122,7 +122,7 @@ def head_bytes(shape: ModelShape, passes: Passes, weight_bytes: float, parts: in
     fp32 and its cast, hidden rows with their gradients. In fp32 two chunks coexist. The GPU kernel uses equal chunks;
     bf16 weights need no cast, and a single chunk needs no fp32 sum."""
     half, embedding = passes.bytes == 2, shape.vocab * shape.width // parts
-    limit, logits = HEAD_CHUNK.get(passes.device, 256 << 20), passes.tokens * shape.vocab * passes.bytes // parts
+    limit, logits = HEAD_CHUNK.get(passes.device, 256 << 20), passes.tokens * shape.outputs * passes.bytes // parts
     even = half and passes.device == "cuda"
     chunk = logits // max(1, -(-logits // limit)) if even else min(2 * limit, logits)
     each = 4 + 2 * half

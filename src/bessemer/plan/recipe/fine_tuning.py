@@ -224,6 +224,16 @@ def sft(parameters: float, lora: bool = False) -> RecipeAnswer[Tuning]:
     return RecipeAnswer(Tuning("sft", settings), reason, TULU, _basis(parameters))
 
 
+def classify(parameters: float, trained: bool) -> RecipeAnswer[Tuning]:
+    """Classification of texts or tokens, of trained weights or from random ones (whose rate follows pre-training)."""
+    rate = 2e-5 if parameters < _SFT_RATES[0][0] else _rate(_SFT_RATES, parameters, False)
+    settings = {"learning_rate": rate, "epochs": 3 if trained else 10, "batch_rows": 32, "warmup": 0.1}
+    reason = "a few passes in small batches; more passes memorise the labels"
+    return RecipeAnswer(
+        Tuning("classify", settings), reason, "Devlin et al. 2019, BERT, appendix A.3", _basis(parameters)
+    )
+
+
 def dpo(parameters: float, lora: bool = False) -> RecipeAnswer[Tuning]:
     """Direct preference optimisation on pairs, after SFT."""
     settings = {

@@ -122,7 +122,7 @@ class IncidentResponder:
                 statistics["grad_scale"], guard.loss_sigma, guard.grad_sigma,
             )  # fmt: skip
         else:
-            normal = normal_range(history, job.spec.guard.loss_sigma, job.spec.guard.grad_sigma)
+            normal = normal_range(history, job.spec.guard, job.engine.objective.judged)
         replayable = why_not_replayable(job) is None
         if replayable and job.world.size > 1:  # each rank has its own rows; a trial needs all
             batches = global_batches(job.engine, job.data.stream, step)

@@ -1,0 +1,46 @@
+"""The objectives of a run: from `objective:` in the spec to its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bessemer.data.curate.scores.user_function import load_function
+from bessemer.data.stream.batches import BatchStream
+from bessemer.data.stream.rows import StoreRows
+from bessemer.data.stream.user_dataset import IterableStream
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.errors import UserError
+from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
+from bessemer.train.classify import Classify, label_variance
+from bessemer.train.objective import Objective, make_pretrain
+
+Stream = BatchStream | IterableStream
+MakeObjective = Callable[[RunSpec, Stream, Tokenizer, ModelShape, int], Objective]
+
+# A test compares the names with those that `spec/schema.py` accepts.
+OBJECTIVES: dict[str, MakeObjective] = {
+    "pretrain": lambda spec, stream, tokenizer, shape, context: make_pretrain(
+        spec, stream.order.names, tokenizer, shape, context
+    ),
+    "classify": lambda spec, stream, tokenizer, shape, context: make_classify(spec, stream, shape),
+}
+
+
+def make_classify(spec: RunSpec, stream: Stream, shape: ModelShape) -> Classify:
+    assert spec.classify is not None
+    stores = [rows.store for rows in getattr(stream, "sources", {}).values() if isinstance(rows, StoreRows)]
+    spread = label_variance(stores) if stores and spec.classify.problem == "regression" else 1.0
+    drops = any((spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual))
+    return Classify(spec.classify, shape.causal, spec.optimizer.clip, spec.seed if drops else None, spread)
+
+
+def make_objective(spec: RunSpec, stream: Stream, tokenizer: Tokenizer, shape: ModelShape, context: int) -> Objective:
+    """The spec's objective, for a model of that shape and rows of the stream. A user's class is called without
+    arguments, or its `from_run` with these."""
+    if spec.objective in OBJECTIVES:
+        return OBJECTIVES[spec.objective](spec, stream, tokenizer, shape, context)
+    own = load_function(spec.objective, "objective")
+    if not (isinstance(own, type) and issubclass(own, Objective)):
+        raise UserError(f"objective: {spec.objective} is no subclass of bessemer.train.objective.Objective: correct it")
+    return own.from_run(spec, stream, tokenizer, shape, context)
