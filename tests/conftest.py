@@ -1,4 +1,4 @@
-"""Settings that every test shares; fixtures live beside the tests that use them."""
+"""Settings that every test shares, and the S3 server; other fixtures live beside the tests that use them."""
 
 import os
 import tempfile
@@ -10,9 +10,37 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What `bessemer bench` measured on this machine must not change what is tested.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="bessemer-cache-")
 
+import logging
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # No deadline: a shared machine's pauses are not a property of the code.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def s3_address() -> Iterator[str]:
+    """The address of an S3 server in this process."""
+    moto = pytest.importorskip("moto.server")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def s3_server(s3_address: str) -> Iterator[str]:
+    """The address of an S3 server with a bucket named `bucket`; the credentials are in the environment."""
+    s3fs = pytest.importorskip("s3fs")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem(endpoint_url=s3_address).makedirs("bucket", exist_ok=True)
+        yield s3_address

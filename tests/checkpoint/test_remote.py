@@ -3,7 +3,6 @@
 import http.client
 import itertools
 import json
-import logging
 import shutil
 import threading
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ class Flaky(BaseHTTPRequestHandler):
     """Stands before the server. Every third request is refused, or cut off after the answer's first half."""
 
     protocol_version = "HTTP/1.1"
-    target: tuple[str, int]
+    target: str  # host:port
     count: Iterator[int]
 
     def answer(self) -> None:
@@ -36,7 +35,7 @@ class Flaky(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        connection = http.client.HTTPConnection(*self.target)
+        connection = http.client.HTTPConnection(self.target)
         connection.request(self.command, self.path, body, dict(self.headers))
         reply = connection.getresponse()
         content = reply.read()
@@ -55,46 +54,29 @@ class Flaky(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, int]]:
-    moto = pytest.importorskip("moto.server")
-    s3fs = pytest.importorskip("s3fs")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        running.start()
-        host, port = running.get_host_and_port()
-        s3fs.S3FileSystem(endpoint_url=f"http://{host}:{port}").mkdir("bucket")
-        yield host, port
-        running.stop()
-
-
 numbers = itertools.count()
 
 
-def remote_at(host: str, port: int, patch: pytest.MonkeyPatch) -> RemoteCheckpoints:
+def remote_at(server: str, patch: pytest.MonkeyPatch) -> RemoteCheckpoints:
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
-    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    patch.setenv("AWS_ENDPOINT_URL", server)
     return RemoteCheckpoints(f"s3://bucket/checkpoints/run{next(numbers)}/", pause_s=0.01)
 
 
 @pytest.fixture
-def steady_s3(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> RemoteCheckpoints:
-    return remote_at(*server, monkeypatch)
+def steady_s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> RemoteCheckpoints:
+    return remote_at(s3_server, monkeypatch)
 
 
 @pytest.fixture
-def flaky_s3(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteCheckpoints]:
+def flaky_s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteCheckpoints]:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own pauses would take most of the time
-    handler = type("Handler", (Flaky,), {"target": server, "count": itertools.count()})
+    handler = type("Handler", (Flaky,), {"target": s3_server.removeprefix("http://"), "count": itertools.count()})
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    yield remote_at("127.0.0.1", proxy.server_address[1], monkeypatch)
+    yield remote_at(f"http://127.0.0.1:{proxy.server_address[1]}", monkeypatch)
     assert next(handler.count) > 20, "the proxy was in the way"
     proxy.shutdown()
     proxy.server_close()

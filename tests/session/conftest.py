@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.observe.view import RunView
+from bessemer.session.session import Session
 from bessemer.spec.schema import RunSpec
-from bessemer.train.job import Job
+from bessemer.train.job import Job, Outcome
 
 WORDS = [
     "steel",
@@ -50,6 +52,27 @@ class Faults:
     def after_backward(self, job: Job, step: int) -> None: ...
     def lr(self, step: int, planned: float) -> float:
         return planned
+
+
+class StopAfter(RunView):
+    """Asks a session to stop after a step, as a signal would."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.at = step
+        self.session: Session | None = None
+
+    def step(self, record: dict[str, Any]) -> None:
+        super().step(record)
+        if record["step"] == self.at and self.session:
+            self.session.interrupt.signal = "SIGTERM"
+
+
+def train_until(spec: RunSpec, step: int) -> Outcome:
+    """Train until that step has ended, then stop as a signal would."""
+    view = StopAfter(step)
+    view.session = Session(spec, view)
+    return view.session.train()
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,12 @@ import pytest
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.errors import UserError
-from bessemer.observe.view import RunView
 from bessemer.run.directory import Run
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Outcome
 
-from .conftest import spec_data, write_corpus
+from .conftest import spec_data, train_until, write_corpus
 
 Continue = Callable[..., RunSpec]
 BATCH = 128
@@ -145,29 +144,13 @@ def test_without_a_checkpoint_from_before_a_rollback_stops_where_it_is(go_on: Co
     assert "found no checkpoint from before" in outcome.reason and not events(spec, "rollback")
 
 
-class StopAfter(RunView):
-    """Asks a session to stop after a step, as a signal would."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.at = step
-        self.session: Session | None = None
-
-    def step(self, record: dict[str, Any]) -> None:
-        super().step(record)
-        if record["step"] == self.at and self.session:
-            self.session.interrupt.signal = "SIGTERM"
-
-
 def test_a_resumed_run_is_judged_as_an_unbroken_one(go_on: Continue) -> None:
     """Interrupted after the first evaluation beyond the limit, and before the second."""
     how: dict[str, Any] = {
         "then": 22, "budget": {"steps": 60}, "guard": {"forget": {"limit": "30%"}}, "schedule": {"warmup": "2%"}
     }  # fmt: skip
     broken, whole = go_on("broken", **how), go_on("whole", **how)
-    view = StopAfter(44)
-    view.session = Session(broken, view)
-    assert view.session.train().kind == "interrupted"
+    assert train_until(broken, 44).kind == "interrupted"
     outcome, expected = train(broken), train(whole)
     assert (outcome.kind, outcome.step) == (expected.kind, expected.step) == ("stopped", 50)
     (alarm,), (other,) = events(broken, "alarm"), events(whole, "alarm")

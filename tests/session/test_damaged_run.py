@@ -17,8 +17,8 @@ from bessemer.run.journal import Journal
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
 
-from .conftest import spec_data
-from .test_train import events, losses, train, train_until
+from .conftest import spec_data, train_until
+from .test_train import events, losses, train
 
 Make = Callable[..., RunSpec]
 Losses = list[tuple[int, float]]

@@ -22,15 +22,13 @@ from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.packing import BestFitRows
 from bessemer.data.stream.rows import PADDING, PadRows
 from bessemer.data.tokenizer.chat import render
-from bessemer.observe.view import RunView
 from bessemer.run.directory import Run
 from bessemer.session.replay import documents_of, stream_of
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.mixture import target_shares
 from bessemer.spec.schema import RunSpec
-from bessemer.train.job import Outcome
 
-from .conftest import spec_data, write_corpus
+from .conftest import spec_data, train_until, write_corpus
 
 STEPS, ROWS, CONTEXT = 10, 4, 32
 SCORER = "def steel(texts):\n    return [text.split().count('steel') / len(text.split()) for text in texts]\n"
@@ -125,25 +123,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in Run(folder).metrics()]
-
-
-class StopAfter(RunView):
-    """Asks a session to stop after a step, as a signal would."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.at, self.session = step, None
-
-    def step(self, record: dict[str, Any]) -> None:
-        super().step(record)
-        if record["step"] == self.at:
-            self.session.interrupt.signal = "SIGTERM"
-
-
-def train_until(spec: RunSpec, step: int) -> Outcome:
-    view = StopAfter(step)
-    view.session = Session(spec, view)
-    return view.session.train()
 
 
 @pytest.mark.parametrize("kind", KINDS)

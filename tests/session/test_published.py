@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,30 +21,19 @@ from bessemer.session.replay import documents_of
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
 
-from .conftest import spec_data, write_corpus
-from .test_feed import train_until
+from .conftest import spec_data, train_until, write_corpus
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    moto = pytest.importorskip("moto.server")
-    s3fs = pytest.importorskip("s3fs")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+def s3(s3_server: str) -> Iterator[str]:
+    """The server's address; a transfer that fails is tried twice, without a pause."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setattr(
             remote.Transfer.__init__, "__defaults__", (*remote.Transfer.__init__.__defaults__[:1], 2, 0.01, 8)
         )
-        server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        host, port = server.get_host_and_port()
-        s3fs.S3FileSystem(endpoint_url=f"http://{host}:{port}").mkdir("published")
-        yield f"http://{host}:{port}"
-        server.stop()
+        yield s3_server
 
 
 class Published:
@@ -59,13 +47,13 @@ class Published:
         command = ["data", "publish", str(self.write(self.local)), "--set", f"data.store={json.dumps(self.store())}"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-        assert "published  s3://published/web" in result.output
+        assert "published  s3://bucket/web" in result.output
         assert train_until(self.spec("half", home / "here", paths=True), 5).kind == "interrupted"
         for file in self.files:
             file.unlink()
 
     def store(self, **changes: Any) -> dict[str, Any]:
-        return {"url": "s3://published/web", "storage": {"endpoint_url": self.endpoint}, **changes}
+        return {"url": "s3://bucket/web", "storage": {"endpoint_url": self.endpoint}, **changes}
 
     def spec(self, name: str, runs: Path, paths: bool = False, **data: Any) -> RunSpec:
         parts = spec_data(name, self.files[0], runs, budget={"steps": 12, "batch": 128}, checkpoint={"every": 4})
@@ -113,7 +101,7 @@ def test_a_run_that_began_with_the_local_store_continues_with_the_published_one(
 def test_verify_reads_every_shard_and_names_a_damaged_one(published: Published, tmp_path: Path) -> None:
     path = published.write(published.spec("verified", tmp_path / "runs"))
     result = CliRunner().invoke(app, ["data", "verify", str(path)])
-    assert result.exit_code == 0 and "s3://published/web/words.train.00000" in result.output, result.output
+    assert result.exit_code == 0 and "s3://bucket/web/words.train.00000" in result.output, result.output
     (shard,) = [p for p in (tmp_path / "runs" / ".data" / "shards").glob("*/shard.bin") if p.stat().st_size > 10_000][
         :1
     ]
@@ -134,10 +122,7 @@ def test_verify_reads_every_shard_and_names_a_damaged_one(published: Published, 
         ({"data": {"sources": {"books": {}}}}, "data.sources.books: .* has words, more only"),
         ({"tokenizer": {"vocab": 400}}, "tokenizer.vocab: 400 does not fit .* which has 300"),
         ({"tokenizer": {"vocab": 300, "special": ["<mask>"]}}, "tokenizer.special: <mask> does not fit"),
-        (
-            {"data": {"store": {"url": "s3://published/no"}}},
-            "data.store: s3://published/no/prepared.json: no such file",
-        ),
+        ({"data": {"store": {"url": "s3://bucket/no"}}}, "data.store: s3://bucket/no/prepared.json: no such file"),
         ({"data": {"store": {"url": "s3://nowhere/x"}}}, "data.store: s3://nowhere/x/prepared.json: "),
     ],
     ids=str,
@@ -162,4 +147,4 @@ def test_the_command_exits_with_2_where_the_bucket_cannot_be_reached(published: 
     )
     result = CliRunner().invoke(app, ["data", "verify", str(published.write(spec))])
     assert isinstance(result.exception, UserError) or result.exit_code == 2
-    assert "data.store: s3://published/web/prepared.json: failed" in (str(result.exception) + result.output)
+    assert "data.store: s3://bucket/web/prepared.json: failed" in (str(result.exception) + result.output)

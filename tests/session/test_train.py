@@ -17,7 +17,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.train import step as one_step
 from bessemer.train.job import Job, Outcome
 
-from .conftest import Faults
+from .conftest import Faults, train_until
 
 Make = Callable[..., RunSpec]
 
@@ -32,25 +32,6 @@ def events(spec: RunSpec, kind: str) -> list[dict[str, Any]]:
 
 def train(spec: RunSpec) -> Outcome:
     return Session(spec).train()
-
-
-class StopAfter(RunView):
-    """Asks a session to stop after a step, as a signal would."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.at, self.session = step, None
-
-    def step(self, record: dict[str, Any]) -> None:
-        super().step(record)
-        if record["step"] == self.at:
-            self.session.interrupt.signal = "SIGTERM"
-
-
-def train_until(spec: RunSpec, step: int) -> Outcome:
-    view = StopAfter(step)
-    view.session = Session(spec, view)
-    return view.session.train()
 
 
 def test_a_run_finishes_and_its_records_are_whole(make_spec: Make) -> None:

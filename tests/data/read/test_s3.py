@@ -19,30 +19,14 @@ from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
 pytest.importorskip("s3fs")
-moto_server = pytest.importorskip("moto.server")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
 
 
 @pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The file system on an empty bucket; the credentials come from the environment, as a user's do."""
+def bucket(s3_server: str) -> Iterator[Any]:
+    """A client of an empty bucket; the credentials come from the environment, as a user's do."""
     import boto3
 
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", "testing"),
-        ("AWS_SECRET_ACCESS_KEY", "testing"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3", endpoint_url=server)
+    client = boto3.client("s3", endpoint_url=s3_server)
     client.create_bucket(Bucket="corpus")
     yield client
     for item in client.list_objects_v2(Bucket="corpus").get("Contents", []):
@@ -58,16 +42,16 @@ def lines(count: int) -> bytes:
     return b"".join(json.dumps({"text": f"row {i}"}).encode() + b"\n" for i in range(count))
 
 
-def test_a_bucket_is_listed_and_read(bucket: Any, server: str) -> None:
+def test_a_bucket_is_listed_and_read(bucket: Any, s3_server: str) -> None:
     bucket.put_object(Bucket="corpus", Key="web/a.jsonl", Body=lines(40))
     bucket.put_object(Bucket="corpus", Key="web/deep/b.jsonl", Body=lines(3))
     bucket.put_object(Bucket="corpus", Key="web/", Body=b"")  # the console makes such a key for a folder
     bucket.put_object(Bucket="corpus", Key="web/_SUCCESS", Body=b"")
     for path in ("s3://corpus/web", "s3://corpus/web/", "s3://corpus/web/**/*.jsonl", "s3://corpus"):
-        entries = list_files(source_of(server, path))
+        entries = list_files(source_of(s3_server, path))
         assert [entry.path for entry in entries] == ["s3://corpus/web/a.jsonl", "s3://corpus/web/deep/b.jsonl"], path
         assert all(entry.version.startswith('"') and entry.mtime_ns > 1e18 for entry in entries)
-    source = source_of(server, "s3://corpus/web")
+    source = source_of(s3_server, "s3://corpus/web")
     parts = [pickle.loads(pickle.dumps(part)) for part in divide_source("web", list_files(source), source, 300)]
     assert len(parts) > 2
     found = [row for part in parts for row in read_part(part, source)]
@@ -77,8 +61,8 @@ def test_a_bucket_is_listed_and_read(bucket: Any, server: str) -> None:
     ]
 
 
-def test_an_upload_of_the_same_content_is_the_same_part(bucket: Any, server: str) -> None:
-    source = source_of(server, "s3://corpus/a.jsonl")
+def test_an_upload_of_the_same_content_is_the_same_part(bucket: Any, s3_server: str) -> None:
+    source = source_of(s3_server, "s3://corpus/a.jsonl")
     keys = []
     for content in (lines(3), lines(3), lines(4)):
         bucket.put_object(Bucket="corpus", Key="a.jsonl", Body=content)
@@ -88,7 +72,7 @@ def test_an_upload_of_the_same_content_is_the_same_part(bucket: Any, server: str
 
 
 def test_one_row_group_is_fetched_and_kept(
-    bucket: Any, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Any, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 64 << 10)
     packed = io.BytesIO()
@@ -106,7 +90,7 @@ def test_one_row_group_is_fetched_and_kept(
         return fetch(self, start, length)
 
     monkeypatch.setattr(blocks.RemoteFile, "_fetch", counted)
-    source = source_of(server, "s3://corpus/a.parquet")
+    source = source_of(s3_server, "s3://corpus/a.parquet")
     parts = divide_source("web", list_files(source), source, size // 16 + 2000, tmp_path)
     assert len(parts) == 16
     rows = list(read_part(parts[7], source, tmp_path))
@@ -118,23 +102,23 @@ def test_one_row_group_is_fetched_and_kept(
     assert not fetched
 
 
-def test_what_is_not_there_is_named(bucket: Any, server: str) -> None:
+def test_what_is_not_there_is_named(bucket: Any, s3_server: str) -> None:
     bucket.put_object(Bucket="corpus", Key="web/a.jsonl", Body=b"")
     with pytest.raises(
         UserError, match=r"no such file or folder: s3://corpus/web/b\.jsonl; s3://corpus/web holds a\.jsonl"
     ):
-        list_files(source_of(server, "s3://corpus/web/b.jsonl"))
+        list_files(source_of(s3_server, "s3://corpus/web/b.jsonl"))
     with pytest.raises(UserError, match=r"nothing matches s3://corpus/web/\*\.csv; s3://corpus/web holds a\.jsonl"):
-        list_files(source_of(server, "s3://corpus/web/*.csv"))
+        list_files(source_of(s3_server, "s3://corpus/web/*.csv"))
     with pytest.raises(UserError, match=r"no such file or folder: s3://no-such-bucket/a\.jsonl"):
-        list_files(source_of(server, "s3://no-such-bucket/a.jsonl"))
+        list_files(source_of(s3_server, "s3://no-such-bucket/a.jsonl"))
     with pytest.raises(UserError, match=r"(nothing matches|no such file or folder:) s3://no-such-bucket/\*"):
-        list_files(source_of(server, "s3://no-such-bucket/*"))
+        list_files(source_of(s3_server, "s3://no-such-bucket/*"))
 
 
-def test_a_file_that_was_replaced_is_not_read(bucket: Any, server: str) -> None:
+def test_a_file_that_was_replaced_is_not_read(bucket: Any, s3_server: str) -> None:
     bucket.put_object(Bucket="corpus", Key="a.jsonl", Body=lines(3))
-    source = source_of(server, "s3://corpus/a.jsonl")
+    source = source_of(s3_server, "s3://corpus/a.jsonl")
     (part,) = divide_source("web", list_files(source), source)
     bucket.put_object(Bucket="corpus", Key="a.jsonl", Body=lines(3).replace(b"row", b"new"))
     with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(it has changed since it was listed"):
@@ -145,13 +129,13 @@ def test_a_file_that_was_replaced_is_not_read(bucket: Any, server: str) -> None:
 
 
 def test_access_without_credentials_says_where_they_come_from(
-    bucket: Any, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Any, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    source = SourceSpec(path=["s3://corpus/a.jsonl"], storage={"endpoint_url": server, "use_listings_cache": False})
+    source = SourceSpec(path=["s3://corpus/a.jsonl"], storage={"endpoint_url": s3_server, "use_listings_cache": False})
     with pytest.raises(UserError, match=r"credentials.*AWS_PROFILE"):
         list_files(source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,27 +52,9 @@ def assert_same(one: Any, other: Any) -> None:
     assert origins[0] == origins[1]
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """The server's address."""
-    moto = pytest.importorskip("moto.server")
-    s3fs = pytest.importorskip("s3fs")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        host, port = server.get_host_and_port()
-        s3fs.S3FileSystem(endpoint_url=f"http://{host}:{port}").mkdir("corpus")
-        yield f"http://{host}:{port}"
-        server.stop()
-
-
 @pytest.fixture
-def transfer(s3: str) -> Transfer:
-    return Transfer({"endpoint_url": s3}, attempts=3, pause_s=0.01)
+def transfer(s3_server: str) -> Transfer:
+    return Transfer({"endpoint_url": s3_server}, attempts=3, pause_s=0.01)
 
 
 @pytest.fixture
@@ -126,9 +106,9 @@ def cached(folder: Path) -> list[str]:
 
 
 def test_a_published_store_reads_as_the_local_one(tmp_path: Path, local: TokenStore, transfer: Transfer) -> None:
-    upload(local, "s3://corpus/same/web", transfer)
+    upload(local, "s3://bucket/same/web", transfer)
     cache = ShardCache(tmp_path / "cache", transfer=transfer)
-    remote = open_remote("s3://corpus/same/web", cache)
+    remote = open_remote("s3://bucket/same/web", cache)
     assert cached(tmp_path / "cache") == []  # nothing is fetched before it is read
     assert_same(remote, local)
     assert len(cached(tmp_path / "cache")) == 5
@@ -150,23 +130,23 @@ def test_an_upload_goes_on_where_it_stopped(
 
     monkeypatch.setattr(Transfer, "upload", count)
     with pytest.raises(KeyboardInterrupt):
-        upload(local, "s3://corpus/stopped/web", transfer)
+        upload(local, "s3://bucket/stopped/web", transfer)
     with pytest.raises(UserError, match=r"web\.shards\.json: no such file"):
-        open_remote("s3://corpus/stopped/web", ShardCache(tmp_path / "cache", transfer=transfer))
+        open_remote("s3://bucket/stopped/web", ShardCache(tmp_path / "cache", transfer=transfer))
     done = len(sent)
-    upload(local, "s3://corpus/stopped/web", transfer)
+    upload(local, "s3://bucket/stopped/web", transfer)
     assert not any(".00000." in url for url in sent[done:])
-    assert_same(open_remote("s3://corpus/stopped/web", ShardCache(tmp_path / "cache", transfer=transfer)), local)
+    assert_same(open_remote("s3://bucket/stopped/web", ShardCache(tmp_path / "cache", transfer=transfer)), local)
     single = TokenStore(local.prefixes[0])
-    upload(single, "s3://corpus/single", transfer)
-    assert_same(open_remote("s3://corpus/single", ShardCache(tmp_path / "cache", transfer=transfer)), single)
+    upload(single, "s3://bucket/single", transfer)
+    assert_same(open_remote("s3://bucket/single", ShardCache(tmp_path / "cache", transfer=transfer)), single)
 
 
 def test_the_cache_keeps_to_its_limit(tmp_path: Path, local: TokenStore, transfer: Transfer) -> None:
-    upload(local, "s3://corpus/limit/web", transfer)
+    upload(local, "s3://bucket/limit/web", transfer)
     limit = int(2.2 * max(about.size_bytes for about in local.infos))
     cache = ShardCache(tmp_path / "cache", limit, transfer)
-    remote = open_remote("s3://corpus/limit/web", cache)
+    remote = open_remote("s3://bucket/limit/web", cache)
     for k in (0, 1, 2, 3, 4, 0, 2, 0, 1):
         start = int(local._token_starts[k])
         assert np.array_equal(remote.slice(start, start + 5), local.slice(start, start + 5))
@@ -179,9 +159,9 @@ def test_the_cache_keeps_to_its_limit(tmp_path: Path, local: TokenStore, transfe
 
 
 def test_the_shard_used_longest_ago_makes_room(tmp_path: Path, local: TokenStore, transfer: Transfer) -> None:
-    upload(local, "s3://corpus/lru/web", transfer)
+    upload(local, "s3://bucket/lru/web", transfer)
     cache = ShardCache(tmp_path / "cache", 10**9, transfer)
-    remote = open_remote("s3://corpus/lru/web", cache)
+    remote = open_remote("s3://bucket/lru/web", cache)
     folders = [cache.folder / _name(url, about) for url, about in zip(remote.prefixes, remote.infos, strict=True)]
     for k in (0, 1, 2):
         remote.shard(k)
@@ -196,26 +176,26 @@ def test_the_shard_used_longest_ago_makes_room(tmp_path: Path, local: TokenStore
 
 
 def test_a_limit_below_one_shard_is_an_error_at_once(tmp_path: Path, local: TokenStore, transfer: Transfer) -> None:
-    upload(local, "s3://corpus/small/web", transfer)
-    with pytest.raises(UserError, match=r"the cache may hold 100 bytes, but the shard s3://corpus/small/web\.0000"):
-        open_remote("s3://corpus/small/web", ShardCache(tmp_path / "cache", 100, transfer))
+    upload(local, "s3://bucket/small/web", transfer)
+    with pytest.raises(UserError, match=r"the cache may hold 100 bytes, but the shard s3://bucket/small/web\.0000"):
+        open_remote("s3://bucket/small/web", ShardCache(tmp_path / "cache", 100, transfer))
 
 
 def test_shards_in_use_elsewhere_are_waited_for_and_then_named(
     tmp_path: Path, local: TokenStore, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload(local, "s3://corpus/wait/web", transfer)
+    upload(local, "s3://bucket/wait/web", transfer)
     limit = max(about.size_bytes for about in local.infos)
     other = ShardCache(tmp_path / "cache", limit, transfer)  # stands for another process: its locks are its own
     mine = ShardCache(tmp_path / "cache", limit, transfer)
-    open_remote("s3://corpus/wait/web", other).shard(0)
+    open_remote("s3://bucket/wait/web", other).shard(0)
     monkeypatch.setattr("bessemer.data.store.remote._WAIT_S", 0.3)
     with pytest.raises(UserError, match=r"are in use, and the shard .*raise the limit to at least"):
-        open_remote("s3://corpus/wait/web", mine).shard(1)
+        open_remote("s3://bucket/wait/web", mine).shard(1)
     monkeypatch.setattr("bessemer.data.store.remote._WAIT_S", 30.0)
     timer = threading.Timer(0.3, other.close)
     timer.start()
-    open_remote("s3://corpus/wait/web", mine).shard(1)  # goes on as soon as the other is done
+    open_remote("s3://bucket/wait/web", mine).shard(1)  # goes on as soon as the other is done
     timer.join()
     assert len(cached(tmp_path / "cache")) == 1
 
@@ -224,9 +204,9 @@ def test_idle_shards_are_given_up(
     tmp_path: Path, local: TokenStore, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bessemer.data.store.remote._IDLE_S", 0.0)
-    upload(local, "s3://corpus/idle/web", transfer)
+    upload(local, "s3://bucket/idle/web", transfer)
     cache = ShardCache(tmp_path / "cache", transfer=transfer)
-    remote = open_remote("s3://corpus/idle/web", cache)
+    remote = open_remote("s3://bucket/idle/web", cache)
     remote.shard(0)
     deadline_s = time.monotonic() + 20
     while cache._leases and time.monotonic() < deadline_s:
@@ -238,25 +218,25 @@ def test_idle_shards_are_given_up(
 def test_many_threads_fetch_each_shard_once(
     tmp_path: Path, local: TokenStore, transfer: Transfer, network: Network
 ) -> None:
-    upload(local, "s3://corpus/threads/web", transfer)
+    upload(local, "s3://bucket/threads/web", transfer)
     network.requests.clear()
     remotes = [  # two caches over one folder are as two processes
-        open_remote("s3://corpus/threads/web", ShardCache(tmp_path / "cache", transfer=transfer)) for _ in range(2)
+        open_remote("s3://bucket/threads/web", ShardCache(tmp_path / "cache", transfer=transfer)) for _ in range(2)
     ]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda k: remotes[k % 2].shard(k % 5), range(40)))
     assert sorted(path for path in network.requests if path.endswith(".bin")) == [
-        f"corpus/threads/web.{k:05d}.bin" for k in range(5)
+        f"bucket/threads/web.{k:05d}.bin" for k in range(5)
     ]
 
 
 def test_two_that_find_a_shard_missing_at_once_fetch_it_once(
     tmp_path: Path, local: TokenStore, transfer: Transfer, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload(local, "s3://corpus/twice/web", transfer)
+    upload(local, "s3://bucket/twice/web", transfer)
     network.requests.clear()
     remotes = [
-        open_remote("s3://corpus/twice/web", ShardCache(tmp_path / "cache", transfer=transfer)) for _ in range(2)
+        open_remote("s3://bucket/twice/web", ShardCache(tmp_path / "cache", transfer=transfer)) for _ in range(2)
     ]
     real, both = shard_cache._lock, threading.Barrier(2, timeout=20)
     seen: list[str] = []
@@ -276,9 +256,9 @@ def test_two_that_find_a_shard_missing_at_once_fetch_it_once(
 
 
 def test_reading_keeps_a_shard_in_use(tmp_path: Path, local: TokenStore, transfer: Transfer) -> None:
-    upload(local, "s3://corpus/touch/web", transfer)
+    upload(local, "s3://bucket/touch/web", transfer)
     cache = ShardCache(tmp_path / "cache", transfer=transfer)
-    remotes = [open_remote("s3://corpus/touch/web", cache) for _ in range(2)]
+    remotes = [open_remote("s3://bucket/touch/web", cache) for _ in range(2)]
     remotes[0].shard(0)
     (lease,) = cache._leases.values()
     for remote in (remotes[0], remotes[1]):  # one that has it open, and one that has not
@@ -293,11 +273,11 @@ def test_a_block_that_comes_short_is_asked_for_again(
     tmp_path: Path, local: TokenStore, transfer: Transfer, network: Network
 ) -> None:
     """Also where no hash was published that would tell."""
-    upload(local, "s3://corpus/short/web", transfer)
+    upload(local, "s3://bucket/short/web", transfer)
     network.requests.clear()
     network.failing, network.short = {1, 2}, True
     size = local.infos[0].sizes["bin"]
-    transfer.download({str(tmp_path / "got"): ("s3://corpus/short/web.00000.bin", size)})
+    transfer.download({str(tmp_path / "got"): ("s3://bucket/short/web.00000.bin", size)})
     assert (tmp_path / "got").read_bytes() == Path(f"{local.prefixes[0]}.bin").read_bytes()
     assert len(network.requests) == 3
 
@@ -305,13 +285,13 @@ def test_a_block_that_comes_short_is_asked_for_again(
 def test_a_network_that_fails_for_a_while_is_endured(
     tmp_path: Path, local: TokenStore, transfer: Transfer, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload(local, "s3://corpus/flaky/web", transfer)
+    upload(local, "s3://bucket/flaky/web", transfer)
     monkeypatch.setattr("bessemer.data.store.remote._BLOCK_BYTES", 100)  # it fails in the middle of a file
     for network.short in (False, True):
         network.requests.clear()
         network.failing = {2, 3, 7}
         cache = ShardCache(tmp_path / f"cache{network.short}", transfer=transfer)
-        remote = open_remote("s3://corpus/flaky/web", cache)
+        remote = open_remote("s3://bucket/flaky/web", cache)
         assert np.array_equal(remote.slice(0, remote.tokens), local.slice(0, local.tokens))
         assert sum(path.endswith("00000.bin") for path in network.requests) > 5
 
@@ -319,11 +299,11 @@ def test_a_network_that_fails_for_a_while_is_endured(
 def test_a_network_that_stays_away_is_a_clear_error_and_leaves_nothing(
     tmp_path: Path, local: TokenStore, transfer: Transfer, network: Network
 ) -> None:
-    upload(local, "s3://corpus/dead/web", transfer)
+    upload(local, "s3://bucket/dead/web", transfer)
     network.failing = set(range(1, 1 + 3))  # one connection: the first block and no other is tried
     transfer = Transfer(transfer.storage, transfer.attempts, transfer.pause_s, connections=1)
     cache = ShardCache(tmp_path / "cache", transfer=transfer)
-    remote = open_remote("s3://corpus/dead/web", cache)
+    remote = open_remote("s3://bucket/dead/web", cache)
     with pytest.raises(UserError, match=r"web\.00000\.bin: failed 3 times, .*the line went dead.*check the network"):
         remote.slice(0, 5)
     assert cached(tmp_path / "cache") == []
@@ -331,25 +311,25 @@ def test_a_network_that_stays_away_is_a_clear_error_and_leaves_nothing(
 
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path, local: TokenStore, transfer: Transfer) -> None:
-    upload(local, "s3://corpus/damaged/web", transfer)
-    data = bytearray(transfer.read("s3://corpus/damaged/web.00001.bin"))
+    upload(local, "s3://bucket/damaged/web", transfer)
+    data = bytearray(transfer.read("s3://bucket/damaged/web.00001.bin"))
     data[7] ^= 1
-    transfer.write(bytes(data), "s3://corpus/damaged/web.00001.bin")
+    transfer.write(bytes(data), "s3://bucket/damaged/web.00001.bin")
     cache = ShardCache(tmp_path / "cache", transfer=transfer)
-    remote = open_remote("s3://corpus/damaged/web", cache)
+    remote = open_remote("s3://bucket/damaged/web", cache)
     remote.shard(0)
     with pytest.raises(UserError, match=r"web\.00001\.bin: is not what was published"):
         remote.shard(1)
     from bessemer.data.read.remote import file_system
 
-    fs, path = file_system("s3://corpus/damaged/web.00002.starts", transfer.storage)
+    fs, path = file_system("s3://bucket/damaged/web.00002.starts", transfer.storage)
     fs.rm_file(path)
     with pytest.raises(UserError, match=r"web\.00002\.starts: no such file"):
         remote.shard(2)
     assert len(cached(tmp_path / "cache")) == 1
-    transfer.write(b"{}", "s3://corpus/damaged/web.shards.json")
+    transfer.write(b"{}", "s3://bucket/damaged/web.shards.json")
     with pytest.raises(UserError, match="does not list the shards of a store"):
-        open_remote("s3://corpus/damaged/web", cache)
+        open_remote("s3://bucket/damaged/web", cache)
 
 
 def test_another_content_under_the_same_name_is_another_shard(
@@ -358,8 +338,8 @@ def test_another_content_under_the_same_name_is_another_shard(
     cache = ShardCache(tmp_path / "cache", transfer=transfer)
     for k in (0, 1):
         one = TokenStore(local.prefixes[k : k + 1])
-        upload(one, "s3://corpus/replaced/web", transfer)
-        assert_same(open_remote("s3://corpus/replaced/web", cache), one)
+        upload(one, "s3://bucket/replaced/web", transfer)
+        assert_same(open_remote("s3://bucket/replaced/web", cache), one)
 
 
 KILLED = """
@@ -370,7 +350,7 @@ from bessemer.data.store import remote as shard_cache
 from bessemer.data.store.remote import Transfer
 folder, server, limit = sys.argv[1:]
 remote = open_remote(
-    "s3://corpus/killed/web", ShardCache(folder, int(limit), Transfer({"endpoint_url": server}))
+    "s3://bucket/killed/web", ShardCache(folder, int(limit), Transfer({"endpoint_url": server}))
 )
 remote.shard(0)
 shard_cache.commit_store = lambda *_: (print("fetched", flush=True), threading.Event().wait())
@@ -379,12 +359,12 @@ remote.shard(1)
 
 
 def test_a_killed_process_leaves_nothing_in_the_way(
-    tmp_path: Path, local: TokenStore, transfer: Transfer, s3: str
+    tmp_path: Path, local: TokenStore, transfer: Transfer, s3_server: str
 ) -> None:
     """It dies while it uses one shard and has half-fetched another."""
-    upload(local, "s3://corpus/killed/web", transfer)
+    upload(local, "s3://bucket/killed/web", transfer)
     limit = 2 * max(about.size_bytes for about in local.infos)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "cache"), s3, str(limit)]
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "cache"), s3_server, str(limit)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "fetched\n"
     before = cached(tmp_path / "cache")
@@ -392,7 +372,7 @@ def test_a_killed_process_leaves_nothing_in_the_way(
     process.send_signal(signal.SIGKILL)
     process.wait()
     cache = ShardCache(tmp_path / "cache", limit, transfer)
-    remote = open_remote("s3://corpus/killed/web", cache)
+    remote = open_remote("s3://bucket/killed/web", cache)
     began_s = time.monotonic()
     remote.shard(2)
     assert not any(".partial-" in name for name in cached(tmp_path / "cache"))
@@ -403,15 +383,15 @@ def test_a_killed_process_leaves_nothing_in_the_way(
 
 
 def test_coming_steps_are_fetched_ahead(tmp_path: Path, local: TokenStore, transfer: Transfer) -> None:
-    upload(local, "s3://corpus/ahead/web", transfer)
+    upload(local, "s3://bucket/ahead/web", transfer)
     cache = ShardCache(tmp_path / "cache", transfer=transfer)
-    remote = open_remote("s3://corpus/ahead/web", cache)
+    remote = open_remote("s3://bucket/ahead/web", cache)
     order = StreamOrder([MixturePhase(0, quantise({"a": 1.0}))], {"a": sequence_count(remote.tokens, 16)}, 1)
     stream = BatchStream({"a": remote}, order, 16, StepPositions([BatchPhase(0, 4)]))
     wanted = {int(k) for k in remote._shard_of(stream.batch(0).sequences * 16).tolist()}
     cache.close()
     shutil.rmtree(tmp_path / "cache")
-    fresh = open_remote("s3://corpus/ahead/web", ShardCache(tmp_path / "cache", transfer=transfer))
+    fresh = open_remote("s3://bucket/ahead/web", ShardCache(tmp_path / "cache", transfer=transfer))
     stream = BatchStream({"a": fresh}, order, 16, StepPositions([BatchPhase(0, 4)]))
     stream.prefetch(0)
     deadline_s = time.monotonic() + 20
@@ -424,10 +404,10 @@ def test_coming_steps_are_fetched_ahead(tmp_path: Path, local: TokenStore, trans
 def test_fetching_ahead_takes_no_room_from_what_is_in_use(
     tmp_path: Path, local: TokenStore, transfer: Transfer
 ) -> None:
-    upload(local, "s3://corpus/room/web", transfer)
+    upload(local, "s3://bucket/room/web", transfer)
     limit = max(about.size_bytes for about in local.infos)
     cache = ShardCache(tmp_path / "cache", limit, transfer)
-    remote = open_remote("s3://corpus/room/web", cache)
+    remote = open_remote("s3://bucket/room/web", cache)
     remote.shard(0)
     used = cached(tmp_path / "cache")
     remote.prefetch(remote._token_starts[1:5], np.ones(4, np.int64))
@@ -435,5 +415,5 @@ def test_fetching_ahead_takes_no_room_from_what_is_in_use(
     while cache._queued and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert cached(tmp_path / "cache") == used and not cache._queued
-    manifest = json.loads(transfer.read("s3://corpus/room/web.shards.json"))
+    manifest = json.loads(transfer.read("s3://bucket/room/web.shards.json"))
     assert [about["documents"] for about in manifest["shards"]] == [8] * 5
