@@ -1,4 +1,4 @@
-"""Settings that every test shares, and the S3 server; other fixtures live beside the tests that use them."""
+"""Settings and fixtures for tests of several folders; other fixtures live beside the tests that use them."""
 
 import os
 import tempfile
@@ -20,6 +20,27 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def cpu_rates() -> dict[str, float]:
+    """What a run measures of the CPU before its first step."""
+    import torch
+
+    from bessemer.train import device
+
+    return device._probe(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def one_probe(cpu_rates: dict[str, float]) -> Iterator[None]:
+    """Runs of this module take the speed of the CPU from one measurement, instead of a probe at each start."""
+    from bessemer.train import device
+
+    genuine = device._probe
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "_probe", lambda unit: dict(cpu_rates) if unit.type == "cpu" else genuine(unit))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Names say what they hold, in the words of the field. Vague ones do not come back."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,9 +24,29 @@ VAGUE = {
 VALUES = ("found", "said", "told", "asked", "kept", "mine", "whole", "about", "odd")  # not fields: some are on disk
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+@cache
+def modules() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
+
+
+@cache
+def bound_names() -> dict[str, list[str]]:
+    """Names that functions, lambdas and comprehensions bind, arguments among them, with the places where they do."""
+    names: dict[str, list[str]] = {}
+
+    def visit(node: ast.AST, inside: bool, path: Path) -> None:
+        inside = inside or isinstance(node, ast.FunctionDef | ast.Lambda | ast.comprehension)
+        bound = node.arg if isinstance(node, ast.arg) else None
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound = node.id
+        if bound and inside:
+            names.setdefault(bound, []).append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside, path)
+
+    for path, tree in modules():
+        visit(tree, False, path)
+    return names
 
 
 def test_modules() -> None:
@@ -46,16 +66,7 @@ def test_classes() -> None:
 
 @pytest.mark.parametrize("word", VALUES)
 def test_values(word: str) -> None:
-    bad = []
-    for path, tree in modules():
-        for function in ast.walk(tree):
-            if isinstance(function, ast.FunctionDef | ast.Lambda | ast.comprehension):
-                for node in ast.walk(function):
-                    bound = node.arg if isinstance(node, ast.arg) else None
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                        bound = node.id
-                    if bound == word:
-                        bad.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    bad = bound_names().get(word, [])
     assert not bad, "\n".join([f"`{word}` does not say what the value is (losses, error, local_sum, ...):", *bad])
 
 

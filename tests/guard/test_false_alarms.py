@@ -50,7 +50,13 @@ def plateau(rng):
 FAMILIES = [small_batch, heavy_tails, learning_rate_steps, warm_up, plateau]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+FAST = (heavy_tails, warm_up)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family in FAST else pytest.mark.slow, id=family.__name__) for family in FAMILIES],
+)
 def test_healthy_steps_are_not_vetoed(family):
     loss, norm = family(np.random.default_rng(0))
     judge = Judge(GuardSpec(), torch.device("cpu"))

@@ -66,6 +66,11 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     return [found[rank] for rank in range(size)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def measured_once(one_probe: None) -> None:
+    """See `one_probe`."""
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Callable[..., list[Any]]:
     return on_ranks

@@ -82,7 +82,12 @@ def probed(spec: RunSpec, rows: list[int], full: bool) -> tuple[int, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "full"), [({"dp_replicate": 2}, True), ({"dp_replicate": 2}, False), ({"dp_shard": 2}, False)]
+    ("parallel", "full"),
+    [
+        ({"dp_replicate": 2}, True),
+        pytest.param({"dp_replicate": 2}, False, marks=pytest.mark.slow),
+        ({"dp_shard": 2}, False),
+    ],
 )
 def test_the_process_with_the_least_room_decides_for_all(
     ranks: Ranks, tmp_path: Path, parallel: dict[str, int], full: bool

@@ -21,9 +21,9 @@ from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job
 
 from .test_layouts import LAYOUTS, run_on, same, spec_of
-from .test_layouts import SHORT as STEPS
 
 Ranks = Callable[..., list[Any]]
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,11 @@ def judged(spec: RunSpec, poisoned: tuple[int, ...]) -> dict[str, Any]:
     return {"kind": outcome.kind, "vetoed": len(kept), "same": same_bits}
 
 
-@pytest.mark.parametrize("asked", [{"divide_optimizer": True}, {"compress": "powersgd", "rank": 2}], ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    [{"divide_optimizer": True}, pytest.param({"compress": "powersgd", "rank": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_veto_leaves_everything_and_the_run_goes_on(ranks: Ranks, folder: Path, asked: dict[str, Any]) -> None:
     """A gradient that is NaN must not come back through what PowerSGD remembers of it."""
     spec = spec_with(folder, f"veto-{next(iter(asked))}", **asked)
@@ -125,7 +129,14 @@ def test_a_veto_leaves_everything_and_the_run_goes_on(ranks: Ranks, folder: Path
     assert records[-1]["loss"] < records[5]["loss"]
 
 
-@pytest.mark.parametrize("change", [("two replicas", "one"), ("one", "two replicas"), ("two replicas", "two shards")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("two replicas", "one"),
+        ("one", "two replicas"),
+        pytest.param(("two replicas", "two shards"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_divided_optimizer_is_saved_whole(
     ranks: Ranks, folder: Path, alone: dict[str, list[float]], change: tuple[str, str]
 ) -> None:

@@ -56,7 +56,7 @@ def checkpoint(run: Run, step: int) -> Path:
     "layout", ["two shards", *(pytest.param(name, marks=pytest.mark.slow) for name in ("two replicas", "two by two"))]
 )
 def test_a_save_behind_is_the_save_at_once_and_is_continued(ranks: Ranks, spec_of: Spec, layout: str) -> None:
-    at_once = run_on(ranks, layout, spec_of("at-once", layout, behind=False))
+    at_once = run_on(ranks, layout, spec_of("at-once", layout, 12, behind=False))
     behind = run_on(ranks, layout, spec_of("behind", layout))
     for step in (4, 8):
         files = [verify(checkpoint(run, step)).files for run in (behind, at_once)]
@@ -67,8 +67,8 @@ def test_a_save_behind_is_the_save_at_once_and_is_continued(ranks: Ranks, spec_o
         assert set(found) == set(wanted) and len(wanted) > 20
         assert all(torch.equal(found[name].nan_to_num(), wanted[name].nan_to_num()) for name in wanted)
     assert [event["step"] for event in behind.events("saved")] == [4, 8]
-    more = [run_on(ranks, layout, spec_of(run.name, layout, 12)) for run in (at_once, behind)]
-    first, second = ([record["loss"] for record in run.metrics()] for run in more)
+    continued = run_on(ranks, layout, spec_of("behind", layout, 12))
+    first, second = ([record["loss"] for record in run.metrics()] for run in (at_once, continued))
     assert first == second and len(first) == 12
 
 

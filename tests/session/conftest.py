@@ -75,17 +75,31 @@ def train_until(spec: RunSpec, step: int) -> Outcome:
     return view.session.train()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def measured_once(one_probe: None) -> None:
+    """See `one_probe`."""
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "words.jsonl")
 
 
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of prepared data that runs of `make_spec` share."""
+    return tmp_path_factory.mktemp("prepared")
+
+
 @pytest.fixture
-def make_spec(corpus: Path, tmp_path: Path) -> Callable[..., RunSpec]:
-    """A spec with overrides: make_spec("name", budget={"steps": 10})."""
+def make_spec(corpus: Path, prepared: Path, tmp_path: Path) -> Callable[..., RunSpec]:
+    """A spec with overrides: make_spec("name", budget={"steps": 10}). Equal data is prepared once for all tests."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / ".data").symlink_to(prepared)
 
     def make(name: str = "run", **parts: Any) -> RunSpec:
-        return RunSpec.model_validate(spec_data(name, corpus, tmp_path / "runs", **parts))
+        return RunSpec.model_validate(spec_data(name, corpus, runs, **parts))
 
     return make
 

@@ -62,10 +62,16 @@ DESIGNS: dict[str, dict[str, Any]] = {
 }
 
 
-def spec_of(tmp_path: Path, design: dict[str, Any], steps: int, **more: Any) -> RunSpec:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that the corpus is prepared once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def spec_of(runs: Path, name: str, design: dict[str, Any], steps: int, **more: Any) -> RunSpec:
     return RunSpec.model_validate(
         {
-            "name": "run", "runs": str(tmp_path), "tokenizer": {"vocab": 512},
+            "name": name, "runs": str(runs), "tokenizer": {"vocab": 512},
             "data": {"context": 32, "sources": {"code": {"path": str(CORPUS), "format": "source"}}},
             "budget": {"steps": steps, "batch": 128}, "optimizer": {"lr": 3e-3}, "schedule": {"kind": "constant"},
             "precision": "fp32", "parallel": {"device": "cpu", "threads": 1},
@@ -76,19 +82,19 @@ def spec_of(tmp_path: Path, design: dict[str, Any], steps: int, **more: Any) -> 
 
 
 @pytest.mark.parametrize("name", DESIGNS)
-def test_a_design_trains_resumes_exactly_and_is_looked_into(name: str, tmp_path: Path) -> None:
+def test_a_design_trains_resumes_exactly_and_is_looked_into(name: str, runs: Path) -> None:
     design = DESIGNS[name]
-    assert train(spec_of(tmp_path / "whole", design, 12)).kind == "finished"
-    assert train(spec_of(tmp_path / "cut", design, 7)).kind == "finished"
-    assert train(spec_of(tmp_path / "cut", design, 12)).kind == "finished"  # from step 7, or 6 where it was saved
+    assert train(spec_of(runs, f"{name}-whole", design, 12)).kind == "finished"
+    assert train(spec_of(runs, f"{name}-cut", design, 7)).kind == "finished"
+    assert train(spec_of(runs, f"{name}-cut", design, 12)).kind == "finished"  # from step 7, or 6 where it was saved
     whole, cut = (
-        {record["step"]: (record["loss"], record["grad_norm"]) for record in Run(tmp_path / part / "run").metrics()}
+        {record["step"]: (record["loss"], record["grad_norm"]) for record in Run(runs / f"{name}-{part}").metrics()}
         for part in ("whole", "cut")
     )
     assert whole == cut  # dropout and masks are drawn from the seed and the row, not from what ran before
     assert len(whole) == 12
     if name != "masked":
-        model, tokenizer = load_trained(tmp_path / "cut" / "run")
+        model, tokenizer = load_trained(runs / f"{name}-cut")
         assert len("".join(stream_text(model, tokenizer, tokenizer.encode("import "), 4, (), Sampling(seed=1)))) >= 0
-    validations = list(Run(tmp_path / "whole" / "run").validations())
+    validations = list(Run(runs / f"{name}-whole").validations())
     assert validations[-1]["loss"] < validations[0]["loss"]

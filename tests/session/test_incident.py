@@ -39,8 +39,11 @@ def trouble_spec(name: str, corpus: Path, runs: Path, guard: dict[str, Any] | No
 
 
 @pytest.fixture
-def make(corpus: Path, tmp_path: Path) -> Make:
-    return lambda name="run", guard=None, **parts: trouble_spec(name, corpus, tmp_path / "runs", guard, **parts)
+def make(corpus: Path, prepared: Path, tmp_path: Path) -> Make:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / ".data").symlink_to(prepared)
+    return lambda name="run", guard=None, **parts: trouble_spec(name, corpus, runs, guard, **parts)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def losses(run: Run) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in run.metrics()]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.timeout(400)
 def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
     make_spec: Callable[..., RunSpec], tmp_path: Path, kills: int
@@ -72,7 +72,9 @@ def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
     assert losses(broken) == losses(whole)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)]
+)
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     make_spec: Callable[..., RunSpec], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

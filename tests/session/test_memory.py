@@ -16,6 +16,8 @@ from bessemer.session.session import run_folder, train
 from bessemer.spec.schema import RunSpec
 from bessemer.train.objective import Pretrain
 
+from .conftest import spec_data
+
 SMALL: dict[str, Any] = {
     "budget": {"steps": 12, "batch": 128}, "model": {"width": 32, "layers": 2, "heads": 2, "ffn": 64},
     "schedule": {"kind": "constant", "warmup": 1},
@@ -27,21 +29,27 @@ def trained(spec: RunSpec) -> tuple[str, list[float]]:
     return outcome.kind, [record["loss"] for record in Run.existing(run_folder(spec)).metrics()]
 
 
+@pytest.fixture(scope="module")
+def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    """Outcome and losses of a run without any of this."""
+    return trained(RunSpec.model_validate(spec_data("plain", corpus, tmp_path_factory.mktemp("plain"), **SMALL)))
+
+
 @pytest.mark.parametrize(
     "memory",
     [{"activations": "selective"}, {"activations": "full"}, {"activations": 0.5}, {"offload_activations": True}],
     ids=str,
 )
-def test_losses_do_not_depend_on_what_is_kept(make_spec: Callable[..., RunSpec], memory: dict[str, Any]) -> None:
-    plain = trained(make_spec("plain", **SMALL))
+def test_losses_do_not_depend_on_what_is_kept(
+    make_spec: Callable[..., RunSpec], plain: tuple[str, list[float]], memory: dict[str, Any]
+) -> None:
     assert plain[0] == "finished" and trained(make_spec("lean", memory=memory, **SMALL)) == plain
 
 
 def test_a_shortage_is_survived_and_remembered(
-    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+    make_spec: Callable[..., RunSpec], plain: tuple[str, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four rows do not fit from the fifth micro-batch on: the run goes on in twos, and so does its continuation."""
-    plain = trained(make_spec("plain", **SMALL))
     whole, sizes = Pretrain.loss, []
 
     def loss(self: Pretrain, model: Any, feed: Any, count: float) -> Any:
@@ -122,9 +130,8 @@ def test_a_gpu_that_cannot_hold_a_model_says_with_which_settings_it_would(make_s
 
 
 def test_a_shortage_in_an_update_ends_the_run_with_a_reason_and_its_last_checkpoint_goes_on(
-    make_spec: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+    make_spec: Callable[..., RunSpec], plain: tuple[str, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = trained(make_spec("plain", **SMALL))
     whole, steps = GuardedOptimizer.step, []
 
     def step(self: GuardedOptimizer, *arguments: Any) -> None:

@@ -125,7 +125,9 @@ def endless() -> Any:
     return iter(Flow().__iter__())
 
 
-@pytest.mark.parametrize(("dataset", "copies"), [(endless, "auto"), (Flow, "off"), (endless, "off")])
+@pytest.mark.parametrize(
+    ("dataset", "copies"), [(endless, "auto"), (Flow, "off"), pytest.param(endless, "off", marks=pytest.mark.slow)]
+)
 def test_an_iterable_is_read_on_after_a_rollback(tmp_path: Path, tokenizer: Path, dataset: Any, copies: str) -> None:
     """What has passed cannot be read again: the run goes back in its weights, and forward in its data."""
     guard = GuardSpec(

@@ -141,7 +141,10 @@ def test_a_spec_that_the_store_does_not_fit_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_exits_with_2_where_the_bucket_cannot_be_reached(published: Published, tmp_path: Path) -> None:
+def test_the_command_exits_with_2_where_the_bucket_cannot_be_reached(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own pauses would take most of the time
     spec = published.spec(
         "lost", tmp_path / "runs", store=published.store(storage={"endpoint_url": "http://127.0.0.1:9"})
     )

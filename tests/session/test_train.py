@@ -17,7 +17,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.train import step as one_step
 from bessemer.train.job import Job, Outcome
 
-from .conftest import Faults, train_until
+from .conftest import Faults, spec_data, train_until
 
 Make = Callable[..., RunSpec]
 
@@ -60,16 +60,23 @@ def test_the_same_command_again_says_that_it_is_done(make_spec: Make) -> None:
     assert len(losses(spec)) == 5
 
 
-@pytest.mark.parametrize("stop", [3, 8, 27, 38])  # 8 and 38: as an evaluation is due, and the last one
-def test_a_resumed_run_equals_an_unbroken_one_digit_for_digit(make_spec: Make, stop: int) -> None:
-    whole, broken = make_spec("whole"), make_spec("broken")
-    train(whole)
+@pytest.fixture(scope="module")
+def unbroken(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """A run of 40 steps that was never stopped."""
+    spec = RunSpec.model_validate(spec_data("whole", corpus, tmp_path_factory.mktemp("whole")))
+    assert train(spec).kind == "finished"
+    return spec
+
+
+@pytest.mark.parametrize("stop", [3, 8, 38])  # 8 and 38: as an evaluation is due, and the last one
+def test_a_resumed_run_equals_an_unbroken_one_digit_for_digit(make_spec: Make, unbroken: RunSpec, stop: int) -> None:
+    broken = make_spec("broken")
     assert train_until(broken, stop).kind == "interrupted"
     assert Run(run_folder(broken)).state == "interrupted"
     assert train(broken).kind == "finished"
-    assert losses(broken) == losses(whole)
+    assert losses(broken) == losses(unbroken)
     assert [r["loss"] for r in Run(run_folder(broken)).validations()] == [
-        r["loss"] for r in Run(run_folder(whole)).validations()
+        r["loss"] for r in Run(run_folder(unbroken)).validations()
     ]
 
 
@@ -142,10 +149,9 @@ def test_what_is_updated_in_the_backward_pass_is_not_left_half_way(make_spec: Ma
 
 
 def test_metrics_past_the_checkpoint_are_cut_and_the_cut_is_an_event(
-    make_spec: Make, monkeypatch: pytest.MonkeyPatch
+    make_spec: Make, unbroken: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, broken = make_spec("whole"), make_spec("broken")
-    train(whole)
+    broken = make_spec("broken")
     genuine = one_step.compute_step
 
     def fail_at_25(job: Any, step: int, *rest: Any) -> Any:
@@ -161,7 +167,7 @@ def test_metrics_past_the_checkpoint_are_cut_and_the_cut_is_an_event(
     monkeypatch.setattr(one_step, "compute_step", genuine)
     train(broken)
     assert events(broken, "metrics_cut")[-1]["from_step"] == 20
-    assert losses(broken) == losses(whole)
+    assert losses(broken) == losses(unbroken)
 
 
 def test_another_stream_is_refused_by_name(make_spec: Make) -> None:
@@ -204,9 +210,8 @@ def test_another_guard_window_starts_empty_and_the_run_goes_on(make_spec: Make) 
     assert train(make_spec(guard={"window": 64})).kind == "finished"
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(make_spec: Make) -> None:
-    whole, broken = make_spec("whole"), make_spec("broken", checkpoint={"every": 10, "keep_last": 3})
-    train(whole)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(make_spec: Make, unbroken: RunSpec) -> None:
+    broken = make_spec("broken", checkpoint={"every": 10, "keep_last": 3})
     train_until(broken, 25)
     newest = sorted((run_folder(broken) / "checkpoints").iterdir())[-1]
     shard = newest / "__0_0.distcp"
@@ -215,7 +220,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(make_spec: Make)
     shard.write_bytes(content)
     train(broken)
     assert newest.name in events(broken, "checkpoint_passed_over")[-1]["checkpoint"]
-    assert losses(broken) == losses(whole)
+    assert losses(broken) == losses(unbroken)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(make_spec: Make) -> None:

@@ -69,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str
     return home, spec, found
 
 
-@pytest.mark.parametrize("workers", [2, 7])
+@pytest.mark.parametrize("workers", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_bytes(made, workers: int) -> None:
     home, spec, expected = made
     shutil.rmtree(home / "runs")

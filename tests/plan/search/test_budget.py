@@ -102,7 +102,12 @@ def test_types_that_were_not_searched_could_not_have_been_cheaper() -> None:
             r"4e\+22 FLOPs, or [\d,]+ hours of .* times the budget; nearest: --budget \d+usd, or --tokens",
         ),
         ("1000usd", None, r"times the budget; nearest: --budget"),
-        ("40000usd", "1d", r"times the budget; nearest: --budget .*--deadline \d+d with \d+ x"),
+        pytest.param(
+            "40000usd",
+            "1d",
+            r"times the budget; nearest: --budget .*--deadline \d+d with \d+ x",
+            marks=pytest.mark.slow,
+        ),
         (None, "1h", r"no 16,384 GPUs of any type .* nearest: --deadline \d+d with"),
     ],
 )
