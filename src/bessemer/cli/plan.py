@@ -47,18 +47,14 @@ AS_JSON = typer.Option(False, "--json", help="Print JSON.")
 
 @app.command()
 def run(
-    spec: Path | None = SPEC,
-    model: str | None = MODEL,
-    tokens: str | None = TOKENS,
-    gpus: str | None = GPUS,
-    network: str | None = NETWORK,
-    settings: list[str] = SETTINGS,
+    spec: Path | None = SPEC, model: str | None = MODEL, tokens: str | None = TOKENS, gpus: str | None = GPUS,
+    network: str | None = NETWORK, settings: list[str] = SETTINGS,
     tokens_per_second: str | None = typer.Option(
         None, "--tokens-per-second", help="Refuse the plan if it is slower than this, with the arithmetic."
     ),
     write: Path | None = WRITE,
     as_json: bool = AS_JSON,
-) -> None:
+) -> None:  # fmt: skip
     """Plan a training run on given GPUs, or a spec on this machine. Without enough options it asks on a terminal.
 
     Example: bessemer plan run --model 7b --tokens 100B --gpus 8xA100-80GB
@@ -129,16 +125,12 @@ def search(
 
 @app.command()
 def simulate(
-    spec: Path | None = SPEC,
-    model: str | None = MODEL,
-    tokens: str | None = TOKENS,
-    gpus: str | None = GPUS,
-    network: str | None = NETWORK,
-    settings: list[str] = SETTINGS,
+    spec: Path | None = SPEC, model: str | None = MODEL, tokens: str | None = TOKENS, gpus: str | None = GPUS,
+    network: str | None = NETWORK, settings: list[str] = SETTINGS,
     picture: Path | None = typer.Option(None, "--picture", help="Draw the timeline of one step: FILE.svg."),
     seed: int = typer.Option(0, "--seed", help="Seed of the random failures and delays."),
     as_json: bool = AS_JSON,
-) -> None:
+) -> None:  # fmt: skip
     """Simulate a planned run with failures, stragglers and preemptions: spread of its finish and cost, and what-ifs.
 
     Example: bessemer plan simulate --model 70b --tokens 2T --gpus 4096xH100 --picture step.svg
