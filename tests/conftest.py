@@ -1,7 +1,9 @@
 """Settings and fixtures for tests of several folders; other fixtures live beside the tests that use them."""
 
 import os
+import shutil
 import tempfile
+from pathlib import Path
 
 # Before anything imports torch: xdist's workers share the cores, so each gets one thread. Child processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +22,11 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+# Runs sync what they save. On a slow disk the tests would mostly wait for it: temporary files are in memory instead.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4e9:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 @pytest.fixture(scope="session")
