@@ -241,7 +241,7 @@ def test_passes_without_an_update_leave_no_old_weights_behind(
     more: dict[str, Any] = {
         "guard": {"warmup": 8, "window": 16, "suspect_sigma": 0.01, "trial": {"budget": "600s", "share": "100%"}},
         "model": MODEL, "optimizer": {**GENTLE, "ema": 0.9},
-        "evaluate": {"every": "5 steps", "tokens": 256}, "budget": {"steps": 14, "batch": 256, "micro_batch": 2},
+        "evaluate": {"every": "5 steps", "tokens": 256}, "budget": {"steps": 24, "batch": 256, "micro_batch": 2},
         "schedule": {"kind": "constant", "warmup": 0},
     }  # fmt: skip
     parallel = {"device": "cpu", "threads": 1}

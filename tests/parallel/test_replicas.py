@@ -147,7 +147,7 @@ def test_a_divided_optimizer_is_saved_whole(
         asked = {"divide_optimizer": True} if "shards" not in layout else {}
         return spec_with(folder, name, layout, steps, **asked)
 
-    run_on(ranks, before, spec(before, STEPS // 2))
+    run_on(ranks, before, spec(before, 8))  # where an evaluation is due
     found = run_on(ranks, after, spec(after, STEPS))
     same(found, alone)
 
