@@ -3,12 +3,16 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from bessemer.data.stream.batches import Batch
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.export.hf import open_native, to_hf
 from bessemer.run.directory import Run
@@ -16,10 +20,10 @@ from bessemer.session.session import Session, run_folder
 from bessemer.spec.data import TokenizerSpec
 from bessemer.spec.model import ModelSpec
 from bessemer.spec.schema import RunSpec
-from bessemer.train.job import Outcome
+from bessemer.train.job import Job, Outcome
 from bessemer.train.trained import load_trained
 
-from .conftest import spec_data
+from .conftest import Faults, spec_data
 
 transformers = pytest.importorskip("transformers")
 
@@ -195,3 +199,38 @@ def test_bad_rows_and_settings_are_refused_by_place(make: Callable[..., RunSpec]
         Session(spec).train()
     with pytest.raises(ValueError, match="no objective 'sft'; write pretrain, classify, or your own class"):
         make(objective="sft")
+
+
+class FlippedLabels(Faults):
+    """The labels of one step's rows are the wrong ones, whenever it is read."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def attach(self, job: Job, tokenizer: Tokenizer) -> None:
+        super().attach(job, tokenizer)
+        start, stop = job.data.stream.steps.range(self.step)
+
+        class Flip:
+            identity: dict[str, Any] = {}
+
+            def __call__(self, batch: Batch) -> Batch:
+                flipped = (batch.positions >= start) & (batch.positions < stop)
+                labels = batch.fields["label"]
+                wrong = np.where(flipped[:, None, None], 1 - labels, labels)
+                return replace(batch, fields={"label": wrong})
+
+        job.data.stream.transforms = (*job.data.stream.transforms, Flip())
+
+
+def test_a_burst_of_flipped_labels_is_vetoed_and_the_run_goes_on(make: Callable[..., RunSpec]) -> None:
+    spec = make(budget={"steps": 260, "batch": 1024}, guard={"warmup": 32, "window": 64, "trial": {"enabled": False}})
+    outcome = Session(spec, faults=FlippedLabels(220)).train()
+    assert outcome.kind == "finished" and outcome.validation is not None and outcome.validation["accuracy"] > 0.95
+    records = list(Run(run_folder(spec)).metrics())
+    before = [record["loss"] for record in records[200:220]]
+    assert max(before) < 0.5 and records[220]["loss"] > 3
+    assert [(event["step"], event["reason"]) for event in Run(run_folder(spec)).events("veto")] == [
+        (220, "loss outlier")
+    ]
+    assert not list(Run(run_folder(spec)).events("rollback"))

@@ -151,5 +151,5 @@ def test_numbers_of_several_labels_and_of_a_regression():
 
 def test_the_guard_knows_the_scale_of_the_loss():
     judged = Classify(SPECS["single"], True, 2.0).judged
-    assert (judged.level, judged.least_norm, judged.examine) == (math.log(3), 2.0, False)
+    assert (judged.level, judged.least_norm, judged.examine) == (math.log(3), 60.0, False)
     assert Classify(SPECS["regression"], True, 1.0, spread=4.0).judged.row == 36.0

@@ -31,6 +31,7 @@ from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.curriculum import curriculum_note, length_score, measure_by_score, rank_rows
 from bessemer.data.stream.exclusions import FILE_NAME, banned_documents, find_offers, read_exclusions
+from bessemer.data.stream.groups import GROUP, GroupRows
 from bessemer.data.stream.noise import make_noise
 from bessemer.data.stream.order import BatchPhase, CurriculumRanking, MixturePhase, Segment, StepPositions, StreamOrder
 from bessemer.data.stream.packing import BestFitRows, open_best_fit
@@ -231,6 +232,8 @@ def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutS
 
 def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
     store = prepared.train[name]
+    if GROUP in store.fields:
+        return GroupRows(store, context)
     if spec.data.packing == "best_fit":
         index = f"{name}.best-fit-{context}"
         if prepared.url and not (prepared.folder / f"{index}.json").exists():

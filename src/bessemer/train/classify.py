@@ -27,13 +27,16 @@ from bessemer.train.objectives import PADDING, ObjectiveBatch, pieces
 
 LABEL = "label"
 WRONG_ROW = 10.0  # nats that a row costs which a trained classifier is sure of and gets wrong (p = 5e-5)
+# Times the clipping limit below which gradient norms are alike: one wrong row among 16 had 20 times the limit and 200
+# times the usual norm, which falls with the loss.
+LEAST_NORM = 30.0
 WRONG_NUMBER = 9.0  # variances that a number costs which is three standard deviations away
 SQUARES = 4  # n, sum and sum of squares of the labels, and of squared errors, of a regression
 
 
 class Classify(Objective):
-    """`spread` is the variance of a regression's labels. `clip` is the limit of the gradient norm: below it, norms are
-    not judged, since those of a loss near zero vary by orders of magnitude from one hard row to the next."""
+    """`spread` is the variance of a regression's labels. `clip` is the limit of the gradient norm. Norms near
+    it are not judged: those of a loss near zero vary by orders of magnitude from one hard row to the next."""
 
     def __init__(
         self, spec: ClassifySpec, causal: bool, clip: float, dropout_seed: int | None = None, spread: float = 1.0
@@ -42,11 +45,13 @@ class Classify(Objective):
         self.spec, self.causal, self.pool = spec, causal, spec.pool_for(causal)
         if spec.problem == "regression":
             self.metrics: tuple[str, ...] = ("mae",)
-            self.judged = JudgedNumber(row=WRONG_NUMBER * spread, level=spread, least_norm=clip, examine=False)
+            self.judged = JudgedNumber(
+                row=WRONG_NUMBER * spread, level=spread, least_norm=LEAST_NORM * clip, examine=False
+            )
         else:
             self.metrics = ("accuracy",)
             chance = math.log(2 if spec.problem == "multi" else len(spec.labels))
-            self.judged = JudgedNumber(row=WRONG_ROW, level=chance, least_norm=clip, examine=False)
+            self.judged = JudgedNumber(row=WRONG_ROW, level=chance, least_norm=LEAST_NORM * clip, examine=False)
 
     def inputs(self, batch: Batch) -> ObjectiveBatch:
         """Targets are labels, or for a text with several values the number of its document."""

@@ -221,6 +221,10 @@ class BatchStream:
         for k, at in groups:
             tokens[at], targets[at], weights[at], documents[at], fields = self._block(k, sequences[at], positions[at])
             parts.append((at, fields))
+        first = self._rows[0]
+        if not parts and isinstance(first, StoreRows):  # rows of padding have empty fields
+            nothing = np.empty(0, np.int64)
+            parts = [(np.arange(shape[0]), first.fields(Spans(*[nothing] * 5), shape[0]))]
         return Batch(tokens, targets, weights, documents, positions, sources, sequences, join_fields(parts, shape[0]))
 
     def _block(
