@@ -30,7 +30,7 @@ class Store:
         self.tokens, self.documents = int(self.starts[-1]), len(lengths)
         self.data = 100 + np.arange(self.tokens)
         self.data[self.starts[1:] - 1] = EOS
-        self.masked = kept is not None
+        self.masked, self.fields = kept is not None, {}
         self.kept = np.resize(np.array(kept if kept else [True]), self.tokens).astype(np.float32)
         self.fingerprint = f"{lengths}"
 

@@ -41,7 +41,7 @@ class Store:
         self.starts = np.cumsum([0, *lengths])
         self.tokens, self.documents = int(self.starts[-1]), len(lengths)
         self.data = (first_token + np.arange(self.tokens)).astype(np.uint32)
-        self.mask, self.masked = mask, mask is not None
+        self.mask, self.masked, self.fields = mask, mask is not None, {}
         self.gathers = 0
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -125,7 +125,11 @@ def same(one: Batch, other: Batch) -> bool:
 
 def joined(batches: list[Batch]) -> Batch:
     """The batches' rows in one, without padding."""
-    arrays = {f.name: np.concatenate([getattr(batch, f.name) for batch in batches]) for f in fields(Batch)}
+    arrays = {
+        f.name: np.concatenate([getattr(batch, f.name) for batch in batches])
+        for f in fields(Batch)
+        if f.name != "fields"
+    }
     return Batch(**{name: array[arrays["positions"] >= 0] for name, array in arrays.items()})
 
 
