@@ -33,7 +33,7 @@ class Finder(torch.nn.Module):
 
     def __init__(self, vocab: int, reach: int) -> None:
         super().__init__()
-        self.shape = ModelShape(vocab, 8, 1, 1, 1, 8, 0)
+        self.shape = ModelShape(vocab, 8, 1, 1, 1, 8, 0, wrapped="{}")  # no native layers
         self.reach, self.head_weight = reach, torch.eye(vocab)
 
     def new_caches(self) -> list[Any]:

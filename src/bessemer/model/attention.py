@@ -86,6 +86,15 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Returns (B, T, N, E). `cap` bounds the scaled logits by a tanh; `bias_1NTS` is added after that."""
     T, S, device = q_BTND.shape[1], k_BSKD.shape[1], q_BTND.device
+    if attention_mask.slots_B is not None and device.type != "cuda":
+        k_BSKD, v_BSKE = (x[attention_mask.slots_B, : attention_mask.keys] for x in (k_BSKD, v_BSKE))
+        S = attention_mask.keys
+    elif attention_mask.slots_B is not None:
+        from bessemer.model.generate.kernels import decode_attention
+
+        assert attention_mask.starts_B is not None
+        rows = attention_mask.slots_B, attention_mask.starts_B
+        return decode_attention(q_BTND[:, 0], k_BSKD, v_BSKE, *rows, window, scale, cap)[:, None]
     call = AttentionCall(
         T, S, q_BTND.shape[-1], v_BSKE.shape[-1], v_BSKE.dtype, device.type, masked=not attention_mask.plain(window, S),
         scattered=attention_mask.prefix_BT is not None or attention_mask.blocks[0] > 0, capped=cap is not None,
@@ -257,7 +266,7 @@ class SelfAttention(nn.Module, ABC):
         def attend_full_rows(q_BTND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor) -> Tensor:
             return attend(
                 q_BTND, k_BSKD, v_BSKE, inputs.attention_mask, self.window, self.scale, self.shape.attention_cap,
-                inputs.bias_1NTS, self.dropout if self.training else 0.0, self.backend,
+                inputs.bias_1NTS, self.dropout if self.training else 0.0, inputs.attention_mask.backend or self.backend,
             )  # fmt: skip
 
         exchange = inputs.attention_mask.exchange
@@ -282,7 +291,10 @@ class Attention(SelfAttention):
             self.key_norm = make_norm(shape, kv_width if full else shape.head_dim)
 
     def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.query(x_BTW), self.key(x_BTW), self.value(x_BTW)
+        return self.arrange(self.query(x_BTW), self.key(x_BTW), self.value(x_BTW), rotary)
+
+    def arrange(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections by head, normed and rotated."""
         if self.shape.qk_norm == "full":
             q, k = self.query_norm(q), self.key_norm(k)
         q_BTND, k_BTKD, v_BTKD = (x.unflatten(-1, (-1, self.shape.head_dim)) for x in (q, k, v))
@@ -294,7 +306,8 @@ class Attention(SelfAttention):
 
 
 class LatentAttention(SelfAttention):
-    """DeepSeek's multi-head latent attention (MLA). The cache holds full keys and values instead of the latent."""
+    """DeepSeek's multi-head latent attention (MLA): keys and values are computed from a small latent vector, which is
+    what generation caches."""
 
     def __init__(self, shape: ModelShape, layer: int = 0) -> None:
         super().__init__(shape, layer)
@@ -311,17 +324,37 @@ class LatentAttention(SelfAttention):
         self.kv = nn.Linear(mla.kv_rank, shape.heads * (mla.nope_dim + mla.value_dim), bias=False)
         self.out = nn.Linear(shape.heads * mla.value_dim, shape.width, bias=shape.out_bias)
 
-    def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        mla, heads = self.mla, self.shape.heads
+    def _projections(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries without and with rotary positions (B, T, N, D each), the latent (B, T, R), and the rotary part of the
+        keys (B, T, 1, D), shared by all heads."""
+        mla = self.mla
         q = x_BTW if mla.q_rank is None else self.query_norm(self.query_down(x_BTW))
-        q_BTND = self.query(q).unflatten(-1, (heads, -1))
-        latent, k_rope = self.kv_down(x_BTW).split((mla.kv_rank, mla.rope_dim), dim=-1)
-        kv = self.kv(self.kv_norm(latent)).unflatten(-1, (heads, -1))
-        k_nope, v_BTNE = kv.split((mla.nope_dim, mla.value_dim), dim=-1)
+        q_BTND = self.query(q).unflatten(-1, (self.shape.heads, -1))
         q_nope, q_rope = q_BTND.split((mla.nope_dim, mla.rope_dim), dim=-1)
-        k_rope = k_rope[:, :, None]  # shared by all heads
+        latent_BTR, k_rope = self.kv_down(x_BTW).split((mla.kv_rank, mla.rope_dim), dim=-1)
+        k_rope = k_rope[:, :, None]
         if rotary is not None:
             q_rope, k_rope = (rotate(x, *rotary, self.interleaved) for x in (q_rope, k_rope))
+        return q_nope, q_rope, self.kv_norm(latent_BTR), k_rope
+
+    def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        mla, heads = self.mla, self.shape.heads
+        q_nope, q_rope, latent_BTR, k_rope = self._projections(x_BTW, rotary)
+        k_nope, v_BTNE = self.kv(latent_BTR).unflatten(-1, (heads, -1)).split((mla.nope_dim, mla.value_dim), dim=-1)
         q_BTND = torch.cat((q_nope, q_rope), dim=-1)
         k_BTND = torch.cat((k_nope, k_rope.expand(-1, -1, heads, -1)), dim=-1)
         return q_BTND, k_BTND, v_BTNE
+
+    def forward(self, x_BTW: Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Tensor:
+        """With a cache, attention runs in the latent space: the up-projection of keys moves to the queries and that of
+        values behind the weighted sum, so the cache holds only the latent and the keys' rotary part."""
+        if cache is None:
+            return super().forward(x_BTW, inputs)
+        mla = self.mla
+        q_nope, q_rope, latent_BTR, k_rope = self._projections(x_BTW, self.rotary(inputs))
+        k_BS1R, _ = cache.extend(torch.cat((latent_BTR[:, :, None], k_rope), dim=-1), k_rope[..., :0])
+        up_NDR = self.kv.weight.view(self.shape.heads, -1, mla.kv_rank)
+        up_k, up_v = up_NDR.split((mla.nope_dim, mla.value_dim), dim=1)
+        q_BTNR = torch.cat((torch.einsum("btnd,ndr->btnr", q_nope, up_k.to(q_nope.dtype)), q_rope), dim=-1)
+        out_BTNR = self.attend(q_BTNR, k_BS1R, k_BS1R[..., : mla.kv_rank], inputs)
+        return self.out(torch.einsum("btnr,nvr->btnv", out_BTNR, up_v.to(out_BTNR.dtype)).flatten(2))

@@ -44,6 +44,11 @@ class AttentionMask:
     router_mask_BT: Tensor | None = None  # positions that count for router balance; None: all
     cu_seqlens: tuple[Tensor, int] | None = None  # from `compute_cu_seqlens`, if the host computed them
     exchange: ContextExchange | None = None  # context parallelism; `documents_BT` still covers full rows
+    starts_B: Tensor | None = None  # generation: the position of each row's first query, if rows differ
+    keys: int = 0  # generation, with `starts_B`: cached keys of each row
+    slots_B: Tensor | None = None  # generation on a GPU: keys and values are the complete cache, and these its rows
+    separate: bool = False  # generation: each document is cached alone, so its rotary positions start at 0
+    backend: str | None = None  # generation: attention backend instead of the layers' own
     _masks: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Any] = field(default_factory=dict)
     _starts: tuple[list[int], list[int]] | None = None
@@ -51,7 +56,7 @@ class AttentionMask:
     def plain(self, window: int, length: int) -> bool:
         """Whether the mask is causality alone or nothing: fused kernels then need no mask tensor."""
         windowed = (window and window < length) or self.blocks[0]
-        return self.documents_BT is None and self.prefix_BT is None and not windowed
+        return self.documents_BT is None and self.prefix_BT is None and self.starts_B is None and not windowed
 
     def can_attend(self, window: int) -> MaskFunction:
         """Predicate over broadcastable (row, head, query, key) indices. Every form of the mask derives from it."""
@@ -79,6 +84,9 @@ class AttentionMask:
             return None
         assert T == S or self.documents_BT is None, "generation has one document"
         key = (window if window < S else 0, T, S)
+        if key not in self._masks and self.starts_B is not None:
+            q_B1T1 = self.positions(0, T, device)[:, None, :, None]
+            self._masks[key] = self.can_attend(key[0])(0, 0, q_B1T1, torch.arange(S, device=device))
         if key not in self._masks:
             batched = self.documents_BT if self.documents_BT is not None else self.prefix_BT
             b_B111 = torch.arange(1 if batched is None else len(batched), device=device)[:, None, None, None]
@@ -148,6 +156,8 @@ class AttentionMask:
 
     def row_length(self, start: int, T: int) -> int:
         """Columns of a full row: `start` cached ones and T new ones for every context-parallel rank."""
+        if self.starts_B is not None:
+            return self.keys
         return start + T * (self.exchange.size if self.exchange else 1)
 
     def local_columns(self, start: int, T: int, device: torch.device) -> slice | Tensor:
@@ -156,14 +166,26 @@ class AttentionMask:
             slice(start, start + T) if self.exchange is None else self.exchange.part(self.row_length(start, T), device)
         )
 
+    def rotary_columns(self, start: int, T: int, device: torch.device) -> slice | Tensor:
+        """Rows of the rotary table for these T positions. In training only distances matter, and columns serve."""
+        if self.starts_B is not None or self.separate:
+            return self.positions(start, T, device)
+        return self.local_columns(start, T, device)
+
     def positions(self, start: int, T: int, device: torch.device) -> Tensor:
         """(B or 1, T): each position counted from the start of its document."""
+        if self.starts_B is not None:
+            return self.starts_B[:, None] + torch.arange(T, device=device)
         S = self.row_length(start, T) if self.documents_BT is None else self.documents_BT.shape[1]
         positions = torch.arange(S, device=device)[None]
         if self.documents_BT is not None:
             starts = torch.where(_starts_document(self.documents_BT), positions, 0).cummax(dim=1).values
             positions = positions - starts
         return positions[:, self.local_columns(start, T, device)]
+
+    def key_positions(self, S: int, device: torch.device) -> Tensor:
+        """(B or 1, S): the positions of all keys."""
+        return torch.arange(S, device=device)[None] if self.starts_B is not None else self.positions(0, S, device)
 
 
 def compute_cu_seqlens(documents_BT: Tensor) -> tuple[Tensor, int]:

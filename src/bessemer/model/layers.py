@@ -298,6 +298,13 @@ class RelativeBias(nn.Module):
         # Window w is the row of query T - 1 - w. Indexing all pairs would need an int64 index of T * S.
         return line_NL.unfold(1, S, 1).flip(1)[None]
 
+    def of_queries(self, positions_BT: Tensor, S: int) -> Tensor:
+        """(B, N, T, S) for queries at the given positions and keys at 0 to S - 1."""
+        keys_S = torch.arange(S, device=positions_BT.device)
+        distance_BTS = (keys_S - positions_BT[..., None]).clamp(-self.max_distance, self.max_distance)
+        buckets_BTS = self._lookup(positions_BT.device)[distance_BTS + self.max_distance]
+        return self.weight[buckets_BTS].permute(0, 3, 1, 2)
+
     def _lookup(self, device: torch.device) -> Tensor:
         """Buckets of the distances from -max to max. Computed on the CPU: a GPU's logarithm may round differently."""
         if device not in self._lookups:

@@ -12,7 +12,7 @@ Weight initialisation, independent of order and parallel layout: each parameter 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -155,15 +155,21 @@ class Decoder(nn.Module):
     ) -> AttentionInputs:
         """The inputs shared by all blocks. `length` is the number of columns if `x_BTW` holds only some of them."""
         T = length or x_BTW.shape[1]
-        S, columns = attention_mask.row_length(start, T), attention_mask.local_columns(start, T, x_BTW.device)
+        S, columns = attention_mask.row_length(start, T), attention_mask.rotary_columns(start, T, x_BTW.device)
         bias_1NTS = None
         if self.shape.positions == "alibi":
             slopes_N = alibi_slopes(self.shape.heads).to(x_BTW.device)
             if self.shape.alibi_rounded:
-                positions_BS = attention_mask.positions(0, S, x_BTW.device)
+                positions_BS = attention_mask.key_positions(S, x_BTW.device)
                 bias_1NTS = alibi_rounded(slopes_N, positions_BS).to(x_BTW.dtype) * self.shape.head_dim**-0.5
+            elif attention_mask.starts_B is not None:
+                query_BT1 = attention_mask.positions(0, T, x_BTW.device)[..., None]
+                distance_BTS = torch.arange(S, device=x_BTW.device) - query_BT1
+                bias_1NTS = -slopes_N[:, None, None] * distance_BTS.abs()[:, None]
             else:
                 bias_1NTS = alibi_bias(slopes_N, x_BTW.shape[1], S)
+        elif self.shape.positions == "relative" and attention_mask.starts_B is not None:
+            bias_1NTS = self.relative.of_queries(attention_mask.positions(0, T, x_BTW.device), S)
         elif self.shape.positions == "relative":
             bias_1NTS = self.relative(x_BTW.shape[1], S, x_BTW.device)
 
@@ -308,21 +314,25 @@ class TransformerBlock(nn.Module):
     def mixer_input(self, x_BTW: Tensor) -> Tensor:
         return x_BTW if self.shape.norm_place in ("post", "branch") else self.attention_norm(x_BTW)
 
-    def finish(self, x_BTW: Tensor, h_BTW: Tensor | None, mixed_BTW: Tensor, router_mask_BT: Tensor | None) -> Tensor:
-        """Everything after the mixer, whose input was `h_BTW`."""
+    def finish(
+        self, x_BTW: Tensor, h_BTW: Tensor | None, mixed_BTW: Tensor, router_mask_BT: Tensor | None,
+        feed: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Everything after the mixer, whose input was `h_BTW`. `feed` replaces the feed-forward part."""
         norm_place = self.shape.norm_place
+        feed = self.feed if feed is None else feed
         if self.shape.parallel != "none":
             g_BTW = h_BTW if self.shape.parallel == "one_norm" else self.ffn_norm(x_BTW)
             assert g_BTW is not None
-            return x_BTW + mixed_BTW + self.feed(g_BTW, router_mask_BT)
+            return x_BTW + mixed_BTW + feed(g_BTW, router_mask_BT)
         if norm_place == "post":
             x_BTW = self.attention_norm(x_BTW + mixed_BTW)
-            return self.ffn_norm(x_BTW + self.feed(x_BTW, router_mask_BT))
+            return self.ffn_norm(x_BTW + feed(x_BTW, router_mask_BT))
         after = norm_place in ("sandwich", "branch")
         x_BTW = x_BTW + (self.attention_out_norm(mixed_BTW) if after else mixed_BTW)
         if not self.has_ffn:
             return x_BTW
-        fed_BTW = self.feed(x_BTW if norm_place == "branch" else self.ffn_norm(x_BTW), router_mask_BT)
+        fed_BTW = feed(x_BTW if norm_place == "branch" else self.ffn_norm(x_BTW), router_mask_BT)
         return x_BTW + (self.ffn_out_norm(fed_BTW) if after else fed_BTW)
 
     def enter(self, x_BTW: Tensor, rotary: Rotary | None) -> ProjectedInputs:

@@ -1,6 +1,7 @@
 """Generation: the cache changes nothing, filters are their definitions, seeds reproduce, the end token ends."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from bessemer.errors import UserError
 from bessemer.model.attention import LayerCache
 from bessemer.model.generate import Sampling, filter_logits, generate
+from bessemer.model.generate.sampling import SamplingBatch
 from bessemer.model.transformer import build_model
 from bessemer.spec.shape import ModelShape, Rope
 
@@ -62,17 +64,54 @@ def test_greedy_tokens_equal_those_of_running_everything_again(model):
     assert list(generate(model, prompt, 40, (), GREEDY)) == tokens[5:]
 
 
-def test_sampled_tokens_follow_the_distribution_of_running_everything_again(model):
-    """The same draws from distributions computed without a cache."""
-    sampling = Sampling(temperature=0.7, top_k=9, top_p=0.9, seed=5)
+def test_sampled_tokens_are_the_draws_of_running_everything_again(model):
+    sampling = Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.02, seed=5)
     prompt = ids(3, 4).tolist()
-    generator, tokens = torch.Generator().manual_seed(5), list(prompt)
+    settings, tokens = SamplingBatch.of([sampling], torch.device("cpu")), list(prompt)
     for _ in range(25):
         with torch.no_grad():
-            logits = model.logits(model(torch.tensor([tokens])))[0, -1]
-        shares = torch.softmax(filter_logits(logits, sampling), dim=-1)
-        tokens.append(int(torch.multinomial(shares, 1, generator=generator)))
+            logits_1V = model.logits(model(torch.tensor([tokens])))[:, -1]
+        tokens.append(int(settings.draw(logits_1V, torch.tensor([len(tokens)]))))
     assert list(generate(model, prompt, 25, (), sampling)) == tokens[4:]
+
+
+def chi_square_p(counts, shares):
+    """How likely counts this far from their shares are."""
+    expected = shares * counts.sum()
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return float(torch.special.gammaincc(torch.tensor((len(shares) - 1) / 2.0), torch.tensor(statistic / 2)))
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.15}], ids=str)
+def test_draws_follow_the_distribution(fields):
+    """20,000 draws by seeds at one position, and by positions of one seed."""
+    logits_V = torch.randn(9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    sampling = Sampling(**({"temperature": 1.0} | fields))
+    shares = filter_logits(logits_V, sampling).double().softmax(-1)
+    number = torch.arange(20_000)
+    settings = SamplingBatch.of([sampling] * len(number), torch.device("cpu"))
+    for seeds, positions in ((number, torch.zeros_like(number)), (torch.full_like(number, 7), number)):
+        drawn = replace(settings, seed_B=seeds).draw(logits_V.expand(len(number), -1), positions)
+        counts = torch.bincount(drawn, minlength=9).double()
+        assert counts[shares == 0].sum() == 0
+        assert chi_square_p(counts[shares > 0], shares[shares > 0]) > 1e-3
+
+
+def test_penalties_are_those_of_transformers_and_openai():
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    logits = torch.randn(2, 11, generator=torch.Generator().manual_seed(1))
+    prompt, answer = [[1, 2, 2], [3, 3, 3]], [[4, 4, 2], [5, 6, 5]]
+    counts = [
+        torch.stack([torch.bincount(torch.tensor(row), minlength=11).float() for row in x]) for x in (prompt, answer)
+    ]
+    settings = SamplingBatch.of([Sampling(repetition_penalty=1.7), Sampling()], torch.device("cpu"))
+    theirs = processors.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt[0] + answer[0]]), logits[:1].clone())
+    found = settings.penalize(logits, *counts)
+    torch.testing.assert_close(found[:1], theirs)
+    torch.testing.assert_close(found[1], logits[1])
+    settings = SamplingBatch.of([Sampling(presence_penalty=0.5, frequency_penalty=0.25)] * 2, torch.device("cpu"))
+    expected = logits - 0.5 * (counts[1] > 0) - 0.25 * counts[1]
+    torch.testing.assert_close(settings.penalize(logits, *counts), expected)
 
 
 def test_a_seed_reproduces_and_another_differs(model):
@@ -170,6 +209,8 @@ def test_filters_keep_the_odds_among_what_they_keep():
         ({"top_p": 0.0}, "top-p 0.0"),
         ({"top_p": 1.5}, "top-p 1.5"),
         ({"top_k": -1}, "top-k -1"),
+        ({"min_p": 1.0}, "min-p 1.0"),
+        ({"repetition_penalty": 0.0}, "repetition penalty 0.0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields, word):

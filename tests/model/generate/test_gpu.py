@@ -1,0 +1,111 @@
+"""Generation on a GPU: the decoding kernel, CUDA graphs, compiled blocks and the host one step behind."""
+
+import random
+
+import pytest
+import torch
+
+from bessemer.model.attention import attend_reference
+from bessemer.model.generate import Generator, Request, Sampling
+from bessemer.model.generate import compiled as compiled_decoding
+from bessemer.model.generate.cache import SlotKV
+from bessemer.spec.shape import Mamba, Mla
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "grouped": {"width": 64, "heads": 4, "kv_heads": 2},
+    "windows": {"width": 64, "heads": 4, "kv_heads": 4, "windows": (5, 0)},
+    "capped": {"width": 64, "heads": 4, "kv_heads": 2, "attention_cap": 20.0},
+    "learned": {"width": 64, "heads": 4, "kv_heads": 4, "positions": "learned", "max_positions": 256},
+    "alibi": {"width": 64, "heads": 4, "kv_heads": 4, "positions": "alibi"},
+    "mamba": {"width": 48, "mixers": ("mamba", "attention"), "mamba": Mamba(heads=4, head_dim=24, state=8, chunk=8)},
+    "latent": {"width": 64, "heads": 4, "kv_heads": 4, "mla": Mla(kv_rank=16, nope_dim=8, rope_dim=8, value_dim=8)},
+}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 64), (4, 4, 80), (16, 1, 128)])
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_the_kernel_against_the_reference(heads, kv_heads, size, window, cap):
+    from bessemer.model.generate.kernels import decode_attention
+
+    torch.manual_seed(0)
+    B, C, S = 5, 7, 300
+    q = torch.randn(B, heads, size, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(C, S, kv_heads, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    slots, starts = torch.tensor([6, 0, 3, 2, 5], device="cuda"), torch.tensor([0, 299, 63, 64, 150], device="cuda")
+    out = decode_attention(q, k, v, slots, starts, window, size**-0.5, cap)
+    keys = torch.arange(S, device="cuda")
+    mask = keys <= starts[:, None]
+    if window:
+        mask &= starts[:, None] - keys < window
+    k_BKSD, v_BKSD = (x[slots].transpose(1, 2).double() for x in (k, v))
+    expected = attend_reference(q[:, :, None].double(), k_BKSD, v_BKSD, mask[:, None, None], size**-0.5, cap)
+    torch.testing.assert_close(out.double(), expected[:, :, 0], rtol=2e-2, atol=1e-2)
+
+
+def requests(count, seed=0):
+    draw = random.Random(seed)
+    return [
+        Request(
+            [draw.randrange(37) for _ in range(draw.randint(1, 60))], draw.randint(1, 40),
+            Sampling(0 if i % 2 else 0.9, seed=i, top_p=0.95), top_logprobs=1,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in SHAPES), ("grouped", True), ("learned", True)]
+)
+def test_answers_follow_the_models_own_distribution(name, compiled, shape_of, build_random, monkeypatch):
+    """Every token's log-probability against a forward pass of the complete text in float64 on the CPU."""
+    monkeypatch.setattr(compiled_decoding, "SINGLE_ROW_OPTIONS", {})  # tuning takes half a minute
+    reference = build_random(shape_of(**SHAPES[name])).eval().to(torch.bfloat16).double()
+    model = build_random(shape_of(**SHAPES[name])).eval().to("cuda", torch.bfloat16)
+    work, generator = requests(14), Generator(model, slots=4, max_length=128, compiled=compiled)
+    for _ in range(2):  # the second time slots and graphs are reused
+        for request, (completion,) in zip(work, generator.run(work), strict=True):
+            assert completion.reason == "length" and len(completion.tokens) == request.max_tokens
+            with torch.no_grad():
+                logits = reference.logits(reference(torch.tensor([[*request.prompt, *completion.tokens]])))[0]
+            expected = logits.log_softmax(-1)[len(request.prompt) - 1 : -1]
+            expected = expected.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs, dtype=torch.float64), expected.double(), rtol=0.1, atol=0.15
+            )
+
+
+def test_decoding_runs_as_graphs_and_grows(shape_of, build_random):
+    model = build_random(shape_of(**SHAPES["grouped"])).eval().to("cuda", torch.bfloat16)
+    generator = Generator(model, slots=4, max_length=512)
+    (short,) = generator.run([Request([1, 2, 3], 20, Sampling(0))])[0]
+    assert generator.runner.graphs and generator.runner.batch.allocated == 64
+    (long,) = generator.run([Request([1, 2, 3], 200, Sampling(0))])[0]
+    assert generator.runner.batch.allocated == 256 and long.tokens[:20] == short.tokens
+    assert isinstance(generator.runner.caches.layers[0], SlotKV)
+    assert generator.runner.caches.layers[0].keys.shape[:2] == (5, 256)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_greedy_rows_alone_and_beside_sampled_ones(compiled, shape_of, build_random, monkeypatch):
+    monkeypatch.setattr(compiled_decoding, "SINGLE_ROW_OPTIONS", {})
+    model = build_random(shape_of(**SHAPES["grouped"])).eval().to("cuda", torch.bfloat16)
+    generator = Generator(model, slots=4, max_length=128, compiled=compiled)
+    greedy = [Request([i + 1, 2, 3], 12, Sampling(0)) for i in range(3)]
+    sampled = Request([9, 9], 30, Sampling(1.0, seed=3))
+    alone = [c.tokens for (c,) in generator.run(greedy)]
+    assert (4, True) in generator.runner.graphs
+    mixed = [c.tokens for (c,) in generator.run([sampled, *greedy])]
+    # The sizes of the graphs are equal, so the roundings are.
+    assert mixed[1:] == alone
+
+
+def test_the_host_is_one_step_behind_and_tokens_are_the_same(shape_of, build_random):
+    model = build_random(shape_of(**SHAPES["grouped"])).eval().to("cuda", torch.bfloat16)
+    behind, together = Generator(model, slots=3, max_length=128), Generator(model, slots=3, max_length=128)
+    together.in_flight = 0
+    work = requests(10, seed=4)
+    tokens = [[c.tokens for (c,) in generator.run(work)] for generator in (behind, together)]
+    assert tokens[0] == tokens[1]
