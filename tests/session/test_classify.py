@@ -224,7 +224,7 @@ class FlippedLabels(Faults):
 
 
 def test_a_burst_of_flipped_labels_is_vetoed_and_the_run_goes_on(make: Callable[..., RunSpec]) -> None:
-    spec = make(budget={"steps": 260, "batch": 1024}, guard={"warmup": 32, "window": 64, "trial": {"enabled": False}})
+    spec = make(budget={"steps": 260, "batch": 1024}, guard={"warmup": 32, "window": 64})
     outcome = Session(spec, faults=FlippedLabels(220)).train()
     assert outcome.kind == "finished" and outcome.validation is not None and outcome.validation["accuracy"] > 0.95
     records = list(Run(run_folder(spec)).metrics())
@@ -233,4 +233,23 @@ def test_a_burst_of_flipped_labels_is_vetoed_and_the_run_goes_on(make: Callable[
     assert [(event["step"], event["reason"]) for event in Run(run_folder(spec)).events("veto")] == [
         (220, "loss outlier")
     ]
+    assert [event["verdict"] for event in Run(run_folder(spec)).events("trial")] == ["data"]
     assert not list(Run(run_folder(spec)).events("rollback"))
+
+
+def test_items_of_a_dataset_from_python(make: Callable[..., RunSpec], reviews: Path, tmp_path: Path) -> None:
+    """The same rows as those of files give the same losses; an item without a label is named."""
+    files = make("files", budget={"steps": 2, "batch": 512}, data={"validation": 0.0})
+    train(files)
+    (tokenizer,) = (tmp_path / "runs" / ".data").glob("*/tokenizer.json")
+    rows = [json.loads(line) for line in reviews.read_text().splitlines()]
+    items = [{"text": row["review"], "label": row["sentiment"]} for row in rows]
+    sources = {"reviews": {"path": ["python"]}}
+    own = make("own", budget={"steps": 2, "batch": 512}, data={"validation": 0.0, "sources": sources})
+    own = own.model_copy(update={"tokenizer": TokenizerSpec(path=str(tokenizer))})
+    assert Session(own, datasets={"reviews": items}).train().kind == "finished"
+    curves = [[record["loss"] for record in Run(run_folder(spec)).metrics()] for spec in (files, own)]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    bad = own.model_copy(update={"name": "bad"})
+    with pytest.raises(UserError, match=r"dataset list:1: no label"):
+        Session(bad, datasets={"reviews": [{"text": "without"}, *items]}).train()

@@ -207,7 +207,7 @@ def make_rows(spec: RunSpec, data: Data, context: int) -> dict[str, Rows]:
     """The rows of every source that the run draws from. Best-fit packing is computed once and kept with the data."""
     if isinstance(data, UserData):
         return {
-            name: UserDatasetRows(dataset, data.tokenizer, context)
+            name: UserDatasetRows(dataset, data.tokenizer, context, spec.classify)
             for name, dataset in data.train.items()
             if is_map_style(dataset)
         }
@@ -225,7 +225,7 @@ def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutS
         return {name: HeldOutSet.of_store(store, context) for name, store in data.validation.items()}
     held_out = {}
     for name, dataset in data.validation.items():
-        rows = UserDatasetRows(dataset, data.tokenizer, context)
+        rows = UserDatasetRows(dataset, data.tokenizer, context, spec.classify)
         held_out[name] = HeldOutSet(rows, rows.count * context, 1.0)  # bits per byte are then bits per token
     return held_out
 
@@ -302,6 +302,8 @@ def build_stream(
     if isinstance(data, UserData) and len(rows) < len(data.train):
         if len(data.train) > 1:
             raise UserError("data.sources: an iterable dataset cannot be mixed with others; make one of them")
+        if spec.objective == "classify":
+            raise UserError("data.sources: an iterable dataset has no labels; give one with __len__ and __getitem__")
         return IterableStream(next(iter(data.train.values())), data.tokenizer, plan.context, steps)
     used = {name for _, mixture in plan.mixtures for name in mixture.names}
     lengths = {name: source.count for name, source in rows.items() if name in used}

@@ -55,9 +55,9 @@ class Classify(Objective):
 
     def inputs(self, batch: Batch) -> ObjectiveBatch:
         """Targets are labels, or for a text with several values the number of its document."""
-        if LABEL not in batch.fields:
+        if LABEL not in batch.fields and (batch.positions >= 0).any():
             raise UserError("objective: classify: the rows have no field 'label'; give each item a label")
-        runs, labels = pieces(batch), batch.fields[LABEL]
+        runs, labels = pieces(batch), batch.fields.get(LABEL, np.zeros((len(batch.tokens), 1, 1)))
         documents, last = np.where(runs.padding, PADDING, batch.documents), runs.end - 1
         closing = runs.real & (runs.end - runs.begin > 1)  # the end-of-document token is not part of the text
         documents[runs.row[closing], last[closing]] = PADDING

@@ -4,7 +4,8 @@ A map-style dataset (`__len__` and `__getitem__`, the same item whenever it is r
 demand, any step can be replayed. An iterable can only be read forwards: `IterableStream` is the one stream that is not
 a pure function of the step. It cannot replay past steps, and resumes only if the iterable can restore its state.
 
-An item is a text, a sequence of token ids, or {"tokens": ids, "mask": which of them count as targets}.
+An item is a text, a sequence of token ids, or {"tokens": ids, "mask": which of them count as targets}. For
+classification it is {"text": ..., "label": ...} or {"words": [...], "label": [...]}.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bessemer.data.read.entry import Document
 from bessemer.data.store.shard import Origin
 from bessemer.data.stream.batches import Batch, DocumentShare, rank_positions
 from bessemer.data.stream.order import MixturePhase, StepPositions, StreamOrder
-from bessemer.data.stream.rows import PADDING, Ints, RowBlock, Spans
+from bessemer.data.stream.rows import EMPTY_FIELD, PADDING, Ints, RowBlock, Spans
+from bessemer.data.tokenizer.labelled import LABEL, WORDS, LabelledRows
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
+from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.mixture import Mixture
 
 Mask = npt.NDArray[np.bool_]
@@ -87,6 +91,16 @@ def _check_item(item: Any, vocab: int, place: str) -> tuple[Ints, Mask]:
     return ids.astype(np.int64), counts
 
 
+@dataclass
+class _Item:
+    """An encoded item, cut to T + 1 ids. `fields` are of the item, `token_fields` beside its targets."""
+
+    ids: Ints
+    counts: Mask
+    fields: dict[str, npt.NDArray[Any]]
+    token_fields: dict[str, npt.NDArray[Any]]
+
+
 class UserDatasetRows:
     """Rows from a map-style dataset, one item each: padded to T + 1 ids, or cut to them.
 
@@ -96,20 +110,23 @@ class UserDatasetRows:
 
     packing, full = "own", False
 
-    def __init__(self, dataset: Sequence[Any], tokenizer: Tokenizer, length: int) -> None:
+    def __init__(
+        self, dataset: Sequence[Any], tokenizer: Tokenizer, length: int, labels: ClassifySpec | None = None
+    ) -> None:
         self.dataset, self.tokenizer, self.length = dataset, tokenizer, length
+        self.labelled = LabelledRows(labels, tokenizer) if labels else None
         self.name = dataset_name(dataset)
         self.count = len(dataset)
         if self.count < 1:
             raise UserError(f"{self.name}: its length is {self.count}: give it at least one item")
-        self._cached: OrderedDict[int, tuple[Ints, Mask]] = OrderedDict()
+        self._cached: OrderedDict[int, _Item] = OrderedDict()
         self._lock = threading.Lock()
         self.fingerprint = self._fingerprint()
 
     def spans(self, sequences: Ints) -> Spans:
         rows = self._rows(sequences)
-        targets = np.array([max(0, ids.size - 1) for ids, _ in rows], dtype=np.int64)
-        weights = np.array([counts[1:].sum() for _, counts in rows], dtype=np.int64)
+        targets = np.array([max(0, item.ids.size - 1) for item in rows], dtype=np.int64)
+        weights = np.array([item.counts[1:].sum() for item in rows], dtype=np.int64)
         n, zeros = sequences.size, np.zeros_like(targets)
         pairs = ((np.arange(n), np.arange(n)), (zeros, targets), (targets, self.length - targets),
                  (sequences, np.full(n, PADDING)), (weights, zeros))  # fmt: skip
@@ -121,15 +138,20 @@ class UserDatasetRows:
         rows = self._rows(sequences)
         shape = sequences.size, self.length
         tokens, targets, weights = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-        for r, (ids, counts) in enumerate(rows):
-            n = max(0, ids.size - 1)
-            tokens[r, :n], targets[r, :n], weights[r, :n] = ids[:n], ids[1:], counts[1:]
-        return RowBlock(tokens, targets, weights, self.spans(sequences))
+        fields: dict[str, npt.NDArray[Any]] = {}
+        for r, item in enumerate(rows):
+            n = max(0, item.ids.size - 1)
+            tokens[r, :n], targets[r, :n], weights[r, :n] = item.ids[:n], item.ids[1:], item.counts[1:]
+            for name, values in item.fields.items():
+                fields.setdefault(name, _empty_field((len(rows), 1, values.size), values))[r, 0] = values
+            for name, values in item.token_fields.items():
+                fields.setdefault(name, _empty_field(shape, values))[r, :n] = values
+        return RowBlock(tokens, targets, weights, self.spans(sequences), fields)
 
     def origin_of_document(self, document: int) -> Origin:
         return Origin(self.name, document + 1, f"item {document}", document, 0, self.length)
 
-    def _rows(self, sequences: Ints) -> list[tuple[Ints, Mask]]:
+    def _rows(self, sequences: Ints) -> list[_Item]:
         """The items of some rows, cut to T + 1 ids."""
         with self._lock:
             indices = sequences.tolist()
@@ -142,7 +164,7 @@ class UserDatasetRows:
                 self._cached.popitem(last=False)
         return [items[index] for index in indices]
 
-    def _read(self, indices: list[int]) -> list[tuple[Ints, Mask]]:
+    def _read(self, indices: list[int]) -> list[_Item]:
         items = []
         for index in indices:
             try:
@@ -153,8 +175,24 @@ class UserDatasetRows:
                     f"{self.count - 1} must be there"
                 ) from error
         places = [f"{self.name}[{index}]" for index in indices]
+        if self.labelled:
+            return [self._encode_labelled(*pair) for pair in zip(items, indices, places, strict=True)]
         encoded = encode_items(items, self.tokenizer, places)
-        return [(ids[: self.length + 1], counts[: self.length + 1]) for ids, counts in encoded]
+        return [_Item(ids[: self.length + 1], counts[: self.length + 1], {}, {}) for ids, counts in encoded]
+
+    def _encode_labelled(self, item: Any, index: int, place: str) -> _Item:
+        """The item between two end-of-document ids, as a document of a store."""
+        assert self.labelled is not None
+        if not isinstance(item, Mapping) or not isinstance(item.get("text") or item.get(WORDS), (str, list)):
+            raise UserError(f'{place}: a {type(item).__name__}; return {{"text": ..., "label": ...}}')
+        text, eos = item.get("text") or " ".join(item[WORDS]), self.tokenizer.eos_id
+        document = Document(
+            text, self.name, index + 1, fields={key: item[key] for key in (LABEL, WORDS) if key in item}
+        )
+        row = self.labelled.encode(document, np.array([*self.tokenizer.encode(text), eos]))
+        ids = np.concatenate([[eos], row.tokens])[: self.length + 1].astype(np.int64)
+        token_fields = {name: values[: self.length] for name, values in row.token_fields.items()}
+        return _Item(ids, np.ones(ids.size, np.bool_), row.fields, token_fields)
 
     def _fingerprint(self) -> str:
         content = xxhash.xxh3_128(f"{_FORMAT} {self.count} {self.tokenizer.fingerprint} ".encode())
@@ -163,9 +201,15 @@ class UserDatasetRows:
             content.update(str(fingerprint() if callable(fingerprint) else fingerprint).encode())
             return content.hexdigest()
         picks = np.unique(np.linspace(0, self.count - 1, _SAMPLED).astype(np.int64))
-        for ids, counts in self._rows(picks):
-            content.update(np.concatenate([[ids.size], ids, counts]).astype("<i8").tobytes())
+        for item in self._rows(picks):
+            content.update(np.concatenate([[item.ids.size], item.ids, item.counts]).astype("<i8").tobytes())
+            for name, values in sorted({**item.fields, **item.token_fields}.items()):
+                content.update(name.encode() + values.tobytes())
         return content.hexdigest()
+
+
+def _empty_field(shape: tuple[int, ...], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.full(shape, np.nan if like.dtype.kind == "f" else EMPTY_FIELD, like.dtype)
 
 
 _STREAM_FORMAT = 1
