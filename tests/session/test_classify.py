@@ -15,13 +15,14 @@ from bessemer.data.stream.batches import Batch
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.export.hf import open_native, to_hf
+from bessemer.model.generate import Sampling
 from bessemer.run.directory import Run
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.data import TokenizerSpec
 from bessemer.spec.model import ModelSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job, Outcome
-from bessemer.train.trained import load_trained
+from bessemer.train.trained import load_trained, stream_text
 
 from .conftest import Faults, spec_data
 
@@ -104,6 +105,9 @@ def test_sentiment_from_scratch_and_its_export(make: Callable[..., RunSpec], tmp
     assert records[-1]["accuracy"] > 0.9 and records[-1]["tokens"] > 120 * 32 * 4  # tokens read, not labels
     if not causal:
         return  # the from-scratch shape has no token types, which BERT has
+    model, tokenizer = load_trained(run_folder(spec), device="cpu")
+    with pytest.raises(UserError, match="a classifier writes no text"):
+        next(stream_text(model, tokenizer, [1], 4, (), Sampling()))
     converted = to_hf(open_native(run_folder(spec)), tmp_path / "hf")
     assert converted.comparison is not None and converted.comparison.logits < 1e-4
     theirs, ours = hf_logits(tmp_path / "hf", TEXTS), native_logits(run_folder(spec), TEXTS, -1)

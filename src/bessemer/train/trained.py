@@ -109,6 +109,8 @@ def stream_text(
     model: Decoder, tokenizer: Tokenizer, prompt: list[int], max_tokens: int, ends: Collection[int], sampling: Sampling
 ) -> Iterator[str]:
     """Generated text, piece by piece; a piece waits until its bytes are complete characters."""
+    if model.shape.labels:
+        raise UserError("a classifier writes no text: export it with `bessemer export --to hf` and run it there")
     new: list[int] = []
     shown = 0
     for token in generate(model, prompt, max_tokens, ends, sampling):
