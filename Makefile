@@ -39,7 +39,7 @@ test: lint ## linters, types, import contracts, then the fast tests
 test-all: lint $(BENCH_STAMP) $(PEERS_STAMP) ## the same with the slow tests and the comparisons with other trainers
 	@echo "pytest (all but gpu, $(WORKERS) workers)"
 	@PYTHONPATH="$(CURDIR)/$(PEERS)/megatron:$(CURDIR)/$(PEERS)/datatrove$${PYTHONPATH:+:$$PYTHONPATH}" \
-	  $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+	  $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --hypothesis-profile full
 
 lint: $(DEV_STAMP) ## ruff, import contracts and mypy
 	@echo "ruff check"

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No deadline: a shared machine's pauses are not a property of the code.
-settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# No deadline: a shared machine's pauses are not a property of the code. `make test-all` tries more examples.
+settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("local", settings.get_profile("full"), max_examples=40)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 

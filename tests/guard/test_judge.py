@@ -2,7 +2,9 @@
 
 import math
 from collections import deque
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import pytest
@@ -30,6 +32,11 @@ def say(judge, loss, grad=1.0, rows=None):
 
 def filled(steps=200, level=4.0, noise=0.2, seed=0, **settings_):
     """A judge that has seen a plateau: loss N(level, noise), gradient norm exp(N(0, 0.3))."""
+    return deepcopy(_filled(steps, level, noise, seed, **settings_))
+
+
+@cache
+def _filled(steps, level, noise, seed, **settings_):
     judge, rng = judge_of(**settings_), np.random.default_rng(seed)
     for loss, grad in zip(rng.normal(level, noise, steps), np.exp(rng.normal(0, 0.3, steps)), strict=True):
         assert say(judge, loss, grad)["code"] == ACCEPT

@@ -81,7 +81,12 @@ def spec_of(runs: Path, name: str, design: dict[str, Any], steps: int, **more: A
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DESIGNS)
+SLOW = ("capacity", "alibi", "learned", "sparse", "relative")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in DESIGNS]
+)
 def test_a_design_trains_resumes_exactly_and_is_looked_into(name: str, runs: Path) -> None:
     design = DESIGNS[name]
     assert train(spec_of(runs, f"{name}-whole", design, 12)).kind == "finished"

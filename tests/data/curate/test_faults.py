@@ -227,7 +227,9 @@ def test_a_part_of_which_nothing_is_left_changes_nothing_for_the_others(
     assert kept[0] == kept[1] and len(kept[0]) >= 12
 
 
-@pytest.mark.parametrize("step", GLOBAL, ids=step_name)
+@pytest.mark.parametrize(
+    "step", [*GLOBAL[:4], *(pytest.param(step, marks=pytest.mark.slow) for step in GLOBAL[4:])], ids=step_name
+)
 def test_nothing_left_of_a_source_is_told_not_crashed_on(emptied: Path, tmp_path: Path, step: Any) -> None:
     clean = [{"length": {"min_chars": 10_000_000}}, filled_in(step, emptied)]
     source = {"path": str(emptied / "in"), "url_field": "url"}

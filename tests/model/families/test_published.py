@@ -74,7 +74,7 @@ def test_flops_are_those_that_torch_counts(one: Published) -> None:
     torch counts what a window hides."""
     shape = read_shape(one.config)[1]
     shape = small(shape) if shape.moe else shape
-    shape = replace(shape, layers=min(4, shape.layers), decoder_layers=min(3, shape.decoder_layers))
+    shape = replace(shape, layers=min(2, shape.layers), decoder_layers=min(2, shape.decoder_layers))
     assert counted(shape, ROW) == ROW * shape.flops_per_token(ROW)
 
 
