@@ -39,7 +39,7 @@ from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import measure_machine, pick_device
 from bessemer.train.speed import training_rate
-from bessemer.train.trained import load_trained, prompt_format, stream_text
+from bessemer.train.trained import load_model
 
 PROMPTS = (
     "def read_lines(self, path):\n",
@@ -279,10 +279,9 @@ def report_results(run: Run, before: dict[int, float], poison: Path, steps: int)
 
 def generate_samples(folder: Path) -> Iterator[str]:
     """Lines that the model writes."""
-    model, tokenizer = load_trained(folder)
-    prompts = prompt_format(folder, tokenizer)
+    loaded = load_model(folder)
     for i, prompt in enumerate(PROMPTS):
-        ids, sampling = prompts.encode(tokenizer, prompt), Sampling(temperature=0.6, top_p=0.9, seed=i)
-        text = "".join(stream_text(model, tokenizer, ids, 120, prompts.ends, sampling))
+        sampling = Sampling(temperature=0.6, top_p=0.9, seed=i)
+        text = "".join(loaded.stream(loaded.prompt(prompt), 120, sampling))
         lines = (prompt + text).splitlines()[:14]
         yield "\n".join(f"  {'>>>' if n == 0 else '...'} {line}" for n, line in enumerate(lines))

@@ -15,7 +15,7 @@ from bessemer.model.families.registry import FAMILIES, family_named
 from bessemer.model.generate import Sampling, generate
 from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
-from bessemer.train.trained import load_trained, prompt_format
+from bessemer.train.trained import load_model, prompt_format
 
 transformers = pytest.importorskip("transformers")
 Make = Callable[..., Path]
@@ -131,7 +131,8 @@ def test_a_run_that_starts_from_a_folder_keeps_its_conventions(folder: Make, tmp
     assert written.generation_config == {"eos_token_id": [2, 0], "temperature": 0.6}
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == "{{ messages[0].content }}<|im_end|>" and tokenizer.eos_token == "<|im_end|>"
-    model, ours = load_trained(run, device="cpu")
+    loaded = load_model(run, device="cpu")
+    model, ours = loaded.model, loaded.tokenizer
     form = prompt_format(run, ours)
     assert form.prefix == (1,) and form.ends == {0, 2}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -147,7 +148,8 @@ def test_a_run_that_starts_from_a_folder_keeps_its_conventions(folder: Make, tmp
 def test_a_run_of_our_own_is_exported_with_its_beginning(run: Path, tmp_path: Path) -> None:
     to_hf(open_native(run), tmp_path / "out", mode="skip")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    _, ours = load_trained(run, device="cpu")
+    loaded = load_model(run, device="cpu")
+    _, ours = loaded.model, loaded.tokenizer
     form = prompt_format(run, ours)
     for prompt in ("steel iron", " blast\n", ""):
         assert tokenizer(prompt).input_ids == form.encode(ours, prompt)

@@ -22,7 +22,7 @@ from bessemer.export.hf import SENTENCES, open_native, real_tokens, to_hf, to_na
 from bessemer.model.families.folder import HfFolder
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
-from bessemer.train.trained import load_trained
+from bessemer.train.trained import load_model
 
 transformers = pytest.importorskip("transformers")
 Make = Callable[..., Path]
@@ -38,7 +38,8 @@ def test_a_run_opens_in_transformers_and_says_the_same(run: Path, tmp_path: Path
     assert done.family == "llama" and done.dtype == "float32" and done.tokens == "held-out data"
     assert done.comparison is not None and done.comparison.logits < 1e-5
     assert list(done.comparison.parts) == ["embedding", "layer 0", "layer 1"]
-    model, tokenizer = load_trained(run)
+    loaded = load_model(run)
+    model, tokenizer = loaded.model, loaded.tokenizer
     ids = torch.tensor([[tokenizer.eos_id, *tokenizer.encode("steel iron blast")]])
     with torch.no_grad():
         torch.testing.assert_close(theirs(tmp_path / "out")(ids).logits, model.logits(model(ids)), rtol=0, atol=1e-5)

@@ -20,7 +20,7 @@ from bessemer.run.directory import Run
 from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.trained import load_trained
+from bessemer.train.trained import load_model
 
 transformers = pytest.importorskip("transformers")
 V = 96
@@ -245,7 +245,8 @@ def test_a_run_trains_it_goes_on_and_generates(tmp_path: Path) -> None:
     assert records[-1]["loss"] < records[0]["loss"]
     decisions = {item["key"]: item for item in json.loads((run.folder / "plan.json").read_text())["decisions"]}
     assert "run by transformers: no tensor or pipeline parallel" in decisions["model.wrap"]["reason"]
-    model, _ = load_trained(run.folder, device="cpu")
+    loaded = load_model(run.folder, device="cpu")
+    model, _ = loaded.model, loaded.tokenizer
     assert isinstance(model, WrappedModel)
     said = list(generate(model, [1, 2, 3], 5, (), Sampling(0.0)))
     done = to_hf(open_native(run.folder), tmp_path / "out")  # and transformers goes on with what was learnt

@@ -22,7 +22,7 @@ from bessemer.spec.data import TokenizerSpec
 from bessemer.spec.model import ModelSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job, Outcome
-from bessemer.train.trained import load_trained, stream_text
+from bessemer.train.trained import load_model
 
 from .conftest import Faults, spec_data
 
@@ -84,7 +84,8 @@ def hf_logits(folder: Path, texts: list[str]) -> torch.Tensor:
 
 @torch.no_grad()
 def native_logits(run: Path, texts: list[str], at: int) -> torch.Tensor:
-    model, tokenizer = load_trained(run, device="cpu")
+    loaded = load_model(run, device="cpu")
+    model, tokenizer = loaded.model, loaded.tokenizer
     return torch.cat([model.logits(model(torch.tensor([tokenizer.encode(text)])))[:, at] for text in texts])
 
 
@@ -105,9 +106,9 @@ def test_sentiment_from_scratch_and_its_export(make: Callable[..., RunSpec], tmp
     assert records[-1]["accuracy"] > 0.9 and records[-1]["tokens"] > 120 * 32 * 4  # tokens read, not labels
     if not causal:
         return  # the from-scratch shape has no token types, which BERT has
-    model, tokenizer = load_trained(run_folder(spec), device="cpu")
+    loaded = load_model(run_folder(spec), device="cpu")
     with pytest.raises(UserError, match="a classifier writes no text"):
-        next(stream_text(model, tokenizer, [1], 4, (), Sampling()))
+        next(loaded.stream([1], 4, Sampling()))
     converted = to_hf(open_native(run_folder(spec)), tmp_path / "hf")
     assert converted.comparison is not None and converted.comparison.logits < 1e-4
     theirs, ours = hf_logits(tmp_path / "hf", TEXTS), native_logits(run_folder(spec), TEXTS, -1)
@@ -175,7 +176,8 @@ def test_a_new_head_on_a_language_model(make: Callable[..., RunSpec], tmp_path: 
     validation = train(spec).validation
     assert validation is not None and validation["loss"] < 0.8
     to_hf(open_native(run_folder(spec)), tmp_path / "out")
-    model, _ = load_trained(run_folder(spec), device="cpu")
+    loaded = load_model(run_folder(spec), device="cpu")
+    model, _ = loaded.model, loaded.tokenizer
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         ours = torch.cat(

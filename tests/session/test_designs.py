@@ -9,7 +9,7 @@ from bessemer.model.generate import Sampling
 from bessemer.run.directory import Run
 from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
-from bessemer.train.trained import load_trained, stream_text
+from bessemer.train.trained import load_model
 
 CORPUS = Path(__file__).parents[2] / "src" / "bessemer" / "spec"
 SMALL: dict[str, Any] = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 64}
@@ -99,7 +99,7 @@ def test_a_design_trains_resumes_exactly_and_is_looked_into(name: str, runs: Pat
     assert whole == cut  # dropout and masks are drawn from the seed and the row, not from what ran before
     assert len(whole) == 12
     if name != "masked":
-        model, tokenizer = load_trained(runs / f"{name}-cut")
-        assert len("".join(stream_text(model, tokenizer, tokenizer.encode("import "), 4, (), Sampling(seed=1)))) >= 0
+        loaded = load_model(runs / f"{name}-cut")
+        assert len("".join(loaded.stream(loaded.tokenizer.encode("import "), 4, Sampling(seed=1)))) >= 0
     validations = list(Run(runs / f"{name}-whole").validations())
     assert validations[-1]["loss"] < validations[0]["loss"]

@@ -10,7 +10,7 @@ from bessemer.run.directory import Run
 from bessemer.session.session import run_folder, train
 from bessemer.train import lowp as fp8
 from bessemer.train.lowp import OVERFLOW
-from bessemer.train.trained import load_trained
+from bessemer.train.trained import load_model
 
 
 def metrics(spec):
@@ -65,5 +65,6 @@ def test_fp8_trains_plans_its_layers_and_saves_plain_weights(make_spec, monkeypa
     assert metrics(spec)[0]["loss"] != metrics(full)[0]["loss"]
     plan = json.loads((run_folder(spec) / "plan.json").read_text())
     assert "precision.layers" in json.dumps(plan)
-    model, _ = load_trained(run_folder(spec), device="cpu")
+    loaded = load_model(run_folder(spec), device="cpu")
+    model, _ = loaded.model, loaded.tokenizer
     assert all(type(m) is torch.nn.Linear for m in model.modules() if isinstance(m, torch.nn.Linear))

@@ -16,7 +16,7 @@ from bessemer.session.session import train
 from bessemer.session.start import decide_shape, fit_positions, load_source, open_source, with_folder_tokenizer
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS
-from bessemer.train.trained import load_trained
+from bessemer.train.trained import load_model
 
 transformers = pytest.importorskip("transformers")
 CORPUS = Path(__file__).parents[2] / "src" / "bessemer" / "spec"
@@ -53,7 +53,8 @@ def reference(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_run_begins_with_the_folder_s_weights_and_tokenizer(folder: Path, tmp_path: Path) -> None:
     spec = spec_of(folder, tmp_path, optimizer={"lr": 1e-12, "weight_decay": 0.0})
     assert train(spec).kind == "finished"
-    model, tokenizer = load_trained(tmp_path / "run")
+    loaded = load_model(tmp_path / "run")
+    model, tokenizer = loaded.model, loaded.tokenizer
     theirs = reference(folder)
     assert tokenizer.vocab_size == model.shape.vocab - 3  # rows to spare stay
     torch.testing.assert_close(model.embedding.weight, theirs["model.embed_tokens.weight"], rtol=0, atol=1e-6)

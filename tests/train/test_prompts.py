@@ -14,7 +14,7 @@ from bessemer.data.tokenizer.tokenizer import Tokenizer as OurTokenizer
 from bessemer.data.tokenizer.tokenizer import native_prompt_format
 from bessemer.export.hf import to_native
 from bessemer.model.generate import Sampling, generate
-from bessemer.train.trained import load_trained, prompt_format
+from bessemer.train.trained import load_model, prompt_format
 
 transformers = pytest.importorskip("transformers")
 
@@ -126,7 +126,8 @@ def test_ids_and_greedy_answers_are_those_of_transformers(name: str, tmp_path: P
     folder = make(tmp_path / "theirs", name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model, tokenizer = load_trained(folder, device="cpu")
+    loaded = load_model(folder, device="cpu")
+    model, tokenizer = loaded.model, loaded.tokenizer
     written = prompt_format(folder, tokenizer)
     for prompt in PROMPTS:
         ids = their_tokenizer(prompt, return_tensors="pt").input_ids
@@ -144,7 +145,8 @@ def test_ids_and_greedy_answers_are_those_of_transformers(name: str, tmp_path: P
 
 def test_an_answer_ends_with_any_of_the_end_tokens(tmp_path: Path) -> None:
     folder = make(tmp_path / "theirs", "Llama 3")
-    model, tokenizer = load_trained(folder, device="cpu")
+    loaded = load_model(folder, device="cpu")
+    model, tokenizer = loaded.model, loaded.tokenizer
     free = list(generate(model, [7, 8], 12, (), Sampling(0.0)))
     stop = free[5]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, stop]}))
@@ -158,10 +160,8 @@ def test_an_import_has_the_conventions_of_its_folder(
 ) -> None:
     folder = make(tmp_path / "theirs", "Llama 3")
     to_native(folder, tmp_path / "ours", mode="skip")
-    (model, tokenizer), (there, theirs) = (
-        load_trained(tmp_path / "ours", device="cpu"),
-        load_trained(folder, device="cpu"),
-    )
+    ours, hf = load_model(tmp_path / "ours", device="cpu"), load_model(folder, device="cpu")
+    model, tokenizer, there, theirs = ours.model, ours.tokenizer, hf.model, hf.tokenizer
     assert prompt_format(tmp_path / "ours", tokenizer) == prompt_format(folder, theirs)
     assert tokenizer.encode("The steel") == theirs.encode("The steel")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), there.parameters(), strict=True))

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.model.generate import Sampling
+from bessemer.model.generate.text import StreamDecoder
 from bessemer.model.transformer import build_model
 from bessemer.spec.shape import ModelShape
-from bessemer.train import trained as restore
-from bessemer.train.trained import load_trained, stream_text
+from bessemer.train.trained import load_model
 
 
 @pytest.fixture
@@ -54,7 +53,8 @@ def same(a, b):
 def test_last_best_and_by_name(run, shape, tokenizer):
     saved = {step: save(run, shape, step, loss) for step, loss in {1: 3.0, 2: 1.0, 3: 2.0}.items()}
     for which, step in (("last", 3), ("best", 2), ("step-00000001.a1", 1)):
-        model, found = load_trained(run, which, "cpu")
+        loaded = load_model(run, which, "cpu")
+        model, found = loaded.model, loaded.tokenizer
         assert same(model, saved[step][1]), which
         assert not model.training
         assert found.eos == tokenizer.eos and found.encode("steel") == tokenizer.encode("steel")
@@ -62,7 +62,7 @@ def test_last_best_and_by_name(run, shape, tokenizer):
 
 def message_of(*arguments):
     with pytest.raises(UserError) as error:
-        load_trained(*arguments)
+        load_model(*arguments)
     return str(error.value)
 
 
@@ -109,32 +109,33 @@ def test_a_device_that_does_not_exist(run, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve café", "日本語テキスト", "🙂🙂", "ends in half \xe6"])
-def test_text_streams_in_whole_characters(text, monkeypatch):
+def test_text_streams_in_complete_characters(text):
     """One byte a token: a piece never ends inside a character, and the pieces join to the text."""
-    tokens = list(text.encode())
-    byte_level = SimpleNamespace(decode=lambda ids, continues=False: bytes(ids).decode("utf-8", "replace"))
-    asked = []
-
-    def generate(model, prompt, max_tokens, eos, sampling):
-        asked.append((prompt, max_tokens, eos))
-        yield from tokens
-
-    monkeypatch.setattr(restore, "generate", generate)
-    pieces = list(stream_text(None, byte_level, [0, 97, 98], 99, {0}, Sampling()))
-    assert "".join(pieces) == text
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    assert asked == [([0, 97, 98], 99, {0})]
+    decoder, lengths = StreamDecoder(lambda ids: bytes(ids).decode("utf-8", "replace")), []
+    for token in text.encode():
+        assert decoder.push(token) is None
+        assert text.startswith(decoder.text)
+        lengths.append(len(decoder.text))
+    assert decoder.finish() == text and lengths == sorted(lengths) and lengths[-1] >= len(text) - 1
 
 
-def test_text_that_ends_inside_a_character_is_still_given_out(monkeypatch):
-    byte_level = SimpleNamespace(decode=lambda ids, continues=False: bytes(ids).decode("utf-8", "replace"))
-    monkeypatch.setattr(restore, "generate", lambda *_: iter(b"ab\xe6\x97"))
-    assert "".join(stream_text(None, byte_level, [0], 9, (), Sampling())) == "ab\N{REPLACEMENT CHARACTER}"
+def test_text_that_ends_inside_a_character_is_still_returned():
+    decoder = StreamDecoder(lambda ids: bytes(ids).decode("utf-8", "replace"))
+    for token in b"ab\xe6\x97":
+        decoder.push(token)
+    assert decoder.text == "ab" and decoder.finish() == "ab\N{REPLACEMENT CHARACTER}"
+
+
+def test_stop_strings_span_tokens_and_are_held_back():
+    decoder = StreamDecoder(lambda ids: bytes(ids).decode("utf-8", "replace"), ["</s>", "END"])
+    stops = [decoder.push(token) for token in b"a < b EN</s"]
+    assert not any(stops) and decoder.text == "a < b EN"
+    assert decoder.push(ord(">")) == "</s>" and decoder.text == "a < b EN"
 
 
 def test_a_restored_model_writes(run, shape):
     save(run, shape, 4)
-    model, tokenizer = load_trained(run, device="cpu")
+    loaded = load_model(run, device="cpu")
     sampling = Sampling(temperature=1.0, seed=3)
-    one, again = ("".join(stream_text(model, tokenizer, tokenizer.encode("steel"), 20, (), sampling)) for _ in range(2))
+    one, again = ("".join(loaded.stream(loaded.tokenizer.encode("steel"), 20, sampling)) for _ in range(2))
     assert one == again != ""

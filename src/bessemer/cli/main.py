@@ -16,7 +16,21 @@ from contextlib import suppress
 import typer
 
 from bessemer import __version__
-from bessemer.cli import bench, chaos, checkpoints, data, demo, inspect, launch, model, plan, runs, spec, train
+from bessemer.cli import (
+    bench,
+    chaos,
+    checkpoints,
+    data,
+    demo,
+    generate,
+    inspect,
+    launch,
+    model,
+    plan,
+    runs,
+    spec,
+    train,
+)
 from bessemer.cli.console import CommandGroup
 from bessemer.errors import RankError, UserError
 from bessemer.observe.progress import open_missing_streams, output_fault
@@ -45,7 +59,7 @@ app.command("replay")(runs.replay)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(inspect.app, name="inspect")
 app.command("chaos")(chaos.chaos)
-app.command("generate")(model.generate)
+app.command("generate")(generate.generate)
 app.command("evaluate")(model.evaluate)
 app.command("export")(model.export)
 app.add_typer(model.app, name="model")

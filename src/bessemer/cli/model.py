@@ -1,4 +1,4 @@
-"""`bessemer model show`, `generate`, `evaluate` and `export`: look at a model, or use a trained one."""
+"""`bessemer model show`, `evaluate` and `export`: look at a model, or use a trained one."""
 
 from __future__ import annotations
 
@@ -45,44 +45,8 @@ def show(
         print("\n".join([*diagram(shape), "", *table(description)]))
 
 
-def generate(
-    run: Path = typer.Argument(help="A run such as runs/demo, an import, or a Hugging Face folder."),
-    prompt: str = typer.Option("", "--prompt", "-p", help="The text to continue; empty begins a new document."),
-    max_tokens: int = typer.Option(200, min=1, help="Maximum number of new tokens."),
-    temperature: float = typer.Option(0.8, help="0 always takes the most likely token."),
-    top_k: int = typer.Option(0, help="Sample from the k most likely tokens; 0 for no limit."),
-    top_p: float = typer.Option(0.95, help="Sample from the most likely tokens that reach this probability."),
-    seed: int = typer.Option(0, help="The same seed gives the same text."),
-    checkpoint: str = CHECKPOINT,
-    parse_special: bool = typer.Option(
-        False, "--parse-special", help="Read special tokens in the prompt, such as <|im_start|>, as special tokens."
-    ),
-    device: str = DEVICE,
-) -> None:
-    """Continue a prompt with the model of a run.
-
-    The prompt begins and the answer ends with the tokens that the model was trained with; a Hugging Face model uses
-    those of its tokenizer and generation_config.json.
-
-    Example: bessemer generate runs/demo --prompt "def parse(self, line):" --temperature 0.7
-    """
-    from bessemer.model.generate import Sampling
-    from bessemer.observe.progress import working
-    from bessemer.train.trained import load_trained, prompt_format, stream_text
-
-    with working("loading the model"):
-        model, tokenizer = load_trained(run, checkpoint, device)
-    print(prompt, end="", flush=True)
-    layout = prompt_format(run, tokenizer)
-    ids = layout.encode(tokenizer, prompt, parse_special)
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    for piece in stream_text(model, tokenizer, ids, max_tokens, layout.ends, sampling):
-        print(piece, end="", flush=True)
-    print()
-
-
 def evaluate(
-    run: Path = typer.Argument(help="The run's folder, such as runs/long."),
+    run: Path = typer.Argument(help="A run such as runs/long, or any model that `bessemer generate` takes."),
     needle: bool = typer.Option(
         False, "--needle", help="Needle in a haystack: hide a fact in a long text and ask for it."
     ),
@@ -109,17 +73,17 @@ def evaluate(
     from bessemer.evaluate.needle import Kind, held_out_text
     from bessemer.evaluate.needle import needle as measure_needle
     from bessemer.observe.progress import working
-    from bessemer.run.directory import Run
     from bessemer.spec.quantity import Count
-    from bessemer.train.trained import load_trained
+    from bessemer.train.trained import load_model
 
     if not needle:
         raise UserError("evaluate: name what to measure: --needle")
     with working("loading the model"):
-        model, tokenizer = load_trained(run, checkpoint, device)
+        loaded = load_model(run, checkpoint, device)
     try:
         if lengths == "auto":
-            context = json.loads((Run.existing(run).folder / "settings.json").read_text())["context"]
+            settings = run / "settings.json"
+            context = json.loads(settings.read_text())["context"] if settings.exists() else 2048
             tokens = [context // 4, context // 2, context, 2 * context]
         else:
             tokens = [TypeAdapter(Count).validate_python(length.strip()) for length in lengths.split(",")]
@@ -127,8 +91,10 @@ def evaluate(
     except ValidationError:
         raise UserError(f"--lengths {lengths} --kind {kind}: write for example 512,4Ki; auto, key or copy") from None
     with working("measuring"):
-        filler = held_out_text(run, max(tokens))
-        grid = measure_needle(model, tokenizer, tokens, trials=trials, seed=seed, kind=needle_kind, filler=filler)
+        filler = held_out_text(run, max(tokens)) if (run / "events.jsonl").exists() else None
+        grid = measure_needle(
+            loaded.model, loaded.tokenizer, tokens, trials=trials, seed=seed, kind=needle_kind, filler=filler
+        )
     if as_json:
         print_json(grid.to_dict())
     else:

@@ -21,6 +21,7 @@ from bessemer.checkpoint.manifest import verify
 from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors, stream_model
 from bessemer.data.prepare import open_prepared
+from bessemer.data.tokenizer.chat import turn_end_ids
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.export.chat_template import tokenizer_files, update_tokenizer_files
@@ -191,7 +192,7 @@ def to_hf(
         config["pad_token_id"] = native.tokenizer.eos_id  # transformers classifies the last token that is no padding
     files["config.json"] = (carried_keys(_config_of(source), chosen, config) if source else {}) | config
     if shape.causal and not shape.labels:
-        files.setdefault("generation_config.json", dict(ids))
+        files["generation_config.json"] = _with_turn_ends(files.get("generation_config.json", dict(ids)), files, native)
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
     if shape.labels:
         padding = torch.tensor(config.get("pad_token_id", -1))
@@ -299,6 +300,17 @@ def _other_files(native: NativeModel, origin: ModelOrigin | None) -> tuple[dict[
     if folder.generation_config is not None:
         files["generation_config.json"] = folder.generation_config
     return files, {key: folder.config[key] for key in TOKEN_IDS if key in folder.config}
+
+
+def _with_turn_ends(generation: dict[str, Any], files: dict[str, Any], native: NativeModel) -> dict[str, Any]:
+    """generation_config.json that also stops where the exported chat template ends a turn."""
+    template = files.get("chat_template.jinja")
+    if native.tokenizer is None or not isinstance(template, str):
+        return generation
+    named = generation.get("eos_token_id")
+    stops = [] if named is None else named if isinstance(named, list) else [named]
+    ends = [i for i in sorted(turn_end_ids(template, native.tokenizer)) if i not in stops]
+    return generation | {"eos_token_id": [*stops, *ends]} if ends else generation
 
 
 def with_progress(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,13 +14,17 @@ import torch
 from bessemer.checkpoint.lineage import read_tags
 from bessemer.checkpoint.manifest import DamagedCheckpoint
 from bessemer.checkpoint.store import CheckpointStore
+from bessemer.data.prepare import chat_template
+from bessemer.data.tokenizer.chat import Message, prompt_ids, turn_end_ids
 from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, hf_prompt_format, native_prompt_format
 from bessemer.errors import UserError
+from bessemer.model.families.adapter import ADAPTER_CONFIG, AdapterFolder
 from bessemer.model.families.folder import HfFolder, find_origin, load_weights
 from bessemer.model.families.registry import read_shape
-from bessemer.model.generate import Sampling, generate
+from bessemer.model.generate import Generator, Request, Sampling
 from bessemer.model.transformer import Decoder, make_module
 from bessemer.run.directory import Run
+from bessemer.spec.load import load_spec
 from bessemer.spec.schema import ParallelSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import pick_device
@@ -44,16 +50,63 @@ def find_checkpoint(run: Run, which: str) -> Path:
     return names[which]
 
 
-def load_trained(folder: str | Path, which: str = "last", device: str = "auto") -> tuple[Decoder, Tokenizer]:
-    """A model in evaluation mode and its tokenizer: from a run's checkpoint, an import (`export --to bessemer`), or a
-    Hugging Face folder."""
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode with everything that is needed to talk to it."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    format: PromptFormat
+    template: str | None = None  # of conversations: a built-in name or Jinja source; None if it knows none
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: those of the model's files, and the end of a turn of its chat template."""
+        ends = turn_end_ids(self.template, self.tokenizer) if self.template else frozenset()
+        return self.format.ends | ends
+
+    def prompt(self, text: str, parse_special: bool = False) -> list[int]:
+        """Ids of a text to continue."""
+        return self.format.encode(self.tokenizer, text, parse_special)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation that the assistant is to continue."""
+        if self.template is None:
+            raise UserError("the model has no chat template: it was trained on plain text; name one with --template")
+        ids = prompt_ids(messages, self.tokenizer, self.template)
+        return ids if ids[: len(self.format.prefix)] == list(self.format.prefix) else [*self.format.prefix, *ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of an answer."""
+        return self.tokenizer.decode(ids, continues=True)
+
+    def generator(self, slots: int = 1, max_length: int | None = None) -> Generator:
+        """For many requests. On a GPU the weights are converted to bfloat16, in which the fast kernels compute."""
+        if self.model.shape.labels:
+            raise UserError("a classifier writes no text: export it with `bessemer export --to hf` and run it there")
+        if self.model.head_weight.device.type == "cuda":
+            self.model.to(torch.bfloat16)
+        return Generator(self.model, slots, max_length, self.decode)
+
+    def stream(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling) -> Iterator[str]:
+        """Text that continues one prompt, in pieces of complete characters."""
+        generator = self.generator(1, len(prompt) + max_tokens)
+        return generator.stream(Request(prompt, max_tokens, sampling, self.stop_ids))
+
+
+def load_model(folder: str | Path, which: str = "last", device: str = "auto") -> LoadedModel:
+    """Load a run (its checkpoint `which`), one checkpoint's folder, an import or export, a Hugging Face folder of a
+    native family, or a LoRA adapter's folder (merged into its base)."""
     path = Path(folder)
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"device {device!r}: write auto, cpu, cuda or mps")
+    if path.parent.name == "checkpoints" and os.path.exists(path.parent.parent / "events.jsonl"):
+        path, which = path.parent.parent, path.name
     is_run = os.path.exists(path / "events.jsonl")
-    if not is_run and os.path.exists(path / "config.json") and not os.path.exists(path / "model.json"):
+    adapter = os.path.exists(path / ADAPTER_CONFIG)
+    if adapter or (not is_run and os.path.exists(path / "config.json") and not os.path.exists(path / "model.json")):
         target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
-        return _load_folder(path, target)
+        return _load_folder(AdapterFolder(path) if adapter else HfFolder(path), target)
     if is_run or not os.path.exists(path / "model.json"):
         run = Run.existing(path)
         shelf, checkpoint = CheckpointStore(run.checkpoints), find_checkpoint(run, which)
@@ -70,7 +123,8 @@ def load_trained(folder: str | Path, which: str = "last", device: str = "auto") 
         raise UserError(f"{error}; choose another with --checkpoint") from None
     if not os.path.exists(path / "tokenizer.json"):
         raise UserError(f"{path}: has no tokenizer.json to read a prompt with")
-    return model.eval(), Tokenizer.load(path / "tokenizer.json", description["eos"] or None)
+    tokenizer = Tokenizer.load(path / "tokenizer.json", description["eos"] or None)
+    return LoadedModel(model.eval(), tokenizer, prompt_format(path, tokenizer), _run_template(path, tokenizer))
 
 
 def _empty(shape: ModelShape, device: torch.device) -> Decoder:
@@ -88,35 +142,35 @@ def _imported_checkpoint(shelf: CheckpointStore, path: Path, which: str) -> Path
     return saved.get(which, list(saved.values())[-1])
 
 
-def _load_folder(path: Path, device: torch.device) -> tuple[Decoder, Tokenizer]:
+def _load_folder(folder: HfFolder, device: torch.device) -> LoadedModel:
     """A Hugging Face folder of a native family, in float32."""
-    folder = HfFolder(path)
     family, shape = read_shape(folder.config)
     model = _empty(shape, device)
     load_weights(model, folder, family)
-    return model.eval(), Tokenizer.load(path, end_token(path))
+    tokenizer = Tokenizer.load(folder.path, end_token(folder.path))
+    return LoadedModel(model.eval(), tokenizer, prompt_format(folder.path, tokenizer), _folder_template(folder.path))
+
+
+def _run_template(path: Path, tokenizer: Tokenizer) -> str | None:
+    """The chat template of a run: what it trained conversations with, else that of the model it started from."""
+    spec = load_spec(path / "spec.yaml") if (path / "spec.yaml").is_file() else None
+    if spec is not None and any(source.messages_field for source in spec.data.sources.values()):
+        return chat_template(spec.tokenizer)
+    origin = find_origin(path)
+    return _folder_template(origin.folder.path) if origin is not None and origin.own_tokenizer else None
+
+
+def _folder_template(path: Path) -> str | None:
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    config = path / "tokenizer_config.json"
+    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    return template if isinstance(template, str) else None
 
 
 def prompt_format(folder: str | Path, tokenizer: Tokenizer) -> PromptFormat:
-    """The prompt format of the model that `load_trained` returns."""
+    """The prompt format of a model's folder."""
     origin = find_origin(Path(folder))
     if origin is None or not origin.own_tokenizer:
         return native_prompt_format(tokenizer)
     return hf_prompt_format(origin.folder.path, tokenizer, trained_here=(Path(folder) / "events.jsonl").exists())
-
-
-def stream_text(
-    model: Decoder, tokenizer: Tokenizer, prompt: list[int], max_tokens: int, ends: Collection[int], sampling: Sampling
-) -> Iterator[str]:
-    """Generated text, piece by piece; a piece waits until its bytes are complete characters."""
-    if model.shape.labels:
-        raise UserError("a classifier writes no text: export it with `bessemer export --to hf` and run it there")
-    new: list[int] = []
-    shown = 0
-    for token in generate(model, prompt, max_tokens, ends, sampling):
-        new.append(token)
-        text = tokenizer.decode(new, continues=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[shown:]
-            shown = len(text)
-    yield tokenizer.decode(new, continues=True)[shown:]

@@ -75,6 +75,19 @@ def render_batch(
     return rendered
 
 
+def prompt_ids(messages: Sequence[Message], tokenizer: Tokenizer, template: str) -> list[int]:
+    """Ids of a conversation and of the beginning of the assistant's next turn: what a model reads before it answers."""
+    ids, mask = render([*messages, {"role": "assistant", "content": "x"}], tokenizer, template, "last")
+    return [int(i) for i in ids[: int(mask.argmax())]]
+
+
+def turn_end_ids(template: str, tokenizer: Tokenizer) -> frozenset[int]:
+    """The special tokens with which the assistant ends a turn: `<|im_end|>`, `<|eot_id|>`."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+    ids, mask = render(messages, tokenizer, template, "last")
+    return frozenset(int(i) for i in ids[mask == 1]) & frozenset(tokenizer.special.values())
+
+
 def learned_turns(messages: Sequence[Message], learn: Learn) -> list[bool]:
     """For each message, whether it is learned."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

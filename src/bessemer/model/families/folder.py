@@ -97,6 +97,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def read_tensor(folder: Path, info: TensorInfo, name: str) -> Tensor:
+    """One tensor of a safetensors file."""
+    raw, path = torch.empty(info.bytes, dtype=torch.uint8), folder / info.file
+    with translate_os_errors(path), path.open("rb") as file:
+        file.seek(info.offset)
+        if file.readinto(raw.numpy().data) < info.bytes:
+            raise UserError(f"{path}: ends inside {name!r}; the file changed during the read")
+    return raw.view(info.dtype).view(info.shape)
+
+
 class HfFolder:
     """`config` is read at once, headers with `tensors`, one tensor with `read`. UserError describes what is wrong."""
 
@@ -107,12 +117,12 @@ class HfFolder:
         if not is_model:
             fix = "`hf download ORG/NAME --local-dir FOLDER` fetches one from the Hub"
             raise UserError(f"{path}: is not a model folder (no config.json); {fix}")
-        self.config = _read_json(self.path / "config.json")
+        self.config = read_json(self.path / "config.json")
 
     @cached_property
     def generation_config(self) -> dict[str, Any] | None:
         path = self.path / "generation_config.json"
-        return _read_json(path) if path.exists() else None
+        return read_json(path) if path.exists() else None
 
     @cached_property
     def tokenizer_files(self) -> dict[str, Path]:
@@ -130,7 +140,7 @@ class HfFolder:
             return read_header(self.path / SINGLE_FILE)
         if INDEX not in files:
             raise UserError(f"{self.path}: {self._explain_missing_weights(files)}")
-        shard_of = _read_json(index := self.path / INDEX).get("weight_map")
+        shard_of = read_json(index := self.path / INDEX).get("weight_map")
         if not isinstance(shard_of, dict) or not all(isinstance(file, str) for file in shard_of.values()):
             raise UserError(f"{index}: has no weight_map from tensors to files; {_AGAIN}")
         # Only listed files: an index cannot point outside the folder.
@@ -161,13 +171,7 @@ class HfFolder:
 
     def read(self, name: str) -> Tensor:
         """One tensor in its own memory. Not memory-mapped: with mmap a failing file system kills the process."""
-        info = self.tensors[name]
-        raw, path = torch.empty(info.bytes, dtype=torch.uint8), self.path / info.file
-        with translate_os_errors(path), path.open("rb") as file:
-            file.seek(info.offset)
-            if file.readinto(raw.numpy().data) < info.bytes:
-                raise UserError(f"{path}: ends inside {name!r}; the file changed during the read")
-        return raw.view(info.dtype).view(info.shape)
+        return read_tensor(self.path, self.tensors[name], name)
 
     def check_tied(self, head: str, embedding: str) -> None:
         """For a config with tied embeddings: a head that was saved anyway must equal the embedding bit for bit."""
@@ -180,7 +184,7 @@ class HfFolder:
             raise UserError(f'{self.path}: {conflict}; write "tie_word_embeddings": false, or find the right config')
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         with translate_os_errors(path):
             content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,95 @@
+"""`bessemer generate`: continue a prompt, answer a file of prompts, or talk to a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from bessemer.cli.console import CHECKPOINT, DEVICE
+from bessemer.errors import UserError
+
+
+def generate(
+    model: Path = typer.Argument(
+        help="A run such as runs/demo, one of its checkpoints, an import or export, a Hugging Face or LoRA folder."
+    ),
+    prompt: str = typer.Option("", "--prompt", "-p", help="The text to continue; empty begins a new document."),
+    prompts: Path | None = typer.Option(
+        None, "--prompts", help='Many prompts: one per line, or .jsonl with "prompt" or "messages".'
+    ),
+    chat: bool = typer.Option(False, "--chat", help="Talk to the model: one line a turn, Ctrl-D ends, /reset forgets."),
+    system: str = typer.Option("", "--system", help="With --chat: the system message."),
+    template: str | None = typer.Option(
+        None, "--template", help="Chat template if the model has none: chatml, llama3, plain or a Jinja file."
+    ),
+    max_tokens: int = typer.Option(200, min=1, help="Maximum number of new tokens."),
+    n: int = typer.Option(1, "--n", min=1, help="Answers to each prompt."),
+    temperature: float = typer.Option(0.8, help="0 always takes the most likely token."),
+    top_k: int = typer.Option(0, help="Sample from the k most likely tokens; 0 for no limit."),
+    top_p: float = typer.Option(0.95, help="Sample from the most likely tokens that reach this probability."),
+    min_p: float = typer.Option(0.0, help="Leave out tokens less likely than this share of the most likely one."),
+    repetition_penalty: float = typer.Option(1.0, help="Above 1, tokens that occurred before become less likely."),
+    stop: list[str] = typer.Option([], "--stop", help="End an answer before this text (repeatable)."),
+    seed: int = typer.Option(0, help="The same seed gives the same text."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object per prompt, with all samples."),
+    checkpoint: str = CHECKPOINT,
+    parse_special: bool = typer.Option(
+        False, "--parse-special", help="Read special tokens in the prompt, such as <|im_start|>, as special tokens."
+    ),
+    device: str = DEVICE,
+) -> None:
+    """Continue a prompt, answer many, or talk to a model.
+
+    The prompt begins and the answer ends with the tokens that the model was trained with: those of its tokenizer and
+    generation_config.json, and the end of a turn of its chat template.
+
+    Example: bessemer generate runs/demo --prompt "def parse(self, line):" --temperature 0.7
+    """
+    from dataclasses import replace
+
+    from bessemer.model.generate import Sampling
+    from bessemer.observe.progress import working
+    from bessemer.train.answers import AnswerSettings, answer_all, converse, read_prompts
+    from bessemer.train.trained import load_model
+
+    if chat and (prompts is not None or prompt or as_json or n > 1):
+        raise UserError("--chat reads its prompts from the terminal: leave out --prompt, --prompts, --n and --json")
+    if prompts is not None and prompt:
+        raise UserError("--prompt and --prompts: give one of them")
+    sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
+    settings = AnswerSettings(max_tokens, n, sampling, tuple(stop), parse_special)
+    texts = [prompt] if prompts is None else read_prompts(prompts)
+    with working("loading the model"):
+        loaded = load_model(model, checkpoint, device)
+    if template is not None:
+        loaded = replace(loaded, template=template)
+    if chat:
+        converse(loaded, settings, system, _read_line, lambda piece: print(piece, end="", flush=True))
+    elif prompts is None and n == 1 and not as_json and not stop:
+        print(prompt, end="", flush=True)
+        for piece in loaded.stream(loaded.prompt(prompt, parse_special), max_tokens, sampling):
+            print(piece, end="", flush=True)
+        print()
+    else:
+        for number, answer in enumerate(answer_all(loaded, texts, settings), 1):
+            print(json.dumps(answer, ensure_ascii=False) if as_json else _show(number, answer), flush=True)
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None
+
+
+def _show(number: int, answer: dict[str, Any]) -> str:
+    title = answer.get("prompt") or (answer["messages"][-1]["content"] if "messages" in answer else "")
+    samples = answer["samples"]
+    lines = [f"{number}. {title}"]
+    for i, sample in enumerate(samples, 1):
+        lines += [f"   [{i} of {len(samples)}]"] * (len(samples) > 1) + [sample["text"], ""]
+    return "\n".join(lines)

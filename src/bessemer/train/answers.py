@@ -1,0 +1,120 @@
+"""Answers of a loaded model: many prompts at once, or a conversation in the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bessemer.data.tokenizer.chat import Message, find_problems
+from bessemer.errors import UserError
+from bessemer.model.generate import Request, Sampling
+from bessemer.train.trained import LoadedModel
+
+SLOTS = 16  # prompts that are answered at the same time
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How to answer each prompt."""
+
+    max_tokens: int = 200
+    samples: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    parse_special: bool = False
+
+
+Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts of a file: one per line, or one JSON object per line with `prompt` or `messages` (.jsonl)."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        prompts.append(_parse_prompt(line, f"{path}:{number}") if path.suffix == ".jsonl" else line)
+    if not prompts:
+        raise UserError(f"{path}: has no prompts")
+    return prompts
+
+
+def _parse_prompt(line: str, place: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: is not JSON ({error})") from None
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if isinstance(prompt, str):
+        return prompt
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not messages:
+        raise UserError(f'{place}: has neither "prompt" (a text) nor "messages" (a list)')
+    if problems := find_problems(
+        [*messages, {"role": "assistant", "content": "x"}] if isinstance(messages, list) else messages
+    ):
+        raise UserError(f"{place}: {problems[0]}")
+    conversation: Sequence[Message] = messages
+    return conversation
+
+
+def answer_all(loaded: LoadedModel, prompts: Sequence[Prompt], settings: AnswerSettings) -> Iterator[dict[str, Any]]:
+    """For each prompt, in order: the prompt and its samples with text, tokens and the reason of their end."""
+    ids = [
+        loaded.prompt(prompt, settings.parse_special) if isinstance(prompt, str) else loaded.chat_prompt(prompt)
+        for prompt in prompts
+    ]
+    slots = min(SLOTS, len(prompts) * settings.samples)
+    generator = loaded.generator(slots, max(map(len, ids)) + settings.max_tokens)
+    requests = [
+        Request(prompt, settings.max_tokens, settings.sampling, loaded.stop_ids, settings.stop, settings.samples)
+        for prompt in ids
+    ]
+    for prompt, completions in zip(prompts, generator.run(requests), strict=True):
+        yield {
+            ("prompt" if isinstance(prompt, str) else "messages"): prompt,
+            "samples": [
+                {"text": completion.text, "tokens": len(completion.tokens), "finish_reason": completion.reason}
+                for completion in completions
+            ],
+        }
+
+
+def converse(
+    loaded: LoadedModel, settings: AnswerSettings, system: str, read: Callable[[], str | None],
+    write: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Answer one line after another until `read` returns None. `/reset` forgets the conversation. The slot keeps its
+    contents, so only the new words of a turn are read."""
+    start: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages, limit = list(start), loaded.model.shape.max_positions or None
+    generator = loaded.generator(1, limit or 32768)
+    loaded.chat_prompt([*start, {"role": "user", "content": "x"}])  # the template must work before the first question
+    turn = 0
+    while (line := read()) is not None:
+        if line.strip() == "/reset":
+            messages = list(start)
+            continue
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        seed = settings.sampling.seed + turn
+        sampling, prompt = replace(settings.sampling, seed=seed), loaded.chat_prompt(messages)
+        if len(prompt) >= generator.max_length:
+            write(f"The conversation has {len(prompt):,} tokens and {generator.max_length:,} fit: write /reset.\n")
+            messages.pop()
+            continue
+        answer = ""
+        for piece in generator.stream(Request(prompt, settings.max_tokens, sampling, loaded.stop_ids, settings.stop)):
+            write(piece)
+            answer += piece
+        write("\n")
+        messages.append({"role": "assistant", "content": answer})
+        turn += 1
