@@ -16,6 +16,14 @@ from bessemer.model.attention_mask import TILE, AttentionMask, compute_cu_seqlen
 CPU = torch.device("cpu")
 
 
+def is_global(attention_mask: AttentionMask, b: int, position: int) -> bool:
+    if attention_mask.global_BT is not None and attention_mask.global_tokens == 0:
+        return bool(attention_mask.global_BT[b, position])
+    documents = attention_mask.documents_BT
+    start = 0 if documents is None else documents[b].tolist().index(int(documents[b, position]))
+    return position - start < attention_mask.global_tokens
+
+
 def may_look(attention_mask: AttentionMask, window: int, b: int, q: int, k: int) -> bool:
     """The rule in words, of numbers."""
     if (
@@ -23,10 +31,11 @@ def may_look(attention_mask: AttentionMask, window: int, b: int, q: int, k: int)
         and attention_mask.documents_BT[b, q] != attention_mask.documents_BT[b, k]
     ):
         return False
-    if window and abs(q - k) >= window:
+    free = is_global(attention_mask, b, q) or is_global(attention_mask, b, k)
+    if window and abs(q - k) >= window and not free:
         return False
     size, before = attention_mask.blocks
-    if size and abs(q // size - k // size) > before and k >= size:
+    if size and abs(q // size - k // size) > before and k >= size and not free:
         return False
     return (
         not attention_mask.causal
@@ -59,7 +68,7 @@ def loop(
 def make_case(
     B: int = 2, T: int = 5, past: int = 0, K: int = 2, groups: int = 2, E: int = 6, packed: bool = False,
     prefixed: bool = False, causal: bool = True, blocks: tuple[int, int] = (0, 0), window: int = 0, scale: float = 0.5,
-    cap: float | None = None, biased: bool = False, seed: int = 0,
+    cap: float | None = None, biased: bool = False, seed: int = 0, global_tokens: int = 0, named: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     S = T if packed else T + past
     random = torch.Generator().manual_seed(seed)
@@ -75,7 +84,12 @@ def make_case(
         "k_BSKD": normal(B, S, K, 4),
         "v_BSKE": normal(B, S, K, E),
         "attention_mask": AttentionMask(
-            coins(0.4).cumsum(1) if packed else None, coins(0.3) if prefixed else None, causal, blocks
+            coins(0.4).cumsum(1) if packed else None,
+            coins(0.3) if prefixed else None,
+            causal,
+            blocks,
+            0 if named else global_tokens,
+            coins(0.3) if named else None,
         ),
         "window": window,
         "scale": scale,
@@ -103,6 +117,7 @@ def check(case: dict[str, Any]) -> None:
         causal=st.booleans(), blocks=st.sampled_from([(0, 0), (2, 0), (2, 1)]),
         window=st.sampled_from([0, 1, 2, 4, 50]), scale=st.sampled_from([0.5, 0.3]),
         cap=st.sampled_from([None, 0.7]), biased=st.booleans(), seed=st.integers(0, 999),
+        global_tokens=st.sampled_from([0, 0, 1, 2]), named=st.sampled_from([False, False, True]),
     )
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
@@ -136,6 +151,8 @@ SIGHTS = {
     "prefix": (AttentionMask(prefix_BT=PREFIX), 0),
     "documents and prefix": (AttentionMask(random_documents(2, 256), PREFIX), 0),
     "blocks": (AttentionMask(blocks=(32, 2)), 0),
+    "global tokens": (AttentionMask(random_documents(2, 256), global_tokens=2), 30),
+    "global tokens both ways": (AttentionMask(causal=False, global_tokens=1), 20),
     "documents and wide blocks": (AttentionMask(random_documents(2, 256), blocks=(200, 0)), 0),
 }
 
@@ -159,14 +176,17 @@ def test_flex_gives_what_the_reference_gives_under_every_mask(kind: str, cap: fl
 @given(
     st.integers(1, 4), st.sampled_from([0.0, 0.0, 0.005, 0.05]), st.sampled_from([0, 0, 1, 128, 129, 300]),
     st.sampled_from([(0, 0), (64, 1), (100, 0), (200, 1)]), st.booleans(), st.booleans(), st.integers(0, 99),
+    st.sampled_from([0, 0, 3, 128, 140]),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_tiles_hide_nothing_and_whole_ones_are_whole(
-    tiles: int, likely: float, window: int, blocks: tuple[int, int], causal: bool, prefixed: bool, seed: int
-) -> None:
+    tiles: int, likely: float, window: int, blocks: tuple[int, int], causal: bool, prefixed: bool, seed: int,
+    global_tokens: int,
+) -> None:  # fmt: skip
     T = tiles * TILE
     prefix = random_documents(2, T, 0.3, seed) % 2 == 0 if prefixed else None
-    attention_mask = AttentionMask(random_documents(2, T, likely, seed) if likely else None, prefix, causal, blocks)
+    documents = random_documents(2, T, likely, seed) if likely else None
+    attention_mask = AttentionMask(documents, prefix, causal, blocks, global_tokens)
     dense = attention_mask.mask(window, T, T, CPU)
     seen = torch.ones(1, 1, T, T, dtype=torch.bool) if dense is None else dense
     pairs = seen[:, 0].unflatten(2, (tiles, TILE)).unflatten(1, (tiles, TILE)).transpose(2, 3).flatten(3)

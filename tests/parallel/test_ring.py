@@ -38,6 +38,7 @@ SIGHTS: dict[str, tuple[Tensor | None, int, tuple[int, int]]] = {  # documents, 
     "window": (None, 7, (0, 0)),
     "packed, window": (PACKED, 7, (0, 0)),
     "blocks": (PACKED, 0, (4, 1)),
+    "packed, window, global": (PACKED, 5, (0, 0)),
 }
 
 
@@ -53,7 +54,7 @@ def _attention(size: int, kind: str, kv: int, value: int = D, strip: int = 512) 
     part = ring.part(T) if ring else torch.arange(T)
     sizes = ((N, D), (kv, D), (kv, value))
     q, k, v = (torch.randn(B, T, *one, dtype=torch.float64)[:, part].clone().requires_grad_() for one in sizes)
-    attention_mask = AttentionMask(documents, blocks=blocks)
+    attention_mask = AttentionMask(documents, blocks=blocks, global_tokens=2 if "global" in kind else 0)
     if ring:
         out = ring.attend(q, k, v, attention_mask, window, D**-0.5, _whole)
     else:

@@ -149,6 +149,7 @@ def _mixer(shape: ModelShape, layer: int) -> str:
     words += [f"{rope.scaling} x {rope.factor:g}"] * (rope.scaling != "none")
     words.append("causal" if shape.causal else "bidirectional")
     words += [f"window {window:,}"] * (window > 0)
+    words += [f"{shape.global_tokens} global positions"] * (shape.global_tokens > 0)
     words += [f"blocks of {shape.blocks[0]}, {shape.blocks[1]} before"] * (shape.blocks[0] > 0)
     words += [f"q and k normed by {shape.qk_norm}"] * (shape.qk_norm != "none")
     words += [f"capped at {shape.attention_cap:g}"] if shape.attention_cap else []

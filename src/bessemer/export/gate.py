@@ -135,7 +135,8 @@ def _compare_pair(hf_model: nn.Module, native: Decoder, weights: TensorReader, t
 
 def _compare(hf_model: nn.Module, native: Decoder, weights: TensorReader, tokens_BT: Tensor) -> Comparison:
     shape, modules = native.eval().shape, dict(native.named_children())
-    attention_mask = AttentionMask(causal=shape.causal, blocks=shape.blocks)
+    attention_mask = AttentionMask()
+    attention_mask.configure(shape)
     before = [name for name in modules if name in ("embedding", "position", "types", "embedding_norm")]
     with _with_weights({f"{name}.": modules[name] for name in before}, weights):
         chain_BTW = native.embed(tokens_BT, attention_mask)

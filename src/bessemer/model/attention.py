@@ -41,7 +41,9 @@ class AttentionCall:
     dtype: torch.dtype
     device: str
     masked: bool = False  # beyond causality
-    scattered: bool = False  # masked by a prefix or blocks, which document lengths and windows cannot express
+    scattered: bool = (
+        False  # masked by a prefix, blocks or global positions, which document lengths and windows cannot express
+    )
     capped: bool = False
     bias: bool = False
     learned: bool = False  # the bias requires a gradient
@@ -63,7 +65,7 @@ def unsupported_reason(backend: str, call: AttentionCall) -> str | None:
         "no masks": call.masked and backend == "flash",
         "the length of masked rows must be a multiple of 8": call.masked and call.T % 8 and backend in KERNELS,
         f"the row length must be a multiple of {TILE}": call.T % TILE and backend == "flex",
-        "no prefixes or blocks": call.scattered and backend == "varlen",
+        "no prefixes, blocks or global positions": call.scattered and backend == "varlen",
         "no bias": call.bias and backend in ("flash", "varlen"),
         "no gradient of a bias": call.learned and backend in ("cudnn", "flex"),
         "no dropout": call.dropout and backend in ("flex", "varlen"),
@@ -97,7 +99,7 @@ def attend(
         return decode_attention(q_BTND[:, 0], k_BSKD, v_BSKE, *rows, window, scale, cap)[:, None]
     call = AttentionCall(
         T, S, q_BTND.shape[-1], v_BSKE.shape[-1], v_BSKE.dtype, device.type, masked=not attention_mask.plain(window, S),
-        scattered=attention_mask.prefix_BT is not None or attention_mask.blocks[0] > 0, capped=cap is not None,
+        scattered=attention_mask.scattered(window, S), capped=cap is not None,
         bias=bias_1NTS is not None, learned=bias_1NTS is not None and bias_1NTS.requires_grad, dropout=dropout > 0,
     )  # fmt: skip
     chosen = select_backend(backend, call)

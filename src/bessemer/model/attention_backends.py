@@ -54,7 +54,10 @@ def candidates(
     prefix: bool = False, dropout: bool = False,
 ) -> list[str]:  # fmt: skip
     """Backends that support every layer, the reference last."""
-    E, scattered = shape.mla.value_dim if shape.mla else shape.head_dim, prefix or shape.blocks[0] > 0
+    E, scattered = (
+        shape.mla.value_dim if shape.mla else shape.head_dim,
+        prefix or shape.blocks[0] > 0 or shape.global_tokens > 0,
+    )
     calls = [
         AttentionCall(
             context, context, shape.key_dim, E, dtype, device.type, packed or scattered or 0 < window < context,
@@ -172,7 +175,8 @@ class BackendTiming:
         starts_BT = torch.rand(rows, context, generator=random, device=device) < DOCUMENTS / context
         prefix_BT = torch.arange(context, device=device).expand(rows, -1) < context // 8 if prefix else None
         documents_BT = starts_BT.cumsum(1).int() if packed else None
-        self.attention_mask = AttentionMask(documents_BT, prefix_BT, shape.causal, shape.blocks)
+        self.attention_mask = AttentionMask(documents_BT, prefix_BT)
+        self.attention_mask.configure(shape)
 
     def run(self, name: str) -> list[Tensor]:
         """The output, and the gradients of q, k and v."""

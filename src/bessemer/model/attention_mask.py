@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bessemer.spec.shape import ModelShape
+
 TILE = 128  # FlexAttention's block
 MaskFunction = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> bool
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k and v of full rows
@@ -41,6 +43,8 @@ class AttentionMask:
     prefix_BT: Tensor | None = None
     causal: bool = True
     blocks: tuple[int, int] = (0, 0)
+    global_tokens: int = 0  # the first positions of a document that windows and blocks do not limit (Longformer)
+    global_BT: Tensor | None = None  # or these positions, of full rows; they attend and are attended to everywhere
     router_mask_BT: Tensor | None = None  # positions that count for router balance; None: all
     cu_seqlens: tuple[Tensor, int] | None = None  # from `compute_cu_seqlens`, if the host computed them
     exchange: ContextExchange | None = None  # context parallelism; `documents_BT` still covers full rows
@@ -53,24 +57,51 @@ class AttentionMask:
     _tiles: dict[tuple[int, int], Any] = field(default_factory=dict)
     _starts: tuple[list[int], list[int]] | None = None
 
+    def configure(self, shape: ModelShape) -> None:
+        """Take over what the model's shape says of masks."""
+        self.causal, self.blocks, self.global_tokens = shape.causal, shape.blocks, shape.global_tokens
+
     def plain(self, window: int, length: int) -> bool:
         """Whether the mask is causality alone or nothing: fused kernels then need no mask tensor."""
         windowed = (window and window < length) or self.blocks[0]
         return self.documents_BT is None and self.prefix_BT is None and self.starts_B is None and not windowed
 
+    def scattered(self, window: int, length: int) -> bool:
+        """Whether document lengths and a window cannot express the mask."""
+        limited = bool((window and window < length) or self.blocks[0])
+        return self.prefix_BT is not None or self.blocks[0] > 0 or (limited and self.has_global)
+
+    @property
+    def has_global(self) -> bool:
+        return self.global_tokens > 0 or self.global_BT is not None
+
+    def is_global(self) -> Callable[[Any, Any], Tensor] | None:
+        """Predicate over (row, position); None if no position is global."""
+        if self.global_BT is None and self.global_tokens and self.documents_BT is not None:
+            columns = torch.arange(self.documents_BT.shape[1], device=self.documents_BT.device)
+            starts_BT = torch.where(_starts_document(self.documents_BT), columns, 0).cummax(dim=1).values
+            self.global_BT = columns - starts_BT < self.global_tokens
+        global_BT, count = self.global_BT, self.global_tokens
+        if global_BT is not None:
+            return lambda b, position: global_BT[b, position]
+        return (lambda b, position: position < count) if count else None
+
     def can_attend(self, window: int) -> MaskFunction:
         """Predicate over broadcastable (row, head, query, key) indices. Every form of the mask derives from it."""
+        is_global = self.is_global() if window or self.blocks[0] else None
         causal, documents_BT, prefix_BT, (size, before) = self.causal, self.documents_BT, self.prefix_BT, self.blocks
 
         def can_attend(b: Any, h: Any, q: Any, k: Any) -> Tensor:
             visible = k <= q if causal else (k >= 0) & (q >= 0)
             if causal and prefix_BT is not None:
                 visible = visible | prefix_BT[b, k]
+            near = visible
             if window:
-                visible = visible & (q - k < window) & (k - q < window)
+                near = near & (q - k < window) & (k - q < window)
             if size:  # every query sees the first block
                 distance = q // size - k // size
-                visible = visible & (((distance <= before) & (distance >= -before)) | (k < size))
+                near = near & (((distance <= before) & (distance >= -before)) | (k < size))
+            visible = near if is_global is None else near | (visible & (is_global(b, q) | is_global(b, k)))
             if documents_BT is not None:
                 visible = visible & (documents_BT[b, q] == documents_BT[b, k])
             return visible
@@ -119,6 +150,7 @@ class AttentionMask:
             if self.prefix_BT is not None:
                 prefix_B1nt = self.prefix_BT.bool().unflatten(1, (-1, TILE))[:, None]
                 any_Bnn, all_Bnn = any_Bnn | prefix_B1nt.any(-1), all_Bnn | prefix_B1nt.all(-1)
+        causal_any, causal_all = any_Bnn, all_Bnn
         if window:
             near, far = _distance_range(q0_n1, q1_n1, k0_n, k1_n)
             any_Bnn, all_Bnn = any_Bnn & (near < window), all_Bnn & (far < window)
@@ -127,6 +159,13 @@ class AttentionMask:
             near, far = _distance_range(*(x // size for x in (q0_n1, q1_n1, k0_n, k1_n)))
             any_Bnn = any_Bnn & ((near <= before) | (k0_n < size))
             all_Bnn = all_Bnn & ((far <= before) | (k1_n < size))
+        if (window or size) and (is_global := self.is_global()) is not None:
+            rows = 1 if self.global_BT is None else len(self.global_BT)
+            flags_Bnt = is_global(torch.arange(rows, device=device)[:, None], torch.arange(T, device=device)[None])
+            flags_Bnt = flags_Bnt.expand(rows, T).unflatten(1, (-1, TILE))
+            some_Bn, every_Bn = flags_Bnt.any(-1), flags_Bnt.all(-1)
+            any_Bnn = any_Bnn | (causal_any & (some_Bn[:, :, None] | some_Bn[:, None]))
+            all_Bnn = all_Bnn | (causal_all & (every_Bn[:, :, None] | every_Bn[:, None]))
         if self.documents_BT is not None:
             low_Bn, high_Bn = self.documents_BT.unflatten(1, (-1, TILE)).aminmax(dim=-1)
             any_Bnn = any_Bnn & (low_Bn[:, :, None] <= high_Bn[:, None]) & (low_Bn[:, None] <= high_Bn[:, :, None])

@@ -187,7 +187,7 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Hidden states (B, T, W) that the head multiplies."""
         attention_mask = attention_mask or AttentionMask()
-        attention_mask.causal, attention_mask.blocks = self.shape.causal, self.shape.blocks
+        attention_mask.configure(self.shape)
         start = caches[0].length if caches else 0
         x_BTW = self.embed(tokens_BT, attention_mask, start, types_BT)
         inputs = self.attention_inputs(x_BTW, attention_mask, start)

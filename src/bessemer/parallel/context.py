@@ -280,7 +280,7 @@ class RingAttention(UlyssesAttention):
         for i, query_piece in enumerate(self.pieces(length, self.rank)):
             for first in query_piece[:: self.strip]:
                 queries = range(first, min(first + self.strip, query_piece.stop))
-                low = max(earliest[first], first - window + 1 if window else 0)
+                low = max(earliest[first], first - window + 1 if window and not attention_mask.has_global else 0)
                 for j, key_piece in reversed(list(enumerate(self.pieces(length, source)))):
                     keys = range(max(key_piece.start, low), min(key_piece.stop, queries.stop))
                     if not keys:

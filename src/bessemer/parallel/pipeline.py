@@ -73,7 +73,7 @@ class Stage(nn.Module):
         with pipeline.compute_context():
             feed = pipeline.feed_of(rows)
             attention_mask, length = feed.attention_mask, feed.tokens_BT.shape[1]
-            attention_mask.causal, attention_mask.blocks = model.shape.causal, model.shape.blocks
+            attention_mask.configure(model.shape)
             if self.first:
                 x = model.embed(x, attention_mask)
             inputs = model.attention_inputs(x, attention_mask, length=length)

@@ -272,6 +272,9 @@ class ModelSpec(ShortSection, short="preset"):
         [64, 4],
         strict=False,
     )
+    global_tokens: Window | None = setting(
+        None, "first positions of a document that attend and are attended to everywhere, whatever windows say", 1
+    )
     causal: bool | None = setting(None, "causal attention; false: bidirectional (BERT)", True)
     positions: Positions | None = setting(None, "rope, learned, sinusoidal, alibi, relative (T5) or none", "rope")
     max_positions: Side | None = setting(None, "number of learned positions", 2048)

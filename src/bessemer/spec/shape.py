@@ -103,6 +103,7 @@ class ModelShape:
     attention_cap: float | None = None  # cap * tanh(logits / cap)
     windows: tuple[int, ...] = (0,)  # attention windows, repeated over the layers; 0: full attention
     blocks: tuple[int, int] = (0, 0)  # block-sparse: block size, and how many previous blocks a position attends to
+    global_tokens: int = 0  # first positions of a document that windows and blocks do not limit (Longformer)
     causal: bool = True
     positions: Positions = "rope"
     max_positions: int = 0  # of learned positions; otherwise the stated maximum context
@@ -178,8 +179,10 @@ class ModelShape:
         return self.labels or self.vocab
 
     def to_dict(self) -> dict[str, Any]:
-        """Without what only classifiers have, where this is none."""
-        return {key: value for key, value in asdict(self).items() if self.labels or key not in ("labels", "pooler")}
+        """Without newer fields that are not used, so that older files stay as they were."""
+        unused = {"labels", "pooler"} if not self.labels else set()
+        unused |= set() if self.global_tokens else {"global_tokens"}
+        return {key: value for key, value in asdict(self).items() if key not in unused}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ModelShape:

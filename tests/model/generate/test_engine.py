@@ -14,6 +14,7 @@ GREEDY = Sampling(temperature=0)
 SHAPES = {
     "grouped": {},
     "windows": {"windows": (5, 0)},
+    "global": {"windows": (5, 0), "global_tokens": 2},
     "learned": {"positions": "learned", "max_positions": 128},
     "alibi": {"positions": "alibi", "kv_heads": 4},
     "mamba": {"mixers": ("mamba", "attention"), "mamba": Mamba(heads=4, head_dim=12, state=8, chunk=8)},

@@ -54,7 +54,7 @@ class CompiledDecoding:
     def run(self, tokens_B1: Tensor, mask: AttentionMask, caches: list[SlotKV]) -> Tensor:
         """Hidden states (B, 1, W) that the head multiplies."""
         model = self.model
-        mask.causal, mask.blocks = model.shape.causal, model.shape.blocks
+        mask.configure(model.shape)
         x_B1W = model.embed(tokens_B1, mask)
         inputs = model.attention_inputs(x_B1W, mask)
         enter, between, finish = self._compiled[len(tokens_B1) == 1]

@@ -90,7 +90,7 @@ class SlotRunner:
         self.encodes, on_gpu = isinstance(model, EncoderDecoder), self.device.type == "cuda"
         half = model.head_weight.element_size() == 2
         self.packs = on_gpu and not self.encodes and not self.caches.has_states
-        plain = shape.positions in ("rope", "learned", "none") and not shape.blocks[0]
+        plain = shape.positions in ("rope", "learned", "none") and not shape.blocks[0] and not shape.global_tokens
         self.direct = self.packs and half and plain and shape.mla is None
         self.captures = self.packs and plain
         self.graphs: dict[tuple[int, bool], DecodeGraph] = {}
