@@ -1,8 +1,8 @@
-"""A needle in a haystack: is something seen once, anywhere in a long text, still found at its end?
+"""Needle in a haystack: does the model recall something that occurred once, anywhere in a long text?
 
-`key` hides a sentence with a number and asks for it in words, which takes a model that can read. `copy` hides a few
-tokens drawn at random, says the first again and looks whether the others are expected: the smallest model that has
-learnt to look back can do that, and chance is one in the vocabulary.
+`key` hides a sentence with a number and asks for it in words, which needs a model that can read. `copy` hides a few
+random tokens, repeats the first and checks whether the others are predicted: the smallest model with induction can do
+that, and chance is one in the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bessemer.model.transformer import Decoder
 
 Kind = Literal["key", "copy"]
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-READER = 100_000_000  # parameters from which a model is asked in words
+READER = 100_000_000  # parameters from which `key` is the default
 COPIED = 4  # tokens of a copied needle
 FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -34,7 +34,7 @@ FILLER = (
 
 @dataclass(frozen=True)
 class Question:
-    """Token ids: what the model reads, and how it should go on."""
+    """Token ids of the prompt and of the right answer."""
 
     prompt: list[int]
     answer: list[int]
@@ -43,9 +43,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Cell:
-    """Of one length and depth, over the trials: `score` is the share of generated answers with the key in them (key)
-    or of tokens that were the likeliest (copy); `probability` and `rank` (1 is best) are means over the right tokens,
-    each after the right ones before it."""
+    """Means over the trials of one length and depth: `score` is the share of generated answers with the key (key) or of
+    right tokens that were the most likely (copy); `probability` and `rank` (1 is best) are those of the right tokens,
+    each given the right ones before it."""
 
     score: float
     probability: float
@@ -63,7 +63,7 @@ class Grid:
     cells: dict[tuple[int, float], Cell]
 
     def mean(self, length: int, name: str = "score") -> float:
-        """Of one of a cell's numbers over the depths."""
+        """The mean of a cell's number over the depths."""
         return sum(getattr(self.cells[length, depth], name) for depth in self.depths) / len(self.depths)
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,8 +78,8 @@ class Grid:
             marks = ["#" if score >= 0.9 else "+" if score >= 0.5 else "." for score in scores]
             rows.append(f"{depth:>6.0%}" + "".join(f"{s:>8.2f} {mark}" for s, mark in zip(scores, marks, strict=True)))
         for name in ("probability", "rank"):
-            scores = [self.mean(length, name) for length in self.lengths]
-            rows.append(f"{name[:4]:>6}" + "".join(f"{mean:>8.3g}  " for mean in scores))
+            means = [self.mean(length, name) for length in self.lengths]
+            rows.append(f"{name[:4]:>6}" + "".join(f"{mean:>8.3g}  " for mean in means))
         return [row.rstrip() for row in rows]
 
 
@@ -93,10 +93,10 @@ def needle(
     kind: Kind | None = None,
     filler: Sequence[int] | None = None,
 ) -> Grid:
-    """The same questions for the same seed. `filler` is text to hide it in, as ids; it is repeated where it is short.
-    Without a kind, the size of the model decides.
+    """Evaluate the model; the same questions for the same seed. `filler` are token ids to hide the needle in, repeated
+    if too short. Without a kind, the size of the model decides.
 
-    A trial of `copy` is one forward pass over the length without a cache, one of `key` two, the second with a cache.
+    A trial of `copy` is one forward pass over the length without a cache, a trial of `key` two, the second with one.
     """
     kind = kind or ("key" if model.shape.parameters >= READER else "copy")
     special = set(tokenizer.special.values())
@@ -117,14 +117,14 @@ def needle(
                 ask(kind, tokenizer, hay, length, depth, random.Random(f"{seed} {length} {depth} {trial}"))
                 for trial in range(trials)
             ]
-            cells[length, depth] = _judge(model, tokenizer, questions)
+            cells[length, depth] = _score(model, tokenizer, questions)
     return Grid(kind, trials, sorted(set(lengths)), sorted(set(depths)), cells)
 
 
 def ask(
     kind: Kind, tokenizer: Tokenizer, hay: Sequence[int], length: int, depth: float, draw: random.Random
 ) -> Question:
-    """A question whose prompt and answer are `length` tokens together."""
+    """A question whose prompt and answer together have `length` tokens."""
     if kind == "key":
         number = str(draw.randrange(10_000, 100_000))
         needle_text = f" The pass key is {number}. Remember it: {number} is the pass key. "
@@ -135,18 +135,18 @@ def ask(
     else:
         hidden = draw.sample(sorted(set(hay)), COPIED)
         question, answer, avoided = hidden[:1], hidden[1:], set(hidden)
-    room = length - 1 - len(hidden) - len(question) - len(answer)
-    if room < 0:
-        raise UserError(f"--lengths {length}: too short for the needle; give at least {length - room}")
-    straw = list(_straw(hay, room, avoided, draw.randrange(len(hay))))
-    at = round(depth * room)
+    space = length - 1 - len(hidden) - len(question) - len(answer)
+    if space < 0:
+        raise UserError(f"--lengths {length}: too short for the needle; give at least {length - space}")
+    straw = list(_straw(hay, space, avoided, draw.randrange(len(hay))))
+    at = round(depth * space)
     return Question(
         [tokenizer.eos_id, *straw[:at], *hidden, *straw[at:], *question], answer, number if kind == "key" else ""
     )
 
 
 def _straw(hay: Sequence[int], count: int, avoided: set[int], start: int) -> Iterator[int]:
-    """So many tokens from a place of the text on, round and round, without those that would answer by chance."""
+    """`count` tokens of the text from `start` on, cyclically, without those that would answer by chance."""
     while count:
         if hay[start] not in avoided:
             yield hay[start]
@@ -155,30 +155,30 @@ def _straw(hay: Sequence[int], count: int, avoided: set[int], start: int) -> Ite
 
 
 @torch.inference_mode()
-def _judge(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question]) -> Cell:
+def _score(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question]) -> Cell:
     right, probabilities, ranks = [], [], []
     for question in questions:
         ids = torch.tensor([[*question.prompt, *question.answer]], device=model.head_weight.device)
         answer_A1 = ids[0, -len(question.answer) :, None]
-        hidden_AW = model(ids[:, :-1])[0, -len(answer_A1) :]  # only the end of a long text meets the head
+        hidden_AW = model(ids[:, :-1])[0, -len(answer_A1) :]  # the head only runs on the end of the text
         shares_AV = torch.softmax(model.logits(hidden_AW).float(), dim=-1)
-        found_A1 = shares_AV.gather(1, answer_A1)
-        rank_A = (shares_AV > found_A1).sum(1) + 1
-        probabilities.append(float(found_A1.mean()))
+        right_A1 = shares_AV.gather(1, answer_A1)
+        rank_A = (shares_AV > right_A1).sum(1) + 1
+        probabilities.append(float(right_A1.mean()))
         ranks.append(float(rank_A.float().mean()))
         if question.text:
-            answer = generate(model, question.prompt, len(question.answer) + 4, {tokenizer.eos_id}, Sampling(0.0))
-            right.append(float(question.text in tokenizer.decode(list(answer), continues=True)))
+            generated = generate(model, question.prompt, len(question.answer) + 4, {tokenizer.eos_id}, Sampling(0.0))
+            right.append(float(question.text in tokenizer.decode(list(generated), continues=True)))
         else:
             right.append(float((rank_A == 1).float().mean()))
     return Cell(*(sum(values) / len(values) for values in (right, probabilities, ranks)))
 
 
 def held_out_text(run: Path, count: int) -> list[int] | None:
-    """Up to so many tokens of the run's own held-out data; None where it cannot be read any more."""
+    """Up to `count` tokens of the run's held-out data; None if it cannot be read any more."""
     data_file = run / "data.json"
     folder = Path(json.loads(data_file.read_text())["folder"]) if data_file.exists() else None
-    if folder is None or not (folder / "prepared.json").exists():  # the caller's own datasets, or moved since
+    if folder is None or not (folder / "prepared.json").exists():  # a user's dataset, or moved
         return None
     stores = list(open_prepared(folder).validation.values())
     tokens = [int(i) for store in stores for i in store.slice(0, min(count, store.tokens))]

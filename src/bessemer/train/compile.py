@@ -1,15 +1,14 @@
-"""torch.compile for training: the two parts of a block around its attention, compiled once and used by every layer.
+"""torch.compile for training, and the precision of forward and backward passes.
 
-Whole models compile for minutes and came out slower (docs/decisions.md); blocks share one graph. Chained, a graph
-reaches from one attention to the next: the residual stream is written and read once, and its gradients meet inside a
-kernel. Where something stands at the border of two blocks (hooks, weights that are gathered block by block,
-checkpoints), the parts of a block serve instead. Only training steps of the planned size and precision are served:
-evaluation, looks inside, trials and generation have other sizes, hooks or precisions, each of which would compile
-again, and run as they are.
+The two parts of a block around its attention are compiled once and used by every layer; compiling full models took
+minutes and was slower (docs/decisions.md). Chained, a graph reaches from one attention to the next: the residual stream
+is written and read once, and its gradients are added inside a kernel. Where something sits between two blocks (hooks,
+weights gathered block by block, checkpoints), the parts of a block are used instead. Only training steps of the planned
+size and precision run compiled: evaluation, layer samples, trials and generation have other sizes, hooks or precisions,
+would each compile again, and run uncompiled.
 
-The precision of forward and backward passes; weights and moments stay as they are.
-
-fp16 needs a loss scale besides (`scaling.py`), fp8 converted layers (`fp8.py`), tf32 a setting for the whole run.
+Precision only concerns passes; weights and moments stay as they are. fp16 also needs a loss scale and fp8 converted
+layers (`lowp.py`), tf32 a setting for the whole run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from bessemer.model.transformer import Decoder, ProjectedInputs, TransformerBloc
 
 
 class CompiledBlocks:
-    """Serves inputs of `rows` x `context`, computed in `dtype`, while gradients are wanted."""
+    """The compiled parts of blocks, for training inputs of `rows` x `context` computed in `dtype`."""
 
     def __init__(self, rows: int, context: int, dtype: torch.dtype, wrap: Callable[..., Any]) -> None:
         self.size, self.dtype = (rows, context), dtype
@@ -37,7 +36,7 @@ class CompiledBlocks:
         self._inner: dict[TransformerBlock, list[nn.Module]] = {}
 
     def serves(self, block: TransformerBlock, x_BTW: Tensor) -> bool:
-        """Hooks on a block's parts are only called on the plain way."""
+        """Whether a block can run compiled. Hooks on its parts are only called uncompiled."""
         if x_BTW.shape[:2] != self.size or not (block.training and torch.is_grad_enabled()):
             return False
         if compute_dtype(x_BTW) != self.dtype:
@@ -54,7 +53,7 @@ class CompiledBlocks:
         return out
 
     def serves_all(self, model: Decoder, x_BTW: Tensor) -> bool:
-        """Nothing may stand at a block's border: neither hooks nor a forward pass of another kind (recompute.py)."""
+        """Nothing may sit between blocks: neither hooks nor a replaced forward (recompute.py)."""
         borders = [*model.blocks, *([] if model.shape.norm_place == "post" else [model.norm])]
         if any(module._forward_hooks or module._forward_pre_hooks for module in borders):
             return False
@@ -91,7 +90,7 @@ def _leave(block: TransformerBlock, x_BTW: Tensor, h_BTW: Tensor | None, out_BTN
 def _between(
     block: TransformerBlock, following: TransformerBlock, x_BTW: Tensor, out_BTNE: Tensor, rotary: Rotary | None
 ) -> Any:
-    """From one attention to the next: the residual stream, q, k, v."""
+    """From one attention to the next: residual stream, q, k, v."""
     x_BTW = block.leave(x_BTW, None, out_BTNE)
     _, q_BTND, k_BTKD, v_BTKE = following.enter(x_BTW, rotary)
     return x_BTW, q_BTND, k_BTKD, v_BTKE
@@ -103,7 +102,7 @@ def _finish(block: TransformerBlock, norm: nn.Module | None, x_BTW: Tensor, out_
 
 
 def compilable(block: nn.Module) -> bool:
-    """Attention and a dense feed-forward part: the sizes inside experts change with every step."""
+    """Whether a block has attention and a dense feed-forward part: sizes inside experts change with every step."""
     return (
         type(block) is TransformerBlock
         and block.has_attention
@@ -112,7 +111,7 @@ def compilable(block: nn.Module) -> bool:
 
 
 def compile_blocks(model: Decoder, rows: int, context: int, dtype: torch.dtype, chained: bool = False) -> int:
-    """How many blocks will run compiled. `fullgraph`: what cannot be compiled says so instead of running slowly."""
+    """Compile the model's blocks; returns how many. `fullgraph`: what cannot be compiled raises, not runs slowly."""
     blocks = [block for block in model.blocks if compilable(block)]
     wrap = torch.compile(dynamic=False, fullgraph=True)
     served = CompiledBlocks(rows, context, dtype, wrap)
@@ -130,27 +129,25 @@ TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "
 
 
 def compute_type(precision: str) -> torch.dtype:
-    """The type that layers compute and pass on in; with fp8 only their products are narrower."""
+    """The dtype of activations; with fp8 only the matmuls are narrower."""
     return TYPES[precision]
 
 
 def compute_in(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """For a forward pass; its backward pass follows. bf16 has fp32's range and needs no loss scaling, fp16 does.
-
-    Converted fp8 layers compute in fp8 under autocast alone, so inside fp32 they are plain layers again.
-    """
+    """The autocast context of a forward pass; its backward pass follows. bf16 has fp32's range and needs no loss
+    scaling, fp16 does. Converted fp8 layers use fp8 only under autocast; in fp32 they are plain layers."""
     dtype = compute_type(precision)
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 @contextmanager
 def use_tf32(precision: str) -> Iterator[None]:
-    """For forward and backward passes on an NVIDIA GPU: fp32 products round their factors to TF32 if `precision` is
-    tf32 and never otherwise, convolutions too (torch's default there is TF32). Kernels read this when they start, so it
-    has to stand around the backward pass as well.
+    """Around forward and backward passes on an NVIDIA GPU: fp32 matmuls and convolutions use TF32 if and only if
+    `precision` is tf32 (torch's default for convolutions is TF32). Kernels read the setting when they launch, so it
+    must cover the backward pass too.
 
-    torch's older switches, not `fp32_precision`: torch.compile still reads the older ones, and torch refuses to answer
-    once both kinds were used (2.9 to 2.13). Some versions say once that they will be deprecated.
+    Uses torch's older switches, not `fp32_precision`: torch.compile still reads the older ones, and torch raises once
+    both kinds were used (2.9 to 2.13). Some versions warn that they will be deprecated.
     """
     warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32

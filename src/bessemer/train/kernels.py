@@ -1,14 +1,13 @@
-"""Cross-entropy of rows of logits in one visit: loss out, gradient written over the logits.
+"""Triton kernels: cross-entropy of logits with its gradient in one visit, and casts to fp8, with one scale per
+tensor, in the two layouts that matmuls need, fused with SwiGLU.
 
-A row of 128K words in bf16 is 256 KB: it is read for its maximum and sum, read again for the gradient, and written. In
-plain torch the same takes six passes over float32.
+A row of 128K logits in bf16 is 256 KB: the cross-entropy reads it for maximum and sum, reads it again for the gradient,
+and writes it. Plain torch needs six passes over float32.
 
-Casts to fp8 with one scale a tensor, in the two layouts that products want, and SwiGLU before and after them.
-
-Hopper multiplies fp8 only where the summed dimension is contiguous in both factors, so the backward pass needs most
-tensors in rows and in columns. What torch.compile makes of that stores columns byte by byte, at half of the memory's
-rate; here a tile is turned on the chip. Each scale needs the tensor's largest number first, by a pass of its own: that
-leaves one maximum for each program, which the casts then go through again rather than wait for another launch.
+Hopper multiplies fp8 only if the summed dimension is contiguous in both factors, so the backward pass needs most
+tensors row-major and transposed. torch.compile stores the transpose byte by byte, at half the memory bandwidth; here a
+tile is transposed on chip. A scale needs the tensor's largest number first, from a separate pass that leaves one
+maximum per program; the casts reduce these again instead of waiting for another launch.
 
 Legend: R rows (tokens), F inner width, P programs.
 """
@@ -20,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 2048, 8  # the best of 2048 to 16384 and 4 to 32 on an H200, for 50K and 128K words
-LOW = -1e30  # below every logit, and finite: infinity less itself is not a number
+BLOCK, WARPS = 2048, 8  # the best of 2048 to 16384 and 4 to 32 on an H200, for vocabularies of 50K and 128K
+LOW = -1e30  # below every logit, and finite: inf - inf is NaN
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     lanes = tl.arange(0, BLOCK)
-    # Each lane keeps its own running maximum and sum: one exponential a word, and no wait for other lanes.
+    # Each lane has its own running maximum and sum: one exponential per id, and no synchronization.
     top = tl.full((BLOCK,), LOW, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     best = lanes  # where each lane's maximum is
@@ -45,7 +44,7 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
         fade = tl.exp(-tl.abs(x - top))
         total = tl.where(x > top, total * fade + 1, total + fade)
         best = tl.where(x > top, start + lanes, best)
-        top = tl.where(x > top, x, top)  # a maximum that lets NaN through is not needed: the sum has it
+        top = tl.where(x > top, x, top)  # NaN is lost here but kept in the sum
     highest = tl.max(top, axis=0)
     norm = highest + tl.log(tl.sum(total * tl.exp(top - highest), axis=0))
     target = tl.load(targets + row)
@@ -58,7 +57,7 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
     if LEARNS:
         weight = tl.load(weights + row).to(tl.float32) * scale * logit_scale
         share = weight * (1 + 2 * z * norm)
-        tl.debug_barrier()  # the target's logit is read before anybody writes over it
+        tl.debug_barrier()  # the target's logit is read before it is overwritten
         for start in range(0, words, BLOCK):
             inside = start + lanes < words
             x = tl.load(logits + start + lanes, mask=inside, other=0.0).to(tl.float32) * logit_scale
@@ -74,8 +73,8 @@ def cross_entropy_rows_(
     logits_CP: Tensor, words: int, targets_C: Tensor, weights_C: Tensor, scale: float, learns: bool,
     logit_scale: float = 1.0, cap: float | None = None, z: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(cross-entropy, loss, whether the target is the first of the likeliest words) of each row. If it learns, the
-    gradients of `scale` times the weighted sum of losses replace the first `words` columns of the logits."""
+    """(cross-entropy, loss, whether the target is the most likely id) of each row. If it `learns`, the gradients of
+    `scale` times the weighted sum of losses replace the first `words` columns of the logits."""
     rows = logits_CP.shape[0]
     assert logits_CP.stride(1) == 1
     nll_C, loss_C = (torch.empty(rows, dtype=torch.float32, device=logits_CP.device) for _ in range(2))
@@ -87,7 +86,7 @@ def cross_entropy_rows_(
     return nll_C, loss_C, correct_C
 
 
-PROGRAMS = 1024  # of a pass for maxima
+PROGRAMS = 1024  # of the pass for maxima
 FLAT, TILE = 2048, 64
 FOUR = """{{
     .reg .b16 low, high;
@@ -96,13 +95,13 @@ FOUR = """{{
     mov.b32 $0, {{low, high}};
 }}"""
 TO_E4M3, TO_E5M2 = tl.constexpr(FOUR.format(kind="e4m3")), tl.constexpr(FOUR.format(kind="e5m2"))
-TINY = 1e-12  # below which a maximum counts as this: a tensor of zeros stays zeros
+TINY = 1e-12  # smallest maximum: a tensor of zeros stays zeros
 
 
 @triton.jit
 def _scale(largest, most: tl.constexpr, PROGRAMS: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What numbers are multiplied by, so that the largest becomes `most` and no cast overflows. Maxima pass NaN by: a
-    sum keeps it, so that a step with one in it is seen to have one."""
+    """The factor that makes the largest number `most`, so that no cast overflows. Maxima ignore NaN; the sum keeps it,
+    so that the guard sees it."""
     maxima = tl.load(largest + tl.arange(0, PROGRAMS))
     top = tl.max(maxima, axis=0) + tl.sum(maxima * 0.0, axis=0)
     return most / tl.where(top < TINY, TINY, top)
@@ -123,7 +122,7 @@ def _gate_gradients(dh, g, u):  # type: ignore[no-untyped-def]
 def _largest(  # type: ignore[no-untyped-def]
     dh, gu, largest, rows, F: tl.constexpr, BACKWARD: tl.constexpr, FLAT: tl.constexpr, PROGRAMS: tl.constexpr
 ):
-    """The largest magnitude of SwiGLU's output, or of both its gradients, that each program meets."""
+    """Each program's largest magnitude of SwiGLU's output, or of both its gradients."""
     lanes = tl.arange(0, FLAT)
     most, poison = tl.zeros((FLAT,), tl.float32), tl.zeros((FLAT,), tl.float32)
     total = rows.to(tl.int64) * F
@@ -164,15 +163,15 @@ def _store(out, value, row, column, stride):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bytes(value, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 in fp8, as uint8. Four at a time into a whole register: Triton's own cast gives halves of registers, and
-    where one is both stored in a row and used otherwise, ptxas 12.8 reads registers that nobody has written."""
+    """fp32 to fp8 as uint8, four at a time into a full register: Triton's own cast fills halves of registers, and ptxas
+    12.8 then reads uninitialised registers if one is both stored in a row and used otherwise."""
     cast: tl.constexpr = TO_E5M2 if E5M2 else TO_E4M3
     return tl.inline_asm_elementwise(cast, "=r,r,r,r,r", [value], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
 def _store_turned(out, words, quad, column, rows):  # type: ignore[no-untyped-def]
-    """Four rows in a word each, as columns."""
+    """Store transposed: each word holds four rows of a column."""
     words_of = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     tl.store(words_of + column[None, :] * (rows // 4) + quad[:, None], words)
 
@@ -182,7 +181,7 @@ def _cast_gate_gradients(  # type: ignore[no-untyped-def]
     dh, gu, largest, h_scale, out, turned, h_turned, scale, rows, F: tl.constexpr, MOST: tl.constexpr,
     TILE: tl.constexpr, PROGRAMS: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns are whole tiles: sizes of fp8 products are."""
+    """Rows and columns are full tiles, as fp8 matmuls require."""
     times, h_times = _scale(largest, MOST, PROGRAMS, TINY), 1 / tl.load(h_scale)
     quad = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
     f = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -225,7 +224,7 @@ def _turn(  # type: ignore[no-untyped-def]
 
 
 def gated(gu_RF2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """SwiGLU of what gate and up gave, side by side, in fp8; and what it is to be multiplied by."""
+    """SwiGLU of the concatenated gate and up outputs in fp8, and its scale."""
     rows, F = gu_RF2.shape[0], gu_RF2.shape[1] // 2
     largest, scale = _floats(gu_RF2, PROGRAMS), _floats(gu_RF2, 1)
     _largest[(PROGRAMS,)](gu_RF2, gu_RF2, largest, rows, F, BACKWARD=False, FLAT=FLAT, PROGRAMS=PROGRAMS)
@@ -239,7 +238,7 @@ def gated(gu_RF2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def gate_gradients(
     dh_RF: Tensor, gu_RF2: Tensor, h_scale: Tensor, dtype: torch.dtype, h_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `gated`'s input in rows and in columns, their scale, and its output in columns."""
+    """Gradients of `gated`'s input row-major and transposed, their scale, and its output transposed."""
     rows, F = dh_RF.shape
     assert rows % TILE == 0 and F % TILE == 0 and dh_RF.is_contiguous() and gu_RF2.is_contiguous()
     largest, scale = _floats(dh_RF, PROGRAMS), _floats(dh_RF, 1)
@@ -255,7 +254,7 @@ def gate_gradients(
 
 
 def turned(x_RW: Tensor, times: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor]:
-    """x times a number in fp8: in rows, if both are wanted, and in columns."""
+    """x times a factor in fp8: row-major if `both`, and transposed."""
     rows, W = x_RW.shape
     assert rows % TILE == 0 and W % TILE == 0 and x_RW.is_contiguous()
     out_RW = torch.empty(rows if both else 0, W, dtype=dtype, device=x_RW.device)

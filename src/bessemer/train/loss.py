@@ -1,15 +1,11 @@
-"""Cross-entropy of a linear head without the logits in memory, and its variants; the loss of classification heads.
+"""Losses as pure functions: cross-entropy of a linear head without the logits in memory and its variants, the loss of
+classification heads, and CTC.
 
-Logits are made for a chunk of rows at a time, and the gradients of that chunk at once: the (tokens x vocabulary) matrix
-never exists, and on a CPU a chunk stays in cache (docs/decisions.md has the times against F.cross_entropy). Per-token
-losses come out beside the sum, for the guard and for the share of each document.
+Logits are made for a chunk of rows at a time together with the gradients of that chunk: the (tokens x vocabulary)
+matrix never exists, and on a CPU a chunk stays in cache (docs/decisions.md has the times against F.cross_entropy).
+Per-token losses are returned too, for the guard and for the share of each document.
 
-Tensor names end in their shape: R rows (tokens), C rows of a chunk, W width, V words.
-
-Connectionist temporal classification (Graves et al. 2006): the loss of labels not aligned to their sequence.
-
-A thin layer over F.ctc_loss that gives a sum with its count. It names the rows for which torch gives infinity, and the
-labels outside the head, for which torch reads beyond its memory.
+Tensor names end in their shape: R rows (tokens), C rows of a chunk, W width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,22 +23,22 @@ from torch import Tensor
 
 from bessemer.errors import UserError
 
-CHUNK_BYTES = 4 << 20  # of float32 logits; on two cores the best of 1 to 128 MB at 8,192 words, all alike at 2,048
+CHUNK_BYTES = 4 << 20  # of float32 logits; on two cores the best of 1 to 128 MB for 8,192 ids, all alike for 2,048
 CHUNK_BYTES_GPU = 2 << 30
-CHUNK_BYTES_ELSE = 256 << 20  # where nobody measured: large enough for the launches not to count
+CHUNK_BYTES_ELSE = 256 << 20  # not measured; large enough to hide launches
 WORDS_MULTIPLE = 64
 IN_PLACE = 64 << 20  # bytes
-IGNORED = -100  # the label of what is not to be classified, as transformers and torch have it
+IGNORED = -100  # label without a class, as in transformers and torch
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How logits come from what the head puts out, and what is minimised for each token:
+    """Scale and cap of the logits, and the loss of each token:
     `(1 - p_target) ** focal * smoothed cross-entropy + z * logsumexp ** 2`."""
 
     logit_scale: float = 1.0
-    logit_cap: float | None = None  # cap * tanh(logits / cap), as Gemma 2 has it
-    smoothing: float = 0.0  # the share of the target that is spread over all words
+    logit_cap: float | None = None  # cap * tanh(logits / cap), as in Gemma 2
+    smoothing: float = 0.0  # share of the target spread over the vocabulary
     focal: float = 0.0  # gamma of Lin et al. 2017
     z: float = 0.0  # PaLM's z-loss; 1e-4 there
 
@@ -60,7 +56,7 @@ class LossOptions:
 
     @property
     def is_cross_entropy(self) -> bool:
-        """Whether what is minimised is the plain cross-entropy, however its logits are made."""
+        """Whether the loss is the plain cross-entropy."""
         return self.smoothing == self.focal == self.z == 0
 
 
@@ -69,7 +65,7 @@ PLAIN = LossOptions()
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The head's rows that this process has, of `total` that it shares with a group: `start` and those after it."""
+    """This rank's shard of the vocabulary under tensor parallelism: its first id, of `total` in the group."""
 
     group: Any
     start: int
@@ -78,8 +74,8 @@ class VocabShard:
 
 @dataclass
 class _Rows:
-    """The loss of each row, and its gradient to the row's logits in three numbers:
-    `softmax * p`, less `target` at the target, less `every` at every word."""
+    """The loss of each row, and the gradient to its logits in three numbers: `softmax_C * p`, minus `target_C` at the
+    target, minus `every_C` at every id."""
 
     loss_C: Tensor
     softmax_C: Tensor
@@ -88,12 +84,12 @@ class _Rows:
 
 
 def _shape_rows(nll_C: Tensor, norm_C: Tensor, even_C: Tensor, words: int, options: LossOptions) -> _Rows:
-    """From each row's cross-entropy, its logsumexp, and its cross-entropy against all words alike."""
+    """From each row's cross-entropy, its logsumexp, and its cross-entropy against a uniform target."""
     smoothing, gamma = options.smoothing, options.focal
     entropy_C = nll_C + smoothing * (even_C - nll_C)
     focus_C, steep_C = torch.ones_like(nll_C), torch.zeros_like(nll_C)
     if gamma:
-        # A sure row has 1 - p of zero, whose power of gamma - 1 is infinite below 1; nll is no more exact than this.
+        # 1 - p may be zero, whose power of gamma - 1 is infinite for gamma below 1; nll is no more exact than eps.
         miss_C = (-torch.expm1(-nll_C)).clamp_min(torch.finfo(nll_C.dtype).eps)
         focus_C = miss_C**gamma
         steep_C = gamma * miss_C ** (gamma - 1) * torch.exp(-nll_C) * entropy_C
@@ -105,8 +101,8 @@ def _shape_rows(nll_C: Tensor, norm_C: Tensor, even_C: Tensor, words: int, optio
     )
 
 
-def _bend(logits_CV: Tensor, bias_V: Tensor | None, options: LossOptions, needs_slope: bool) -> Tensor | None:
-    """Add the bias, scale and cap, all in place. The slope of the cap, one more chunk, where gradients are wanted."""
+def _shape_logits(logits_CV: Tensor, bias_V: Tensor | None, options: LossOptions, needs_slope: bool) -> Tensor | None:
+    """Add the bias, scale and cap in place. Returns the derivative of the cap if gradients are needed."""
     if bias_V is not None:
         logits_CV.add_(bias_V)
     if options.logit_scale != 1:
@@ -123,7 +119,7 @@ def _logit_gradient(
     exp_CV: Tensor, sums_C: Tensor, target_C1: Tensor, weight_C: Tensor, rows: _Rows | None, slope_CV: Tensor | None,
     here_C: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient to what the head put out, written over `exp_CV`, which is the softmax times `sums_C`."""
+    """The gradient to the head's output, written over `exp_CV`, which is the softmax times `sums_C`."""
     softmax_C = weight_C if rows is None else weight_C * rows.softmax_C
     target_C = weight_C if rows is None else weight_C * rows.target_C
     target_C = target_C if here_C is None else target_C * here_C
@@ -136,7 +132,7 @@ def _logit_gradient(
 
 @dataclass
 class _Head:
-    """A linear head and what is wanted of it. Gradients are None where nobody wants them."""
+    """A linear head, its inputs, and which gradients are needed."""
 
     hidden_RW: Tensor
     weight_VW: Tensor
@@ -154,7 +150,7 @@ Found = tuple[Tensor, Tensor, Tensor, Gradients]  # cross-entropy, loss and corr
 
 
 def _in_chunks(head: _Head, compute: torch.dtype) -> Found:
-    """In plain torch, on every device and for every option, also where several processes share the words."""
+    """In plain torch: on every device, with every option, and with a sharded vocabulary."""
     hidden_RW, options, wants, words = head.hidden_RW, head.options, head.wants, head.words
     kind = hidden_RW.device.type
     exact = torch.float64 if hidden_RW.dtype == torch.float64 else torch.float32
@@ -174,7 +170,7 @@ def _in_chunks(head: _Head, compute: torch.dtype) -> Found:
         part = slice(start, start + chunk)
         target_C1 = head.targets_R[part, None]
         logits_CV = (h_RW[part] @ w_VW.t()).to(exact)
-        slope_CV = _bend(logits_CV, b_V, options, any(wants))
+        slope_CV = _shape_logits(logits_CV, b_V, options, any(wants))
         top_C, index_C = logits_CV.max(dim=-1)
         if words:
             top_C, index_C = _best_of_all(top_C, index_C, words)
@@ -215,7 +211,7 @@ def _in_chunks(head: _Head, compute: torch.dtype) -> Found:
 
 
 def _best_of_all(top_C: Tensor, index_C: Tensor, words: VocabShard) -> tuple[Tensor, Tensor]:
-    """The largest logit of all words and the first word that has it."""
+    """The largest logit over the sharded vocabulary and the first id that has it."""
     best_C = top_C.clone()
     dist.all_reduce(best_C, dist.ReduceOp.MAX, group=words.group)
     first_C = (index_C + words.start).where(top_C == best_C, words.total)
@@ -224,30 +220,30 @@ def _best_of_all(top_C: Tensor, index_C: Tensor, words: VocabShard) -> tuple[Ten
 
 
 def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
-    """On a GPU in half precision: logits as the product gives them, one kernel for loss and gradient, and the weight's
-    gradient summed over chunks in float32 inside the products. Weights in bf16 get theirs in bf16 in the end: where one
-    chunk is all, the product gives it so, without 4 bytes a weight between."""
+    """On a GPU in half precision: one kernel for loss and gradient, and the weight gradient summed over chunks in
+    float32 inside the matmuls. With a single chunk, the matmul gives bf16 weights their bf16 gradient directly, without
+    4 bytes per weight in between."""
     from bessemer.train.kernels import cross_entropy_rows_
 
     options, (wants_h, wants_w, _) = head.options, head.wants
     h_RW, vocab = head.hidden_RW.to(compute), len(head.weight_VW)
-    # Products over an odd number of words are slow: a copy gets rows of zeros, whose logits and gradients stay zero.
+    # Matmuls over an odd vocabulary are slow: a copy is padded with zero rows, whose logits and gradients stay zero.
     w_PW, missing = head.weight_VW.to(compute), -vocab % WORDS_MULTIPLE
-    w_PW = F.pad(w_PW, (0, 0, 0, missing)) if missing else w_PW  # torch would copy also to add nothing
+    w_PW = F.pad(w_PW, (0, 0, 0, missing)) if missing else w_PW  # torch copies even for no padding
     rows, padded = len(h_RW), len(w_PW)
     most = max(128, CHUNK_BYTES_GPU // (2 * padded) // 128 * 128)
-    chunk = -(-rows // -(-rows // most) // 128) * 128  # all alike: a short one at the end would leave the device idle
+    chunk = -(-rows // -(-rows // most) // 128) * 128  # equal chunks: a short last one would leave the device idle
     buffer_CP = h_RW.new_empty(chunk, padded)
     grad_h_RW = torch.empty_like(h_RW) if wants_h else None
     alone = rows <= chunk and head.weight_VW.dtype == compute == torch.bfloat16
     grad_w_PW = torch.empty_like(w_PW, dtype=compute if alone else torch.float32) if wants_w else None
-    chunks = []
+    results = []
     for start in range(0, rows, chunk):
         h_CW = h_RW[start : start + chunk]
         logits_CP = buffer_CP[: len(h_CW)]
         torch.mm(h_CW, w_PW.t(), out=logits_CP)
         part = slice(start, start + len(h_CW))
-        chunks.append(
+        results.append(
             cross_entropy_rows_(
                 logits_CP, vocab, head.targets_R[part], head.weights_R[part], head.scale, wants_h or wants_w,
                 options.logit_scale, options.logit_cap, options.z,
@@ -261,13 +257,13 @@ def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
             torch.mm(logits_CP.t(), h_CW, out_dtype=torch.float32, out=grad_w_PW)
         elif grad_w_PW is not None:
             torch.addmm(grad_w_PW, logits_CP.t(), h_CW, out_dtype=torch.float32, out=grad_w_PW)
-    nll_R, loss_R, correct_R = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    nll_R, loss_R, correct_R = (torch.cat(parts) for parts in zip(*results, strict=True))
     grad_w_VW = None if grad_w_PW is None else grad_w_PW[:vocab]
     return nll_R, loss_R, correct_R, (grad_h_RW, grad_w_VW, None)
 
 
 def _kernel_serves(head: _Head, compute: torch.dtype) -> bool:
-    """Smoothing, focal loss and a bias of the head are rare, and stay with plain torch."""
+    """Smoothing, focal loss and a head bias are rare and use plain torch."""
     options = head.options
     if head.words or head.hidden_RW.device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
         return False
@@ -290,7 +286,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = hidden_RW.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RW.dtype
-        # In fp16 a gradient that is divided by the tokens of a step is gone before a loss scale can save it.
+        # In fp16 a gradient divided by the step's tokens would underflow before the loss scale applies.
         ctx.later = scale if compute == torch.float16 else 1.0
         head = _Head(hidden_RW, head_VW, bias_V, targets_R, weights_R, scale / ctx.later, options, wants, words)
         run = _by_kernel if _kernel_serves(head, compute) else _in_chunks
@@ -303,7 +299,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # A large vocabulary's gradient, a gigabyte, is changed in place; a second backward pass would meet it changed.
+        # A large vocabulary's gradient (a gigabyte) is scaled in place, so a second backward pass is not possible.
         large = any(saved is not None and saved.nbytes >= IN_PLACE for saved in ctx.saved_tensors)
         assert not (large and ctx.spent), "the gradients of a large head are given away once"
         ctx.spent = True
@@ -330,11 +326,10 @@ def linear_cross_entropy(
     bias_V: Tensor | None = None,
     words: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`scale` times the weighted sum of what is minimised; each token's plain cross-entropy, whatever the options;
-    whether its most likely word was right. Targets of weight zero must be words too. What is frozen costs nothing.
-    With `words` the head has only some rows, the others are elsewhere, and so are the other parts of `hidden_RW`'s
-    gradient."""
-    # Inside `forward` torch no longer says whether gradients are wanted: an evaluation would pay for them.
+    """`scale` times the weighted sum of losses; each token's plain cross-entropy, whatever the options; whether its
+    most likely id is the target. Targets of weight zero must be valid ids too. Frozen tensors cost nothing. With
+    `words` the head is a shard of the vocabulary, and the gradient of `hidden_RW` is partial."""
+    # Inside `forward` torch does not tell whether gradients are enabled: an evaluation would pay for them.
     learns = torch.is_grad_enabled()
     wants = tuple(learns and t is not None and t.requires_grad for t in (hidden_RW, head_VW, bias_V))
     inputs = (hidden_RW, head_VW, bias_V, targets_R, weights_R, scale, options or PLAIN, wants, words)
@@ -343,8 +338,8 @@ def linear_cross_entropy(
 
 
 def classification_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of sequences (B, classes) or tokens (B, T, classes): the weighted sum of cross-entropies, the sum of the weights,
-    and how many were right. A label of -100 counts for nothing, nor does one of weight zero."""
+    """For sequences (B, classes) or tokens (B, T, classes): the weighted sum of cross-entropies, the sum of weights,
+    and the number of correct predictions. Labels of -100 and weights of zero do not count."""
     classes = logits.shape[-1]
     exact_RV = logits.reshape(-1, classes).to(torch.promote_types(logits.dtype, torch.float32))
     labels_R = labels.reshape(-1)
@@ -365,11 +360,12 @@ def ctc_loss(
     bias_V: Tensor | None = None,
     skip_infeasible: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats summed over the batch, the number of labels they are for, and a mask of the rows that no alignment fits.
+    """Connectionist temporal classification (Graves et al. 2006) over F.ctc_loss: nats summed over the batch, the
+    number of labels, and a mask of infeasible rows, whose labels do not fit their steps.
 
-    Such a row is refused by name, or with `skip_infeasible` counts for nothing and gets no gradient. The (B, T, V)
-    logits are made: CTC's vocabularies are small. Give lengths on the CPU: F.ctc_loss copies them there.
-    """
+    Refuses labels outside the vocabulary by name (torch would read beyond its memory), and infeasible rows (torch gives
+    infinity); with `skip_infeasible` these do not count and get no gradient. The (B, T, V) logits are materialised: CTC
+    vocabularies are small. Pass lengths on the CPU: F.ctc_loss copies them there."""
     lengths_B = target_lengths_B.to(targets_BS.device)
     used_BS = torch.arange(targets_BS.shape[1], device=targets_BS.device) < lengths_B[:, None]
     wrong_BS = used_BS & ((targets_BS < 0) | (targets_BS >= head_VW.shape[0]) | (targets_BS == blank))
@@ -386,8 +382,8 @@ def ctc_loss(
         raise UserError(f"ctc: {problem} ({int(infeasible_B.sum())} such rows); drop them or shorten their labels")
     logits_TBV = F.linear(hidden_BTW, head_VW, bias_V).transpose(0, 1)
     log_TBV = logits_TBV.to(torch.promote_types(logits_TBV.dtype, torch.float32)).log_softmax(dim=-1)
-    # An empty target stands in for an infeasible one: the gradient of an infinite loss is not a number even times zero,
-    # and torch's zero_infinity would also hide infinities that are the model's own, which the guard must see.
+    # Infeasible targets are replaced by empty ones: the gradient of an infinite loss is NaN even times zero, and
+    # torch's zero_infinity would also hide infinities of the model, which the guard must see.
     fitting_B = lengths_B.masked_fill(infeasible_B, 0)
     loss_B = F.ctc_loss(log_TBV, targets_BS, input_lengths_B, fitting_B.to(target_lengths_B.device), blank, "none")
     return loss_B.masked_fill(infeasible_B.to(loss_B.device), 0.0).sum(), fitting_B.sum(), infeasible_B

@@ -1,22 +1,15 @@
-"""Products of layers in fp8 through torchao: 1.8 times the rate of bf16 on Hopper, for factors of 3 bits' mantissa.
+"""Training in low precision: linear layers in fp8, and the loss scale of fp16.
 
-The linear layers of blocks are converted in place. Their parameters stay the same objects of the same names, so
-optimizers, checkpoints and exports know nothing of it. Each factor is scaled to fp8's range when it is cast: one scale
-for a tensor, or one for each row, which is closer and slower. Without torch.compile the casts cost more than is won.
+fp8 matmuls (through torchao) are 1.8 times as fast as bf16 on Hopper, on factors with a 3-bit mantissa. The linear
+layers of blocks are converted in place and keep their parameters and names, so optimizers, checkpoints and exports do
+not notice. Each factor is scaled to fp8's range when it is cast: with one scale per tensor, or one per row, which is
+more accurate and slower. Without torch.compile the casts cost more than the matmuls gain.
 
-A gated feed-forward part in fp8 as one function, with the same arithmetic as torchao's layers, one by one.
+A SwiGLU feed-forward part runs as one function with the arithmetic of torchao's layers. Of a step of 1B parameters on
+an H200 45 ms went into casts, most of them around SwiGLU (docs/decisions.md): here gate and up are one matmul with one
+scale, SwiGLU is cast as it is computed, and a kernel transposes what the backward pass needs in columns.
 
-Nearly all that fp8 costs beside its products is here: of a step of 1B parameters on an H200 45 ms went into casts, most
-of them around SwiGLU (docs/decisions.md). As one function gate and up are one product with one scale, SwiGLU is cast as
-it is computed, and what the backward pass needs in columns is turned by a kernel that is made for it.
-
-Legend: R rows (tokens), W width, F inner width, G twice that: gate and up side by side.
-
-The loss scale of fp16, whose smallest number is 6e-8: gradients are computed of the loss times a factor as large as
-they can bear, and divided by it in the optimizer's own pass. All on the device, without a host sync.
-
-The rules are those of torch.amp.GradScaler: an overflow withholds the step and halves the scale, 2,000 good steps in a
-row double it.
+Legend: R rows (tokens), W width, F inner width, G twice that: gate and up concatenated.
 """
 
 from __future__ import annotations
@@ -35,10 +28,10 @@ from bessemer.errors import UserError
 from bessemer.model.layers import FeedForward
 
 RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
-MULTIPLE = 16  # of every size of a product, which the hardware asks for
-LEAST = 256  # a side of a weight below which the casts cost more than the product saves
-# Blocks at each end that stay in bf16. The first reads embeddings, whose rare large entries cost a shared scale its
-# resolution; the last one's error goes straight into the logits. NVIDIA's recipes keep both as well.
+MULTIPLE = 16  # of every matmul size, required by the hardware
+LEAST = 256  # smallest side of a weight; below it the casts cost more than the matmul gains
+# Blocks at each end that stay in bf16, as in NVIDIA's recipes: rare large embeddings cost a shared scale its
+# resolution, and the last block's error goes straight into the logits.
 KEEP = 1
 CAPABILITY = (8, 9)  # Ada and later
 
@@ -46,10 +39,9 @@ CAPABILITY = (8, 9)  # Ada and later
 def convert_to_fp8(
     model: nn.Module, precision: str, device: torch.device, keep: int = KEEP, least: int = LEAST, emulate: bool = False
 ) -> list[str]:
-    """Convert what of the model's blocks gains by it; the names of the layers. To be called before torch.compile.
+    """Convert the linear layers of the model's blocks that gain from fp8; their names. Call it before torch.compile.
 
-    `keep` blocks at either end stay as they are. With `emulate` the products run in fp32 on rounded factors, on any
-    device.
+    `keep` blocks at either end stay unchanged. With `emulate` matmuls run in fp32 on rounded factors, on any device.
     """
     if not emulate:
         refuse_device(precision, device)
@@ -82,20 +74,20 @@ def convert_to_fp8(
 
 
 def fp8_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that compute in fp8."""
+    """Names of the fp8 layers."""
     return [name for name, module in model.named_modules() if isinstance(module, _layer_types()[1])]
 
 
 def refuse_device(precision: str, device: torch.device) -> None:
-    """A clear word where the device cannot multiply fp8."""
+    """Raise UserError if the device has no fp8 matmuls."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is None or capability < CAPABILITY:
-        here = torch.cuda.get_device_name(device) if capability else device.type
-        raise UserError(f"precision: {precision} needs a GPU with fp8 (Ada, Hopper, later), this is {here}: write bf16")
+        name = torch.cuda.get_device_name(device) if capability else device.type
+        raise UserError(f"precision: {precision} needs a GPU with fp8 (Ada, Hopper, later), this is {name}: write bf16")
 
 
 def _torchao(precision: str) -> Any:
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # of its extensions that do not load, fp8 uses none
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # warnings about extensions that fp8 does not use
     try:
         import torchao.float8 as float8
     except ImportError as error:
@@ -108,15 +100,15 @@ def _config(precision: str, emulate: bool) -> Any:
 
     from torchao.float8 import Float8LinearConfig
 
-    # torchao's recipes as they stand: gradients are e5m2 with one scale a tensor and e4m3 with one a row; only the
-    # forward product accumulates fast, since 14 bits are too few for sums over the tokens of a batch.
+    # torchao's own recipes: gradients are e5m2 with tensorwise scales and e4m3 with rowwise ones; only the forward
+    # matmul uses fast accumulation, since 14 bits are too few for sums over tokens.
     return replace(Float8LinearConfig.from_recipe_name(RECIPES[precision]), emulate=emulate)
 
 
 @cache
 def _layer_types() -> tuple[type[nn.Module], type[nn.Module]]:
-    """torchao's layer; and ours, which is in fp8 where autocast is on and the sizes allow, and a plain linear layer
-    elsewhere: a step that is run again in fp32 is fp32 throughout, and a row of any length can be evaluated."""
+    """torchao's layer; and ours, which uses fp8 under autocast if the sizes allow and is a plain linear layer
+    otherwise: a trial in fp32 is fp32 throughout, and rows of any length can be evaluated."""
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     class Fp8Linear(Float8Linear):  # type: ignore[misc]
@@ -124,8 +116,8 @@ def _layer_types() -> tuple[type[nn.Module], type[nn.Module]]:
             kind, rows = x.device.type, x.shape[:-1]
             if not torch.is_autocast_enabled(kind) or rows.numel() % MULTIPLE:
                 return F.linear(x, self.weight, self.bias)
-            # torchao asks for CUDA's autocast alone. Flat, as its backward pass has it: torch.compile then sees one
-            # cast for both passes and for all layers that read the same tensor (q, k, v; gate, up), where it saw two.
+            # torchao reads only CUDA's autocast. Flat, as in its backward pass: torch.compile then sees one cast for
+            # both passes and for all layers that read the same tensor (q, k, v; gate, up), instead of two.
             x_RK = x.to(torch.get_autocast_dtype(kind)).reshape(-1, x.shape[-1])
             y_RN: Tensor = matmul_with_hp_or_float8_args.apply(
                 x_RK, self.weight.t(), self.linear_mm_config, self.config
@@ -135,13 +127,13 @@ def _layer_types() -> tuple[type[nn.Module], type[nn.Module]]:
     return Float8Linear, Fp8Linear
 
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of values; of gradients, which range wider
-TILE_MULTIPLE = 64  # of all sizes: the kernels' tiles
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # for values; for gradients, which need more range
+TILE_MULTIPLE = 64  # of all sizes, for the kernels' tiles
 TINY = 1e-12
 
 
 def _times(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What x is multiplied by before it is cast."""
+    """The factor on x before it is cast."""
     return (torch.finfo(dtype).max / x.abs().amax().float().clamp(min=TINY)).reshape(1)
 
 
@@ -151,12 +143,12 @@ def _cast(x: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _joined(parts: tuple[Tensor, ...], times: Tensor, dim: int) -> Tensor:
-    """Side by side in e4m3. Cast first, so that no copy in bf16 is made; as bytes, since a CPU joins no fp8."""
+    """Concatenated in e4m3. Cast first, to avoid a bf16 copy; as bytes, since CPUs cannot concatenate fp8."""
     return torch.cat([_cast(part, times, E4M3).view(torch.uint8) for part in parts], dim).view(E4M3)
 
 
 def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool = False) -> Tensor:
-    """a @ b of fp8 in bf16: a in rows, b in columns. `fast` sums in 14 bits, too few for sums over tokens."""
+    """fp8 a @ b in bf16, a row-major, b column-major. `fast` accumulates in 14 bits, too few for sums over tokens."""
     if a.is_cuda:
         return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
     with torch.autocast(a.device.type, enabled=False):
@@ -184,7 +176,7 @@ def _(gu_RG: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("bessemer::fp8_gate_gradients", mutates_args=())
 def gate_gradients(dh_RF: Tensor, gu_RG: Tensor, h_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `gated`'s input in e5m2, in rows and in columns, their scale; and its output in columns."""
+    """Gradients of `gated`'s input in e5m2, row-major and transposed, their scale; and its output transposed."""
     if dh_RF.is_cuda:
         from bessemer.train import kernels
 
@@ -208,7 +200,7 @@ def _(dh_RF: Tensor, gu_RG: Tensor, h_scale: Tensor) -> tuple[Tensor, Tensor, Te
 
 @torch.library.custom_op("bessemer::fp8_turned", mutates_args=())
 def turned(x_RW: Tensor, times: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-    """x times a number: of a gradient in rows, of a value nothing; and in columns."""
+    """x times a factor: row-major (only for gradients), and transposed."""
     dtype = E5M2 if gradient else E4M3
     if x_RW.is_cuda:
         from bessemer.train import kernels
@@ -253,43 +245,45 @@ class _Gated(torch.autograd.Function):
 
 
 class Fp8FeedForward(FeedForward):
-    """As one function where autocast is on, sizes are whole tiles and nobody listens to its layers."""
+    """One function under autocast if the sizes are full tiles and no layer has hooks."""
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         kind, rows = x_BTW.device.type, x_BTW.shape[:-1]
-        if not torch.is_autocast_enabled(kind) or rows.numel() % TILE_MULTIPLE or self._heard():
+        if not torch.is_autocast_enabled(kind) or rows.numel() % TILE_MULTIPLE or self._has_hooks():
             return super().forward(x_BTW)
         assert self.gate is not None
         x_RW = x_BTW.to(torch.get_autocast_dtype(kind)).reshape(-1, x_BTW.shape[-1])
         y_RW: Tensor = _Gated.apply(x_RW, self.gate.weight, self.up.weight, self.down.weight)
         return y_RW.view(*rows, -1)
 
-    def _heard(self) -> bool:
-        if torch.compiler.is_compiling():  # compiled blocks serve nobody who listens
+    def _has_hooks(self) -> bool:
+        if torch.compiler.is_compiling():  # compiled blocks are only used without hooks
             return False
         return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.children())
 
 
 def convert_ffn(module: nn.Module, layer: type[nn.Module]) -> None:
-    """Have feed-forward parts whose layers are all of the given type run as one function, if they are SwiGLU."""
+    """Make SwiGLU feed-forward parts whose layers are all of the given type run as one function."""
     for part in module.modules():
         if type(part) is not FeedForward or part.activate is not F.silu:
             continue
         layers = list(part.children())
-        fits = all(isinstance(one, layer) and one.bias is None for one in layers) and len(layers) == 3
+        fits = all(isinstance(child, layer) and child.bias is None for child in layers) and len(layers) == 3
         if fits and all(size % TILE_MULTIPLE == 0 for size in part.up.weight.shape):
             part.__class__ = Fp8FeedForward
 
 
 START, GROWTH, BACKOFF, GOOD_STEPS = 65536.0, 2.0, 0.5, 2000
-OVERFLOW = "fp16 overflow"  # why a step was withheld, in its record
+OVERFLOW = "fp16 overflow"  # reason in the record of a step that was not applied
 
 
 class LossScale:
-    """The present scale. A fixed one never changes, and is the spec's: a checkpoint does not keep it."""
+    """The loss scale of fp16, whose smallest number is 6e-8, by the rules of torch.amp.GradScaler: an overflow skips
+    the update and halves the scale, 2,000 good steps in a row double it. All on the device without a host sync;
+    gradients are unscaled in the optimizer's own pass. A fixed scale comes from the spec and is not in checkpoints."""
 
     def __init__(self, initial: str | float, device: torch.device) -> None:
-        """`asked` is "dynamic" or a number."""
+        """`initial` is "dynamic" or a number."""
         self.dynamic = initial == "dynamic"
         start = START if self.dynamic else float(initial)
         if not 0 < start < float("inf"):
@@ -299,22 +293,21 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, norm: Tensor) -> Tensor:
-        """After a step, from the norm of its gradients: 1 if they overflowed, else 0. Every rank has the same norm, so
-        all of them go on with the same scale."""
+        """Update the scale after a step from its gradient norm, the same on every rank; 1 if it overflowed, else 0."""
         overflow = (~torch.isfinite(norm)).float()
         if self.dynamic:
             torch._amp_update_scale_(self.scale, self.good, overflow, GROWTH, BACKOFF, GOOD_STEPS)
         return overflow
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, live: a load writes into it."""
+        """Tensors of a checkpoint, live: a load writes into them."""
         return {"scale": self.scale, "good": self.good} if self.dynamic else {}
 
 
 @contextmanager
 def scaled(scaling: LossScale | None, parameters: Iterable[torch.nn.Parameter]) -> Iterator[Tensor | float]:
-    """The factor for losses whose backward pass runs inside; gradients are afterwards as without it, and so are those
-    that were there before. Costs two passes over them, so the loop divides in the optimizer instead."""
+    """The factor for losses whose backward pass runs inside. Gradients, new and old, are unscaled on exit. Costs two
+    passes over them; training unscales in the optimizer instead."""
     if scaling is None:
         yield 1.0
         return

@@ -1,9 +1,9 @@
-"""What is minimised. An objective turns a batch into the model's inputs, and the output into sums with their counts.
+"""The training objective: turns a batch into the model's inputs, and the output into loss sums with their counts.
 
 Sums, never means: the loop divides once by the step's global count, so the loss is the same number at any accumulation.
-The balance loss of experts is the named exception. `Objective` is the contract and what all objectives share: subclass
-it with `inputs` and `element_losses`, and add the class to the table of `session/objectives.py`. `Pretrain` is the
-prediction of tokens.
+The balance loss of experts is the one exception. `Objective` is the interface and the code that all objectives share:
+subclass it with `inputs` and `element_losses`, and add the class to the table of `session/objectives.py`. `Pretrain` is
+token prediction.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Metric = tuple[Tensor, Tensor]  # a sum and its count, both without gradients
 
 @dataclass
 class LossTerms:
-    """Of one micro-batch. `loss` is what is minimised and `nll` what is reported and judged as the loss (of
-    pre-training, the plain cross-entropy); both are already divided by the step's count. Only `loss` has gradients.
-    `nll_BT` is in the batch's own columns. `rows_2B` holds each row's sum of weighted losses, and of weights, over this
-    process's columns. `table` is summed over a validation."""
+    """Losses of one micro-batch. `loss` is minimised; `nll` is reported and judged as the loss (in pre-training, the
+    plain cross-entropy). Both are divided by the step's count; only `loss` has gradients. `nll_BT` is in the batch's
+    columns. `rows_2B` holds each row's sums of weighted losses and of weights over this rank's columns. `table` is
+    summed over a validation."""
 
     loss: Tensor
     nll: Tensor
@@ -54,7 +54,7 @@ class LossTerms:
 
 @dataclass
 class ElementLosses:
-    """What `Objective.element_losses` returns: a loss for every column, which counts with the weights of the inputs.
+    """The result of `Objective.element_losses`: a loss for every column, weighted by the weights of the inputs.
     `terms` are further sums to minimise, each divided by the step's total of the count with the same name."""
 
     losses_BT: Tensor
@@ -65,7 +65,7 @@ class ElementLosses:
 
 @dataclass
 class ModelInputs:
-    """A micro-batch on the device. `count` is the sum of its weights, `counts` are those of further terms; the engine
+    """A micro-batch on the device. `count` is the sum of its weights, `counts` hold those of further terms; the engine
     fills in `totals`, the step's counts over all ranks and micro-batches."""
 
     tokens_BT: Tensor
@@ -73,21 +73,21 @@ class ModelInputs:
     weights_BT: Tensor
     attention_mask: AttentionMask
     count: float
-    origin_BT: Tensor | None = None  # the batch's column that a target came from, where it was rewritten
-    more: dict[str, Tensor] = field(default_factory=dict)  # an encoder's tokens and documents
-    seed: int | None = None  # of dropout
-    fields: dict[str, Tensor] = field(default_factory=dict)  # (B, T) of tokens or (B, D, ...) of documents
+    origin_BT: Tensor | None = None  # the batch column of each target, if the objective moved it
+    more: dict[str, Tensor] = field(default_factory=dict)  # encoder tokens and documents
+    seed: int | None = None  # for dropout
+    fields: dict[str, Tensor] = field(default_factory=dict)  # (B, T) per token or (B, D, ...) per document
     counts: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
 
     def without_weight(self) -> ModelInputs:
-        """The same for nothing: what fills up a pipeline."""
+        """The same with weight zero: fills up a pipeline."""
         return replace(self, weights_BT=torch.zeros_like(self.weights_BT), count=0.0)
 
 
 @dataclass
 class ValidationSums:
-    """Sums of a validation: of the loss and its count, and by source."""
+    """Sums of a validation: of the loss, its count, and the metrics."""
 
     loss: float
     count: float
@@ -97,22 +97,22 @@ class ValidationSums:
 
 
 class Objective:
-    """What is minimised, reported, judged and validated.
+    """Defines what is minimised, reported, judged and validated.
 
     `metrics` names the numbers of every step besides the loss; each is a sum with its count, so it is the same at any
-    accumulation and number of ranks. A subclass defines `element_losses`, and `inputs` where it changes the batch.
-    `compute_terms` is for losses that never make all logits.
+    accumulation and number of ranks. A subclass defines `element_losses`, and `inputs` if it changes the batch.
+    Override `compute_terms` for losses that never materialise all logits.
     """
 
     metrics: tuple[str, ...] = ()
     judged = JudgedNumber()
     counts_inputs = True  # the counts are known from the inputs alone, not from the stream
-    counts_tokens = False  # the count of the loss is the number of tokens that a step trains on
+    counts_tokens = False  # the loss's count is the number of tokens that a step trains on
 
     def __init__(self, cross_documents: bool = False, dropout_seed: int | None = None) -> None:
         self.cross_documents, self.dropout_seed = cross_documents, dropout_seed
-        self.columns: UlyssesAttention | None = None  # where processes share rows
-        self.tensors: DeviceMesh | None = None  # where they share every tensor
+        self.columns: UlyssesAttention | None = None  # with context parallelism
+        self.tensors: DeviceMesh | None = None  # with tensor parallelism
 
     @classmethod
     def from_run(cls, spec: RunSpec, stream: Any, tokenizer: Tokenizer, shape: ModelShape, context: int) -> Objective:
@@ -120,7 +120,7 @@ class Objective:
         return cls()
 
     def inputs(self, batch: Batch) -> Batch | ObjectiveBatch:
-        """What the model reads and predicts. The sum of the weights is what the loss is divided by."""
+        """The model's inputs, targets and weights. The loss is divided by the sum of the weights."""
         return batch
 
     def counts(self, batch: Batch) -> dict[str, float]:
@@ -136,7 +136,7 @@ class Objective:
         return {name: total / count if count else math.nan for name, (total, count) in sums.metrics.items()}
 
     def on(self, source: str) -> Objective:
-        """The same for batches of one source alone, whose stream numbers its sources from 0."""
+        """The same for batches of a stream with only this source, which numbers its sources from 0."""
         return self
 
     def feed(self, batch: Batch, device: torch.device) -> ModelInputs:
@@ -150,21 +150,21 @@ class Objective:
         if self.dropout_seed is not None:
             seed = xxhash.xxh3_64_intdigest(batch.positions.tobytes(), seed=self.dropout_seed) >> 1
         made = self.inputs(batch)
-        apart = not self.cross_documents and not made.single_document
-        borders = compute_cu_seqlens(torch.from_numpy(made.documents)) if apart and device.type == "cuda" else None
-        sight = AttentionMask(move(made.documents) if apart else None, cu_seqlens=borders)
+        separate = not self.cross_documents and not made.single_document
+        borders = compute_cu_seqlens(torch.from_numpy(made.documents)) if separate and device.type == "cuda" else None
+        mask = AttentionMask(move(made.documents) if separate else None, cu_seqlens=borders)
         read = made.weights > 0 if isinstance(made, Batch) or made.read is None else made.read
         if not read.all():
-            sight.router_mask_BT = move(read)
-        feed = ModelInputs(move(made.tokens), move(made.targets), move(made.weights), sight, made.count, seed=seed)
+            mask.router_mask_BT = move(read)
+        feed = ModelInputs(move(made.tokens), move(made.targets), move(made.weights), mask, made.count, seed=seed)
         feed.counts = self.counts(batch)
         feed.fields = {name: move(array) for name, array in batch.fields.items()}
         if not isinstance(made, Batch):
             feed.origin_BT = None if made.in_place else move(made.origin)
             prefix = np.ones(made.tokens.shape, np.bool_) if made.prefix is None and not made.causal else made.prefix
-            sight.prefix_BT = move(prefix) if prefix is not None else None
+            mask.prefix_BT = move(prefix) if prefix is not None else None
             if made.encoder_tokens is not None and made.encoder_documents is not None:
-                sight.documents_BT = move(made.documents)
+                mask.documents_BT = move(made.documents)
                 feed.more = {
                     "encoder_tokens_BS": move(made.encoder_tokens),
                     "encoder_documents_BS": move(made.encoder_documents),
@@ -172,12 +172,12 @@ class Objective:
         return self._part(feed) if self.columns else feed
 
     def _part(self, feed: ModelInputs) -> ModelInputs:
-        """This process's columns. Attention sees whole rows, and their documents stay whole."""
+        """This rank's columns. Attention exchanges columns, so the documents stay complete."""
         assert self.columns is not None
-        part, sight = self.columns.part(feed.tokens_BT.shape[1], feed.tokens_BT.device), feed.attention_mask
-        sight.exchange = self.columns
-        if sight.router_mask_BT is not None:
-            sight.router_mask_BT = sight.router_mask_BT[:, part]
+        part, mask = self.columns.part(feed.tokens_BT.shape[1], feed.tokens_BT.device), feed.attention_mask
+        mask.exchange = self.columns
+        if mask.router_mask_BT is not None:
+            mask.router_mask_BT = mask.router_mask_BT[:, part]
         tokens_Bt, targets_Bt, weights_Bt = (x[:, part] for x in (feed.tokens_BT, feed.targets_BT, feed.weights_BT))
         return replace(feed, tokens_BT=tokens_Bt, targets_BT=targets_Bt, weights_BT=weights_Bt)
 
@@ -187,8 +187,8 @@ class Objective:
         return self.compute_terms(model, feed, model(feed.tokens_BT, feed.attention_mask, **feed.more), count)
 
     def head(self, model: Decoder, hidden_BTW: Tensor) -> tuple[Tensor, Tensor, Tensor | None, VocabShard | None]:
-        """Hidden states, the head's weight and bias as plain tensors, and this process's words where tensor-parallel
-        ranks share the head."""
+        """Hidden states, the head's weight and bias as plain tensors, and this rank's shard of the vocabulary if
+        tensor-parallel ranks divide the head."""
         weight_VW, words = model.head_weight, None
         bias_V: Tensor | None = model.head_bias
         if self.tensors is not None:
@@ -203,7 +203,7 @@ class Objective:
         return hidden_BTW, weight_VW, bias_V, words
 
     def logits(self, model: Decoder, hidden_BTW: Tensor) -> Tensor:
-        """All logits, in float32 at least: for small heads."""
+        """All logits, in at least float32. Only for small heads."""
         hidden_BTW, weight_VW, bias_V, words = self.head(model, hidden_BTW)
         assert words is None, "a head that ranks share gives its logits to linear_cross_entropy alone"
         logits_BTV = F.linear(hidden_BTW, weight_VW.to(hidden_BTW.dtype), None)
@@ -223,23 +223,23 @@ class Objective:
         self, model: Decoder, feed: ModelInputs, loss: Tensor, nll_BT: Tensor, count: float,
         metrics: Mapping[str, Metric], table: Tensor | None = None,
     ) -> LossTerms:  # fmt: skip
-        """The terms from what is minimised and each column's reported loss. Adds the balance loss of experts."""
+        """The terms of the minimised loss and each column's reported loss. Adds the balance loss of experts."""
         weighted_R = (nll_BT * feed.weights_BT).flatten()
         nll = weighted_R.sum() * (1.0 / count)
         rows_2B = torch.stack((weighted_R.view_as(feed.weights_BT).sum(1), feed.weights_BT.sum(1)))
         if model.shape.moe is not None:
             routing, _ = routing_terms(model)
-            if routing is not None:  # a mean, not a sum: each micro-batch weighs by its share of the step
+            if routing is not None:  # a mean, not a sum: weighted by the micro-batch's share of the step
                 loss = loss + routing * ((feed.weights_BT > 0).sum() / count)
         if feed.origin_BT is not None:
-            learnt_BT = nll_BT * (feed.weights_BT > 0)
-            nll_BT = torch.zeros_like(nll_BT).scatter_add(1, feed.origin_BT.clamp(min=0), learnt_BT)
+            counted_BT = nll_BT * (feed.weights_BT > 0)
+            nll_BT = torch.zeros_like(nll_BT).scatter_add(1, feed.origin_BT.clamp(min=0), counted_BT)
         return LossTerms(loss, nll, nll_BT, rows_2B, {name: metrics[name] for name in self.metrics}, table)
 
 
 class Pretrain(Objective):
-    """Prediction of tokens: the next ones, or what `rewriting` makes of a row. Attention stays inside documents unless
-    `cross_documents`. With a `dropout_seed` a micro-batch draws the same zeros whenever it is run."""
+    """Token prediction: next tokens, or the targets that `rewriting` produces. Attention stays inside documents unless
+    `cross_documents`. With a `dropout_seed` a micro-batch draws the same dropout masks whenever it runs."""
 
     metrics, counts_tokens = ("accuracy",), True
 
@@ -275,7 +275,7 @@ class Pretrain(Objective):
         return self.finish(model, feed, loss, nll_R.view_as(feed.targets_BT), count, {"accuracy": accuracy})
 
     def summarise(self, sums: ValidationSums) -> dict[str, Any]:
-        """Bits per byte of text, the share of tokens predicted right, and the perplexity."""
+        """Bits per byte of text, the share of correctly predicted tokens, and the perplexity."""
         correct, _ = sums.metrics["accuracy"]
         return {
             "bits_per_byte": sums.nats_per_byte / sums.count / math.log(2),
@@ -287,7 +287,7 @@ class Pretrain(Objective):
 def make_pretrain(
     spec: RunSpec, names: Sequence[str], tokenizer: Tokenizer, shape: ModelShape, context: int
 ) -> Pretrain:
-    """The spec's tasks, loss and dropout; `names` are the stream's sources."""
+    """The objective of a spec: its tasks, loss and dropout. `names` are the stream's sources."""
     plain = [task.kind for task in spec.tasks] == ["causal"] and not spec.tasks[0].sources and shape.causal
     rewriting = None
     if not plain or shape.decoder_layers:
@@ -297,5 +297,5 @@ def make_pretrain(
 
 
 def loss_options(shape: ModelShape, spec: LossSpec) -> LossOptions:
-    """How the head's logits are made, which the model says, and what is minimised, which the spec says."""
+    """Logit scale and cap from the model, loss terms from the spec."""
     return LossOptions(shape.logit_scale, shape.logit_cap, spec.smoothing, spec.focal, spec.z)

@@ -1,15 +1,9 @@
-"""What an objective makes of a batch, and what all of them share. Shapes: R rows, T columns.
+"""Objectives rewrite a batch's rows: causal, prefix-LM, masked (BERT), infill (code), span denoising (T5, UL2), or a
+mix of them, chosen for each row by its source and a hash of its position. Shapes: R rows, T columns.
 
-Objectives are pure: draws are keyed by seed and the row's position in the stream, so a step replays on any number of
-ranks, and the next epoch, at other positions, draws anew. None depends on weights: a ban leaves other documents alone.
-
-Objectives whose rows keep their documents where they are: causal, prefix-LM, masked (BERT) and infill (code).
-
-Span denoising (T5): spans of a document become sentinels, and the model writes what stood there.
-
-For an encoder and a decoder, or for a decoder alone, which sees the corrupted document as a prefix (as in UL2).
-
-Objectives from a spec: one for all rows, or several among which a row's source and a hash of its position decide.
+Objectives are pure: draws are keyed by the seed and the row's position in the stream, so a step replays on any number
+of ranks, and the next epoch, at other positions, draws again. No objective depends on weights, so a ban does not change
+the draws of other documents.
 """
 
 from __future__ import annotations
@@ -30,29 +24,29 @@ from bessemer.spec.model import ObjectiveSpec, count_spans
 from bessemer.spec.shape import ModelShape
 
 Flags = npt.NDArray[np.bool_]
-PADDING = -1  # the document number of no document, and the origin of what is not learnt
+PADDING = -1  # document number of padding, and origin of targets without weight
 
 
 @dataclass
 class ObjectiveBatch:
-    """Documents are numbered as in the batch. Padding behind a document shares its number where attention is causal
-    and never looks there; where it is not, padding has a number of its own."""
+    """Documents are numbered as in the batch. Padding after a document shares its number if attention is causal, which
+    never looks there, and has its own otherwise."""
 
-    tokens: Ints  # (R, T) inputs; of the decoder where there is an encoder
+    tokens: Ints  # (R, T) inputs; of the decoder if there is an encoder
     targets: Ints
     weights: npt.NDArray[np.float32]
     documents: npt.NDArray[np.int32]
-    origin: Ints  # column of the batch that a target came from; PADDING where nothing is learnt
-    prefix: Flags | None = None  # columns that all of their document may see, whether ahead or not
+    origin: Ints  # batch column of each target; PADDING if it has no weight
+    prefix: Flags | None = None  # columns that all columns of their document can attend to
     causal: bool = True
-    encoder_tokens: Ints | None = None  # (R, S); the decoder looks at the encoder's columns of the same document
+    encoder_tokens: Ints | None = None  # (R, S); attended to by decoder columns of the same document
     encoder_documents: npt.NDArray[np.int32] | None = None
     in_place: bool = False  # targets are in the columns that they came from
-    read: Flags | None = None  # (R, T) columns that are no padding; None: those with a weight
+    read: Flags | None = None  # (R, T) columns that are not padding; None: those with a weight
 
     @property
     def count(self) -> float:
-        """The sum of the weights: not the batch's, which knows of next tokens alone."""
+        """The sum of the weights, which may differ from the batch's."""
         return float(self.weights.sum(dtype=np.float64))
 
     @property
@@ -66,19 +60,19 @@ class Rewriting(Protocol):
 
 @dataclass(frozen=True)
 class Pieces:
-    """The runs of columns that are one document each, row by row; padding behind them is a run as well."""
+    """Runs of columns of one document each, row by row; padding is a run too."""
 
     row: Ints
     begin: Ints
     end: Ints
-    real: Flags  # no padding
-    number: Ints  # (R, T) of the run that a cell belongs to
+    real: Flags  # not padding
+    number: Ints  # (R, T) run of each cell
     padding: Flags  # (R, T)
 
 
 def pieces(batch: Batch) -> Pieces:
-    # Padding has token and target 0 and no weight. The end of a document looks like that only where it has no weight
-    # either, and then a few columns less of it do no harm.
+    # Padding has token and target 0 and no weight. The end of a document may look the same if it has no weight either;
+    # losing these columns does no harm.
     empty = (batch.tokens == 0) & (batch.targets == 0) & (batch.weights == 0)
     padding = np.logical_and.accumulate(empty[:, ::-1], axis=1)[:, ::-1]
     begins = np.ones(padding.shape, np.bool_)
@@ -90,7 +84,7 @@ def pieces(batch: Batch) -> Pieces:
 
 
 def row_keys(batch: Batch, seed: int, purpose: int) -> Words:
-    """(R,) A key for each row; rows that only fill up a batch share one."""
+    """(R,) A key for each row; padding rows share one."""
     return chain(seed % 2**64, purpose, np.maximum(batch.positions, 0))
 
 
@@ -100,15 +94,15 @@ def happens(draws: Words, share: float) -> Flags:
 
 
 def weights_of(batch: Batch, origin: Ints) -> npt.NDArray[np.float32]:
-    """A target weighs what the token it came from weighed."""
+    """A target has the weight of the token that it came from."""
     weights = np.take_along_axis(batch.weights, np.maximum(origin, 0), axis=1)
     return np.where(origin == PADDING, np.float32(0), weights)
 
 
-_PREFIX, _MASKED, _INFILL = 0x707265666978, 0x6D61736B6564, 0x696E66696C6C  # keep uses of the seed apart
+_PREFIX, _MASKED, _INFILL = 0x707265666978, 0x6D61736B6564, 0x696E66696C6C  # separate the uses of the seed
 _HOW, _TOKEN = 1, 2  # further draws of a masked column
 _WHETHER, _ORDER, _CUTS = 0, 1, slice(2, 4)  # the draws of a document for infill
-_SHORTEST = 6  # tokens of a document for infill, its end not counted; what is shorter is left alone
+_SHORTEST = 6  # tokens of a document for infill, without its end; shorter ones stay unchanged
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ class Causal:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Of a document's n tokens 1 to n - 1 are its prefix, each number as likely (as T5 has it), with the input before
+    """The first 1 to n - 1 of a document's n tokens are its prefix, uniformly drawn (as in T5), with the input before
     them. The last column of the prefix is the first that predicts."""
 
     seed: int
@@ -131,7 +125,7 @@ class Prefix:
         draws = chain(row_keys(batch, self.seed, _PREFIX)[runs.row], runs.begin)
         seen = np.where(length > 1, 2 + (draws % np.maximum(length - 1, 1).astype(np.uint64)).astype(np.int64), 1)
         columns = np.arange(batch.tokens.shape[1])
-        left = (runs.begin + seen)[runs.number] - columns  # of the prefix, this column counted
+        left = (runs.begin + seen)[runs.number] - columns  # columns left of the prefix, including this one
         origin = np.where((left <= 1) & ~runs.padding, columns, PADDING)
         prefix = (left > 0) & ~runs.padding
         return ObjectiveBatch(batch.tokens, batch.targets, weights_of(batch, origin), batch.documents, origin, prefix)
@@ -139,13 +133,13 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Masked:
-    """`rate` of the tokens are to be restored, at least one in a row, never a special one. Of them, `mask` become
-    `mask_id`, `random` any token that is not special, and the rest stay. An input stands in its own target's column."""
+    """`rate` of the tokens are targets, at least one in a row, never a special one. Of these, `mask` become `mask_id`,
+    `random` a random token that is not special, and the rest stay. Inputs are in the columns of their targets."""
 
     seed: int
     vocab: int
     mask_id: int
-    special_ids: tuple[int, ...]  # the end of a document among them
+    special_ids: tuple[int, ...]  # including the end of a document
     rate: float = 0.15
     mask: float = 0.8
     random: float = 0.1
@@ -174,8 +168,8 @@ class Infill:
     """Fill-in-the-middle (Bavarian et al. 2022): `rate` of the documents are cut at two random tokens. They read PRE
     prefix SUF suffix MID middle or, for `suffix_first` of them, PRE SUF suffix MID prefix middle (PSM and SPM).
 
-    A document keeps its columns: its last three tokens before its end are dropped, and the marks take over their
-    origins and weights. So a row's weights sum to what they did. What a row has of a document counts as a document.
+    A document keeps its columns: its last three tokens before the end are dropped, and the marks take over their
+    origins and weights, so a row's sum of weights does not change. A document's part in a row counts as a document.
     """
 
     seed: int
@@ -206,17 +200,17 @@ class Infill:
 
 
 _DENOISE_PURPOSE = 0x64656E6F697365
-_MULTIPLE = 64  # encoder and decoder are as wide as their longest row, rounded up so that few shapes occur
+_MULTIPLE = 64  # encoder and decoder widths: the longest row, rounded up so that few shapes occur
 
 
 @dataclass(frozen=True)
 class Denoise:
-    """`rate` of each document's tokens lie in spans of `span` tokens on average. The input has a sentinel for a span,
-    the target each sentinel with its span, and both end with EOS. As in T5's code, a document begins with a kept token
-    and ends with a span. Each begins with the first sentinel.
+    """Span denoising (T5): `rate` of each document's tokens are in spans of `span` tokens on average. The input has a
+    sentinel for each span, the target each sentinel with its span, and both end with EOS. As in T5's code, a document
+    starts with a visible token and ends with a span, and sentinels start over in each document.
 
-    The text gets longer by that: a decoder alone drops what no longer fits from the document's end (9 % of it at the
-    defaults), an encoder-decoder at most one token. Documents under 3 tokens (6 for a decoder alone) are left out.
+    This makes the text longer: a decoder-only model drops what no longer fits from the document's end (9 % at the
+    defaults), an encoder-decoder at most one token. Documents under 3 tokens (6 for decoder-only) are left out.
     """
 
     seed: int
@@ -225,8 +219,8 @@ class Denoise:
     context: int
     rate: float = 0.15
     span: float = 3.0
-    encoder: bool = False  # the model has one; else the decoder reads the input as well
-    start_id: int = 0  # the decoder's first input; T5 has its padding there
+    encoder: bool = False  # otherwise the decoder reads the input too
+    start_id: int = 0  # the decoder's first input; T5 uses padding
 
     def __post_init__(self) -> None:
         most = count_spans(self.context, self.rate, self.span)[1]
@@ -256,19 +250,19 @@ class Denoise:
             tokens, prefix = np.append(first, targets[:-1]), np.arange(targets.size) < seen
             decoder[row].append(np.stack([tokens, targets, origin, np.full(tokens.size, number), prefix]))
         width = None if self.encoder else columns
-        tokens, targets, origin, numbers, prefix = _lay(decoder, [0, 0, PADDING, PADDING, 0], width)
-        # Padding gets the number of the last document: there too a decoder finds encoder columns to look at.
+        tokens, targets, origin, numbers, prefix = _stack_rows(decoder, [0, 0, PADDING, PADDING, 0], width)
+        # Padding gets the number of the last document, so that it has encoder columns to attend to.
         documents = np.maximum.accumulate(numbers, axis=1).astype(np.int32)
         rewritten = ObjectiveBatch(tokens, targets, weights_of(batch, origin), documents, origin)
         if self.encoder:
-            rewritten.encoder_tokens, numbers = _lay(encoder, [0, PADDING])
+            rewritten.encoder_tokens, numbers = _stack_rows(encoder, [0, PADDING])
             rewritten.encoder_documents = numbers.astype(np.int32)
         else:
             rewritten.prefix = prefix.astype(np.bool_)
         return rewritten
 
     def _corrupt(self, text: Ints, hidden: Flags) -> tuple[Ints, Ints, Ints]:
-        """(input, target, where each token of the target was in the text, its end left out)."""
+        """(input, target, the text position of each target token without the end)."""
         begins = hidden & ~np.append(False, hidden[:-1])
         first, inside = np.flatnonzero(begins), np.flatnonzero(hidden)
         marks, before = np.array(self.sentinels[: first.size], np.int64), np.searchsorted(inside, first)
@@ -280,33 +274,31 @@ class Denoise:
 
     @cached_property
     def _fitting(self) -> Ints:
-        """For each number of columns, the tokens whose input and target fit into them."""
+        """For each number of columns, how many tokens fit with their input and target."""
         need = [size + 2 * count_spans(size, self.rate, self.span)[1] + 2 for size in range(2, self.context + 1)]
         return np.searchsorted(np.array(need), np.arange(self.context + 1), side="right") + 1
 
 
-def _lay(parts: list[list[Ints]], fill: list[int], width: int | None = None) -> Ints:
-    """(fields, R, width): documents of (fields, length) each, one after another in their rows."""
+def _stack_rows(parts: list[list[Ints]], fill: list[int], width: int | None = None) -> Ints:
+    """(fields, R, width): concatenates each row's documents of (fields, length) and pads with `fill`."""
     rows = [np.concatenate([np.empty((len(fill), 0), np.int64), *row], axis=1) for row in parts]
     width = width or -(-max(1, *(row.shape[1] for row in rows)) // _MULTIPLE) * _MULTIPLE
-    laid = np.tile(np.array(fill)[:, None, None], (1, len(rows), width))
+    stacked = np.tile(np.array(fill)[:, None, None], (1, len(rows), width))
     for k, row in enumerate(rows):
-        laid[:, k, : row.shape[1]] = row
-    return laid
+        stacked[:, k, : row.shape[1]] = row
+    return stacked
 
 
 def noise_mask(length: int, rate: float, span: float, draws: Words) -> Flags:
-    """Which of at least two tokens lie in spans: T5's random_spans_noise_mask, from a draw for each token.
-
-    The tokens in spans and the others are both cut at random into the same number of parts, which then alternate.
-    """
+    """Which of at least two tokens are in spans: T5's random_spans_noise_mask, from one draw per token. The tokens in
+    spans and the others are each cut at random into the same number of parts, which alternate."""
     noise, spans = count_spans(length, rate, span)
     hidden, visible = _cut(noise, spans, draws[: noise - 1]), _cut(length - noise, spans, draws[noise - 1 :])
     return np.repeat(np.tile([False, True], spans), np.stack([visible, hidden], axis=1).ravel())
 
 
 def _cut(items: int, parts: int, draws: Words) -> Ints:
-    """Lengths of parts of at least one item, every way to cut being as likely: the draws rank the gaps."""
+    """Lengths of parts of at least one item, uniformly over all cuts: the draws rank the gaps."""
     gaps = np.sort(np.argsort(draws[: items - 1], kind="stable")[: parts - 1])
     return np.diff(np.concatenate([[0], gaps + 1, [items]]))
 
@@ -316,8 +308,8 @@ _MIX_PURPOSE = 0x6D6978
 
 @dataclass(frozen=True)
 class Mix:
-    """One objective for each row, by the shares and sources of its spec. `names` are those of the batches' stream, to
-    which their source numbers refer: a stream of validation has its own, so it takes `replace(mix, names=...)`."""
+    """Chooses an objective for each row by the shares and sources of the specs. `names` are the sources of the batches'
+    stream; a validation stream has its own, so it uses `replace(mix, names=...)`."""
 
     seed: int
     specs: tuple[ObjectiveSpec, ...]
@@ -329,7 +321,7 @@ class Mix:
             raise UserError(f"no objective is left for source {name!r}: name it in one, or add one without sources")
 
     def rewrite(self, batch: Batch) -> ObjectiveBatch:
-        """Where rows that see both sides meet causal ones, all their columns are a prefix."""
+        """In a batch with causal rows, all columns of bidirectional rows are a prefix."""
         choice, shape = self._choose(batch), batch.tokens.shape
         kinds = (np.int64, np.int64, np.float32, np.int32, np.int64, np.bool_)
         mixed = ObjectiveBatch(*[np.empty(shape, kind) for kind in kinds])  # type: ignore[arg-type]
@@ -343,7 +335,7 @@ class Mix:
         return mixed
 
     def _choose(self, batch: Batch) -> Ints:
-        """The number of each row's objective; rows that only fill up a batch have that of some source."""
+        """The index of each row's objective; padding rows get that of some source."""
         draws = row_keys(batch, self.seed, _MIX_PURPOSE) >> np.uint64(32)
         edges = np.array([np.cumsum(self._shares(name)) for name in self.names])
         edges = np.round(edges / edges[:, -1:] * 2**32)[np.maximum(batch.sources, 0)]
@@ -357,9 +349,9 @@ class Mix:
 def make_rewriting(
     specs: list[ObjectiveSpec], names: Sequence[str], seed: int, tokenizer: Tokenizer, model: ModelShape, context: int
 ) -> Rewriting:
-    """What the specs ask for, for that model. `names` are the stream's."""
+    """The rewriting of the specs for that model. `names` are the stream's sources."""
     encoder, kinds = model.decoder_layers > 0, [spec.kind for spec in specs]
-    only = "denoise" if encoder else "" if model.causal else "masked"  # by others it would see what it is to say
+    only = "denoise" if encoder else "" if model.causal else "masked"  # with others the model would see its targets
     if only and (kinds != [only] or specs[0].sources):
         which = "with an encoder and a decoder" if encoder else "that sees both sides"
         raise UserError(f"a model {which} learns all sources by {only}, not by {', '.join(kinds)}: write kind: {only}")
@@ -372,8 +364,8 @@ def make_rewriting(
 def _make(spec: ObjectiveSpec, seed: int, tokenizer: Tokenizer, context: int, encoder: bool) -> Rewriting:
     names, settings, eos_id = spec.special_tokens(context), spec.settings(), tokenizer.eos_id
     for name in [name for name in names if name not in tokenizer.special]:
-        where = "add it to tokenizer.special, or name others in the objective's tokens"
-        raise UserError(f"{spec.kind} needs the special token {name!r}, which the tokenizer has not: {where}")
+        fix = "add it to tokenizer.special, or name others in the objective's tokens"
+        raise UserError(f"{spec.kind} needs the special token {name!r}, which the tokenizer has not: {fix}")
     ids = tuple(tokenizer.special[name] for name in names)
     if spec.kind == "masked":
         return Masked(seed, tokenizer.vocab_size, ids[0], tuple(tokenizer.special.values()), **settings)

@@ -1,15 +1,13 @@
-"""What of a block's forward pass is kept for its backward pass, and what is computed again: `memory.activations`.
+"""Activation recomputation (`memory.activations`) and offloading (`memory.offload_activations`).
 
-Compiled blocks leave it to torch's partitioner, whose budget is one number for all graphs: just below 1 it recomputes
-all that costs no matrix product (norms, the activation and its product, casts of weights), and further down products
-too, the cheapest for their room first. Blocks as they are use checkpoints. Gradients are the same bit for bit.
+Compiled blocks leave recomputation to torch's partitioner, whose budget is one number for all graphs: just below 1 it
+recomputes everything that needs no matmul (norms, activation functions, weight casts), lower also matmuls, the cheapest
+per byte first. Other blocks use checkpoints. Gradients are the same bit for bit.
 
-Activations in the host's memory between forward and backward: `memory.offload_activations`.
-
-What a block saves goes to page-locked buffers by a stream of its own while the next blocks run, and comes back one
+Offloading copies what a block saves to pinned host buffers on its own stream while the next blocks run, and back one
 block ahead of the backward pass. A block of 1B parameters saves 2.3 GiB for 32k tokens in 10 ms, in which PCIe 5 moves
-half a GiB: this is for use with `activations: full`, where only the block's input travels, 128 MiB.
-Nothing is reused before the streams have waited for each other, and the host waits for nothing.
+half a GiB: use it with `activations: full`, where only the block's input moves, 128 MiB. No buffer is reused before the
+streams have synchronized, and the host never waits.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ from bessemer.model.attention import AttentionInputs
 from bessemer.model.transformer import Decoder, TransformerBlock
 from bessemer.train.memory.tiles import fits, tiled
 
-How = str | float  # none, selective, full, or the share that is kept
-FREE = 0.99  # a budget that is met without a matrix product: a third less than none for Llama's blocks
+How = str | float  # none, selective, full, or the share of activations to save
+FREE = 0.99  # a budget that needs no recomputed matmul: a third less memory than none for Llama's blocks
 aten = torch.ops.aten
-# What selective keeps of a plain block: outputs of matrix products and of attention, so that neither runs again.
-# Measured on Llama's blocks, ffn = 4 x width, in fp32: none keeps 25 widths a token, this 14 for no FLOP more that
-# torch counts, a checkpoint around the feed-forward part 9 for 18 % more, and full 1 for 24 %.
+# Selective saves the outputs of matmuls and attention, so that neither runs again. Measured on Llama's blocks (ffn =
+# 4 x width, fp32): none saves 25 widths per token, selective 14 for no more FLOPs that torch counts, a checkpoint
+# around the feed-forward part 9 for 18 % more, full 1 for 24 % more.
 KEPT = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
     aten._scaled_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -45,8 +43,8 @@ KEPT = {
 
 
 def apply(model: Decoder, how: How, offload: bool = False) -> None:
-    """Set how the model's blocks are trained from here on, those that are compiled and those that are not. May be
-    called again with another choice, at the price of compiling anew; call it after `compile_blocks`."""
+    """Set the recomputation of the model's blocks, compiled or not. Call it after `compile_blocks`; calling it again
+    with another setting recompiles."""
     blocks = list(model.blocks)
     if not blocks and (how != "none" or offload):
         raise UserError(
@@ -57,15 +55,15 @@ def apply(model: Decoder, how: How, offload: bool = False) -> None:
     budget = FREE if how == "selective" else 1.0 if isinstance(how, str) else float(how)
     if any(compiled) and partitioner.activation_memory_budget != budget:
         partitioner.activation_memory_budget = budget  # type: ignore[assignment]
-        torch.compiler.reset()  # graphs that were made under the other budget
+        torch.compiler.reset()  # graphs compiled with the other budget
     store = Offload(model) if offload else None
-    again, random = _recomputed(how, len(blocks)), _draws(model)
+    recomputed, random = _recomputed(how, len(blocks)), _has_dropout(model)
     for i, block in enumerate(blocks):
         plain = getattr(block.forward, "plain", block.forward)
         run = plain
-        if again[i] and (how == "full" or not compiled[i]):
+        if recomputed[i] and (how == "full" or not compiled[i]):
             more: dict[str, Any] = {"context_fn": _keep_products} if how == "selective" else {}
-            # Saving the generator's state costs launches, for nothing where nothing is drawn.
+            # Saving the generator's state costs launches, and is only needed with dropout.
             run = partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=random, **more)
             if how == "full" and compiled[i] and not random:
                 run = _by_length(cast("TransformerBlock", block), run)
@@ -73,7 +71,7 @@ def apply(model: Decoder, how: How, offload: bool = False) -> None:
 
 
 def _recomputed(how: How, layers: int) -> list[bool]:
-    """Which blocks are checkpointed where they are not compiled. A share is one of the layers, spread evenly."""
+    """Which uncompiled blocks are checkpointed. A share is a share of the layers, evenly spread."""
     if isinstance(how, str):
         return [how != "none"] * layers
     full_layers = round((1 - how) * layers)
@@ -83,7 +81,7 @@ def _recomputed(how: How, layers: int) -> list[bool]:
 def _trained(
     block: nn.Module, plain: Callable[..., Any], run: Callable[..., Any], store: Offload | None, first: bool
 ) -> Callable[..., Any]:
-    """`run` where gradients are wanted, `plain` in evaluation and generation."""
+    """`run` in training, `plain` in evaluation and generation."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
@@ -96,7 +94,7 @@ def _trained(
 
 
 def _by_length(block: TransformerBlock, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`whole`, or long rows in tiles."""
+    """`forward`, or `tiled` for long rows."""
 
     def run(x_BTW: Tensor, place: AttentionInputs, cache: Any = None) -> Any:
         if cache is None and fits(block, x_BTW, place):
@@ -115,27 +113,27 @@ def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _draws(model: nn.Module) -> bool:
-    """Whether any part has dropout: native parts name it, another library's are torch's own layers."""
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether any module has dropout: a `dropout` attribute of ours, or torch's layer."""
     shares = (m.p if isinstance(m, nn.Dropout) else getattr(m, "dropout", 0.0) for m in model.modules())
     return any(isinstance(share, float) and share > 0 for share in shares)
 
 
-LEAST_BYTES = 1 << 20  # below, a copy costs more than its room is worth
+LEAST_BYTES = 1 << 20  # below, a copy costs more than the memory it saves
 
 
 @dataclass
 class OffloadedPiece:
-    """One storage on its way out and back."""
+    """One storage that is copied out and back."""
 
     layer: Layer
     host: Tensor  # uint8
-    device: Tensor | None  # uint8; kept until the copy out has ended, and again from the copy back on
+    device: Tensor | None  # uint8; until it is copied out, and again once it is copied back
 
 
 @dataclass
 class SavedView:
-    """How a saved tensor lies in its storage."""
+    """A saved tensor as a view of its storage."""
 
     piece: OffloadedPiece
     dtype: torch.dtype
@@ -146,17 +144,17 @@ class SavedView:
 
 @dataclass
 class Layer:
-    """What one call of a block saved, by the address of the storage."""
+    """What one call of a block saved, by storage address."""
 
     pieces: dict[int, OffloadedPiece] = field(default_factory=dict)
     copied: torch.cuda.Event | None = None  # the last copy, out or back
     before: Layer | None = None  # in the same forward pass
     returned: bool = False
-    views: int = 0  # given to autograd and not yet asked for
+    views: int = 0  # handed to autograd and not yet used
 
 
 class Offload:
-    """The hooks around a model's blocks. One for all of them, since a block is fetched during the one after it."""
+    """Saved-tensor hooks around blocks. One object for all: a block is fetched during the backward of the next one."""
 
     def __init__(self, model: nn.Module) -> None:
         parameter = next(model.parameters())
@@ -164,24 +162,24 @@ class Offload:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.kept = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self.last: Layer | None = None
-        self.free: dict[int, list[Tensor]] = {}  # host buffers by size, to be used again
+        self.free: dict[int, list[Tensor]] = {}  # reusable host buffers by size
 
     @contextmanager
     def layer(self, first: bool) -> Iterator[None]:
         """Around one block's forward pass, the model's `first` or a later one."""
         before = None if first else self.last
-        if first and self.stream is not None:  # what the last pass fetched and did not use is on no way any more
+        if first and self.stream is not None:  # unused fetches of the last pass are finished
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if before is not None and before.before is not None:
-            self._let_go(before.before)
+            self._free_copies(before.before)
         self.last = layer = Layer(before=before)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._out(layer, tensor), self._back):
             yield
         if self.stream is not None:
             layer.copied = self.stream.record_event()
 
-    def _let_go(self, layer: Layer) -> None:
-        """The device's copies of a block two before: the compute stream waits for their way out, which is past."""
+    def _free_copies(self, layer: Layer) -> None:
+        """Free the device's tensors of a block two before: the compute stream waits for their copies, done by now."""
         if layer.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(layer.copied)
         if not layer.returned:
@@ -191,8 +189,8 @@ class Offload:
     def _out(self, layer: Layer, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
-        owns_storage = 2 * tensor.numel() * tensor.element_size() >= size >= LEAST_BYTES
-        if tensor.device != self.device or not owns_storage or address in self.kept:
+        worthwhile = 2 * tensor.numel() * tensor.element_size() >= size >= LEAST_BYTES
+        if tensor.device != self.device or not worthwhile or address in self.kept:
             return tensor
         if address not in layer.pieces:
             data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -225,7 +223,7 @@ class Offload:
         return tensor
 
     def _fetch(self, layer: Layer) -> None:
-        """Start the way back of a block's pieces, once. Their buffers are free for the next forward pass, whose copies
+        """Start copying a block's pieces back, once. Their buffers can be reused by the next forward pass, whose copies
         follow on the same stream."""
         if layer.returned:
             return
@@ -239,7 +237,7 @@ class Offload:
             layer.copied = self.stream.record_event()
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
-        """In the order of the compute stream, beside it."""
+        """After what the compute stream has queued, in parallel to what follows."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():

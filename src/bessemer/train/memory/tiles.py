@@ -1,9 +1,9 @@
-"""Long rows through a layer of which only the input is kept: all that follows attention goes tile by tile.
+"""Tiled computation of a fully recomputed layer for long rows: everything after attention runs tile by tile.
 
-Behind attention every position is on its own, and there a layer is at its widest. In tiles of some thousand positions
-that room no longer grows with the row: by estimate the last layer's backward pass of an 8B model needs 25 GiB instead
-of 42 for 262,144 tokens. Nothing is computed more often than by a checkpoint around the layer. The weights' gradients
-are summed over tiles in fp32, and rounded once.
+After attention every position is independent, and there a layer needs the most memory. In tiles of some thousand
+positions that memory does not grow with the row: by estimate the last layer's backward pass of an 8B model needs 25 GiB
+instead of 42 for 262,144 tokens. Nothing is computed more often than with a checkpoint around the layer. Weight
+gradients are summed over tiles in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torch import Tensor
 from bessemer.model.attention import AttentionInputs
 from bessemer.model.transformer import TransformerBlock
 
-MOST = 16_384  # tokens of a tile: products are as fast as with more
-LONG = 32_768  # tokens of a micro-batch up to which a layer stays whole
+MOST = 16_384  # tokens of a tile: matmuls are as fast as with more
+LONG = 32_768  # tokens of a micro-batch up to which a layer is not tiled
 
 
 def tile_for(tokens: int) -> int | None:
-    """The size of equal tiles, for which one graph is compiled; None for what is short or has no even division."""
+    """The size of equal tiles, which share one compiled graph; None for short or indivisible sizes."""
     fewest = -(-tokens // MOST)
     sizes = (tokens // parts for parts in range(fewest, 4 * fewest) if tokens % parts == 0)
     return next(sizes, None) if tokens > LONG else None
 
 
 def fits(block: TransformerBlock, x_BTW: Tensor, place: AttentionInputs) -> bool:
-    """Blocks that are compiled for this input, without a second way from its norm to the feed-forward part, and without
-    a bias on attention's logits, which may be learned elsewhere."""
+    """Whether a block can be tiled: compiled for this input, without parallel attention and feed-forward from one norm,
+    and without an attention bias, which may be learned outside of the block."""
     if block.compiled is None or block.shape.parallel == "one_norm" or place.bias_1NTS is not None:
         return False
     return tile_for(x_BTW.shape[:2].numel()) is not None and block.compiled.serves(block, x_BTW)
 
 
 def tiled(block: TransformerBlock, x_BTW: Tensor, place: AttentionInputs) -> Tensor:
-    """The block's output; its backward pass computes all of it again."""
+    """The block's output; the backward pass recomputes it."""
     out: Tensor = _Tiled.apply(block, place, x_BTW, *block.parameters())  # type: ignore[no-untyped-call]
     return out
 
 
 class _Tiled(torch.autograd.Function):
-    """Both passes run the graphs made for training, so that one set serves both. What these save in the forward pass is
-    dropped at once, and no hook around the block sees it: offload would carry all of it to the host."""
+    """Both passes run the graphs compiled for training. What they save in the forward pass is dropped at once and
+    hidden from hooks around the block: offloading would copy all of it to the host."""
 
     @staticmethod
     def forward(
@@ -70,7 +70,7 @@ class _Tiled(torch.autograd.Function):
         sums: dict[Tensor, Tensor] = {}
 
         def back(made: Tensor, grad: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-            """The gradients of leaves; those of weights are added to the sums."""
+            """Gradients of the leaves; those of weights are added to the sums."""
             gradients = torch.autograd.grad(made, [*leaves, *learned], grad, allow_unused=True)
             for parameter, gradient in zip(learned, gradients[len(leaves) :], strict=True):
                 if gradient is not None and parameter in sums:
@@ -80,7 +80,7 @@ class _Tiled(torch.autograd.Function):
             return [gradient for gradient in gradients[: len(leaves)] if gradient is not None]
 
         def tile(x_1PW: Tensor, out_1PNE: Tensor, grad_1PW: Tensor, grad_x_1PW: Tensor, grad_out_1PNE: Tensor) -> None:
-            """A function, so that nothing of the last tile is left when attention goes back."""
+            """A function, so that nothing of the last tile is alive in attention's backward pass."""
             leaves = [x_1PW.requires_grad_(), out_1PNE.requires_grad_()]
             of_x_1PW, of_out_1PNE = back(_left(block, *leaves), grad_1PW, leaves)
             grad_x_1PW.copy_(of_x_1PW)
@@ -117,7 +117,7 @@ def _left(block: TransformerBlock, x_1PW: Tensor, out_1PNE: Tensor) -> Tensor:
 
 
 def _tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same positions of each, all rows in one."""
+    """Views of the same positions of each tensor, with all rows flattened."""
     tokens = tensors[0].shape[:2].numel()
     size = tile_for(tokens)
     assert size is not None
