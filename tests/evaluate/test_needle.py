@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from bessemer.cli.main import app
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.evaluate.needle import COPIED, Cell, Grid, ask, held_out_text, needle
+from bessemer.evaluate.needle import COPIED, Cell, Grid, held_out_text, make_question, needle
 from bessemer.model.transformer import build_model
 from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
@@ -64,7 +64,7 @@ def test_a_question_has_its_needle_once_at_its_depth(
 ) -> None:
     hay = tokenizer.encode(TEXT)
     length += 100 if kind == "key" else 0  # a tokenizer as small as this one spells the question out
-    asked = ask(kind, tokenizer, hay, length, depth, random.Random(0))
+    asked = make_question(kind, tokenizer, hay, length, depth, random.Random(0))
     assert len(asked.prompt) + len(asked.answer) == length
     whole = tokenizer.decode([*asked.prompt[1:], *asked.answer])
     if kind == "key":
@@ -123,7 +123,7 @@ def test_bad_requests_are_told(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="more than 4 different tokens"):
         needle(model, tokenizer, [64], filler=[1, 2, 3, 4] * 9)
     reader = build_model(ModelShape(300, 32, 1, 2, 2, 16, 0, causal=False), "cpu", 0)
-    with pytest.raises(UserError, match="only a decoder says"):
+    with pytest.raises(UserError, match="needs a causal model"):
         needle(reader, tokenizer, [64])
     with pytest.raises(UserError, match="depths from 0 to 1"):
         needle(model, tokenizer, [64], depths=(1.5,))

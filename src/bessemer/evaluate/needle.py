@@ -106,7 +106,7 @@ def needle(
     if len(set(hay)) <= COPIED:
         raise UserError(f"needle: the text to hide it in needs more than {COPIED} different tokens; give another")
     if not model.shape.causal or model.shape.decoder_layers:
-        raise UserError("needle: asks what comes next, which only a decoder says")
+        raise UserError("needle: needs a causal model, which predicts what comes next")
     most = model.shape.max_positions
     if model.shape.positions == "learned" and max(lengths) > most:
         raise UserError(f"--lengths {max(lengths)}: the model has {most} learned positions; ask for at most {most}")
@@ -114,14 +114,14 @@ def needle(
     for length in lengths:
         for depth in depths:
             questions = [
-                ask(kind, tokenizer, hay, length, depth, random.Random(f"{seed} {length} {depth} {trial}"))
+                make_question(kind, tokenizer, hay, length, depth, random.Random(f"{seed} {length} {depth} {trial}"))
                 for trial in range(trials)
             ]
             cells[length, depth] = _score(model, tokenizer, questions)
     return Grid(kind, trials, sorted(set(lengths)), sorted(set(depths)), cells)
 
 
-def ask(
+def make_question(
     kind: Kind, tokenizer: Tokenizer, hay: Sequence[int], length: int, depth: float, draw: random.Random
 ) -> Question:
     """A question whose prompt and answer together have `length` tokens."""
@@ -131,7 +131,7 @@ def ask(
         hidden, question = tokenizer.encode(needle_text), tokenizer.encode(" What is the pass key? The pass key is")
         answer, avoided = tokenizer.encode(f" {number}"), set()
         if number not in tokenizer.decode(hidden):
-            raise UserError("this tokenizer cannot say a number: ask with --kind copy")
+            raise UserError("this tokenizer cannot encode a number: use --kind copy")
     else:
         hidden = draw.sample(sorted(set(hay)), COPIED)
         question, answer, avoided = hidden[:1], hidden[1:], set(hidden)

@@ -146,10 +146,10 @@ class _Head:
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-Found = tuple[Tensor, Tensor, Tensor, Gradients]  # cross-entropy, loss and correctness of rows
+HeadResult = tuple[Tensor, Tensor, Tensor, Gradients]  # cross-entropy, loss and correctness of rows
 
 
-def _in_chunks(head: _Head, compute: torch.dtype) -> Found:
+def _in_chunks(head: _Head, compute: torch.dtype) -> HeadResult:
     """In plain torch: on every device, with every option, and with a sharded vocabulary."""
     hidden_RW, options, wants, words = head.hidden_RW, head.options, head.wants, head.words
     kind = hidden_RW.device.type
@@ -219,7 +219,7 @@ def _best_of_all(top_C: Tensor, index_C: Tensor, words: VocabShard) -> tuple[Ten
     return best_C, first_C
 
 
-def _by_kernel(head: _Head, compute: torch.dtype) -> Found:
+def _by_kernel(head: _Head, compute: torch.dtype) -> HeadResult:
     """On a GPU in half precision: one kernel for loss and gradient, and the weight gradient summed over chunks in
     float32 inside the matmuls. With a single chunk, the matmul gives bf16 weights their bf16 gradient directly, without
     4 bytes per weight in between."""

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 # Selective saves the outputs of matmuls and attention, so that neither runs again. Measured on Llama's blocks (ffn =
 # 4 x width, fp32): none saves 25 widths per token, selective 14 for no more FLOPs that torch counts, a checkpoint
 # around the feed-forward part 9 for 18 % more, full 1 for 24 % more.
-KEPT = {
+SAVED_OPS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
     aten._scaled_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
@@ -109,7 +109,7 @@ def _keep_products() -> Any:
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = op in KEPT or "varlen_attn" in str(op)
+    saved = op in SAVED_OPS or "varlen_attn" in str(op)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
