@@ -35,7 +35,10 @@ def judge_all(judge: Judge, pairs: np.ndarray) -> list[int]:
     return [int(judge.judge(loss, norm).scalars["code"]) for loss, norm in values.unbind()]
 
 
-@pytest.mark.parametrize(("share", "seed"), [(1.0, 0), (1.0, 1), (0.1, 2), (0.01, 3), (1e-4, 4)])
+@pytest.mark.parametrize(
+    ("share", "seed"),
+    [(0.01, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1.0, 0), (1.0, 1), (0.1, 2), (1e-4, 4)])],
+)
 def test_20000_clean_steps_without_a_veto_or_an_alarm(share: float, seed: int) -> None:
     pairs = steps_of(share, seed)
     judge = Judge(GuardSpec(), torch.device("cpu"), REAL["rows"], JUDGED)
@@ -49,6 +52,7 @@ def test_20000_clean_steps_without_a_veto_or_an_alarm(share: float, seed: int) -
     assert [alarm.kind for alarm in alarms if alarm.severity != "note"] == []
 
 
+@pytest.mark.slow
 def test_a_judge_of_pre_training_would_veto_them() -> None:
     """What the test above guards against."""
     vetoes = judge_all(Judge(GuardSpec(), torch.device("cpu"), REAL["rows"]), steps_of(0.01, 3))

@@ -26,7 +26,7 @@ COLORS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "bl
 GREEDY = AnswerSettings(max_tokens=24, sampling=Sampling(0.0))
 
 
-@pytest.fixture(scope="module", params=["chatml", "llama3"])
+@pytest.fixture(scope="module", params=["chatml", pytest.param("llama3", marks=pytest.mark.slow)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoadedModel]:
     home, draw = tmp_path_factory.mktemp(request.param), random.Random(0)
     with (home / "talks.jsonl").open("w") as file:

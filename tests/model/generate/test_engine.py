@@ -69,8 +69,16 @@ def test_prompts_packed_into_one_row(shape_of, build_random):
         assert tokens == [alone(model, request).tokens for request in work]
 
 
-@pytest.mark.parametrize("fields", [{}, SHAPES["windows"], {"norm_place": "sandwich", "qk_norm": "head"},
-                                    {"parallel": "one_norm", "gated": False, "kv_heads": 4}])  # fmt: skip
+COMPILED = {
+    "windows": SHAPES["windows"],
+    "norms": {"norm_place": "sandwich", "qk_norm": "head"},
+    "parallel": {"parallel": "one_norm", "gated": False, "kv_heads": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, *(pytest.param(COMPILED[name], marks=pytest.mark.slow, id=name) for name in COMPILED)]
+)
 def test_compiled_blocks(fields, shape_of, build_random):
     """As a GPU decodes, traced without a compiler."""
     model, plain = (build_random(shape_of(**fields)).eval() for _ in range(2))
