@@ -125,6 +125,10 @@ def test_every_mask_bias_and_cap_equals_a_triple_loop_with_gradients(case: dict[
     check(case)
 
 
+def test_named_global_positions_differ_by_row() -> None:
+    check(make_case(B=3, T=6, window=1, named=True, causal=False))
+
+
 @pytest.mark.parametrize(
     ("causal", "past", "window", "cap", "biased"),
     itertools.product((True, False), (0, 2), (0, 3), (None, 0.7), (False, True)),

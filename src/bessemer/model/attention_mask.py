@@ -66,6 +66,11 @@ class AttentionMask:
         windowed = (window and window < length) or self.blocks[0]
         return self.documents_BT is None and self.prefix_BT is None and self.starts_B is None and not windowed
 
+    @property
+    def rows(self) -> int:
+        """Rows that the mask distinguishes; 1 if it is the same for all."""
+        return next((len(x) for x in (self.documents_BT, self.prefix_BT, self.global_BT) if x is not None), 1)
+
     def scattered(self, window: int, length: int) -> bool:
         """Whether document lengths and a window cannot express the mask."""
         limited = bool((window and window < length) or self.blocks[0])
@@ -119,8 +124,7 @@ class AttentionMask:
             q_B1T1 = self.positions(0, T, device)[:, None, :, None]
             self._masks[key] = self.can_attend(key[0])(0, 0, q_B1T1, torch.arange(S, device=device))
         if key not in self._masks:
-            batched = self.documents_BT if self.documents_BT is not None else self.prefix_BT
-            b_B111 = torch.arange(1 if batched is None else len(batched), device=device)[:, None, None, None]
+            b_B111 = torch.arange(self.rows, device=device)[:, None, None, None]
             q_T1, k_S = torch.arange(S - T, S, device=device)[:, None], torch.arange(S, device=device)
             self._masks[key] = self.can_attend(key[0])(b_B111, 0, q_T1, k_S).expand(len(b_B111), 1, T, S)
         return self._masks[key]

@@ -322,7 +322,7 @@ def _tile_mask(tile: Tile, attention_mask: AttentionMask, window: int, device: t
     if tile.masked is None:
         return None
     q_t1, k_s = (torch.arange(x.start, x.stop, device=device) for x in tile.masked)
-    rows = 1 if attention_mask.documents_BT is None else len(attention_mask.documents_BT)
+    rows = attention_mask.rows
     b_B111 = torch.arange(rows, device=device)[:, None, None, None]
     return attention_mask.can_attend(window)(b_B111, 0, q_t1[:, None], k_s).expand(rows, 1, len(q_t1), len(k_s))
 
