@@ -59,6 +59,19 @@ def test_rows_that_come_and_go_get_the_tokens_of_each_alone(model):
     assert generator.forwards < sum(request.max_tokens for request in asked)
 
 
+def test_logprobs_in_float32(shape_of, build_random):
+    model = build_random(shape_of()).float().eval()
+    for request, (completion,) in zip(
+        work := requests(8, top_logprobs=0), Generator(model, 4, 128).run(work), strict=True
+    ):
+        with torch.no_grad():
+            logits = model.logits(model(torch.tensor([[*request.prompt, *completion.tokens]])))[0]
+        expected = logits.log_softmax(-1)[len(request.prompt) - 1 : -1].gather(
+            1, torch.tensor(completion.tokens)[:, None]
+        )
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected[:, 0], rtol=0, atol=5e-5)
+
+
 def test_prompts_packed_into_one_row(shape_of, build_random):
     """As a GPU reads them."""
     for name in ("grouped", "windows", "learned", "alibi"):

@@ -350,7 +350,7 @@ class RowRunner:
         return self.model.logits(hidden_1TW[0, -T:])
 
     def read(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
-        raise NotImplementedError("drafts need a cache that can be cut back: `reuses_prefixes` is False")
+        raise AssertionError("drafts need a cache that can be cut back: the generator refuses them")
 
     def copy(self, source: int, target: int, length: int) -> None:
-        raise NotImplementedError("a prompt is read again: `reuses_prefixes` is False")
+        raise AssertionError("slots are not copied: `copies` is False")
