@@ -19,6 +19,7 @@ COLOURS = ("#c4622d", "#2d7dc4", "#3f9d5c", "#9b59b6", "#b8860b", "#777777")
 FLAGGED_COLOUR = "#d03a2f"
 GLYPHS = "*o+x^~"
 RAMP = " .:-=+*#%@"
+LARGEST, SMALLEST = sys.float_info.max, 1e-300  # of what an axis can span
 
 
 def svg_file(svg: str) -> str:
@@ -48,12 +49,12 @@ class Axis:
     @staticmethod
     def around(values: Iterable[float], log: bool = False) -> Axis:
         """Spans the values that can be drawn: finite, and positive on a logarithmic axis."""
-        drawable = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        drawable = [value for value in values if math.isfinite(value) and (value >= SMALLEST or not log)]
         low, high = (min(drawable), max(drawable)) if drawable else (1.0, 1.0)
-        if high - low <= 1e-9 * abs(high):  # all values are equal at the chart's resolution
+        if high - low <= max(1e-9 * abs(high), SMALLEST):  # all values are equal at the chart's resolution
             margin = max(0.5, 1e-3 * abs(high))
-            low, high = (low / 2, min(high * 2, sys.float_info.max)) if log else (low - margin, high + margin)
-        return Axis(low, high, log)
+            low, high = (low / 2, high * 2) if log else (low - margin, high + margin)
+        return Axis(max(low, -LARGEST), min(high, LARGEST), log)
 
     def place(self, value: float) -> float | None:
         """0 at the low end, 1 at the high end, None for a value outside of the axis."""
