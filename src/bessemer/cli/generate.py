@@ -23,7 +23,7 @@ def generate(
     chat: bool = typer.Option(False, "--chat", help="Talk to the model: one line a turn, Ctrl-D ends, /reset forgets."),
     system: str = typer.Option("", "--system", help="With --chat: the system message."),
     template: str | None = typer.Option(
-        None, "--template", help="Chat template if the model has none: chatml, llama3, plain or a Jinja file."
+        None, "--template", help="Chat template if the model has none: chatml, llama3, plain, none or a Jinja file."
     ),
     max_tokens: int = typer.Option(200, min=1, help="Maximum number of new tokens."),
     n: int = typer.Option(1, "--n", min=1, help="Answers to each prompt."),

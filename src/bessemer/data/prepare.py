@@ -226,7 +226,7 @@ def chat_template(tokenizer: TokenizerSpec) -> str:
 
 def special_tokens_of(data: DataSpec, tokenizer: TokenizerSpec) -> list[str]:
     """The special tokens that the spec declares, and those that the layout of its conversations needs."""
-    chats = any(source.messages_field for source in data.sources.values())
+    chats = any(source.is_chat for source in data.sources.values())
     return list(dict.fromkeys([*tokenizer.special, *(special_tokens(tokenizer.chat) if chats else ())]))
 
 
@@ -285,6 +285,8 @@ def _fingerprint(
     if labels is not None:
         columns = {name: source.columns for name, source in data.sources.items()}
         content.append([columns, labels.model_dump(mode="json", exclude={"pool"})])
+    if any(source.has_answers for source in data.sources.values()):
+        content.append({name: source.columns for name, source in data.sources.items()})
     return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()))
 
 

@@ -32,6 +32,8 @@ TEMPLATES = {
     + _END + "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif -%}",
     "plain": _EACH + "{{ ('' if loop.first else '\\n\\n') + m.role|capitalize + ': ' + text(m) + calls(m, 'arguments') "
     "+ (eos_token if m.role == 'assistant' else '') }}" + _END + "{{ '\\n\\nAssistant:' }}{%- endif -%}",
+    "none": _EACH + "{{ text(m) + calls(m, 'arguments') + (eos_token if m.role == 'assistant' else '') }}"
+    + "{%- endfor -%}",
 }  # fmt: skip
 # Tokenizer files that are no vocabularies.
 _SETTINGS = ("tokenizer_config", "special_tokens_map", "chat_template", "additional_chat_templates")
@@ -82,9 +84,7 @@ def update_tokenizer_files(files: dict[str, Path], tokenizer: Tokenizer, place: 
         return dict(files)  # a SentencePiece model, which has more detail than its conversion
     result: dict[str, Any] = {name: path for name, path in files.items() if name.startswith(_SETTINGS)}
     result["tokenizer.json"] = place / "tokenizer.json"
-    if any(source.messages_field for source in spec.data.sources.values()) and (
-        template := _template(tokenizer, place)
-    ):
+    if any(source.is_chat for source in spec.data.sources.values()) and (template := _template(tokenizer, place)):
         config = json.loads(files["tokenizer_config.json"].read_text()) if "tokenizer_config.json" in files else {}
         result["tokenizer_config.json"] = config | {"chat_template": template}
         result["chat_template.jinja"] = template

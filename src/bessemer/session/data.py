@@ -222,7 +222,12 @@ def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutS
                 name: HeldOutSet(PadRows(store, context, "truncate"), store.documents * context, 1.0)
                 for name, store in data.validation.items()
             }
-        return {name: HeldOutSet.of_store(store, context) for name, store in data.validation.items()}
+        return {
+            name: HeldOutSet(GroupRows(store, context), store.documents * context, 1.0)
+            if GROUP in store.fields
+            else HeldOutSet.of_store(store, context)
+            for name, store in data.validation.items()
+        }
     held_out = {}
     for name, dataset in data.validation.items():
         rows = UserDatasetRows(dataset, data.tokenizer, context, spec.classify)

@@ -131,12 +131,16 @@ def check_vocab(spec: RunSpec) -> Iterator[Problem]:
 
 def check_conversations(spec: RunSpec) -> Iterator[Problem]:
     """Steps that cut text cannot be applied to conversations, whose turns would no longer match."""
-    chats = [name for name, source in spec.data.sources.items() if source.messages_field]
+    chats = [name for name, source in spec.data.sources.items() if source.is_chat]
     lists: list[tuple[KeyPath, list[StepSpec]]] = [
         (("data", "sources", name, "clean"), spec.data.sources[name].clean) for name in chats
     ]
     if chats:
         lists.append((("data", "clean"), spec.data.clean))
+    for name, source in spec.data.sources.items():
+        if "chosen" in (source.columns or {}) and spec.objective in ("pretrain", "classify"):
+            problem = f"objective: {spec.objective} would learn the rejected answers too"
+            yield ("data", "sources", name, "columns"), f"{problem}: name an objective that compares them"
     for path, steps in lists:
         for i, step in enumerate(steps):
             cuts = step.step in ("dedup_paragraphs", "dedup_substrings") or getattr(step, "action", "") == "cut"

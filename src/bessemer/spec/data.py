@@ -119,7 +119,7 @@ Format = Literal[
     "text", "source", "jsonl", "csv", "parquet", "arrow", "hf", "webdataset", "mds", "tfrecord", "warc", "html"
 ]
 Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
-COLUMN_ROLES = ("text", "words", "label")
+COLUMN_ROLES = ("text", "words", "label", "prompt", "completion", "chosen", "rejected")
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 
 
@@ -133,7 +133,11 @@ class TokenizerSpec(SpecSection):
     vocab: AutoVocab = setting("auto", "tokens to train", "8K")
     eos: str | None = setting(None, "the end-of-document token", "</s>", min_length=1)
     special: list[str] = setting([], "tokens with an id of their own, never split", ["<|user|>", "<|assistant|>"])
-    chat: str = setting("chatml", "layout of conversations: chatml, llama3, plain or a Jinja file", "chatml")
+    chat: str = setting(
+        "chatml",
+        "layout of conversations: chatml, llama3, plain, none (texts one after another) or a Jinja file",
+        "chatml",
+    )
     learn: Literal["all", "last"] = setting("all", "turns of the assistant that are learnt from", "last")
     pattern: str | None = setting(None, "for tiktoken files of other names: cl100k, o200k, gpt2 or a regex", "cl100k")
     sample: Bytes = setting(64_000_000, "text to train the tokenizer on, at most", "64MB")
@@ -150,7 +154,8 @@ class SourceSpec(ShortSection, short="path"):
     messages_field: str | None = setting(None, "the field that holds a conversation, instead of text_field", "messages")
     columns: dict[str, str] | None = setting(
         None,
-        "columns by what they are for: text (instead of text_field), words, label",
+        "columns by what they are for: text (instead of text_field), words, label; prompt with completion, or with "
+        "chosen and rejected",
         {"text": "review", "label": "sentiment"},
     )
     include: Paths = setting([], "file patterns inside folders", "*.py")
@@ -175,7 +180,25 @@ class SourceSpec(ShortSection, short="path"):
             if self.text_field != "text":
                 raise ValueError(f"columns and text_field ({self.text_field}) both name the text: remove text_field")
             self.__dict__["text_field"] = text
+        answers = [role for role in ("completion", "chosen", "rejected") if role in self.columns]
+        if ("prompt" in self.columns or answers) and answers not in (["completion"], ["chosen", "rejected"]):
+            raise ValueError("columns: a prompt needs completion, or both chosen and rejected")
+        if answers == ["completion"] and "prompt" not in self.columns:
+            raise ValueError("columns: completion needs prompt")
+        if answers and (self.messages_field or text):
+            other = f"messages_field ({self.messages_field})" if self.messages_field else f"the text ({text})"
+            raise ValueError(f"columns: prompt and answers, and {other}: name one of them")
         return self
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether a row is a prompt with its answers."""
+        return self.columns is not None and ("completion" in self.columns or "chosen" in self.columns)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its documents are conversations, laid out by the chat template."""
+        return self.messages_field is not None or self.has_answers
 
 
 class StoreSpec(ShortSection, short="url"):

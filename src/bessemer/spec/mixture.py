@@ -99,8 +99,8 @@ def domain_of(name: str, source: SourceSpec, formats: Collection[str] = ()) -> t
         return source.domain, "written in the spec"
     if match := _match_domain(_words_of(name)):
         return match[0], f"its name contains {match[1]!r}"
-    if source.messages_field is not None:
-        return "dialogue", f"its documents are conversations ({source.messages_field})"
+    if source.is_chat:
+        return "dialogue", f"its documents are conversations ({source.messages_field or 'prompt and answers'})"
     for path in source.path:
         if match := _match_domain(_words_of(path)):
             return match[0], f"its path contains {match[1]!r}"

@@ -21,7 +21,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.spec.text_steps import StepSpec
 
 Expected = Literal["file", "folder", "any"]
-CHAT_TEMPLATES = ("chatml", "llama3", "plain")  # other values of tokenizer.chat are files or templates
+CHAT_TEMPLATES = ("chatml", "llama3", "plain", "none")  # other values of tokenizer.chat are files or templates
 PYTHON_OBJECT = "python"  # the path of a source that is a Python object
 # Keys of curation steps that hold paths: a path, a list of them, or a mapping of names to them.
 STEP_PATHS: dict[str, dict[str, Expected]] = {

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bessemer.data.stream.batches import Batch
 from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.errors import UserError
 from bessemer.guard.judge import JudgedNumber
 from bessemer.model.attention_mask import AttentionMask, compute_cu_seqlens
 from bessemer.model.moe import routing_terms
@@ -129,7 +130,7 @@ class Objective:
 
     def element_losses(self, model: Decoder, inputs: ModelInputs, hidden_BTW: Tensor) -> ElementLosses:
         """Losses from the model's last hidden states; `self.logits` multiplies them with the head."""
-        raise NotImplementedError
+        raise UserError(f"objective: {type(self).__name__} defines no element_losses: add the method to the class")
 
     def summarise(self, sums: ValidationSums) -> dict[str, Any]:
         """The numbers of a validation besides the loss, by name."""
@@ -158,7 +159,7 @@ class Objective:
             mask.router_mask_BT = move(read)
         feed = ModelInputs(move(made.tokens), move(made.targets), move(made.weights), mask, made.count, seed=seed)
         feed.counts = self.counts(batch)
-        feed.fields = {name: move(array) for name, array in batch.fields.items()}
+        feed.fields = {name: move(array) for name, array in (batch.fields | made.fields).items()}
         if not isinstance(made, Batch):
             feed.origin_BT = None if made.in_place else move(made.origin)
             prefix = np.ones(made.tokens.shape, np.bool_) if made.prefix is None and not made.causal else made.prefix

@@ -9,9 +9,9 @@ the draws of other documents.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ class ObjectiveBatch:
     encoder_documents: npt.NDArray[np.int32] | None = None
     in_place: bool = False  # targets are in the columns that they came from
     read: Flags | None = None  # (R, T) columns that are not padding; None: those with a weight
+    fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # in addition to the batch's
 
     @property
     def count(self) -> float:

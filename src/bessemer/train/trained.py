@@ -154,7 +154,7 @@ def _load_folder(folder: HfFolder, device: torch.device) -> LoadedModel:
 def _run_template(path: Path, tokenizer: Tokenizer) -> str | None:
     """The chat template of a run: what it trained conversations with, else that of the model it started from."""
     spec = load_spec(path / "spec.yaml") if (path / "spec.yaml").is_file() else None
-    if spec is not None and any(source.messages_field for source in spec.data.sources.values()):
+    if spec is not None and any(source.is_chat for source in spec.data.sources.values()):
         return chat_template(spec.tokenizer)
     origin = find_origin(path)
     return _folder_template(origin.folder.path) if origin is not None and origin.own_tokenizer else None

@@ -189,7 +189,7 @@ def test_blocks_that_are_not_one_a_turn() -> None:
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.append(1) }}", "chat template: "),
         ("{{ ''.__class__.__mro__ }}", "chat template: "),
-        ("chatlm", "no such file; write chatml, llama3, plain or the path of a Jinja file"),
+        ("chatlm", "no such file; write chatml, llama3, plain, none or the path of a Jinja file"),
     ],
 )
 def test_templates_that_fail(source: str, message: str) -> None:

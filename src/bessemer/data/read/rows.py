@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from bessemer.data.read.answers import UnusableAnswer, answer_messages
 from bessemer.data.read.compression import open_bytes, open_decompressed
 from bessemer.data.read.entry import BadRow, Document, FilePiece
 from bessemer.errors import UserError
@@ -54,31 +55,37 @@ class PieceReader:
     @property
     def fields(self) -> list[str]:
         """The columns to read from a table, the one with the text or messages first."""
-        names = [self._content_field, self.source.id_field, self.source.url_field, *self._columns.values()]
+        content = None if self.source.has_answers else self._content_field
+        names = [content, self.source.id_field, self.source.url_field, *self._columns.values()]
         return list(dict.fromkeys(name for name in names if name))
 
     def document(self, row: int, record: Mapping[str, Any], raw: bytes | str | None = None) -> Row | None:
         """The document of a record; None, counted in `tally`, where it holds no text. `raw` is the row as stored."""
         try:
-            if self._content_field not in record:
-                raise _Unusable(f"no field {self._content_field!r}; {self.choose(record)}")
-            value = record[self._content_field]
-            messages = None
-            if self.source.messages_field:
-                messages = _messages(value, self.source.messages_field)
-                text = "\n\n".join(message["content"] for message in messages if message["content"])
-            else:
-                text = _text(value, self._content_field, record, self)
+            text, messages = self._content(record)
             document_id = _identifier(record, self.source.id_field)
             url = _identifier(record, self.source.url_field)
-            if missing := [name for name in self._columns.values() if name not in record]:
-                raise _Unusable(f"no field {missing[0]!r}; it has {list_names(record)}: correct columns of the source")
-        except _Unusable as error:
+        except (_Unusable, UnusableAnswer) as error:
             return self.bad(row, str(error), raw if raw is not None else _dump_record(record))
         document = self.text(row, text, document_id, url, messages)
-        if document is not None and self._columns:
+        if document is not None and self._columns and not self.source.has_answers:
             document.fields = {role: record[name] for role, name in self._columns.items()}
         return document
+
+    def _content(self, record: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]] | None]:
+        """The text, and the messages if it is a conversation."""
+        answers = self.source.has_answers
+        if not answers and self._content_field not in record:
+            raise _Unusable(f"no field {self._content_field!r}; {self.choose(record)}")
+        if missing := [name for name in self._columns.values() if name not in record]:
+            raise _Unusable(f"no field {missing[0]!r}; it has {list_names(record)}: correct columns of the source")
+        if answers:
+            messages = answer_messages(record, self._columns, _messages)
+        elif self.source.messages_field:
+            messages = _messages(record[self._content_field], self.source.messages_field)
+        else:
+            return _text(record[self._content_field], self._content_field, record, self), None
+        return "\n\n".join(message["content"] for message in messages if message["content"]), messages
 
     def text(self, row: int, text: str, document_id: str = "", url: str = "", messages: Any = None) -> Document | None:
         """The document of a text; None, counted in `tally`, where it is empty or white space."""
@@ -104,7 +111,7 @@ class PieceReader:
     def check_columns(self, names: Iterable[str]) -> None:
         """UserError where a table lacks a column that the source names: no row could be used."""
         names = list(names)
-        for key in (self._key, "id_field", "url_field"):
+        for key in (() if self.source.has_answers else (self._key,)) + ("id_field", "url_field"):
             column = getattr(self.source, key)
             if column and column not in names:
                 content = {"id_field": "document's id", "url_field": "URL"}.get(key, key.partition("_")[0])

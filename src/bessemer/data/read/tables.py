@@ -143,7 +143,7 @@ def _check_schema(reading: PieceReader, schema: Any) -> None:
     import pyarrow as pa
 
     reading.check_columns(schema.names)
-    if reading.source.messages_field:
+    if reading.source.is_chat:
         return
     name = reading.source.text_field
     kind = schema.field(name).type

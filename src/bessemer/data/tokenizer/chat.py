@@ -45,8 +45,8 @@ def render(
 ) -> Rendered:
     """Ids of the conversation and a mask of the same length: 1 where the loss counts.
 
-    `template` is chatml, llama3, plain, a Jinja file or its source; `learn` selects all turns of the assistant or the
-    last. A message with weight 0 is not learned.
+    `template` is chatml, llama3, plain, none, a Jinja file or its source; `learn` selects all turns of the assistant
+    or the last. A message with weight 0 is not learned.
     """
     return render_batch([messages], tokenizer, template, learn)[0]
 
@@ -187,6 +187,14 @@ def _plain(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Toke
             yield ChatSegment(tokenizer.eos, learn, special=True)
 
 
+def _none(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+    """Only the texts; the end of a document ends each turn of the assistant."""
+    for message, learn in zip(messages, learned, strict=True):
+        yield ChatSegment(message_text(message) + _calls(message, "arguments"), learn)
+        if message["role"] == "assistant":
+            yield ChatSegment(tokenizer.eos, learn, special=True)
+
+
 def _calls(message: Message, arguments_name: str) -> str:
     """Tool calls, one JSON object per line."""
     lines = []
@@ -203,6 +211,7 @@ _TEMPLATES: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "chatml": (_chatml, ("<|im_start|>", "<|im_end|>")),
     "llama3": (_llama3, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     "plain": (_plain, ()),
+    "none": (_none, ()),
 }
 
 

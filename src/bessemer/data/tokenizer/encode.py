@@ -22,6 +22,7 @@ import numpy.typing as npt
 from bessemer.data.curate.ledger import byte_length, hash_text, name_in_errors, read_cached, write_json
 from bessemer.data.curate.passes import read_curated_documents
 from bessemer.data.read import SourcePart
+from bessemer.data.read.answers import divide_answers
 from bessemer.data.read.entry import Document
 from bessemer.data.store.format import read_info, token_dtype
 from bessemer.data.store.shard import Shard
@@ -221,9 +222,11 @@ def tokenize_part(task: TokenizeTask) -> int:
         labelled = LabelledRows(task.labels, tokenizer) if task.labels else None
         documents = read_curated_documents(task.part, task.source, task.cache, task.ledgers, task.copies)
         for document, tokens, mask in encode_documents(
-            (document for _, document in documents), tokenizer, None if task.alone else 1, task.template, task.learn
-        ):
-            row = labelled.encode(document, tokens) if labelled else EncodedRow(tokens, mask)
+            divide_answers(document for _, document in documents), tokenizer, None if task.alone else 1, task.template,
+            task.learn,
+        ):  # fmt: skip
+            fields = document.fields if task.source.has_answers else {}
+            row = labelled.encode(document, tokens) if labelled else EncodedRow(tokens, mask, fields)
             side = "validation" if hash_text(document.text, task.seed) < task.limit else "train"
             if side not in writers:
                 prefix = part_prefix(task.folder, task.number, side)
