@@ -34,3 +34,24 @@ def wrap_shard(shard: Tensor, like: DTensor, shape: Sequence[int] | None = None)
     stride = torch.empty(size, device="meta").stride() if shape is not None else like.stride()
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(size, stride, shard.dtype))
     return DTensor(shard, spec, requires_grad=False)
+
+
+def place_of(tensor: DTensor) -> tuple[slice, ...]:
+    """The slices of the full tensor that this rank holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
+
+
+def shard_of(tensor: Tensor, full: Tensor) -> Tensor:
+    """The part of a full tensor that this rank holds, if it is sharded like `tensor`."""
+    return full[place_of(tensor)] if is_dtensor(tensor) else full
+
+
+def copy_shard(tensor: Tensor, full: Tensor) -> None:
+    """Copy this rank's shard from a full tensor that every rank has."""
+    import torch
+
+    with torch.no_grad():
+        local(tensor).copy_(shard_of(tensor, full))

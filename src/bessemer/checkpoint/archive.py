@@ -20,7 +20,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
+from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest, to_json, verify
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.errors import UserError
@@ -189,8 +189,8 @@ def pack(
         packed.bytes_written += written
         packed.already_there += written == 0
         packed.as_difference += differs
-    saved = {**asdict(replace(manifest, files={})), "format": manifest.format}
-    index = {"manifest": json.loads(json.dumps(saved)), "tensors": tensors, "delta_from": delta_from}
+    saved = to_json(replace(manifest, files={}, base={}))  # frozen tensors are packed too
+    index = {"manifest": saved, "tensors": tensors, "delta_from": delta_from}
     if (store / f"{name}.json").exists() and archive.index(name)["tensors"] != tensors:
         raise UserError(f"{store / name}.json: another checkpoint has this name; choose another with --name")
     packed.bytes_written += archive.write_index(name, index)

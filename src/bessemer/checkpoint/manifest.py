@@ -47,6 +47,7 @@ class Manifest:
     guard: dict[str, Any] = field(default_factory=dict)  # active adjustments, detector windows
     content: str = "full"  # or "model": weights only
     layout: dict[str, int] = field(default_factory=dict)  # parallel degrees above 1
+    base: dict[str, Any] = field(default_factory=dict)  # a `FrozenBase`: where the tensors are that are left out
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -75,9 +76,17 @@ def _content_hash(data: dict[str, Any]) -> str:
     return str(xxhash.xxh3_128(json.dumps(data).encode()).hexdigest())
 
 
+def to_json(manifest: Manifest) -> dict[str, Any]:
+    """As written to disk: without `base` if the checkpoint holds every tensor, as in earlier versions."""
+    data: dict[str, Any] = json.loads(json.dumps(asdict(manifest)))
+    if not data["base"]:
+        del data["base"]
+    return data
+
+
 def commit(folder: Path, manifest: Manifest) -> None:
     """Write the manifest atomically and durably."""
-    data = json.loads(json.dumps(asdict(manifest)))
+    data = to_json(manifest)
     sync_path(folder)  # the names of the shards before the manifest that lists them
     write_atomic(folder / NAME, json.dumps({**data, _SELF: _content_hash(data)}, indent=1))
     sync_path(folder.parent)

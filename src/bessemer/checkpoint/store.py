@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from bessemer.checkpoint.base import frozen_tensors
 from bessemer.checkpoint.manifest import (
     CONFIRMED,
     DISCARDED,
@@ -37,6 +38,7 @@ from bessemer.checkpoint.manifest import (
     read_manifest,
     verify,
 )
+from bessemer.dtensor import copy_shard
 from bessemer.errors import UserError
 from bessemer.spec.schema import CheckpointSpec
 from bessemer.storage import sync_path
@@ -51,7 +53,7 @@ def convert_split_weights(
     converts afterwards."""
     requested, to_join, to_split = dict(state), list[str](), list[str]()
     for name, tensor in state.items():
-        remainder = _remainder_name(name)
+        remainder = remainder_name(name)
         if not name.startswith("model.") or (remainder in saved) == (remainder in state):
             continue
         requested[name] = torch.empty_like(tensor, dtype=torch.float32)
@@ -64,18 +66,28 @@ def convert_split_weights(
 
     def finish() -> None:
         for name in to_join:
-            bits = requested[name].view(torch.int32) + requested[_remainder_name(name)].to(torch.int32)
-            state[name].copy_(bits.view(torch.float32))
+            state[name].copy_(join_split_weight(requested[name], requested[remainder_name(name)]))
         for name in to_split:
-            bits = requested[name].view(torch.int32)
-            high = (bits + 0x8000) & HIGH_BITS
-            state[name].copy_(high.view(torch.float32))
-            state[_remainder_name(name)].copy_(bits - high)
+            high, remainder = split_weight(requested[name])
+            state[name].copy_(high)
+            state[remainder_name(name)].copy_(remainder)
 
     return requested, finish
 
 
-def _remainder_name(name: str) -> str:
+def join_split_weight(high: Tensor, remainder: Tensor) -> Tensor:
+    """An fp32 weight from its bf16 part, as fp32, and the low 16 bits."""
+    return (high.view(torch.int32) + remainder.to(torch.int32)).view(torch.float32)
+
+
+def split_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The bf16 part of an fp32 weight, as fp32, and the low 16 bits."""
+    bits = weight.view(torch.int32)
+    high = (bits + 0x8000) & HIGH_BITS
+    return high.view(torch.float32), bits - high
+
+
+def remainder_name(name: str) -> str:
     return f"optimizer.{name.removeprefix('model.')}.remainder"
 
 
@@ -211,6 +223,24 @@ def _lost_manifest(folder: Path, saved: Collection[str]) -> bool:
     return folder.name in saved and not (folder / DISCARDED).exists() and any(folder.iterdir())
 
 
+def load_frozen(folder: Path, state: State) -> State:
+    """Fill the tensors that the checkpoint leaves to its base; returns those that it holds itself."""
+    frozen: Mapping[str, Tensor] = frozen_tensors(folder) or {}
+    names = [name for name in frozen if MODEL + name in state]
+    rest = dict(state)
+    for name in names:
+        target, remainder = rest.pop(MODEL + name), rest.pop(remainder_name(MODEL + name), None)
+        tensor = frozen[name]
+        if tensor.shape != target.shape:
+            shapes = f"has shape {tuple(tensor.shape)}, the model asks for {tuple(target.shape)}"
+            raise UserError(f"{folder}: tensor {name} {shapes}: put the spec's model back, or name a new run")
+        if remainder is not None:
+            tensor, low_bits = split_weight(tensor.float())
+            copy_shard(remainder, low_bits)
+        copy_shard(target, tensor)
+    return rest
+
+
 def silence_single_process_warning() -> None:
     """DCP warns that there is no process group, which is normal for one process. The filter stays: `catch_warnings`
     would restore the filters of all threads, and saves run in their own."""
@@ -328,7 +358,8 @@ class CheckpointStore:
         """Verify every file, then fill the given tensors in place. Tensors in `optional` may be missing and then stay
         unchanged.
 
-        Raises DamagedCheckpoint for a bad file, and UserError if a valid checkpoint belongs to another model.
+        Raises DamagedCheckpoint for a bad file, and UserError if a valid checkpoint belongs to another model or its
+        frozen weights cannot be read from their base.
         """
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
@@ -339,6 +370,7 @@ class CheckpointStore:
         reader = TensorReader(folder)
         saved = reader.read_metadata().state_dict_metadata
         state = {name: tensor for name, tensor in state.items() if name in saved or name not in optional}
+        state = load_frozen(folder, state)
         requested, finish = convert_split_weights(saved, state)
         for name, tensor in requested.items():
             section = "optimizer and memory sections" if name.startswith("optimizer.") else "model"

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from bessemer.checkpoint.base import frozen_tensors
 from bessemer.checkpoint.dcp import CheckedWriter, TensorReader
 from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest, commit
 from bessemer.checkpoint.store import MODEL, CheckpointStore, _cause, silence_single_process_warning
@@ -25,7 +27,7 @@ from bessemer.errors import UserError
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint folder, each read from disk on access: memory holds one tensor.
+    """The tensors of a checkpoint folder and its base, each read from disk on access: memory holds one tensor.
 
     The index is read once: at 1,000 ranks it is larger than many tensors. Files are not hashed here; verify first.
     """
@@ -40,11 +42,16 @@ class SavedTensors(Mapping[str, Tensor]):
             for name, entry in index.state_dict_metadata.items()
             if name.startswith(prefix)
         }
+        self._frozen = None if reader else frozen_tensors(folder)
+        names = [MODEL + name for name in self._frozen or () if (MODEL + name).startswith(prefix)]
+        self._frozen_names = {name.removeprefix(prefix): name.removeprefix(MODEL) for name in names}
 
     def __getitem__(self, name: str) -> Tensor:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
+        if self._frozen and name in self._frozen_names:
+            return self._frozen[self._frozen_names[name]]
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         silence_single_process_warning()
@@ -57,15 +64,19 @@ class SavedTensors(Mapping[str, Tensor]):
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return chain(self._entries, self._frozen_names)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._frozen_names)
 
     def blank(self) -> dict[str, Tensor]:
         """All tensors by name, on the meta device."""
-        entries = self._entries.items()
-        return {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in entries}
+        layouts = {name: (entry.size, entry.properties.dtype) for name, entry in self._entries.items()}
+        for name, frozen_name in self._frozen_names.items():
+            assert self._frozen is not None
+            tensor = self._frozen.base.tensors[frozen_name]
+            layouts[name] = torch.Size(tensor.shape), tensor.torch_dtype
+        return {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in layouts.items()}
 
 
 def save_model(
@@ -89,7 +100,7 @@ def _manifest(made_from: dict[str, Any], like: Manifest | None = None, loss: flo
     )  # fmt: skip
     return replace(
         manifest, content="model", progress={"made_from": made_from}, time=time.time(), validation_loss=loss,
-        stream_state=None, guard={},
+        stream_state=None, guard={}, base={},
     )  # fmt: skip
 
 

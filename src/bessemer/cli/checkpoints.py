@@ -146,7 +146,7 @@ def diff(a: str = PLACE, b: str = PLACE, as_json: bool = AS_JSON) -> None:
         folders = find_checkpoint_at(a), find_checkpoint_at(b)
         before, after = (asdict(check(folder)) for folder in folders)
         changes = list(compare(*(SavedTensors(folder) for folder in folders)))
-    ignored = ("files", "time", "attempt", "format", "guard")
+    ignored = ("files", "time", "attempt", "format", "guard", "base")
     settings = {
         key: values for key, values in differences(before, after).items() if key.partition(".")[0] not in ignored
     }

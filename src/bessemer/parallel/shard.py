@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bessemer.dtensor import is_dtensor
+from bessemer.dtensor import copy_shard, is_dtensor
 from bessemer.dtensor import local as local
 from bessemer.model.moe import MixtureOfExperts, invert_permutation
 from bessemer.model.transformer import init_weights, make_module
@@ -34,7 +34,6 @@ from bessemer.spec.schema import ParallelSpec, ShardSpec
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.tensor import DTensor
 
 STACKS = ("gate", "up", "down")
 
@@ -137,20 +136,6 @@ def squared_grad_norm(parameters: Iterable[nn.Parameter], world: World) -> Tenso
         for share, gradients in squares.items()
     )
     return torch.stack(list(norms)).sum()
-
-
-def place_of(tensor: DTensor) -> tuple[slice, ...]:
-    """The slices of the full tensor that this rank holds."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
-
-
-@torch.no_grad()
-def copy_shard(tensor: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard from a full tensor that every rank has."""
-    local(tensor).copy_(full[place_of(tensor)] if is_dtensor(tensor) else full)
 
 
 def shard_or_replicate(

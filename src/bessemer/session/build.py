@@ -120,7 +120,7 @@ def attach_snapshots(job: Job, peak_bytes: int | None) -> None:
     spec = job.spec
     if spec.guard.copies == "off" or not spec.guard.enabled or spec.parallel.engine == "deepspeed":
         return
-    fits, needed, free = fits_snapshots(job.state(), job.engine.device, job.world, peak_bytes)
+    fits, needed, free = fits_snapshots(job.snapshot_state(), job.engine.device, job.world, peak_bytes)
     if all(job.world.gather(fits)):
         job.guard.snapshots = MemorySnapshots()
     else:

@@ -144,7 +144,7 @@ class PlanComparison:
 
 def _resident_bytes(job: Job) -> int:
     """Bytes of snapshots and averages, which a step's memory does not include."""
-    state = job.state().values() if job.guard.snapshots else ()
+    state = job.snapshot_state().values() if job.guard.snapshots else ()
     average = job.engine.ema.state().values() if job.engine.ema else ()
     snapshot_bytes = sum(local(tensor).numel() * tensor.element_size() for tensor in state)
     return 2 * snapshot_bytes + sum(tensor.numel() * tensor.element_size() for tensor in average)

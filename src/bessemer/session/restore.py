@@ -6,6 +6,7 @@ Also reads a run's records: the normal range of its losses, its best stretch, th
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bessemer.checkpoint.base import FrozenBase, Kind
 from bessemer.checkpoint.lineage import LINEAGE, abandon_all, record_lineage, repair_lineage
 from bessemer.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, read_manifest, verify_file
 from bessemer.checkpoint.remote import RemoteCheckpoints, recover
@@ -33,7 +35,9 @@ from bessemer.session.data import describe_file_changes
 from bessemer.session.start import WeightSource, load_source
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.load import load_spec, parse_yaml, validate
+from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
+from bessemer.train.frozen import find_base, still_frozen
 from bessemer.train.job import Job, Progress
 from bessemer.train.saver import package_versions
 from bessemer.trial.case import NormalRange
@@ -68,10 +72,15 @@ def restore(job: Job, spec: RunSpec, previous: PreviousStart, source: WeightSour
         restored = restore_newest(job, CheckpointStore(run.checkpoints, world), previous.spec)
     if restored is not None:
         refill_history(job)
+        base = FrozenBase.of(read_manifest(run.checkpoints / restored))
+        job.engine.base = still_frozen(base, job.engine.model, world)
     elif spec.start_from:
         start_from(job, Path(spec.start_from))
+        set_base(job, "checkpoint", spec.start_from)
     elif source is not None:
         start_from_folder(job, source)
+        if source.family is not None:
+            set_base(job, "hf_body" if job.engine.model.shape.labels else "hf", source.folder.path)
     if world.main:
         if damage := repair_lineage(run.folder):
             job.recorder.event("records_repaired", file=f"checkpoints/{LINEAGE}", reason=damage)
@@ -91,6 +100,15 @@ def start_from_folder(job: Job, source: WeightSource) -> None:
         job.engine.ema.restart()
     more = f"; {added} new tokens, initialised to the mean of the others" if added else ""
     job.recorder.event("started_from", checkpoint=str(source.folder.path), reason=f"{source.name} weights{more}")
+
+
+def set_base(job: Job, kind: Kind, path: str | Path) -> None:
+    """After a start from other weights: checkpoints leave out the frozen ones that are there."""
+    base = job.engine.base = find_base(job.engine, kind, path)
+    if base is not None:
+        held = sum(math.prod(tensor.shape) * tensor.torch_dtype.itemsize for tensor in base.tensors.values())
+        reason = f"checkpoints leave out {len(base.tensors)} frozen tensors ({human_bytes(held)}), which {path} holds"
+        job.recorder.event("frozen_base", path=base.path, fingerprint=base.fingerprint, reason=reason)
 
 
 def bitwise_since(events: Iterable[Mapping[str, Any]]) -> int:

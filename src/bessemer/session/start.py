@@ -15,13 +15,13 @@ from datetime import timedelta
 import torch
 
 from bessemer.data.stream.rows import Rows
+from bessemer.dtensor import copy_shard
 from bessemer.errors import UserError
 from bessemer.model.classifier import HEAD, body_family, head_of_folder, without_head
 from bessemer.model.families.folder import HfFolder, check_folder, native_tensors
 from bessemer.model.families.registry import Family, read_shape
 from bessemer.model.transformer import Decoder, make_module
 from bessemer.model.wrapped import LIMITS, WrappedModel, check_wrapped, load_wrapped, read_wrapped
-from bessemer.parallel.shard import copy_shard
 from bessemer.parallel.world import World, set_timeouts
 from bessemer.plan.decide import TrainPlan, decide_context, decide_training
 from bessemer.plan.decision import Plan

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bessemer.checkpoint.base import FrozenBase
 from bessemer.data.stream.batches import Batch
 from bessemer.model.moe import MixtureOfExperts, update_choice_bias
 from bessemer.model.transformer import Decoder
@@ -152,6 +153,7 @@ class Engine:
     ema: Ema | None = None
     pipeline: PipelineRunner | None = None
     loss_scale: LossScale | None = None  # with fp16
+    base: FrozenBase | None = None  # holds the frozen weights that checkpoints leave out
 
     def inputs(self, batches: Sequence[Batch]) -> deque[ModelInputs]:
         """The micro-batches on the device."""

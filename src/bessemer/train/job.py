@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +29,7 @@ from bessemer.run.directory import RunWriter
 from bessemer.spec.schema import RunSpec
 from bessemer.train.engine import Engine
 from bessemer.train.evaluate import Evaluator
+from bessemer.train.frozen import frozen_names
 from bessemer.train.memory.snapshots import MemorySnapshots
 
 if TYPE_CHECKING:
@@ -274,8 +275,17 @@ class Job:
         return self.spec.optimizer.clip * self.guard.clip_scale(step)
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint, by name. The rest of a run is closed-form or in the manifest."""
-        return self.engine.state() | self.guard.tensors()
+        """All tensors of a checkpoint, by name. Frozen weights that the base holds are left out; the rest of a run is
+        closed-form or in the manifest."""
+        return self._without(self.engine.base.tensors if self.engine.base else ())
+
+    def snapshot_state(self) -> dict[str, Tensor]:
+        """What a step can change, by name: the state without frozen weights."""
+        return self._without(frozen_names(self.engine.model))
+
+    def _without(self, weights: Collection[str]) -> dict[str, Tensor]:
+        state = {name: t for name, t in self.engine.state().items() if name.removeprefix("model.") not in weights}
+        return state | self.guard.tensors()
 
     def load_targets(self) -> dict[str, Tensor]:
         """Tensors for a load to write into; then call `engine.finish_load`."""

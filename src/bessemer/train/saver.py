@@ -81,6 +81,7 @@ class CheckpointSaver:
             versions=package_versions(), time=time.time(), validation_loss=validation_loss,
             stream_state=job.data.stream.state(step) if isinstance(job.data.stream, IterableStream) else None,
             guard=copy.deepcopy(job.guard_state()),  # written later, while the guard changes
+            base=job.engine.base.to_json() if job.engine.base else {},
             layout={key: degree for key, degree in asdict(job.world.layout).items() if degree > 1},
         )  # fmt: skip
 

@@ -27,6 +27,8 @@ class Small:
     def state(self):
         return self.weights | self.guard.tensors()
 
+    snapshot_state = state
+
     def train(self, steps):
         """Every step changes every tensor of the state, and the counters."""
         for _ in range(steps):

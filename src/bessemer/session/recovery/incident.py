@@ -220,8 +220,7 @@ class IncidentResponder:
         """Loads weights and moments into the job, and nothing else."""
         self._verify(target)
         if target.origin == "memory":
-            for name, tensor in self.job.engine.state().items():
-                tensor.copy_(target.state.state[name])
+            target.state.restore_weights(self.job)
         else:
             self.store.load(target.state, self.job.engine.state())
 

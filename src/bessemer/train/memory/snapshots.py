@@ -28,7 +28,7 @@ CONFIRMED_STEPS = 16  # accepted steps after which a state counts as healthy
 
 @dataclass
 class MemorySnapshot:
-    """State of the run before step `step`."""
+    """State of the run before step `step`, without frozen weights."""
 
     step: int
     state: dict[str, Tensor]
@@ -36,10 +36,16 @@ class MemorySnapshot:
 
     def restore(self, job: Job) -> None:
         """Restore weights, moments, guard window and counters."""
-        for name, tensor in job.engine.state().items():
-            tensor.copy_(self.state[name])
+        self.restore_weights(job)
         job.guard.load_tensors({name: t.clone() for name, t in self.state.items() if name.startswith("guard.")})
         job.recorder.progress = copy.copy(self.progress)
+
+    def restore_weights(self, job: Job) -> None:
+        """Restore weights and moments only."""
+        live = job.engine.state()
+        for name, tensor in self.state.items():
+            if not name.startswith("guard."):
+                live[name].copy_(tensor)
 
 
 class MemorySnapshots:
@@ -51,7 +57,7 @@ class MemorySnapshots:
     def take(self, job: Job, step: int) -> None:
         """Copy the state before `step`, over the older of the two."""
         earlier = [snapshot for snapshot in self.held if snapshot.step < step]  # a rollback went behind later ones
-        state = job.state()
+        state = job.snapshot_state()
         if len(earlier) == 2:
             copied = earlier.pop(0).state
             for name, tensor in state.items():
