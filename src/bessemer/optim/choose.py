@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.spec.trained import expand_ranges, matches
 
 INPUTS = {"embedding", "position", "types", "relative", "encoder_relative", "embedding_norm"}  # before the first block
 # Matrices whose input does not grow with the width, and the head, whose logits are scaled instead.
@@ -46,25 +45,16 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[int, int]:
     """
     named = dict(model.named_parameters())
     for pattern in patterns:
-        for glob in _expand_ranges(pattern):
-            matches = [name for name in named if fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")]
-            if not matches:
+        for glob in expand_ranges(pattern):
+            names = [name for name in named if matches(name, glob)]
+            if not names:
                 raise UserError(f"optimizer.freeze: {pattern!r} matches nothing: {_suggest_names(model, glob)}")
-            for name in matches:
+            for name in names:
                 named[name].requires_grad_(False)
     trained = sum(parameter.numel() for parameter in named.values() if parameter.requires_grad)
     if not trained:
         raise UserError(f"optimizer.freeze: {', '.join(patterns)} freeze every parameter: remove some patterns")
     return sum(parameter.numel() for parameter in named.values()) - trained, trained
-
-
-def _expand_ranges(pattern: str) -> Iterator[str]:
-    """`blocks.0-1.ffn` as `blocks.0.ffn`, `blocks.1.ffn`. A descending range is left as it is and matches nothing."""
-    match = re.search(r"(?<=\.)(\d+)-(\d+)(?=\.|$)", pattern)
-    layers = range(int(match[1]), int(match[2]) + 1) if match else ()
-    if match is None or not layers:
-        return iter([pattern])
-    return (f"{pattern[: match.start()]}{layer}{pattern[match.end() :]}" for layer in layers)
 
 
 def _suggest_names(model: nn.Module, glob: str) -> str:

@@ -26,6 +26,7 @@ from bessemer.spec.optimizer import optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.spec.trained import trained_share
 
 NEWEST = 5  # runs, of which a correction is the median
 NEAR = 8.0  # largest ratio of parameters at which a run says something about another
@@ -313,7 +314,7 @@ def _estimate_memory(occasion: RunSetup) -> int:
     )  # fmt: skip
     if layout.size == 1:
         return estimate_memory(spec, shape, passes).total + occasion.beside_bytes
-    each = optimizer_bytes(spec.optimizer, spec.memory, training.precision)
+    each = optimizer_bytes(spec.optimizer, spec.memory, training.precision, trained_share(shape, spec.optimizer.freeze))
     batches = max(1, occasion.rows // (training.micro_rows * layout.dp))
     return rank_needs(shape, layout, each, passes, batches).allocated + occasion.beside_bytes
 

@@ -64,31 +64,40 @@ class MemorySpec(SpecSection):
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Bytes per trained parameter between forward and update. Vectors, which stay fp32, are too few to count."""
+    """Bytes per parameter between forward and update, on average over those that train and those that do not. Vectors,
+    which stay fp32, are too few to count."""
 
     weights: float
     gradients: float
     moments: float  # on the device, with the remainders of kahan
     working: float  # a copy of the weights in the precision of the passes
     host: float
+    trained: float = 1.0  # share of the parameters; the others have weights only
+
+    def accumulated(self, several: bool) -> float:
+        """Gradients, which accumulate in fp32 over several micro-batches."""
+        return 4.0 * self.trained if several and self.gradients else self.gradients
 
     @property
     def device(self) -> float:
         return self.weights + self.gradients + self.moments + self.working
 
 
-def optimizer_bytes(optimizer: OptimizerSpec, memory: MemorySpec, precision: str = "bf16") -> ParameterBytes:
-    """Bytes per parameter on the device and on the host. Not counted: activations, the gradients of one layer during an
-    update in backward, and about 1 GB of transfer buffers with offloading."""
+def optimizer_bytes(
+    optimizer: OptimizerSpec, memory: MemorySpec, precision: str = "bf16", trained: float = 1.0
+) -> ParameterBytes:
+    """Bytes per parameter on the device and on the host; `trained` is the share that trains (`spec/trained.py`). Not
+    counted: activations, the gradients of one layer during an update in backward, and about 1 GB of transfer buffers
+    with offloading."""
     count = MOMENTS.get(optimizer.name, 0)
     if optimizer.name in ("sgd", "rmsprop"):
         count = (optimizer.name == "rmsprop") + bool(optimizer.settings()["momentum"])
-    state = count * MOMENT_BYTES[memory.moments] + (2.0 if memory.kept == "kahan" else 0.0)
+    state = (count * MOMENT_BYTES[memory.moments] + (2.0 if memory.kept == "kahan" else 0.0)) * trained
     weights = 4.0 if memory.kept == "fp32" else 2.0
-    gradients = 0.0 if memory.update == "in_backward" else weights
+    gradients = 0.0 if memory.update == "in_backward" else weights * trained
     working = 2.0 if weights == 4.0 and precision not in ("fp32", "tf32") else 0.0
     on_host = state if memory.offload_optimizer else 0.0
-    return ParameterBytes(weights, gradients, state - on_host, working, on_host)
+    return ParameterBytes(weights, gradients, state - on_host, working, on_host, trained)
 
 
 def memory_problems(optimizer: OptimizerSpec, memory: MemorySpec, precision: str) -> Iterator[tuple[str, str]]:

@@ -272,6 +272,14 @@ def parameter_counts(shape: ModelShape) -> dict[str, int]:
     return {name: number for name, number in counts.items() if number}
 
 
+def layer_counts(shape: ModelShape, layer: int) -> dict[str, int]:
+    """Parameters of one layer by part; those of a decoder with cross-attention come after the others."""
+    parts = ("attention", "state space", "feed-forward", "router", "experts", "shared experts", "norms")
+    counts, crosses = dict.fromkeys(parts, 0), layer >= shape.layers
+    _add_layer(counts, shape, layer - shape.layers * crosses, 2 if shape.norm == "layer" else 1, crosses)
+    return counts
+
+
 def _positions(shape: ModelShape) -> int:
     if shape.positions == "relative":
         return shape.relative_buckets * shape.heads * (2 if shape.decoder_layers else 1)

@@ -20,6 +20,7 @@ from bessemer.spec.optimizer import ParameterBytes, optimizer_bytes
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape, parameter_counts
+from bessemer.spec.trained import trained_share
 
 ROWS, ACTIVATIONS = "budget.micro_batch", "memory.activations"  # keys of the plan
 Activations = str | float  # recomputation: none, selective, full, or the share of activations that is saved
@@ -85,7 +86,8 @@ class MemoryNeeds:
 
 def estimate_memory(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryNeeds:
     """Peak memory of a step. Gradients and all activations coexist only from the second micro-batch on."""
-    each, mode = optimizer_bytes(spec.optimizer, spec.memory, passes.precision), passes.activations
+    share, mode = trained_share(shape, spec.optimizer.freeze), passes.activations
+    each = optimizer_bytes(spec.optimizer, spec.memory, passes.precision, share)
     parameters, embedding = shape.parameters, shape.vocab * shape.width
     # Compiled blocks with recomputation cast their weights again too.
     cast = each.working if mode == "none" or not passes.compiled else 0.0
@@ -94,7 +96,7 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryN
     moments = each.moments * parameters
     if spec.optimizer.name == "muon":  # the embeddings use AdamW, with two moments
         moments += each.moments * embedding * (1 if shape.tied else 2)
-    gradients = int((4.0 if passes.several and each.gradients else each.gradients) * parameters) // passes.shards
+    gradients = int(each.accumulated(passes.several) * parameters) // passes.shards
     constant = {
         "weights": int(each.weights * parameters) // passes.shards, "moments": int(moments) // passes.shards,
         "casts": int(cast * (parameters - embedding * (not shape.tied))),
@@ -357,7 +359,7 @@ def _stage_needs(
     local = replace(passes, context=passes.context // layout.cp) if layout.cp > 1 else passes
     saved = activation_bytes(shape, local) / (shape.layers + shape.decoder_layers) * layers / tp
     saved *= max(1, min(micro_batches, pp - stage)) * (1 + (pp - 1) / (pp * interleaved) if interleaved > 1 else 1)
-    gradients = (4.0 if passes.several and each.gradients else each.gradients) * held
+    gradients = each.accumulated(passes.several) * held
     constant = {
         "weights": each.weights * held, "moments": each.moments * held, "gathered": gathered,
         "communication": 2 * BUCKET * (layout.dp_replicate > 1)

@@ -51,6 +51,7 @@ from bessemer.spec.optimizer import LOW_MEMORY_OPTIMIZERS, MemorySpec, optimizer
 from bessemer.spec.quantity import human_bytes, human_count, human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.spec.trained import trained_share
 
 # By rising cost (docs/gpu.md); each includes all before it. With the last, 70B trained on one H200.
 MEMORY_FALLBACKS: tuple[dict[str, Any], ...] = (
@@ -80,6 +81,7 @@ def memory_fallbacks(
     ):
         return ""
     keys: dict[str, Any] = {}
+    share = trained_share(shape, spec.optimizer.freeze)
     for more in MEMORY_FALLBACKS:
         keys |= more
         smaller = _with_settings(spec, keys)
@@ -92,7 +94,7 @@ def memory_fallbacks(
             continue
         written = keys | ({"budget.batch": context} if at_once else {})  # a step is one micro-batch
         settings = ", ".join(f"{key}: {'true' if value is True else value}" for key, value in written.items())
-        host = int(optimizer_bytes(smaller.optimizer, smaller.memory, precision).host * shape.parameters)
+        host = int(optimizer_bytes(smaller.optimizer, smaller.memory, precision, share).host * shape.parameters)
         notes = [f"{human_bytes(need.total)} for one row of {context:,} tokens"]
         notes += [f"{human_bytes(host)} on the host"] * bool(host)
         notes += ["no step can be vetoed"] * at_once
@@ -155,9 +157,8 @@ def propose(request: PlanRequest, cluster: Cluster) -> Proposal:
     rows = _decide_rows(plan, spec, shape, tokens, context)
     fixed = fixed_degrees(spec)
     _check_degrees(spec, shape, fixed, context, cluster.count)
-    goal = SearchGoal(
-        shape, cluster, context, rows, optimizer_bytes(spec.optimizer, spec.memory, precision), precision, fixed
-    )
+    state_bytes = optimizer_bytes(spec.optimizer, spec.memory, precision, trained_share(shape, spec.optimizer.freeze))
+    goal = SearchGoal(shape, cluster, context, rows, state_bytes, precision, fixed)
     option, notes = _fastest_option(spec, goal, tokens)
     spec, goal, result, available = option.spec, option.goal, option.result, cluster
     cluster = goal.cluster
@@ -234,7 +235,8 @@ def _fastest_option(spec: RunSpec, full_goal: SearchGoal, tokens: int) -> tuple[
 def _goal_on(part: Cluster, spec: RunSpec, full_goal: SearchGoal) -> tuple[RunSpec, SearchGoal]:
     """The same run on a subcluster, which decides how weights are fixed and which earlier runs correct the times."""
     spec = _decide_weights(Plan(), spec, full_goal.shape, part, full_goal.precision)
-    state_bytes = optimizer_bytes(spec.optimizer, spec.memory, full_goal.precision)
+    share = trained_share(full_goal.shape, spec.optimizer.freeze)
+    state_bytes = optimizer_bytes(spec.optimizer, spec.memory, full_goal.precision, share)
     cluster = with_history(part, full_goal.precision, full_goal.shape.parameters)
     return spec, replace(full_goal, cluster=cluster, parameter_bytes=state_bytes)
 
