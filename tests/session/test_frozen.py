@@ -27,7 +27,7 @@ from bessemer.session.session import Session, run_folder
 from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job
-from bessemer.train.trained import load_trained
+from bessemer.train.trained import load_model
 
 from .conftest import Faults, spec_data, train_until
 from .test_incident import Break
@@ -194,17 +194,17 @@ def test_a_changed_base_is_refused_with_both_fingerprints(make: Make, folder: Pa
     now = message.split("now has fingerprint ")[1].split(":")[0]
     assert len(now) == len(fingerprint) == 32 and now != fingerprint and "blocks.1.ffn.up.weight" in message
     with pytest.raises(UserError, match=r"has changed in blocks.1.ffn.up.weight"):
-        load_trained(run_folder(spec))
+        load_model(run_folder(spec))
     with pytest.raises(UserError, match=r"has changed in blocks.1.ffn.up.weight"):
         to_hf(open_native(run_folder(spec)), folder.parent / "out")
     shutil.move(folder / "model.safetensors", folder / "weights.safetensors")
     with pytest.raises(
         UserError, match=f"fingerprint {fingerprint}.*, which now has no fingerprint.*neither model.safetensors"
     ):
-        load_trained(run_folder(spec))
+        load_model(run_folder(spec))
     shutil.rmtree(folder)
     with pytest.raises(UserError, match=f"fingerprint {fingerprint}.*, which is gone"):
-        load_trained(run_folder(spec))
+        load_model(run_folder(spec))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_what_is_loaded_and_exported_is_the_model_in_memory(make: Make, tmp_path
     assert train(spec, hold).kind == "finished"
     expected = {name: tensor.float() for name, tensor in hold.job.engine.model.state_dict().items()}
     assert (hold.job.engine.model.blocks[0].ffn.up.weight.dtype == torch.bfloat16) == bool(parts)
-    model, _ = load_trained(run_folder(spec))
+    model = load_model(run_folder(spec)).model
     state = model.state_dict()
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
     to_hf(open_native(run_folder(spec)), tmp_path / "out", dtype="fp32")
@@ -237,13 +237,13 @@ def test_another_run_starts_from_base_and_trained_part(make: Make, folder: Path)
     assert same == {name for name in before if not name.startswith(("blocks.1.", "norm."))}
     base = base_of(last(second))
     assert base.kind == "checkpoint" and base.path == str(last(first)) and set(base.tensors) == same
-    model, _ = load_trained(run_folder(second))  # reads blocks.0 from the folder, and blocks.2 from the first run
+    model = load_model(run_folder(second)).model  # reads blocks.0 from the folder, and blocks.2 from the first run
     assert all(torch.equal(tensor, now[name]) for name, tensor in model.state_dict().items())
     change(folder, "model.layers.0.mlp.up_proj.weight")
     with pytest.raises(
         UserError, match=f"first.*: its frozen weights are those of {folder} .* changed in blocks.0.ffn"
     ):
-        load_trained(run_folder(second))
+        load_model(run_folder(second))
 
 
 def test_frozen_weights_that_the_base_does_not_hold_are_saved(make: Make, folder: Path) -> None:
@@ -252,7 +252,7 @@ def test_frozen_weights_that_the_base_does_not_hold_are_saved(make: Make, folder
     assert "embedding.weight" not in base_of(last(spec)).tensors
     assert "model.embedding.weight" in SavedTensors(last(spec))._entries
     rows = Tokenizer.load(folder / "tokenizer.json").vocab_size + 2
-    assert load_trained(run_folder(spec))[0].embedding.weight.shape[0] == rows
+    assert load_model(run_folder(spec)).model.embedding.weight.shape[0] == rows
 
 
 def test_a_packed_checkpoint_holds_everything(make: Make, folder: Path, tmp_path: Path) -> None:
