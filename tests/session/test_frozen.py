@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from bessemer.checkpoint.archive import pack, unpack
 from bessemer.checkpoint.base import FrozenBase
 from bessemer.checkpoint.manifest import read_manifest
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors, compare
+from bessemer.cli.main import app
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.export.hf import open_native, to_hf
@@ -105,9 +107,9 @@ def full_checkpoints(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(restore, "find_base", lambda engine, kind, path: None)
 
 
-def change(folder: Path, name: str) -> None:
+def change(folder: Path, name: str, by: float = 1.0) -> None:
     tensors = load_file(folder / "model.safetensors")
-    tensors[name].view(-1)[0] += 1
+    tensors[name].view(-1)[0] += by
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -143,7 +145,7 @@ def test_a_manifest_without_a_base_is_written_as_before(make_spec: Make) -> None
 
 
 def test_a_killed_run_resumes_with_the_same_losses(make: Make, tmp_path: Path) -> None:
-    whole, broken = make("whole", budget={"steps": 250}), make("broken", budget={"steps": 250})
+    whole, broken = make("whole", budget={"steps": 120}), make("broken", budget={"steps": 120})
     train(whole)
     path = tmp_path / "broken.yaml"
     path.write_text(dump_spec(broken))
@@ -154,7 +156,7 @@ def test_a_killed_run_resumes_with_the_same_losses(make: Make, tmp_path: Path) -
     process.kill()
     assert process.wait() == -signal.SIGKILL, "it ended before the kill"
     assert train(broken).kind == "finished"
-    assert losses(broken) == losses(whole) and len(losses(whole)) == 250
+    assert losses(broken) == losses(whole) and len(losses(whole)) == 120
     assert len(list(Run(run_folder(broken)).events("started"))) == 2
 
 
@@ -265,6 +267,33 @@ def test_a_packed_checkpoint_holds_everything(make: Make, folder: Path, tmp_path
     assert len(saved) == len(expected) and {change.what for change in compare(saved, expected)} == {"same"}
 
 
+def test_verify_reads_the_base_of_all_checkpoints_once(make: Make, folder: Path) -> None:
+    spec = make()
+    train(spec)
+    arguments, base = ["checkpoints", "verify", str(run_folder(spec))], base_of(last(spec))
+    saved = len(CheckpointStore(run_folder(spec) / "checkpoints").committed())
+
+    def verify() -> tuple[int, list[str]]:
+        result = CliRunner().invoke(app, arguments)
+        return result.exit_code, [line for line in result.stdout.splitlines() if " base" in line]
+
+    status, lines = verify()
+    assert status == 0 and lines == [
+        f"sound    base {folder}  22 frozen tensors, fingerprint {base.fingerprint}",
+        f"{saved} checkpoints, 0 damaged; 0 of 1 bases changed",
+    ]
+    change(folder, "model.layers.1.mlp.up_proj.weight")
+    status, lines = verify()
+    assert status == 1 and "1 of 1 bases changed" in lines[1]
+    assert lines[0].startswith("CHANGED  base ") and "has changed in blocks.1.ffn.up.weight" in lines[0]
+    moved = folder.rename(folder.with_name("moved"))
+    status, lines = verify()
+    assert status == 1 and "is gone" in lines[0] and f"`ln -s NEW_PLACE {folder}`" in lines[0] and len(lines) == 2
+    folder.symlink_to(moved)
+    change(moved, "model.layers.1.mlp.up_proj.weight", -1)
+    assert verify()[0] == 0
+
+
 @torch.no_grad()
 def wipe(job: Job) -> None:
     job.engine.model.blocks[2].attention.out.weight.fill_(float("nan"))
@@ -276,7 +305,9 @@ def wipe_frozen(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("copies", "fault"), [("auto", wipe), ("off", wipe), ("off", wipe_frozen)], ids=["memory", "disk", "frozen"]
+    ("copies", "fault"),
+    [("auto", wipe), ("off", wipe), ("off", wipe_frozen), ("auto", wipe_frozen)],
+    ids=["memory", "disk", "frozen disk", "frozen memory"],
 )
 def test_the_guard_rolls_back(make: Make, copies: str, fault: Callable[[Job], None]) -> None:
     guard = {"warmup": 8, "window": 32, "copy_every": "16 steps", "copies": copies, "ladder": {"careful": 4}}
@@ -284,7 +315,7 @@ def test_the_guard_rolls_back(make: Make, copies: str, fault: Callable[[Job], No
     train(whole)
     assert train(spec, Break(fault, step=44)).kind == "finished"
     (back,) = Run(run_folder(spec)).events("rollback")
-    assert back["origin"].startswith("memory" if copies == "auto" else "step-")
+    assert back["origin"].startswith("memory" if (copies, fault) == ("auto", wipe) else "step-")
     after, expected = dict(losses(spec)), dict(losses(whole))
     assert all(after[step] == expected[step] for step in range(back["to_step"], 44))
     assert max(after[step] for step in range(50, 60)) < 1.2 * max(expected[step] for step in range(50, 60))

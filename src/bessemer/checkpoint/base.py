@@ -97,6 +97,11 @@ class FrozenTensors(Mapping[str, Tensor]):
             raise self._error(f"has changed in {name} and now has fingerprint {_fingerprint(digests)}")
         return tensor
 
+    def verify(self) -> None:
+        """Read every tensor, one at a time, and compare it with its digest."""
+        for name in self:
+            self[name]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.base.tensors)
 
@@ -106,7 +111,8 @@ class FrozenTensors(Mapping[str, Tensor]):
     @cached_property
     def _source(self) -> Mapping[str, Tensor]:
         if not os.path.exists(self.base.path):
-            raise self._error("is gone, so there is no fingerprint to compare")
+            link = f"move it back, or link its new place with `ln -s NEW_PLACE {self.base.path}`"
+            raise self._error("is gone, so there is no fingerprint to compare", link)
         try:
             return open_weights(self.base.kind, Path(self.base.path))
         except (UserError, DamagedCheckpoint) as error:
@@ -126,10 +132,10 @@ class FrozenTensors(Mapping[str, Tensor]):
         tensor = self._read(name)
         return "" if tensor is None else FrozenTensor.of(tensor).xxh3_128
 
-    def _error(self, problem: str) -> ChangedBase:
+    def _error(self, problem: str, fix: str = "put the original back there, or start a new run") -> ChangedBase:
         return ChangedBase(
             f"{self.checkpoint}: its frozen weights are those of {self.base.path} (fingerprint "
-            f"{self.base.fingerprint}), which {problem}: put the original back there, or start a new run"
+            f"{self.base.fingerprint}), which {problem}: {fix}"
         )
 
 

@@ -103,11 +103,13 @@ def list_(run: Path = RUN, as_json: bool = AS_JSON) -> None:
 
 @app.command()
 def verify(place: str = typer.Argument(help="A run, or one checkpoint: RUN:NAME or its folder.")) -> None:
-    """Compare the hash of every file with the manifest. Names damaged files; exit code 1 if there are any.
+    """Compare the hash of every file with the manifest, and frozen weights with the base that holds them, once for all
+    checkpoints. Names damaged files and changed bases; exit code 1 if there are any.
 
     Example: bessemer checkpoints verify runs/demo
     """
     from bessemer.checkpoint import manifest
+    from bessemer.checkpoint.base import ChangedBase, FrozenTensors, frozen_tensors
     from bessemer.checkpoint.store import CheckpointStore
     from bessemer.observe.progress import working
 
@@ -115,17 +117,28 @@ def verify(place: str = typer.Argument(help="A run, or one checkpoint: RUN:NAME 
     if not folders:
         store = CheckpointStore(Path(place) / "checkpoints")
         folders = [*reversed(list(store.newest_first())), *(path for path, _ in store.committed("model"))]
-    damaged = 0
+    damaged, changed = 0, 0
+    bases: dict[tuple[str, str], FrozenTensors] = {}
     with working("hashing") as report:
         for number, folder in enumerate(folders):
             report("hashing checkpoints", number, len(folders))
             try:
                 print(f"sound    {folder.name}  {len(manifest.verify(folder).files)} files")
+                if frozen := frozen_tensors(folder):
+                    bases.setdefault((frozen.base.path, frozen.base.fingerprint), frozen)
             except manifest.DamagedCheckpoint as error:
                 damaged += 1
                 print(f"DAMAGED  {folder.name}  {error}")
-    print(f"{len(folders)} checkpoints, {damaged} damaged")
-    raise typer.Exit(1 if damaged else 0)
+        for (path, fingerprint), frozen in bases.items():
+            report(f"reading frozen weights from {path}")
+            try:
+                frozen.verify()
+                print(f"sound    base {path}  {len(frozen)} frozen tensors, fingerprint {fingerprint}")
+            except ChangedBase as error:
+                changed += 1
+                print(f"CHANGED  base {error}")
+    print(f"{len(folders)} checkpoints, {damaged} damaged" + f"; {changed} of {len(bases)} bases changed" * bool(bases))
+    raise typer.Exit(1 if damaged or changed else 0)
 
 
 @app.command()

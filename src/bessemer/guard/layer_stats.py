@@ -83,7 +83,8 @@ class LayerStats:
         # Pipeline stages hold different layers; each lists the layers of all.
         self.layers = list(dict.fromkeys(name for names in self._world.gather(local_layers) for name in names))
         at = [self.layers.index(layer_of(name)) for name, _ in named]
-        self._at = torch.tensor(at, device=self.parameters[0].device)  # made once: a copy to a GPU synchronizes
+        device = self.parameters[0].device if named else self._world.device  # nothing trains in a frozen stage
+        self._at = torch.tensor(at, dtype=torch.long, device=device)  # made once: a copy to a GPU synchronizes
         # In a sum over all processes, a replicated parameter counts by its share on each.
         shares = [replica_share(parameter, self._world) for parameter in self.parameters]
         self._shares = torch.tensor(shares, device=self._at.device)
@@ -92,7 +93,8 @@ class LayerStats:
 
     def _by_layer(self, tensors: list[Tensor]) -> Tensor:
         """Norms of layers from one tensor per parameter."""
-        squares = _exact(torch.stack(torch._foreach_norm([local(tensor) for tensor in tensors]))) ** 2
+        norms = torch._foreach_norm([local(tensor) for tensor in tensors]) if tensors else ()
+        squares = _exact(torch.stack(norms)) ** 2 if norms else self._shares
         squares = squares * self._shares if self._world.size > 1 else squares
         return self._world.add(squares.new_zeros(len(self.layers)).index_add_(0, self._at, squares)).sqrt()
 
@@ -105,7 +107,8 @@ class LayerStats:
 
         rests = self._remainders
         parts = [join_weights(some(p), some(rests[p])) if p in rests else _exact(some(p)) for p in self.parameters]
-        return list(torch.cat(parts).split([len(part) for part in parts]))  # one copy kernel instead of hundreds
+        # one copy kernel instead of hundreds
+        return list(torch.cat(parts).split([len(part) for part in parts])) if parts else []
 
     @torch.no_grad()
     def record_gradients(self, scale: Tensor | float = 1.0) -> None:
@@ -118,7 +121,8 @@ class LayerStats:
     @torch.no_grad()
     def record_updates(self) -> None:
         """After the optimizer's step: how far the sampled weights moved, relative to their norm."""
-        moved = self._by_layer(list(torch._foreach_sub(self._sampled_weights(), self._samples)))
+        after = self._sampled_weights()
+        moved = self._by_layer(list(torch._foreach_sub(after, self._samples)) if after else [])
         self._quantities["update_ratio"] = (self.layers, moved / self._by_layer(self._samples).clamp(min=1e-12))
         self._quantities["weight_norm"] = (self.layers, self._by_layer([p.detach() for p in self.parameters]))
         self._samples = []

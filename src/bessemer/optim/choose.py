@@ -38,21 +38,22 @@ NOT_WIDE = {"embedding", "head", "position", "types", "relative", "encoder_relat
 NOT_MUP = ("sgd", "muon")  # muP's rules for Adam do not apply to them
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[int, int]:
+def freeze(model: nn.Module, patterns: Sequence[str], stage: bool = False) -> tuple[int, int]:
     """Exclude parameters that match the patterns from training; returns how many are frozen and how many train.
 
     A pattern is a parameter, a layer (`blocks.3`, `blocks.0-11.attention`, `embedding`) or a glob (`*.ffn.*`).
+    One that matches nothing is refused, and so is a model of which nothing trains, unless it is a pipeline stage.
     """
     named = dict(model.named_parameters())
     for pattern in patterns:
         for glob in expand_ranges(pattern):
             names = [name for name in named if matches(name, glob)]
-            if not names:
+            if not names and not stage:
                 raise UserError(f"optimizer.freeze: {pattern!r} matches nothing: {_suggest_names(model, glob)}")
             for name in names:
                 named[name].requires_grad_(False)
     trained = sum(parameter.numel() for parameter in named.values() if parameter.requires_grad)
-    if not trained:
+    if not trained and not stage:
         raise UserError(f"optimizer.freeze: {', '.join(patterns)} freeze every parameter: remove some patterns")
     return sum(parameter.numel() for parameter in named.values()) - trained, trained
 
@@ -188,9 +189,10 @@ KINDS = {
 }
 
 
-def optimizer_for(model: nn.Module, spec: RunSpec) -> GuardedOptimizer:
-    """The optimizer of a run. Freezes what the spec freezes, and converts matrices to bf16 if the spec says so."""
-    freeze(model, spec.optimizer.freeze)
+def optimizer_for(model: nn.Module, spec: RunSpec, stage: bool = False) -> GuardedOptimizer:
+    """The optimizer of a run, or of a pipeline stage. Freezes what the spec freezes, and converts matrices to bf16 if
+    the spec says so."""
+    freeze(model, spec.optimizer.freeze, stage)
     if spec.memory.kept != "fp32":
         to_low_precision(model)
     return make_optimizer(model.named_parameters(), spec.optimizer, lr_scales(model, spec), spec.memory, spec.seed)
@@ -206,6 +208,8 @@ def make_optimizer(
     If the preferred veto path does not work here, the verdict is read on the host, and `fallback_reason` says why.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not trained:  # a pipeline stage of frozen layers
+        return GuardedOptimizer([], [], HOST)
     memory, shards = memory or MemorySpec(), [local_parameter(parameter) for _, parameter in trained]
     first, places = shards[0], {shard: shard_place(p) for shard, (_, p) in zip(shards, trained, strict=True)}
     named_shards = [(name, shard) for (name, _), shard in zip(trained, shards, strict=True)]

@@ -86,6 +86,8 @@ class Stage(nn.Module):
                 x = model.norm(x) if model.shape.norm_place != "post" else x
                 x = x if model.transform is None else model.transform(x)
                 x = local(x)  # its gradient comes back unsharded
+            if torch.is_grad_enabled() and not x.requires_grad:  # all of it is frozen, and so is all before it
+                x = x.detach().requires_grad_()  # takes the gradient that the schedule sends back
         return x
 
 
@@ -228,9 +230,10 @@ class Pipeline:
         run = schedule.step if training else schedule.eval
         run(*tokens, target=target, losses=[] if self.is_last else None, rows=rows, return_outputs=False)
         if training and self.embedding_group is not None and (self.is_first or self.is_last):
-            gradient = self.model.embedding.weight.grad
-            assert gradient is not None
-            dist.all_reduce(local(gradient), group=self.embedding_group)
+            weight = self.model.embedding.weight
+            if weight.requires_grad:
+                assert weight.grad is not None
+                dist.all_reduce(local(weight.grad), group=self.embedding_group)
         if self.world.device.type != "cuda":
             self._note_busy()
         terms = [self._terms[i] for i in range(len(feeds))] if self.is_last else []

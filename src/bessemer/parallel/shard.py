@@ -131,11 +131,11 @@ def squared_grad_norm(parameters: Iterable[nn.Parameter], world: World) -> Tenso
     for parameter in parameters:
         if parameter.grad is not None:
             squares.setdefault(replica_share(parameter.grad, world), []).append(local(parameter.grad))
-    norms = (
+    norms = [
         torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double().square().sum() * share
         for share, gradients in squares.items()
-    )
-    return torch.stack(list(norms)).sum()
+    ]
+    return torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64, device=world.device)
 
 
 def shard_or_replicate(

@@ -31,9 +31,9 @@ from bessemer.guard.watchdog import StepPace
 from bessemer.model.attention import SelfAttention
 from bessemer.model.attention_backends import choose, set_backend
 from bessemer.model.attention_mask import AttentionMask
-from bessemer.model.transformer import Decoder, TransformerBlock, build_model
+from bessemer.model.transformer import Decoder, TransformerBlock, build_model, make_module
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import Schedule, add_groups_to_plan, optimizer_for
+from bessemer.optim.choose import Schedule, add_groups_to_plan, freeze, optimizer_for
 from bessemer.optim.guarded import Ema
 from bessemer.parallel.context import RingAttention, UlyssesAttention
 from bessemer.parallel.deepspeed import initialize_deepspeed
@@ -111,7 +111,7 @@ def fit_memory(job: Job, plan: Plan, resumed: bool) -> int | None:
     if job.world.size > 1:
         job.guard.step_pace = StepPace(model.blocks, job.engine.device)
         job.guard.replica_check = ReplicaCheck(model, job.world, guard.detect.weights if guard.enabled else None)
-    add_groups_to_plan(model, job.spec, plan)
+    add_groups_to_plan(all_stages(model.shape, job.spec) if job.engine.pipeline else model, job.spec, plan)
     return peak_bytes
 
 
@@ -153,6 +153,15 @@ def open_remote(spec: RunSpec, run_folder: Path) -> RemoteCheckpoints | None:
     return RemoteCheckpoints(f"{url.rstrip('/')}/{run_folder.name}") if url else None
 
 
+def all_stages(shape: ModelShape, spec: RunSpec) -> nn.Module:
+    """The model before it is cut into pipeline stages, without memory, frozen as in the spec. Refuses patterns that
+    match nothing in any stage."""
+    with torch.device("meta"):
+        model = make_module(shape)
+    freeze(model, spec.optimizer.freeze)
+    return model
+
+
 def parallelize_layers(model: Decoder, world: World, spec: RunSpec, stages: tuple[range, ...]) -> Pipeline | None:
     """Applies the parts of the layout that change the layers; `shard_or_replicate` shards the weights afterwards."""
     layout, mesh = world.layout, world.mesh
@@ -160,6 +169,7 @@ def parallelize_layers(model: Decoder, world: World, spec: RunSpec, stages: tupl
     if layout.pp > 1:
         from bessemer.parallel.pipeline import Pipeline  # torch's schedules take a second to import
 
+        all_stages(model.shape, spec)
         pipeline = Pipeline(model, world, spec.parallel.pipeline, stages)
     if layout.tp > 1:
         assert mesh is not None
@@ -197,7 +207,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         if world.divided:
             init_sharded_weights(model, stages, device, spec.seed, spec.model.init)
         sharded = spec.parallel.replicas.divide_optimizer and world.size > 1
-        optimizer = zero1_optimizer(model, spec, world) if sharded else optimizer_for(model, spec)
+        optimizer = zero1_optimizer(model, spec, world) if sharded else optimizer_for(model, spec, bool(stages))
         if after_step:
             optimizer.post_step_hooks.append(after_step)
     named = list(model.named_parameters())  # frozen parameters have no average

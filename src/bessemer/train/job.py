@@ -16,12 +16,13 @@ from torch import Tensor
 
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
+from bessemer.dtensor import local
 from bessemer.guard.alarm import Alarm
 from bessemer.guard.detectors import Detectors
 from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder, RecoveryCheck
 from bessemer.guard.layer_stats import LayerStats
-from bessemer.guard.replica_check import ReplicaCheck
+from bessemer.guard.replica_check import ReplicaCheck, digest
 from bessemer.guard.watchdog import PhaseTracker, StepPace, Watchdog
 from bessemer.parallel.world import World
 from bessemer.plan.decide import Interval, TrainPlan
@@ -282,6 +283,10 @@ class Job:
     def snapshot_state(self) -> dict[str, Tensor]:
         """What a step can change, by name: the state without frozen weights."""
         return self._without(frozen_names(self.engine.model))
+
+    def frozen_digest(self) -> Tensor:
+        """A digest of the bits of this rank's frozen weights, on the device."""
+        return digest(local(p) for p in self.engine.model.parameters() if not p.requires_grad)
 
     def _without(self, weights: Collection[str]) -> dict[str, Tensor]:
         state = {name: t for name, t in self.engine.state().items() if name.removeprefix("model.") not in weights}

@@ -9,6 +9,7 @@ from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import REPLICATE, SHARD, Layout, check_processes, decide_layout
+from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, Moe
 
@@ -34,6 +35,24 @@ def test_what_fits_is_replicated_and_what_does_not_is_divided() -> None:
     large, plan = decided(8, "8B")
     assert large == Layout(1, 8) and "divided among all devices" in plan.decisions[SHARD].reason
     assert large.dp == 8
+
+
+def test_frozen_parameters_have_no_gradients_and_moments_to_divide() -> None:
+    def layout(freeze: list[str]) -> tuple[Layout, str]:
+        spec = RunSpec.model_validate({
+            "name": "x", "model": "1M", "data": {"sources": {"a": "x"}}, "precision": "bf16",
+            "optimizer": {"freeze": freeze},
+        })  # fmt: skip
+        plan = Plan()
+        result = decide_layout(spec, replace(PRESETS["3B"], vocab=32_000), 4096, H200, 8, plan)
+        return result, plan.decisions[SHARD].reason
+
+    full, _ = layout([])
+    part, reason = layout(["embedding", "blocks.*"])
+    # 6 bytes of a frozen parameter, 18 of one that trains
+    parameters, head = replace(PRESETS["3B"], vocab=32_000).parameters, 0 if PRESETS["3B"].tied else 32_000 * 2560
+    assert full == Layout(1, 8) and part == Layout(8, 1) and parameters * 18 > 0.25 * H200.memory_bytes
+    assert human_bytes(6 * parameters + 12 * head) in reason
 
 
 def test_what_is_left_open_takes_what_is_left() -> None:

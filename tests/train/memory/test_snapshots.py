@@ -29,6 +29,9 @@ class Small:
 
     snapshot_state = state
 
+    def frozen_digest(self):
+        return torch.zeros(())
+
     def train(self, steps):
         """Every step changes every tensor of the state, and the counters."""
         for _ in range(steps):

@@ -17,6 +17,7 @@ from bessemer.spec.optimizer import optimizer_bytes
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import DeepSpeedSpec, ParallelSpec, PipelineSpec, ReplicasSpec, RunSpec, ShardSpec
 from bessemer.spec.shape import ModelShape
+from bessemer.spec.trained import trained_share
 
 if TYPE_CHECKING:
     from bessemer.plan.decide import TrainPlan
@@ -100,7 +101,8 @@ def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machi
     if size > 1 and len(open_keys) == 1:
         degrees[open_keys[0]] = plan.add(open_keys[0], left, f"what is left of {size} processes", "rule")
     elif size > 1 and open_keys:
-        total = optimizer_bytes(spec.optimizer, spec.memory, spec.precision).device * shape.parameters
+        share = trained_share(shape, spec.optimizer.freeze)
+        total = optimizer_bytes(spec.optimizer, spec.memory, spec.precision, share).device * shape.parameters
         part = total // (parallel.tp * parallel.pp)
         fits = part <= REPLICATED_SHARE * machine.memory_bytes and parallel.ep == 1
         reason = f"weights, gradients and moments are {human_bytes(part)} of {human_bytes(machine.memory_bytes)}: "

@@ -186,8 +186,9 @@ class IncidentResponder:
 
     def _healthy_states(self, latest: int) -> list[RollbackTarget]:
         """Confirmed states at or before step `latest`, newest first: snapshots in memory, and checkpoints."""
-        snapshots = self.job.guard.snapshots.held if self.job.guard.snapshots else []
-        targets = [RollbackTarget(one.step, "memory", one) for one in snapshots if one.step <= latest]
+        snapshots = self.job.guard.snapshots
+        held = snapshots.held if snapshots and all(self.job.world.gather(snapshots.complete(self.job))) else []
+        targets = [RollbackTarget(one.step, "memory", one) for one in held if one.step <= latest]
         for name, saved in self.job.world.agree(self._confirmed() if self.job.world.main else []):
             skip = name in self.damaged or saved in {target.step for target in targets}
             if saved <= latest and not skip:

@@ -53,11 +53,19 @@ class MemorySnapshots:
 
     def __init__(self) -> None:
         self.held: list[MemorySnapshot] = []
+        self._frozen_digest: Tensor | None = None
+
+    def complete(self, job: Job) -> bool:
+        """Whether this rank's frozen weights, which no snapshot holds, are those of the first snapshot bit for bit. If
+        not, memory was corrupted, and only a checkpoint has all of an earlier state."""
+        return self._frozen_digest is None or bool(self._frozen_digest == job.frozen_digest())
 
     def take(self, job: Job, step: int) -> None:
         """Copy the state before `step`, over the older of the two."""
         earlier = [snapshot for snapshot in self.held if snapshot.step < step]  # a rollback went behind later ones
         state = job.snapshot_state()
+        if self._frozen_digest is None:
+            self._frozen_digest = job.frozen_digest()
         if len(earlier) == 2:
             copied = earlier.pop(0).state
             for name, tensor in state.items():
