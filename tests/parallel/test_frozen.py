@@ -51,7 +51,11 @@ def test_a_run_resumes_on_its_layout_and_on_another(ranks: Ranks, tiny_spec: Spe
 
 
 LOWER, PARTS, UPPER = ["embedding", "blocks.0-1"], ["embedding", "*.ffn.*"], ["blocks.2-3", "norm"]
-FROZEN = [(PARTS, "1f1b"), (LOWER, "1f1b"), (UPPER, "1f1b"), (LOWER, "interleaved"), (LOWER, "zero_bubble")]
+FROZEN = [(PARTS, "1f1b"), (LOWER, "1f1b")]
+FROZEN += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in ((UPPER, "1f1b"), (LOWER, "interleaved"), (LOWER, "zero_bubble"))
+]
 
 
 @pytest.mark.parametrize(("freeze", "schedule"), FROZEN, ids=str)

@@ -145,7 +145,7 @@ def test_a_manifest_without_a_base_is_written_as_before(make_spec: Make) -> None
 
 
 def test_a_killed_run_resumes_with_the_same_losses(make: Make, tmp_path: Path) -> None:
-    whole, broken = make("whole", budget={"steps": 120}), make("broken", budget={"steps": 120})
+    whole, broken = make("whole", budget={"steps": 60}), make("broken", budget={"steps": 60})
     train(whole)
     path = tmp_path / "broken.yaml"
     path.write_text(dump_spec(broken))
@@ -156,7 +156,7 @@ def test_a_killed_run_resumes_with_the_same_losses(make: Make, tmp_path: Path) -
     process.kill()
     assert process.wait() == -signal.SIGKILL, "it ended before the kill"
     assert train(broken).kind == "finished"
-    assert losses(broken) == losses(whole) and len(losses(whole)) == 120
+    assert losses(broken) == losses(whole) and len(losses(whole)) == 60
     assert len(list(Run(run_folder(broken)).events("started"))) == 2
 
 
@@ -210,7 +210,9 @@ def test_a_changed_base_is_refused_with_both_fingerprints(make: Make, folder: Pa
 
 
 @pytest.mark.parametrize(
-    "parts", [{}, {"memory": {"weights": "stochastic"}, "precision": "bf16"}], ids=["fp32", "bf16"]
+    "parts",
+    [{}, {"memory": {"weights": "stochastic"}, "precision": "bf16", "budget": {"steps": 4}}],
+    ids=["fp32", "bf16"],
 )
 def test_what_is_loaded_and_exported_is_the_model_in_memory(make: Make, tmp_path: Path, parts: dict[str, Any]) -> None:
     spec, hold = make(**parts), Hold()
