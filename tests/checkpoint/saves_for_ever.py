@@ -69,7 +69,7 @@ def train_for_ever(folder: Path, told: Told, asynchronous: bool) -> None:
     job = SimpleNamespace(
         world=World(),
         spec=SimpleNamespace(checkpoint=CheckpointSpec(asynchronous=asynchronous), guard=SimpleNamespace(enabled=True)),
-        engine=SimpleNamespace(device=torch.device("cpu")),
+        engine=SimpleNamespace(device=torch.device("cpu"), base=None),
         data=SimpleNamespace(
             stream=SimpleNamespace(fingerprint="f", identity={}, steps=SimpleNamespace(segments=[], batch_phases=[]))
         ),

@@ -34,7 +34,7 @@ def job(store_of, stream_of):
         spec=SimpleNamespace(
             checkpoint=CheckpointSpec(keep_last=2, keep_best=True), guard=SimpleNamespace(enabled=False)
         ),
-        engine=SimpleNamespace(device=torch.device("cpu")),
+        engine=SimpleNamespace(device=torch.device("cpu"), base=None),
         data=SimpleNamespace(stream=stream_of(store_of("a", [50]), 8, 2)),
         recorder=SimpleNamespace(
             run=run,
