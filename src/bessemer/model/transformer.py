@@ -81,6 +81,8 @@ class LayerChain(Protocol):
 class Decoder(nn.Module):
     """A language model. Build it under `torch.device("meta")` to count parameters without allocating memory."""
 
+    lockstep = False  # generation: tensor-parallel ranks run every pass together
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape, self.dropout = shape, 0.0
@@ -199,6 +201,10 @@ class Decoder(nn.Module):
             if self.shape.norm_place != "post":
                 x_BTW = self.norm(x_BTW)
         return x_BTW if self.transform is None else self.transform(x_BTW)
+
+    def equal_on_all_ranks(self, number: int) -> bool:
+        """Whether all ranks that run in lockstep call this with the same number."""
+        return True
 
     def logits(self, hidden_BTW: Tensor) -> Tensor:
         logits = F.linear(hidden_BTW, self.head_weight, self.head_bias)

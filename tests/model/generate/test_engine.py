@@ -114,6 +114,30 @@ def test_compiled_blocks(fields, shape_of, build_random):
     assert tokens == [alone(plain, request).tokens for request in work]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_change_between_calls(compiled, shape_of, build_random):
+    """By an optimizer step, in place; then by tensors in other memory, from which joined weights are made again."""
+    model, work = build_random(shape_of()).eval(), requests(5, seed=9, top_logprobs=0)
+    generator = Generator(model, slots=4, max_length=128)
+    if compiled:
+        generator.runner.direct, generator.runner.compiled = True, CompiledDecoding(model, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    before = generator.run(work)
+    for change in ("step", "move"):
+        if change == "step":
+            model(torch.tensor([[1, 2, 3, 4]])).square().sum().backward()
+            optimizer.step()
+        else:
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.9
+        generator.weights_changed()
+        after, fresh = (g.run(work) for g in (generator, Generator(model, slots=4, max_length=128)))
+        assert [x.tokens for (x,) in after] == [x.tokens for (x,) in fresh]
+        for (ours,), (theirs,), (old,) in zip(after, fresh, before, strict=True):
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-9) and ours.logprobs != old.logprobs
+        before = after
+
+
 def test_arrivals_in_the_middle_change_nothing(model):
     asked, draw = requests(10, seed=3), random.Random(1)
     generator, results, waiting = Generator(model, slots=3, max_length=128), [], list(asked)

@@ -41,15 +41,19 @@ class CompiledDecoding:
 
     def __init__(self, model: Decoder, backend: str = "inductor") -> None:
         self.model = model
-        blocks: Any = list(model.blocks)
-        attentions = [block.attention for block in blocks]
-        self.qkv = [join_weights([a.query, a.key, a.value]) for a in attentions]
-        self.gate_up = [None if b.ffn.gate is None else join_weights([b.ffn.gate, b.ffn.up]) for b in blocks]
+        self.join()
         tuned = SINGLE_ROW_OPTIONS if backend == "inductor" else None
         many, single = (
             torch.compile(fullgraph=True, dynamic=True, backend=backend, options=options) for options in (None, tuned)
         )
         self._compiled = {wrap is single: (wrap(_enter), wrap(_between), wrap(_finish)) for wrap in (many, single)}
+
+    def join(self) -> None:
+        """Make the weights views of joined tensors; those that are already stay."""
+        blocks: Any = list(self.model.blocks)
+        attentions = [block.attention for block in blocks]
+        self.qkv = [join_weights([a.query, a.key, a.value]) for a in attentions]
+        self.gate_up = [None if b.ffn.gate is None else join_weights([b.ffn.gate, b.ffn.up]) for b in blocks]
 
     def run(self, tokens_B1: Tensor, mask: AttentionMask, caches: list[SlotKV]) -> Tensor:
         """Hidden states (B, 1, W) that the head multiplies."""

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import xxhash
 from torch import Tensor
 
+from bessemer.dtensor import is_dtensor
 from bessemer.errors import UserError
 from bessemer.model.generate.runner import PACKED_TOKENS, SPARE, Runner, make_runner
 from bessemer.model.generate.sampling import Sampling, SamplingBatch
@@ -90,6 +92,11 @@ class Generator:
         self, model: Decoder, slots: int = 16, max_length: int | None = None, decode: Decode | None = None,
         drafter: Drafter | None = None, compiled: bool = False,
     ) -> None:  # fmt: skip
+        if type(model).__module__.startswith("torch.distributed") or any(map(is_dtensor, model.parameters())):
+            raise UserError(
+                "the model is distributed over processes: create the generator inside `with gathered(model, world) as "
+                "local_model` of bessemer.parallel.generate"
+            )
         self.model, self.decode_text, self.drafter = model, decode, drafter
         limit = model.shape.max_positions or None
         self.max_length = max_length or limit or 2048
@@ -113,6 +120,19 @@ class Generator:
 
     def submit(self, request: Request) -> list[Completion]:
         """Queue a request. Its completions, one per sample, fill as `step` is called."""
+        self._check_lockstep([request])
+        return self._queue(request)
+
+    def _check_lockstep(self, requests: Sequence[Request]) -> None:
+        """Refuse requests with which tensor-parallel ranks would diverge: each would wait for another's pass."""
+        if not self.model.lockstep:
+            return
+        if not self.model.equal_on_all_ranks(xxhash.xxh3_64_intdigest(repr(requests).encode()) >> 1):
+            raise UserError("tensor-parallel ranks got different requests: give each the same, in the same order")
+        if any(request.max_seconds is not None for request in requests):
+            raise UserError("max_seconds: the clocks of tensor-parallel ranks differ: limit max_tokens instead")
+
+    def _queue(self, request: Request) -> list[Completion]:
         longest = self.max_length - len(self.runner.first_tokens(list(request.prompt)))
         if not request.prompt:
             raise UserError("an empty prompt: give at least one token, such as the begin-of-text token")
@@ -134,6 +154,8 @@ class Generator:
 
     def cancel(self, request: int) -> None:
         """End every sample of a request."""
+        if self.model.lockstep:
+            raise UserError("cancel: tensor-parallel ranks must end in the same step: use stop_ids or max_tokens")
         for row in list(self.rows.values()):
             if row.completion.request == request:
                 self._end(row, "cancelled")
@@ -146,10 +168,13 @@ class Generator:
         """Forget what slots hold of earlier weights. No request may be active."""
         assert not self.rows, "weights changed while requests are active"
         self.contents.clear()
+        self.runner.weights_changed()
 
     def run(self, requests: Iterable[Request]) -> list[list[Completion]]:
         """All samples of all requests, in order."""
-        completions = [self.submit(request) for request in requests]
+        requests = list(requests)
+        self._check_lockstep(requests)
+        completions = [self._queue(request) for request in requests]
         while self.step():
             pass
         return completions

@@ -68,6 +68,10 @@ class Runner(Protocol):
         """Copy the first positions of a slot."""
         ...
 
+    def weights_changed(self) -> None:
+        """Drop what was derived from weights that have moved in memory."""
+        ...
+
 
 def make_runner(model: Decoder, slots: int, capacity: int, compiled: bool = False) -> Runner:
     by_length = model.shape.rope.scaling in ("longrope", "dynamic") and model.shape.positions == "rope"
@@ -92,11 +96,13 @@ class SlotRunner:
         self.packs = on_gpu and not self.encodes and not self.caches.has_states
         plain = shape.positions in ("rope", "learned", "none") and not shape.blocks[0] and not shape.global_tokens
         self.direct = self.packs and half and plain and shape.mla is None
-        self.captures = self.packs and plain
+        self.captures = self.packs and plain and not model.lockstep  # collectives in a graph are untested
         self.graphs: dict[tuple[int, bool], DecodeGraph] = {}
         self.pool: Any = None
         self.reuses_prefixes, self.copies = not self.caches.has_states and not self.encodes, True
-        self.compiled = CompiledDecoding(model) if compiled and self.direct and can_compile(model) else None
+        compiles = compiled and self.direct and not model.lockstep and can_compile(model)
+        self.compiled = CompiledDecoding(model) if compiles else None
+        self.addresses = [parameter.data_ptr() for parameter in model.parameters()]
 
     def first_tokens(self, prompt: list[int]) -> list[int]:
         return [START] if self.encodes else prompt
@@ -254,6 +260,15 @@ class SlotRunner:
         self.caches.copy(source, target, None if self.caches.has_states else length)
         self._place([target], [self.positions[source]])
 
+    def weights_changed(self) -> None:
+        """Values that changed in place need nothing; graphs and joined weights know only the addresses."""
+        addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
+        if addresses != self.addresses:
+            self.graphs.clear()
+            if self.compiled is not None:
+                self.compiled.join()  # which moves them again
+            self.addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
+
 
 def _cu_seqlens(lengths: Tensor) -> tuple[Tensor, int]:
     return torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int(), int(lengths.max())
@@ -354,3 +369,6 @@ class RowRunner:
 
     def copy(self, source: int, target: int, length: int) -> None:
         raise AssertionError("slots are not copied: `copies` is False")
+
+    def weights_changed(self) -> None:
+        pass  # every pass reads the weights where they are
