@@ -4,7 +4,8 @@ A map-style dataset (`__len__` and `__getitem__`, the same item whenever it is r
 demand, any step can be replayed. An iterable can only be read forwards: `IterableStream` is the one stream that is not
 a pure function of the step. It cannot replay past steps, and resumes only if the iterable can restore its state.
 
-An item is a text, a sequence of token ids, or {"tokens": ids, "mask": which of them count as targets}. For
+An item is a text, a sequence of token ids, or {"tokens": ids, "mask": which of them count as targets}; a mapping may
+have "fields", arrays that an objective of your own finds in the batch, of the same size in all items. For
 classification it is {"text": ..., "label": ...} or {"words": [...], "label": [...]}.
 """
 
@@ -91,6 +92,18 @@ def _check_item(item: Any, vocab: int, place: str) -> tuple[Ints, Mask]:
     return ids.astype(np.int64), counts
 
 
+def _item_fields(item: Any, place: str) -> dict[str, npt.NDArray[Any]]:
+    """The further arrays of an item, flat."""
+    given = item.get("fields", {}) if isinstance(item, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise UserError(f'{place}: "fields" is a {type(given).__name__}; give a mapping of names to arrays of numbers')
+    fields = {str(name): np.asarray(values).reshape(-1) for name, values in given.items()}
+    for name, values in fields.items():
+        if values.dtype.kind not in "iuf" or not values.size:
+            raise UserError(f"{place}: field {name!r} has {values.size} values of {values.dtype}; give numbers")
+    return fields
+
+
 @dataclass
 class _Item:
     """An encoded item, cut to T + 1 ids. `fields` are of the item, `token_fields` beside its targets."""
@@ -143,7 +156,13 @@ class UserDatasetRows:
             n = max(0, item.ids.size - 1)
             tokens[r, :n], targets[r, :n], weights[r, :n] = item.ids[:n], item.ids[1:], item.counts[1:]
             for name, values in item.fields.items():
-                fields.setdefault(name, _empty_field((len(rows), 1, values.size), values))[r, 0] = values
+                field = fields.setdefault(name, _empty_field((len(rows), 1, values.size), values))
+                if field.shape[2] != values.size:
+                    raise UserError(
+                        f"{self.name}[{sequences[r]}]: field {name!r} has {values.size} values, that of another item "
+                        f"{field.shape[2]}: pad them to one size"
+                    )
+                field[r, 0] = values
             for name, values in item.token_fields.items():
                 fields.setdefault(name, _empty_field(shape, values))[r, :n] = values
         return RowBlock(tokens, targets, weights, self.spans(sequences), fields)
@@ -178,7 +197,11 @@ class UserDatasetRows:
         if self.labelled:
             return [self._encode_labelled(*pair) for pair in zip(items, indices, places, strict=True)]
         encoded = encode_items(items, self.tokenizer, places)
-        return [_Item(ids[: self.length + 1], counts[: self.length + 1], {}, {}) for ids, counts in encoded]
+        fields = [_item_fields(item, place) for item, place in zip(items, places, strict=True)]
+        return [
+            _Item(ids[: self.length + 1], counts[: self.length + 1], values, {})
+            for (ids, counts), values in zip(encoded, fields, strict=True)
+        ]
 
     def _encode_labelled(self, item: Any, index: int, place: str) -> _Item:
         """The item between two end-of-document ids, as a document of a store."""
