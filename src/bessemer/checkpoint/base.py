@@ -178,10 +178,11 @@ class FolderWeights(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, body: bool) -> None:
         from bessemer.model.classifier import body_family
+        from bessemer.model.families.adapter import ADAPTER_CONFIG, AdapterFolder
         from bessemer.model.families.folder import HfFolder, complete_names
         from bessemer.model.families.registry import Family, WeightMapping, read_shape
 
-        self._folder = HfFolder(path)
+        self._folder = AdapterFolder(path) if (path / ADAPTER_CONFIG).exists() else HfFolder(path)
         family: Family
         if body:
             family = body_family(self._folder.config)

@@ -172,8 +172,7 @@ def shard_weights(root: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, spe
         ignored = excluded & {parameter for block in group for parameter in block.parameters()}
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored or None)
     # The loss reads the head's weight after the root's forward pass: the root stays gathered until the backward pass.
-    root_reshard = None if reshard else reshard
-    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=root_reshard, ignored_params=excluded or None)
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=excluded or None)
     if spec.prefetch > 1:  # torch itself prefetches one
         for i, group in enumerate(groups):
             group[0].set_modules_to_forward_prefetch([g[0] for g in groups[i + 1 : i + 1 + spec.prefetch]])

@@ -46,6 +46,7 @@ from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import check_static_graph, stages_each
 from bessemer.run.directory import RunWriter
 from bessemer.session.data import build_stream, log_packing
+from bessemer.session.models import ModelSource, attach_trained, load_frozen, record_models
 from bessemer.session.objectives import make_objective
 from bessemer.session.start import ResolvedRun
 from bessemer.spec.guard import GuardSpec
@@ -86,13 +87,15 @@ def build_job(
     peak_flops = machine.peak(training.precision)[0] * world.size
     stages = decide_stages(spec, shape, training, world, plan)
     parts = JobParts(
-        training, shape, stream, resolved.held_out, resolved.data.tokenizer, device, peak_flops, world, stages
-    )
+        training, shape, stream, resolved.held_out, resolved.data.tokenizer, device, peak_flops, world, stages,
+        resolved.others,
+    )  # fmt: skip
     with explain_build_out_of_memory(
         with_weights(spec, training.weights), shape, training, device, world.layout.dp_shard
     ):
         view.activity("building the model")
         job = make_job(spec, parts, run, view)
+        record_models(resolved.others, plan, previous)
         choose_attention(job.engine, plan, previous)
     if training.precision in FP8:
         reason = "the linear layers of inner blocks; the first and last block and the head stay in bf16"
@@ -141,6 +144,7 @@ class JobParts:
     peak_flops: float
     world: World = field(default_factory=World)
     stages: tuple[range, ...] = ()  # the layers of each pipeline stage
+    others: Sequence[ModelSource] = ()  # further models of the run
 
 
 def spec_fingerprint(spec: RunSpec) -> str:
@@ -197,13 +201,13 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         kind = compute_type(plan.precision)
         compile_blocks(model, plan.micro_rows, plan.context, kind, chained=plan.compile == "chain")
     recompute.apply(model, plan.activations, spec.memory.offload_activations)
+    half = device.type == "cuda" and plan.precision in HALF
+    attach_trained(model, parts.others, world, spec, matrices, half)
     if spec.parallel.engine == "deepspeed":
         optimizer = initialize_deepspeed(model, spec, world, plan.micro_rows)
     else:
         stages = pipeline.stages if pipeline else ()
-        after_step = shard_or_replicate(
-            model, world, device.type == "cuda" and plan.precision in HALF, spec.parallel, stages
-        )
+        after_step = shard_or_replicate(model, world, half, spec.parallel, stages)
         if world.divided:
             init_sharded_weights(model, stages, device, spec.seed, spec.model.init)
         sharded = spec.parallel.replicas.divide_optimizer and world.size > 1
@@ -212,6 +216,11 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
             optimizer.post_step_hooks.append(after_step)
     named = list(model.named_parameters())  # frozen parameters have no average
     objective = make_objective(spec, parts.stream, parts.tokenizer, parts.shape, plan.context)
+    objective.models = {
+        source.name: companion(model, source) or load_frozen(source, world, spec, plan.precision)
+        for source in parts.others
+    }
+    objective.check_models()
     if world.layout.cp > 1:
         columns = RingAttention if spec.parallel.context == "ring" else UlyssesAttention
         objective.columns = columns(world.columns, world.cp_rank, world.layout.cp)
@@ -280,6 +289,10 @@ def choose_attention(engine: Engine, plan: Plan, previous: Plan | None) -> None:
         )  # fmt: skip
         name = plan.add("attention", choice.name, choice.reason, "measured")
     set_backend(engine.model, str(name))
+    shape = engine.model.shape
+    for other in engine.objective.models.values():
+        if (other.shape.head_dim, other.shape.positions) == (shape.head_dim, shape.positions):
+            set_backend(other, str(name))
 
 
 REPEATS = 3

@@ -37,6 +37,7 @@ from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import to_number
 from bessemer.session.build import JobParts, choose_attention, make_job
 from bessemer.session.data import PYTHON_SOURCE, Data, build_stream, held_out_rows, make_rows
+from bessemer.session.models import open_models
 from bessemer.session.objectives import make_objective
 from bessemer.session.restore import banned_documents_of, bitwise_since, normal_range, rounding_changes
 from bessemer.session.session import existing_run
@@ -202,7 +203,7 @@ def job_of(folder: str | Path, device: str = "auto") -> tuple[Job, RunSpec]:
     shape = ModelShape.from_dict(json.loads((run.folder / "model.json").read_text())["shape"])
     parallel = spec.parallel if device == "auto" else spec.parallel.model_copy(update={"device": device})
     use_threads(parallel)
-    parts = JobParts(plan, shape, stream, {}, data.tokenizer, pick_device(parallel), 1.0)
+    parts = JobParts(plan, shape, stream, {}, data.tokenizer, pick_device(parallel), 1.0, others=open_models(spec))
     job = make_job(spec, parts, ReadOnlyRun(folder), RunView())
     choose_attention(job.engine, Plan(), Plan.from_json((run.folder / "plan.json").read_text()))
     return job, spec

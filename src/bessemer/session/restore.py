@@ -32,6 +32,7 @@ from bessemer.run.snapshot import NAME as RUN_COPY
 from bessemer.run.snapshot import PLAN, SPEC, read_snapshot
 from bessemer.session.build import open_remote, spec_fingerprint
 from bessemer.session.data import describe_file_changes
+from bessemer.session.models import COMPANIONS, ModelSource, load_trained
 from bessemer.session.start import WeightSource, load_source
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.load import load_spec, parse_yaml, validate
@@ -64,7 +65,9 @@ def prepare_checkpoints(spec: RunSpec, run: RunWriter, restart: bool, event: Cal
         refuse_start_over(run, store)
 
 
-def restore(job: Job, spec: RunSpec, previous: PreviousStart, source: WeightSource | None) -> str | None:
+def restore(
+    job: Job, spec: RunSpec, previous: PreviousStart, source: WeightSource | None, others: Sequence[ModelSource] = ()
+) -> str | None:
     """Loads the newest checkpoint, or the weights that a new run starts from, and records the lineage. Returns the name
     of the checkpoint, None for a new run."""
     run, world = job.recorder.run, job.world
@@ -74,10 +77,13 @@ def restore(job: Job, spec: RunSpec, previous: PreviousStart, source: WeightSour
         refill_history(job)
         base = FrozenBase.of(read_manifest(run.checkpoints / restored))
         job.engine.base = still_frozen(base, job.engine.model, world)
-    elif spec.start_from:
+    else:
+        with job.engine.optimizer.writable_weights(job.engine.model):
+            load_trained(job.engine.model, others, spec.seed)
+    if restored is None and spec.start_from:
         start_from(job, Path(spec.start_from))
         set_base(job, "checkpoint", spec.start_from)
-    elif source is not None:
+    elif restored is None and source is not None:
         start_from_folder(job, source)
         if source.family is not None:
             set_base(job, "hf_body" if job.engine.model.shape.labels else "hf", source.folder.path)
@@ -277,7 +283,9 @@ def start_from(job: Job, folder: Path) -> None:
             f"start_from: {folder} is not a checkpoint; give a folder such as runs/x/checkpoints/step-00001000.a1"
         )
     weights = {
-        name: t for name, t in job.load_targets().items() if name.startswith("model.") or name.endswith(".remainder")
+        name: t
+        for name, t in job.load_targets().items()
+        if (name.startswith("model.") or name.endswith(".remainder")) and f"{COMPANIONS}." not in name
     }
     try:
         CheckpointStore(folder.parent).load(folder, weights)

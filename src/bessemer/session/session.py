@@ -115,7 +115,7 @@ class Session:
         job.interrupt = self.interrupt
         peak_bytes = fit_memory(job, plan, resumed=previous.plan is not None)
         self.view.activity("loading weights")
-        restored = restore(job, self.spec, previous, self.source)
+        restored = restore(job, self.spec, previous, self.source, resolved.others)
         exclude_documents(job)
         record_start(job, self.spec, resolved, machine, previous, restored, self.view.log)
         report_other_exclusions(self.spec, job)

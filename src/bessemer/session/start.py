@@ -9,6 +9,7 @@ Resolves a spec to the settings of a run: layout, rows and training plan. `Sessi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -23,11 +24,13 @@ from bessemer.model.families.registry import Family, read_shape
 from bessemer.model.transformer import Decoder, make_module
 from bessemer.model.wrapped import LIMITS, WrappedModel, check_wrapped, load_wrapped, read_wrapped
 from bessemer.parallel.world import World, set_timeouts
+from bessemer.plan.cost_model.memory import reserve_memory
 from bessemer.plan.decide import TrainPlan, decide_context, decide_training
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import ONE_PROCESS, Layout, decide_layout, record_replicas
 from bessemer.session.data import Data, held_out_rows, make_rows, open_data, sizes
+from bessemer.session.models import COMPANIONS, ModelSource, check_vocabularies, open_models
 from bessemer.spec.classify import as_classifier
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count
@@ -170,7 +173,7 @@ def load_source(model: Decoder, source: WeightSource) -> int:
         if shape.labels and (head := head_of_folder(source.folder.config, shape)) is not None:
             body, family = shape, head
         check_folder(make_module(replace(body, vocab=folder_vocab)), source.folder, family)
-    state = dict(model.state_dict())
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(COMPANIONS)}
     if body is not shape:  # the head of labels stays as it was initialised
         state = {name: tensor for name, tensor in state.items() if not name.startswith(HEAD)}
     with torch.no_grad():
@@ -198,6 +201,7 @@ class ResolvedRun:
     rows: dict[str, Rows]
     held_out: dict[str, HeldOutSet]
     source: WeightSource | None = None
+    others: Sequence[ModelSource] = ()  # further models of the run
 
     def summary(self, training: TrainPlan) -> str:
         """The plan in one line."""
@@ -228,11 +232,14 @@ def resolve_run(
     layout: Layout = ONE_PROCESS,
 ) -> ResolvedRun:
     """Rows and training plan; `previous` is the plan of the checkpoint to continue from."""
+    others = open_models(spec)
+    check_vocabularies(others, data.tokenizer.vocab_size)
+    machine = reserve_memory(spec, [other.size for other in others], machine, layout.held, plan)
     rows, held_out = make_rows(spec, data, context), held_out_rows(spec, data, context)
     held_out_tokens = sum(held.tokens for held in held_out.values())
     sources = sizes(spec, rows, data, context)
     training = decide_training(spec, shape, context, machine, sources, held_out_tokens, plan, previous, layout)
-    return ResolvedRun(plan, training, shape, context, data, rows, held_out)
+    return ResolvedRun(plan, training, shape, context, data, rows, held_out, others=others)
 
 
 def choose_layout(
@@ -242,7 +249,8 @@ def choose_layout(
     with the result."""
     if previous is None:
         machine = world.agree(measure_precision(spec, machine, shape, context, world.device) if world.main else machine)
-    layout = decide_layout(spec, shape, context, machine, world.size, plan)
+    reserved = reserve_memory(spec, [other.size for other in open_models(spec)], machine, 1, Plan())
+    layout = decide_layout(spec, shape, context, reserved, world.size, plan)
     record_replicas(spec, layout, plan)
     world.set_layout(layout, alone=spec.parallel.shard.alone)
     set_timeouts(timedelta(seconds=spec.parallel.patience))

@@ -371,6 +371,16 @@ def check_classify(spec: RunSpec) -> Iterator[Problem]:
         yield ("loss",), "is that of pre-training: remove it"
 
 
+def check_models(spec: RunSpec) -> Iterator[Problem]:
+    for name, other in spec.models.items():
+        if spec.objective in ("pretrain", "classify"):
+            yield ("models", name), f"objective: {spec.objective} uses no other model: remove it"
+        if spec.parallel.pp > 1:
+            yield ("models", name), "pipeline stages have no place for another model: write parallel: {pp: 1}"
+        if other.train and spec.parallel.engine == "deepspeed":
+            yield ("models", name, "train"), "DeepSpeed trains one model: remove train, or write engine: torch"
+
+
 def check_memory(spec: RunSpec) -> Iterator[Problem]:
     for key, message in memory_problems(spec.optimizer, spec.memory, spec.precision):
         yield ("memory", key), message
@@ -411,6 +421,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_archive, ("checkpoint",)),
     (check_rope_scaling, ("model", "data.context")),
     (check_wrapped, ("model", "optimizer", "dropout")),
+    (check_models, ("models", "objective", "parallel")),
     (check_classify, ("objective", "classify", "model", "data", "tasks", "loss")),
 )
 

@@ -245,6 +245,18 @@ class MambaSpec(SpecSection):
     chunk: Side = setting(128, "positions per chunk of the scan", 128)
 
 
+class OtherModelSpec(ShortSection, short="path"):
+    """A further model of a run, for objectives that use one: a reference, a teacher, a reward model, a critic. `name:
+    PATH` is short for `name: {path: PATH}`."""
+
+    path: str = setting(..., "a run, a checkpoint, an import or a Hugging Face folder", "runs/base", min_length=1)
+    checkpoint: str = setting("last", "of a run: last, best or a checkpoint's name", "best")
+    train: bool = setting(False, "train it with the run's model; otherwise it is frozen", True)
+    head: Literal["own", "score"] = setting(
+        "own", "own, or score: a new head that gives a number for each position", "score"
+    )
+
+
 class ModelSpec(ShortSection, short="preset"):
     """The network. `model: 10M` is short for `model: {preset: 10M}`. Other keys override the preset or the Hugging Face
     folder."""

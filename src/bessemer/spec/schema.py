@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.data import STEPS, DataSpec, TokenizerSpec
 from bessemer.spec.guard import GuardSpec
-from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec
+from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec, OtherModelSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.quantity import (
     AutoBatch,
@@ -225,6 +225,9 @@ class RunSpec(SpecSection):
         None, "with objective: classify: what is classified", {"labels": ["negative", "positive"]}
     )
     model: ModelSpec = setting(..., "the network", "10M")
+    models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
+        {}, "further models that the objective uses, by name", {"reference": "runs/base"}
+    )
     start_from: str | None = setting(
         None,
         "checkpoint whose weights a new run starts with: a folder of another run or of an import",

@@ -109,16 +109,36 @@ class Objective:
     judged = JudgedNumber()
     counts_inputs = True  # the counts are known from the inputs alone, not from the stream
     counts_tokens = False  # the loss's count is the number of tokens that a step trains on
+    needs_models: tuple[str, ...] = ()  # names that the spec must have under `models`
 
     def __init__(self, cross_documents: bool = False, dropout_seed: int | None = None) -> None:
         self.cross_documents, self.dropout_seed = cross_documents, dropout_seed
         self.columns: UlyssesAttention | None = None  # with context parallelism
         self.tensors: DeviceMesh | None = None  # with tensor parallelism
+        self.models: dict[str, Decoder] = {}  # further models of the run by name, frozen or trained
 
     @classmethod
     def from_run(cls, spec: RunSpec, stream: Any, tokenizer: Tokenizer, shape: ModelShape, context: int) -> Objective:
         """The objective of a run whose spec names the class."""
         return cls()
+
+    def check_models(self) -> None:
+        """Refuses a run without a model that the objective needs."""
+        if missing := [name for name in self.needs_models if name not in self.models]:
+            raise UserError(
+                f"models: objective {type(self).__name__} needs models.{missing[0]}: write for example "
+                f"models: {{{missing[0]}: runs/base}}"
+            )
+
+    def other_hidden(self, name: str, inputs: ModelInputs) -> Tensor:
+        """The last hidden states of a further model for the same tokens; without gradients if it is frozen. Call it
+        after the run's own model, as `element_losses` does; `self.logits(self.models[name], ...)` applies its head."""
+        model = self.models[name]
+        mask = replace(inputs.attention_mask, _masks={}, _tiles={}, _starts=None)  # its windows may differ
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+            hidden_BTW: Tensor = model(inputs.tokens_BT, mask, **inputs.more)
+        return hidden_BTW
 
     def inputs(self, batch: Batch) -> Batch | ObjectiveBatch:
         """The model's inputs, targets and weights. The loss is divided by the sum of the weights."""

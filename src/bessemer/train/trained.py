@@ -94,31 +94,53 @@ class LoadedModel:
         return generator.stream(Request(prompt, max_tokens, sampling, self.stop_ids))
 
 
-def load_model(folder: str | Path, which: str = "last", device: str = "auto") -> LoadedModel:
-    """Load a run (its checkpoint `which`), one checkpoint's folder, an import or export, a Hugging Face folder of a
-    native family, or a LoRA adapter's folder (merged into its base)."""
-    path = Path(folder)
-    if device not in ("auto", "cpu", "cuda", "mps"):
-        raise UserError(f"device {device!r}: write auto, cpu, cuda or mps")
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model on disk: a checkpoint and the folder with its model.json, or a folder of Hugging Face or an adapter."""
+
+    place: Path
+    checkpoint: Path | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        if self.checkpoint is None:
+            return read_shape(self.hf_folder.config)[1]
+        return ModelShape.from_dict(json.loads((self.place / "model.json").read_text())["shape"])
+
+    @property
+    def hf_folder(self) -> HfFolder:
+        return AdapterFolder(self.place) if os.path.exists(self.place / ADAPTER_CONFIG) else HfFolder(self.place)
+
+
+def find_model(folder: str | Path, which: str = "last") -> ModelFiles:
+    """The files of a run (its checkpoint `which`), one checkpoint's folder, an import or export, a Hugging Face folder
+    or an adapter's folder."""
+    path = Path(os.path.expanduser(folder))
     if path.parent.name == "checkpoints" and os.path.exists(path.parent.parent / "events.jsonl"):
         path, which = path.parent.parent, path.name
     is_run = os.path.exists(path / "events.jsonl")
     adapter = os.path.exists(path / ADAPTER_CONFIG)
     if adapter or (not is_run and os.path.exists(path / "config.json") and not os.path.exists(path / "model.json")):
-        target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
-        return _load_folder(AdapterFolder(path) if adapter else HfFolder(path), target)
+        return ModelFiles(path)
     if is_run or not os.path.exists(path / "model.json"):
-        run = Run.existing(path)
-        shelf, checkpoint = CheckpointStore(run.checkpoints), find_checkpoint(run, which)
-    else:
-        shelf = CheckpointStore(path)
-        checkpoint = _imported_checkpoint(shelf, path, which)
-    target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
+        return ModelFiles(path, find_checkpoint(Run.existing(path), which))
+    return ModelFiles(path, _imported_checkpoint(CheckpointStore(path), path, which))
+
+
+def load_model(folder: str | Path, which: str = "last", device: str = "auto") -> LoadedModel:
+    """Load a run (its checkpoint `which`), one checkpoint's folder, an import or export, a Hugging Face folder of a
+    native family, or a LoRA adapter's folder (merged into its base)."""
+    if device not in ("auto", "cpu", "cuda", "mps"):
+        raise UserError(f"device {device!r}: write auto, cpu, cuda or mps")
+    files = find_model(folder, which)
+    path, target = files.place, pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
+    if files.checkpoint is None:
+        return _load_folder(files.hf_folder, target)
     description = json.loads((path / "model.json").read_text())
-    model = _empty(ModelShape.from_dict(description["shape"]), target)
+    model = _empty(files.shape, target)
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     try:
-        shelf.load(checkpoint, state)
+        CheckpointStore(files.checkpoint.parent).load(files.checkpoint, state)
     except DamagedCheckpoint as error:
         raise UserError(f"{error}; choose another with --checkpoint") from None
     if not os.path.exists(path / "tokenizer.json"):

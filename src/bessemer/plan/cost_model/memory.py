@@ -9,6 +9,7 @@ an H200 (docs/cost-model.md). A trial step corrects the estimate (train/memory/f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
@@ -17,7 +18,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import Layout
 from bessemer.spec.optimizer import ParameterBytes, optimizer_bytes
-from bessemer.spec.quantity import human_bytes
+from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape, parameter_counts
 from bessemer.spec.trained import trained_share
@@ -267,6 +268,36 @@ def _fixed_rows(spec: RunSpec, batch: int, plan: Plan, previous: Plan | None) ->
         return int(plan.add(ROWS, batch, "memory.update: in_backward cannot accumulate micro-batches", "rule"))
     rows = plan.keep(ROWS, setting, previous)
     return int(rows) if rows is not None and rows <= batch else None
+
+
+@dataclass(frozen=True)
+class OtherModel:
+    """A further model of a run: its name, shape, and whether it is trained."""
+
+    name: str
+    shape: ModelShape
+    trained: bool
+
+
+def reserve_memory(spec: RunSpec, others: Iterable[OtherModel], machine: Machine, parts: int, plan: Plan) -> Machine:
+    """The machine with the memory that is left beside further models, whose weights are divided into `parts`; the plan
+    says how much they take. Frozen ones count 2 bytes a parameter on a GPU in half precision, else 4; trained ones as
+    the optimizer has it. Their activations are small beside those of the run's model or freed before its backward
+    pass, except those of trained ones, which the measurement at the start of a run includes."""
+    left = machine.memory_bytes
+    half = machine.device == "cuda" and spec.precision not in ("fp32", "tf32")
+    for other in others:
+        trained = optimizer_bytes(spec.optimizer, spec.memory, spec.precision).device
+        bytes_each = trained if other.trained else 2 if half else 4
+        size = int(bytes_each * other.shape.parameters / parts)
+        divided = f", divided among {parts} processes" if parts > 1 else ""
+        reason = f"{bytes_each:g} bytes for each of {human_count(other.shape.parameters)} parameters{divided}"
+        plan.add(f"memory.models.{other.name}", human_bytes(size), reason, "counted")
+        left -= size
+    if left <= 0:
+        need, have = human_bytes(machine.memory_bytes - left), human_bytes(machine.memory_bytes)
+        raise UserError(f"models: they need {need} of {have}: shard them with parallel.dp_shard")
+    return replace(machine, memory_bytes=left)
 
 
 @dataclass(frozen=True)
