@@ -194,6 +194,7 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"memory__update": "in_backward", "budget__batch_changes": [{"from_step": 9, "batch": "1M"}]},
         {"memory.update": "remove budget.batch_changes"},
     ),
+    ({"models": {"reference": "runs/base"}}, {"models.reference": "objective: pretrain uses no other model"}),
     ({"classify": {"labels": ["a", "b"]}}, {"classify": "has no effect with objective: pretrain"}),
     ({"objective": "classify"}, {"classify": "missing: write for example"}),
     (

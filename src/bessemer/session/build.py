@@ -46,7 +46,7 @@ from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import check_static_graph, stages_each
 from bessemer.run.directory import RunWriter
 from bessemer.session.data import build_stream, log_packing
-from bessemer.session.models import ModelSource, attach_trained, load_frozen, record_models
+from bessemer.session.models import ModelSource, attach_trained, companion, load_frozen, record_models
 from bessemer.session.objectives import make_objective
 from bessemer.session.start import ResolvedRun
 from bessemer.spec.guard import GuardSpec
