@@ -296,11 +296,16 @@ def _request(spec: Path | None, model: str | None, tokens: str | None, settings:
     run = loaded.spec
     if "name" not in loaded.document.data:  # a spec that is written from this one gets the name of its own file
         run = run.model_copy(update={"name": "auto"})
-    if run.model.hf is None:
+    if run.model.hf is None and not run.models:
         return request_from_spec(run)
-    from bessemer.export.describe import find_shape  # reads config.json, and loads torch for it
+    from dataclasses import replace
 
-    return request_from_spec(run, find_shape(run.model.hf))
+    from bessemer.export.describe import find_shape  # reads config.json, and loads torch for it
+    from bessemer.plan.cost_model.memory import OtherModel
+
+    request = request_from_spec(run, find_shape(run.model.hf) if run.model.hf else None)
+    others = (OtherModel(name, find_shape(other.path), other.train) for name, other in run.models.items())
+    return replace(request, others=tuple(others))
 
 
 def _propose(request: PlanRequest, gpus: str | None, network: str | None) -> Proposal:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bessemer.errors import UserError
+from bessemer.plan.cost_model.memory import reserve_memory
 from bessemer.plan.decide import TrainPlan, decide_context, decide_training, tokens_after, vocab_limit
 from bessemer.plan.decision import Plan
 from bessemer.plan.expect import BAR, ExpectedRun, RunRecord, RunSetup, predict_run
@@ -164,6 +165,7 @@ def plan_local(request: PlanRequest, machine: Machine, rate_of: RateOf, records:
     time."""
     spec, shape, plan = request.spec, request.shape, Plan()
     plan.add("model", f"{human_count(shape.parameters)} parameters", request.reason, request.source, request.basis)
+    machine = reserve_memory(spec, request.others, machine, 1, plan)
     context = decide_context(spec, shape, plan)
     if spec.budget.epochs is not None:
         spec_tokens(spec, context)  # refuses epochs, since no data is read

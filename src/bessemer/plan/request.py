@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bessemer.errors import UserError
+from bessemer.plan.cost_model.memory import OtherModel
 from bessemer.plan.decision import Basis, RecipeAnswer
 from bessemer.plan.hardware import parse_cluster
 from bessemer.plan.recipe.pretraining import design_shape
@@ -47,7 +48,8 @@ Prompt = Callable[[str, str], str]  # question and default -> answer
 @dataclass(frozen=True)
 class PlanRequest:
     """A spec with the user's settings, the shape of its model, and where that shape comes from. `answers` are choices
-    made for the user on the way, by spec key. `from_options`: there is no spec file, and its data has no name yet."""
+    made for the user on the way, by spec key. `from_options`: there is no spec file, and its data has no name yet.
+    `others` are the further models of the spec."""
 
     spec: RunSpec
     shape: ModelShape
@@ -56,6 +58,7 @@ class PlanRequest:
     basis: Basis | Literal[""] = ""
     answers: Mapping[str, RecipeAnswer[Any]] = field(default_factory=dict)
     from_options: bool = False
+    others: tuple[OtherModel, ...] = ()
 
 
 def request_from_options(model: str, tokens: int | None = None, settings: Sequence[str] = ()) -> PlanRequest:

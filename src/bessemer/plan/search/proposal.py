@@ -20,7 +20,7 @@ from bessemer.plan.cost_model.cost import (
     storage_bytes,
 )
 from bessemer.plan.cost_model.goodput import SAVE_STALL_S, Goodput, goodput
-from bessemer.plan.cost_model.memory import CONTEXT, FRAGMENTS, Passes, estimate_memory
+from bessemer.plan.cost_model.memory import CONTEXT, FRAGMENTS, Passes, estimate_memory, reserve_memory
 from bessemer.plan.decide import decide_context, decide_lr, decide_warmup, decide_weights, with_weights
 from bessemer.plan.decision import EMPIRICAL, Plan, RecipeAnswer
 from bessemer.plan.expect import most_mfu, with_history
@@ -152,6 +152,7 @@ def propose(request: PlanRequest, cluster: Cluster) -> Proposal:
     for key, answer in request.answers.items():
         plan.add_answer(key, answer)
     precision = _decide_precision(plan, spec, cluster.gpu)
+    cluster = _beside_other_models(request, cluster, precision, plan)
     context = decide_context(spec, shape, plan)
     tokens = _decide_tokens(plan, request, context)
     rows = _decide_rows(plan, spec, shape, tokens, context)
@@ -365,6 +366,14 @@ def _decide_weights(plan: Plan, spec: RunSpec, shape: ModelShape, cluster: Clust
         return spec
     machine = Machine("cuda", cluster.gpu.name, cluster.gpu.memory_bytes, 1)
     return with_weights(spec, decide_weights(spec, shape, machine, precision, plan))
+
+
+def _beside_other_models(request: PlanRequest, cluster: Cluster, precision: str, plan: Plan) -> Cluster:
+    """The cluster with the memory that further models leave on each GPU, if each holds them whole."""
+    machine = Machine("cuda", cluster.gpu.name, int(cluster.gpu.memory_bytes), 1)
+    spec = request.spec.model_copy(update={"precision": precision})
+    left = reserve_memory(spec, request.others, machine, 1, plan).memory_bytes
+    return replace(cluster, gpu=replace(cluster.gpu, memory_bytes=left)) if request.others else cluster
 
 
 def _fixed_layout(fixed: FixedDegrees) -> Layout:
