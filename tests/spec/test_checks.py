@@ -195,6 +195,21 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"memory.update": "remove budget.batch_changes"},
     ),
     ({"models": {"reference": "runs/base"}}, {"models.reference": "objective: pretrain uses no other model"}),
+    ({"sft": {"neftune": 5.0}}, {"sft": "has no effect with objective: pretrain"}),
+    (
+        {
+            "objective": "sft",
+            "sft": {"neftune": 5.0},
+            "parallel__tp": 2,
+            "tasks": ["infill"],
+            "model": {"preset": "10M", "causal": False},
+        },
+        {
+            "sft.neftune": "parallel.tp does not have",
+            "tasks": "those of pre-training",
+            "model": "it needs a causal decoder",
+        },
+    ),
     ({"classify": {"labels": ["a", "b"]}}, {"classify": "has no effect with objective: pretrain"}),
     ({"objective": "classify"}, {"classify": "missing: write for example"}),
     (

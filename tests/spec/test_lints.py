@@ -60,6 +60,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loss_scale_without_fp16": ({"precision": "bf16", "loss_scale": 1024.0}, {"loss_scale": "dynamic"}),
     "hasty_stop": ({"budget.stop.patience": 1}, {"budget.stop.patience": 5}),
     "rare_saves": ({"checkpoint.every": "15h"}, {"checkpoint.every": "1h"}),
+    "sft_from_scratch": ({"objective": "sft"}, {"start_from": "runs/base/checkpoints/step-00001000.a1"}),
 }
 
 

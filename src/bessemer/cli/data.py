@@ -47,6 +47,7 @@ def prepare(
     from bessemer.observe.progress import working
     from bessemer.plan.decision import Plan
     from bessemer.session.data import prepare_data
+    from bessemer.session.start import complete_spec
     from bessemer.spec.load import load_spec
 
     if engine not in ("local", "ray"):
@@ -55,7 +56,7 @@ def prepare(
     workers_engine = make_engine(engine, workers, address)
     try:
         with working("listing the sources") as report, naming_spec(spec, settings):
-            prepared = prepare_data(run_spec, Plan(), report, workers_engine)
+            prepared = prepare_data(complete_spec(run_spec), Plan(), report, workers_engine)
     finally:
         workers_engine.close()
     for note in prepared.notes:
@@ -119,11 +120,8 @@ def report(
     Example: bessemer data report my-run.yaml --json
     """
     from bessemer.data.curate.report import PAGE, read_report
-    from bessemer.plan.decision import Plan
-    from bessemer.session.data import prepared_folder_of
-    from bessemer.spec.load import load_spec
 
-    folder = spec if (spec / "prepared.json").exists() else prepared_folder_of(load_spec(spec, settings), Plan())
+    folder = spec if (spec / "prepared.json").exists() else _folder_of_spec(spec, settings)
     _print_report(read_report(folder), folder / PAGE, as_json)
 
 
@@ -175,15 +173,20 @@ def _prepared_folder(place: Path, settings: list[str]) -> Path:
     """The data folder of a spec or a run; any other path is returned as it is."""
     import json
 
-    from bessemer.plan.decision import Plan
-    from bessemer.session.data import prepared_folder_of
-    from bessemer.spec.load import load_spec
-
     if (place / "data.json").exists():
         return Path(json.loads((place / "data.json").read_text())["folder"])
     if place.is_file() and place.suffix in (".yaml", ".yml"):
-        return prepared_folder_of(load_spec(place, settings), Plan())
+        return _folder_of_spec(place, settings)
     return place
+
+
+def _folder_of_spec(spec: Path, settings: list[str]) -> Path:
+    from bessemer.plan.decision import Plan
+    from bessemer.session.data import prepared_folder_of
+    from bessemer.session.start import complete_spec
+    from bessemer.spec.load import load_spec
+
+    return prepared_folder_of(complete_spec(load_spec(spec, settings)), Plan())
 
 
 def _print_report(report: dict, page: Path, as_json: bool) -> None:  # type: ignore[type-arg]

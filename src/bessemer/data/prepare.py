@@ -33,7 +33,7 @@ from bessemer.data.store.format import FORMAT_VERSION, damage_error, file_digest
 from bessemer.data.store.remote import ShardCache, Transfer, open_remote
 from bessemer.data.store.token_store import TokenStore, open_stores, shard_prefixes
 from bessemer.data.store.writer import merge
-from bessemer.data.tokenizer.chat import special_tokens
+from bessemer.data.tokenizer.chat import read_template, special_tokens
 from bessemer.data.tokenizer.encode import TokenizeTask, is_part_intact, part_mark, part_prefix, tokenize_part
 from bessemer.data.tokenizer.tokenizer import DEFAULT_EOS, Tokenizer, cut
 from bessemer.errors import UserError
@@ -221,7 +221,7 @@ def digests_of(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 def chat_template(tokenizer: TokenizerSpec) -> str:
     """The name of a built-in layout, or the text of a Jinja file."""
     path = os.path.expanduser(tokenizer.chat)
-    return Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else tokenizer.chat
+    return read_template(tokenizer.chat, ()) if os.path.isfile(path) else tokenizer.chat
 
 
 def special_tokens_of(data: DataSpec, tokenizer: TokenizerSpec) -> list[str]:
@@ -287,6 +287,8 @@ def _fingerprint(
         content.append([columns, labels.model_dump(mode="json", exclude={"pool"})])
     if any(source.has_answers for source in data.sources.values()):
         content.append({name: source.columns for name, source in data.sources.items()})
+    if any(source.chat_format for source in data.sources.values()):
+        content.append({name: [source.chat_format, source.columns] for name, source in data.sources.items()})
     return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()))
 
 

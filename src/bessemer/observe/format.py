@@ -110,7 +110,7 @@ STEP_KEYS = {
     "step", "loss", "grad_norm", "lr", "clip", "clipped", "veto", "tokens", "tokens_per_s", "mfu", "step_s",
     "data_wait_s", "memory_bytes", "loss_scale", "rank_step_s", "balance", "bubble", "time",
 }  # fmt: skip
-TOKEN_OBJECTIVES = ("pretrain",)  # whose loss is nats per token
+TOKEN_OBJECTIVES = ("pretrain", "sft")  # whose loss is nats per token
 
 
 def metrics_of(record: dict[str, Any]) -> dict[str, str]:

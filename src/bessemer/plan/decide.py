@@ -14,7 +14,7 @@ from bessemer.plan.cost_model.memory import Passes, decide_micro_batch
 from bessemer.plan.decision import BASES, EMPIRICAL, Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
-from bessemer.plan.recipe.fine_tuning import classify
+from bessemer.plan.recipe.fine_tuning import SFT_SMALLEST, SFT_STEPS, classify, sft, sft_batch_rows
 from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
@@ -182,9 +182,10 @@ def _batch_rows(key: str, batch: int, context: int) -> int:
 
 
 def decide_batch(
-    spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None
-) -> int:
-    """Sequences per batch."""
+    spec: RunSpec, shape: ModelShape, context: int, tokens: int, plan: Plan, previous: Plan | None = None,
+    document_tokens: float = 0.0,
+) -> int:  # fmt: skip
+    """Sequences per batch. `document_tokens` is the mean length of a document with its share of padding."""
     key = "budget.batch"
     batch = plan.keep(key, spec.budget.batch, previous)
     if batch is None:
@@ -192,6 +193,15 @@ def decide_batch(
             recipe = classify(shape.parameters, is_continued(spec))
             rows = recipe.value.settings["batch_rows"]
             batch = plan.choose(key, spec.budget.batch, (rows * context, f"{rows} rows", recipe.source), recipe.basis)
+        elif spec.objective == "sft":
+            length, recipe = document_tokens or context, sft(shape.parameters)
+            conversations = sft_batch_rows(tokens / length)
+            reason = (
+                f"{conversations} conversations of {length:,.0f} tokens: at most {recipe.value.settings['batch_rows']}"
+            )
+            reason += f", fewer if the run would have less than {SFT_STEPS} steps"
+            value = max(1, round(conversations * length / context)) * context
+            batch = plan.choose(key, spec.budget.batch, (value, reason, recipe.source), recipe.basis)
         else:
             answer = batch_tokens(shape.parameters, tokens)
             decided = (max(4, round(answer.value / context)) * context, answer.reason, answer.source)
@@ -211,8 +221,8 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
     if budget.epochs is not None:
         reason = f"{budget.epochs:g} passes over {corpus_tokens:,} training tokens"
         return int(plan.add("budget.tokens", max(1, int(budget.epochs * corpus_tokens)), reason, "asked"))
-    if spec.objective == "classify":
-        recipe = classify(shape.parameters, is_continued(spec))
+    if spec.objective in ("classify", "sft"):
+        recipe = sft(shape.parameters) if spec.objective == "sft" else classify(shape.parameters, is_continued(spec))
         epochs = recipe.value.settings["epochs"]
         passes = (epochs * corpus_tokens, f"{epochs} passes over the rows: {recipe.reason}", recipe.source)
         return int(plan.choose("budget.tokens", budget.tokens, passes, recipe.basis))
@@ -234,6 +244,10 @@ def decide_lr(
     if spec.objective == "classify" and continued and name in ("adamw", "adam"):
         recipe = classify(shape.parameters, trained=True)
         rate = (recipe.value.settings["learning_rate"], "usual for a new head on trained weights", recipe.source)
+        return float(plan.choose(key, spec.optimizer.lr, rate, recipe.basis))
+    if spec.objective == "sft" and continued and name in ("adamw", "adam") and shape.parameters >= SFT_SMALLEST:
+        recipe = sft(shape.parameters)
+        rate = (recipe.value.settings["learning_rate"], "of released models, by size", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, rate, recipe.basis))
     # The laws are not valid for the few tokens of a continued run.
     tokens = max(tokens, 20 * shape.parameters) if continued else tokens
@@ -269,6 +283,11 @@ def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan)
         if steps >= total_steps:
             raise UserError(f"schedule.warmup: {steps:,} steps are the whole run of {total_steps:,}: write 2%")
         return steps
+    if spec.objective == "sft":
+        recipe = sft(1e9)
+        share = recipe.value.settings["warmup"]
+        steps = max(1, round(share * total_steps))
+        return int(plan.add("schedule.warmup", steps, f"{share:.0%} of the steps", recipe.source, recipe.basis))
     answer = warmup_steps(total_steps)
     return int(plan.add("schedule.warmup", answer.value, answer.reason, answer.source, answer.basis))
 
@@ -324,7 +343,8 @@ def decide_training(
     train_tokens = sum(sources[name].tokens for name in sources_used(spec))
     budget_tokens = decide_tokens(spec, shape, train_tokens, plan)
     estimate = budget_tokens if budget_tokens is not None else 20 * shape.parameters
-    rows = decide_batch(spec, shape, context, estimate, plan, previous)
+    documents = sum(sources[name].documents for name in sources_used(spec))
+    rows = decide_batch(spec, shape, context, estimate, plan, previous, train_tokens / documents if documents else 0.0)
     phases: tuple[tuple[int, int], ...] = ((0, rows),)
     for i, change in enumerate(spec.budget.batch_changes):
         size = _batch_rows(f"budget.batch_changes.{i}.batch", change.batch, context)

@@ -29,11 +29,12 @@ MUENNIGHOFF = "Muennighoff et al. 2023, scaling data-constrained models"
 
 @dataclass(frozen=True)
 class SourceSize:
-    """Counted size of a source: training tokens and sequences."""
+    """Counted size of a source: training tokens, sequences and documents."""
 
     tokens: int
     sequences: int
     formats: tuple[str, ...] = ()
+    documents: int = 0  # 0: not counted
 
 
 def sources_used(spec: RunSpec) -> list[str]:

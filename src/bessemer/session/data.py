@@ -222,6 +222,15 @@ def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutS
                 name: HeldOutSet(PadRows(store, context, "truncate"), store.documents * context, 1.0)
                 for name, store in data.validation.items()
             }
+        if spec.objective == "sft" and not data.url:  # whole conversations, as they are trained
+            packed = {
+                name: open_best_fit(store, context, data.folder / f"{name}.validation.best-fit-{context}")
+                for name, store in data.validation.items()
+            }
+            return {
+                name: HeldOutSet(rows, rows.count * context, data.validation[name].text_bytes / rows.store.tokens)
+                for name, rows in packed.items()
+            }
         return {
             name: HeldOutSet(GroupRows(store, context), store.documents * context, 1.0)
             if GROUP in store.fields
@@ -272,15 +281,16 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
     sizes_by_source = {}
     for name, source in data.train.items():
         count = rows[name].count if name in rows else 0
-        own_rows = spec.objective == "classify" and spec.data.packing == "pad"  # of one document each
-        tokens = source.tokens if isinstance(source, TokenStore) and not own_rows else count * context
+        padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective == "sft"
+        tokens = source.tokens if isinstance(source, TokenStore) and not padded else count * context
         if isinstance(data, UserData) and name not in rows:  # an iterable tells nothing of its length
             count = tokens = _ENDLESS
         formats: tuple[str, ...] = ()
         if spec.data.mix == "auto" and isinstance(data, Prepared):  # they tell what a source holds
             entries = [] if data.url else list_files(spec.data.sources[name])
             formats = tuple(sorted({entry.format for entry in entries} or data.settings["formats"][name]))
-        sizes_by_source[name] = SourceSize(tokens, count, formats)
+        documents = source.documents if isinstance(source, TokenStore) and name in rows else 0
+        sizes_by_source[name] = SourceSize(tokens, count, formats, documents)
     return sizes_by_source
 
 

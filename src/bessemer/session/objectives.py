@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.rows import StoreRows
 from bessemer.data.stream.user_dataset import IterableStream
-from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.data.tokenizer.tokenizer import Tokenizer, hf_prompt_format
 from bessemer.errors import UserError
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.classify import Classify, label_variance
 from bessemer.train.objective import Objective, make_pretrain
+from bessemer.train.sft import Sft
 
 Stream = BatchStream | IterableStream
 MakeObjective = Callable[[RunSpec, Stream, Tokenizer, ModelShape, int], Objective]
@@ -23,8 +25,18 @@ OBJECTIVES: dict[str, MakeObjective] = {
     "pretrain": lambda spec, stream, tokenizer, shape, context: make_pretrain(
         spec, stream.order.names, tokenizer, shape, context
     ),
+    "sft": lambda spec, stream, tokenizer, shape, context: make_sft(spec, tokenizer),
     "classify": lambda spec, stream, tokenizer, shape, context: make_classify(spec, stream, shape),
 }
+
+
+def make_sft(spec: RunSpec, tokenizer: Tokenizer) -> Sft:
+    drops = any((spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual))
+    begins = hf_prompt_format(Path(spec.model.hf), tokenizer).prefix if spec.model.hf else None
+    return Sft(
+        spec.data.cross_documents, spec.loss, spec.seed if drops else None, tokenizer.eos_id, begins,
+        spec.sft.neftune if spec.sft else 0.0, spec.seed,
+    )  # fmt: skip
 
 
 def make_classify(spec: RunSpec, stream: Stream, shape: ModelShape) -> Classify:

@@ -31,6 +31,7 @@ from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import ONE_PROCESS, Layout, decide_layout, record_replicas
 from bessemer.session.data import Data, held_out_rows, make_rows, open_data, sizes
 from bessemer.session.models import COMPANIONS, ModelSource, check_vocabularies, open_models
+from bessemer.session.sft import log_sft, with_sft_defaults
 from bessemer.spec.classify import as_classifier
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count
@@ -76,7 +77,7 @@ def complete_spec(spec: RunSpec) -> RunSpec:
     special = list(dict.fromkeys([*spec.tokenizer.special, *names]))
     if special != spec.tokenizer.special:
         spec = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"special": special})})
-    return with_folder_tokenizer(with_whole_documents(spec))
+    return with_folder_tokenizer(with_whole_documents(with_sft_defaults(spec)))
 
 
 def with_whole_documents(spec: RunSpec) -> RunSpec:
@@ -121,6 +122,7 @@ def decide_shape(spec: RunSpec, source: WeightSource | None, vocab: int, plan: P
         check_wrapped(folder_shape, vocab, context)
         plan.add("model.wrap", True, LIMITS, "asked")
     log_position_scaling(spec, shape, context, plan)
+    log_sft(spec, plan)
     return fit_positions(shape, context), context
 
 

@@ -13,7 +13,7 @@ from bessemer.spec.document import KeyPath
 from bessemer.spec.model import ModelSpec, ObjectiveSpec, model_shape
 from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
 from bessemer.spec.quantity import format_names
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import OBJECTIVES, RunSpec
 from bessemer.spec.shape import preset
 from bessemer.spec.text_steps import StepSpec
 
@@ -138,7 +138,7 @@ def check_conversations(spec: RunSpec) -> Iterator[Problem]:
     if chats:
         lists.append((("data", "clean"), spec.data.clean))
     for name, source in spec.data.sources.items():
-        if "chosen" in (source.columns or {}) and spec.objective in ("pretrain", "classify"):
+        if "chosen" in (source.columns or {}) and spec.objective in OBJECTIVES:
             problem = f"objective: {spec.objective} would learn the rejected answers too"
             yield ("data", "sources", name, "columns"), f"{problem}: name an objective that compares them"
     for path, steps in lists:
@@ -371,9 +371,24 @@ def check_classify(spec: RunSpec) -> Iterator[Problem]:
         yield ("loss",), "is that of pre-training: remove it"
 
 
+def check_sft(spec: RunSpec) -> Iterator[Problem]:
+    if spec.objective != "sft":
+        if spec.sft is not None:
+            yield ("sft",), f"has no effect with objective: {spec.objective}: write objective: sft, or remove it"
+        return
+    if any(task != ObjectiveSpec() for task in spec.tasks):
+        yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
+    if spec.model.causal is False:
+        yield ("model",), "sft predicts the next token: it needs a causal decoder"
+    degrees = [name for name in ("tp", "cp", "pp") if getattr(spec.parallel, name) > 1]
+    if spec.sft and spec.sft.neftune and (degrees or spec.model.wrap):
+        other = f"parallel.{degrees[0]}" if degrees else "model.wrap"
+        yield (("sft", "neftune"), f"the noise needs complete embeddings, which {other} does not have: remove one")
+
+
 def check_models(spec: RunSpec) -> Iterator[Problem]:
     for name, other in spec.models.items():
-        if spec.objective in ("pretrain", "classify"):
+        if spec.objective in OBJECTIVES:
             yield ("models", name), f"objective: {spec.objective} uses no other model: remove it"
         if spec.parallel.pp > 1:
             yield ("models", name), "pipeline stages have no place for another model: write parallel: {pp: 1}"
@@ -422,6 +437,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_rope_scaling, ("model", "data.context")),
     (check_wrapped, ("model", "optimizer", "dropout")),
     (check_models, ("models", "objective", "parallel")),
+    (check_sft, ("objective", "sft", "model", "tasks", "parallel")),
     (check_classify, ("objective", "classify", "model", "data", "tasks", "loss")),
 )
 

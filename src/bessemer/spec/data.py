@@ -119,7 +119,11 @@ Format = Literal[
     "text", "source", "jsonl", "csv", "parquet", "arrow", "hf", "webdataset", "mds", "tfrecord", "warc", "html"
 ]
 Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
-COLUMN_ROLES = ("text", "words", "label", "prompt", "completion", "chosen", "rejected")
+COLUMN_ROLES = (
+    "text", "words", "label", "prompt", "completion", "chosen", "rejected", "instruction", "input", "output", "system",
+)  # fmt: skip
+OPTIONAL_ROLES = ("input", "system")  # a row may lack them
+ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 
 
@@ -138,7 +142,12 @@ class TokenizerSpec(SpecSection):
         "layout of conversations: chatml, llama3, plain, none (texts one after another) or a Jinja file",
         "chatml",
     )
-    learn: Literal["all", "last"] = setting("all", "turns of the assistant that are learnt from", "last")
+    learn: Literal["all", "last", "completion", "everything"] = setting(
+        "all",
+        "what conversations are learnt from: all turns of the assistant, the last, its turns after the last message "
+        "of the user (completion), or every token (everything)",
+        "last",
+    )
     pattern: str | None = setting(None, "for tiktoken files of other names: cl100k, o200k, gpt2 or a regex", "cl100k")
     sample: Bytes = setting(64_000_000, "text to train the tokenizer on, at most", "64MB")
 
@@ -155,8 +164,14 @@ class SourceSpec(ShortSection, short="path"):
     columns: dict[str, str] | None = setting(
         None,
         "columns by what they are for: text (instead of text_field), words, label; prompt with completion, or with "
-        "chosen and rejected",
+        "chosen and rejected; instruction, input and output; system",
         {"text": "review", "label": "sentiment"},
+    )
+    chat_format: ChatFormat | None = setting(
+        None,
+        "format of the rows: messages, sharegpt, alpaca, prompt_completion or text; objective: sft recognises it from "
+        "the first rows",
+        "sharegpt",
     )
     include: Paths = setting([], "file patterns inside folders", "*.py")
     exclude: Paths = setting([], "file patterns to exclude inside folders", "tests/*")
@@ -180,6 +195,10 @@ class SourceSpec(ShortSection, short="path"):
             if self.text_field != "text":
                 raise ValueError(f"columns and text_field ({self.text_field}) both name the text: remove text_field")
             self.__dict__["text_field"] = text
+        if "instruction" in self.columns or "output" in self.columns or "input" in self.columns:
+            return self._check_instruction(text)
+        if "system" in self.columns and not self.messages_field and "prompt" not in self.columns:
+            raise ValueError("columns: system needs a prompt, an instruction or messages_field")
         answers = [role for role in ("completion", "chosen", "rejected") if role in self.columns]
         if ("prompt" in self.columns or answers) and answers not in (["completion"], ["chosen", "rejected"]):
             raise ValueError("columns: a prompt needs completion, or both chosen and rejected")
@@ -190,10 +209,24 @@ class SourceSpec(ShortSection, short="path"):
             raise ValueError(f"columns: prompt and answers, and {other}: name one of them")
         return self
 
+    def _check_instruction(self, text: str | None) -> SourceSpec:
+        roles = set(self.columns or ())
+        if not {"instruction", "output"} <= roles:
+            raise ValueError("columns: instruction and output need each other, and input needs both")
+        if (others := roles - {"instruction", "input", "output", "system"}) or self.messages_field or text:
+            other = ", ".join(sorted(others)) or f"messages_field ({self.messages_field})"
+            raise ValueError(f"columns: instruction and output, and {other}: name one of them")
+        return self
+
     @property
     def has_answers(self) -> bool:
         """Whether a row is a prompt with its answers."""
-        return self.columns is not None and ("completion" in self.columns or "chosen" in self.columns)
+        return self.columns is not None and any(role in self.columns for role in ("completion", "chosen", "output"))
+
+    @property
+    def names_content(self) -> bool:
+        """Whether the spec says which fields of a row are read."""
+        return bool(self.messages_field or self.columns or self.chat_format) or self.text_field != "text"
 
     @property
     def is_chat(self) -> bool:

@@ -421,6 +421,22 @@ def rare_saves(facts: LintFacts) -> Warnings:
         yield ("checkpoint", "every"), message
 
 
+def sft_from_scratch(facts: LintFacts) -> Warnings:
+    if facts.spec.objective == "sft" and facts.from_scratch:
+        message = (
+            "sft of random weights: 1,000 demonstrations teach a format to a model that read 1T tokens, not language "
+            "(Zhou et al. 2023, LIMA): write model: {hf: FOLDER}, or start_from"
+        )
+        yield ("model",), message
+
+
+# Named checks of the rows of `objective: sft`, made before its first step (data/chat_checks.py); silenced like rules.
+SFT_CHECKS = (
+    "nothing_trained", "turn_end_untrained", "pad_is_eos", "double_bos", "answer_past_context",
+    "template_without_marks", "template_tokens_missing", "special_tokens_split", "leaked_validation", "short_answers",
+    "language_mixup", "system_prompt_lost", "rows_beyond_context",
+)  # fmt: skip
+
 RULES: dict[str, Callable[[LintFacts], Warnings]] = {
     rule.__name__: rule
     for rule in (
@@ -428,7 +444,7 @@ RULES: dict[str, Callable[[LintFacts], Warnings]] = {
         batch_too_small, nobody_watches, no_clipping, no_dedup, contaminated_evaluation, no_validation,
         tokenizer_not_audited, vocabulary_outweighs_the_model, too_many_epochs, too_few_tokens, rotary_base_too_small,
         decay_in_the_gradient, sgd_on_a_transformer, slow_second_moment, loss_scale_without_fp16, hasty_stop,
-        rare_saves,
+        rare_saves, sft_from_scratch,
     )
 }  # fmt: skip
 
@@ -439,7 +455,7 @@ def lint_spec(spec: RunSpec, folder: Path | None = Path(), gpu: str = "") -> lis
     facts = LintFacts(spec, folder, gpu)
     warnings = []
     for name in spec.lints.silence:
-        if name not in RULES:
+        if name not in RULES and name not in SFT_CHECKS:
             near = difflib.get_close_matches(name, RULES, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"rules are {', '.join(RULES)}"
             warnings.append(Lint("unknown_rule", ("lints", "silence"), f"no rule {name!r}: {hint}"))

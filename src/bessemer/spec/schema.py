@@ -209,7 +209,15 @@ class ParallelSpec(SpecSection):
     deepspeed: DeepSpeedSpec = section(DeepSpeedSpec, "what DeepSpeed shards and offloads")
 
 
-OBJECTIVES = ("pretrain", "classify")
+class SftSpec(SpecSection):
+    """Supervised fine-tuning (`objective: sft`)."""
+
+    neftune: float = setting(
+        0.0, "NEFTune: noise on the embeddings, alpha / sqrt(length * width) (Jain et al. 2023)", 5.0, ge=0, le=1000
+    )
+
+
+OBJECTIVES = ("pretrain", "sft", "classify")
 
 
 class RunSpec(SpecSection):
@@ -219,11 +227,12 @@ class RunSpec(SpecSection):
     runs: str = setting("runs", "folder that holds the runs", "runs", min_length=1)
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
-        "pretrain", "pretrain, classify, or your own class: path/to/file.py:Class or module:Class", "classify"
+        "pretrain", "pretrain, sft, classify, or your own class: path/to/file.py:Class or module:Class", "sft"
     )
     classify: ClassifySpec | None = setting(
         None, "with objective: classify: what is classified", {"labels": ["negative", "positive"]}
     )
+    sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}

@@ -80,6 +80,7 @@ class ModelInputs:
     fields: dict[str, Tensor] = field(default_factory=dict)  # (B, T) per token or (B, D, ...) per document
     counts: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
+    row_seeds: tuple[int, ...] = ()  # for noise: one for each row, wherever it is trained
 
     def without_weight(self) -> ModelInputs:
         """The same with weight zero: fills up a pipeline."""

@@ -15,7 +15,7 @@ from bessemer.checkpoint.lineage import read_tags
 from bessemer.checkpoint.manifest import DamagedCheckpoint
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.prepare import chat_template
-from bessemer.data.tokenizer.chat import Message, prompt_ids, turn_end_ids
+from bessemer.data.tokenizer.chat import Message, prompt_ids, read_template, turn_end_ids
 from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, hf_prompt_format, native_prompt_format
 from bessemer.errors import UserError
 from bessemer.model.families.adapter import ADAPTER_CONFIG, AdapterFolder
@@ -182,12 +182,18 @@ def _run_template(path: Path, tokenizer: Tokenizer) -> str | None:
     return _folder_template(origin.folder.path) if origin is not None and origin.own_tokenizer else None
 
 
-def _folder_template(path: Path) -> str | None:
+def folder_template_file(path: Path) -> Path | None:
+    """The file of a Hugging Face folder that holds its chat template."""
     if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        return path / "chat_template.jinja"
     config = path / "tokenizer_config.json"
     template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
-    return template if isinstance(template, str) else None
+    return config if isinstance(template, str) else None
+
+
+def _folder_template(path: Path) -> str | None:
+    file = folder_template_file(path)
+    return read_template(str(file), ()) if file else None
 
 
 def prompt_format(folder: str | Path, tokenizer: Tokenizer) -> PromptFormat:

@@ -22,10 +22,7 @@ SHAPES = {
 }
 
 
-FAST = ("grouped", "windows", "mamba", "latent")
-
-
-@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SHAPES])
+@pytest.fixture(params=SHAPES)
 def model(request, shape_of, build_random):
     return build_random(shape_of(**SHAPES[request.param])).eval()
 

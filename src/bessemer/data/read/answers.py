@@ -1,4 +1,5 @@
-"""Rows with a prompt and its answers: `columns: {prompt, completion}` or `columns: {prompt, chosen, rejected}`.
+"""Rows with a prompt and its answers: `columns: {prompt, completion}`, `columns: {prompt, chosen, rejected}` or
+`columns: {instruction, input, output}`.
 
 A row becomes one document whose messages are the prompt's turns and then the turns of each answer, marked by their
 column. Steps of `clean` see the row as one conversation; before tokenization it is divided, one for each answer.
@@ -15,7 +16,7 @@ import xxhash
 
 from bessemer.data.read.entry import Document
 
-ANSWERS = ("completion", "chosen", "rejected")
+ANSWERS = ("completion", "chosen", "rejected", "output")
 PAIRED = ("chosen", "rejected")
 CHOSEN = "chosen"
 _MARK = "answer"  # key of an answer's messages: the column it came from
@@ -34,8 +35,8 @@ def answer_messages(record: Mapping[str, Any], columns: Mapping[str, str], read:
     answers = {
         role: _turns(record[columns[role]], columns[role], "assistant", read) for role in ANSWERS if role in columns
     }
-    if "prompt" in columns:
-        prompt = _turns(record[columns["prompt"]], columns["prompt"], "user", read)
+    if "prompt" in columns or "instruction" in columns:
+        prompt = _prompt(record, columns, read)
         answers = {role: turns[len(prompt) :] if _begins(turns, prompt) else turns for role, turns in answers.items()}
     else:
         prompt = _common(*answers.values())
@@ -46,6 +47,19 @@ def answer_messages(record: Mapping[str, Any], columns: Mapping[str, str], read:
             raise UnusableAnswer(f"{columns[role]!r} holds no answer; write one, or delete the row")
     marked = [{**turn, _MARK: role} for role, turns in answers.items() for turn in turns]
     return [*prompt, *marked]
+
+
+def _prompt(record: Mapping[str, Any], columns: Mapping[str, str], read: ReadMessages) -> list[Message]:
+    """The prompt's turns: of one column, or Alpaca's instruction and input, one per line, as one turn."""
+    if "prompt" in columns:
+        prompt = _turns(record[columns["prompt"]], columns["prompt"], "user", read)
+    else:
+        values = [record.get(columns[role]) for role in ("instruction", "input") if role in columns]
+        if wrong := [value for value in values if value is not None and not isinstance(value, str)]:
+            raise UnusableAnswer(f"instruction or input holds a {type(wrong[0]).__name__}, not text; correct it")
+        prompt = [{"role": "user", "content": "\n".join(value for value in values if value)}]
+    system = record.get(columns["system"]) if "system" in columns else None
+    return [{"role": "system", "content": system}, *prompt] if isinstance(system, str) and system.strip() else prompt
 
 
 def _turns(value: Any, column: str, role: str, read: ReadMessages) -> list[Message]:
@@ -63,7 +77,7 @@ def _common(first: list[Message], *others: list[Message]) -> list[Message]:
     return first[:size]
 
 
-def divide_answers(documents: Iterator[Document]) -> Iterator[Document]:
+def divide_answers(documents: Iterator[Document], learn_prompts: bool = False) -> Iterator[Document]:
     """One document for each answer, with only that answer to learn from; other documents as they are. The two answers
     of a pair have the field `group` in common, and `chosen` is 1 for the better one."""
     for document in documents:
@@ -72,7 +86,9 @@ def divide_answers(documents: Iterator[Document]) -> Iterator[Document]:
         if not names:
             yield document
             continue
-        prompt = [{**message, "weight": 0} for message in messages if _MARK not in message]
+        prompt = [message for message in messages if _MARK not in message]
+        if not learn_prompts:
+            prompt = [{**message, "weight": 0} for message in prompt]
         for name in names:
             turns = [
                 {key: value for key, value in message.items() if key != _MARK}

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from bessemer.data.read.answers import UnusableAnswer, answer_messages
+from bessemer.data.read.chat_turns import join_parts, normalise_turns
 from bessemer.data.read.compression import open_bytes, open_decompressed
 from bessemer.data.read.entry import BadRow, Document, FilePiece
 from bessemer.errors import UserError
-from bessemer.spec.data import SourceSpec
+from bessemer.spec.data import OPTIONAL_ROLES, SourceSpec
 
 LONGEST_ROW_BYTES = 1 << 30
 _RAW_CHARS = 500
@@ -62,29 +63,36 @@ class PieceReader:
     def document(self, row: int, record: Mapping[str, Any], raw: bytes | str | None = None) -> Row | None:
         """The document of a record; None, counted in `tally`, where it holds no text. `raw` is the row as stored."""
         try:
-            text, messages = self._content(record)
+            text, messages = self._content(record, row)
             document_id = _identifier(record, self.source.id_field)
             url = _identifier(record, self.source.url_field)
         except (_Unusable, UnusableAnswer) as error:
             return self.bad(row, str(error), raw if raw is not None else _dump_record(record))
         document = self.text(row, text, document_id, url, messages)
         if document is not None and self._columns and not self.source.has_answers:
-            document.fields = {role: record[name] for role, name in self._columns.items()}
+            document.fields = {role: record[name] for role, name in self._columns.items() if role not in OPTIONAL_ROLES}
         return document
 
-    def _content(self, record: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]] | None]:
+    def _content(self, record: Mapping[str, Any], row: int) -> tuple[str, list[dict[str, Any]] | None]:
         """The text, and the messages if it is a conversation."""
         answers = self.source.has_answers
         if not answers and self._content_field not in record:
             raise _Unusable(f"no field {self._content_field!r}; {self.choose(record)}")
-        if missing := [name for name in self._columns.values() if name not in record]:
+        required = [name for role, name in self._columns.items() if role not in OPTIONAL_ROLES]
+        if missing := [name for name in required if name not in record]:
             raise _Unusable(f"no field {missing[0]!r}; it has {list_names(record)}: correct columns of the source")
         if answers:
             messages = answer_messages(record, self._columns, _messages)
         elif self.source.messages_field:
-            messages = _messages(record[self._content_field], self.source.messages_field)
+            turns = record[self._content_field]
+            messages = _messages(join_parts(turns) if self.source.chat_format else turns, self.source.messages_field)
+            system = record.get(self._columns["system"]) if "system" in self._columns else None
+            if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": system}, *messages]
         else:
             return _text(record[self._content_field], self._content_field, record, self), None
+        if self.source.chat_format:
+            messages = normalise_turns(messages, f"{self.file}:{row}")
         return "\n\n".join(message["content"] for message in messages if message["content"]), messages
 
     def text(self, row: int, text: str, document_id: str = "", url: str = "", messages: Any = None) -> Document | None:

@@ -19,12 +19,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from bessemer.data.read.chat_turns import REASONING_TURN
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
 Message = Mapping[str, Any]
-Learn = Literal["all", "last"]
+Learn = Literal["all", "last", "completion", "everything"]
 Rendered = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]
 
 
@@ -45,8 +46,9 @@ def render(
 ) -> Rendered:
     """Ids of the conversation and a mask of the same length: 1 where the loss counts.
 
-    `template` is chatml, llama3, plain, none, a Jinja file or its source; `learn` selects all turns of the assistant
-    or the last. A message with weight 0 is not learned.
+    `template` is chatml, llama3, plain, none, a Jinja file or its source; `learn` selects all turns of the assistant,
+    the last, those after the last message of the user (completion), or every token. A message with weight 0 is not
+    learned.
     """
     return render_batch([messages], tokenizer, template, learn)[0]
 
@@ -71,7 +73,8 @@ def render_batch(
                 text_ids, offsets = next(encoded)
                 ids += text_ids
                 mask += _mask(offsets, part.spans)
-        rendered.append((np.array(ids, np.uint32), np.array(mask, np.uint8)))
+        bits = np.array(mask, np.uint8)
+        rendered.append((np.array(ids, np.uint32), 1 - bits if learn == "everything" else bits))
     return rendered
 
 
@@ -89,10 +92,15 @@ def turn_end_ids(template: str, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def learned_turns(messages: Sequence[Message], learn: Learn) -> list[bool]:
-    """For each message, whether it is learned."""
+    """For each message, whether it is learned; with everything, whether it is not."""
+    if learn == "everything":
+        return [message.get("weight", 1) == 0 for message in messages]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if learn == "last":
         turns = turns[-1:]
+    if learn == "completion":
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        turns = [i for i in turns if i > last]
     return [i in set(turns) and message.get("weight", 1) != 0 for i, message in enumerate(messages)]
 
 
@@ -162,7 +170,7 @@ def _chatml(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tok
     for message, learn in zip(messages, learned, strict=True):
         yield ChatSegment("<|im_start|>", special=True)
         yield ChatSegment(f"{message['role']}\n")
-        yield ChatSegment(message_text(message) + _calls(message, "arguments"), learn)
+        yield ChatSegment(_reasoning(message) + message_text(message) + _calls(message, "arguments"), learn)
         yield ChatSegment("<|im_end|>", learn, special=True)
         yield ChatSegment("\n")
 
@@ -174,7 +182,8 @@ def _llama3(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tok
         yield ChatSegment("ipython" if message["role"] == "tool" else message["role"])
         yield ChatSegment("<|end_header_id|>", special=True)
         yield ChatSegment("\n\n")
-        yield ChatSegment(message_text(message).strip() + _calls(message, "parameters"), learn)
+        text = _reasoning(message) + message_text(message).strip() + _calls(message, "parameters")
+        yield ChatSegment(text, learn)
         yield ChatSegment("<|eot_id|>", learn, special=True)
 
 
@@ -182,7 +191,7 @@ def _plain(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Toke
     """Names and blank lines; the end of a document ends each turn of the assistant."""
     for place, (message, learn) in enumerate(zip(messages, learned, strict=True)):
         yield ChatSegment("\n\n" * (place > 0) + f"{message['role'].capitalize()}:")
-        yield ChatSegment(" " + message_text(message) + _calls(message, "arguments"), learn)
+        yield ChatSegment(" " + _reasoning(message) + message_text(message) + _calls(message, "arguments"), learn)
         if message["role"] == "assistant":
             yield ChatSegment(tokenizer.eos, learn, special=True)
 
@@ -190,9 +199,14 @@ def _plain(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Toke
 def _none(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
     """Only the texts; the end of a document ends each turn of the assistant."""
     for message, learn in zip(messages, learned, strict=True):
-        yield ChatSegment(message_text(message) + _calls(message, "arguments"), learn)
+        yield ChatSegment(_reasoning(message) + message_text(message) + _calls(message, "arguments"), learn)
         if message["role"] == "assistant":
             yield ChatSegment(tokenizer.eos, learn, special=True)
+
+
+def _reasoning(message: Message) -> str:
+    """The thoughts before an answer, in the tags of DeepSeek-R1 and Qwen3."""
+    return f"<think>\n{message[REASONING_TURN].strip()}\n</think>\n\n" if REASONING_TURN in message else ""
 
 
 def _calls(message: Message, arguments_name: str) -> str:
@@ -281,6 +295,11 @@ def jinja_template(source: str) -> Layout:
         names = sorted(tokenizer.special, key=len, reverse=True)
         safe = [_protect(message, names) for message in messages]
         if marked:
+            if any(learn and message["role"] != "assistant" for message, learn in zip(messages, learned, strict=True)):
+                raise UserError(
+                    "chat template: learn: everything with a message of the user of weight 0: only turns of the "
+                    "assistant are in {% generation %} blocks; remove the weight"
+                )
             text = run(safe, tokenizer, False)
             turns = [learn for message, learn in zip(messages, learned, strict=True) if message["role"] == "assistant"]
             return _parts(text, names, turns, tokenizer)
@@ -372,7 +391,8 @@ def _mark_turns(
         if not (after.startswith(before) and text.startswith(after) and len(before) >= done):
             raise UserError(
                 f"chat template: message {place + 1} is rendered differently once other messages follow, so the text "
-                "to learn is unknown; put {% generation %} and {% endgeneration %} around it in the template"
+                "to learn is unknown; put {% generation %} and {% endgeneration %} around it in the template "
+                "[template_without_marks]"
             )
         end = len(after)
         closing = [match.end() for match in special.finditer(text, len(before), end)]

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -175,7 +175,7 @@ class TokenizeTask:
     number: int
     alone: bool  # the only worker: it may use all cores
     template: str  # of conversations
-    learn: Literal["all", "last"]
+    learn: Learn
     label: str | None  # stored as the documents' score
     copies: Path | None
     labels: ClassifySpec | None = None  # rows have labels
@@ -222,8 +222,8 @@ def tokenize_part(task: TokenizeTask) -> int:
         labelled = LabelledRows(task.labels, tokenizer) if task.labels else None
         documents = read_curated_documents(task.part, task.source, task.cache, task.ledgers, task.copies)
         for document, tokens, mask in encode_documents(
-            divide_answers(document for _, document in documents), tokenizer, None if task.alone else 1, task.template,
-            task.learn,
+            divide_answers((document for _, document in documents), task.learn == "everything"), tokenizer,
+            None if task.alone else 1, task.template, task.learn,
         ):  # fmt: skip
             fields = document.fields if task.source.has_answers else {}
             row = labelled.encode(document, tokens) if labelled else EncodedRow(tokens, mask, fields)

@@ -47,6 +47,8 @@ EXTRA_BYTES = {
 TULU = "Tulu 3 2024, released settings of 8B and 70B"
 # (parameters, rate)
 _SFT_RATES = ((1e9, 1e-5), (8e9, 5e-6), (70e9, 2e-6))
+SFT_SMALLEST = _SFT_RATES[0][0]  # smaller models follow the rule of continued pre-training
+SFT_ROWS, SFT_FEWEST_ROWS, SFT_STEPS = 128, 8, 100
 _DPO_RATES = ((1e9, 1e-6), (8e9, 5e-7), (70e9, 2e-7))
 LORA_FACTOR = 10.0  # Schulman et al. 2025, LoRA without regret
 
@@ -217,11 +219,16 @@ class Tuning:
 def sft(parameters: float, lora: bool = False) -> RecipeAnswer[Tuning]:
     """Supervised fine-tuning on demonstrations."""
     settings = {
-        "learning_rate": _rate(_SFT_RATES, parameters, lora), "epochs": 2, "batch_rows": 128, "warmup": 0.03,
+        "learning_rate": _rate(_SFT_RATES, parameters, lora), "epochs": 2, "batch_rows": SFT_ROWS, "warmup": 0.03,
         "weight_decay": 0.0, "schedule": "linear", "loss": "sum over tokens",
     }  # fmt: skip
     reason = "two epochs in batches of 128; the loss is summed over tokens, so that short answers do not weigh more"
     return RecipeAnswer(Tuning("sft", settings), reason, TULU, _basis(parameters))
+
+
+def sft_batch_rows(rows: float) -> int:
+    """Conversations per step of a run over that many: 128, or fewer for at least 100 steps, but no less than 8."""
+    return int(min(SFT_ROWS, max(SFT_FEWEST_ROWS, rows // SFT_STEPS)))
 
 
 def classify(parameters: float, trained: bool) -> RecipeAnswer[Tuning]:
