@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+# A worker that has nothing left takes half of what another one has: neither is alone with long tests at the end.
+XDIST := -n $(WORKERS) --dist worksteal
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,6 +20,8 @@ BENCH_STAMP := $(VENV)/.installed-bench
 PEERS_STAMP := $(PEERS)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -34,12 +38,12 @@ demo: $(CORE_STAMP) ## train a small model on this machine and show what Besseme
 
 test: lint ## linters, types, import contracts, then the fast tests
 	@echo "pytest (fast tests, $(WORKERS) workers)"
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
+	@$(BIN)/python -m pytest $(XDIST) -m "not slow and not gpu"
 
 test-all: lint $(BENCH_STAMP) $(PEERS_STAMP) ## the same with the slow tests and the comparisons with other trainers
 	@echo "pytest (all but gpu, $(WORKERS) workers)"
 	@PYTHONPATH="$(CURDIR)/$(PEERS)/megatron:$(CURDIR)/$(PEERS)/datatrove:$(CURDIR)/$(PEERS)/smollm2$${PYTHONPATH:+:$$PYTHONPATH}" \
-	  $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --hypothesis-profile full
+	  $(BIN)/python -m pytest $(XDIST) -m "not gpu" --hypothesis-profile full
 
 lint: $(DEV_STAMP) ## ruff, import contracts and mypy
 	@echo "ruff check"

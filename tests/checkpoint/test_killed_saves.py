@@ -11,7 +11,7 @@ from bessemer.checkpoint.manifest import NAME, verify
 from bessemer.checkpoint.store import CheckpointStore
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 def test_no_kill_leaves_a_broken_checkpoint_or_costs_more_than_an_interval(tmp_path, kills):
     script = Path(__file__).with_name("saves_for_ever.py")
     command = [sys.executable, str(script), str(tmp_path), str(kills), "7"]

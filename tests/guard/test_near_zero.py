@@ -36,14 +36,20 @@ def judge_all(judge: Judge, pairs: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("share", "seed"),
-    [(0.01, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1.0, 0), (1.0, 1), (0.1, 2), (1e-4, 4)])],
+    ("share", "seed", "steps"),
+    [
+        (0.01, 3, 1000),
+        *(
+            pytest.param(*case, STEPS, marks=pytest.mark.slow)
+            for case in [(1.0, 0), (1.0, 1), (0.1, 2), (0.01, 3), (1e-4, 4)]
+        ),
+    ],
 )
-def test_20000_clean_steps_without_a_veto_or_an_alarm(share: float, seed: int) -> None:
-    pairs = steps_of(share, seed)
+def test_20000_clean_steps_without_a_veto_or_an_alarm(share: float, seed: int, steps: int) -> None:
+    pairs = steps_of(share, seed)[:steps]
     judge = Judge(GuardSpec(), torch.device("cpu"), REAL["rows"], JUDGED)
-    assert judge_all(judge, pairs) == [ACCEPT] * STEPS
-    detectors = Detectors(GuardSpec(detect=DetectSpec(loss_unit=JUDGED.level)), None, STEPS)
+    assert judge_all(judge, pairs) == [ACCEPT] * steps
+    detectors = Detectors(GuardSpec(detect=DetectSpec(loss_unit=JUDGED.level)), None, steps)
     alarms = []
     for step, (loss, norm) in enumerate(pairs.tolist()):
         record = {"step": step, "loss": loss, "grad_norm": max(norm, JUDGED.least_norm), "lr": 1e-3, "lr_planned": 1e-3,

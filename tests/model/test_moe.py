@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -105,7 +105,6 @@ def designs(draw: st.DrawFn) -> Moe:
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
 @given(moe=designs(), gated=st.booleans(), seed=st.integers(0, 99), tokens=st.integers(1, 9), padded=st.booleans())
 def test_output_loss_and_gradients_equal_the_slow_reference(moe, gated, seed, tokens, padded):
     layer = make(moe, seed, "silu" if gated else "relu2", gated)

@@ -68,7 +68,13 @@ def workers(folder: Path) -> list[psutil.Process]:
     return [psutil.Process(int((folder / f"pid-{rank}").read_text())) for rank in range(2)]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
+OTHER_SIGNALS = ((signal.SIGUSR1, 138), (signal.SIGINT, 130))
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHER_SIGNALS)],
+)
 def test_a_signal_is_passed_on_and_told_by_the_exit_code(
     start: Start, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

@@ -85,7 +85,9 @@ def test_nothing_is_said_of_whole_replicas_or_small_tensors(ranks: Ranks) -> Non
     assert left_whole(model.named_parameters(), sum(parameter.nbytes for parameter in model.parameters())) == []
 
 
-@pytest.mark.parametrize("layout", ["two replicas", "two shards", "two by two"])
+@pytest.mark.parametrize(
+    "layout", ["two shards", *(pytest.param(name, marks=pytest.mark.slow) for name in ("two replicas", "two by two"))]
+)
 def test_the_run_keeps_the_table(ranks: Ranks, folder: Path, layout: str) -> None:
     size, degrees = LAYOUTS[layout]
     spec = spec_of(folder, f"held-{layout.replace(' ', '-')}", layout, steps=4, optimizer={"lr": 0.01, "ema": 0.9})

@@ -66,7 +66,8 @@ EXPERTS: dict[str, tuple[int, Asked]] = {
     "replicas of divided experts": (4, {"ep": 2, "dp_replicate": 2}),
     "stages of divided experts": (4, {"ep": 2, "pp": 2}),
 }
-CORE = ("one, divided", "two replicas", "two shards", "tensors", "columns", "stages", "divided experts")
+# Two shards, tensors and stages continue a checkpoint of another layout below, with the same curve.
+CORE = ("one, divided", "two replicas", "columns", "divided experts")
 MODEL = {"width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 64}
 MOE = {"experts": 4, "top_k": 2, "ffn": 32, "shared": 1, "dense_layers": [0], "balance": 0.05, "choice_bias": True}
 

@@ -108,7 +108,13 @@ def test_a_divided_step_is_the_step_bit_for_bit(ranks: Ranks, name: str) -> None
         same(found, wanted)
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "8bit moments", "lion with bf16 moments",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16 moments", "adam on the host")),
+    ],
+)  # fmt: skip
 def test_moments_in_few_bits_round_alike_however_they_are_divided(ranks: Ranks, kind: str) -> None:
     """Elements are rounded by their place in the whole, not by that in a part."""
     name, memory = MEMORIES[kind]

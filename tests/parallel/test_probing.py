@@ -86,7 +86,7 @@ def probed(spec: RunSpec, rows: list[int], full: bool) -> tuple[int, list[Any]]:
     [
         ({"dp_replicate": 2}, True),
         pytest.param({"dp_replicate": 2}, False, marks=pytest.mark.slow),
-        ({"dp_shard": 2}, False),
+        pytest.param({"dp_shard": 2}, False, marks=pytest.mark.slow),
     ],
 )
 def test_the_process_with_the_least_room_decides_for_all(

@@ -43,7 +43,13 @@ def spec_with(folder: Path, name: str, layout: str = "two replicas", steps: int 
 
 
 @pytest.mark.parametrize(
-    "asked", [{"bucket_mb": 1}, {"static_graph": True}, {"divide_optimizer": True}], ids=lambda asked: next(iter(asked))
+    "asked",
+    [
+        pytest.param({"bucket_mb": 1}, marks=pytest.mark.slow),
+        pytest.param({"static_graph": True}, marks=pytest.mark.slow),
+        {"divide_optimizer": True},
+    ],
+    ids=lambda asked: next(iter(asked)),
 )
 def test_what_changes_no_number(
     ranks: Ranks, folder: Path, alone: dict[str, list[float]], asked: dict[str, Any]
@@ -133,7 +139,7 @@ def test_a_veto_leaves_everything_and_the_run_goes_on(ranks: Ranks, folder: Path
     "change",
     [
         ("two replicas", "one"),
-        ("one", "two replicas"),
+        pytest.param(("one", "two replicas"), marks=pytest.mark.slow),
         pytest.param(("two replicas", "two shards"), marks=pytest.mark.slow),
     ],
 )

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.data.stream.order import MixturePhase, StreamOrder
@@ -32,7 +32,6 @@ def runs(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     return phases, sequences, caps
 
 
-@settings(max_examples=60)
 @given(runs())
 def test_no_cap_is_ever_passed_and_shares_hold_at_every_prefix(run) -> None:  # type: ignore[no-untyped-def]
     phases, sequences, caps = run
@@ -74,7 +73,6 @@ def dealt_block(dealt, name: str) -> int:  # type: ignore[no-untyped-def]
     return max(dict(zip(m.names, m.counts, strict=True)).get(name, 0) for _, m in dealt.phases)
 
 
-@settings(max_examples=60)
 @given(runs(), st.integers(1, 5000))
 def test_a_run_longer_than_its_data_is_refused_and_no_other(run, total: int) -> None:  # type: ignore[no-untyped-def]
     phases, sequences, caps = run

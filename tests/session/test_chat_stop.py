@@ -36,7 +36,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             file.write(json.dumps({"messages": turns}) + "\n")
     parts = spec_data(
         "chat", home / "talks.jsonl", home / "runs", tokenizer={"vocab": 300, "chat": request.param},
-        budget={"steps": 250, "batch": 768}, evaluate={"every": 250, "tokens": 256}, optimizer={"lr": 5e-3},
+        budget={"steps": 140, "batch": 768}, evaluate={"every": 140, "tokens": 256}, optimizer={"lr": 1e-2},
         model={"width": 48, "layers": 2, "heads": 2},
     )  # fmt: skip
     sources = {"talks": {"path": [str(home / "talks.jsonl")], "messages_field": "messages"}}

@@ -92,7 +92,7 @@ def native_logits(run: Path, texts: list[str], at: int) -> torch.Tensor:
 TEXTS = ["a great film and a lovely work", "it was awful", "the night had some sad scenes of broken work"]
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sentiment_from_scratch_and_its_export(make: Callable[..., RunSpec], tmp_path: Path, causal: bool) -> None:
     """95 % of held-out reviews are right; the exported model gives the same logits and labels."""
     bert = {"causal": False, "norm": "layer", "norm_place": "post", "positions": "learned", "gated": False,
@@ -131,10 +131,13 @@ def test_any_accumulation_gives_the_same_loss(make: Callable[..., RunSpec]) -> N
     ("columns", "classify", "numbers"),
     [
         ({"words": "words", "label": "tags"}, {"kind": "token", "labels": ["O", "W"]}, ("accuracy", "f1", "confusion")),
-        ({"text": "review", "label": "topics"}, {"problem": "multi", **SENTIMENT}, ("accuracy", "f1", "f1_micro")),
+        pytest.param(
+            {"text": "review", "label": "topics"}, {"problem": "multi", **SENTIMENT}, ("accuracy", "f1", "f1_micro"),
+            marks=pytest.mark.slow,
+        ),
         ({"text": "review", "label": "stars"}, {"problem": "regression"}, ("mse", "mae", "r2")),
     ],
-)
+)  # fmt: skip
 def test_other_problems_learn(make: Callable[..., RunSpec], tmp_path: Path, columns: Any, classify: Any, numbers: Any):
     spec = make(columns=columns, classify=classify, budget={"steps": 60, "batch": 512})
     validation = train(spec).validation
@@ -148,7 +151,7 @@ def test_other_problems_learn(make: Callable[..., RunSpec], tmp_path: Path, colu
     assert config["architectures"] == [f"LlamaFor{kind}Classification"]
 
 
-@pytest.mark.parametrize("family", ["Bert", "Llama"])
+@pytest.mark.parametrize("family", ["Bert", pytest.param("Llama", marks=pytest.mark.slow)])
 def test_a_new_head_on_a_language_model(make: Callable[..., RunSpec], tmp_path: Path, family: str) -> None:
     """From a folder of transformers, with its special tokens, and back: the same logits as transformers."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
@@ -207,6 +210,9 @@ def test_bad_rows_and_settings_are_refused_by_place(make: Callable[..., RunSpec]
         make(objective="tune")
 
 
+BURST = 125  # the step of the wrong labels
+
+
 class FlippedLabels(Faults):
     """The labels of one step's rows are the wrong ones, whenever it is read."""
 
@@ -230,15 +236,14 @@ class FlippedLabels(Faults):
 
 
 def test_a_burst_of_flipped_labels_is_vetoed_and_the_run_goes_on(make: Callable[..., RunSpec]) -> None:
-    spec = make(budget={"steps": 260, "batch": 1024}, guard={"warmup": 32, "window": 64})
-    outcome = Session(spec, faults=FlippedLabels(220)).train()
+    spec = make(budget={"steps": 150, "batch": 1024}, optimizer={"lr": 1e-2}, guard={"warmup": 32, "window": 64})
+    outcome = Session(spec, faults=FlippedLabels(BURST)).train()
     assert outcome.kind == "finished" and outcome.validation is not None and outcome.validation["accuracy"] > 0.95
     records = list(Run(run_folder(spec)).metrics())
-    before = [record["loss"] for record in records[200:220]]
-    assert max(before) < 0.5 and records[220]["loss"] > 3
-    assert [(event["step"], event["reason"]) for event in Run(run_folder(spec)).events("veto")] == [
-        (220, "loss outlier")
-    ]
+    before = [record["loss"] for record in records[BURST - 20 : BURST]]
+    assert max(before) < 0.5 and records[BURST]["loss"] > 3
+    vetoes = [(event["step"], event["reason"]) for event in Run(run_folder(spec)).events("veto")]
+    assert vetoes == [(BURST, "loss outlier")]
     assert [event["verdict"] for event in Run(run_folder(spec)).events("trial")] == ["data"]
     assert not list(Run(run_folder(spec)).events("rollback"))
 

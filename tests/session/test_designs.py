@@ -81,7 +81,7 @@ def spec_of(runs: Path, name: str, design: dict[str, Any], steps: int, **more: A
     )  # fmt: skip
 
 
-SLOW = ("capacity", "alibi", "learned", "sparse", "relative")
+SLOW = ("capacity", "latent", "alibi", "sandwich", "learned", "sparse", "relative", "denoise")
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_veto_is_tried_written_up_and_recovered_from(make: Make) -> None:
     assert [event["step"] for event in events(spec, "saved")] == [16, 32, 36, 48, 52, 56, 64, 72]
 
 
-@pytest.mark.parametrize("copies", ["auto", "off"])
+@pytest.mark.parametrize("copies", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_damaged_weight_is_undone_and_no_digit_differs_from_a_run_without_it(
     make: Make, unbroken: RunSpec, copies: str
 ) -> None:

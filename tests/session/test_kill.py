@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from bessemer.run.directory import Run
-from bessemer.spec.load import dump_spec
+from bessemer.session.session import train
+from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.schema import RunSpec
 
 STEPS = 600
@@ -43,8 +44,7 @@ def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
 ) -> None:
     whole, broken = Run(tmp_path / "runs" / "whole"), Run(tmp_path / "runs" / "broken")
     length = 60 * kills  # a kill comes within 40 steps of the last
-    process = start(write_spec(make_spec, tmp_path, "whole", length))
-    assert process.wait() == 0, process.stdout.read()
+    assert train(load_spec(write_spec(make_spec, tmp_path, "whole", length))).kind == "finished"
     path = write_spec(make_spec, tmp_path, "broken", length)
     draw, killed_at = random.Random(kills), []
     for _ in range(kills):
@@ -64,9 +64,7 @@ def test_killed_runs_resume_with_every_step_once_and_the_same_losses(
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before the kill"
         killed_at.append(len(losses(broken)) if broken.steps_path.exists() else 0)
-    process = start(path)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+    assert train(load_spec(path)).kind == "finished"
     print("killed after steps", killed_at)
     assert [step for step, _ in losses(broken)] == list(range(length))
     assert losses(broken) == losses(whole)

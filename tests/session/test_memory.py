@@ -37,9 +37,12 @@ def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 @pytest.mark.parametrize(
     "memory",
-    [{"activations": "selective"}, {"activations": "full"}, {"activations": 0.5}, {"offload_activations": True}],
+    [
+        pytest.param({"activations": "selective"}, marks=pytest.mark.slow), {"activations": "full"},
+        {"activations": 0.5}, {"offload_activations": True},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_losses_do_not_depend_on_what_is_kept(
     make_spec: Callable[..., RunSpec], plain: tuple[str, list[float]], memory: dict[str, Any]
 ) -> None:

@@ -126,8 +126,12 @@ def endless() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "copies"), [(endless, "auto"), (Flow, "off"), pytest.param(endless, "off", marks=pytest.mark.slow)]
-)
+    ("dataset", "copies"),
+    [
+        (endless, "auto"), pytest.param(Flow, "off", marks=pytest.mark.slow),
+        pytest.param(endless, "off", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_an_iterable_is_read_on_after_a_rollback(tmp_path: Path, tokenizer: Path, dataset: Any, copies: str) -> None:
     """What has passed cannot be read again: the run goes back in its weights, and forward in its data."""
     guard = GuardSpec(

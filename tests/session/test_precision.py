@@ -43,9 +43,9 @@ def test_overflows_are_skipped_and_told_in_the_record_alone(make_spec):
 
 
 def test_a_run_can_change_to_fp16_and_back(make_spec):
-    train(make_spec("change", precision="bf16", budget={"steps": 10}))
-    assert train(make_spec("change", precision="fp16", budget={"steps": 20})).kind == "finished"
-    assert train(make_spec("change", precision="fp32", budget={"steps": 30})).kind == "finished"
+    train(make_spec("change", precision="bf16", budget={"steps": 4}))
+    assert train(make_spec("change", precision="fp16", budget={"steps": 8})).kind == "finished"
+    assert train(make_spec("change", precision="fp32", budget={"steps": 12})).kind == "finished"
 
 
 def test_fp8_needs_a_gpu(make_spec):

@@ -60,9 +60,9 @@ def test_short_runs_and_those_with_faults_are_not_kept(
     make_spec: Callable[..., RunSpec], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Session(make_spec("short")).train()
+    Session(make_spec("short", budget={"steps": 6})).train()
     monkeypatch.setattr(record, "WORTH_KEEPING_S", 0.0)
-    Session(make_spec("faulty"), faults=Faults()).train()
+    Session(make_spec("faulty", budget={"steps": 6}), faults=Faults()).train()
     assert not list((tmp_path / "cache").rglob("*.runs.jsonl"))
 
 
@@ -70,8 +70,8 @@ def test_a_step_is_measured_before_the_first_one_and_changes_nothing(
     make_spec: Callable[..., RunSpec], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    plain = make_spec("plain", dropout={"residual": 0.1})
-    measured = make_spec("measured", dropout={"residual": 0.1})
+    plain = make_spec("plain", budget={"steps": 8}, dropout={"residual": 0.1})
+    measured = make_spec("measured", budget={"steps": 8}, dropout={"residual": 0.1})
     Session(plain).train()
     monkeypatch.setattr(record, "WORTH_MEASURING_S", 0.0)
     estimates = []

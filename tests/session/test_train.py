@@ -20,6 +20,7 @@ from bessemer.train.job import Job, Outcome
 from .conftest import Faults, spec_data, train_until
 
 Make = Callable[..., RunSpec]
+SHORT = {"steps": 14}  # of a run that is stopped after step 6
 
 
 def losses(spec: RunSpec) -> list[tuple[int, float]]:
@@ -68,7 +69,8 @@ def unbroken(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     return spec
 
 
-@pytest.mark.parametrize("stop", [3, 8, 38])  # 8 and 38: as an evaluation is due, and the last one
+# 8 and 38: as an evaluation is due, and the last one
+@pytest.mark.parametrize("stop", [pytest.param(3, marks=pytest.mark.slow), 8, pytest.param(38, marks=pytest.mark.slow)])
 def test_a_resumed_run_equals_an_unbroken_one_digit_for_digit(make_spec: Make, unbroken: RunSpec, stop: int) -> None:
     broken = make_spec("broken")
     assert train_until(broken, stop).kind == "interrupted"
@@ -116,12 +118,15 @@ class StopWithin(RunView):
 @pytest.mark.parametrize(
     ("at", "parts"),
     [
-        ((0, 2), {}),
+        pytest.param((0, 2), {}, marks=pytest.mark.slow),
         ((7, 1), {"dropout": {"residual": 0.1}, "optimizer": {"lr": 0.01, "ema": 0.9}}),
-        ((10, 3), {"model": {"moe": {"experts": 4, "top_k": 2, "ffn": 16, "choice_bias": True}}}),
+        pytest.param(
+            (10, 3), {"model": {"moe": {"experts": 4, "top_k": 2, "ffn": 16, "choice_bias": True}}},
+            marks=pytest.mark.slow,
+        ),
         ((None, 1), {}),
     ],
-)
+)  # fmt: skip
 def test_a_signal_in_the_middle_of_a_step_leaves_no_trace_of_it(
     make_spec: Make, at: tuple[int | None, int], parts: dict[str, Any]
 ) -> None:
@@ -187,8 +192,8 @@ def test_another_model_is_refused_and_nothing_is_lost(make_spec: Make) -> None:
 
 
 def test_another_learning_rate_resumes_with_an_event(make_spec: Make) -> None:
-    train_until(make_spec(), 12)
-    spec = make_spec(optimizer={"lr": 0.003})
+    train_until(make_spec(budget=SHORT), 6)
+    spec = make_spec(budget=SHORT, optimizer={"lr": 0.003})
     assert train(spec).kind == "finished"
     changed = events(spec, "spec_changed")[-1]
     assert changed["changes"] == {"optimizer.lr": [0.01, 0.003]}
@@ -196,8 +201,8 @@ def test_another_learning_rate_resumes_with_an_event(make_spec: Make) -> None:
 
 
 def test_other_threads_say_that_digits_may_differ(make_spec: Make) -> None:
-    train_until(make_spec(), 12)
-    spec = make_spec(parallel={"threads": 2})
+    train_until(make_spec(budget=SHORT), 6)
+    spec = make_spec(budget=SHORT, parallel={"threads": 2})
     try:
         train(spec)
     finally:
@@ -206,8 +211,8 @@ def test_other_threads_say_that_digits_may_differ(make_spec: Make) -> None:
 
 
 def test_another_guard_window_starts_empty_and_the_run_goes_on(make_spec: Make) -> None:
-    train_until(make_spec(), 12)
-    assert train(make_spec(guard={"window": 64})).kind == "finished"
+    train_until(make_spec(budget=SHORT), 6)
+    assert train(make_spec(budget=SHORT, guard={"window": 64})).kind == "finished"
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(make_spec: Make, unbroken: RunSpec) -> None:
@@ -247,6 +252,7 @@ def test_stopping_rules_end_a_run_as_finished_with_the_reason(make_spec: Make, s
     assert Run(run_folder(spec)).state == "finished"
 
 
+@pytest.mark.slow  # the document of test_exclude.py is named as well
 def test_a_poisoned_document_is_vetoed_by_name(make_spec: Make, tmp_path: Path) -> None:
     poison = tmp_path / "noise.txt"
     poison.write_text("".join(map(chr, random.Random(0).choices(range(1, 32), k=2000))))
@@ -291,7 +297,7 @@ def test_a_full_disk_loses_a_save_and_not_the_run(make_spec: Make, monkeypatch: 
 
 
 def test_two_sessions_never_write_one_run(make_spec: Make) -> None:
-    spec = make_spec()
+    spec = make_spec(budget={"steps": 5})
 
     class StartAnother(RunView):
         refusal = ""
@@ -304,7 +310,7 @@ def test_two_sessions_never_write_one_run(make_spec: Make) -> None:
 
     Session(spec, StartAnother()).train()
     assert "being written by process" in StartAnother.refusal
-    assert len(losses(spec)) == 40
+    assert len(losses(spec)) == 5
 
 
 def test_another_batch_size_is_refused_with_the_way_to_change_it(make_spec: Make) -> None:
@@ -324,9 +330,9 @@ def test_a_run_killed_before_its_first_save_is_planned_anew(make_spec: Make, mon
     genuine = one_step.compute_step
     monkeypatch.setattr(one_step, "compute_step", fail)
     with pytest.raises(MemoryError):
-        train(make_spec(optimizer={"lr": "auto"}))
+        train(make_spec(budget=SHORT, optimizer={"lr": "auto"}))
     monkeypatch.setattr(one_step, "compute_step", genuine)
-    spec = make_spec(optimizer={"lr": "auto"}, model={"ffn": 128})
+    spec = make_spec(budget=SHORT, optimizer={"lr": "auto"}, model={"ffn": 128})
     assert train(spec).kind == "finished"
 
 
@@ -336,7 +342,7 @@ def test_without_a_fused_optimizer_the_run_says_so_and_still_vetoes(
     monkeypatch.setattr(
         "bessemer.optim.choose.veto_fault", lambda spec, path, *_: "broken" if path == "fused" else None
     )
-    spec = make_spec()
+    spec = make_spec(budget={"steps": 24})
 
     class Infinite(Faults):
         def after_backward(self, job: Job, step: int) -> None:

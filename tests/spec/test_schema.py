@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.spec.document import parse_yaml
@@ -112,7 +112,6 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40)
 @given(specs())
 def test_a_spec_survives_being_written_and_read(data: dict[str, Any]) -> None:
     spec = RunSpec.model_validate(data)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import annotated_types
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, BeforeValidator
 
@@ -95,7 +95,6 @@ def test_any_document(data: dict[str, Any]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150)
 def test_a_good_spec_with_parts_exchanged_removed_and_added(draw: st.DataObject) -> None:
     data = copy.deepcopy(FULL)
     for _ in range(draw.draw(st.integers(1, 4))):

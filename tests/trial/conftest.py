@@ -112,63 +112,112 @@ class Faults:
     normal_until: int | None = None  # what is normal is known from the steps before this one
 
 
-def run_to(job, last: int, faults: Faults, copies) -> tuple[StepScene, list[EarlierState]]:
-    """Train up to step `last`, which is judged and not updated."""
-    records: list[dict] = []
+def attempt(job, step: int, faults: Faults) -> tuple[list, float, torch.Tensor]:
+    """The batches of a step, its loss and its gradient norm; the gradients are left for the update."""
+    if step in faults.before:
+        faults.before[step](job)
+    batches = job.data.stream.micro_batches(step, job.plan.micro_rows)
+    count, loss = job.data.stream.step_count(step), torch.zeros((), device=job.engine.device)
+    for batch in batches:
+        engine = job.engine
+        with compute_in(job.plan.precision, engine.device):
+            terms = engine.objective.loss(engine.model, engine.objective.feed(batch, engine.device), count)
+        terms.loss.backward()
+        loss += terms.nll
+    if step in faults.gradients:
+        faults.gradients[step](job)
+    return batches, float(loss), job.engine.optimizer.grad_norm()
+
+
+def take_step(job, step: int, faults: Faults, records: list[dict]) -> None:
+    _, loss, norm = attempt(job, step, faults)
+    lr = job.engine.schedule.lr(step) * faults.rates.get(step, 1.0)
+    veto = faults.guarded and step > 30 and outlier(normal_of(records), loss, float(norm))
+    job.engine.optimizer.step(
+        lr, torch.tensor(float(veto), device=job.engine.device), clip_divisor(norm, job.spec.optimizer.clip)
+    )
+    reason = "loss outlier" if veto else None
+    records.append({"step": step, "lr": lr, "veto": reason, "loss": loss, "grad_norm": float(norm)})
+
+
+class HealthyRun:
+    """A run without faults, trained as far as needed: the state before each step, and the records."""
+
+    def __init__(self, stream: BatchStream, seed: int, guarded: bool, settings: dict) -> None:
+        self.job, self.faults = make_job(stream, seed, **settings), Faults(guarded=guarded)
+        self.states: list[dict[str, torch.Tensor]] = []
+        self.records: list[dict] = []
+
+    def state(self, step: int) -> dict[str, torch.Tensor]:
+        while len(self.states) <= step:
+            if self.states:
+                take_step(self.job, len(self.states) - 1, self.faults, self.records)
+            self.states.append({name: tensor.clone() for name, tensor in self.job.engine.state().items()})
+        return self.states[step]
+
+
+def run_to(job, last: int, faults: Faults, copies, healthy: HealthyRun | None) -> tuple[StepScene, list[EarlierState]]:
+    """Train up to step `last`, which is judged and not updated. Before the first fault the steps are `healthy`'s."""
+    start = min([last, *faults.before, *faults.gradients, *faults.rates]) if healthy else 0
     earlier: list[EarlierState] = []
-    for step in range(last + 1):
+    records: list[dict] = []
+    if healthy:
+        load_state(job, healthy.state(start))
+        records = [dict(record) for record in healthy.records[:start]]
+        earlier = [memory_copy(job, step, healthy.state(step)) for step in copies if step < start]
+    for step in range(start, last):
         if step in copies:
-            earlier.append(memory_copy(job, step))
-        if step in faults.before:
-            faults.before[step](job)
-        batches = job.data.stream.micro_batches(step, job.plan.micro_rows)
-        count, loss = job.data.stream.step_count(step), torch.zeros((), device=job.engine.device)
-        for batch in batches:
-            engine = job.engine
-            with compute_in(job.plan.precision, engine.device):
-                terms = engine.objective.loss(engine.model, engine.objective.feed(batch, engine.device), count)
-            terms.loss.backward()
-            loss += terms.nll
-        if step in faults.gradients:
-            faults.gradients[step](job)
-        norm = job.engine.optimizer.grad_norm()
-        lr = job.engine.schedule.lr(step) * faults.rates.get(step, 1.0)
-        value, size = float(loss), float(norm)
-        if step == last:
-            job.engine.model.zero_grad(set_to_none=True)
-            normal = normal_of(records[: faults.normal_until])
-            return StepScene(step, "loss outlier", lr, value, size, normal, batches, records), earlier
-        veto = faults.guarded and step > 30 and outlier(normal_of(records), value, size)
-        job.engine.optimizer.step(
-            lr, torch.tensor(float(veto), device=job.engine.device), clip_divisor(norm, job.spec.optimizer.clip)
-        )
-        reason = "loss outlier" if veto else None
-        records.append({"step": step, "lr": lr, "veto": reason, "loss": value, "grad_norm": size})
-    raise AssertionError
+            earlier.append(memory_copy(job, step, job.engine.state()))
+        take_step(job, step, faults, records)
+    batches, loss, norm = attempt(job, last, faults)
+    job.engine.model.zero_grad(set_to_none=True)
+    lr = job.engine.schedule.lr(last) * faults.rates.get(last, 1.0)
+    normal = normal_of(records[: faults.normal_until])
+    return StepScene(last, "loss outlier", lr, loss, float(norm), normal, batches, records), earlier
 
 
-def memory_copy(job, step: int) -> EarlierState:
-    kept = {name: tensor.clone() for name, tensor in job.engine.state().items()}
+@torch.no_grad()
+def load_state(job, values: dict[str, torch.Tensor]) -> None:
+    state = job.engine.state()
+    for name, tensor in values.items():
+        state[name].copy_(tensor)
 
-    def load():
-        state = job.engine.state()
-        for name, tensor in kept.items():
-            state[name].copy_(tensor)
 
-    return EarlierState(step, "memory", torch.no_grad()(load))
+def memory_copy(job, step: int, values: dict[str, torch.Tensor]) -> EarlierState:
+    copies = {name: tensor.clone() for name, tensor in values.items()}
+    return EarlierState(step, "memory", lambda: load_state(job, copies))
+
+
+@pytest.fixture(scope="session")
+def healthy_run(tmp_path_factory) -> Callable[..., HealthyRun]:
+    """Runs without faults, each trained once for all tests; changed data is told apart by its name."""
+    runs: dict[str, HealthyRun] = {}
+
+    def find(seed: int, guarded: bool, settings: dict, change: Callable | None, data: str) -> HealthyRun:
+        key = repr((seed, guarded, sorted(settings.items()), data))
+        if key not in runs:
+            stream = make_stream(tmp_path_factory.mktemp("healthy") / "store", seed, change)
+            runs[key] = HealthyRun(stream, seed, guarded, settings)
+        return runs[key]
+
+    return find
 
 
 @pytest.fixture
-def stage(tmp_path):
-    """A job trained up to the scene, the scene and the copies; a new one for each call. Faults are keywords."""
+def stage(tmp_path, healthy_run):
+    """A job trained up to the scene, the scene and the copies; a new one for each call. Faults are keywords. Where a
+    change of the data has a name (`data`), the steps before the faults are trained once for all that give it."""
     made = []
 
-    def make(seed=0, change=None, transforms=(), copies=(30, 45), last=SCENE_AT, faults=None, **settings):
-        stream = make_stream(tmp_path / f"store{len(made)}", seed, change)
+    def make(seed=0, change=None, transforms=(), copies=(30, 45), last=SCENE_AT, faults=None, data="", **settings):
+        faults = Faults(**(faults or {}))
+        shared = not transforms and (change is None or data)
+        healthy = healthy_run(seed, faults.guarded, settings, change, data) if shared else None
+        stream = healthy.job.data.stream if healthy else make_stream(tmp_path / f"store{len(made)}", seed, change)
         if transforms:
             stream = BatchStream(stream.sources, stream.order, CONTEXT, stream.steps, transforms=transforms)
         made.append(make_job(stream, seed, **settings))
-        return (made[-1], *run_to(made[-1], last, Faults(**(faults or {})), copies))
+        return (made[-1], *run_to(made[-1], last, faults, copies, healthy))
 
     return make
 

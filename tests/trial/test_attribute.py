@@ -21,7 +21,7 @@ from bessemer.trial.measure import measure
 
 @pytest.fixture
 def step(stage):
-    job, scene, _ = stage(3, last=34)
+    job, scene, _ = stage(0, last=34)
     measured = measure(job.engine, scene.batches)
     return job, scene.batches, measured, document_parts(job.data.stream, scene.batches, measured.nll)
 

@@ -110,10 +110,12 @@ def attempt_at(job, step):
     return SimpleNamespace(step=step, batches=batches, losses=SimpleNamespace(token_losses=losses))
 
 
-@pytest.mark.parametrize(("make", "far"), [(noise, True), (ruled, False), (one_odd_row, False)])
+@pytest.mark.parametrize(
+    ("make", "far"), [(noise, True), (ruled, False), pytest.param(one_odd_row, False, marks=pytest.mark.slow)]
+)
 def test_noise_is_far_from_its_source_and_odd_rows_of_an_honest_page_are_not(stage, make, far):
     rows = set(range(100, 400, 20))
-    job, _, _ = stage(0, long_documents(rows, make))
+    job, _, _ = stage(0, long_documents(rows, make), data=make.__name__)
     parts = parts_at(job, rows)
     found = examine_parts(job.engine, job.data.stream, parts, SCENE_AT)
     assert len(parts) >= 3 and [deviation.is_far for deviation in found] == [far] * len(parts), found
@@ -121,7 +123,7 @@ def test_noise_is_far_from_its_source_and_odd_rows_of_an_honest_page_are_not(sta
 
 def test_a_suspect_step_names_its_noise_by_forward_passes_that_leave_no_trace(stage):
     rows = set(range(100, 400, 20))
-    job, scene, _ = stage(0, long_documents(rows, noise))
+    job, scene, _ = stage(0, long_documents(rows, noise), data=noise.__name__)
     step = next(s for s in range(SCENE_AT) if any(o.row in rows and o.tokens > 24 for o in job.data.stream.origins(s)))
     guilty = {origin.row for origin in job.data.stream.origins(step) if origin.row in rows}
     gradients = {name: torch.randn_like(parameter) for name, parameter in job.engine.model.named_parameters()}

@@ -17,7 +17,7 @@ def test_a_replay_ends_at_the_run_s_weights_with_its_vetoes_and_rates(stage):
     def spoil(job):
         job.engine.model.norm.weight.grad.fill_(math.nan)
 
-    job, scene, earlier = stage(1, faults={"gradients": {50: spoil}, "rates": {47: 0.5, 55: 3.0}})
+    job, scene, earlier = stage(0, faults={"gradients": {50: spoil}, "rates": {47: 0.5, 55: 3.0}})
     assert scene.history[50]["veto"]
     judged = weights(job)
     earlier[0].load()
@@ -34,7 +34,7 @@ def test_a_replay_ends_at_the_run_s_weights_with_its_vetoes_and_rates(stage):
 
 
 def test_other_rates_and_vetoes_change_what_they_say(stage):
-    job, scene, earlier = stage(2)
+    job, scene, earlier = stage(0)
     earlier[1].load()
     start = weights(job)
     path = replay_to(job, 50, scene.history, 45, lr=lambda record: 0.0)

@@ -58,7 +58,7 @@ def random_tokens(stage, documents_at, seed, step=SCENE_AT, **more):
     def change(row, tokens):
         return np.append(rng.integers(1, VOCAB, len(tokens) - 1), 0) if row in rows else tokens
 
-    return Staged(*stage(seed, change, **more), ("data",), rows)
+    return Staged(*stage(seed, change, data=f"random tokens at {step}", **more), ("data",), rows)
 
 
 def repeated_pattern(stage, documents_at, seed):
@@ -174,8 +174,8 @@ def bf16_overflow(stage, documents_at, seed):
 
         job.engine.model.blocks[seed % 2].attention.register_forward_hook(hook)
 
-    at = 36  # sooner than the others: on a CPU without bf16 a step takes half a second
-    staged = stage(seed, faults={"before": {at: wrap}}, precision="bf16", last=at, copies=(20, 28))
+    at = 8  # sooner than the others: on a CPU without bf16 a step takes half a second
+    staged = stage(seed, faults={"before": {at: wrap}}, precision="bf16", last=at, copies=(3, 5))
     return Staged(*staged, ("numerics",))
 
 
@@ -278,7 +278,7 @@ def test_verdicts_on_a_gpu(stage, documents_at, cause, precision):
 
 
 def test_convicted_documents_are_named_with_their_numbers_and_text(stage, documents_at):
-    staged = random_tokens(stage, documents_at, 1)
+    staged = random_tokens(stage, documents_at, 0)
     trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S, decode=lambda ids: "word " * len(ids))
     normal = staged.scene.normal
     for accused in trial.accused:
@@ -299,7 +299,7 @@ def test_an_accepted_poison_that_did_its_damage_later_is_found_by_replay(stage, 
 
 
 def test_a_flipped_bit_names_its_tensor(stage, documents_at):
-    job, scene, earlier = stage(2)
+    job, scene, earlier = stage(0)
     name = "blocks.1.ffn.up.weight"
     job.engine.model.get_parameter(name).detach().view(-1)[7] = 1e30
     scene.loss = scene.grad_norm = float("nan")
@@ -341,7 +341,7 @@ def test_an_experiment_that_raises_is_named_and_leaves_nothing_behind(stage, doc
 
 
 def test_an_interrupt_leaves_nothing_behind_either(stage, documents_at, monkeypatch):
-    staged = flipped_bit(stage, documents_at, 1)
+    staged = flipped_bit(stage, documents_at, 0)
     before = bits(staged.job)
 
     def stop(*_, **__):
@@ -370,7 +370,7 @@ def test_without_earlier_states_a_jump_of_the_rate_is_circumstantial(stage, docu
 
 
 def test_a_jump_that_the_schedule_itself_makes_is_found(stage, documents_at):
-    job, scene, earlier = stage(1, faults={"rates": {SCENE_AT - 2: 60.0}})
+    job, scene, earlier = stage(0, faults={"rates": {SCENE_AT - 2: 60.0}})
     planned = job.lr
     job.lr = lambda step: planned(step) * (60.0 if step == SCENE_AT - 2 else 1.0)
     trial = run_trial(job, scene, earlier, BUDGET_S)
@@ -378,7 +378,7 @@ def test_a_jump_that_the_schedule_itself_makes_is_found(stage, documents_at):
 
 
 def test_a_healthy_step_is_not_accused(stage, documents_at):
-    staged = healthy(stage, documents_at, 4)
+    staged = healthy(stage, documents_at, 0)
     trial = run_trial(staged.job, staged.scene, staged.earlier, BUDGET_S)
     assert trial.state_healthy and not trial.accused and "no fault" in trial.reason
     assert trial.spread == 0.0

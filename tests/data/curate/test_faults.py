@@ -112,7 +112,7 @@ def test_a_full_disk_is_told_and_the_next_run_goes_on(tmp_path: Path) -> None:
     path = write(tmp_path / "web.jsonl", [one.replace("\n", " \n") for one in some_texts(150)])
     clean: list[Any] = ["whitespace", {"length": {"min_chars": 100}}, "dedup_exact"]
     data = spec_of(clean, 40_000, web=str(path))
-    space = [4_096 * blocks for blocks in (*range(5, 190, 12), 256)]
+    space = [4_096 * blocks for blocks in (*range(5, 190, 24), 256)]
     done = in_a_namespace(sys.executable, "-c", FULL, str(tmp_path / "disk"), data.model_dump_json(), *map(str, space))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -84,7 +84,7 @@ def same_store(one: Any, other: Any, seed: int = 0) -> None:
 cuts = st.lists(st.integers(0, DOCUMENTS), max_size=8).map(lambda inner: [0, *sorted(inner), DOCUMENTS])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(cuts=cuts, regrouped=cuts, open_shards=st.integers(1, 3))
 def test_no_division_can_be_seen(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], regrouped: list[int], open_shards: int

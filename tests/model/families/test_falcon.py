@@ -30,7 +30,9 @@ def pair_of(config, seed=0):
     return pair
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if "," in name else ()) for name in LAYOUTS]
+)
 def test_same_model(layout):
     check_all(pair_of(FalconConfig(**SMALL | LAYOUTS[layout])))
 

@@ -44,10 +44,13 @@ GEMMA_3_1B = {
     ("name", "changes"),
     [
         ("gemma2", {}),
-        ("gemma2", {"tie_word_embeddings": False, "attention_bias": True, "attn_logit_softcapping": None}),
+        pytest.param(
+            "gemma2", {"tie_word_embeddings": False, "attention_bias": True, "attn_logit_softcapping": None},
+            marks=pytest.mark.slow,
+        ),
         ("gemma3_text", {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ],
-)
+)  # fmt: skip
 def test_same_model(name, changes):
     family, config = FAMILIES[name]
     check_all(Pair(config(**SMALL | changes), family), rounding=1e-3)

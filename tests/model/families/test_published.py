@@ -68,7 +68,15 @@ def counted(shape: ModelShape, row: int) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("one", FIRST, ids=lambda one: one.config["model_type"])
+# Slow: blocks of the kinds that a fast one has, with other sizes.
+REPEATED = ("mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", "bloom", "qwen3_moe", "deepseek_v2", "olmo2")
+
+
+@pytest.mark.parametrize(
+    "one",
+    [pytest.param(one, marks=pytest.mark.slow if one.config["model_type"] in REPEATED else ()) for one in FIRST],
+    ids=lambda one: one.config["model_type"],
+)
 def test_flops_are_those_that_torch_counts(one: Published) -> None:
     """To the last one. Real widths, fewer layers; small ones where tokens choose experts. The row is within windows:
     torch counts what a window hides."""

@@ -22,7 +22,10 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=SHAPES)
+FAST = ("grouped", "windows", "mamba", "latent")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SHAPES])
 def model(request, shape_of, build_random):
     return build_random(shape_of(**SHAPES[request.param])).eval()
 

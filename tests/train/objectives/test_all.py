@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.data.stream.batches import Batch
@@ -66,7 +66,6 @@ def row_of(made: ObjectiveBatch, row: int) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 2**70))
 def test_a_row_is_rewritten_alike_in_any_company(name, batches, data, seed):
     batch, objective = data.draw(batches), objectives(seed)[name]
@@ -93,7 +92,6 @@ def test_another_position_or_seed_draws_anew(name, packed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
 @given(data=st.data())
 def test_targets_are_true_and_inputs_do_not_show_them(name, batches, data):
     """Every learnt target is a token of the document (or a mark), weighs what it weighed there, and no column that its
@@ -120,7 +118,6 @@ def test_targets_are_true_and_inputs_do_not_show_them(name, batches, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
 @given(data=st.data())
 def test_documents_do_not_mix(name, batches, data):
     """Nothing that a column sees comes from another document, and a document in other company is rewritten alike."""
@@ -144,7 +141,6 @@ def test_documents_do_not_mix(name, batches, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
 @given(data=st.data())
 def test_losses_come_home_to_their_documents(name, batches, data):
     batch = data.draw(batches)
