@@ -127,7 +127,14 @@ def test_a_worker_times_steps_of_the_asked_size(small: dict[str, Any], tmp_path:
     assert not (tmp_path / "runs" / "small").exists() and not list(tmp_path.glob("scratch/checkpoints/step-*"))
 
 
-@pytest.mark.parametrize("layout", [{"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"dp_replicate": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2}, marks=pytest.mark.slow),
+        {"dp_replicate": 2, "dp_shard": 2},
+    ],
+)
 def test_processes_that_send_nothing_do_the_same_work(
     small: dict[str, Any], tmp_path: Path, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

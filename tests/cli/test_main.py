@@ -268,7 +268,7 @@ def in_a_process(
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verb", [("runs", "."), ("spec", "schema"), ("--help",)])  # rich, print, typer
 def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path, verb: tuple[str, ...], unbuffered: str) -> None:
     RunWriter(tmp_path / "good").close()
@@ -276,7 +276,9 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path, verb: tupl
     assert (done.returncode, done.stderr) == (1, b"the output cannot be written: No space left on device\n")
 
 
-@pytest.mark.parametrize("shell", [">&-", ">&- 2>&-", "<&-", "| true"])
+@pytest.mark.parametrize(
+    "shell", [">&-", "| true", *(pytest.param(how, marks=pytest.mark.slow) for how in (">&- 2>&-", "<&-"))]
+)
 def test_an_output_that_is_closed_is_no_fault(tmp_path: Path, shell: str) -> None:
     done = in_a_process("spec", "schema", cwd=tmp_path, shell=f"{shell}; exit ${{PIPESTATUS[0]}}")
     assert (done.returncode, done.stderr) == (0, b"")

@@ -331,7 +331,13 @@ def test_a_kill_while_refused_work_is_deleted_leaves_nothing_to_go_on_with(
     assert state(run(tmp_path / "cache", web=path)) == state(run(tmp_path / "fresh", web=path))
 
 
-@pytest.mark.parametrize("name", ["000003.train.json", "000003.train.bin", "000003.done", "../tokenizer.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("000003.train.json", marks=pytest.mark.slow), "000003.train.bin",
+        pytest.param("000003.done", marks=pytest.mark.slow), "../tokenizer.json",
+    ],
+)  # fmt: skip
 def test_what_was_damaged_while_the_job_was_down_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

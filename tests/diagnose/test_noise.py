@@ -42,7 +42,7 @@ def linear(gradient: float, sigma: float, sizes: list[int], seed: int) -> Inspec
     return InspectedModel(model, parts)
 
 
-@pytest.mark.parametrize("sizes", [[16] * 8, [4, 8, 16, 64, 0]])
+@pytest.mark.parametrize("sizes", [pytest.param([16] * 8, marks=pytest.mark.slow), [4, 8, 16, 64, 0]])
 def test_it_finds_the_known_noise_scale(sizes: list[int]) -> None:
     """S / |G|^2 = 50 * 4^2 / 2^2 = 200 tokens, also from batches of unequal size and a row of padding."""
     found = measure_noise_scale(linear(2.0, 4.0, sizes, seed=1), list(range(400)))

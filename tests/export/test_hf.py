@@ -106,8 +106,14 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "head", "keys"), CASES, ids=[case[0] for case in CASES])
-@pytest.mark.parametrize("mode", ["whole", "layers"])
+@pytest.mark.parametrize(
+    ("kind", "head", "keys", "mode"),
+    [
+        *(pytest.param(*case, "layers", id=f"layers-{case[0]}") for case in CASES),
+        pytest.param(*CASES[0], "whole", id=f"whole-{CASES[0][0]}"),
+        *(pytest.param(*case, "whole", id=f"whole-{case[0]}", marks=pytest.mark.slow) for case in CASES[1:]),
+    ],
+)
 def test_there_and_back_is_the_same_bytes(
     folder: Make, tmp_path: Path, kind: str, head: str, keys: dict[str, Any], mode: str
 ) -> None:

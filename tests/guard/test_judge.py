@@ -215,7 +215,7 @@ def test_spikes_do_not_widen_the_scale_they_are_judged_by():
     assert max(held(judge)) < 5
 
 
-@pytest.mark.parametrize("max_vetoes", [1, 3, 5])
+@pytest.mark.parametrize("max_vetoes", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_lasting_jump_is_vetoed_so_often_and_then_becomes_the_reference(max_vetoes):
     judge, rng = filled(max_vetoes=max_vetoes), np.random.default_rng(2)
     found = [say(judge, rng.normal(7, 0.2), 1.0) for _ in range(300)]

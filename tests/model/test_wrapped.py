@@ -52,7 +52,12 @@ def save(path: Path, kind: str, settings: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+FAST = ("gptj", "opt", "vaultgemma")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp(request.param), request.param, CONFIGS[request.param])
 

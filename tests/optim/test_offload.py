@@ -16,6 +16,7 @@ SHAPES = {"large": (96, 256), "matrix": (64, 80), "small": (3, 5)}
 GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 )
+FAST = (("fp32", "fp32"), ("stochastic", "8bit"), ("kahan", "bf16"))
 KINDS = list(itertools.product(("fp32", "stochastic", "kahan"), ("fp32", "bf16", "8bit")))
 
 
@@ -38,7 +39,9 @@ def run(device, weights, moments, offload, count=5):
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize(("weights", "moments"), KINDS)
+@pytest.mark.parametrize(
+    ("weights", "moments"), [pytest.param(*kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS]
+)
 def test_the_host_changes_no_bit(weights, moments, device, monkeypatch):
     monkeypatch.setattr(lean, "PIECE_SIZE", 2048)  # many pieces in three slots
     monkeypatch.setattr(lean, "MIN_OFFLOAD_SIZE", 100)

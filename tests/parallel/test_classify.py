@@ -58,11 +58,7 @@ def alone(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("replicas", "tensors", "columns") else name
-        for name in LAYOUTS
-    ],
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name != "stages" else name for name in LAYOUTS]
 )
 def test_the_same_losses(ranks: Any, alone: tuple[Path, dict[str, list[float]]], layout: str) -> None:
     folder, expected = alone

@@ -186,7 +186,9 @@ def generate_during_training(layout: Layout, generates: bool) -> Any:
     return results, [gradient.tolist() for gradient in gradients]
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp_shard=2)], ids=["tensors", "shards"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(tp=2), marks=pytest.mark.slow), Layout(dp_shard=2)], ids=["tensors", "shards"]
+)
 def test_weights_that_change_between_calls(layout: Layout, ranks: Ranks) -> None:
     results = ranks(2, lambda: (generate_during_training(layout, True), generate_during_training(layout, False)))
     for (times, gradients), (_, plain_gradients) in results:

@@ -66,8 +66,9 @@ EXPERTS: dict[str, tuple[int, Asked]] = {
     "replicas of divided experts": (4, {"ep": 2, "dp_replicate": 2}),
     "stages of divided experts": (4, {"ep": 2, "pp": 2}),
 }
-# Two shards, tensors and stages continue a checkpoint of another layout below, with the same curve.
-CORE = ("one, divided", "two replicas", "columns", "divided experts")
+# Two shards, tensors and stages continue a checkpoint of another layout below, with the same curve; two replicas have
+# it in test_replicas.py.
+CORE = ("one, divided", "columns", "divided experts")
 MODEL = {"width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 64}
 MOE = {"experts": 4, "top_k": 2, "ffn": 32, "shared": 1, "dense_layers": [0], "balance": 0.05, "choice_bias": True}
 
@@ -241,7 +242,7 @@ def test_passes_without_an_update_leave_no_old_weights_behind(
     """Suspect steps are examined between backward and update, and averages are evaluated between two steps."""
     more: dict[str, Any] = {
         "guard": {"warmup": 8, "window": 16, "suspect_sigma": 0.01, "trial": {"budget": "600s", "share": "100%"}},
-        "model": MODEL, "optimizer": {**GENTLE, "ema": 0.9},
+        "optimizer": {**GENTLE, "ema": 0.9},
         "evaluate": {"every": "5 steps", "tokens": 256}, "budget": {"steps": 24, "batch": 256, "micro_batch": 2},
         "schedule": {"kind": "constant", "warmup": 0},
     }  # fmt: skip

@@ -43,7 +43,9 @@ class Both(Objective):
 '''
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=["shards", "replicas"])
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard": 2}, pytest.param({"dp_replicate": 2}, marks=pytest.mark.slow)], ids=["shards", "replicas"]
+)
 def test_two_processes_compute_what_one_does(ranks: Ranks, tiny_spec: Spec, tmp_path: Path, layout: dict[str, int]):
     (tmp_path / "both.py").write_text(OBJECTIVE)
     first = tiny_spec("first", budget={"steps": 4, "batch": 256})

@@ -101,7 +101,13 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
             assert np.array_equal(found[key], content), key
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("adamw", "sgd", "lion", "adamax") else pytest.mark.slow)
+        for name in ELEMENTWISE
+    ],
+)
 def test_a_divided_step_is_the_step_bit_for_bit(ranks: Ranks, name: str) -> None:
     wanted = steps(name, 1, {}, even=False)
     for found in ranks(2, steps, name, 2, {}, 1, False):

@@ -75,7 +75,9 @@ def _compare(ranks: Ranks, size: int, kind: str, kv: int, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", SIGHTS)
-@pytest.mark.parametrize(("size", "kv"), [(2, 4), (3, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("size", "kv"), [pytest.param(2, 4, marks=pytest.mark.slow), (3, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
 def test_a_ring_attends_as_whole_rows_do(ranks: Ranks, size: int, kind: str, kv: int) -> None:
     _compare(ranks, size, kind, kv)
 

@@ -135,7 +135,10 @@ def test_any_accumulation_gives_the_same_loss(make: Callable[..., RunSpec]) -> N
             {"text": "review", "label": "topics"}, {"problem": "multi", **SENTIMENT}, ("accuracy", "f1", "f1_micro"),
             marks=pytest.mark.slow,
         ),
-        ({"text": "review", "label": "stars"}, {"problem": "regression"}, ("mse", "mae", "r2")),
+        pytest.param(
+            {"text": "review", "label": "stars"}, {"problem": "regression"}, ("mse", "mae", "r2"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_other_problems_learn(make: Callable[..., RunSpec], tmp_path: Path, columns: Any, classify: Any, numbers: Any):

@@ -81,7 +81,7 @@ def spec_of(runs: Path, name: str, design: dict[str, Any], steps: int, **more: A
     )  # fmt: skip
 
 
-SLOW = ("capacity", "latent", "alibi", "sandwich", "learned", "sparse", "relative", "denoise")
+SLOW = ("capacity", "latent", "hybrid", "alibi", "sandwich", "learned", "sparse", "relative", "denoise")
 
 
 @pytest.mark.parametrize(

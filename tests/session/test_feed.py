@@ -134,7 +134,9 @@ def test_a_run_of_each_kind_finishes_with_finite_losses(workshop: Workshop, kind
         assert all(math.isfinite(record["loss"]) for record in Run(folder).validations())
 
 
-@pytest.mark.parametrize("kind", ["best_fit", "pad", "by_label", "noise", "chat"])
+@pytest.mark.parametrize(
+    "kind", ["pad", "noise", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("best_fit", "by_label", "chat"))]
+)
 def test_an_interrupted_run_goes_on_with_the_losses_of_an_unbroken_one(workshop: Workshop, kind: str) -> None:
     broken = workshop.spec(kind, f"{kind}-broken")
     assert train_until(broken, 3).kind == "interrupted"

@@ -150,7 +150,7 @@ def test_an_objective_of_pairs_learns_and_is_the_same_at_any_accumulation(tmp_pa
         spec = make_spec(
             f"m{micro}", objective=f"{tmp_path / 'prefer.py'}:Prefer", tokenizer={"kind": "char", "chat": "none"},
             data={"sources": {"pairs": source}, "context": 64, "validation": 0.2},
-            budget={"steps": 60, "batch": 512, "micro_batch": micro}, optimizer={"lr": 3e-3},
+            budget={"steps": 45, "batch": 512, "micro_batch": micro}, optimizer={"lr": 3e-3},
         )  # fmt: skip
         outcome = Session(spec).train()
         assert outcome.kind == "finished" and outcome.validation["preferred"] > 0.9

@@ -89,7 +89,7 @@ def documents_of(stream, batch):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("packing", ["pad", "trimmed", "best_fit"])
+@pytest.mark.parametrize("packing", ["pad", pytest.param("trimmed", marks=pytest.mark.slow), "best_fit"])
 def test_the_loss_is_that_of_each_document_alone(shape, store, tmp_path, kind, causal, packing):
     from dataclasses import replace
 

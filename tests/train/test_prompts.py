@@ -121,7 +121,10 @@ def make(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = ("SmolLM2", "Gemma", "a flag against the file", "an end after the prompt")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
 def test_ids_and_greedy_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "theirs", name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

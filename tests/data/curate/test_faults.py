@@ -179,6 +179,9 @@ GLOBAL: list[Any] = [
 ]
 
 
+FAST_STEPS = (1, 3, 8, 10, 12)  # one of each kind: hashes, buckets, suffixes, sets, scores
+
+
 def step_name(step: Any) -> str:
     return step if isinstance(step, str) else json.dumps(step)[1:-1].replace('"', "")
 
@@ -212,7 +215,11 @@ def rows_of(corpus: Corpus) -> list[tuple[str, int, str]]:
     return [(document.file, document.row, document.text) for document in found]
 
 
-@pytest.mark.parametrize("step", GLOBAL, ids=step_name)
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(step, marks=() if k in FAST_STEPS else pytest.mark.slow) for k, step in enumerate(GLOBAL)],
+    ids=step_name,
+)
 def test_a_part_of_which_nothing_is_left_changes_nothing_for_the_others(
     emptied: Path, tmp_path: Path, step: Any
 ) -> None:

@@ -26,7 +26,7 @@ STEPS = [
 ]  # fmt: skip
 
 
-def write_spec(folder: Path, documents: int = 300, part: int = 60_000, clean: Sequence[Any] = STEPS) -> Path:
+def write_spec(folder: Path, documents: int = 160, part: int = 32_000, clean: Sequence[Any] = STEPS) -> Path:
     data = make_corpus(folder / "corpus", documents).model_dump(mode="json")
     data |= {"clean": clean, "part": part}
     spec = {"runs": "runs", "model": "1M", "tokenizer": {"vocab": 600}, "data": data}

@@ -109,7 +109,9 @@ def test_any_content_comes_back(data: bytes, kind: str, size: int) -> None:
     assert b"".join(parts) == data
 
 
-@pytest.mark.parametrize("kind", PACKERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ("xz", "bz2") else ()) for kind in PACKERS]
+)
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     """Sixty megabytes of rows, packed to a few kilobytes; xz itself takes 9 MB to unpack."""
     row = json.dumps({"text": "x" * 20_000}).encode() + b"\n"

@@ -59,12 +59,17 @@ def train(path: Path, **options: Any) -> Any:
     ("prefix", "remove_spaces", "symbols", "split"),
     [
         (True, True, [], True),
-        (True, False, [], True),
-        (False, False, [], True),
-        (False, True, [], False),
-        (True, True, ["<sep>", "<b>"], True),
-        (True, False, ["<sep>", "<b>"], False),
         (False, False, ["<sep>", "<b>"], True),
+        (False, True, [], False),
+        *(
+            pytest.param(*settings, marks=pytest.mark.slow)
+            for settings in (
+                (True, False, [], True),
+                (False, False, [], True),
+                (True, True, ["<sep>", "<b>"], True),
+                (True, False, ["<sep>", "<b>"], False),
+            )
+        ),
     ],
 )
 def test_the_same_ids(

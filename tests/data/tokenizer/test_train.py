@@ -61,7 +61,7 @@ def test_the_vocabulary_is_used_and_not_exceeded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("threads", ["1", "3"])
+@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "3"])
 def test_training_is_the_same_in_every_process_for_any_threads(kind: str, threads: str) -> None:
     script = (
         "from pathlib import Path; from bessemer.data.tokenizer.tokenizer import Tokenizer\n"

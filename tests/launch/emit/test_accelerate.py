@@ -91,9 +91,10 @@ def test_accelerate_reads_the_config(resolved: Callable[..., RunToEmit], tmp_pat
         assert any(note.startswith("parallel.dp_shard:") for note in made.notes)
 
 
-@pytest.mark.parametrize("model", [{"qk_norm": "head", "windows": [8, 0]}, {"windows": [8]}, {"positions": "learned",
-    "norm": "layer", "gated": False, "activation": "gelu_tanh", "qkv_bias": True, "out_bias": True, "ffn_bias": True,
-    "kv_heads": 4}], ids=["qwen3", "mistral", "gpt2"])  # fmt: skip
+@pytest.mark.parametrize("model", [pytest.param({"qk_norm": "head",
+    "windows": [8, 0]}, marks=pytest.mark.slow), pytest.param({"windows": [8]}, marks=pytest.mark.slow),
+    {"positions": "learned", "norm": "layer", "gated": False, "activation": "gelu_tanh", "qkv_bias": True,
+    "out_bias": True, "ffn_bias": True, "kv_heads": 4}], ids=["qwen3", "mistral", "gpt2"])  # fmt: skip
 def test_other_families_have_our_loss_too(
     tiny: Callable[..., RunSpec], tmp_path: Path, model: dict[str, object]
 ) -> None:

@@ -27,7 +27,9 @@ def test_every_family_has_a_published_model() -> None:
     assert {one.config["model_type"] for one in PUBLISHED} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("one", PUBLISHED, ids=name)
+@pytest.mark.parametrize(
+    "one", [pytest.param(one, marks=() if one in FIRST else pytest.mark.slow) for one in PUBLISHED], ids=name
+)
 def test_parameters_are_the_published_ones(one: Published) -> None:
     shape = read_shape(one.config)[1]
     with torch.device("meta"):

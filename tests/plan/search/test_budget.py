@@ -101,7 +101,7 @@ def test_types_that_were_not_searched_could_not_have_been_cheaper() -> None:
             "30d",
             r"4e\+22 FLOPs, or [\d,]+ hours of .* times the budget; nearest: --budget \d+usd, or --tokens",
         ),
-        ("1000usd", None, r"times the budget; nearest: --budget"),
+        pytest.param("1000usd", None, r"times the budget; nearest: --budget", marks=pytest.mark.slow),
         pytest.param(
             "40000usd",
             "1d",

@@ -72,7 +72,7 @@ def saved_bytes(model: Decoder) -> int:
     return sum(size for address, size in found.items() if address not in known)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 @pytest.mark.parametrize("how", MODES)
 def test_gradients_are_the_same_bit_for_bit(how: str | float, dropout: float) -> None:
     expected = gradients(model_of(dropout=dropout))
@@ -81,7 +81,7 @@ def test_gradients_are_the_same_bit_for_bit(how: str | float, dropout: float) ->
     assert all(map(torch.equal, gradients(model), expected))
 
 
-@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("how", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "changes",
     [

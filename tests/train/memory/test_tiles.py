@@ -71,8 +71,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("plain", 1), *((name, 4) for name in SHAPES),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in SHAPES if name != "plain"),
+    ],
+)  # fmt: skip
 def test_gradients_are_those_of_whole_layers(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, tokens = replace(SHAPE, **SHAPES[name]), TOKENS.view(rows, -1)
     expected = gradients(model_of(shape, tokens=tokens), tokens)

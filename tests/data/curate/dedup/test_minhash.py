@@ -56,7 +56,7 @@ def within(found: float, expected: float, n: int, sigmas: float = 4.0) -> bool:
     return abs(found - expected) <= sigmas * math.sqrt(max(expected * (1 - expected), 1 / n) / n)
 
 
-@pytest.mark.parametrize("preset", ["fineweb", "curator"])
+@pytest.mark.parametrize("preset", [pytest.param("fineweb", marks=pytest.mark.slow), "curator"])
 def test_the_catch_rate_is_that_of_theory(preset: str) -> None:
     _, _, bands, rows = MINHASH_PRESETS[preset]
     pairs = 500

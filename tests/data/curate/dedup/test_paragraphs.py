@@ -105,7 +105,11 @@ def paragraphs_by_hand(text: str) -> list[tuple[int, int]]:
     return [*spans, (start, len(text))]
 
 
-@pytest.mark.parametrize("text", ["\n" * 10**6, "\n " * 500_000, " " * 10**6, "a\n" * 500_000, "\n" + " " * 10**6])
+@pytest.mark.parametrize(
+    "text",
+    ["\n" * 10**6, "\n " * 500_000, " " * 10**6, pytest.param("a\n" * 500_000, marks=pytest.mark.slow),
+     "\n" + " " * 10**6],
+)  # fmt: skip
 def test_long_runs_are_split_as_by_hand(text: str) -> None:
     """Inputs on which a backtracking pattern would take quadratic time."""
     assert [piece[:2] for piece in split(text, "paragraph")] == paragraphs_by_hand(text)
