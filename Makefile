@@ -43,7 +43,7 @@ test: lint ## linters, types, import contracts, then the fast tests
 test-all: lint $(BENCH_STAMP) $(PEERS_STAMP) ## the same with the slow tests and the comparisons with other trainers
 	@echo "pytest (all but gpu, $(WORKERS) workers)"
 	@PYTHONPATH="$(CURDIR)/$(PEERS)/megatron:$(CURDIR)/$(PEERS)/datatrove:$(CURDIR)/$(PEERS)/smollm2$${PYTHONPATH:+:$$PYTHONPATH}" \
-	  $(BIN)/python -m pytest $(XDIST) -m "not gpu" --hypothesis-profile full
+	  $(BIN)/python -m pytest $(XDIST) -m "not gpu" --hypothesis-profile full --timeout 900
 
 lint: $(DEV_STAMP) ## ruff, import contracts and mypy
 	@echo "ruff check"

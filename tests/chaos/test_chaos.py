@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.chaos import faults as flaky
-from bessemer.chaos.campaign import assess, run_campaign
+from bessemer.chaos.campaign import assess
 from bessemer.chaos.faults import FIRST_DOCUMENT, KINDS, Fault, PoisonedStream, make_poison, parse_kinds, plan_faults
 from bessemer.chaos.inject import LR_FACTOR, Injector, flip_bit
 from bessemer.data.store.token_store import TokenStore
@@ -242,20 +242,3 @@ def test_a_fault_that_nobody_noticed_is_told_as_such(tmp_path: Path) -> None:
         (run.folder / "chaos.jsonl").write_text(json.dumps({"step": 20, "kind": "nan", "time": 0.0}) + "\n")
         (row,) = assess(run, [Fault("nan", 20, 0)])
     assert (row.detected_at, row.right, row.recovered) == (None, False, False)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_small_campaign_adds_up(make_spec: Any, tmp_path: Path) -> None:
-    spec = make_spec(budget={"steps": 40, "batch": 512}, optimizer={"lr": 0.003})  # calm without faults
-    found = run_campaign(
-        spec, ["nan", "flip-weight", "sigkill"], 3, tmp_path / "chaos", per_run=3, learn=50, seeds=2, jobs=2
-    )
-    summary = found.summary()
-    assert [summary[key] for key in ("faults", "detected", "recovered")] == [3, 3, 3]
-    assert (summary["verdicts_due"], summary["verdicts_right"]) == (2, 2)
-    assert summary["clean_alarms"] == 0 and len(found.clean_losses) == 2
-    assert {row.kind: row.right for row in found.rows} == {"nan": True, "flip-weight": True, "sigkill": None}
-    assert next(row for row in found.rows if row.kind == "sigkill").action == "restarted"
-    for loss, clean in found.final_losses.values():
-        assert abs(loss - clean) < 0.05 * clean

@@ -133,5 +133,5 @@ def test_two_machines_that_know_no_name_of_each_other_train_together(
 
 
 def test_one_machine_under_two_names_is_refused(host: str, ask: Callable[..., LaunchRequest]) -> None:
-    with pytest.raises(UserError, match="again: the same machine as box: name each machine once in --hosts"):
+    with pytest.raises(UserError, match="again: is the same machine as box: list each machine once in --hosts"):
         submit(ask("ssh", hosts=(host, "again"), gpus=0), lambda line: None)
