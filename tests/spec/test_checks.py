@@ -210,6 +210,8 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
             "model": "it needs a causal decoder",
         },
     ),
+    ({"distill": {"loss": "js"}}, {"distill": "has no effect with objective: pretrain"}),
+    ({"objective": "distill"}, {"models": "distillation needs a teacher"}),
     ({"classify": {"labels": ["a", "b"]}}, {"classify": "has no effect with objective: pretrain"}),
     ({"objective": "classify"}, {"classify": "missing: write for example"}),
     (

@@ -14,6 +14,7 @@ from bessemer.errors import UserError
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.classify import Classify, label_variance
+from bessemer.train.distill import Distill
 from bessemer.train.objective import Objective, make_pretrain
 from bessemer.train.sft import Sft
 
@@ -27,14 +28,16 @@ OBJECTIVES: dict[str, MakeObjective] = {
     ),
     "sft": lambda spec, stream, tokenizer, shape, context: make_sft(spec, tokenizer),
     "classify": lambda spec, stream, tokenizer, shape, context: make_classify(spec, stream, shape),
+    "distill": lambda spec, stream, tokenizer, shape, context: Distill(
+        spec.distill, spec.data.cross_documents, dropout_seed(spec)
+    ),
 }
 
 
 def make_sft(spec: RunSpec, tokenizer: Tokenizer) -> Sft:
-    drops = any((spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual))
     begins = hf_prompt_format(Path(spec.model.hf), tokenizer).prefix if spec.model.hf else None
     return Sft(
-        spec.data.cross_documents, spec.loss, spec.seed if drops else None, tokenizer.eos_id, begins,
+        spec.data.cross_documents, spec.loss, dropout_seed(spec), tokenizer.eos_id, begins,
         spec.sft.neftune if spec.sft else 0.0, spec.seed,
     )  # fmt: skip
 
@@ -43,8 +46,12 @@ def make_classify(spec: RunSpec, stream: Stream, shape: ModelShape) -> Classify:
     assert spec.classify is not None
     stores = [rows.store for rows in getattr(stream, "sources", {}).values() if isinstance(rows, StoreRows)]
     spread = label_variance(stores) if stores and spec.classify.problem == "regression" else 1.0
-    drops = any((spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual))
-    return Classify(spec.classify, shape.causal, spec.optimizer.clip, spec.seed if drops else None, spread)
+    return Classify(spec.classify, shape.causal, spec.optimizer.clip, dropout_seed(spec), spread)
+
+
+def dropout_seed(spec: RunSpec) -> int | None:
+    """None without dropout."""
+    return spec.seed if any((spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)) else None
 
 
 def make_objective(spec: RunSpec, stream: Stream, tokenizer: Tokenizer, shape: ModelShape, context: int) -> Objective:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 
+from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import ModelSpec, ObjectiveSpec, model_shape
 from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
@@ -386,6 +387,22 @@ def check_sft(spec: RunSpec) -> Iterator[Problem]:
         yield (("sft", "neftune"), f"the noise needs complete embeddings, which {other} does not have: remove one")
 
 
+def check_distill(spec: RunSpec) -> Iterator[Problem]:
+    if spec.objective != "distill":
+        if spec.distill != DistillSpec():
+            problem = f"has no effect with objective: {spec.objective}"
+            yield ("distill",), f"{problem}: write objective: distill, or remove it"
+        return
+    if "teacher" not in spec.models:
+        yield ("models",), "distillation needs a teacher: write models: {teacher: runs/large}"
+    elif spec.models["teacher"].train:
+        yield ("models", "teacher", "train"), "a teacher is frozen: remove train"
+    if spec.parallel.tp > 1:
+        yield ("parallel", "tp"), "distillation compares whole rows of logits: write tp: 1"
+    if any(task != ObjectiveSpec() for task in spec.tasks):
+        yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
+
+
 def check_models(spec: RunSpec) -> Iterator[Problem]:
     for name, other in spec.models.items():
         if spec.objective in OBJECTIVES:
@@ -436,6 +453,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_archive, ("checkpoint",)),
     (check_rope_scaling, ("model", "data.context")),
     (check_wrapped, ("model", "optimizer", "dropout")),
+    (check_distill, ("objective", "distill", "models", "parallel", "tasks")),
     (check_models, ("models", "objective", "parallel")),
     (check_sft, ("objective", "sft", "model", "tasks", "parallel")),
     (check_classify, ("objective", "classify", "model", "data", "tasks", "loss")),

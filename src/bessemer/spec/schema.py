@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.data import STEPS, DataSpec, TokenizerSpec
+from bessemer.spec.distill import DistillSpec
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec, OtherModelSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
@@ -217,7 +218,7 @@ class SftSpec(SpecSection):
     )
 
 
-OBJECTIVES = ("pretrain", "sft", "classify")
+OBJECTIVES = ("pretrain", "sft", "classify", "distill")
 
 
 class RunSpec(SpecSection):
@@ -227,12 +228,13 @@ class RunSpec(SpecSection):
     runs: str = setting("runs", "folder that holds the runs", "runs", min_length=1)
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
-        "pretrain", "pretrain, sft, classify, or your own class: path/to/file.py:Class or module:Class", "sft"
+        "pretrain", "pretrain, sft, classify, distill, or your own class: path/to/file.py:Class or module:Class", "sft"
     )
     classify: ClassifySpec | None = setting(
         None, "with objective: classify: what is classified", {"labels": ["negative", "positive"]}
     )
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
+    distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}

@@ -1,0 +1,22 @@
+"""The distill section: which divergence from a teacher a student minimises."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bessemer.spec.quantity import Share, SpecSection, setting
+
+
+class DistillSpec(SpecSection):
+    """Distillation of `models.teacher` into the run's model (`objective: distill`)."""
+
+    loss: Literal["forward", "reverse", "js"] = setting(
+        "forward", "forward KL (teacher to student), reverse KL, or js, the Jensen-Shannon divergence", "reverse"
+    )
+    temperature: float = setting(
+        1.0, "divides both models' logits; losses are multiplied by its square", 2.0, gt=0, le=100
+    )
+    tokens: Share = setting(0.0, "share of the plain next-token loss in the sum", "50%")
+    top_k: int | None = setting(
+        None, "compare the teacher's k most likely tokens and the sum of the others, instead of all tokens", 64, ge=1
+    )
