@@ -42,7 +42,7 @@ def test_mistakes_are_told_in_one_line(call: Any, folder: str) -> None:
     for arguments, expected in [
         (("nowhere", "--to", "hf"), "neither a run nor an imported model"),
         ((folder, "--to", "hf"), "neither a run nor an imported model"),
-        ((folder, "--to", "gguf"), "--to gguf: write hf or bessemer\n"),
+        ((folder, "--to", "gguf"), "--to gguf: write hf, peft or bessemer\n"),
         ((folder, "--to", "hf", "--check", "some"), "--check some: write auto, whole or layers\n"),
         ((folder, "--to", "hf", "--dtype", "int3"), "--dtype int3: write same, fp32, bf16, fp16"),
         ((folder, "--to", "bessemer"), "needs --out FOLDER"),

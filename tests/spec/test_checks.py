@@ -212,6 +212,11 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ),
     ({"distill": {"loss": "js"}}, {"distill": "has no effect with objective: pretrain"}),
     ({"objective": "distill"}, {"models": "distillation needs a teacher"}),
+    (
+        {"objective": "distill", "models": {"teacher": {"path": "x", "train": True}}},
+        {"models.teacher.train": "is frozen"},
+    ),
+    ({"adapter": "lora"}, {"adapter": "needs trained weights to adapt"}),
     ({"classify": {"labels": ["a", "b"]}}, {"classify": "has no effect with objective: pretrain"}),
     ({"objective": "classify"}, {"classify": "missing: write for example"}),
     (

@@ -33,7 +33,7 @@ def test_no_foreign_name_is_listed_twice_or_is_a_section_of_ours() -> None:
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        ("lora", "optimizer.freeze"),
+        ("lora", "adapter.kind"),
         ("per_device_train_batch_size", "budget.micro_batch"),
         ("gradient_accumulation_steps", "budget.batch"),
         ("learning_rate", "optimizer.lr"),

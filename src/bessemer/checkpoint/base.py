@@ -146,8 +146,12 @@ def frozen_tensors(checkpoint: Path) -> FrozenTensors | None:
 
 
 def open_weights(kind: Kind, path: Path) -> Mapping[str, Tensor]:
-    """The weights of a folder or a checkpoint by their native names, read on access."""
-    return CheckpointWeights(path) if kind == "checkpoint" else FolderWeights(path, body=kind == "hf_body")
+    """The weights of a folder or a checkpoint by their native names, read on access. Adapters are merged."""
+    if kind != "checkpoint":
+        return FolderWeights(path, body=kind == "hf_body")
+    from bessemer.model.adapters import MergedWeights
+
+    return MergedWeights(CheckpointWeights(path))
 
 
 class CheckpointWeights(Mapping[str, Tensor]):

@@ -104,8 +104,11 @@ def evaluate(
 
 def export(
     source: Path = typer.Argument(help="A run's folder; with --to bessemer a Hugging Face folder."),
-    to: str = typer.Option(..., "--to", help="hf, or bessemer: a checkpoint for `start_from`."),
-    out: Path | None = typer.Option(None, "--out", help="The folder to write (default: RUN/export/hf)."),
+    to: str = typer.Option(..., "--to", help="hf, peft (a run's adapter), or bessemer: a checkpoint for `start_from`."),
+    out: Path | None = typer.Option(None, "--out", help="The folder to write (default: RUN/export/hf or peft)."),
+    base: Path | None = typer.Option(
+        None, "--base", help="With peft: the adapter's base, a Hugging Face folder (default: that of the run)."
+    ),
     checkpoint: str = CHECKPOINT,
     dtype: str = typer.Option("same", "--dtype", help="same as saved, bf16, fp16 or fp32."),
     family: str | None = typer.Option(None, "--family", help="llama, qwen3, ... (default: the first that fits)."),
@@ -121,11 +124,14 @@ def export(
     from bessemer.checkpoint.manifest import DamagedCheckpoint
     from bessemer.export.gate import Mismatch
     from bessemer.export.hf import DTYPES, open_native, to_hf, to_native
+    from bessemer.export.peft import to_peft
     from bessemer.observe.progress import working
     from bessemer.spec.quantity import human_count
 
-    if to not in ("hf", "bessemer"):
-        raise UserError(f"--to {to}: write hf or bessemer")
+    if to not in ("hf", "peft", "bessemer"):
+        raise UserError(f"--to {to}: write hf, peft or bessemer")
+    if base is not None and to != "peft":
+        raise UserError(f"--base {base}: only --to peft has a base")
     if check not in ("auto", "whole", "layers"):
         raise UserError(f"--check {check}: write auto, whole or layers")
     if dtype not in ("same", *DTYPES):
@@ -134,6 +140,11 @@ def export(
         raise UserError("--to bessemer needs --out FOLDER, and keeps family and dtype as they are")
     mode = "skip" if skip_check else check
     try:
+        if to == "peft":
+            place = out or source / "export" / "peft"
+            count, gap = to_peft(open_native(source, checkpoint), place, base, overwrite)
+            print(f"adapter  {count} tensors; merged into its base it differs by {gap:.1e}\nwritten  {place}")
+            return
         if to == "hf":
             native = open_native(source, checkpoint)
             with working("opening the checkpoint") as report:

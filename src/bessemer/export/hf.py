@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bessemer.checkpoint.base import CheckpointWeights
 from bessemer.checkpoint.manifest import verify
 from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors, stream_model
@@ -26,6 +27,7 @@ from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.export.chat_template import tokenizer_files, update_tokenizer_files
 from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, check_requirements, network
+from bessemer.model.adapters import MergedWeights, is_part
 from bessemer.model.classifier import ClassifierFamily, classifier_families, without_head
 from bessemer.model.families.folder import (
     HfFolder,
@@ -65,7 +67,7 @@ class NativeModel:
     place: Path
     checkpoint: Path
     shape: ModelShape
-    weights: SavedTensors
+    weights: SavedTensors | MergedWeights
     tokenizer: Tokenizer | None
 
 
@@ -87,7 +89,12 @@ def open_native(place: Path, which: str = "last") -> NativeModel:
     file = place / "tokenizer.json"
     tokenizer = Tokenizer.load(file, metadata["eos"]) if metadata["eos"] and file.exists() else None
     shape = _exportable(ModelShape.from_dict(metadata["shape"]), place)
-    return NativeModel(place, checkpoint, shape, SavedTensors(checkpoint, MODEL), tokenizer)
+    weights = SavedTensors(checkpoint, MODEL)
+    if any(map(is_part, weights)):
+        return NativeModel(
+            place, checkpoint, shape, MergedWeights(CheckpointWeights(checkpoint), weights.blank), tokenizer
+        )
+    return NativeModel(place, checkpoint, shape, weights, tokenizer)
 
 
 def _exportable(shape: ModelShape, place: Path) -> ModelShape:

@@ -355,7 +355,9 @@ class LatentAttention(SelfAttention):
         mla = self.mla
         q_nope, q_rope, latent_BTR, k_rope = self._projections(x_BTW, self.rotary(inputs))
         k_BS1R, _ = cache.extend(torch.cat((latent_BTR[:, :, None], k_rope), dim=-1), k_rope[..., :0])
-        up_NDR = self.kv.weight.view(self.shape.heads, -1, mla.kv_rank)
+        merged = getattr(self.kv, "merged_weight", None)  # with an adapter
+        up_OR = self.kv.weight if merged is None else merged()
+        up_NDR = up_OR.view(self.shape.heads, -1, mla.kv_rank)
         up_k, up_v = up_NDR.split((mla.nope_dim, mla.value_dim), dim=1)
         q_BTNR = torch.cat((torch.einsum("btnd,ndr->btnr", q_nope, up_k.to(q_nope.dtype)), q_rope), dim=-1)
         out_BTNR = self.attend(q_BTNR, k_BS1R, k_BS1R[..., : mla.kv_rank], inputs)

@@ -115,7 +115,9 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """(V, W): the output embedding; the input embedding if they are tied; of a classifier, its classes."""
-        return self.embedding.weight if self.shape.tied else self.head.weight
+        module = self.embedding if self.shape.tied else self.head
+        trained: Tensor | None = getattr(module, "active_weight", None)  # of adapters
+        return module.weight if trained is None else trained
 
     def new_caches(self) -> list[Cache]:
         return [block.new_cache() for block in self.blocks]  # type: ignore[operator]

@@ -76,6 +76,7 @@ def lr_scales(model: nn.Module, spec: RunSpec) -> dict[str, float]:
     if spec.model.init == "mup" and spec.optimizer.name in NOT_MUP:
         raise UserError(f"optimizer.name: model.init: mup does not support {spec.optimizer.name}: write adamw")
     layers, decay = shape.layers + shape.decoder_layers, spec.optimizer.layer_decay or 1.0
+    ratio = spec.adapter.lr_ratio if spec.adapter else 1.0
     # muP for Adam and similar (Yang et al. 2022, table 8): matrices whose inputs grow with the width.
     width_scale = spec.model.mup_width / shape.width if spec.model.init == "mup" else 1.0
 
@@ -83,7 +84,8 @@ def lr_scales(model: nn.Module, spec: RunSpec) -> dict[str, float]:
         parts = name.split(".")
         above = layers - 1 - int(parts[1]) if parts[0] == "blocks" else layers if parts[0] in INPUTS else 0
         wide = parameter.ndim >= 2 and not NOT_WIDE & set(parts)
-        return float(decay**above * (width_scale if wide else 1.0))
+        low_rank = ratio if parts[-1] == "lora_b" else 1.0  # LoRA+
+        return float(decay**above * (width_scale if wide else 1.0) * low_rank)
 
     return {name: scale(name, parameter) for name, parameter in model.named_parameters()}
 

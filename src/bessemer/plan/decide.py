@@ -14,6 +14,7 @@ from bessemer.plan.cost_model.memory import Passes, decide_micro_batch
 from bessemer.plan.decision import BASES, EMPIRICAL, Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
+from bessemer.plan.recipe.adapters import adapter_rate, decide_adapter
 from bessemer.plan.recipe.fine_tuning import SFT_SMALLEST, SFT_STEPS, classify, sft, sft_batch_rows
 from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
@@ -62,17 +63,23 @@ class TrainPlan:
     look: Interval
     copy: Interval
     mixtures: tuple[tuple[int, Mixture], ...]  # (start position in sequences, mixture)
+    adapter: tuple[int, float] | None = None  # rank and alpha
 
     @property
     def compiled(self) -> bool:
         return self.compile != "off"
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        values = asdict(self)
+        if self.adapter is None:  # as in earlier versions
+            del values["adapter"]
+        return json.dumps(values, indent=1)
 
     @staticmethod
     def from_json(text: str) -> TrainPlan:
         data = json.loads(text)
+        if data.get("adapter"):
+            data["adapter"] = tuple(data["adapter"])
         data["batch_rows"] = tuple((start, rows) for start, rows in data["batch_rows"])
         for key in ("evaluate", "save", "look", "copy"):
             data[key] = Interval(**data[key])
@@ -244,11 +251,11 @@ def decide_lr(
     if spec.objective == "classify" and continued and name in ("adamw", "adam"):
         recipe = classify(shape.parameters, trained=True)
         rate = (recipe.value.settings["learning_rate"], "usual for a new head on trained weights", recipe.source)
-        return float(plan.choose(key, spec.optimizer.lr, rate, recipe.basis))
+        return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     if spec.objective == "sft" and continued and name in ("adamw", "adam") and shape.parameters >= SFT_SMALLEST:
         recipe = sft(shape.parameters)
         rate = (recipe.value.settings["learning_rate"], "of released models, by size", recipe.source)
-        return float(plan.choose(key, spec.optimizer.lr, rate, recipe.basis))
+        return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     # The laws are not valid for the few tokens of a continued run.
     tokens = max(tokens, 20 * shape.parameters) if continued else tokens
     answer, usual = learning_rate(shape.parameters, tokens), batch_tokens(shape.parameters, tokens).value
@@ -267,7 +274,7 @@ def decide_lr(
             reasons.append(reason)
             sources.append(source)
     decided = (float(f"{max(LIMITS_LR[0], value):.2g}"), "; ".join(reasons), "; ".join(sources))
-    return float(plan.choose(key, spec.optimizer.lr, decided, basis))
+    return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *decided), basis))
 
 
 def is_continued(spec: RunSpec) -> bool:
@@ -363,6 +370,7 @@ def decide_training(
     dense = compile != "off" and not (shape.moe or shape.mamba)
     passes = Passes(context // layout.cp, 1, precision, "none", dense, machine.device, shards=layout.held)
     passes = decide_micro_batch(with_weights(spec, weights), shape, passes, smallest, machine, plan, previous)
+    adapter = decide_adapter(spec, shape, min(tokens, train_tokens), plan, previous)
     peak_lr = decide_lr(spec, shape, tokens, rows * context, plan, previous)
     warmup = decide_warmup(spec, total_steps, rows * context, plan)
     every = spec.evaluate.every
@@ -377,7 +385,7 @@ def decide_training(
         context=context, batch_rows=phases, micro_rows=passes.rows, activations=passes.activations,
         total_steps=total_steps, peak_lr=peak_lr, warmup_steps=warmup, precision=precision, weights=weights,
         compile=compile, evaluate=evaluate, evaluate_tokens=evaluate_tokens, save=save, look=look, copy=copy,
-        mixtures=mixtures,
+        mixtures=mixtures, adapter=adapter,
     )  # fmt: skip
 
 

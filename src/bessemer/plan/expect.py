@@ -314,7 +314,8 @@ def _estimate_memory(occasion: RunSetup) -> int:
     )  # fmt: skip
     if layout.size == 1:
         return estimate_memory(spec, shape, passes).total + occasion.beside_bytes
-    each = optimizer_bytes(spec.optimizer, spec.memory, training.precision, trained_share(shape, spec.optimizer.freeze))
+    share = trained_share(shape, spec.optimizer.freeze, spec.adapter)
+    each = optimizer_bytes(spec.optimizer, spec.memory, training.precision, share)
     batches = max(1, occasion.rows // (training.micro_rows * layout.dp))
     return rank_needs(shape, layout, each, passes, batches).allocated + occasion.beside_bytes
 

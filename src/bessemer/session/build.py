@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import xxhash
@@ -28,9 +28,11 @@ from bessemer.guard.ladder import Ladder
 from bessemer.guard.layer_stats import LayerStats
 from bessemer.guard.replica_check import ReplicaCheck
 from bessemer.guard.watchdog import StepPace
+from bessemer.model.adapters import BaseModel, adapted_modules, add_adapters, clear_adapters, describe_adapters
 from bessemer.model.attention import SelfAttention
 from bessemer.model.attention_backends import choose, set_backend
 from bessemer.model.attention_mask import AttentionMask
+from bessemer.model.families.adapter import with_folder
 from bessemer.model.transformer import Decoder, TransformerBlock, build_model, make_module
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import Schedule, add_groups_to_plan, freeze, optimizer_for
@@ -51,9 +53,10 @@ from bessemer.session.objectives import make_objective
 from bessemer.session.start import ResolvedRun
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.load import dump_spec
+from bessemer.spec.model import BASE
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
-from bessemer.spec.shape import ModelShape
+from bessemer.spec.shape import ModelShape, matmul_parameters
 from bessemer.train.compile import FP8, compile_blocks, compute_in, compute_type, use_tf32
 from bessemer.train.device import memory_limit, synchronize
 from bessemer.train.engine import Engine, PipelineRunner
@@ -97,6 +100,8 @@ def build_job(
         job = make_job(spec, parts, run, view)
         record_models(resolved.others, plan, previous)
         choose_attention(job.engine, plan, previous)
+    if spec.adapter:
+        plan.add("adapter", spec.adapter.kind, describe_adapters(job.engine.model), "asked")
     if training.precision in FP8:
         reason = "the linear layers of inner blocks; the first and last block and the head stay in bf16"
         plan.add("precision.layers", len(fp8_layers(job.engine.model)), reason, "rule")
@@ -194,6 +199,9 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     world = parts.world
     model = build_model(parts.shape, "meta" if world.divided else device, spec.seed, spec.model.init, matrices)
     set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
+    if spec.adapter:
+        assert plan.adapter is not None
+        add_adapters(model, with_folder(spec.adapter, parts.shape), *plan.adapter)
     if plan.precision in FP8:
         convert_to_fp8(model, plan.precision, device)
     pipeline = parallelize_layers(model, world, spec, parts.stages)
@@ -210,6 +218,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         after_step = shard_or_replicate(model, world, half, spec.parallel, stages)
         if world.divided:
             init_sharded_weights(model, stages, device, spec.seed, spec.model.init)
+        clear_adapters(model)
         sharded = spec.parallel.replicas.divide_optimizer and world.size > 1
         optimizer = zero1_optimizer(model, spec, world) if sharded else optimizer_for(model, spec, bool(stages))
         if after_step:
@@ -220,6 +229,8 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         source.name: companion(model, source) or load_frozen(source, world, spec, plan.precision)
         for source in parts.others
     }
+    bases = [name for name, other in spec.models.items() if other.path == BASE]
+    objective.models |= dict.fromkeys(bases, cast("Decoder", BaseModel(model)))
     objective.check_models()
     if world.layout.cp > 1:
         columns = RingAttention if spec.parallel.context == "ring" else UlyssesAttention
@@ -248,9 +259,17 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     remote = open_remote(spec, run.folder) if world.main else None
     return Job(
         engine, DataFeed(parts.stream, evaluator, parts.tokenizer.decode), guard,
-        Recorder(run, view, parts.shape.flops_per_token(plan.context), parts.peak_flops),
+        Recorder(run, view, step_flops(model, parts.shape, plan.context), parts.peak_flops),
         CheckpointSaver(CheckpointStore(run.checkpoints, world), fingerprint, remote),
     )  # fmt: skip
+
+
+def step_flops(model: Decoder, shape: ModelShape, context: int) -> int:
+    """FLOPs per trained token. The frozen matrices of a model with adapters have no gradients."""
+    if not adapted_modules(model):
+        return shape.flops_per_token(context)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return shape.flops_per_token(context) - 2 * matmul_parameters(shape) + 6 * trained
 
 
 def with_loss_unit(guard: GuardSpec, objective: Objective) -> GuardSpec:

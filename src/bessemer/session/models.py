@@ -24,7 +24,7 @@ from bessemer.plan.cost_model.memory import OtherModel
 from bessemer.plan.decide import HALF
 from bessemer.plan.decision import Plan
 from bessemer.spec.classify import ClassifySpec, as_classifier
-from bessemer.spec.model import OtherModelSpec
+from bessemer.spec.model import BASE, OtherModelSpec
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -72,6 +72,8 @@ def open_models(spec: RunSpec) -> list[ModelSource]:
     """The models of the spec. Reads their configurations but no weights."""
     sources = []
     for name, other in spec.models.items():
+        if other.path == BASE:  # shares the run's model
+            continue
         try:
             files = find_model(other.path, other.checkpoint)
             shape = files.shape

@@ -57,6 +57,13 @@ def dropout_seed(spec: RunSpec) -> int | None:
 def make_objective(spec: RunSpec, stream: Stream, tokenizer: Tokenizer, shape: ModelShape, context: int) -> Objective:
     """The spec's objective, for a model of that shape and rows of the stream. A user's class is called without
     arguments, or its `from_run` with these."""
+    objective = _make(spec, stream, tokenizer, shape, context)
+    if spec.adapter and spec.adapter.dropout and objective.dropout_seed is None:
+        objective.dropout_seed = spec.seed
+    return objective
+
+
+def _make(spec: RunSpec, stream: Stream, tokenizer: Tokenizer, shape: ModelShape, context: int) -> Objective:
     if spec.objective in OBJECTIVES:
         return OBJECTIVES[spec.objective](spec, stream, tokenizer, shape, context)
     own = load_function(spec.objective, "objective")

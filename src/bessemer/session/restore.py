@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bessemer.checkpoint.base import FrozenBase, Kind
+from bessemer.checkpoint.base import CheckpointWeights, FrozenBase, Kind
 from bessemer.checkpoint.lineage import LINEAGE, abandon_all, record_lineage, repair_lineage
 from bessemer.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, read_manifest, verify_file
 from bessemer.checkpoint.remote import RemoteCheckpoints, recover
@@ -25,6 +25,8 @@ from bessemer.data.stream.order import Segment, StepPositions
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.errors import UserError
 from bessemer.guard.judge import LOSS, JudgedNumber
+from bessemer.model.adapters import check_scale, init_adapters, is_part
+from bessemer.model.families.adapter import read_adapter
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import to_number
@@ -34,6 +36,7 @@ from bessemer.session.build import open_remote, spec_fingerprint
 from bessemer.session.data import describe_file_changes
 from bessemer.session.models import COMPANIONS, ModelSource, load_trained
 from bessemer.session.start import WeightSource, load_source
+from bessemer.spec.adapter import read_peft
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.load import load_spec, parse_yaml, validate
 from bessemer.spec.quantity import human_bytes
@@ -75,6 +78,8 @@ def restore(
         restored = restore_newest(job, CheckpointStore(run.checkpoints, world), previous.spec)
     if restored is not None:
         refill_history(job)
+        if spec.adapter and job.plan.adapter:
+            check_scale(job.engine.model, read_peft(spec.adapter).scale(*job.plan.adapter), restored)
         base = FrozenBase.of(read_manifest(run.checkpoints / restored))
         job.engine.base = still_frozen(base, job.engine.model, world)
     else:
@@ -82,9 +87,11 @@ def restore(
             load_trained(job.engine.model, others, spec.seed)
     if restored is None and spec.start_from:
         start_from(job, Path(spec.start_from))
+        start_adapters(job, spec)
         set_base(job, "checkpoint", spec.start_from)
     elif restored is None and source is not None:
         start_from_folder(job, source)
+        start_adapters(job, spec)
         if source.family is not None:
             set_base(job, "hf_body" if job.engine.model.shape.labels else "hf", source.folder.path)
     if world.main:
@@ -102,10 +109,30 @@ def start_from_folder(job: Job, source: WeightSource) -> None:
     """Loads the weights of a Hugging Face folder."""
     with job.engine.optimizer.writable_weights(job.engine.model):
         added = load_source(job.engine.model, source)
+    saved = job.spec.adapter.modules_to_save if job.spec.adapter else []
+    if added and job.spec.adapter and "embedding" not in saved:
+        raise UserError(
+            f"adapter.modules_to_save: {added} tokens are new, and the adapter freezes their embeddings: write "
+            "modules_to_save: [embedding]" + ("" if job.engine.model.shape.tied else ", or [embedding, head]")
+        )
     if job.engine.ema:
         job.engine.ema.restart()
     more = f"; {added} new tokens, initialised to the mean of the others" if added else ""
     job.recorder.event("started_from", checkpoint=str(source.folder.path), reason=f"{source.name} weights{more}")
+
+
+def start_adapters(job: Job, spec: RunSpec) -> None:
+    """Initialises the adapters of a new run beside the weights that it has loaded, or loads those of a folder."""
+    if spec.adapter is None or job.plan.adapter is None:
+        return
+    adapter, model = read_peft(spec.adapter), job.engine.model
+    given = read_adapter(adapter.path, model.shape) if adapter.path else None
+    with job.engine.optimizer.writable_weights(model):
+        init_adapters(model, adapter, adapter.scale(*job.plan.adapter), spec.seed, given)
+    if job.engine.ema:
+        job.engine.ema.restart()
+    if given:
+        job.recorder.event("adapter_loaded", path=adapter.path, reason=f"{len(given)} tensors of {adapter.path}")
 
 
 def set_base(job: Job, kind: Kind, path: str | Path) -> None:
@@ -285,8 +312,15 @@ def start_from(job: Job, folder: Path) -> None:
     weights = {
         name: t
         for name, t in job.load_targets().items()
-        if (name.startswith("model.") or name.endswith(".remainder")) and f"{COMPANIONS}." not in name
+        if (name.startswith("model.") or name.endswith(".remainder"))
+        and f"{COMPANIONS}." not in name
+        and not is_part(name.removesuffix(".remainder"))
     }
+    if any(map(is_part, CheckpointWeights(folder))):
+        raise UserError(
+            f"start_from: {folder} holds an adapter: merge it with `bessemer export RUN --to hf` and write model: "
+            "{hf: FOLDER}, or start from its base with adapter: {path: FOLDER} (export --to peft)"
+        )
     try:
         CheckpointStore(folder.parent).load(folder, weights)
     except DamagedCheckpoint as error:

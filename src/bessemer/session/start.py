@@ -18,6 +18,7 @@ import torch
 from bessemer.data.stream.rows import Rows
 from bessemer.dtensor import copy_shard
 from bessemer.errors import UserError
+from bessemer.model.adapters import is_part
 from bessemer.model.classifier import HEAD, body_family, head_of_folder, without_head
 from bessemer.model.families.folder import HfFolder, check_folder, native_tensors
 from bessemer.model.families.registry import Family, read_shape
@@ -175,7 +176,11 @@ def load_source(model: Decoder, source: WeightSource) -> int:
         if shape.labels and (head := head_of_folder(source.folder.config, shape)) is not None:
             body, family = shape, head
         check_folder(make_module(replace(body, vocab=folder_vocab)), source.folder, family)
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(COMPANIONS)}
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.startswith(COMPANIONS) and not is_part(name)
+    }
     if body is not shape:  # the head of labels stays as it was initialised
         state = {name: tensor for name, tensor in state.items() if not name.startswith(HEAD)}
     with torch.no_grad():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
-from bessemer.spec.model import ModelSpec, ObjectiveSpec, model_shape
+from bessemer.spec.model import BASE, ModelSpec, ObjectiveSpec, model_shape
 from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
 from bessemer.spec.quantity import format_names
 from bessemer.spec.schema import OBJECTIVES, RunSpec
@@ -405,12 +405,33 @@ def check_distill(spec: RunSpec) -> Iterator[Problem]:
 
 def check_models(spec: RunSpec) -> Iterator[Problem]:
     for name, other in spec.models.items():
-        if spec.objective in OBJECTIVES:
+        if other.path == BASE and spec.adapter is None:
+            yield ("models", name, "path"), "base is the run's model without its adapter: add adapter, or write a path"
+        if other.path == BASE and (other.train or other.head == "score"):
+            yield ("models", name, "path"), "base shares the frozen weights of the run's model: remove train and head"
+        if spec.objective in OBJECTIVES and spec.objective != "distill":
             yield ("models", name), f"objective: {spec.objective} uses no other model: remove it"
         if spec.parallel.pp > 1:
             yield ("models", name), "pipeline stages have no place for another model: write parallel: {pp: 1}"
         if other.train and spec.parallel.engine == "deepspeed":
             yield ("models", name, "train"), "DeepSpeed trains one model: remove train, or write engine: torch"
+
+
+def check_adapter(spec: RunSpec) -> Iterator[Problem]:
+    parallel = spec.parallel
+    if spec.adapter is None:
+        return
+    if spec.model.hf is None and spec.start_from is None:
+        yield ("adapter",), "needs trained weights to adapt: write model: {hf: FOLDER}, or start_from"
+    if spec.model.wrap:
+        yield ("adapter",), "adapts native models, and this one is run by transformers: remove model.wrap, or this"
+    for key, value in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
+        if value > 1:
+            yield ("parallel", key), "adapters are trained with dp_replicate, dp_shard and cp: write 1"
+    if parallel.engine == "deepspeed":
+        yield ("parallel", "engine"), "adapters are trained by torch's engine: write engine: torch"
+    if spec.precision.startswith("fp8"):
+        yield ("precision",), f"{spec.precision} converts the layers that are adapted: write bf16"
 
 
 def check_memory(spec: RunSpec) -> Iterator[Problem]:
@@ -454,8 +475,9 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_rope_scaling, ("model", "data.context")),
     (check_wrapped, ("model", "optimizer", "dropout")),
     (check_distill, ("objective", "distill", "models", "parallel", "tasks")),
-    (check_models, ("models", "objective", "parallel")),
+    (check_models, ("models", "objective", "parallel", "adapter")),
     (check_sft, ("objective", "sft", "model", "tasks", "parallel")),
+    (check_adapter, ("adapter", "model", "start_from", "parallel", "precision")),
     (check_classify, ("objective", "classify", "model", "data", "tasks", "loss")),
 )
 

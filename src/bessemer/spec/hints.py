@@ -36,7 +36,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "model.moe.experts": ("num_experts num_local_experts n_routed_experts", ""),
     "model.moe.top_k": ("num_experts_per_tok moe_router_topk", ""),
     "start_from": (
-        "resume_from_checkpoint auto_resume_from_checkpoints init_from initial_load_path adapter_name_or_path",
+        "resume_from_checkpoint auto_resume_from_checkpoints init_from initial_load_path",
         "a run continues when the same command is run again",
     ),
     "tokenizer.path": ("tokenizer_path tokenizer_name tokenizer_name_or_path tokenizer_model tokenizer_config", ""),
@@ -77,11 +77,17 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "optimizer.clip": ("max_grad_norm grad_clip clip_grad max_norm gradient_clip_val gradient_clipping", ""),
     "optimizer.ema": ("ema_decay", ""),
     "optimizer.freeze": (
-        "lora peft qlora adapter lora_r lora_alpha lora_dropout lora_rank lora_target lora_target_modules "
-        "lora_target_linear lora_modules_to_save lora_model_dir peft_config use_peft unfrozen_parameters "
-        "freeze_trainable_layers freeze_trainable_modules",
-        "adapters are not supported: all weights except those listed here are trained",
+        "unfrozen_parameters freeze_trainable_layers freeze_trainable_modules",
+        "all weights except those listed here are trained",
     ),
+    "adapter.kind": ("lora peft qlora peft_config use_peft use_dora use_rslora init_lora_weights", ""),
+    "adapter.rank": ("lora_r lora_rank", ""),
+    "adapter.alpha": ("lora_alpha", ""),
+    "adapter.dropout": ("lora_dropout", ""),
+    "adapter.targets": ("lora_target lora_target_modules lora_target_linear target_modules", ""),
+    "adapter.modules_to_save": ("lora_modules_to_save", ""),
+    "adapter.lr_ratio": ("loraplus_lr_ratio", ""),
+    "adapter.path": ("lora_model_dir adapter_name_or_path", ""),
     "schedule.kind": ("lr_scheduler_type lr_scheduler lr_scheduler_kwargs scheduler decay_lr decay_type", ""),
     "schedule.warmup": ("warmup_ratio warmup_steps warmup_iters lr_warmup_iters lr_warmup_fraction", ""),
     "schedule.floor": (

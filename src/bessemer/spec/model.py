@@ -245,11 +245,19 @@ class MambaSpec(SpecSection):
     chunk: Side = setting(128, "positions per chunk of the scan", 128)
 
 
+BASE = "base"  # as the path of a further model: the run's own model without its adapter
+
+
 class OtherModelSpec(ShortSection, short="path"):
     """A further model of a run, for objectives that use one: a reference, a teacher, a reward model, a critic. `name:
     PATH` is short for `name: {path: PATH}`."""
 
-    path: str = setting(..., "a run, a checkpoint, an import or a Hugging Face folder", "runs/base", min_length=1)
+    path: str = setting(
+        ...,
+        "a run, a checkpoint, an import, a Hugging Face folder, or base: the run's model without its adapter",
+        "runs/base",
+        min_length=1,
+    )
     checkpoint: str = setting("last", "of a run: last, best or a checkpoint's name", "best")
     train: bool = setting(False, "train it with the run's model; otherwise it is frozen", True)
     head: Literal["own", "score"] = setting(

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from bessemer.spec.adapter import AdapterSpec
 from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.data import STEPS, DataSpec, TokenizerSpec
 from bessemer.spec.distill import DistillSpec
@@ -243,6 +244,11 @@ class RunSpec(SpecSection):
         None,
         "checkpoint whose weights a new run starts with: a folder of another run or of an import",
         "runs/base/checkpoints/step-00001000.a1",
+    )
+    adapter: AdapterSpec | None = setting(
+        None,
+        "train low-rank adapters beside the frozen weights of model.hf or start_from",
+        {"kind": "lora", "rank": 16},
     )
     tokenizer: TokenizerSpec = section(TokenizerSpec, "text to tokens")
     data: DataSpec = setting(..., "sources, curation and mixture", {"sources": {"code": "src/"}})

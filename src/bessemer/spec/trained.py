@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from bessemer.spec.adapter import AdapterSpec, adapter_share
 from bessemer.spec.shape import ModelShape, layer_counts, parameter_counts
 
 
@@ -24,9 +25,12 @@ def matches(name: str, glob: str) -> bool:
     return fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")
 
 
-def trained_share(shape: ModelShape, freeze: Sequence[str]) -> float:
+def trained_share(shape: ModelShape, freeze: Sequence[str], adapter: AdapterSpec | None = None) -> float:
     """The share of the parameters that train. Exact for patterns of layers, of their parts, and of the matrices of
-    attention and feed-forward parts; parameters that it does not know by name count as trained."""
+    attention and feed-forward parts; parameters that it does not know by name count as trained. With an adapter, its
+    size as a share of the model."""
+    if adapter is not None:
+        return adapter_share(shape, adapter)
     return _trained_share(shape, tuple(freeze)) if freeze and not shape.wrapped else 1.0
 
 

@@ -11,19 +11,22 @@ from pathlib import Path
 
 import torch
 
+from bessemer.checkpoint.base import CheckpointWeights
 from bessemer.checkpoint.lineage import read_tags
 from bessemer.checkpoint.manifest import DamagedCheckpoint
-from bessemer.checkpoint.store import CheckpointStore
+from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.data.prepare import chat_template
 from bessemer.data.tokenizer.chat import Message, prompt_ids, read_template, turn_end_ids
 from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, hf_prompt_format, native_prompt_format
 from bessemer.errors import UserError
-from bessemer.model.families.adapter import ADAPTER_CONFIG, AdapterFolder
+from bessemer.model.adapters import MergedWeights
+from bessemer.model.families.adapter import AdapterFolder
 from bessemer.model.families.folder import HfFolder, find_origin, load_weights
 from bessemer.model.families.registry import read_shape
 from bessemer.model.generate import Generator, Request, Sampling
 from bessemer.model.transformer import Decoder, make_module
 from bessemer.run.directory import Run
+from bessemer.spec.adapter import ADAPTER_CONFIG
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import ParallelSpec
 from bessemer.spec.shape import ModelShape
@@ -143,6 +146,9 @@ def load_model(folder: str | Path, which: str = "last", device: str = "auto") ->
         CheckpointStore(files.checkpoint.parent).load(files.checkpoint, state)
     except DamagedCheckpoint as error:
         raise UserError(f"{error}; choose another with --checkpoint") from None
+    merged = MergedWeights(CheckpointWeights(files.checkpoint))
+    for module in merged.adapted:
+        state[f"{MODEL}{module}.weight"].copy_(merged[f"{module}.weight"])
     if not os.path.exists(path / "tokenizer.json"):
         raise UserError(f"{path}: has no tokenizer.json to read a prompt with")
     tokenizer = Tokenizer.load(path / "tokenizer.json", description["eos"] or None)

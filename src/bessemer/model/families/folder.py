@@ -439,7 +439,9 @@ def _check_target(path: Path, overwrite: bool) -> None:
     if path.is_dir() and any(path.iterdir()):
         if not overwrite:
             raise UserError(f"{path}: is not empty; choose another folder, or pass --overwrite")
-        if not (path / "config.json").exists():  # a typo would delete other work
+        if not any(
+            (path / name).exists() for name in ("config.json", "adapter_config.json")
+        ):  # a typo would delete other work
             raise UserError(f"{path}: is not empty and not a model; choose another folder")
 
 

@@ -87,7 +87,7 @@ class MemoryNeeds:
 
 def estimate_memory(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryNeeds:
     """Peak memory of a step. Gradients and all activations coexist only from the second micro-batch on."""
-    share, mode = trained_share(shape, spec.optimizer.freeze), passes.activations
+    share, mode = trained_share(shape, spec.optimizer.freeze, spec.adapter), passes.activations
     each = optimizer_bytes(spec.optimizer, spec.memory, passes.precision, share)
     parameters, embedding = shape.parameters, shape.vocab * shape.width
     # Compiled blocks with recomputation cast their weights again too.

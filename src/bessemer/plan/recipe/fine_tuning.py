@@ -14,12 +14,12 @@ from typing import Any, Literal, get_args
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Basis, RecipeAnswer
+from bessemer.spec.adapter import MODULES, lora_parameters
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.shape import ModelShape
 
 Use = Literal["style", "instructions", "domain", "rl"]
-MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 # Rank by use. RL learns about one bit per episode, so that even rank 1 matched full training.
 _USUAL_RANK: dict[Use, int] = {"style": 16, "instructions": 32, "domain": 64, "rl": 8}
 SCHULMAN = "Schulman et al. 2025, LoRA without regret"
@@ -60,23 +60,6 @@ class LoraSettings:
     learning_rate: float
     parameters: int
     modules: tuple[str, ...] = MODULES
-
-
-def matrix_sides(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """(d_in, d_out) of each matrix of a layer."""
-    width, inner, kv = shape.width, shape.attention_width, shape.kv_heads * shape.head_dim
-    sides = {"q": (width, inner), "k": (width, kv), "v": (width, kv), "o": (inner, width)}
-    if shape.gated:
-        sides["gate"] = (width, shape.ffn)
-    return sides | {"up": (width, shape.ffn), "down": (shape.ffn, width)}
-
-
-def lora_parameters(shape: ModelShape, rank: int, modules: tuple[str, ...] = MODULES) -> int:
-    """Trained parameters: the sum of r (d_in + d_out) over the adapted matrices of all layers."""
-    if rank < 1:
-        raise UserError(f"rank: {rank} is no rank: write at least 1, such as 16")
-    sides = matrix_sides(shape)
-    return shape.layers * rank * sum(sum(sides[name]) for name in modules if name in sides)
 
 
 def lora(shape: ModelShape, use: Use, full_rate: float, learnt_tokens: float = 0.0) -> RecipeAnswer[LoraSettings]:

@@ -101,7 +101,7 @@ def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machi
     if size > 1 and len(open_keys) == 1:
         degrees[open_keys[0]] = plan.add(open_keys[0], left, f"what is left of {size} processes", "rule")
     elif size > 1 and open_keys:
-        share = trained_share(shape, spec.optimizer.freeze)
+        share = trained_share(shape, spec.optimizer.freeze, spec.adapter)
         total = optimizer_bytes(spec.optimizer, spec.memory, spec.precision, share).device * shape.parameters
         part = total // (parallel.tp * parallel.pp)
         fits = part <= REPLICATED_SHARE * machine.memory_bytes and parallel.ep == 1

@@ -81,7 +81,7 @@ def memory_fallbacks(
     ):
         return ""
     keys: dict[str, Any] = {}
-    share = trained_share(shape, spec.optimizer.freeze)
+    share = trained_share(shape, spec.optimizer.freeze, spec.adapter)
     for more in MEMORY_FALLBACKS:
         keys |= more
         smaller = _with_settings(spec, keys)
@@ -158,7 +158,8 @@ def propose(request: PlanRequest, cluster: Cluster) -> Proposal:
     rows = _decide_rows(plan, spec, shape, tokens, context)
     fixed = fixed_degrees(spec)
     _check_degrees(spec, shape, fixed, context, cluster.count)
-    state_bytes = optimizer_bytes(spec.optimizer, spec.memory, precision, trained_share(shape, spec.optimizer.freeze))
+    share = trained_share(shape, spec.optimizer.freeze, spec.adapter)
+    state_bytes = optimizer_bytes(spec.optimizer, spec.memory, precision, share)
     goal = SearchGoal(shape, cluster, context, rows, state_bytes, precision, fixed)
     option, notes = _fastest_option(spec, goal, tokens)
     spec, goal, result, available = option.spec, option.goal, option.result, cluster
@@ -236,7 +237,7 @@ def _fastest_option(spec: RunSpec, full_goal: SearchGoal, tokens: int) -> tuple[
 def _goal_on(part: Cluster, spec: RunSpec, full_goal: SearchGoal) -> tuple[RunSpec, SearchGoal]:
     """The same run on a subcluster, which decides how weights are fixed and which earlier runs correct the times."""
     spec = _decide_weights(Plan(), spec, full_goal.shape, part, full_goal.precision)
-    share = trained_share(full_goal.shape, spec.optimizer.freeze)
+    share = trained_share(full_goal.shape, spec.optimizer.freeze, spec.adapter)
     state_bytes = optimizer_bytes(spec.optimizer, spec.memory, full_goal.precision, share)
     cluster = with_history(part, full_goal.precision, full_goal.shape.parameters)
     return spec, replace(full_goal, cluster=cluster, parameter_bytes=state_bytes)

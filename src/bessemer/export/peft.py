@@ -1,0 +1,68 @@
+"""Writes the adapter of a run in PEFT's format, and checks it: read back and merged into its base, it must give the
+weights that the run's own adapter gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bessemer.checkpoint.base import CheckpointWeights, FolderWeights, FrozenBase
+from bessemer.checkpoint.manifest import read_manifest
+from bessemer.errors import UserError
+from bessemer.export.gate import Mismatch
+from bessemer.export.hf import NativeModel, choose_family
+from bessemer.model.adapters import MergedWeights, is_part
+from bessemer.model.families.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftAdapter
+from bessemer.model.families.folder import HfFolder, _write, atomic_folder
+from bessemer.spec.adapter import AdapterSpec
+from bessemer.spec.load import load_spec
+
+TOLERANCE = 1e-5  # of the largest number of a merged matrix, besides the rounding of the base's dtype
+
+
+def to_peft(native: NativeModel, out: Path, base: Path | None = None, overwrite: bool = False) -> tuple[int, float]:
+    """Write the adapter's folder; returns the number of its tensors and the largest difference of a merged weight.
+    `base` is the Hugging Face folder that the adapter is for, by default the one that the run started from."""
+    saved = CheckpointWeights(native.checkpoint)
+    tensors = {name: saved[name] for name in saved if is_part(name)}
+    if not tensors or native.shape.labels:
+        problem = "is a classifier" if tensors else "has no adapter"
+        raise UserError(f"{native.place}: {problem}, and --to peft writes adapters of language models: use --to hf")
+    folder = HfFolder(base or _base_folder(native))
+    spec = load_spec(native.place / "spec.yaml").adapter or AdapterSpec()
+    adapter = PeftAdapter(tensors, native.shape, choose_family(native.shape, None, folder), spec.kind == "rslora")
+    config, weights = adapter.files(str(folder.path.absolute()), spec.dropout)
+    with atomic_folder(out, overwrite) as place:
+        from safetensors.torch import save_file
+
+        place.mkdir(parents=True)
+        save_file(weights, place / ADAPTER_WEIGHTS, {"format": "pt"})
+        _write(place / ADAPTER_CONFIG, config)
+        gap = _largest_gap(MergedWeights(saved), place)
+    return len(weights), gap
+
+
+def _base_folder(native: NativeModel) -> Path:
+    base = FrozenBase.of(read_manifest(native.checkpoint))
+    if base is None or base.kind == "checkpoint":
+        raise UserError(
+            f"{native.place}: its base is not a Hugging Face folder: export the base with `bessemer export RUN --to "
+            "hf --out FOLDER` and pass --base FOLDER"
+        )
+    return Path(base.path)
+
+
+def _largest_gap(merged: MergedWeights, place: Path) -> float:
+    """Over all matrices that the adapter changes; Mismatch beyond the tolerance."""
+    written, largest = FolderWeights(place, body=False), 0.0
+    for module in sorted(merged.adapted):
+        expected, actual = merged[f"{module}.weight"].double(), written[f"{module}.weight"]
+        tolerance = TOLERANCE + torch.finfo(actual.dtype).eps
+        if actual.shape != expected.shape:
+            raise Mismatch(f"{module} has shape {tuple(actual.shape)} in the base folder, not {tuple(expected.shape)}")
+        gap = float((actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+        if not gap <= tolerance:
+            raise Mismatch(f"the adapter in PEFT's format is not the same: {module} differs by {gap:.1e} when merged")
+        largest = max(largest, gap)
+    return largest

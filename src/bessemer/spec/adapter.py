@@ -1,0 +1,131 @@
+"""The adapter section: which low-rank matrices train beside the frozen weights of a model, and how many they are.
+
+A folder in PEFT's format has its settings in adapter_config.json, which `read_peft` translates to this section.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from bessemer.errors import UserError
+from bessemer.spec.quantity import ShortSection, setting
+from bessemer.spec.shape import ModelShape
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+AutoRank = Annotated[int, Field(ge=1, le=4096)] | Literal["auto"]
+AutoAlpha = Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"]
+Kind = Literal["lora", "rslora", "dora", "pissa"]
+
+
+class AdapterSpec(ShortSection, short="kind"):
+    """Low-rank adapters (LoRA) beside the linear layers of a trained model, whose own weights are frozen. `adapter:
+    lora` is short for `adapter: {kind: lora}`."""
+
+    kind: Kind = setting(
+        "lora",
+        "lora; rslora (scaled by alpha / sqrt(rank)); dora (also trains the length of each row); pissa (starts from "
+        "the largest singular vectors of each matrix)",
+        "dora",
+    )
+    rank: AutoRank = setting("auto", "rank of each adapter", 16)
+    alpha: AutoAlpha = setting("auto", "the adapter's output is scaled by alpha / rank", 32)
+    dropout: float = setting(0.0, "dropout of the adapter's input", 0.05, ge=0, lt=1)
+    targets: Literal["all-linear"] | list[str] = setting(
+        "all-linear",
+        "adapted layers: all-linear (of all blocks, without routers), or names, layers and globs",
+        ["query", "value", "blocks.8-15.ffn"],
+    )
+    modules_to_save: list[Literal["embedding", "head"]] = setting(
+        [], "modules that are trained in full: embedding, head", ["embedding", "head"]
+    )
+    lr_ratio: float = setting(1.0, "learning rate of the B matrices as a factor (LoRA+)", 16, gt=0, le=1000)
+    path: str | None = setting(
+        None,
+        "adapter to start from: a folder in PEFT's format, which decides kind, rank, alpha and targets",
+        "my-adapter/",
+    )
+
+    @model_validator(mode="after")
+    def _check_path(self) -> AdapterSpec:
+        if self.path and self.kind == "pissa":
+            raise ValueError("pissa starts from the base's own matrices: remove path, or write kind: lora")
+        if self.path and (self.targets != "all-linear" or self.modules_to_save):
+            raise ValueError("the folder of path names the layers: remove targets and modules_to_save")
+        if self.targets == []:
+            raise ValueError("no layer is adapted: write targets: all-linear, or names such as [query, value]")
+        return self
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """The factor on the adapter's output."""
+        return float(alpha / (rank**0.5 if self.kind == "rslora" else rank))
+
+
+def read_peft_config(path: str | Path) -> dict[str, Any]:
+    """adapter_config.json of a LoRA adapter; UserError if it is another kind of adapter."""
+    file = Path(os.path.expanduser(path)) / ADAPTER_CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise UserError(f"{path}: is not an adapter's folder (no {ADAPTER_CONFIG})") from None
+    except ValueError as error:
+        raise UserError(f"{file}: cannot be read as JSON ({error})") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise UserError(f"{file}: peft_type {kind!r}: only LORA can be read, with or without DoRA and rsLoRA")
+    if config.get("bias", "none") != "none":
+        raise UserError(f"{file}: bias {config['bias']!r}: only adapters without trained biases can be read")
+    return config
+
+
+def read_peft(adapter: AdapterSpec) -> AdapterSpec:
+    """The section with the kind, rank and alpha of the folder that it names; itself if it names none."""
+    if adapter.path is None:
+        return adapter
+    config = read_peft_config(adapter.path)
+    kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+    if config.get("use_dora") and config.get("use_rslora"):
+        raise UserError(f"adapter.path: {adapter.path} has both use_dora and use_rslora: merge it with PEFT first")
+    if adapter.kind not in ("lora", kind):
+        raise UserError(f"adapter.kind: {adapter.kind} was requested, {adapter.path} holds {kind}: write kind: {kind}")
+    for key, other in (("rank_pattern", adapter.rank), ("alpha_pattern", adapter.alpha)):
+        if config.get(key):
+            raise UserError(f"adapter.path: {adapter.path} has {key} ({other}): only one rank and alpha can be trained")
+    for key, value in (("rank", config["r"]), ("alpha", config["lora_alpha"])):
+        if getattr(adapter, key) not in ("auto", value):
+            raise UserError(f"adapter.{key}: {getattr(adapter, key)}, but that of {adapter.path} is {value}: remove it")
+    return adapter.model_copy(update={"kind": kind, "rank": config["r"], "alpha": float(config["lora_alpha"])})
+
+
+MODULES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def matrix_sides(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """(d_in, d_out) of each matrix of a layer."""
+    width, inner, kv = shape.width, shape.attention_width, shape.kv_heads * shape.head_dim
+    sides = {"q": (width, inner), "k": (width, kv), "v": (width, kv), "o": (inner, width)}
+    if shape.gated:
+        sides["gate"] = (width, shape.ffn)
+    return sides | {"up": (width, shape.ffn), "down": (shape.ffn, width)}
+
+
+def lora_parameters(shape: ModelShape, rank: int, modules: tuple[str, ...] = MODULES) -> int:
+    """Trained parameters: the sum of r (d_in + d_out) over the adapted matrices of all layers."""
+    if rank < 1:
+        raise UserError(f"rank: {rank} is no rank: write at least 1, such as 16")
+    sides = matrix_sides(shape)
+    return shape.layers * rank * sum(sum(sides[name]) for name in modules if name in sides)
+
+
+USUAL_RANK = 32  # for estimates before the rank is decided
+
+
+def adapter_share(shape: ModelShape, adapter: AdapterSpec) -> float:
+    """Trained parameters as a share of the model's, with adapters on all matrices: an upper bound for fewer targets."""
+    rank = USUAL_RANK if adapter.rank == "auto" else adapter.rank
+    modules = len(set(adapter.modules_to_save)) * shape.vocab * shape.width
+    return min(1.0, (lora_parameters(shape, rank) + modules) / shape.parameters)
