@@ -92,8 +92,18 @@ def test_json_stays_json_when_files_are_written(call: Call) -> None:
     [
         ("slurm", (), "job.sbatch", ("--nodes=2", "8")),
         ("kubernetes", ("--image", "image:1", "--volume", "claim"), "pytorchjob.yaml", ("image:1", "claim")),
-        ("sky", ("--install", "bessemer", "--volume", "s3://bucket"), "sky.yaml", ("num_nodes: 2", "A100-80GB:8")),
-        ("modal", ("--install", "bessemer"), "modal_app.py", ("A100-80GB:8",)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (
+                    "sky",
+                    ("--install", "bessemer", "--volume", "s3://bucket"),
+                    "sky.yaml",
+                    ("num_nodes: 2", "A100-80GB:8"),
+                ),
+                ("modal", ("--install", "bessemer"), "modal_app.py", ("A100-80GB:8",)),
+            )
+        ),
         ("ssh", ("--hosts", "one,two"), "launch.sh", ("one", "two")),
     ],
 )

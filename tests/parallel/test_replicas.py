@@ -47,7 +47,7 @@ def spec_with(folder: Path, name: str, layout: str = "two replicas", steps: int 
     [
         pytest.param({"bucket_mb": 1}, marks=pytest.mark.slow),
         pytest.param({"static_graph": True}, marks=pytest.mark.slow),
-        {"divide_optimizer": True},
+        pytest.param({"divide_optimizer": True}, marks=pytest.mark.slow),  # saved whole, below, with the same curve
     ],
     ids=lambda asked: next(iter(asked)),
 )

@@ -238,6 +238,7 @@ class FlippedLabels(Faults):
         job.data.stream.transforms = (*job.data.stream.transforms, Flip())
 
 
+@pytest.mark.slow  # the veto is tested on the steps of a real run in guard/test_near_zero.py
 def test_a_burst_of_flipped_labels_is_vetoed_and_the_run_goes_on(make: Callable[..., RunSpec]) -> None:
     spec = make(budget={"steps": 150, "batch": 1024}, optimizer={"lr": 1e-2}, guard={"warmup": 32, "window": 64})
     outcome = Session(spec, faults=FlippedLabels(BURST)).train()

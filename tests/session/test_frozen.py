@@ -144,6 +144,7 @@ def test_a_manifest_without_a_base_is_written_as_before(make_spec: Make) -> None
     assert "model.embedding.weight" in SavedTensors(last(spec))._entries
 
 
+@pytest.mark.slow  # a stopped one, below, reads the same files
 def test_a_killed_run_resumes_with_the_same_losses(make: Make, tmp_path: Path) -> None:
     whole, broken = make("whole", budget={"steps": 60}), make("broken", budget={"steps": 60})
     train(whole)
@@ -211,7 +212,12 @@ def test_a_changed_base_is_refused_with_both_fingerprints(make: Make, folder: Pa
 
 @pytest.mark.parametrize(
     "parts",
-    [{}, {"memory": {"weights": "stochastic"}, "precision": "bf16", "budget": {"steps": 4}}],
+    [
+        {},
+        pytest.param(
+            {"memory": {"weights": "stochastic"}, "precision": "bf16", "budget": {"steps": 4}}, marks=pytest.mark.slow
+        ),
+    ],
     ids=["fp32", "bf16"],
 )
 def test_what_is_loaded_and_exported_is_the_model_in_memory(make: Make, tmp_path: Path, parts: dict[str, Any]) -> None:
@@ -308,9 +314,12 @@ def wipe_frozen(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("copies", "fault"),
-    [("auto", wipe), ("off", wipe), ("off", wipe_frozen), ("auto", wipe_frozen)],
-    ids=["memory", "disk", "frozen disk", "frozen memory"],
-)
+    [
+        ("auto", wipe), ("off", wipe_frozen),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("off", wipe), ("auto", wipe_frozen)]),
+    ],
+    ids=["memory", "frozen disk", "disk", "frozen memory"],
+)  # fmt: skip
 def test_the_guard_rolls_back(make: Make, copies: str, fault: Callable[[Job], None]) -> None:
     guard = {"warmup": 8, "window": 32, "copy_every": "16 steps", "copies": copies, "ladder": {"careful": 4}}
     spec, whole = make("broken", budget={"steps": 60}, guard=guard), make("whole", budget={"steps": 60}, guard=guard)

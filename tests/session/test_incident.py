@@ -163,6 +163,7 @@ def test_a_damaged_weight_is_undone_and_no_digit_differs_from_a_run_without_it(
     assert list((run_folder(spec) / "scenes").iterdir())
 
 
+@pytest.mark.slow  # the verdict is tested in test_trial.py, the rollback above
 def test_a_jump_of_the_learning_rate_is_undone(make: Make, unbroken: RunSpec) -> None:
     spec = make()
     assert Session(spec, faults=Jump()).train().kind == "finished"

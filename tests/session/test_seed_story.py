@@ -13,6 +13,8 @@ from bessemer.session.replay import documents_of
 from bessemer.session.session import train
 from bessemer.spec.schema import RunSpec
 
+# Two runs of 220 steps. Each part of the story is fast in test_incident.py and test_exclude.py.
+pytestmark = pytest.mark.slow
 STEPS, FIRST_BAD, BAD_STEPS = 220, 160, 5
 WORDS = ["the", "steel", "was", "poured", "while", "blower", "watched", "flame", "and", "turned", "vessel", "low"]
 
@@ -106,7 +108,6 @@ def test_the_run_recovers_and_the_report_says_so(story):
     assert ends[0] == pytest.approx(ends[1], rel=0.01)
 
 
-@pytest.mark.slow
 def test_a_later_run_is_offered_the_list_and_leaves_the_documents_out(story):
     folder, rows, _ = story
     assert train(spec_of(folder, "offered")).kind == "finished"

@@ -174,8 +174,8 @@ def bf16_overflow(stage, documents_at, seed):
 
         job.engine.model.blocks[seed % 2].attention.register_forward_hook(hook)
 
-    at = 8  # sooner than the others: on a CPU without bf16 a step takes half a second
-    staged = stage(seed, faults={"before": {at: wrap}}, precision="bf16", last=at, copies=(3, 5))
+    at = 36  # sooner than the others: on a CPU without bf16 a step takes half a second
+    staged = stage(seed, faults={"before": {at: wrap}}, precision="bf16", last=at, copies=(20, 28))
     return Staged(*staged, ("numerics",))
 
 
@@ -227,10 +227,10 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(raw(a[name]), raw(b[name])) for name in a)
 
 
-FAST = ("random_tokens", "flipped_bit", "nan_once", "lr_jump", "bf16_overflow")
+FAST = ("random_tokens", "flipped_bit", "nan_once", "lr_jump")
 
 
-@pytest.mark.parametrize("cause", FAST)
+@pytest.mark.parametrize("cause", [*FAST, pytest.param("bf16_overflow", marks=pytest.mark.slow)])
 def test_every_cause_gets_its_verdict(stage, documents_at, cause):
     staged = CAUSES[cause](stage, documents_at, 0)
     before = bits(staged.job)

@@ -73,10 +73,7 @@ def saved_bytes(shape: ModelShape, rows: int, context: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [
-        *((name, "fp32") for name in SHAPES),
-        *(pytest.param(name, "bf16", marks=() if name == "llama" else pytest.mark.slow) for name in SHAPES),
-    ],
+    [*((name, "fp32") for name in SHAPES), *(pytest.param(name, "bf16", marks=pytest.mark.slow) for name in SHAPES)],
 )
 def test_activations_are_what_torch_saves_within_a_tenth(name: str, precision: str) -> None:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16

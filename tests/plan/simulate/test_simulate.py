@@ -111,7 +111,13 @@ def test_every_pass_runs_once_after_what_it_needs_and_alone_on_its_stage(p: int,
 
 
 @pytest.mark.parametrize(
-    "wish", [("13b", "64xH100"), ("70b", "256xA100-80GB"), ("405b", "4096xH100")], ids=lambda wish: wish[0]
+    "wish",
+    [
+        pytest.param(("13b", "64xH100"), marks=pytest.mark.slow),
+        pytest.param(("70b", "256xA100-80GB"), marks=pytest.mark.slow),
+        ("405b", "4096xH100"),
+    ],
+    ids=lambda wish: wish[0],
 )
 def test_without_noise_events_equal_steptime(wish: tuple[str, str]) -> None:
     """Exactly with one stage; within AGREES with several. Every layout that fits, the slow ones with them."""
