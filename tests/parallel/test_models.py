@@ -53,10 +53,12 @@ def test_two_processes_compute_what_one_does(ranks: Ranks, tiny_spec: Spec, tmp_
     base = str(CheckpointStore(run_folder(first) / "checkpoints").committed()[-1][0])
     models = {"reference": base, "critic": {"path": base, "train": True, "head": "score"}}
 
+    tokenizer = {"path": str(run_folder(first) / "tokenizer.json"), "vocab": "auto"}
+
     def spec_of(name: str, steps: int, degrees: dict[str, int]) -> RunSpec:
         return tiny_spec(
             name, objective=f"{tmp_path / 'both.py'}:Both", models=models, checkpoint={"every": "4 steps"},
-            budget={"steps": steps, "batch": 256, "micro_batch": 2}, seed=3,
+            budget={"steps": steps, "batch": 256, "micro_batch": 2}, seed=3, tokenizer=tokenizer,
             parallel={"device": "cpu", "threads": 1, **degrees}, schedule={"kind": "constant", "warmup": "2 steps"},
         )  # fmt: skip
 

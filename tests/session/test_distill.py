@@ -14,7 +14,7 @@ def test_distillation_closes_most_of_the_gap_to_the_teacher(make_spec) -> None:
     curves = []
     for micro in (8, 2):
         spec = make_spec(
-            f"student{micro}", objective="distill", model=small, models=models, distill={"tokens": 0.0},
+            f"student{micro}", objective="distill", model=small, models=models, distill={"next_token": 0.0},
             budget={**BUDGET, "micro_batch": micro},
         )  # fmt: skip
         outcome = Session(spec).train()

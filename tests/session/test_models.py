@@ -13,6 +13,7 @@ from bessemer.run.directory import Run
 from bessemer.session.replay import _load_state_before, job_of
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.load import load_spec
+from bessemer.spec.model import OtherModelSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.trial.measure import measure
 
@@ -69,6 +70,10 @@ def columns(spec: RunSpec, *names: str) -> list[list[float]]:
     return [[record[name] for name in names] for record in Run(run_folder(spec)).metrics()]
 
 
+def models_of(teacher: str) -> dict[str, OtherModelSpec]:
+    return {"teacher": OtherModelSpec(path=teacher)}
+
+
 def replayed_loss(folder: Path, step: int) -> float:
     job, _ = job_of(folder)
     _load_state_before(job, step, list(job.recorder.run.metrics()))
@@ -77,7 +82,10 @@ def replayed_loss(folder: Path, step: int) -> float:
 
 
 def test_a_frozen_teacher_is_learned_from_and_is_in_no_checkpoint(make_spec, own: str, teacher: str) -> None:
-    spec = make_spec("student", objective=f"{own}:Distil", models={"teacher": teacher}, budget=STEPS, seed=1)
+    tokenizer = {"path": f"{teacher}/tokenizer.json", "vocab": "auto"}
+    spec = make_spec(
+        "student", objective=f"{own}:Distil", models={"teacher": teacher}, budget=STEPS, seed=1, tokenizer=tokenizer
+    )
     outcome = Session(spec).train()
     losses = columns(spec, "loss", "kl")
     assert outcome.kind == "finished" and losses[-1][0] < 0.5 * losses[0][0] and outcome.validation["kl"] < losses[0][0]
@@ -99,13 +107,14 @@ def test_a_frozen_teacher_is_learned_from_and_is_in_no_checkpoint(make_spec, own
 
 def test_resumed_runs_are_the_same_and_another_teacher_is_refused(make_spec, own: str, teacher: str, tmp_path) -> None:
     parts = {"objective": f"{own}:Distil", "models": {"teacher": teacher}, "seed": 1, "schedule": FLAT}
+    parts["tokenizer"] = {"path": f"{teacher}/tokenizer.json", "vocab": "auto"}
     through = make_spec("through", budget=STEPS, **parts)
     Session(through).train()
     halves = [make_spec("halves", budget={"steps": n, "batch": 128}, **parts) for n in (15, 30)]
     for spec in halves:
         Session(spec).train()
     assert columns(halves[1], "loss", "grad_norm") == columns(through, "loss", "grad_norm")
-    other = make_spec("other", budget=STEPS, seed=5)
+    other = make_spec("other", budget=STEPS, seed=5, tokenizer=parts["tokenizer"])
     Session(other).train()
     longer = make_spec(
         "halves", budget={"steps": 40, "batch": 128}, **{**parts, "models": {"teacher": str(run_folder(other))}}
@@ -117,6 +126,7 @@ def test_resumed_runs_are_the_same_and_another_teacher_is_refused(make_spec, own
 def test_a_trained_critic_learns_is_saved_and_resumes_exactly(make_spec, own: str, teacher: str) -> None:
     models = {"critic": {"path": teacher, "train": True, "head": "score"}}
     parts = {"objective": f"{own}:WithCritic", "models": models, "seed": 1, "schedule": FLAT}
+    parts["tokenizer"] = {"path": f"{teacher}/tokenizer.json", "vocab": "auto"}
     through = make_spec("through", budget=STEPS, **parts)
     Session(through).train()
     errors = columns(through, "error")
@@ -160,6 +170,9 @@ def test_refusals_name_the_key_and_the_fix(make_spec, own: str, teacher: str, tm
         Session(
             make_spec("vocab", objective=f"{own}:Distil", models={"teacher": teacher}, budget=STEPS, tokenizer=larger)
         ).train()
+    other = make_spec("other", budget=STEPS, tokenizer={"vocab": 300, "kind": "unigram"})
+    with pytest.raises(UserError, match=r"models.teacher: its tokenizer is not the run's \(token \d+ is "):
+        Session(other.model_copy(update={"objective": f"{own}:Distil", "models": models_of(teacher)})).train()
     path = tmp_path / "spec.yaml"
     for text, message in [
         ("objective: pretrain\nmodels: {a: x}\n", "objective: pretrain uses no other model: remove it"),

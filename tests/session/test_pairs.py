@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -158,3 +159,27 @@ def test_an_objective_of_pairs_learns_and_is_the_same_at_any_accumulation(tmp_pa
         curves.append([[record["loss"], record["preferred"], record["grad_norm"]] for record in records])
     assert curves[0][0][0] == pytest.approx(0.693, abs=0.02) and curves[0][-1][0] < 0.3
     assert np.allclose(curves[0], curves[1], rtol=2e-4, atol=2e-5)
+
+
+def test_conversations_without_an_answer_are_refused(tmp_path: Path, make_spec) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"hello {n}"}]} for n in range(40)]
+    path = write_rows(tmp_path / "chats.jsonl", rows)
+    source = {"path": str(path), "messages_field": "messages"}
+    spec = make_spec(data={"sources": {"a": source}, "context": 32, "validation": 0}, tokenizer={"vocab": 320})
+    with pytest.raises(UserError, match="source 'a': nothing is learned"):
+        Session(spec).train()
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ({"messages": []}, "for conversations set messages_field: messages"),
+        ({"prompt": "a", "completion": "b"}, r"set columns: {prompt: prompt, completion: completion}"),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "set columns: {prompt: question, chosen: chosen, rejected"),
+        ({"body": "a"}, "set text_field to the one that holds the text"),
+    ],
+)
+def test_a_missing_text_names_the_setting_for_what_is_there(tmp_path: Path, row: dict, advice: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [row] * 3)
+    with pytest.raises(UserError, match=re.escape(advice)):
+        store_of(tmp_path, {"path": str(path)})

@@ -60,7 +60,7 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(monkeypatch: pytest.Mon
     teacher = build_model(ModelShape(53, 24, 1, 2, 2, 12, 32, logit_cap=5.0), "cpu", 1).double().requires_grad_(False)
     tokens = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
     weights = (torch.arange(9) > 2).double().expand(2, 9)
-    objective = Distill(DistillSpec(tokens=0.3, temperature=1.5))
+    objective = Distill(DistillSpec(next_token=0.3, temperature=1.5))
     objective.models = {"teacher": teacher}
     results = []
     for limit in (1 << 30, 8 * 103 * 4):

@@ -246,6 +246,11 @@ def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutS
 
 def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
     store = prepared.train[name]
+    if store.masked and store.tokens and not store.targets_before(np.array([store.tokens]))[0]:
+        raise UserError(
+            f"source {name!r}: nothing is learned: no turn of its conversations has the role assistant, or all have "
+            "weight 0; correct the roles (user, assistant, system, tool)"
+        )
     if GROUP in store.fields:
         return GroupRows(store, context)
     if spec.data.packing == "best_fit":

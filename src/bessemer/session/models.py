@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 from bessemer.checkpoint.base import FrozenTensor, Kind, open_weights
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder, build_model, generator_for
 from bessemer.parallel.shard import copy_shard, shard_or_replicate
@@ -28,7 +29,7 @@ from bessemer.spec.model import BASE, OtherModelSpec
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.trained import find_model
+from bessemer.train.trained import ModelFiles, find_model
 
 COMPANIONS = "companions"  # the submodule with the trained ones
 HEAD = ("head.", "head_bias", "transform.")
@@ -43,6 +44,7 @@ class ModelSource:
     shape: ModelShape
     weights: Mapping[str, Tensor]
     place: str
+    files: ModelFiles
     fingerprint: str = ""
 
     @property
@@ -84,18 +86,30 @@ def open_models(spec: RunSpec) -> list[ModelSource]:
         if other.head == "score":
             shape = as_classifier(shape, ClassifySpec(problem="regression", pool="last"))
         place = files.checkpoint or files.place
-        sources.append(ModelSource(name, other, shape, weights, str(place)))
+        sources.append(ModelSource(name, other, shape, weights, str(place), files))
     return sources
 
 
-def check_vocabularies(sources: Iterable[ModelSource], vocab: int) -> None:
-    """Refuses models that cannot read the run's tokens."""
+def check_tokenizers(sources: Iterable[ModelSource], tokenizer: Tokenizer) -> None:
+    """Refuses models that cannot read the run's tokens, or for which they mean other text."""
+    from tokenizers import Tokenizer as HfTokenizer
+
+    vocab, words = tokenizer.vocab_size, tokenizer.inner.get_vocab()
     for source in sources:
+        fix = f"use the model's own: tokenizer: {{path: {source.files.place / 'tokenizer.json'}}}"
         if source.shape.vocab < vocab:
             raise UserError(
                 f"models.{source.name}: its vocabulary of {source.shape.vocab:,} tokens is smaller than the run's "
-                f"{vocab:,}: use a model with the same tokenizer (tokenizer: {{path: ...}})"
+                f"{vocab:,}: {fix}"
             )
+        if not (source.files.place / "tokenizer.json").is_file():
+            continue
+        other = HfTokenizer.from_file(str(source.files.place / "tokenizer.json")).get_vocab()
+        word_of = {number: word for word, number in other.items()}
+        if different := next((word for word, number in words.items() if word_of.get(number, word) != word), None):
+            number = words[different]
+            problem = f"its tokenizer is not the run's (token {number} is {word_of[number]!r}, here {different!r})"
+            raise UserError(f"models.{source.name}: {problem}: {fix}")
 
 
 def attach_trained(
@@ -161,6 +175,7 @@ def record_models(sources: Iterable[ModelSource], plan: Plan, previous: Plan | N
         if before is not None and before.value != value:
             raise UserError(
                 f"{key}: the weights of {source.place} are not those that the run began with ({value}, was "
-                f"{before.value}): put them back, or start a run with another name"
+                f"{before.value}): name the checkpoint that it began with ({key}.checkpoint), put the weights back, "
+                "or start a run with another name"
             )
         plan.add(key, value, f"frozen, read from {source.place}", "asked")

@@ -31,7 +31,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import ONE_PROCESS, Layout, decide_layout, record_replicas
 from bessemer.session.data import Data, held_out_rows, make_rows, open_data, sizes
-from bessemer.session.models import COMPANIONS, ModelSource, check_vocabularies, open_models
+from bessemer.session.models import COMPANIONS, ModelSource, check_tokenizers, open_models
 from bessemer.session.sft import log_sft, with_sft_defaults
 from bessemer.spec.classify import as_classifier
 from bessemer.spec.model import model_shape
@@ -240,7 +240,7 @@ def resolve_run(
 ) -> ResolvedRun:
     """Rows and training plan; `previous` is the plan of the checkpoint to continue from."""
     others = open_models(spec)
-    check_vocabularies(others, data.tokenizer.vocab_size)
+    check_tokenizers(others, data.tokenizer)
     machine = reserve_memory(spec, [other.size for other in others], machine, layout.held, plan)
     rows, held_out = make_rows(spec, data, context), held_out_rows(spec, data, context)
     held_out_tokens = sum(held.tokens for held in held_out.values())

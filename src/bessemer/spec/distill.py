@@ -16,7 +16,7 @@ class DistillSpec(SpecSection):
     temperature: float = setting(
         1.0, "divides both models' logits; losses are multiplied by its square", 2.0, gt=0, le=100
     )
-    tokens: Share = setting(0.0, "share of the plain next-token loss in the sum", "50%")
+    next_token: Share = setting(0.0, "share of the plain next-token loss in the sum", "50%")
     top_k: int | None = setting(
         None, "compare the teacher's k most likely tokens and the sum of the others, instead of all tokens", 64, ge=1
     )

@@ -60,6 +60,11 @@ def named_paths(spec: RunSpec) -> Iterator[NamedPath]:
         yield NamedPath(("model", "hf"), spec.model.hf, "folder")
     if spec.start_from is not None:
         yield NamedPath(("start_from",), spec.start_from, "folder")
+    for name, other in spec.models.items():
+        yield NamedPath(("models", name, "path"), other.path, "folder")
+    module = spec.objective.rpartition(":")[0]
+    if module.endswith(".py") or "/" in module:
+        yield NamedPath(("objective",), module, "file")
     if spec.tokenizer.path is not None:
         yield NamedPath(("tokenizer", "path"), spec.tokenizer.path)
     chat = spec.tokenizer.chat

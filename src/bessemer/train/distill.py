@@ -24,7 +24,7 @@ from bessemer.train.objective import LossTerms, ModelInputs, Objective, Validati
 
 
 class Distill(Objective):
-    """`tokens` of the loss is next-token cross-entropy, the rest the divergence."""
+    """`next_token` of the loss is cross-entropy, the rest the divergence."""
 
     metrics, counts_tokens, needs_models = ("nll", "divergence"), True, ("teacher",)
 
@@ -48,7 +48,7 @@ class Distill(Objective):
             )
         ]
         nll_R, divergence_R = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        weights_R, share = feed.weights_BT.flatten(), self.spec.tokens
+        weights_R, share = feed.weights_BT.flatten(), self.spec.next_token
         losses_R = share * nll_R + (1 - share) * divergence_R
         loss, total = (losses_R * weights_R).sum() * (1.0 / count), weights_R.sum()
         sums = {"nll": nll_R.detach() * weights_R, "divergence": divergence_R.detach() * weights_R}

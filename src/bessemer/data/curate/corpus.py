@@ -79,7 +79,7 @@ class Corpus:
         self.parts: list[PartState] = []
         for name, source in data.sources.items():
             settings = [RULES_VERSION, source.text_field, source.id_field, source.url_field, source.messages_field]
-            settings += [source.columns] if source.has_answers else []
+            settings += [source.columns] if source.columns else []
             settings += [source.chat_format, source.columns] if source.chat_format else []
             for part in divide_source(name, files[name], source, data.part, self.copies, self._each):
                 key = hash_key(["read", part.key, *settings])

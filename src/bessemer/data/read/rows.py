@@ -8,7 +8,7 @@ import codecs
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -110,8 +110,10 @@ class PieceReader:
 
     def choose(self, names: Iterable[str]) -> str:
         """The end of a message about a missing or wrong field: which setting to change."""
-        content = self._key.partition("_")[0]
+        content, names = self._key.partition("_")[0], list(names)
         alternatives = [name for name in names if name != self._content_field]
+        if content == "text" and (advice := _chat_columns(names)):
+            return f"it has {list_names(names)}: for conversations {advice}"
         if not alternatives:
             return f"there is no other: write the {content} into it, or leave the file out"
         return f"it has {list_names(alternatives)}: set {self._key} to the one that holds the {content}"
@@ -129,6 +131,19 @@ class PieceReader:
             if column not in names:
                 fix = f"correct columns.{role} of the source"
                 raise UserError(f"{self.file}: no column {column!r}; it has {list_names(names)}: {fix}")
+
+
+def _chat_columns(names: Sequence[str]) -> str:
+    """The setting for columns with the usual names of conversations; empty if there are none."""
+    if chats := [name for name in names if name in ("messages", "conversations", "conversation")]:
+        return f"set messages_field: {chats[0]}"
+    if prompts := [name for name in names if name in ("prompt", "question", "instruction")]:
+        answers = [name for name in names if name in ("completion", "answer", "response", "output", "chosen")]
+        if answers and answers[0] != "chosen":
+            return f"set columns: {{prompt: {prompts[0]}, completion: {answers[0]}}}"
+        if answers:
+            return f"set columns: {{prompt: {prompts[0]}, chosen: chosen, rejected: rejected}}"
+    return ""
 
 
 def list_names(names: Iterable[str]) -> str:
