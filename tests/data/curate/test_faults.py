@@ -81,7 +81,7 @@ for free in map(int, sys.argv[3:]):
         error = None
     except UserError as refused:
         error = str(refused)
-    left = [path.name for path in (disk / "cache").glob("[scr]*/*/*.tmp")]
+    left = [path.name for path in (disk / "cache").glob("**/*.tmp")]
     (disk / "ballast").unlink()
     folder = build().folder
     content = {path.name: path.read_bytes().hex() for path in folder.iterdir()}

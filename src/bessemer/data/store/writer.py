@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -135,10 +136,11 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._finish()
-        else:
-            self._out.discard()
+        with ExitStack() as undo:
+            undo.callback(self._out.discard)
+            if kind is None:
+                self._finish()
+                undo.pop_all()
 
     def _add_mask(self, mask: npt.ArrayLike | None, tokens: int) -> memoryview | None:
         """The mask for the fingerprint: None if every token counts."""
