@@ -25,6 +25,7 @@ from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
+from bessemer.model.quantized import is_quantized
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.load import load_spec
 from bessemer.storage import sync_file
@@ -90,7 +91,8 @@ class Injector:
                 self._corrupt_layer(job, fault)
             case "flip-weight":
                 generator = torch.Generator().manual_seed(fault.seed)
-                flip_bit([p.detach() for p in job.engine.model.parameters() if p.ndim > 1], generator)
+                matrices = [p.detach() for p in job.engine.model.parameters() if p.ndim > 1 and not is_quantized(p)]
+                flip_bit(matrices, generator)
             case "lr-jump":
                 self._lr = fault
             case "flip-gradient":

@@ -21,17 +21,20 @@ from torch import Tensor
 
 from bessemer.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, read_manifest
 from bessemer.errors import UserError
+from bessemer.model.quantized import rounded_to_nf4
 
 Kind = Literal["hf", "hf_body", "checkpoint"]  # hf_body: a folder without its head, for a classifier
 
 
 @dataclass(frozen=True)
 class FrozenTensor:
-    """A tensor that a checkpoint leaves out, as the run holds it."""
+    """A tensor that a checkpoint leaves out, as the run holds it. If the run quantizes it, dtype and digest are of the
+    tensor before that."""
 
     dtype: str
     shape: list[int]
     xxh3_128: str
+    quantization: str | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> FrozenTensor:
@@ -57,13 +60,22 @@ class FrozenBase:
     def fingerprint(self) -> str:
         return _fingerprint({name: tensor.xxh3_128 for name, tensor in self.tensors.items()})
 
+    @property
+    def quantized(self) -> set[str]:
+        """The tensors that the run holds in NF4."""
+        return {name for name, tensor in self.tensors.items() if tensor.quantization}
+
     def only(self, names: Collection[str]) -> FrozenBase | None:
         """The same base for some of its tensors; None if there are none."""
         tensors = {name: tensor for name, tensor in self.tensors.items() if name in names}
         return replace(self, tensors=tensors) if tensors else None
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "fingerprint": self.fingerprint}
+        tensors = {name: asdict(tensor) for name, tensor in self.tensors.items()}
+        for entry in tensors.values():
+            if entry["quantization"] is None:  # as in earlier versions
+                del entry["quantization"]
+        return {"kind": self.kind, "path": self.path, "tensors": tensors, "fingerprint": self.fingerprint}
 
     @classmethod
     def of(cls, manifest: Manifest) -> FrozenBase | None:
@@ -84,12 +96,18 @@ class ChangedBase(UserError):
 
 
 class FrozenTensors(Mapping[str, Tensor]):
-    """The tensors that a checkpoint leaves to its base, read from there on access and verified, or ChangedBase."""
+    """The tensors that a checkpoint leaves to its base, read from there on access and verified, or ChangedBase. Those
+    that the run quantizes have the rounded values that it computes with."""
 
     def __init__(self, base: FrozenBase, checkpoint: Path) -> None:
         self.base, self.checkpoint = base, checkpoint
 
     def __getitem__(self, name: str) -> Tensor:
+        tensor = self.original(name)
+        return rounded_to_nf4(tensor) if self.base.tensors[name].quantization else tensor
+
+    def original(self, name: str) -> Tensor:
+        """The tensor of the base, before it is quantized."""
         expected = self.base.tensors[name]
         tensor = self._read(name)
         if tensor is None or FrozenTensor.of(tensor) != expected:
@@ -100,7 +118,7 @@ class FrozenTensors(Mapping[str, Tensor]):
     def verify(self) -> None:
         """Read every tensor, one at a time, and compare it with its digest."""
         for name in self:
-            self[name]
+            self.original(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.base.tensors)

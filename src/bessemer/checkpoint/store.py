@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bessemer.checkpoint.base import frozen_tensors
+from bessemer.checkpoint.base import CheckpointWeights, frozen_tensors
 from bessemer.checkpoint.manifest import (
     CONFIRMED,
     DISCARDED,
@@ -40,6 +40,7 @@ from bessemer.checkpoint.manifest import (
 )
 from bessemer.dtensor import copy_shard
 from bessemer.errors import UserError
+from bessemer.model.quantized import is_quantized
 from bessemer.spec.schema import CheckpointSpec
 from bessemer.storage import sync_path
 
@@ -225,12 +226,14 @@ def _lost_manifest(folder: Path, saved: Collection[str]) -> bool:
 
 def load_frozen(folder: Path, state: State) -> State:
     """Fill the tensors that the checkpoint leaves to its base; returns those that it holds itself."""
-    frozen: Mapping[str, Tensor] = frozen_tensors(folder) or {}
-    names = [name for name in frozen if MODEL + name in state]
+    frozen = frozen_tensors(folder)
     rest = dict(state)
+    if frozen is None:
+        return rest
+    names = [name for name in frozen if MODEL + name in state]
     for name in names:
         target, remainder = rest.pop(MODEL + name), rest.pop(remainder_name(MODEL + name), None)
-        tensor = frozen[name]
+        tensor = frozen.original(name) if is_quantized(target) else frozen[name]
         if tensor.shape != target.shape:
             shapes = f"has shape {tuple(tensor.shape)}, the model asks for {tuple(target.shape)}"
             raise UserError(f"{folder}: tensor {name} {shapes}: put the spec's model back, or name a new run")
@@ -239,6 +242,17 @@ def load_frozen(folder: Path, state: State) -> State:
             copy_shard(remainder, low_bits)
         copy_shard(target, tensor)
     return rest
+
+
+def load_quantized(folder: Path, state: State) -> State:
+    """Fill tensors that are held in NF4 from a checkpoint that holds them in full, one at a time; returns the rest."""
+    quantized = [name for name, target in state.items() if is_quantized(target)]
+    saved = CheckpointWeights(folder) if quantized else {}
+    for name in quantized:
+        if (native := name.removeprefix(MODEL)) not in saved:
+            raise UserError(f"{folder}: has no tensor {name}, which the spec asks for: put the spec's model back")
+        copy_shard(state[name], saved[native])
+    return {name: target for name, target in state.items() if name not in quantized}
 
 
 def silence_single_process_warning() -> None:
@@ -370,7 +384,7 @@ class CheckpointStore:
         reader = TensorReader(folder)
         saved = reader.read_metadata().state_dict_metadata
         state = {name: tensor for name, tensor in state.items() if name in saved or name not in optional}
-        state = load_frozen(folder, state)
+        state = load_quantized(folder, load_frozen(folder, state))
         requested, finish = convert_split_weights(saved, state)
         for name, tensor in requested.items():
             section = "optimizer and memory sections" if name.startswith("optimizer.") else "model"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bessemer.dtensor import is_dtensor
 from bessemer.guard.alarm import Alarm, make_alarm
+from bessemer.model.quantized import stored_tensors
 from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
 
@@ -45,7 +46,8 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     total: Tensor | None = None
     places: dict[torch.device, Tensor] = {}
     for number, tensor in enumerate(tensors):
-        for at, part in enumerate(_bits(tensor).split(CHUNK)):
+        bits = (piece for stored in stored_tensors(tensor) for piece in _bits(stored).split(CHUNK))
+        for at, part in enumerate(bits):
             if part.device not in places or len(places[part.device]) < len(part):
                 places[part.device] = 2 * torch.arange(len(part), dtype=torch.int32, device=part.device) + 1
             products = part.to(torch.int32) * places[part.device][: len(part)]

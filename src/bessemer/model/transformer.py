@@ -37,6 +37,7 @@ from bessemer.model.layers import (
 )
 from bessemer.model.mamba import Mamba2, MambaCache, init_mamba
 from bessemer.model.moe import MixtureOfExperts
+from bessemer.model.quantized import is_quantized
 from bessemer.spec.shape import ModelShape
 
 
@@ -400,7 +401,7 @@ def init_weights(model: nn.Module, seed: int, kind: str = "gpt", under: str = ""
         if name.startswith(under):
             nn.init.zeros_(buffer)
     for name, parameter in model.named_parameters():
-        if parameter in initialised or not name.startswith(under):
+        if parameter in initialised or not name.startswith(under) or is_quantized(parameter):
             continue
         if parameter.ndim == 1:
             nn.init.zeros_(parameter)  # biases

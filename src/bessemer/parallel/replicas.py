@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bessemer.errors import UserError
+from bessemer.model.quantized import is_quantized
 from bessemer.optim.choose import freeze, lr_scales, make_optimizer
 from bessemer.optim.guarded import GuardedOptimizer
 from bessemer.optim.low_memory import to_low_precision
@@ -30,7 +31,8 @@ class Fp32Reduce:
         self.group, self.sync = group, True
         self.pending: list[tuple[Tensor, Tensor, Any]] = []
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._reduce)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._reduce)
         model.set_requires_gradient_sync = self.set_sync  # type: ignore[assignment]
 
     def set_sync(self, sync: bool) -> None:
@@ -74,7 +76,9 @@ def replicate_model(model: Any, world: World, spec: ReplicasSpec) -> VerdictHook
         return None
     from torch.distributed._composable.replicate import replicate
 
-    replicate(model, device_mesh=mesh, bucket_cap_mb=spec.bucket_mb, static_graph=spec.static_graph)
+    # Every rank reads the same files: DDP need not broadcast weights, and cannot if they are quantized.
+    plain = not any(map(is_quantized, model.parameters()))
+    replicate(model, device_mesh=mesh, bucket_cap_mb=spec.bucket_mb, static_graph=spec.static_graph, init_sync=plain)
     if spec.compress == "powersgd":
         power_sgd = PowerSgd(mesh.get_group(), spec.rank)
         model.register_comm_hook(power_sgd, _sum_power_sgd)

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bessemer.dtensor import copy_shard, is_dtensor
 from bessemer.dtensor import local as local
 from bessemer.model.moe import MixtureOfExperts, invert_permutation
+from bessemer.model.quantized import stored_bytes
 from bessemer.model.transformer import init_weights, make_module
 from bessemer.parallel.replicas import VerdictHook, replicate_model
 from bessemer.parallel.world import World
@@ -240,7 +241,7 @@ class Amount:
         shard = local(tensor)
         self.tensors += 1
         self.numbers += shard.numel()
-        self.bytes += shard.nbytes
+        self.bytes += stored_bytes(shard)
 
 
 @dataclass

@@ -22,11 +22,10 @@ from bessemer.plan.decide import TrainPlan, tokens_after, with_weights
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Cluster, Machine, ceilings_path, find_gpu, same_gpu, saved_ceilings, with_ceilings
 from bessemer.plan.search.layout import Layout
-from bessemer.spec.optimizer import optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.spec.trained import trained_share
+from bessemer.spec.trained import parameter_bytes
 
 NEWEST = 5  # runs, of which a correction is the median
 NEAR = 8.0  # largest ratio of parameters at which a run says something about another
@@ -314,8 +313,7 @@ def _estimate_memory(occasion: RunSetup) -> int:
     )  # fmt: skip
     if layout.size == 1:
         return estimate_memory(spec, shape, passes).total + occasion.beside_bytes
-    share = trained_share(shape, spec.optimizer.freeze, spec.adapter)
-    each = optimizer_bytes(spec.optimizer, spec.memory, training.precision, share)
+    each = parameter_bytes(spec, shape, training.precision)
     batches = max(1, occasion.rows // (training.micro_rows * layout.dp))
     return rank_needs(shape, layout, each, passes, batches).allocated + occasion.beside_bytes
 

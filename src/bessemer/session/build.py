@@ -28,12 +28,20 @@ from bessemer.guard.ladder import Ladder
 from bessemer.guard.layer_stats import LayerStats
 from bessemer.guard.replica_check import ReplicaCheck
 from bessemer.guard.watchdog import StepPace
-from bessemer.model.adapters import BaseModel, adapted_modules, add_adapters, clear_adapters, describe_adapters
+from bessemer.model.adapters import (
+    BaseModel,
+    adapted_modules,
+    add_adapters,
+    clear_adapters,
+    describe_adapters,
+    linear_layers,
+)
 from bessemer.model.attention import SelfAttention
 from bessemer.model.attention_backends import choose, set_backend
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.families.adapter import with_folder
-from bessemer.model.transformer import Decoder, TransformerBlock, build_model, make_module
+from bessemer.model.quantized import NF4, allocate_in_nf4, describe_quantized
+from bessemer.model.transformer import Decoder, TransformerBlock, build_model, init_weights, make_module
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import Schedule, add_groups_to_plan, freeze, optimizer_for
 from bessemer.optim.guarded import Ema
@@ -102,6 +110,8 @@ def build_job(
         choose_attention(job.engine, plan, previous)
     if spec.adapter:
         plan.add("adapter", spec.adapter.kind, describe_adapters(job.engine.model), "asked")
+        if spec.adapter.base == NF4:
+            plan.add("adapter.base", NF4, describe_quantized(job.engine.model), "asked")
     if training.precision in FP8:
         reason = "the linear layers of inner blocks; the first and last block and the head stay in bf16"
         plan.add("precision.layers", len(fp8_layers(job.engine.model)), reason, "rule")
@@ -197,11 +207,17 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     spec = with_weights(spec, plan.weights)
     matrices = torch.float32 if plan.weights == "fp32" else torch.bfloat16
     world = parts.world
-    model = build_model(parts.shape, "meta" if world.divided else device, spec.seed, spec.model.init, matrices)
+    quantized = spec.adapter is not None and spec.adapter.base == NF4
+    later = world.divided or quantized
+    model = build_model(parts.shape, "meta" if later else device, spec.seed, spec.model.init, matrices)
     set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
     if spec.adapter:
         assert plan.adapter is not None
+        layers = list(linear_layers(model))
         add_adapters(model, with_folder(spec.adapter, parts.shape), *plan.adapter)
+        if quantized:
+            allocate_in_nf4(model, layers, device)
+            init_weights(model, spec.seed, spec.model.init)
     if plan.precision in FP8:
         convert_to_fp8(model, plan.precision, device)
     pipeline = parallelize_layers(model, world, spec, parts.stages)

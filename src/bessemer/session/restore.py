@@ -27,6 +27,7 @@ from bessemer.errors import UserError
 from bessemer.guard.judge import LOSS, JudgedNumber
 from bessemer.model.adapters import check_scale, init_adapters, is_part
 from bessemer.model.families.adapter import read_adapter
+from bessemer.model.quantized import check_quantized
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import to_number
@@ -81,6 +82,8 @@ def restore(
         if spec.adapter and job.plan.adapter:
             check_scale(job.engine.model, read_peft(spec.adapter).scale(*job.plan.adapter), restored)
         base = FrozenBase.of(read_manifest(run.checkpoints / restored))
+        if spec.adapter:
+            check_quantized(job.engine.model, base.quantized if base else (), restored)
         job.engine.base = still_frozen(base, job.engine.model, world)
     else:
         with job.engine.optimizer.writable_weights(job.engine.model):

@@ -14,23 +14,33 @@ from pydantic import Field, model_validator
 
 from bessemer.errors import UserError
 from bessemer.spec.quantity import ShortSection, setting
-from bessemer.spec.shape import ModelShape
+from bessemer.spec.shape import ModelShape, parameter_counts
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 AutoRank = Annotated[int, Field(ge=1, le=4096)] | Literal["auto"]
 AutoAlpha = Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"]
-Kind = Literal["lora", "rslora", "dora", "pissa"]
+Kind = Literal["auto", "lora", "rslora", "dora", "pissa"]
+Base = Literal["full", "nf4"]
+# Of a weight in NF4: 4 bits, its share of the 8-bit scale of 64 weights and of the fp32 scale of 256 such scales.
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 
 
 class AdapterSpec(ShortSection, short="kind"):
     """Low-rank adapters (LoRA) beside the linear layers of a trained model, whose own weights are frozen. `adapter:
-    lora` is short for `adapter: {kind: lora}`."""
+    lora` is short for `adapter: {kind: lora}`, and `adapter: qlora` for `adapter: {kind: lora, base: nf4}`."""
 
     kind: Kind = setting(
         "lora",
         "lora; rslora (scaled by alpha / sqrt(rank)); dora (also trains the length of each row); pissa (starts from "
-        "the largest singular vectors of each matrix)",
+        "the largest singular vectors of each matrix); auto: full fine-tuning, lora, or lora with base: nf4, the first "
+        "that fits the memory",
         "dora",
+    )
+    base: Base = setting(
+        "full",
+        "how the frozen linear layers are held: full (as memory.weights), or nf4 (QLoRA: 4.127 bits a weight, with "
+        "double quantization)",
+        "nf4",
     )
     rank: AutoRank = setting("auto", "rank of each adapter", 16)
     alpha: AutoAlpha = setting("auto", "the adapter's output is scaled by alpha / rank", 32)
@@ -49,6 +59,22 @@ class AdapterSpec(ShortSection, short="kind"):
         "adapter to start from: a folder in PEFT's format, which decides kind, rank, alpha and targets",
         "my-adapter/",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_qlora(cls, value: Any) -> Any:
+        section = {"kind": value} if isinstance(value, str) else value
+        if not isinstance(section, dict) or section.get("kind") != "qlora":
+            return value
+        if section.get("base", "nf4") != "nf4":
+            raise ValueError("qlora has base: nf4: remove base, or write kind: lora")
+        return {**section, "kind": "lora", "base": "nf4"}
+
+    @model_validator(mode="after")
+    def _check_auto(self) -> AdapterSpec:
+        if self.kind == "auto" and (self.path or self.base != "full"):
+            raise ValueError(f"auto chooses kind and base: remove {'path' if self.path else 'base'}, or kind: auto")
+        return self
 
     @model_validator(mode="after")
     def _check_path(self) -> AdapterSpec:
@@ -119,6 +145,12 @@ def lora_parameters(shape: ModelShape, rank: int, modules: tuple[str, ...] = MOD
         raise UserError(f"rank: {rank} is no rank: write at least 1, such as 16")
     sides = matrix_sides(shape)
     return shape.layers * rank * sum(sum(sides[name]) for name in modules if name in sides)
+
+
+def quantized_parameters(shape: ModelShape) -> int:
+    """Weights that `base: nf4` holds in 4 bits: linear layers of all blocks, without routers and stacked experts."""
+    counts = parameter_counts(shape)
+    return sum(counts.get(part, 0) for part in ("attention", "state space", "feed-forward", "shared experts"))
 
 
 USUAL_RANK = 32  # for estimates before the rank is decided

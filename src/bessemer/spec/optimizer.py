@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from bessemer.spec.adapter import NF4_BYTES
 from bessemer.spec.quantity import AutoNumber, Share, SpecSection, setting
 
 LOW_MEMORY_OPTIMIZERS = ("adamw", "adam", "lion")  # optimizers with Bessemer's own low-memory step
@@ -73,14 +74,20 @@ class ParameterBytes:
     working: float  # a copy of the weights in the precision of the passes
     host: float
     trained: float = 1.0  # share of the parameters; the others have weights only
+    quantized: float = 0.0  # share of the parameters that are held in NF4
 
     def accumulated(self, several: bool) -> float:
         """Gradients, which accumulate in fp32 over several micro-batches."""
         return 4.0 * self.trained if several and self.gradients else self.gradients
 
     @property
+    def held(self) -> float:
+        """Bytes of the weights, of which some are quantized."""
+        return (1 - self.quantized) * self.weights + self.quantized * NF4_BYTES
+
+    @property
     def device(self) -> float:
-        return self.weights + self.gradients + self.moments + self.working
+        return self.held + self.gradients + self.moments + self.working
 
 
 def optimizer_bytes(

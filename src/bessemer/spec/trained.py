@@ -1,14 +1,21 @@
-"""How much of a model trains under `optimizer.freeze`, by the sizes of its parts, before the model exists."""
+"""How much of a model trains under `optimizer.freeze` or with adapters, and the bytes of its parameters, by the sizes
+of its parts, before the model exists."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from bessemer.spec.adapter import AdapterSpec, adapter_share
+from bessemer.spec.adapter import AdapterSpec, adapter_share, quantized_parameters
+from bessemer.spec.optimizer import ParameterBytes, optimizer_bytes
 from bessemer.spec.shape import ModelShape, layer_counts, parameter_counts
+
+if TYPE_CHECKING:
+    from bessemer.spec.schema import RunSpec
 
 
 def expand_ranges(pattern: str) -> Iterator[str]:
@@ -32,6 +39,16 @@ def trained_share(shape: ModelShape, freeze: Sequence[str], adapter: AdapterSpec
     if adapter is not None:
         return adapter_share(shape, adapter)
     return _trained_share(shape, tuple(freeze)) if freeze and not shape.wrapped else 1.0
+
+
+def parameter_bytes(spec: RunSpec, shape: ModelShape, precision: str) -> ParameterBytes:
+    """Bytes per parameter of a run, by what trains and what is quantized."""
+    share = trained_share(shape, spec.optimizer.freeze, spec.adapter)
+    each = optimizer_bytes(spec.optimizer, spec.memory, precision, share)
+    if spec.adapter is None or spec.adapter.base == "full":
+        return each
+    quantized = quantized_parameters(shape) / shape.parameters
+    return replace(each, quantized=quantized, working=(1 - quantized) * each.working)
 
 
 @lru_cache(maxsize=64)  # a search calls it thousands of times

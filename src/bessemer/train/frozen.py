@@ -5,6 +5,7 @@ those that the base of the run holds: the Hugging Face folder or the checkpoint 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from bessemer.checkpoint.base import FrozenBase, FrozenTensor, Kind, open_weights
 from bessemer.dtensor import local, shard_of
+from bessemer.errors import UserError
+from bessemer.model.quantized import NF4, is_quantized, same_codes
 from bessemer.parallel.world import World
 from bessemer.train.engine import Engine
 
@@ -34,7 +37,13 @@ def find_base(engine: Engine, kind: Kind, path: str | Path) -> FrozenBase | None
     weights, source = engine.optimizer.weights(engine.model), open_weights(kind, path)
     equal: dict[str, FrozenTensor] = {}
     for name in source:
-        if name in names:
+        if name in names and is_quantized(weights[name]):
+            tensor = source[name]
+            # Equal bits on every kind of device: what differs here is another folder than the one that was loaded.
+            if not same_codes(weights[name], tensor):
+                raise UserError(f"{path}: {name} has changed since it was loaded: start the run again")
+            equal[name] = replace(FrozenTensor.of(tensor), quantization=NF4)
+        elif name in names:
             tensor = source[name].to(weights[name].dtype)
             if tensor.shape == weights[name].shape and _same_bits(weights[name], tensor):
                 equal[name] = FrozenTensor.of(tensor)

@@ -9,6 +9,7 @@ an H200 (docs/cost-model.md). A trial step corrects the estimate (train/memory/f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -17,11 +18,12 @@ from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import Layout
+from bessemer.spec.adapter import matrix_sides
 from bessemer.spec.optimizer import ParameterBytes, optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape, parameter_counts
-from bessemer.spec.trained import trained_share
+from bessemer.spec.trained import parameter_bytes
 
 ROWS, ACTIVATIONS = "budget.micro_batch", "memory.activations"  # keys of the plan
 Activations = str | float  # recomputation: none, selective, full, or the share of activations that is saved
@@ -67,7 +69,7 @@ class MemoryNeeds:
     weights: int
     gradients: int
     moments: int
-    casts: int  # copies of weights in the compute precision
+    casts: int  # copies of weights in the compute precision, and a dequantized one
     activations: int
     head: int
     workspace: int
@@ -87,8 +89,7 @@ class MemoryNeeds:
 
 def estimate_memory(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryNeeds:
     """Peak memory of a step. Gradients and all activations coexist only from the second micro-batch on."""
-    share, mode = trained_share(shape, spec.optimizer.freeze, spec.adapter), passes.activations
-    each = optimizer_bytes(spec.optimizer, spec.memory, passes.precision, share)
+    each, mode = parameter_bytes(spec, shape, passes.precision), passes.activations
     parameters, embedding = shape.parameters, shape.vocab * shape.width
     # Compiled blocks with recomputation cast their weights again too.
     cast = each.working if mode == "none" or not passes.compiled else 0.0
@@ -99,8 +100,8 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryN
         moments += each.moments * embedding * (1 if shape.tied else 2)
     gradients = int(each.accumulated(passes.several) * parameters) // passes.shards
     constant = {
-        "weights": int(each.weights * parameters) // passes.shards, "moments": int(moments) // passes.shards,
-        "casts": int(cast * (parameters - embedding * (not shape.tied))),
+        "weights": int(each.held * parameters) // passes.shards, "moments": int(moments) // passes.shards,
+        "casts": int(cast * (parameters - embedding * (not shape.tied))) + _dense_bytes(shape, each, passes),
     }  # fmt: skip
     at_loss = MemoryNeeds(
         "at the loss", **constant, gradients=gradients if passes.several else 0,
@@ -118,6 +119,11 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryN
         activations=0, head=0, workspace=layer_bytes(shape, passes),
     )  # fmt: skip
     return max(at_loss, at_last, at_end, key=lambda needs: needs.total)
+
+
+def _dense_bytes(shape: ModelShape, each: ParameterBytes, passes: Passes) -> int:
+    """The largest matrix of a layer, if weights are quantized: one is dense at a time."""
+    return max(math.prod(sides) for sides in matrix_sides(shape).values()) * passes.bytes if each.quantized else 0
 
 
 def head_bytes(shape: ModelShape, passes: Passes, weight_bytes: float, parts: int = 1) -> int:
@@ -383,7 +389,7 @@ def _stage_needs(
     block = weights.block / tp + (0 if layout.ep > 1 else weights.experts)
     half = 2 if passes.bytes == 2 else 4
     if divided == 1 and layout.ep == 1:
-        gathered = each.working * held
+        gathered = each.working * held + _dense_bytes(shape, each, passes)
     else:
         at_once = layers if pp > 1 else min(layers, GATHERED)  # a pipeline keeps its layers gathered
         gathered = half * (block * at_once + ends / tp) + 2 * half * block
@@ -392,7 +398,7 @@ def _stage_needs(
     saved *= max(1, min(micro_batches, pp - stage)) * (1 + (pp - 1) / (pp * interleaved) if interleaved > 1 else 1)
     gradients = each.accumulated(passes.several) * held
     constant = {
-        "weights": each.weights * held, "moments": each.moments * held, "gathered": gathered,
+        "weights": each.held * held, "moments": each.moments * held, "gathered": gathered,
         "communication": 2 * BUCKET * (layout.dp_replicate > 1)
         + 4 * local.tokens * shape.width * passes.bytes * (pp > 1),
     }  # fmt: skip

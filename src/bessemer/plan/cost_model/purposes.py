@@ -21,10 +21,9 @@ from bessemer.plan.cost_model.memory import (
     rank_needs,
 )
 from bessemer.plan.hardware import Cluster, parse_cluster
-from bessemer.plan.recipe.fine_tuning import NF4_BYTES
 from bessemer.plan.search.layout import Layout
 from bessemer.plan.search.search import USABLE
-from bessemer.spec.adapter import MODULES, lora_parameters, matrix_sides
+from bessemer.spec.adapter import MODULES, NF4_BYTES, lora_parameters, matrix_sides
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, ParameterBytes, optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.shape import ModelShape, cache_bytes

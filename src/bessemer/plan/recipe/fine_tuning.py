@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from bessemer.errors import UserError
 from bessemer.plan.decision import Basis, RecipeAnswer
-from bessemer.spec.adapter import MODULES, lora_parameters
+from bessemer.spec.adapter import MODULES, NF4_BYTES, lora_parameters
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.shape import ModelShape
@@ -33,8 +33,7 @@ Weights = Literal["none", "full", "lora", "qlora"]
 FEWEST_ROWS = {"sft": 50, "dpo": 500, "kto": 500, "rl": 100}
 LIMA = "Zhou et al. 2023, LIMA: 1,000 good rows made an assistant"
 FEW_ROWS = 1000  # demonstrations, below which adapters are better: they forget less (Biderman et al. 2024)
-# Bytes per parameter in 16 bits, and in NF4 with double quantization: 0.5 + 0.127 / 8 (Dettmers et al. 2023).
-HALF_BYTES, NF4_BYTES = 2.0, 0.516
+HALF_BYTES = 2.0  # per parameter in 16 bits
 ADAPTER_SHARE = 0.006  # of the parameters: rank 16 on all matrices of a 7B
 # Factor for activations of one checkpointed row, buffers and fragmentation; and memory of the GPU driver. A 7B model
 # then needs 22 GB with LoRA and 9 with QLoRA (Axolotl's table: 16 to 24, and 10 to 14).

@@ -13,11 +13,10 @@ from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.spec.model import model_shape
-from bessemer.spec.optimizer import optimizer_bytes
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import DeepSpeedSpec, ParallelSpec, PipelineSpec, ReplicasSpec, RunSpec, ShardSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.spec.trained import trained_share
+from bessemer.spec.trained import parameter_bytes
 
 if TYPE_CHECKING:
     from bessemer.plan.decide import TrainPlan
@@ -101,8 +100,7 @@ def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machi
     if size > 1 and len(open_keys) == 1:
         degrees[open_keys[0]] = plan.add(open_keys[0], left, f"what is left of {size} processes", "rule")
     elif size > 1 and open_keys:
-        share = trained_share(shape, spec.optimizer.freeze, spec.adapter)
-        total = optimizer_bytes(spec.optimizer, spec.memory, spec.precision, share).device * shape.parameters
+        total = parameter_bytes(spec, shape, spec.precision).device * shape.parameters
         part = total // (parallel.tp * parallel.pp)
         fits = part <= REPLICATED_SHARE * machine.memory_bytes and parallel.ep == 1
         reason = f"weights, gradients and moments are {human_bytes(part)} of {human_bytes(machine.memory_bytes)}: "

@@ -47,11 +47,11 @@ from bessemer.plan.search.search import (
     least_seconds_per_token,
     search,
 )
-from bessemer.spec.optimizer import LOW_MEMORY_OPTIMIZERS, MemorySpec, optimizer_bytes
+from bessemer.spec.optimizer import LOW_MEMORY_OPTIMIZERS, MemorySpec
 from bessemer.spec.quantity import human_bytes, human_count, human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.spec.trained import trained_share
+from bessemer.spec.trained import parameter_bytes
 
 # By rising cost (docs/gpu.md); each includes all before it. With the last, 70B trained on one H200.
 MEMORY_FALLBACKS: tuple[dict[str, Any], ...] = (
@@ -81,7 +81,6 @@ def memory_fallbacks(
     ):
         return ""
     keys: dict[str, Any] = {}
-    share = trained_share(shape, spec.optimizer.freeze, spec.adapter)
     for more in MEMORY_FALLBACKS:
         keys |= more
         smaller = _with_settings(spec, keys)
@@ -94,7 +93,7 @@ def memory_fallbacks(
             continue
         written = keys | ({"budget.batch": context} if at_once else {})  # a step is one micro-batch
         settings = ", ".join(f"{key}: {'true' if value is True else value}" for key, value in written.items())
-        host = int(optimizer_bytes(smaller.optimizer, smaller.memory, precision, share).host * shape.parameters)
+        host = int(parameter_bytes(smaller, shape, precision).host * shape.parameters)
         notes = [f"{human_bytes(need.total)} for one row of {context:,} tokens"]
         notes += [f"{human_bytes(host)} on the host"] * bool(host)
         notes += ["no step can be vetoed"] * at_once
@@ -158,8 +157,7 @@ def propose(request: PlanRequest, cluster: Cluster) -> Proposal:
     rows = _decide_rows(plan, spec, shape, tokens, context)
     fixed = fixed_degrees(spec)
     _check_degrees(spec, shape, fixed, context, cluster.count)
-    share = trained_share(shape, spec.optimizer.freeze, spec.adapter)
-    state_bytes = optimizer_bytes(spec.optimizer, spec.memory, precision, share)
+    state_bytes = parameter_bytes(spec, shape, precision)
     goal = SearchGoal(shape, cluster, context, rows, state_bytes, precision, fixed)
     option, notes = _fastest_option(spec, goal, tokens)
     spec, goal, result, available = option.spec, option.goal, option.result, cluster
@@ -237,8 +235,7 @@ def _fastest_option(spec: RunSpec, full_goal: SearchGoal, tokens: int) -> tuple[
 def _goal_on(part: Cluster, spec: RunSpec, full_goal: SearchGoal) -> tuple[RunSpec, SearchGoal]:
     """The same run on a subcluster, which decides how weights are fixed and which earlier runs correct the times."""
     spec = _decide_weights(Plan(), spec, full_goal.shape, part, full_goal.precision)
-    share = trained_share(full_goal.shape, spec.optimizer.freeze, spec.adapter)
-    state_bytes = optimizer_bytes(spec.optimizer, spec.memory, full_goal.precision, share)
+    state_bytes = parameter_bytes(spec, full_goal.shape, full_goal.precision)
     cluster = with_history(part, full_goal.precision, full_goal.shape.parameters)
     return spec, replace(full_goal, cluster=cluster, parameter_bytes=state_bytes)
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bessemer.errors import UserError
 from bessemer.model.attention import AttentionInputs
+from bessemer.model.quantized import stored_tensors
 from bessemer.model.transformer import Decoder, TransformerBlock
 from bessemer.train.memory.tiles import fits, tiled
 
@@ -38,7 +39,7 @@ SAVED_OPS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
     aten._scaled_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default, torch.ops.bessemer.nf4_product.default,
 }  # fmt: skip
 
 
@@ -160,7 +161,8 @@ class Offload:
         parameter = next(model.parameters())
         self.device = parameter.device
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.kept = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        stored = (tensor for parameter in model.parameters() for tensor in stored_tensors(parameter))
+        self.kept = {tensor.untyped_storage().data_ptr() for tensor in stored}
         self.last: Layer | None = None
         self.free: dict[int, list[Tensor]] = {}  # reusable host buffers by size
 
