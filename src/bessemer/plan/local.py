@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bessemer.errors import UserError
+from bessemer.plan.adapter_choice import choose_adapter
 from bessemer.plan.cost_model.memory import reserve_memory
 from bessemer.plan.decide import TrainPlan, decide_context, decide_training, tokens_after, vocab_limit
 from bessemer.plan.decision import Plan
@@ -173,6 +174,7 @@ def plan_local(request: PlanRequest, machine: Machine, rate_of: RateOf, records:
         short = replace(shape, layers=min(2, shape.layers))  # as a run does at its start
         rates = {key: rate for key in ("fp32", "bf16") if (rate := rate_of(short, context, key))}
         machine = replace(machine, training=rates if len(rates) == 2 else {})
+    spec = choose_adapter(spec, shape, context, machine, plan)
     enough = SourceSize(1 << 60, (1 << 60) // context)
     training = decide_training(
         spec, shape, context, machine, dict.fromkeys(spec.data.sources, enough), enough.tokens, plan

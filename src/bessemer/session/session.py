@@ -26,7 +26,15 @@ from bessemer.session.record import SPEC_FILE, PlanComparison, record_start
 from bessemer.session.recovery.incident import IncidentResponder
 from bessemer.session.recovery.restart import HangResponse, is_relaunched, open_run, under_launcher
 from bessemer.session.restore import PreviousStart, load_previous_start, prepare_checkpoints, restore
-from bessemer.session.start import ResolvedRun, choose_layout, complete_spec, decide_shape, open_source, resolve_run
+from bessemer.session.start import (
+    ResolvedRun,
+    choose_layout,
+    complete_spec,
+    decide_adapter_kind,
+    decide_shape,
+    open_source,
+    resolve_run,
+)
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -109,6 +117,7 @@ class Session:
         previous = self._open_checkpoints(run)
         machine = self._measure_machine(plan)
         data, shape, context = self._open_data(run, plan, previous)
+        self.spec = decide_adapter_kind(self.spec, shape, context, machine, plan, previous.plan, world.size)
         machine = choose_layout(self.spec, world, shape, context, machine, plan, previous.plan)
         resolved = resolve_run(self.spec, data, shape, context, machine, plan, previous.plan, world.layout)
         job = build_job(self.spec, resolved, machine, world, run, self.view, previous.plan)

@@ -25,6 +25,7 @@ from bessemer.model.families.registry import Family, read_shape
 from bessemer.model.transformer import Decoder, make_module
 from bessemer.model.wrapped import LIMITS, WrappedModel, check_wrapped, load_wrapped, read_wrapped
 from bessemer.parallel.world import World, set_timeouts
+from bessemer.plan.adapter_choice import choose_adapter
 from bessemer.plan.cost_model.memory import reserve_memory
 from bessemer.plan.decide import TrainPlan, decide_context, decide_training
 from bessemer.plan.decision import Plan
@@ -225,7 +226,20 @@ def dry_run(spec: RunSpec, device: torch.device) -> ResolvedRun:
     plan, source = Plan(), open_source(spec)
     data = open_data(spec, plan)
     shape, context = decide_shape(spec, source, data.tokenizer.vocab_size, plan)
-    return replace(resolve_run(spec, data, shape, context, measure_machine(device), plan), source=source)
+    machine = measure_machine(device)
+    spec = decide_adapter_kind(spec, shape, context, machine, plan)
+    return replace(resolve_run(spec, data, shape, context, machine, plan), source=source)
+
+
+def decide_adapter_kind(
+    spec: RunSpec, shape: ModelShape, context: int, machine: Machine, plan: Plan, previous: Plan | None = None,
+    processes: int = 1,
+) -> RunSpec:  # fmt: skip
+    """The spec with `adapter: auto` decided, beside the run's further models."""
+    if spec.adapter is None or spec.adapter.kind != "auto":
+        return spec
+    reserved = reserve_memory(spec, [other.size for other in open_models(spec)], machine, 1, Plan())
+    return choose_adapter(spec, shape, context, reserved, plan, previous, processes)
 
 
 def resolve_run(

@@ -432,6 +432,12 @@ def check_adapter(spec: RunSpec) -> Iterator[Problem]:
         yield ("parallel", "engine"), "adapters are trained by torch's engine: write engine: torch"
     if spec.precision.startswith("fp8"):
         yield ("precision",), f"{spec.precision} converts the layers that are adapted: write bf16"
+    if spec.adapter.base == "nf4":
+        for key, degree in (("dp_shard", parallel.dp_shard), ("cp", parallel.cp)):
+            if degree not in ("auto", 1):
+                yield ("parallel", key), "weights in NF4 are not divided: write 1, and dp_replicate for more processes"
+        if parallel.shard.alone:
+            yield ("parallel", "shard", "alone"), "weights in NF4 are not divided: write false"
 
 
 def check_memory(spec: RunSpec) -> Iterator[Problem]:

@@ -81,6 +81,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "all weights except those listed here are trained",
     ),
     "adapter.kind": ("lora peft qlora peft_config use_peft use_dora use_rslora init_lora_weights", ""),
+    "adapter.base": ("load_in_4bit bnb_4bit_quant_type bnb_4bit_use_double_quant quantization_config", ""),
     "adapter.rank": ("lora_r lora_rank", ""),
     "adapter.alpha": ("lora_alpha", ""),
     "adapter.dropout": ("lora_dropout", ""),
@@ -113,8 +114,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "memory.offload_activations": ("activation_offloading", ""),
     "memory.offload_optimizer": ("enable_cpu_offload cpu_offload offload_optimizer_states", ""),
     "memory.moments": (
-        "load_in_8bit load_in_4bit quantization_bit quantization_config bnb_4bit_quant_type",
-        "weights are not quantized; moments can be, see also memory.weights",
+        "load_in_8bit quantization_bit",
+        "weights are quantized to 4 bits only (adapter.base: nf4); moments can be, see also memory.weights",
     ),
     "parallel.threads": ("num_threads omp_num_threads", ""),
     "parallel.engine": (

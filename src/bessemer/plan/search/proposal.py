@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bessemer.errors import UserError
+from bessemer.plan.adapter_choice import choose_adapter
 from bessemer.plan.cost_model.cost import (
     Cost,
     Work,
@@ -153,6 +154,11 @@ def propose(request: PlanRequest, cluster: Cluster) -> Proposal:
     precision = _decide_precision(plan, spec, cluster.gpu)
     cluster = _beside_other_models(request, cluster, precision, plan)
     context = decide_context(spec, shape, plan)
+    machine = Machine("cuda", cluster.gpu.name, int(cluster.gpu.memory_bytes), 1)
+    chosen = choose_adapter(spec.model_copy(update={"precision": precision}), shape, context, machine, plan, None,
+                            cluster.count)  # fmt: skip
+    spec = spec.model_copy(update={"adapter": chosen.adapter})
+    request = replace(request, spec=spec)
     tokens = _decide_tokens(plan, request, context)
     rows = _decide_rows(plan, spec, shape, tokens, context)
     fixed = fixed_degrees(spec)

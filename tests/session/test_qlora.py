@@ -1,0 +1,93 @@
+"""Runs whose frozen base is in NF4: what they load, save, resume and export, and the choice of `adapter: auto`."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bessemer.checkpoint.base import CheckpointWeights, FolderWeights
+from bessemer.checkpoint.manifest import read_manifest
+from bessemer.checkpoint.tensors import SavedTensors
+from bessemer.cli.main import app
+from bessemer.errors import UserError
+from bessemer.export.hf import open_native, to_hf
+from bessemer.model import quantized
+from bessemer.model.quantized import NF4Tensor, is_quantized, rounded_to_nf4
+from bessemer.plan.decision import Plan
+from bessemer.run.directory import Run
+from bessemer.session.session import Session, run_folder
+from bessemer.spec.checks import check_spec
+from bessemer.spec.load import dump_spec, load_spec
+from bessemer.spec.schema import RunSpec
+from bessemer.train.job import Job
+from bessemer.train.trained import load_model
+
+from .conftest import spec_data, train_until
+from .test_adapters import MODEL, columns, last, rhymes, train  # noqa: F401  fixtures
+from .test_frozen import Hold
+
+pytest.importorskip("transformers")
+Make = Callable[..., RunSpec]
+QLORA = {"kind": "qlora", "rank": 4, "alpha": 8}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A base model trained on the corpus; its export is RUN/export/hf."""
+    runs = tmp_path_factory.mktemp("base")
+    spec = RunSpec.model_validate(spec_data("base", corpus, runs, model=MODEL, budget={"steps": 30, "batch": 256}))
+    assert Session(spec).train().kind == "finished"
+    to_hf(open_native(run_folder(spec)), run_folder(spec) / "export" / "hf")
+    return run_folder(spec)
+
+
+@pytest.fixture
+def make(trained: Path, rhymes: Path, tmp_path: Path) -> Make:  # noqa: F811
+    runs = tmp_path / "runs"
+    runs.mkdir()
+
+    def spec(name: str = "run", adapter: Any = None, **parts: Any) -> RunSpec:
+        parts = {"checkpoint": {"every": 6, "keep_last": 9}, "budget": {"steps": 12, "batch": 128}} | parts
+        own = {"model": {"hf": str(trained / "export" / "hf")}, "tokenizer": {}, "optimizer": {"lr": 0.02}}
+        own |= {key: parts.pop(key) for key in own.keys() & parts}
+        data = spec_data(name, rhymes, runs, adapter=QLORA if adapter is None else adapter, **parts)
+        return RunSpec.model_validate(data | own)
+
+    return spec
+
+
+def test_the_base_is_held_in_four_bits_and_is_the_folder_rounded(make: Make, trained: Path) -> None:
+    hold, largest = Hold(), 0
+    seen: list[int] = []
+    original = quantized.quantize
+    spec = make()
+    assert train(spec, hold) == "finished"
+    model = hold.job.engine.model
+    held = {name: p for name, p in model.named_parameters() if is_quantized(p)}
+    assert len(held) == 14 and not any("embedding" in name or "norm" in name for name in held)
+    folder = FolderWeights(trained / "export" / "hf", body=False)
+    assert all(torch.equal(p.dense(), rounded_to_nf4(folder[name])) for name, p in held.items())  # type: ignore
+    base = read_manifest(last(spec)).base
+    assert {name for name, entry in base["tensors"].items() if entry.get("quantization") == "nf4"} == set(held)
+    assert all(".lora_" in name for name in SavedTensors(last(spec))._entries if not name.startswith("guard."))
+    plan = Plan.from_json((run_folder(spec) / "plan.json").read_text())
+    assert plan.value("adapter.base") == "nf4" and "14 frozen matrices" in plan.decisions["adapter.base"].reason
+    assert columns(spec)[-1][1] < columns(spec)[0][1]
+    del largest, seen, original
+
+
+@pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "pissa"))])
+def test_a_stopped_run_resumes_with_the_same_losses(make: Make, kind: str) -> None:
+    adapter = {**QLORA, "kind": kind, "base": "nf4", "dropout": 0.1}
+    whole, broken = (make(name, adapter, guard={"copies": "off"}) for name in ("whole", "broken"))
+    assert train(whole) == "finished"
+    assert train_until(broken, 7).kind == "interrupted" and train(broken) == "finished"
+    assert columns(broken) == columns(whole) and len(columns(whole)) == 12
