@@ -1,6 +1,5 @@
 """Runs whose frozen base is in NF4: what they load, save, resume and export, and the choice of `adapter: auto`."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,21 +12,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bessemer.checkpoint.base import CheckpointWeights, FolderWeights
+from bessemer.checkpoint.base import FolderWeights
 from bessemer.checkpoint.manifest import read_manifest
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.cli.main import app
-from bessemer.errors import UserError
 from bessemer.export.hf import open_native, to_hf
-from bessemer.model import quantized
-from bessemer.model.quantized import NF4Tensor, is_quantized, rounded_to_nf4
+from bessemer.model.quantized import is_quantized, rounded_to_nf4
 from bessemer.plan.decision import Plan
-from bessemer.run.directory import Run
 from bessemer.session.session import Session, run_folder
-from bessemer.spec.checks import check_spec
-from bessemer.spec.load import dump_spec, load_spec
+from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
-from bessemer.train.job import Job
 from bessemer.train.trained import load_model
 
 from .conftest import spec_data, train_until
@@ -65,10 +59,7 @@ def make(trained: Path, rhymes: Path, tmp_path: Path) -> Make:  # noqa: F811
 
 
 def test_the_base_is_held_in_four_bits_and_is_the_folder_rounded(make: Make, trained: Path) -> None:
-    hold, largest = Hold(), 0
-    seen: list[int] = []
-    original = quantized.quantize
-    spec = make()
+    hold, spec = Hold(), make()
     assert train(spec, hold) == "finished"
     model = hold.job.engine.model
     held = {name: p for name, p in model.named_parameters() if is_quantized(p)}
@@ -81,7 +72,6 @@ def test_the_base_is_held_in_four_bits_and_is_the_folder_rounded(make: Make, tra
     plan = Plan.from_json((run_folder(spec) / "plan.json").read_text())
     assert plan.value("adapter.base") == "nf4" and "14 frozen matrices" in plan.decisions["adapter.base"].reason
     assert columns(spec)[-1][1] < columns(spec)[0][1]
-    del largest, seen, original
 
 
 @pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "pissa"))])
@@ -91,3 +81,40 @@ def test_a_stopped_run_resumes_with_the_same_losses(make: Make, kind: str) -> No
     assert train(whole) == "finished"
     assert train_until(broken, 7).kind == "interrupted" and train(broken) == "finished"
     assert columns(broken) == columns(whole) and len(columns(whole)) == 12
+
+
+def test_a_killed_run_resumes_with_the_same_losses(make: Make, tmp_path: Path) -> None:
+    whole, broken = (make(name, budget={"steps": 60, "batch": 128}) for name in ("whole", "broken"))
+    train(whole)
+    path = tmp_path / "broken.yaml"
+    path.write_text(dump_spec(broken))
+    process = subprocess.Popen([sys.executable, "-m", "bessemer", "train", str(path), "--plain"], stdout=-3, stderr=-3)
+    saved = run_folder(broken) / "checkpoints" / "step-00000012.a1" / "manifest.json"
+    while process.poll() is None and not saved.exists():
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "it ended before the kill"
+    assert train(broken) == "finished" and columns(broken) == columns(whole) and len(columns(whole)) == 60
+
+
+def test_what_is_loaded_and_exported_is_the_function_that_was_trained(make: Make, tmp_path: Path) -> None:
+    spec, hold = make(), Hold()
+    train(spec, hold)
+    tokens = torch.arange(40)[None] % 300
+    with torch.no_grad():
+        model = hold.job.engine.model.eval()
+        expected = model.logits(model(tokens))
+        loaded = load_model(run_folder(spec), device="cpu")
+        assert not any(map(is_quantized, loaded.model.parameters()))
+        assert (loaded.model.logits(loaded.model(tokens)) - expected).abs().max() < 1e-4 * expected.abs().max()
+        result = CliRunner().invoke(app, ["export", str(run_folder(spec)), "--to", "hf", "--out", str(tmp_path / "hf")])
+        assert result.exit_code == 0 and "14 matrices with the nf4 values" in result.output, result.output
+        again = load_model(tmp_path / "hf", device="cpu").model
+        assert (again.logits(again(tokens)) - expected).abs().max() < 1e-4 * expected.abs().max()
+        peft = ["export", str(run_folder(spec)), "--to", "peft", "--out", str(tmp_path / "peft")]
+        result = CliRunner().invoke(app, peft)
+        assert result.exit_code == 0 and "load it in 4 bits" in result.output, result.output
+        # Merged into the original base it is another function, near the trained one.
+        other = load_model(tmp_path / "peft", device="cpu").model
+        gap = (other.logits(other(tokens)) - expected).abs().max() / expected.abs().max()
+        assert 1e-3 < gap < 0.5

@@ -194,6 +194,19 @@ class CheckpointWeights(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
+class OriginalWeights(CheckpointWeights):
+    """The same before any weight is quantized."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._frozen = frozen_tensors(folder)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._frozen is not None and name in self._frozen.base.quantized:
+            return self._frozen.original(name)
+        return super().__getitem__(name)
+
+
 class FolderWeights(Mapping[str, Tensor]):
     """The weights of a Hugging Face folder of a native family, in the folder's dtypes. Holds the tensors of one weight
     mapping at a time."""

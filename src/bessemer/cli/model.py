@@ -124,7 +124,7 @@ def export(
     from bessemer.checkpoint.manifest import DamagedCheckpoint
     from bessemer.export.gate import Mismatch
     from bessemer.export.hf import DTYPES, open_native, to_hf, to_native
-    from bessemer.export.peft import to_peft
+    from bessemer.export.peft import held_in_nf4, to_peft
     from bessemer.observe.progress import working
     from bessemer.spec.quantity import human_count
 
@@ -142,11 +142,17 @@ def export(
     try:
         if to == "peft":
             place = out or source / "export" / "peft"
-            count, gap = to_peft(open_native(source, checkpoint), place, base, overwrite)
-            print(f"adapter  {count} tensors; merged into its base it differs by {gap:.1e}\nwritten  {place}")
+            native = open_native(source, checkpoint)
+            count, gap = to_peft(native, place, base, overwrite)
+            print(f"adapter  {count} tensors; merged into its base it differs by {gap:.1e}")
+            if held_in_nf4(native):
+                print("base     in nf4 while it trained: load it in 4 bits (nf4, double quantization) to use it")
+            print(f"written  {place}")
             return
         if to == "hf":
             native = open_native(source, checkpoint)
+            if held := held_in_nf4(native):
+                print(f"base     {held} matrices with the nf4 values that the adapter trained with")
             with working("opening the checkpoint") as report:
                 result = to_hf(native, out or source / "export" / "hf", dtype, family, mode, overwrite, report)
         else:

@@ -1,5 +1,5 @@
 """Writes the adapter of a run in PEFT's format, and checks it: read back and merged into its base, it must give the
-weights that the run's own adapter gives."""
+weights that the run's own adapter gives. If the run held its base in NF4, both are merged into the base before that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bessemer.checkpoint.base import CheckpointWeights, FolderWeights, FrozenBase
+from bessemer.checkpoint.base import CheckpointWeights, FolderWeights, FrozenBase, OriginalWeights
 from bessemer.checkpoint.manifest import read_manifest
 from bessemer.errors import UserError
 from bessemer.export.gate import Mismatch
@@ -39,8 +39,14 @@ def to_peft(native: NativeModel, out: Path, base: Path | None = None, overwrite:
         place.mkdir(parents=True)
         save_file(weights, place / ADAPTER_WEIGHTS, {"format": "pt"})
         _write(place / ADAPTER_CONFIG, config)
-        gap = _largest_gap(MergedWeights(saved), place)
+        gap = _largest_gap(MergedWeights(OriginalWeights(native.checkpoint)), place)
     return len(weights), gap
+
+
+def held_in_nf4(native: NativeModel) -> int:
+    """How many weights of the base the run held in NF4."""
+    base = FrozenBase.of(read_manifest(native.checkpoint))
+    return len(base.quantized) if base else 0
 
 
 def _base_folder(native: NativeModel) -> Path:

@@ -36,7 +36,8 @@ def choose_adapter(
         sizes[kind] = _least_bytes(with_kind(spec, kind), shape, context, machine, previous, divided)
         if sizes[kind] <= limit:
             break
-    reason = f"{kind} needs {human_bytes(sizes[kind])} of {human_bytes(limit)} by estimate"
+    hardly = "" if sizes[kind] <= limit else "the least, which hardly fits: "
+    reason = f"{hardly}{kind} needs {human_bytes(sizes[kind])} of {human_bytes(limit)} by estimate"
     reason += "".join(f"; {other} would need {human_bytes(sizes[other])}" for other in sizes if other != kind)
     reason += "; models.*.path: base needs an adapter" if shares_base else ""
     plan.add(KEY, kind, reason, f"estimate; {SOURCES[kind]}", EMPIRICAL)
