@@ -109,6 +109,8 @@ def test_a_weight_is_loaded_by_copy_and_otherwise_only_read() -> None:
     layer.state_dict()["weight"].copy_(other)
     assert same_codes(weight, other) and not same_codes(weight, random(16, 64)) and digest([weight]) != before
     assert torch.equal(weight.double(), weight.dense().double()) and torch.equal(weight.cpu(), weight.dense())  # type: ignore
+    for copied in (weight.clone(), weight.cpu(), weight.to("cpu", copy=True)):  # as trials save and restore states
+        assert all(torch.equal(a, b) for a, b in zip(stored_tensors(copied), stored_tensors(weight), strict=True))
     assert weight.clone().dense().equal(weight.dense()) and len(stored_tensors(weight)) == 4  # type: ignore
     with pytest.raises(TypeError, match="a weight in NF4 is frozen"):
         weight.mul_(2)

@@ -14,7 +14,12 @@ from bessemer.session.session import run_folder, train
 from bessemer.spec.schema import RunSpec
 
 Ranks, Spec = Callable[..., list[Any]], Callable[..., RunSpec]
-SLOW = [("lora", {"dp_replicate": 2}), ("dora", {"dp_shard": 2}), ("pissa", {"dp_shard": 2})]
+SLOW = [
+    ("lora", {"dp_replicate": 2}),
+    ("qlora", {"dp_replicate": 2}),
+    ("dora", {"dp_shard": 2}),
+    ("pissa", {"dp_shard": 2}),
+]
 CASES = [("lora", {"dp_shard": 2}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 

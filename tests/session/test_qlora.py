@@ -1,30 +1,41 @@
 """Runs whose frozen base is in NF4: what they load, save, resume and export, and the choice of `adapter: auto`."""
 
+import importlib
+import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from bessemer.checkpoint.base import FolderWeights
 from bessemer.checkpoint.manifest import read_manifest
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.cli.main import app
+from bessemer.errors import UserError
 from bessemer.export.hf import open_native, to_hf
 from bessemer.model.quantized import is_quantized, rounded_to_nf4
 from bessemer.plan.decision import Plan
+from bessemer.run.directory import Run
 from bessemer.session.session import Session, run_folder
-from bessemer.spec.load import dump_spec
+from bessemer.spec.checks import check_spec
+from bessemer.spec.load import dump_spec, load_spec
 from bessemer.spec.schema import RunSpec
+from bessemer.train.job import Job
 from bessemer.train.trained import load_model
 
-from .conftest import spec_data, train_until
+from .conftest import Faults, spec_data, train_until
 from .test_adapters import MODEL, columns, last, rhymes, train  # noqa: F401  fixtures
 from .test_frozen import Hold
 
@@ -83,6 +94,7 @@ def test_a_stopped_run_resumes_with_the_same_losses(make: Make, kind: str) -> No
     assert columns(broken) == columns(whole) and len(columns(whole)) == 12
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_losses(make: Make, tmp_path: Path) -> None:
     whole, broken = (make(name, budget={"steps": 60, "batch": 128}) for name in ("whole", "broken"))
     train(whole)
@@ -118,3 +130,105 @@ def test_what_is_loaded_and_exported_is_the_function_that_was_trained(make: Make
         other = load_model(tmp_path / "peft", device="cpu").model
         gap = (other.logits(other(tokens)) - expected).abs().max() / expected.abs().max()
         assert 1e-3 < gap < 0.5
+
+
+def test_a_base_that_is_a_checkpoint(make: Make, trained: Path) -> None:
+    start = str(CheckpointStore(trained / "checkpoints").committed()[-1][0])
+    settings = {"model": MODEL, "tokenizer": {"path": str(trained / "tokenizer.json")}, "start_from": start}
+    folder, checkpoint, hold = make("folder"), make("checkpoint", **settings), Hold()
+    assert train(folder) == train(checkpoint, hold) == "finished"
+    assert columns(checkpoint) == columns(folder)  # the same weights
+    assert train_until(broken := make("broken", **settings), 7).kind == "interrupted" and train(broken) == "finished"
+    assert columns(broken) == columns(folder)
+
+
+def test_another_base_is_refused(make: Make, trained: Path, tmp_path: Path) -> None:
+    spec = make()
+    assert train_until(spec, 5).kind == "interrupted"
+    full = make(adapter={**QLORA, "kind": "lora"})
+    with pytest.raises(UserError, match=r"adapter.base: step-\d+.a\d was trained with its base nf4, not in full"):
+        train(full)
+    moved = tmp_path / "hf"
+    shutil.copytree(trained / "export" / "hf", moved)
+    other = make("other", model={"hf": str(moved)})
+    assert train_until(other, 5).kind == "interrupted"
+    file = moved / "model.safetensors"
+    tensors = load_file(file)
+    tensors = {name: tensor + (1e-3 if name.endswith("q_proj.weight") else 0) for name, tensor in tensors.items()}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"which has changed in blocks.0.attention.query.weight"):
+        train(other)
+
+
+def test_damaged_codes_are_noticed_and_a_veto_leaves_them(make: Make) -> None:
+    class Damage(Faults):
+        before, after = set[int](), 0
+
+        def after_backward(self, job: Job, step: int) -> None:
+            if step == 8:
+                job.engine.optimizer.parameters[3].grad.mul_(float("nan"))  # type: ignore[union-attr]
+
+        def before_step(self, job: Job, step: int) -> None:
+            if not self.after:
+                self.before.add(int(job.frozen_digest()))
+            if step == 11 and not self.after:
+                weight = job.engine.model.blocks[0].attention.query.weight  # type: ignore[union-attr]
+                weight.codes[5] ^= 1  # type: ignore[union-attr]
+                self.after = int(job.frozen_digest())
+
+    damage, spec = Damage(), make()
+    assert train(spec, damage) == "finished"
+    assert [r["step"] for r in Run(run_folder(spec)).metrics() if r["veto"]] == [8]
+    assert len(damage.before) == 1 and damage.after not in damage.before
+
+
+def write(spec: RunSpec, path: Path, adapter: Any) -> Path:
+    data = spec.model_copy(update={"adapter": None})
+    path.write_text(dump_spec(data) + f"\nadapter: {json.dumps(adapter)}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("memory", "kind"),
+    [(1e6, "qlora"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, "full"), (4.2e6, "lora")))],
+)
+def test_auto_decides_in_plan_and_in_train(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: float | None, kind: str
+) -> None:
+    if memory is not None:
+        for module in ("bessemer.session.session", "bessemer.train.speed"):
+            original = importlib.import_module(module).measure_machine
+            small = partial(_with_memory, original, int(memory))
+            monkeypatch.setattr(f"{module}.measure_machine", small)
+    path = write(make(kind), tmp_path / "auto.yaml", {"kind": "auto", "rank": 4})
+    runner = CliRunner()
+    result = runner.invoke(app, ["plan", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    planned = {d["key"]: d for d in json.loads(result.output)["decisions"]}
+    assert planned["adapter.kind"]["value"] == kind, planned["adapter.kind"]
+    result = runner.invoke(app, ["train", str(path), "--plain"])
+    assert result.exit_code == 0, result.output
+    run = tmp_path / "runs" / kind
+    plan = Plan.from_json((run / "plan.json").read_text())
+    decision = plan.decisions["adapter.kind"]
+    assert decision.value == kind and "by estimate" in decision.reason and "et al." in decision.source
+    adapter = load_spec(run / "spec.yaml").adapter
+    held = {"full": None, "lora": ("lora", "full"), "qlora": ("lora", "nf4")}[kind]
+    assert (adapter and (adapter.kind, adapter.base)) == held
+    monkeypatch.undo()  # a resumed run keeps its choice
+    again = runner.invoke(app, ["train", str(path), "--plain", "--set", "budget.steps=14"])
+    assert again.exit_code == 0 and len(list(Run(run).metrics())) == 14, again.output
+
+
+def _with_memory(measure: Callable[..., Any], size: int, *arguments: Any) -> Any:
+    return replace(measure(*arguments), memory_bytes=size)
+
+
+def test_mistakes_are_refused_by_name(make: Make) -> None:
+    for parallel, message in (
+        ({"dp_shard": 2}, "weights in NF4 are not divided"), ({"cp": 2}, "weights in NF4 are not divided"),
+        ({"shard": {"alone": True}}, "write false"),
+    ):  # fmt: skip
+        problems = [text for _, text in check_spec(make(parallel=parallel))]
+        assert any(message in text for text in problems), (message, problems)
+    assert not check_spec(make()) and not check_spec(make(adapter="auto"))

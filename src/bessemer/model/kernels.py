@@ -17,19 +17,12 @@ def _dequantize(codes, scales, maxima, mean, levels, dynamic, out, count, BLOCK:
     byte = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
     block = at // 32  # of 64 numbers
     unit = tl.load(dynamic + tl.load(scales + block, mask=inside, other=0).to(tl.int32))
-    # Rounded twice, as in torch: a fused multiply-add would round once.
-    product = unit * tl.load(maxima + block // 256, mask=inside, other=0.0)
-    scale = _plain_add(product, tl.load(mean))
+    scale = unit * tl.load(maxima + block // 256, mask=inside, other=0.0) + tl.load(mean)
     first = tl.load(levels + (byte >> 4)) * scale
     second = tl.load(levels + (byte & 15)) * scale
     both = tl.interleave(first, second)
     lanes = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
     tl.store(out + lanes, both, mask=lanes < count)
-
-
-@triton.jit
-def _plain_add(a, b):  # type: ignore[no-untyped-def]
-    return tl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
 
 def dequantize_nf4(
@@ -38,5 +31,8 @@ def dequantize_nf4(
 ) -> Tensor:  # fmt: skip
     out = torch.empty(count, dtype=dtype, device=codes.device)
     grid = (triton.cdiv(len(codes), BLOCK),)
-    _dequantize[grid](codes, scales, maxima, mean, levels, dynamic, out, count, BLOCK=BLOCK, num_warps=WARPS)
+    # Without fusion a product and a sum round twice, as in torch.
+    _dequantize[grid](
+        codes, scales, maxima, mean, levels, dynamic, out, count, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
+    )
     return out

@@ -6,7 +6,8 @@ of 256. That is 4 + 8/64 + 32/(64 * 256) = 4.127 bits a number. Codes and levels
 
 `NF4Tensor` takes the place of a layer's weight. A product makes the dense matrix, multiplies and frees it, in the
 forward pass and once more in the backward pass, as an operator that torch.compile does not look into: a graph that saw
-the dense matrix would save it. Every other operation sees the dense values, in the tensor's dtype.
+the dense matrix would save it. Copies of the same dtype hold the same codes; every other operation sees the dense
+values.
 Legend: O and I outputs and inputs, B blocks, M blocks of blocks.
 """
 
@@ -55,6 +56,11 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
 def _pairs(device: torch.device) -> Tensor:
     """(256, 2): the two numbers of each byte, the first in the upper four bits."""
     levels, byte = _tables(device)[0], torch.arange(256, device=device)
@@ -92,7 +98,7 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 
 def _dense(codes: Tensor, scales: Tensor, maxima: Tensor, mean: Tensor, rows: int, columns: int, dtype: Any) -> Tensor:
     """The numbers that the parts stand for: multiplied in fp32, then rounded to the dtype."""
-    if codes.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if codes.device.type == "cuda" and _has_triton():
         from bessemer.model.kernels import dequantize_nf4
 
         levels, dynamic = _tables(codes.device)
@@ -207,6 +213,9 @@ class NF4Tensor(Tensor):
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> NF4Tensor:
         return cls(parts, *meta)
 
+    def _stable_hash_for_caching(self) -> str:  # of compiled graphs, by torch
+        return f"{NF4} {tuple(self.shape)} {self.dtype}"
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"NF4Tensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
@@ -223,8 +232,11 @@ class NF4Tensor(Tensor):
         if isinstance(first, NF4Tensor):
             if func in (aten.detach.default, aten.alias.default):
                 return cls(first.parts, first.shape, first.dtype)
-            if func is aten.clone.default:
-                return cls({name: part.clone() for name, part in first.parts.items()}, first.shape, first.dtype)
+            same_dtype = (kwargs or {}).get("dtype") in (None, first.dtype)
+            if func is aten.clone.default or (func is aten._to_copy.default and same_dtype):
+                device = (kwargs or {}).get("device") or first.device
+                parts = {name: part.to(device, copy=True) for name, part in first.parts.items()}
+                return cls(parts, first.shape, first.dtype)
             if func is aten.copy_.default:
                 source = args[1] if isinstance(args[1], NF4Tensor) else cls.of(args[1], first.device)
                 for name, part in first.parts.items():

@@ -440,8 +440,9 @@ def standard_deviation(name: str, parameter: Tensor, shape: ModelShape, kind: st
 @contextmanager
 def weights_in_fp32(model: nn.Module) -> Iterator[None]:
     """Half-precision weights as float32 inside the block, to repeat a step in full precision. Costs four bytes per
-    half-precision weight. Gradients do not survive the block."""
-    half = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    half-precision weight. Gradients do not survive the block. Quantized weights multiply in any precision."""
+    halves = (torch.bfloat16, torch.float16)
+    half = [p for p in model.parameters() if p.dtype in halves and not is_quantized(p)]
     originals = [parameter.data for parameter in half]
     try:
         for parameter in half:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.user_dataset import IterableStream
+from bessemer.model.quantized import stored_bytes
 from bessemer.model.transformer import weights_in_fp32
 from bessemer.optim.low_memory import shard_place
 from bessemer.parallel.shard import free_gathered_weights, local
@@ -216,7 +217,7 @@ def preserve_state(job: Job) -> Iterator[dict[str, Tensor]]:
     has none left."""
     engine, recorder, judge = job.engine, job.recorder, job.guard.judge
     device, state, window = engine.device, local_state(engine), judge.state()
-    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    size = sum(map(stored_bytes, state.values()))
     fits = device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > 1.5 * size
     saved = {name: t.detach().to(t.device if fits else "cpu", copy=True) for name, t in state.items()}
     rng_state = torch.get_rng_state()
