@@ -35,7 +35,7 @@ LEVELS = (
 )  # fmt: skip
 BLOCK, OUTER_BLOCK = 64, 256
 CHUNK = 1 << 24  # numbers that are quantized at a time
-PARTS = ("codes", "scales", "maxima", "mean")
+PARTS = ("codes", "scales", "maxima", "offset")
 
 
 def dynamic_levels() -> list[float]:
@@ -78,7 +78,7 @@ def _rows(flat: Tensor, size: int) -> Tensor:
 
 def quantize(weight: Tensor) -> dict[str, Tensor]:
     """The parts of a weight, on its device: codes (two in a byte), scales of blocks (8 bits), maxima of blocks of
-    scales, and the mean that was subtracted from the scales."""
+    scales, and the offset, their mean, that was subtracted from the scales."""
     levels, dynamic = _tables(weight.device)
     codes, scales = [], []
     for chunk in weight.detach().reshape(-1).split(CHUNK):
@@ -88,24 +88,26 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
         codes.append(digits[:, 0] << 4 | digits[:, 1])
         scales.append(scale_B)
     scale_B = torch.cat(scales)
-    mean = scale_B.double().mean().float()
-    rows_M = _rows(scale_B - mean, OUTER_BLOCK)
+    offset = scale_B.double().mean().float()
+    rows_M = _rows(scale_B - offset, OUTER_BLOCK)
     maxima_M = rows_M.abs().amax(dim=1)
     unit_M = rows_M / maxima_M.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     codes_B = _nearest(unit_M, dynamic).view(-1)[: len(scale_B)].contiguous()
-    return {"codes": torch.cat(codes), "scales": codes_B, "maxima": maxima_M, "mean": mean}
+    return {"codes": torch.cat(codes), "scales": codes_B, "maxima": maxima_M, "offset": offset}
 
 
-def _dense(codes: Tensor, scales: Tensor, maxima: Tensor, mean: Tensor, rows: int, columns: int, dtype: Any) -> Tensor:
+def _dense(
+    codes: Tensor, scales: Tensor, maxima: Tensor, offset: Tensor, rows: int, columns: int, dtype: Any
+) -> Tensor:
     """The numbers that the parts stand for: multiplied in fp32, then rounded to the dtype."""
     if codes.device.type == "cuda" and _has_triton():
         from bessemer.model.kernels import dequantize_nf4
 
         levels, dynamic = _tables(codes.device)
-        flat = dequantize_nf4(codes, scales, maxima, mean, levels, dynamic, rows * columns, dtype)
+        flat = dequantize_nf4(codes, scales, maxima, offset, levels, dynamic, rows * columns, dtype)
     else:
         dynamic = _tables(codes.device)[1]
-        scale_B = dynamic[scales.int()] * maxima.repeat_interleave(OUTER_BLOCK)[: len(scales)] + mean
+        scale_B = dynamic[scales.int()] * maxima.repeat_interleave(OUTER_BLOCK)[: len(scales)] + offset
         values_B64 = _pairs(codes.device)[codes.int()].view(-1, BLOCK)
         flat = (values_B64 * scale_B[:, None]).to(dtype).view(-1)[: rows * columns]
     return flat.view(rows, columns)
@@ -113,27 +115,27 @@ def _dense(codes: Tensor, scales: Tensor, maxima: Tensor, mean: Tensor, rows: in
 
 @torch.library.custom_op("bessemer::nf4_dense", mutates_args=())
 def nf4_dense(
-    codes: Tensor, scales: Tensor, maxima: Tensor, mean: Tensor, rows: int, columns: int, dtype: torch.dtype
+    codes: Tensor, scales: Tensor, maxima: Tensor, offset: Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    return _dense(codes, scales, maxima, mean, rows, columns, dtype)
+    return _dense(codes, scales, maxima, offset, rows, columns, dtype)
 
 
 @nf4_dense.register_fake
-def _(codes, scales, maxima, mean, rows, columns, dtype):  # type: ignore[no-untyped-def]
+def _(codes, scales, maxima, offset, rows, columns, dtype):  # type: ignore[no-untyped-def]
     return codes.new_empty((rows, columns), dtype=dtype)
 
 
 @torch.library.custom_op("bessemer::nf4_product", mutates_args=())
 def nf4_product(
-    x: Tensor, codes: Tensor, scales: Tensor, maxima: Tensor, mean: Tensor, rows: int, columns: int, transposed: bool
+    x: Tensor, codes: Tensor, scales: Tensor, maxima: Tensor, offset: Tensor, rows: int, columns: int, transposed: bool
 ) -> Tensor:
     """x W^T, or x W if `transposed`, in the dtype of x. Holds the dense weight while it multiplies."""
-    weight_OI = _dense(codes, scales, maxima, mean, rows, columns, x.dtype)
+    weight_OI = _dense(codes, scales, maxima, offset, rows, columns, x.dtype)
     return x @ weight_OI if transposed else F.linear(x, weight_OI)
 
 
 @nf4_product.register_fake
-def _(x, codes, scales, maxima, mean, rows, columns, transposed):  # type: ignore[no-untyped-def]
+def _(x, codes, scales, maxima, offset, rows, columns, transposed):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], columns if transposed else rows))
 
 
@@ -164,7 +166,7 @@ class NF4Tensor(Tensor):
     codes: Tensor
     scales: Tensor
     maxima: Tensor
-    mean: Tensor
+    offset: Tensor
 
     @staticmethod
     def __new__(cls, parts: dict[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> NF4Tensor:
@@ -186,7 +188,7 @@ class NF4Tensor(Tensor):
         sizes = {"codes": blocks * BLOCK // 2, "scales": blocks, "maxima": -(-blocks // OUTER_BLOCK)}
         types = {"codes": torch.uint8, "scales": torch.uint8, "maxima": torch.float32}
         parts = {name: torch.zeros(size, dtype=types[name], device=device) for name, size in sizes.items()}
-        return cls(parts | {"mean": torch.zeros((), device=device)}, shape, dtype)
+        return cls(parts | {"offset": torch.zeros((), device=device)}, shape, dtype)
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -227,7 +229,7 @@ class NF4Tensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         aten, first = torch.ops.aten, args[0] if args else None
         if isinstance(first, NF4Tensor):
             if func in (aten.detach.default, aten.alias.default):
