@@ -224,6 +224,34 @@ def _with_memory(measure: Callable[..., Any], size: int, *arguments: Any) -> Any
     return replace(measure(*arguments), memory_bytes=size)
 
 
+@pytest.mark.parametrize("base", ["full", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_factors_resume_and_are_exported(make: Make, tmp_path: Path, base: str) -> None:
+    adapter, hold = {"kind": "ia3", "base": base}, Hold()
+    whole, broken = (make(name, adapter, guard={"copies": "off"}) for name in ("whole", "broken"))
+    assert train(whole, hold) == "finished"
+    assert train_until(broken, 7).kind == "interrupted" and train(broken) == "finished"
+    assert columns(broken) == columns(whole) and columns(whole)[-1][1] < columns(whole)[0][1]
+    saved = SavedTensors(last(whole), "model.")
+    assert {name.rpartition(".")[2] for name in saved._entries} == {"ia3_in", "ia3_out"}
+    tokens = torch.arange(40)[None] % 300
+    with torch.no_grad():
+        model = hold.job.engine.model.eval()
+        expected = model.logits(model(tokens))
+        folders = [run_folder(whole)]
+        for form in ("hf", "peft")[: 2 if base == "full" else 1]:
+            out = ["--to", form, "--out", str(tmp_path / form)]
+            result = CliRunner().invoke(app, ["export", str(run_folder(whole)), *out])
+            assert result.exit_code == 0, result.output
+            folders.append(tmp_path / form)
+        for folder in folders:
+            loaded = load_model(folder, device="cpu").model
+            assert (loaded.logits(loaded(tokens)) - expected).abs().max() < 1e-4 * expected.abs().max(), folder
+    if base == "full":
+        began = Hold()
+        assert train(make("further", {"path": str(tmp_path / "peft")}), began) == "finished"
+        assert began.job.spec.adapter is not None and columns(began.job.spec)[0][1] < columns(whole)[0][1]
+
+
 def test_mistakes_are_refused_by_name(make: Make) -> None:
     for parallel, message in (
         ({"dp_shard": 2}, "weights in NF4 are not divided"), ({"cp": 2}, "weights in NF4 are not divided"),

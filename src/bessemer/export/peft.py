@@ -13,7 +13,7 @@ from bessemer.errors import UserError
 from bessemer.export.gate import Mismatch
 from bessemer.export.hf import NativeModel, choose_family
 from bessemer.model.adapters import MergedWeights, is_part
-from bessemer.model.families.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftAdapter
+from bessemer.model.families.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftAdapter, ia3_files
 from bessemer.model.families.folder import HfFolder, _write, atomic_folder
 from bessemer.spec.adapter import AdapterSpec
 from bessemer.spec.load import load_spec
@@ -31,8 +31,16 @@ def to_peft(native: NativeModel, out: Path, base: Path | None = None, overwrite:
         raise UserError(f"{native.place}: {problem}, and --to peft writes adapters of language models: use --to hf")
     folder = HfFolder(base or _base_folder(native))
     spec = load_spec(native.place / "spec.yaml").adapter or AdapterSpec()
-    adapter = PeftAdapter(tensors, native.shape, choose_family(native.shape, None, folder), spec.kind == "rslora")
-    config, weights = adapter.files(str(folder.path.absolute()), spec.dropout)
+    family, place_of_base = choose_family(native.shape, None, folder), str(folder.path.absolute())
+    if any(name.endswith((".ia3_in", ".ia3_out")) for name in tensors):
+        if spec.modules_to_save:
+            raise UserError(
+                f"{native.place}: PEFT's IA3 is exported without modules_to_save: use --to hf, which merges"
+            )
+        config, weights = ia3_files(tensors, native.shape, family, place_of_base)
+    else:
+        adapter = PeftAdapter(tensors, native.shape, family, spec.kind == "rslora")
+        config, weights = adapter.files(place_of_base, spec.dropout)
     with atomic_folder(out, overwrite) as place:
         from safetensors.torch import save_file
 
@@ -62,8 +70,10 @@ def _base_folder(native: NativeModel) -> Path:
 def _largest_gap(merged: MergedWeights, place: Path) -> float:
     """Over all matrices that the adapter changes; Mismatch beyond the tolerance."""
     written, largest = FolderWeights(place, body=False), 0.0
-    for module in sorted(merged.adapted):
-        expected, actual = merged[f"{module}.weight"].double(), written[f"{module}.weight"]
+    for name in sorted(f"{module}.{part}" for module in merged.adapted for part in ("weight", "bias")):
+        if name not in merged:
+            continue
+        module, expected, actual = name.rpartition(".")[0], merged[name].double(), written[name]
         tolerance = TOLERANCE + torch.finfo(actual.dtype).eps
         if actual.shape != expected.shape:
             raise Mismatch(f"{module} has shape {tuple(actual.shape)} in the base folder, not {tuple(expected.shape)}")

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, rsLoRA, DoRA, PiSSA) beside the linear layers of a native model.
+"""Low-rank adapters (LoRA, rsLoRA, DoRA, PiSSA) beside the linear layers of a native model, and factors on them (IA3).
 
 A layer is converted in place and keeps its name and weight: `blocks.0.attention.query.weight` stays, `.lora_a` and
 `.lora_b` are added, and `.lora_scale` makes a checkpoint complete without its spec. The weight is never written to.
@@ -29,7 +29,10 @@ from bessemer.spec.trained import expand_ranges
 if TYPE_CHECKING:
     from bessemer.model.attention_mask import AttentionMask
 
-PARTS = ("lora_a", "lora_b", "lora_scale", "initial_a", "initial_b", "magnitude", "trained")  # added to a layer
+# Added to a layer.
+PARTS = ("lora_a", "lora_b", "lora_scale", "initial_a", "initial_b", "magnitude", "trained", "ia3_in", "ia3_out")
+MARKS = (".lora_a", ".trained", ".ia3_in", ".ia3_out")  # each adapted layer has one of them
+IA3_TARGETS = ("key", "value", "down")
 # The names of PEFT's users for native ones.
 ALIASES = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate"}
 ALIASES |= {"up_proj": "up", "down_proj": "down", "embed_tokens": "embedding", "lm_head": "head"}
@@ -75,6 +78,34 @@ class AdapterLinear(nn.Linear):
         return self.weight if not self.active else merge("kv", self.weight.detach(), _parts(self))
 
 
+class ScaledLinear(nn.Linear):
+    """IA3: a trained factor of each output, or of each input (of `down`: of the feed-forward units)."""
+
+    ia3_in: nn.Parameter | None  # (I,)
+    ia3_out: nn.Parameter | None  # (O,)
+    active: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.active and self.ia3_in is not None:
+            x = x * self.ia3_in.to(x.dtype)
+        y = F.linear(x, self.weight, self.bias)
+        return y * self.ia3_out.to(y.dtype) if self.active and self.ia3_out is not None else y
+
+    def merged_weight(self) -> Tensor:
+        return self.weight if not self.active else scaled("weight", self.weight.detach(), _parts(self))
+
+
+def scaled(part: str, tensor: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    """The weight or bias that computes as an IA3 layer does."""
+    result = tensor.double()
+    if "ia3_out" in parts:
+        factor_O = parts["ia3_out"].double()
+        result = result * (factor_O[:, None] if part == "weight" else factor_O)
+    if "ia3_in" in parts and part == "weight":
+        result = result * parts["ia3_in"].double()
+    return result.to(tensor.dtype)
+
+
 class TrainedEmbedding(nn.Embedding):
     """An embedding with a trained copy of its weight, which is used unless adapters are off."""
 
@@ -100,7 +131,8 @@ class TrainedHead(nn.Linear):
         return self.trained if self.active else self.weight
 
 
-ADAPTED = (AdapterLinear, TrainedEmbedding, TrainedHead)
+LAYERS = (AdapterLinear, ScaledLinear)
+ADAPTED = (*LAYERS, TrainedEmbedding, TrainedHead)
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Any]:
@@ -143,12 +175,16 @@ def add_adapters(model: Decoder, spec: AdapterSpec, rank: int, alpha: float) -> 
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(tuple(new_head)) or (bool(model.shape.labels) and name == "head_bias"))
     layers = linear_layers(model)
-    names = matching_layers(layers, spec.targets)
+    targets = IA3_TARGETS if spec.kind == "ia3" and spec.targets == "all-linear" else spec.targets
+    names = matching_layers(layers, targets)
     for name in names:
         if spec.kind == "pissa" and rank > min(layers[name].weight.shape):
             size = " x ".join(map(str, layers[name].weight.shape))
             raise UserError(f"adapter.rank: {rank} exceeds {name} ({size}), which pissa decomposes: write a lower rank")
-        _convert(layers[name], spec, rank, spec.scale(rank, alpha))
+        if spec.kind == "ia3":
+            _convert_ia3(layers[name], on_input=name.endswith(".down"))
+        else:
+            _convert(layers[name], spec, rank, spec.scale(rank, alpha))
     for name in spec.modules_to_save:
         module = getattr(model, name, None)
         if module is None or (name == "head" and model.shape.labels):
@@ -157,6 +193,15 @@ def add_adapters(model: Decoder, spec: AdapterSpec, rank: int, alpha: float) -> 
         module.__class__ = TrainedEmbedding if name == "embedding" else TrainedHead
         module.trained, module.active = nn.Parameter(torch.empty_like(module.weight)), True
     return names
+
+
+def _convert_ia3(layer: nn.Module, on_input: bool) -> None:
+    assert isinstance(layer, nn.Linear)
+    size = layer.weight.shape[1 if on_input else 0]
+    factor = nn.Parameter(torch.empty(size, device=layer.weight.device))
+    layer.__class__ = ScaledLinear
+    assert isinstance(layer, ScaledLinear)
+    layer.ia3_in, layer.ia3_out, layer.active = factor if on_input else None, None if on_input else factor, True
 
 
 def _convert(layer: nn.Module, spec: AdapterSpec, rank: int, scale: float) -> None:
@@ -180,15 +225,15 @@ def _convert(layer: nn.Module, spec: AdapterSpec, rank: int, scale: float) -> No
 
 @torch.no_grad()
 def clear_adapters(model: nn.Module) -> None:
-    """All parts zero: the base model, until weights are loaded."""
+    """All parts zero, factors one: the base model, until weights are loaded."""
     for module in adapted_modules(model).values():
         for tensor in _parts(module).values():
-            local(tensor).zero_()
+            local(tensor).fill_(isinstance(module, ScaledLinear))
 
 
 def describe_adapters(model: nn.Module) -> str:
     """How many layers are adapted and how much trains."""
-    layers = sum(isinstance(module, AdapterLinear) for module in adapted_modules(model).values())
+    layers = sum(isinstance(module, LAYERS) for module in adapted_modules(model).values())
     trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
     size = f"{human_count(trained)} of {human_count(total)} parameters train ({trained / total:.2%})"
     stacks = "; experts stay frozen" if any(name.endswith(".ffn.down") for name, _ in model.named_parameters()) else ""
@@ -204,6 +249,8 @@ def init_adapters(
     each matrix. Each matrix draws from its own generator, so that every layout starts with the same values. Collective
     if the weights are sharded."""
     for name, module in adapted_modules(model).items():
+        if isinstance(module, ScaledLinear):
+            continue  # of factors one
         if not isinstance(module, AdapterLinear):
             local(module.trained).copy_(local(module.weight))
             continue
@@ -352,10 +399,13 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor], blank: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
         self._tensors, self._blank = tensors, blank
-        self.adapted = {name.rpartition(".")[0] for name in tensors if name.endswith((".lora_a", ".trained"))}
+        self.adapted = {name.rpartition(".")[0] for name in tensors if name.endswith(MARKS)}
 
     def __getitem__(self, name: str) -> Tensor:
         module, _, part = name.rpartition(".")
+        factors = {key: self._tensors[full] for key in PARTS[-2:] if (full := f"{module}.{key}") in self._tensors}
+        if factors and not is_part(name):
+            return scaled(part, self._tensors[name], factors)
         if part != "weight" or module not in self.adapted:
             return self._tensors[name]
         if f"{module}.trained" in self._tensors:

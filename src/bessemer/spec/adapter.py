@@ -19,7 +19,7 @@ from bessemer.spec.shape import ModelShape, parameter_counts
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 AutoRank = Annotated[int, Field(ge=1, le=4096)] | Literal["auto"]
 AutoAlpha = Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"]
-Kind = Literal["auto", "lora", "rslora", "dora", "pissa"]
+Kind = Literal["auto", "lora", "rslora", "dora", "pissa", "ia3"]
 Base = Literal["full", "nf4"]
 # Of a weight in NF4: 4 bits, its share of the 8-bit scale of 64 weights and of the fp32 scale of 256 such scales.
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
@@ -32,8 +32,8 @@ class AdapterSpec(ShortSection, short="kind"):
     kind: Kind = setting(
         "lora",
         "lora; rslora (scaled by alpha / sqrt(rank)); dora (also trains the length of each row); pissa (starts from "
-        "the largest singular vectors of each matrix); auto: full fine-tuning, lora, or lora with base: nf4, the first "
-        "that fits the memory",
+        "the largest singular vectors of each matrix); ia3 (factors of keys, values and ffn units); auto: full "
+        "fine-tuning, lora, or lora with base: nf4, the first that fits the memory",
         "dora",
     )
     base: Base = setting(
@@ -77,6 +77,16 @@ class AdapterSpec(ShortSection, short="kind"):
         return self
 
     @model_validator(mode="after")
+    def _check_ia3(self) -> AdapterSpec:
+        of_matrices = {
+            "rank": self.rank != "auto", "alpha": self.alpha != "auto", "dropout": self.dropout > 0,
+            "lr_ratio": self.lr_ratio != 1,
+        }  # fmt: skip
+        if self.kind == "ia3" and any(of_matrices.values()):
+            raise ValueError(f"ia3 trains factors, not matrices: remove {next(k for k, v in of_matrices.items() if v)}")
+        return self
+
+    @model_validator(mode="after")
     def _check_path(self) -> AdapterSpec:
         if self.path and self.kind == "pissa":
             raise ValueError("pissa starts from the base's own matrices: remove path, or write kind: lora")
@@ -100,9 +110,9 @@ def read_peft_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: is not an adapter's folder (no {ADAPTER_CONFIG})") from None
     except ValueError as error:
         raise UserError(f"{file}: cannot be read as JSON ({error})") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    if not isinstance(config, dict) or config.get("peft_type") not in ("LORA", "IA3"):
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise UserError(f"{file}: peft_type {kind!r}: only LORA can be read, with or without DoRA and rsLoRA")
+        raise UserError(f"{file}: peft_type {kind!r}: only LORA, with or without DoRA and rsLoRA, and IA3 can be read")
     if config.get("bias", "none") != "none":
         raise UserError(f"{file}: bias {config['bias']!r}: only adapters without trained biases can be read")
     return config
@@ -113,6 +123,10 @@ def read_peft(adapter: AdapterSpec) -> AdapterSpec:
     if adapter.path is None:
         return adapter
     config = read_peft_config(adapter.path)
+    if config["peft_type"] == "IA3":
+        if adapter.kind not in ("lora", "ia3"):
+            raise UserError(f"adapter.kind: {adapter.kind} was requested, {adapter.path} holds ia3: write kind: ia3")
+        return adapter.model_copy(update={"kind": "ia3"})
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     if config.get("use_dora") and config.get("use_rslora"):
         raise UserError(f"adapter.path: {adapter.path} has both use_dora and use_rslora: merge it with PEFT first")

@@ -147,8 +147,9 @@ def load_model(folder: str | Path, which: str = "last", device: str = "auto") ->
     except DamagedCheckpoint as error:
         raise UserError(f"{error}; choose another with --checkpoint") from None
     merged = MergedWeights(CheckpointWeights(files.checkpoint))
-    for module in merged.adapted:
-        state[f"{MODEL}{module}.weight"].copy_(merged[f"{module}.weight"])
+    for name in (f"{module}.{part}" for module in merged.adapted for part in ("weight", "bias")):
+        if f"{MODEL}{name}" in state:
+            state[f"{MODEL}{name}"].copy_(merged[name])
     if not os.path.exists(path / "tokenizer.json"):
         raise UserError(f"{path}: has no tokenizer.json to read a prompt with")
     tokenizer = Tokenizer.load(path / "tokenizer.json", description["eos"] or None)

@@ -31,6 +31,7 @@ from bessemer.spec.shape import ModelShape
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
 _SAVED = re.compile(r"base_model\.model\.(.+?)(?:\.modules_to_save(?:\.default)?)?\.weight")
+_VECTOR = re.compile(r"base_model\.model\.(.+)\.ia3_l(?:\.default)?")
 _PARTS = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "magnitude"}
 
 
@@ -46,9 +47,12 @@ class PeftFolder:
         self.header = read_header(self.path / ADAPTER_WEIGHTS)
         self.factors: dict[str, dict[str, str]] = {}
         self.saved: dict[str, str] = {}
+        self.vectors: dict[str, str] = {}  # of IA3: (O, 1), or (1, I) for feed-forward layers
         for name in self.header:
             if match := _FACTOR.fullmatch(name):
                 self.factors.setdefault(match[1], {})[_PARTS[match[2]]] = name
+            elif match := _VECTOR.fullmatch(name):
+                self.vectors[match[1]] = name
             elif self.config.get("modules_to_save") and (match := _SAVED.fullmatch(name)):
                 self.saved[match[1]] = name
             else:
@@ -82,7 +86,7 @@ class AdapterFolder(HfFolder):
         if not (Path(base) / "config.json").is_file():
             raise UserError(f"{path}: its base model {base!r} is no folder here; correct base_model_name_or_path")
         super().__init__(base)
-        changed = [*self.adapter.factors, *self.adapter.saved]
+        changed = [*self.adapter.factors, *self.adapter.saved, *self.adapter.vectors]
         if unknown := sorted(module for module in changed if f"{module}.weight" not in self.tensors):
             raise UserError(
                 f"{path}: the base model {base} has no {unknown[0]}.weight: the adapter is for another model"
@@ -90,6 +94,8 @@ class AdapterFolder(HfFolder):
 
     def read(self, name: str) -> Tensor:
         weight, module = super().read(name), name.removesuffix(".weight")
+        if (place := name.rpartition(".")[0]) in self.adapter.vectors:
+            return self._scaled(place, name, weight)
         if name.endswith(".weight") and module in self.adapter.saved:
             return self.adapter.read(self.adapter.saved[module])
         if module not in self.adapter.factors or not name.endswith(".weight"):
@@ -101,11 +107,19 @@ class AdapterFolder(HfFolder):
         delta = self.adapter.scale(module, len(parts["lora_a"])) * (parts["lora_b"].float() @ parts["lora_a"].float())
         return (weight.float() + (delta.T if turned else delta)).to(weight.dtype)
 
+    def _scaled(self, module: str, name: str, tensor: Tensor) -> Tensor:
+        """A weight or bias with the factors of IA3."""
+        vector = self.adapter.read(self.adapter.vectors[module]).float()
+        if name.endswith(".bias"):
+            return tensor if len(vector) == 1 else (tensor.float() * vector.flatten()).to(tensor.dtype)
+        turned = bool(self.adapter.config.get("fan_in_fan_out"))
+        return (tensor.float() * (vector.t() if turned else vector)).to(tensor.dtype)
+
 
 def read_adapter(path: str | Path, shape: ModelShape) -> dict[str, Tensor]:
     """The tensors of an adapter by native names, for a model of that shape."""
     folder = PeftFolder(path)
-    modules = {*folder.factors, *folder.saved}
+    modules = {*folder.factors, *folder.saved, *folder.vectors}
     for family in families_for(without_head(shape) if shape.labels else shape):
         mappings = {mapping.hf_names[0].removesuffix(".weight"): mapping for mapping in _matrices(family, shape)}
         if modules <= mappings.keys():
@@ -118,7 +132,7 @@ def with_folder(adapter: AdapterSpec, shape: ModelShape) -> AdapterSpec:
     if adapter.path is None:
         return adapter
     names = read_adapter(adapter.path, shape)
-    layers = [name.removesuffix(".lora_a") for name in names if name.endswith(".lora_a")]
+    layers = [name.rpartition(".")[0] for name in names if name.endswith((".lora_a", ".ia3_in", ".ia3_out"))]
     saved = [name.removesuffix(".trained") for name in names if name.endswith(".trained")]
     return read_peft(adapter).model_copy(update={"targets": layers, "modules_to_save": saved})
 
@@ -132,6 +146,14 @@ def _native_parts(folder: PeftFolder, mappings: Mapping[str, WeightMapping]) -> 
     for module, name in folder.saved.items():
         (native,) = mappings[module].native_names
         yield f"{native.removesuffix('.weight')}.trained", mappings[module].to_native([folder.read(name)])[0]
+    for module, name in folder.vectors.items():
+        vector, (native, *others) = folder.read(name).float(), mappings[module].native_names
+        layer = native.removesuffix(".weight")
+        if others or (len(vector) == 1) != layer.endswith(".down"):
+            able = "factors of the outputs of single layers and of the inputs of the last feed-forward layer"
+            raise UserError(f"adapter.path: {folder.path}: {module}: only {able} can be read")
+        part = "ia3_in" if len(vector) == 1 else "ia3_out"
+        yield f"{layer}.{part}", (vector if len(vector) == 1 else mappings[module].to_native([vector])[0]).flatten()
     turned = bool(folder.config.get("fan_in_fan_out"))
     for module in folder.factors:
         parts, mapping = folder.parts(module), mappings[module]
@@ -145,6 +167,32 @@ def _native_parts(folder: PeftFolder, mappings: Mapping[str, WeightMapping]) -> 
             yield f"{layer}.lora_scale", parts["lora_scale"]
             for part, tensors in split.items():
                 yield f"{layer}.{part}", tensors[i].flatten() if part == "magnitude" else tensors[i].contiguous()
+
+
+def ia3_files(
+    tensors: Mapping[str, Tensor], shape: ModelShape, family: Family, base: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """adapter_config.json and adapter_model.safetensors of IA3, from the native factors."""
+    vectors: dict[str, Tensor] = {}
+    turned = False
+    for mapping in _matrices(family, shape):
+        module, layer = (names[0].removesuffix(".weight") for names in (mapping.hf_names, mapping.native_names))
+        if len(mapping.native_names) == 1 and f"{layer}.ia3_out" in tensors:
+            vectors[module] = mapping.to_hf([tensors[f"{layer}.ia3_out"][:, None]])[0].reshape(-1, 1)
+        elif len(mapping.native_names) == 1 and f"{layer}.ia3_in" in tensors:
+            vectors[module] = tensors[f"{layer}.ia3_in"][None]
+        elif any(f"{name.removesuffix('.weight')}.ia3_out" in tensors for name in mapping.native_names):
+            raise UserError(
+                f"{module} holds several layers, of which PEFT scales all or none: use --to hf, which merges"
+            )
+        turned |= module in vectors and mapping.to_hf([torch.zeros(2, 3)])[0].shape == (3, 2)
+    inputs = [module for module, vector in vectors.items() if len(vector) == 1]
+    config = {
+        "peft_type": "IA3", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "target_modules": sorted(vectors), "feedforward_modules": sorted(inputs), "fan_in_fan_out": turned,
+        "init_ia3_weights": True, "modules_to_save": None,
+    }  # fmt: skip
+    return config, {f"{PREFIX}{module}.ia3_l": vector.contiguous() for module, vector in vectors.items()}
 
 
 @dataclass(frozen=True)

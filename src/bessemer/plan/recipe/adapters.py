@@ -13,6 +13,7 @@ from bessemer.spec.shape import ModelShape
 USES: dict[str, Use] = {"pretrain": "domain", "classify": "style"}  # others learn to follow instructions
 RSLORA = "Kalajdzievski 2023, rsLoRA"
 PISSA = "Meng et al. 2024, PiSSA"
+IA3, IA3_RATE = "Liu et al. 2022, IA3", 3e-3
 
 
 def decide_adapter(
@@ -22,6 +23,8 @@ def decide_adapter(
     if spec.adapter is None:
         return None
     adapter, key = read_peft(spec.adapter), "adapter.rank"
+    if adapter.kind == "ia3":  # has neither
+        return 1, 1.0
     recipe = lora(shape, USES.get(spec.objective, "instructions"), 0.0, learnt_tokens)
     recipe = _fit(recipe, shape) if adapter.kind == "pissa" else recipe
     rank = plan.keep(key, adapter.rank, previous)
@@ -49,7 +52,10 @@ def adapter_rate(spec: RunSpec, rate: float, reason: str, source: str) -> tuple[
     """The learning rate of a run from that of full fine-tuning, with reason and source."""
     if spec.adapter is None:
         return rate, reason, source
-    if spec.adapter.kind == "pissa":
+    kind = read_peft(spec.adapter).kind
+    if kind == "pissa":
         return rate, f"{reason}; pissa takes the rate of full training", f"{source}; {PISSA}"
+    if kind == "ia3":
+        return IA3_RATE, "usual for factors of activations", IA3
     value = float(f"{LORA_FACTOR * rate:.2g}")
     return value, f"{reason}; ten times that for adapters", f"{source}; {SCHULMAN}"
