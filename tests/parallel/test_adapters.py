@@ -15,11 +15,9 @@ from bessemer.spec.schema import RunSpec
 
 Ranks, Spec = Callable[..., list[Any]], Callable[..., RunSpec]
 SLOW = [
-    ("lora", {"dp_replicate": 2}),
-    ("qlora", {"dp_replicate": 2}),
-    ("dora", {"dp_shard": 2}),
-    ("pissa", {"dp_shard": 2}),
-]
+    ("lora", {"dp_replicate": 2}), ("qlora", {"dp_replicate": 2}), ("dora", {"dp_shard": 2}),
+    ("pissa", {"dp_shard": 2}), ("ia3", {"dp_shard": 2}),
+]  # fmt: skip
 CASES = [("lora", {"dp_shard": 2}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
@@ -36,7 +34,8 @@ def test_two_ranks_train_what_one_trains(ranks: Ranks, tiny_spec: Spec, kind: st
 
     base = spec_of("base", 4, {})
     assert ranks(1, lambda: train(base).kind) == ["finished"]
-    adapter = {"kind": kind, "rank": 3, "alpha": 6, "modules_to_save": ["embedding"]}
+    matrices = {} if kind == "ia3" else {"rank": 3, "alpha": 6}
+    adapter = {"kind": kind, **matrices, "modules_to_save": ["embedding"]}
     more = {"start_from": str(newest(base)), "optimizer": {"lr": 0.01}, "adapter": adapter}
     one, two = spec_of("one", 8, {}, **more), spec_of("two", 8, degrees, **more)
     assert ranks(1, lambda: train(one).kind) == ["finished"]
