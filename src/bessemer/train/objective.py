@@ -32,7 +32,7 @@ from bessemer.parallel.shard import local
 from bessemer.spec.model import LossSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.loss import LossOptions, VocabShard, linear_cross_entropy
+from bessemer.train.loss import LossOptions, VocabShard, linear_cross_entropy, token_losses
 from bessemer.train.objectives import Mix, ObjectiveBatch, Rewriting, make_rewriting
 
 Metric = tuple[Tensor, Tensor]  # a sum and its count, both without gradients
@@ -231,6 +231,13 @@ class Objective:
         logits_BTV = F.linear(hidden_BTW, weight_VW.to(hidden_BTW.dtype), None)
         exact_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return exact_BTV if bias_V is None else exact_BTV + bias_V
+
+    def token_losses(self, model: Decoder, hidden_BTW: Tensor, targets_BT: Tensor) -> Tensor:
+        """The cross-entropy of each target, differentiable, without the logits in memory."""
+        hidden_BTW, head_VW, bias_V, words = self.head(model, hidden_BTW)
+        options = loss_options(model.shape, LossSpec())
+        losses_R = token_losses(hidden_BTW.flatten(0, 1), head_VW, targets_BT.flatten(), options, bias_V, words)
+        return losses_R.view_as(targets_BT)
 
     def compute_terms(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
         """The loss of a micro-batch from the model's last hidden states."""
