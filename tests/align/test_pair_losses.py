@@ -63,14 +63,14 @@ FORMULAS: dict[str, Any] = {
 
 
 def settings(name: str, smoothing: float = 0.1) -> DpoSpec:
-    return DpoSpec(loss=name, beta=0.3, label_smoothing=smoothing if name in SMOOTHED else 0.0)
+    return DpoSpec(loss=name, beta=0.3, smoothing=smoothing if name in SMOOTHED else 0.0)
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_formulas(name: str) -> None:
     pairs, spec = make_pairs(1), settings(name)
     loss = PAIR_LOSSES[name](pairs, spec)
-    expected = FORMULAS[name](pairs, 0.3, spec.label_smoothing)
+    expected = FORMULAS[name](pairs, 0.3, spec.smoothing)
     for ours, theirs in zip(both(pairs, loss), both(pairs, expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     extreme = PAIR_LOSSES[name](make_pairs(2, scale=3000.0), spec)
@@ -95,7 +95,7 @@ def test_dpo_losses_are_those_of_trl(name: str) -> None:
     count = len(pairs.chosen)
     answer = function(
         pairs.chosen, pairs.rejected, torch.zeros(2 * count, 1), ref_chosen_logps=pairs.reference_chosen,
-        ref_rejected_logps=pairs.reference_rejected, beta=0.3, loss_type=name, label_smoothing=spec.label_smoothing,
+        ref_rejected_logps=pairs.reference_rejected, beta=0.3, loss_type=name, label_smoothing=spec.smoothing,
     )  # fmt: skip
     theirs = answer[0] if isinstance(answer, tuple) else answer
     ours = PAIR_LOSSES[name](pairs, spec).sum() / count
@@ -113,7 +113,7 @@ def test_simpo_and_orpo_are_those_of_trl() -> None:
         alpha=0.0, loss_type="simpo", simpo_gamma=0.7, beta=0.3, label_smoothing=0.1, accelerator=device
     )
     theirs = trainers.CPOTrainer.cpo_loss(inner, pairs.chosen_mean, pairs.rejected_mean)[0]
-    ours = PAIR_LOSSES["simpo"](pairs, DpoSpec(loss="simpo", beta=0.3, margin=0.7, label_smoothing=0.1))
+    ours = PAIR_LOSSES["simpo"](pairs, DpoSpec(loss="simpo", beta=0.3, margin=0.7, smoothing=0.1))
     for mine, other in zip(both(pairs, ours), both(pairs, theirs), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
     inner = SimpleNamespace(beta=0.3, accelerator=device)

@@ -62,8 +62,10 @@ class Dpo(Objective):
         learned = batch.weights
         imitated = learned
         if self.spec.loss == "orpo":  # the prompt too, but not the column before a document that begins by itself
-            whole = replace(batch, weights=(~pieces(batch).padding).astype(np.float32))
-            imitated = (whole if self.begins is None else begin_documents(whole, self.eos_id, self.begins)).weights
+            unmasked = replace(batch, weights=(~pieces(batch).padding).astype(np.float32))
+            imitated = (
+                unmasked if self.begins is None else begin_documents(unmasked, self.eos_id, self.begins)
+            ).weights
         imitated = imitated * (batch.documents == CHOSEN)
         return {LEARNED: learned, SIDE: batch.documents.astype(np.int64), IMITATED: imitated}
 

@@ -59,7 +59,7 @@ PairLoss = Callable[[PairLogps, DpoSpec], Tensor]
 
 def sigmoid(pairs: PairLogps, spec: DpoSpec) -> Tensor:
     """Rafailov et al. 2023, DPO; with label smoothing Mitchell 2023, conservative DPO."""
-    return _smoothed(spec.beta_value * pairs.difference, spec.label_smoothing)
+    return _smoothed(spec.beta_value * pairs.difference, spec.smoothing)
 
 
 def sigmoid_norm(pairs: PairLogps, spec: DpoSpec) -> Tensor:
@@ -79,14 +79,14 @@ def ipo(pairs: PairLogps, spec: DpoSpec) -> Tensor:
 
 def robust(pairs: PairLogps, spec: DpoSpec) -> Tensor:
     """Chowdhury et al. 2024: unbiased where a share of the pairs is exchanged."""
-    share, z = spec.label_smoothing, spec.beta_value * pairs.difference
+    share, z = spec.smoothing, spec.beta_value * pairs.difference
     return (-(1 - share) * logsigmoid(z) + share * logsigmoid(-z)) / (1 - 2 * share)
 
 
 def simpo(pairs: PairLogps, spec: DpoSpec) -> Tensor:
     """Meng et al. 2024, SimPO: mean log-probabilities, a margin, no reference."""
     z = spec.beta_value * (pairs.chosen_mean - pairs.rejected_mean) - spec.margin
-    return _smoothed(z, spec.label_smoothing)
+    return _smoothed(z, spec.smoothing)
 
 
 def orpo(pairs: PairLogps, spec: DpoSpec) -> Tensor:
@@ -97,7 +97,7 @@ def orpo(pairs: PairLogps, spec: DpoSpec) -> Tensor:
 
 def exo_pair(pairs: PairLogps, spec: DpoSpec) -> Tensor:
     """Ji et al. 2024, EXO, of pairs."""
-    z, share = spec.beta_value * pairs.difference, spec.label_smoothing
+    z, share = spec.beta_value * pairs.difference, spec.smoothing
     first = torch.sigmoid(z) * (logsigmoid(z) - math.log1p(-share))
     return first + torch.sigmoid(-z) * (logsigmoid(-z) - math.log(share))
 

@@ -15,7 +15,7 @@ PairLossName = Literal[
 ]  # fmt: skip
 LOSS_NAMES: tuple[str, ...] = get_args(PairLossName)
 WITHOUT_REFERENCE = ("simpo", "orpo")
-SMOOTHED = ("sigmoid", "robust", "simpo", "exo_pair")  # losses that use label_smoothing
+SMOOTHED = ("sigmoid", "robust", "simpo", "exo_pair")  # losses that use smoothing
 # Those of the papers; of sigmoid_norm, Tulu 3's.
 BETAS = {"sigmoid_norm": 5.0, "simpo": 2.5}
 USUAL_BETA, SIMPO_MARGIN = 0.1, 1.375
@@ -30,7 +30,7 @@ class DpoSpec(SpecSection):
     beta: Annotated[float, Field(gt=0, le=1000)] | Literal["auto"] = setting(
         "auto", "how closely the model is held to the reference (sigmoid: 0.1, sigmoid_norm: 5, simpo: 2.5)", 0.1
     )
-    label_smoothing: float = setting(
+    smoothing: float = setting(
         0.0, "assumed share of pairs whose answers are exchanged (sigmoid: conservative DPO)", 0.1, ge=0, lt=0.5
     )
     margin: float = setting(SIMPO_MARGIN, "simpo: gamma, the margin between the two answers", 1.375, ge=0, le=1000)
@@ -47,10 +47,10 @@ class DpoSpec(SpecSection):
 
     @model_validator(mode="after")
     def _check_smoothing(self) -> DpoSpec:
-        if self.label_smoothing and self.loss in LOSS_NAMES and self.loss not in SMOOTHED:
-            raise ValueError(f"{self.loss} has no label_smoothing: remove it, or write loss: {' or '.join(SMOOTHED)}")
-        if self.loss == "exo_pair" and not self.label_smoothing:
-            raise ValueError("exo_pair needs label_smoothing above 0, such as 0.001")
+        if self.smoothing and self.loss in LOSS_NAMES and self.loss not in SMOOTHED:
+            raise ValueError(f"{self.loss} has no smoothing: remove it, or write loss: {' or '.join(SMOOTHED)}")
+        if self.loss == "exo_pair" and not self.smoothing:
+            raise ValueError("exo_pair needs smoothing above 0, such as 0.001")
         return self
 
     @property
