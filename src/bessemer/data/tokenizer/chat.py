@@ -351,7 +351,7 @@ def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool], str]:
                 tools=None,
                 documents=None,
                 eos_token=tokenizer.eos,
-                bos_token=next((name for name in _BOS if name in tokenizer.special), ""),
+                bos_token=next((name for name in BOS_NAMES if name in tokenizer.special), ""),
             )
         except TemplateError as error:
             raise UserError(f"chat template: {error}; correct the template or the conversation") from error
@@ -359,7 +359,7 @@ def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool], str]:
     return run
 
 
-_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 
 
 def _protect(value: Any, names: Sequence[str]) -> Any:
