@@ -58,7 +58,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """The tokens that tokenizer_config.json names by their role, and the ids that end an answer by the model's files."""
+    """The tokens that tokenizer_config.json names, and the ids that end an answer by the model's files."""
 
     names: dict[str, str] = field(default_factory=dict)  # bos, eos, pad
     ends: frozenset[int] = frozenset()
@@ -170,7 +170,7 @@ def nothing_trained(source: RowSource) -> Mistakes:
     counts = source.counts
     if count := counts.counts["untrained"]:
         what = f"{_share(count, counts.rows)} of {counts.rows:,} rows have no trained token"
-        fix = "give each a turn with the role assistant, whose weight is not 0 and which the template writes, or delete it"
+        fix = "give each a turn of the assistant whose weight is not 0 and which the template writes, or delete it"
         yield Mistake("", what, fix, count, counts.places["untrained"], count == counts.rows)
 
 
@@ -320,7 +320,9 @@ def short_answers(source: RowSource) -> Mistakes:
 
 def language_mixup(source: RowSource) -> Mistakes:
     detector = LanguageDetector()
-    answers = [(place, language, prompt) for place, prompt, text in source.answers if (language := detector.detect(text))]
+    answers = [
+        (place, language, prompt) for place, prompt, text in source.answers if (language := detector.detect(text))
+    ]
     if len(answers) < _FEWEST:
         return
     compared, mixed = 0, []
@@ -360,7 +362,9 @@ def system_prompt_lost(source: RowSource) -> Mistakes:
         {"role": "system", "content": marker}, {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
     )
     if segments and marker not in "".join(segment.text for segment in segments):
-        what = f"the chat template leaves out system messages, which {len(source.system_places):,} of the first rows have"
+        what = (
+            f"the chat template leaves out system messages, which {len(source.system_places):,} of the first rows have"
+        )
         fix = "write them in the template (tokenizer.chat), or put them into the first message of the user"
         yield Mistake("", what, fix, len(source.system_places), list(source.system_places[:_PLACES]), True)
 

@@ -79,12 +79,10 @@ class StoreReader:
     def row(self, number: int) -> ChatRow:
         start, stop = (int(edge[0]) for edge in self.store.extents(np.array([number])))
         origin = self.store.origin_of_document(number)
-        if stop - start > _ROW_TOKENS:
-            half = _ROW_TOKENS // 2
-            ids, weights = (np.concatenate(parts) for parts in zip(self._read(start, half), self._read(stop - half, half),
-                                                                   strict=True))  # fmt: skip
-        else:
-            ids, weights = self._read(start, stop - start)
+        half = _ROW_TOKENS // 2
+        runs = [(start, stop - start)] if stop - start <= _ROW_TOKENS else [(start, half), (stop - half, half)]
+        parts = [self._read(*run) for run in runs]
+        ids, weights = (np.concatenate([part[i] for part in parts]) for i in range(2))
         return ChatRow(f"{origin.file}:{origin.row}", ids, weights)
 
     def _read(self, start: int, length: int) -> tuple[Ints, Floats]:
@@ -107,11 +105,15 @@ class DatasetReader:
         return ChatRow(f"{self.rows.name}[{number}]", ids, weights)
 
 
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
 def sample_numbers(count: int, first: int = FIRST_ROWS, others: int = HASHED_ROWS) -> list[int]:
     """All rows, or the first ones and others chosen by hash."""
     if count <= first + others:
         return list(range(count))
-    hashed = {first + xxhash.xxh3_64_intdigest(str(i)) % (count - first) for i in range(others)}
+    hashed = {first + _hash(str(i)) % (count - first) for i in range(others)}
     return [*range(first), *sorted(hashed)]
 
 
@@ -128,7 +130,7 @@ class RowSample:
         if len(self._first) < FIRST_ROWS:
             self._first.append(row)
             return
-        entry = (-xxhash.xxh3_64_intdigest(row.place), self.count, row)
+        entry = (-_hash(row.place), self.count, row)
         if len(self._hashed) < HASHED_ROWS:
             heapq.heappush(self._hashed, entry)
         else:
@@ -177,11 +179,7 @@ def count_store(store: TokenStore, context: int) -> RowCounts:
         targets = store.targets_before(edges)
         inside = store.targets_before(np.minimum(starts + context, stops)) - targets[:-1]
         trained = np.diff(targets)
-        flags = {
-            "untrained": trained == 0,
-            "late": (trained > 0) & (inside == 0),
-            "long": stops - starts > context,
-        }
+        flags = {"untrained": trained == 0, "late": (trained > 0) & (inside == 0), "long": stops - starts > context}
         tally.longest = max(tally.longest, int((stops - starts).max()))
         for name, flag in flags.items():
             origins = (store.origin_of_document(first + int(i)) for i in np.flatnonzero(flag)[:3])
@@ -198,7 +196,7 @@ def text_keys(reader: RowReader, tokenizer: Tokenizer) -> dict[int, str]:
         texts = tokenizer.inner.decode_batch([row.ids.tolist() for row in rows], skip_special_tokens=True)
         for row, text in zip(rows, texts, strict=True):
             if words := _WORD.findall(text.casefold()):
-                keys.setdefault(xxhash.xxh3_64_intdigest(" ".join(words)), row.place)
+                keys.setdefault(_hash(" ".join(words)), row.place)
     return keys
 
 

@@ -28,6 +28,7 @@ from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.model.families.folder import HfFolder
 from bessemer.plan.decision import Plan
+from bessemer.plan.mixtures import sources_used
 from bessemer.session.data import PYTHON_SOURCE, Data
 from bessemer.spec.data import SourceSpec
 from bessemer.spec.schema import RunSpec
@@ -82,8 +83,8 @@ def check_sources(spec: RunSpec, data: Data, context: int) -> dict[str, list[Mis
     config = _tokenizer_config(spec, data.tokenizer)
     template = chat_template(spec.tokenizer)
     mistakes = {}
-    for name, training in data.train.items():
-        source = spec.data.sources[name]
+    for name in sources_used(spec):
+        source, training = spec.data.sources[name], data.train[name]
         reader = open_rows(training, data.tokenizer, context)
         if reader is None:  # an iterable only goes forward
             continue
@@ -107,7 +108,9 @@ def check_sources(spec: RunSpec, data: Data, context: int) -> dict[str, list[Mis
 
 def refuse_mistakes(mistakes: dict[str, list[Mistake]]) -> list[str]:
     """The warnings as lines. UserError if a mistake makes the run worthless."""
-    lines = [(one.refuses, f"data.sources.{name}: {one.line()}", one) for name, some in mistakes.items() for one in some]
+    lines = [
+        (one.refuses, f"data.sources.{name}: {one.line()}", one) for name, some in mistakes.items() for one in some
+    ]
     if refused := [(line, one.name) for refuses, line, one in lines if refuses]:
         others = ", ".join(dict.fromkeys(name for _, name in refused[1:] if name != refused[0][1]))
         more = f"; also refused: {others}" if others else ""
