@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from bessemer.data.tokenizer.tokenizer import Tokenizer
 
 FIRST_ROWS = HASHED_ROWS = 1000
+FIRST_CONVERSATIONS = 200  # of which it is known whether they have system messages
 COUNTED_ROWS = 20_000_000  # lengths and weights are counted up to here: 0.2 s per million
 COMPARED_ROWS = 20_000  # of each side, to find training rows among the validation rows
 _ROW_TOKENS = 1 << 13  # of a longer row, the beginning and the end are read

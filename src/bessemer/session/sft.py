@@ -10,6 +10,7 @@ from typing import Any
 
 from bessemer.data.chat_checks import Mistake, RowSource, TokenizerConfig, check_rows, read_tokenizer_config
 from bessemer.data.chat_rows import (
+    FIRST_CONVERSATIONS,
     DatasetReader,
     RowCounts,
     RowReader,
@@ -33,8 +34,6 @@ from bessemer.session.data import PYTHON_SOURCE, Data
 from bessemer.spec.data import SourceSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.train.trained import folder_template_file
-
-FIRST_CONVERSATIONS = 200  # read from the files, to see whether they have system messages
 
 
 def with_sft_defaults(spec: RunSpec) -> RunSpec:
