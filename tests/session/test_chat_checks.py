@@ -226,6 +226,16 @@ def test_every_refused_mistake_is_named_in_one_line(write_spec: Callable[..., Pa
 GERMAN = "Man reinigt zuerst den Ofen gründlich und erhitzt ihn dann langsam über viele Minuten, bis er glüht."
 CODE = "```python\ndef heat(minutes):\n    return [furnace.step() for _ in range(minutes)]\n```"
 CALL = [{"type": "function", "function": {"name": "heat", "arguments": {"minutes": 3}}}]
+# As in published models: the line break after the turn is inside the block; BOS and EOS around each exchange.
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
 HEALTHY: dict[str, dict[str, Any]] = {
     "messages": {"rows": healthy(system="Answer as a smith.")},
     "tools": {"rows": [{"messages": [
@@ -249,6 +259,10 @@ HEALTHY: dict[str, dict[str, Any]] = {
                          for i in range(40)]},
     "code": {"rows": [turns(f"Write a function that heats the furnace for {i} minutes.", f"{answer(i)}\n{CODE}")
                       for i in range(40)]},
+    "qwen": {"rows": healthy(system="Answer as a smith."), "template": QWEN,
+             "config": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}},
+    "llama2": {"rows": healthy(), "template": LLAMA2, "tokenizer": {"eos": "</s>"},
+               "config": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}},
     "own_template": {"rows": healthy(system="Answer as a smith."), "template": "{{ bos_token }}" + EACH,
                      "config": {"bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}},
 }  # fmt: skip

@@ -76,13 +76,14 @@ def _check_files(
     from bessemer.data.tokenizer.tokenizer import Tokenizer
     from bessemer.observe.progress import working
     from bessemer.spec.load import source_spec
-    from bessemer.train.trained import folder_template_file
 
     if needs_tokenizer and tokenizer is None:
         raise UserError("--show-masks: which tokens are trained depends on the tokenizer: add --tokenizer FILE")
     source = source_spec({"path": paths, "format": format, "text_field": text_field, "messages_field": messages_field})
     config = loaded = None
     if tokenizer:
+        from bessemer.train.trained import folder_template_file  # imports torch
+
         folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
         chat = chat or str(folder_template_file(folder) or "chatml")
         loaded = Tokenizer.load(tokenizer, special=special_tokens(chat))
