@@ -45,14 +45,13 @@ def test_trained_tokens_are_printed_and_written_as_a_page(call: Call) -> None:
     write()
     result = call("data", "check", "spec.yaml", "--show-masks", "--rows", "2", "--html", "masks/page.html")
     assert result.code == 0
-    path = Path("chats.jsonl").absolute()
     first = result.out.split("\n\n")[0].splitlines()
-    assert first[0].startswith(f"{path}:1, ") and first[0].endswith(" trained")
+    assert first[0].startswith("chats.jsonl:1, ") and first[0].endswith(" trained")
     assert first[1:] == [
         "<|im_start|>user", "How hot must the furnace be for 1 kg of <b>iron</b>?<|im_end|>", "<|im_start|>assistant",
         "[[About 1538 degrees Celsius.<|im_end|>]]", "<|endoftext|>",
     ]  # fmt: skip
-    assert f"{path}:2, " in result.out and f"{path}:3, " not in result.out
+    assert "chats.jsonl:2, " in result.out and "chats.jsonl:3, " not in result.out
     page = Path("masks/page.html").read_text()
     assert "<mark>About 1538 degrees Celsius.&lt;|im_end|&gt;</mark>" in page and "<b>iron" not in page
     assert "default-src 'none'" in page and "fine-tuning rows: no mistakes found" in page
@@ -70,7 +69,7 @@ def test_exit_codes_of_warnings_and_of_a_run_that_would_be_refused(call: Call) -
     result = call("data", "check", "spec.yaml")
     line = result.out.splitlines()[-1]
     assert result.code == 1 and line.startswith("warning: data.sources.chats: ") and line.endswith("[nothing_trained]")
-    assert f"{Path('chats.jsonl').absolute()}:41: 2% (1) of 41 rows have no trained token" in line
+    assert "chats.jsonl:41: 2% (1) of 41 rows have no trained token" in line
     assert call("data", "check", "spec.yaml", "--set", "lints.silence=[nothing_trained]").code == 0
     write(train=False)
     result = call("data", "check", "spec.yaml")

@@ -40,6 +40,7 @@ def check(
 
     Example: bessemer data check my-run.yaml --show-masks --rows 3
     """
+    from bessemer.observe.format import short_path
     from bessemer.observe.page import WeightedText
 
     spec = Path(paths[0]) if len(paths) == 1 and paths[0].endswith((".yaml", ".yml")) else None
@@ -50,7 +51,7 @@ def check(
             paths, format, text_field, messages_field, tokenizer, context, chat, show_masks or html is not None
         )
         shown = shown[:rows]
-    texts = [WeightedText(row.pieces(loaded), f"{row.place}, {_size(row)}") for row, loaded in shown]
+    texts = [WeightedText(row.pieces(loaded), f"{short_path(row.place)}, {_size(row)}") for row, loaded in shown]
     if html:
         _write_page(html, lines, texts)
     if as_json:

@@ -15,11 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.chat_rows import ChatRow, RowCounts
+from bessemer.data.chat_rows import ChatRow, RowCounts, SharedRows
 from bessemer.data.language import LanguageDetector
 from bessemer.data.tokenizer.chat import BOS_NAMES, ChatSegment, Message, find_template, learned_turns
 from bessemer.data.tokenizer.tokenizer import Tokenizer, hf_prompt_format, named_tokens
 from bessemer.errors import UserError
+from bessemer.observe.format import short_path
 
 WORTHLESS = 0.5  # share of the rows from which a mistake refuses the run
 _RARE = 0.01  # share of the rows up to which a mistake is not reported
@@ -46,7 +47,7 @@ class Mistake:
 
     def line(self) -> str:
         """One line with the first place and the name."""
-        place = f"{self.places[0]}: " if self.places else ""
+        place = f"{short_path(self.places[0])}: " if self.places else ""
         return f"{place}{self.what}: {self.fix} [{self.name}]"
 
     def to_json(self) -> dict[str, Any]:
@@ -83,8 +84,7 @@ class RowSource:
     masked: bool = True  # False: texts, trained completely
     caller_masks: bool = False
     system_places: Sequence[str] = ()  # rows with a system message
-    keys: dict[int, str] = field(default_factory=dict)  # of training rows, see `text_keys`
-    held_out_keys: dict[int, str] = field(default_factory=dict)
+    shared: SharedRows = field(default_factory=SharedRows)
 
     @property
     def scope(self) -> str:
@@ -180,7 +180,7 @@ def turn_end_untrained(source: RowSource) -> Mistakes:
     masked = set(_places_of_masked_ends(source, ends))
     places = [place for place in unended if place not in masked]
     if len(places) > _RARE * len(source.trained):
-        what = f"in {_share(len(places), len(source.trained))} of {source.scope} no end of the turn is trained"
+        what = f"in {_share(len(places), len(source.rows))} of {source.scope} no end of the turn is trained"
         fix = (
             "the model would never stop: write the token that ends the turn, such as {{ eos_token }}, inside the "
             "template's {% generation %} block (tokenizer.chat)"
@@ -193,7 +193,7 @@ def pad_is_eos(source: RowSource) -> Mistakes:
     ends = source.config.ends | {source.tokenizer.eos_id}
     places = list(_places_of_masked_ends(source, ends))
     if len(places) > _RARE * len(source.trained):
-        what = f"in {_share(len(places), len(source.trained))} of {source.scope} the end of the answer is masked out"
+        what = f"in {_share(len(places), len(source.rows))} of {source.scope} the end of the answer is masked out"
         fix = (
             "the model would never stop. It is the padding token too: mask padding by position instead of by token, "
             "or leave padding out"
@@ -293,15 +293,15 @@ def special_tokens_split(source: RowSource) -> Mistakes:
 
 
 def leaked_validation(source: RowSource) -> Mistakes:
-    held_out = source.held_out_keys
-    if shared := [key for key in held_out if key in source.keys]:
-        read = f"of {len(held_out):,} validation rows and {len(source.keys):,} training rows that were compared, "
+    shared = source.shared
+    if shared.count:
         what = (
-            f"{read}{len(shared):,} are the same but for case, spacing or punctuation ({held_out[shared[0]]} and "
-            f"{source.keys[shared[0]]})"
+            f"of {shared.held_out:,} validation rows and {shared.training:,} training rows that were compared, "
+            f"{shared.count:,} are the same but for case, spacing or punctuation (as "
+            f"{short_path(shared.places[0][1])})"
         )
         fix = "the validation loss is too low: remove copies with the steps whitespace, unicode and dedup_minhash"
-        yield Mistake("", what, fix, len(shared), [held_out[key] for key in shared[:_PLACES]])
+        yield Mistake("", what, fix, shared.count, [place for place, _ in shared.places])
 
 
 def short_answers(source: RowSource) -> Mistakes:

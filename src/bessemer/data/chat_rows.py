@@ -69,6 +69,11 @@ class RowReader(Protocol):
 
     def row(self, number: int) -> ChatRow: ...
 
+    def ids(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The first tokens of some rows."""
+
+    def place(self, number: int) -> str: ...
+
 
 class StoreReader:
     """The documents of a token store. Of a remote store only the first shard is read."""
@@ -79,12 +84,22 @@ class StoreReader:
 
     def row(self, number: int) -> ChatRow:
         start, stop = (int(edge[0]) for edge in self.store.extents(np.array([number])))
-        origin = self.store.origin_of_document(number)
         half = _ROW_TOKENS // 2
         runs = [(start, stop - start)] if stop - start <= _ROW_TOKENS else [(start, half), (stop - half, half)]
         parts = [self._read(*run) for run in runs]
         ids, weights = (np.concatenate([part[i] for part in parts]) for i in range(2))
-        return ChatRow(f"{origin.file}:{origin.row}", ids, weights)
+        return ChatRow(self.place(number), ids, weights)
+
+    def ids(self, numbers: Sequence[int]) -> list[list[int]]:
+        starts, stops = self.store.extents(np.array(numbers))
+        ends = np.minimum(stops, starts + _ROW_TOKENS)
+        return [
+            self.store.slice(start, end).tolist() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
+
+    def place(self, number: int) -> str:
+        origin = self.store.origin_of_document(number)
+        return f"{origin.file}:{origin.row}"
 
     def _read(self, start: int, length: int) -> tuple[Ints, Floats]:
         at = np.array([start], np.int64)
@@ -103,7 +118,13 @@ class DatasetReader:
         ids, counts = self.rows.item(number)
         weights = counts.astype(np.float32)
         weights[:1] = 0  # the first token is only an input
-        return ChatRow(f"{self.rows.name}[{number}]", ids, weights)
+        return ChatRow(self.place(number), ids, weights)
+
+    def ids(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [self.rows.item(number)[0].tolist() for number in numbers]
+
+    def place(self, number: int) -> str:
+        return f"{self.rows.name}[{number}]"
 
 
 def _hash(text: str) -> int:
@@ -183,21 +204,39 @@ def count_store(store: TokenStore, context: int) -> RowCounts:
         flags = {"untrained": trained == 0, "late": (trained > 0) & (inside == 0), "long": stops - starts > context}
         tally.longest = max(tally.longest, int((stops - starts).max()))
         for name, flag in flags.items():
-            origins = (store.origin_of_document(first + int(i)) for i in np.flatnonzero(flag)[:3])
-            tally.add_places(name, int(flag.sum()), [f"{origin.file}:{origin.row}" for origin in origins])
+            places = [reader.place(first + int(i)) for i in np.flatnonzero(flag)[:3]]
+            tally.add_places(name, int(flag.sum()), places)
     return tally
 
 
-def text_keys(reader: RowReader, tokenizer: Tokenizer) -> dict[int, str]:
-    """Hashes of the rows' words without case, spacing and punctuation, and the place of each."""
-    keys: dict[int, str] = {}
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows of the validation set that are among the training rows, and how many of each were compared."""
+
+    count: int = 0
+    held_out: int = 0
+    training: int = 0
+    places: list[tuple[str, str]] = field(default_factory=list)  # of the first ones: validation, training
+
+
+def shared_rows(held_out: RowReader, training: RowReader, tokenizer: Tokenizer) -> SharedRows:
+    """Compares words without case, spacing and punctuation. Identical rows are always on one side."""
+    validation, train = (_text_keys(reader, tokenizer) for reader in (held_out, training))
+    shared = [key for key in validation if key in train]
+    places = [(held_out.place(validation[key]), training.place(train[key])) for key in shared[:3]]
+    return SharedRows(len(shared), len(validation), len(train), places)
+
+
+def _text_keys(reader: RowReader, tokenizer: Tokenizer) -> dict[int, int]:
+    """Hashes of the rows' words, and a row of each."""
+    keys: dict[int, int] = {}
     numbers = sample_numbers(reader.count, COMPARED_ROWS // 2, COMPARED_ROWS // 2)
     for start in range(0, len(numbers), _DECODED):
-        rows = [reader.row(number) for number in numbers[start : start + _DECODED]]
-        texts = tokenizer.inner.decode_batch([row.ids.tolist() for row in rows], skip_special_tokens=True)
-        for row, text in zip(rows, texts, strict=True):
+        some = numbers[start : start + _DECODED]
+        texts = tokenizer.inner.decode_batch(reader.ids(some), skip_special_tokens=True)
+        for number, text in zip(some, texts, strict=True):
             if words := _WORD.findall(text.casefold()):
-                keys.setdefault(_hash(" ".join(words)), row.place)
+                keys.setdefault(_hash(" ".join(words)), number)
     return keys
 
 

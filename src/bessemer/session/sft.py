@@ -18,7 +18,7 @@ from bessemer.data.chat_rows import (
     count_store,
     has_system,
     sample_numbers,
-    text_keys,
+    shared_rows,
 )
 from bessemer.data.prepare import chat_template
 from bessemer.data.read import Document, divide_source, list_files, read_part
@@ -99,7 +99,7 @@ def check_sources(spec: RunSpec, data: Data, context: int) -> dict[str, list[Mis
             for row in rows.rows:
                 rows.counts.add(row, context)
         if held_out and "leaked_validation" not in spec.lints.silence:
-            rows.keys, rows.held_out_keys = (text_keys(side, data.tokenizer) for side in (reader, held_out))
+            rows.shared = shared_rows(held_out, reader, data.tokenizer)
         if some := check_rows(rows, spec.lints.silence):
             mistakes[name] = some
     return mistakes
