@@ -61,6 +61,12 @@ def test_trained_tokens_are_printed_and_written_as_a_page(call: Call) -> None:
     assert told["mistakes"] == {} and told["sources"]["chats"]["documents"] == 40
 
 
+def test_weights_of_messages_are_shown(call: Call) -> None:
+    write(weight=0.25)
+    result = call("data", "check", "spec.yaml", "--show-masks", "--rows", "1")
+    assert result.code == 0 and "[[0.25: About 1538 degrees Celsius.<|im_end|>]]" in result.out
+
+
 def test_exit_codes_of_warnings_and_of_a_run_that_would_be_refused(call: Call) -> None:
     write()
     turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "Yes.", "train": False}]

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from bessemer.data.read.answers import divide_answers
+from bessemer.data.read.chat_turns import MESSAGE_WEIGHT
 from bessemer.data.read.entry import Document
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.tokenizer.chat import Learn, render
@@ -102,10 +103,15 @@ class StoreReader:
         return f"{origin.file}:{origin.row}"
 
     def _read(self, start: int, length: int) -> tuple[Ints, Floats]:
-        at = np.array([start], np.int64)
-        weights = self.store.weights(at, length) if length else None
-        ones = np.ones(length, np.float32)
-        return self.store.slice(start, start + length).astype(np.int64), ones if weights is None else weights[0]
+        at, lengths = np.array([start], np.int64), np.array([length], np.int64)
+        weights = np.ones(length, np.float32)
+        if length and self.store.masked:
+            self.store.copy_weights(at, lengths, weights, np.array([0]))
+        if length and MESSAGE_WEIGHT in self.store.fields:
+            factors = np.ones(length, np.float32)
+            self.store.copy_field(MESSAGE_WEIGHT, at, lengths, factors, np.array([0]))
+            weights *= factors
+        return self.store.slice(start, start + length).astype(np.int64), weights
 
 
 class DatasetReader:
