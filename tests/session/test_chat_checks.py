@@ -197,7 +197,7 @@ def test_an_end_that_the_callers_mask_leaves_out(write_spec: Callable[..., Path]
         ids = [*tokenizer.encode(answer(i)), *[tokenizer.eos_id] * 3]  # padded with EOS, and masked by token
         items.append({"tokens": ids, "mask": [token != tokenizer.eos_id for token in ids]})
     with pytest.raises(
-        UserError, match=r"dataset list\[0\]: in all of 40 rows the end .*mask padding by position"
+        UserError, match=r"dataset list\[0\]: in all of 40 rows the end .*mask padding by its position"
     ) as error:
         train_spec(load_spec(path), datasets={"chat": items})
     assert "[pad_is_eos]" in str(error.value)

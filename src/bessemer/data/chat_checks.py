@@ -181,10 +181,10 @@ def turn_end_untrained(source: RowSource) -> Mistakes:
     places = [place for place in unended if place not in masked]
     if len(places) > _RARE * len(source.trained):
         what = f"in {_share(len(places), len(source.rows))} of {source.scope} no end of the turn is trained"
-        fix = (
-            "the model would never stop: write the token that ends the turn, such as {{ eos_token }}, inside the "
-            "template's {% generation %} block (tokenizer.chat)"
+        where = (
+            "in the mask" if source.caller_masks else "inside the template's {% generation %} block (tokenizer.chat)"
         )
+        fix = f"the model would never stop: include the token that ends the turn, such as {{{{ eos_token }}}}, {where}"
         yield _mistake(what, fix, places, len(source.trained))
 
 
@@ -195,8 +195,8 @@ def pad_is_eos(source: RowSource) -> Mistakes:
     if len(places) > _RARE * len(source.trained):
         what = f"in {_share(len(places), len(source.rows))} of {source.scope} the end of the answer is masked out"
         fix = (
-            "the model would never stop. It is the padding token too: mask padding by position instead of by token, "
-            "or leave padding out"
+            "the model would never stop: where EOS is also the padding token, mask padding by its position, or leave "
+            "it out"
         )
         yield _mistake(what, fix, places, len(source.trained))
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from bessemer.data.chat_checks import Mistake
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import RankError, UserError
 from bessemer.guard.watchdog import Watchdog
@@ -168,9 +169,12 @@ class Session:
     def _check_rows(self, run: RunWriter, data: Data, context: int) -> None:
         """Refuses a new run whose rows make it worthless, and notes lesser mistakes."""
         self.view.activity("checking the rows")
+        mistakes: dict[str, list[Mistake]] = {}
         with self.world.main_process_first():
-            for line in refuse_mistakes(check_sources(self.spec, data, context)) if self.world.main else ():
-                self._note_data(run, f"warning: {line}")
+            if self.world.main:
+                mistakes = check_sources(self.spec, data, context)
+        for line in refuse_mistakes(self.world.agree(mistakes)):
+            self._note_data(run, f"warning: {line}")
 
     def _prepare(self, plan: Plan) -> tuple[Data, ModelShape, int]:
         data = open_data(self.spec, plan, self.view.progress, self.datasets)
