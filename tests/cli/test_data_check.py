@@ -91,6 +91,9 @@ def test_a_spec_of_another_objective_has_its_files_checked(call: Call) -> None:
     Path("spec.yaml").write_text("model: {width: 32, layers: 1, heads: 2}\ndata: {sources: {words: words.jsonl}}\n")
     result = call("data", "check", "spec.yaml")
     assert result.code == 1 and "copy of an earlier document" in result.out and "fine-tuning" not in result.out
+    for option, words in (("--show-masks", "has no conversations"), ("--chat=plain", "change it, or write --set")):
+        result = call("data", "check", "spec.yaml", option)
+        assert (result.code, result.out) == (2, "") and words in result.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("text", ["a</pre><script>x</script>", "\x1b[31mred", "\u202eright to left"])

@@ -19,11 +19,12 @@ from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run
-from bessemer.session.data import open_data
+from bessemer.session.data import open_data, publish_data
 from bessemer.session.session import Session, run_folder
 from bessemer.session.session import train as train_spec
 from bessemer.session.sft import check_sources
 from bessemer.session.start import complete_spec
+from bessemer.spec.data import StoreSpec
 from bessemer.spec.lints import SFT_CHECKS, lint_spec
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
@@ -215,6 +216,17 @@ def test_silencing_accepts_a_mistake_and_a_resume_is_not_checked(write_spec: Cal
     assert lint_spec(spec) == [lint for lint in lint_spec(spec) if lint.rule != "unknown_rule"]
     assert Session(spec).train().kind == "finished" and warnings(spec) == []
     Session(load_spec(path)).train()  # begun already
+
+
+def test_a_published_store_is_checked(write_spec: Callable[..., Path]) -> None:
+    path = write_spec(*WORTHLESS["double_bos"][0].values())
+    (path.parent / "store").mkdir()
+    url = (path.parent / "store").as_uri()
+    spec = complete_spec(load_spec(path))
+    publish_data(spec, StoreSpec(url=url), 512, lambda line: None)
+    (path.parent / "rows.jsonl").unlink()
+    with pytest.raises(UserError, match=r"rows.jsonl:1: all of 40 rows begin with <s> twice: .*\[double_bos\]"):
+        Session(load_spec(path, [f"data.store={url}", "data.sources={chat: {weight: 1}}"])).train()
 
 
 def test_every_refused_mistake_is_named_in_one_line(write_spec: Callable[..., Path]) -> None:

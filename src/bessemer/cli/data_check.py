@@ -45,7 +45,11 @@ def check(
 
     spec = Path(paths[0]) if len(paths) == 1 and paths[0].endswith((".yaml", ".yml")) else None
     if spec:
+        if tokenizer or messages_field or chat or context:
+            raise UserError(f"--tokenizer, --messages, --chat, --context: {spec} has them: change it, or write --set")
         lines, result, shown, code = _check_spec(spec, settings, rows)
+        if (show_masks or html) and not shown:
+            raise UserError(f"--show-masks: {spec} has no conversations: its objective is not sft")
     else:
         lines, result, shown, code = _check_files(
             paths, format, text_field, messages_field, tokenizer, context, chat, show_masks or html is not None
@@ -120,7 +124,7 @@ def _check_spec(path: Path, settings: list[str], most_rows: int) -> Checked:
     from bessemer.data.check import check_files
     from bessemer.observe.progress import working
     from bessemer.plan.decision import Plan
-    from bessemer.session.data import open_data
+    from bessemer.session.data import PYTHON_SOURCE, open_data
     from bessemer.session.sft import check_sources, open_rows
     from bessemer.session.start import complete_spec, decide_shape, open_source
     from bessemer.spec.load import load_spec
@@ -128,7 +132,9 @@ def _check_spec(path: Path, settings: list[str], most_rows: int) -> Checked:
     spec = complete_spec(load_spec(path, settings))
     lines, result, shown, refused, problems = [], dict[str, Any](sources={}), [], False, False
     with working("listing the sources") as report, naming_spec(path, settings):
-        for name, source in spec.data.sources.items() if spec.data.store is None else ():
+        for name, source in spec.data.sources.items():
+            if spec.data.store is not None or source.path == [PYTHON_SOURCE]:
+                continue
             files = check_files(source, progress=report)
             lines += [f"data.sources.{name}", *_file_lines(files)]
             result["sources"][name] = files.to_json()

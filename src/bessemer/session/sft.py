@@ -90,10 +90,11 @@ def check_sources(spec: RunSpec, data: Data, context: int) -> dict[str, list[Mis
         held_out = open_rows(data.validation[name], data.tokenizer, context) if name in data.validation else None
         rows = RowSource(
             data.tokenizer, [reader.row(number) for number in sample_numbers(reader.count)], reader.count, RowCounts(),
-            context, template if source.is_chat else None, config, system_places=_system_places(source),
+            context, config=config, system_places=_system_places(source),
         )  # fmt: skip
         if isinstance(training, TokenStore):
             rows.counts, rows.masked = count_store(training, context), training.masked
+            rows.template = template if rows.masked else None
         else:
             rows.caller_masks = True
             for row in rows.rows:
