@@ -399,7 +399,7 @@ def test_the_template_of_the_tokenizers_folder_is_checked(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Tokenizer.train(["user assistant Hello Hi there"], 300, special=["</s>"]).save(tmp_path / "tokenizer.json")
-    written = {"template_tokens_missing": "<|im_start|>"}.get(name, "")
+    written = {"template_tokens_missing": "<|turn_end|>"}.get(name, "")
     roles = "" if name == "system_prompt_lost" else "{{ m.content if m.role == 'system' }}"
     template = (
         "{% for m in messages %}"

@@ -88,6 +88,20 @@ def warnings(spec: RunSpec) -> list[str]:
     return [note for note in notes if note.startswith("warning: ")]
 
 
+# As in published models: the line break after the turn is inside the block; BOS and EOS around each exchange.
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
 MESSAGES = healthy()
 NO_END = EACH.replace("{{ eos_token }}", "").replace("{% endfor %}", "{{ eos_token }}{% endfor %}")
 WORTHLESS: dict[str, tuple[dict[str, Any], str]] = {
@@ -113,8 +127,8 @@ WORTHLESS: dict[str, tuple[dict[str, Any], str]] = {
         r"rows.jsonl:1: chat template: message 2 is rendered differently .*put {% generation %}",
     ),
     "template_tokens_missing": (
-        {"rows": MESSAGES, "special": [], "template": "{% for m in messages %}<|im_start|>" + TURN + "{% endfor %}"},
-        r"the chat template writes <\|im_start\|>, which the tokenizer splits .*special: \[\"<\|im_start\|>\"\]",
+        {"rows": MESSAGES, "special": [], "template": QWEN},
+        r"the chat template writes <\|im_start\|>, <\|im_end\|>, which the tokenizer splits .*special: \[\"<\|im_start",
     ),
     "bos_eos_mismatch": (
         {"rows": MESSAGES, "template": EACH, "config": {"eos_token": "</s>"}},
@@ -171,6 +185,10 @@ DEGREES: dict[str, tuple[dict[str, Any], str]] = {
         {"rows": [turns(question(i), chinese(i) if i % 2 else answer(i)) for i in range(40)]},
         r"rows.jsonl:2: 50% \(20\) of 40 rows are answered in another language than they are asked in \(en, then zh",
     ),
+    "template_tokens_missing": (
+        {"rows": MESSAGES, "special": [], "template": ZEPHYR},
+        r"the chat template writes <\|user\|>, <\|assistant\|>, <\|system\|>, <\|tool\|>, which the tokenizer splits",
+    ),
     "leaked_validation": (
         {"rows": [row for i in range(100) for row in (turns(question(i), answer(i)),
                                                      turns(question(i).upper() + " ", answer(i)))],
@@ -207,6 +225,19 @@ def test_an_end_that_the_callers_mask_leaves_out(write_spec: Callable[..., Path]
     assert train_spec(load_spec(path), datasets={"chat": items}).kind == "finished"
 
 
+def test_packed_and_unfinished_rows_of_the_caller(write_spec: Callable[..., Path]) -> None:
+    spec = complete_spec(load_spec(write_spec(MESSAGES, data={"sources": {"chat": {"path": "python"}}})))
+    tokenizer = Tokenizer.load(str(spec.tokenizer.path))
+    packed = [[*tokenizer.encode(answer(i)), tokenizer.eos_id, *tokenizer.encode(answer(i + 1))] for i in range(40)]
+    held_out = [[*tokenizer.encode(answer(3).upper()), tokenizer.eos_id, *tokenizer.encode(answer(4))]]
+    data = open_data(spec, Plan(), datasets={"chat": packed, "chat.validation": held_out})
+    [mistake] = check_sources(spec, data, 512)["chat"]
+    assert (mistake.name, mistake.places) == ("leaked_validation", ["dataset list[0]"])
+    data = open_data(spec, Plan(), datasets={"chat": [tokenizer.encode(answer(i)) for i in range(40)]})
+    [mistake] = check_sources(spec, data, 512)["chat"]
+    assert (mistake.name, mistake.refuses) == ("turn_end_untrained", True) and "in the mask" in mistake.fix
+
+
 def test_silencing_accepts_a_mistake_and_a_resume_is_not_checked(write_spec: Callable[..., Path]) -> None:
     settings = WORTHLESS["double_bos"][0]
     path = write_spec(**settings)
@@ -238,16 +269,6 @@ def test_every_refused_mistake_is_named_in_one_line(write_spec: Callable[..., Pa
 GERMAN = "Man reinigt zuerst den Ofen gründlich und erhitzt ihn dann langsam über viele Minuten, bis er glüht."
 CODE = "```python\ndef heat(minutes):\n    return [furnace.step() for _ in range(minutes)]\n```"
 CALL = [{"type": "function", "function": {"name": "heat", "arguments": {"minutes": 3}}}]
-# As in published models: the line break after the turn is inside the block; BOS and EOS around each exchange.
-QWEN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA2 = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
-    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
 HEALTHY: dict[str, dict[str, Any]] = {
     "messages": {"rows": healthy(system="Answer as a smith.")},
     "tools": {"rows": [{"messages": [
@@ -275,6 +296,9 @@ HEALTHY: dict[str, dict[str, Any]] = {
              "config": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}},
     "llama2": {"rows": healthy(), "template": LLAMA2, "tokenizer": {"eos": "</s>"},
                "config": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}},
+    "zephyr": {"rows": healthy(system="Answer as a smith."), "template": ZEPHYR, "tokenizer": {"eos": "</s>"},
+               "special": ["<s>", "</s>"],
+               "config": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "chat_template": ZEPHYR}},
     "own_template": {"rows": healthy(system="Answer as a smith."), "template": "{{ bos_token }}" + EACH,
                      "config": {"bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}},
 }  # fmt: skip

@@ -17,7 +17,15 @@ from typing import Any
 
 from bessemer.data.chat_rows import ChatRow, RowCounts, SharedRows
 from bessemer.data.language import LanguageDetector
-from bessemer.data.tokenizer.chat import BOS_NAMES, ChatSegment, Message, find_template, learned_turns
+from bessemer.data.tokenizer.chat import (
+    BOS_NAMES,
+    ChatSegment,
+    Message,
+    find_template,
+    is_built_in,
+    learned_turns,
+    read_template,
+)
 from bessemer.data.tokenizer.tokenizer import Tokenizer, hf_prompt_format, named_tokens
 from bessemer.errors import UserError
 from bessemer.observe.format import short_path
@@ -26,10 +34,12 @@ WORTHLESS = 0.5  # share of the rows from which a mistake refuses the run
 _RARE = 0.01  # share of the rows up to which a mistake is not reported
 _SHORT, _EMPTY, _MIXED, _OTHER = 0.5, 0.02, 0.3, 0.05  # shares of rows from which these are reported
 _FEWEST = 10  # rows whose language is known, to compare them
+TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 _PLACES = 3
 _PARAGRAPHS = 8  # of prompts, whose languages are compared with the answer's
 # Names that only special tokens have.
 _SPECIAL = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<(?:start|end)_of_\w{1,20}>|</?s>|<[be]os>")
+_END = re.compile(r"end|eot|eos|/s")  # in the names of tokens that end a turn
 _ROLE = re.compile(r"(?i)^\s*(system|user|assistant|human|model|tool|instruction|response)\b:?\s*")
 _WORDS = re.compile(r"[\u0e00-\u0eff\u3040-\u9fff\uac00-\ud7af]|\w+")  # letters of scripts without spaces count alone
 
@@ -63,11 +73,17 @@ class TokenizerConfig:
 
     names: dict[str, str] = field(default_factory=dict)  # bos, eos, pad
     ends: frozenset[int] = frozenset()
+    template: str | None = None  # the model's own
 
 
 def read_tokenizer_config(folder: Path, tokenizer: Tokenizer) -> TokenizerConfig:
     names = named_tokens(folder)
-    return TokenizerConfig(names, hf_prompt_format(folder, tokenizer).ends if names else frozenset())
+    ends = hf_prompt_format(folder, tokenizer).ends if names else frozenset[int]()
+    file = next((file for name in TEMPLATE_FILES if (file := folder / name).is_file()), None)
+    try:
+        return TokenizerConfig(names, ends, read_template(str(file), ()) if file else None)
+    except UserError:  # a tokenizer_config.json without a template
+        return TokenizerConfig(names, ends)
 
 
 @dataclass
@@ -139,16 +155,27 @@ class RowSource:
         """Special tokens that the template writes as text that the tokenizer splits."""
         if self.template is None:
             return []
-        segments = self.probe({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
+        user, assistant, system, tool = (
+            {"role": role, "content": "x"} for role in ("user", "assistant", "system", "tool")
+        )
+        probes = ([user, assistant], [system, user, assistant], [user, assistant, tool, assistant])
+        segments = (segment for messages in probes for segment in self.probe(*messages))
         text = "".join(" " if segment.special else segment.text for segment in segments)
         return [name for name in dict.fromkeys(_SPECIAL.findall(text)) if len(self.tokenizer.encode(name)) != 1]
 
+    @cached_property
+    def template_source(self) -> str:
+        """The Jinja source; empty for a built-in template."""
+        return read_template(self.template, ()) if self.template and not is_built_in(self.template) else ""
+
     def end_of(self, row: ChatRow, runs: list[tuple[int, int]]) -> int | None:
-        """The special token that ends the last answer; None if its last trained token is another."""
-        start, stop = runs[-1]
+        """The special token that ends the last answer; None if its last trained token is another. The caller's rows may
+        be packed or cut: there, any trained special token."""
+        start, stop = runs[0 if self.caller_masks else -1][0], runs[-1][1]
         ids = row.ids[start:stop].tolist()
-        last = max((i for i, token in enumerate(ids) if token in self.special_ids), default=None)
-        if last is None or self.tokenizer.decode(ids[last + 1 :]).strip():
+        trained = row.weights[start:stop] > 0
+        last = max((i for i, token in enumerate(ids) if trained[i] and token in self.special_ids), default=None)
+        if last is None or (not self.caller_masks and self.tokenizer.decode(ids[last + 1 :]).strip()):
             return None
         return int(ids[last])
 
@@ -246,13 +273,16 @@ def rows_beyond_context(source: RowSource) -> Mistakes:
 
 
 def template_tokens_missing(source: RowSource) -> Mistakes:
-    if names := source.missing_names:
+    """Some models have role names such as <|user|> as text (Zephyr, Tulu), but the end of a turn must be one token."""
+    names = source.missing_names
+    refuses = any(_END.search(name) for name in names)
+    if refuses or (names and source.template_source != source.config.template):
         what = f"the chat template writes {', '.join(names)}, which the tokenizer splits into pieces"
         fix = (
-            f"it belongs to another tokenizer: use this model's own template (tokenizer.chat), or give the tokens an "
+            "if it belongs to another tokenizer, use this model's own template (tokenizer.chat), or give the tokens an "
             f"id: tokenizer: {{special: {json.dumps(names)}}}"
         )
-        yield Mistake("", what, fix, len(source.rows), [], True)
+        yield Mistake("", what, fix, len(source.rows), [], refuses)
 
 
 def bos_eos_mismatch(source: RowSource) -> Mistakes:
@@ -274,13 +304,14 @@ def bos_eos_mismatch(source: RowSource) -> Mistakes:
 
 
 def special_tokens_split(source: RowSource) -> Mistakes:
-    names = {name for name in source.tokenizer.special if len(name) > 2 and not name.isalnum()}
-    pattern = re.compile("|".join([*map(re.escape, sorted(names, key=len, reverse=True)), _SPECIAL.pattern]))
-    missing, spelled = set(source.missing_names), Counter[str]()
+    special = [name for name in source.tokenizer.special if len(name) > 2 and not name.isalnum()]
+    pattern = re.compile("|".join([*map(re.escape, sorted(special, key=len, reverse=True)), _SPECIAL.pattern]))
+    spelled = Counter[str]()
+    by_template = {*source.missing_names, *_SPECIAL.findall(source.template_source)} - source.tokenizer.special.keys()
     places = []
     for row in source.rows:
         text = "\n".join(source.plain(row.ids.tolist()))
-        if names := {match.group() for match in pattern.finditer(text)} - missing:
+        if names := [name for name in dict.fromkeys(pattern.findall(text)) if name not in by_template]:
             spelled.update(names)
             places.append(row.place)
     if len(places) > _RARE * len(source.rows):
@@ -372,7 +403,7 @@ def system_prompt_lost(source: RowSource) -> Mistakes:
 CHECKS: dict[str, Callable[[RowSource], Mistakes]] = {
     check.__name__: check
     for check in (
-        nothing_trained, turn_end_untrained, pad_is_eos, double_bos, answer_past_context, template_tokens_missing,
+        nothing_trained, template_tokens_missing, turn_end_untrained, pad_is_eos, double_bos, answer_past_context,
         bos_eos_mismatch, special_tokens_split, system_prompt_lost, leaked_validation, short_answers, language_mixup,
         rows_beyond_context,
     )

@@ -152,6 +152,10 @@ def message_text(message: Message) -> str:
     raise TypeError("content is not text")
 
 
+def is_built_in(template: str) -> bool:
+    return template in _TEMPLATES
+
+
 def special_tokens(template: str) -> tuple[str, ...]:
     """The special tokens that a built-in template needs, besides the end of a document."""
     return _TEMPLATES[template][1] if template in _TEMPLATES else ()
