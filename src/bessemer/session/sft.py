@@ -93,7 +93,8 @@ def check_sources(spec: RunSpec, data: Data, context: int) -> dict[str, list[Mis
             context, config=config, system_places=_system_places(source),
         )  # fmt: skip
         if isinstance(training, TokenStore):
-            rows.counts, rows.masked = count_store(training, context), training.masked
+            rows.documents, rows.masked = training.documents, training.masked
+            rows.counts = count_store(training, context)
             rows.template = template if rows.masked else None
         else:
             rows.caller_masks = True
