@@ -130,7 +130,7 @@ def test_bad_requests_are_told(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="depths from 0 to 1"):
         needle(model, tokenizer, [64], depths=(1.5,))
     learned = build_model(ModelShape(300, 32, 1, 2, 2, 16, 0, positions="learned", max_positions=64), "cpu", 0)
-    with pytest.raises(UserError, match="the model has 64 learned positions"):
+    with pytest.raises(UserError, match="the model has 64 positions"):
         needle(learned, tokenizer, [128])
 
 

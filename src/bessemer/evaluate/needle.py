@@ -107,9 +107,9 @@ def needle(
         raise UserError(f"needle: the text to hide it in needs more than {COPIED} different tokens; give another")
     if not model.shape.causal or model.shape.decoder_layers:
         raise UserError("needle: needs a causal model, which predicts what comes next")
-    most = model.shape.max_positions
-    if model.shape.positions == "learned" and max(lengths) > most:
-        raise UserError(f"--lengths {max(lengths)}: the model has {most} learned positions; ask for at most {most}")
+    most = model.shape.position_limit
+    if most and max(lengths) > most:
+        raise UserError(f"--lengths {max(lengths)}: the model has {most} positions; ask for at most {most}")
     cells = {}
     for length in lengths:
         for depth in depths:
