@@ -85,7 +85,7 @@ def evaluate(
         if lengths == "auto":
             settings, limit = place / "settings.json", loaded.model.shape.position_limit
             context = json.loads(settings.read_text())["context"] if settings.exists() else 2048
-            context = min(context, limit or context)
+            context = min(context, loaded.context or context)
             tokens = [context // 4, context // 2, context, 2 * context][: 3 if limit else 4]
         else:
             tokens = [TypeAdapter(Count).validate_python(length.strip()) for length in lengths.split(",")]
