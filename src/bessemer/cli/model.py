@@ -86,7 +86,8 @@ def evaluate(
             settings, limit = place / "settings.json", loaded.model.shape.position_limit
             context = json.loads(settings.read_text())["context"] if settings.exists() else 2048
             context = min(context, loaded.context or context)
-            tokens = [context // 4, context // 2, context, 2 * context][: 3 if limit else 4]
+            candidates = [context // 4, context // 2, context, 2 * context][: 3 if limit else 4]
+            tokens = [length for length in candidates if length >= 16] or [context]  # room for a needle
         else:
             tokens = [TypeAdapter(Count).validate_python(length.strip()) for length in lengths.split(",")]
         needle_kind = None if kind == "auto" else TypeAdapter(Kind).validate_python(kind)
