@@ -140,7 +140,9 @@ class Generator:
         if not request.prompt:
             raise UserError("an empty prompt: give at least one token, such as the begin-of-text token")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.model.shape.vocab:
-            raise UserError(f"a prompt with tokens outside of 0 to {self.model.shape.vocab - 1}: use the model's own ids")
+            raise UserError(
+                f"a prompt with tokens outside of 0 to {self.model.shape.vocab - 1}: use the model's own ids"
+            )
         if longest < 1:
             raise UserError(f"a prompt of {len(request.prompt)} tokens leaves no room in {self.max_length}")
         if request.stop_strings and self.decode_text is None:
