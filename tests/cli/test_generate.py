@@ -1,4 +1,4 @@
-"""`bessemer generate` as a user calls it: mistakes are one line with exit code 2, and answers come as they are ready."""
+"""`bessemer generate` as a user calls it: mistakes are one line and exit code 2, answers come as they are ready."""
 
 import io
 import json

@@ -1,7 +1,7 @@
 """Greedy text of every family through the generator: 16 ragged prompts at once, against transformers one by one.
 
 A token is the greedy one if transformers' logits after the same prefix are largest there, so one forward pass of prompt
-and answer checks all of them, with their log-probabilities. The tokens are also those of transformers' own `generate`."""
+and answer checks all of them, with their log-probabilities; transformers' own `generate` gives the same tokens."""
 
 import random
 
