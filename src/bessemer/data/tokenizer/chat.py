@@ -59,7 +59,13 @@ def render_batch(
     """`render` for many conversations, encoded together on all cores."""
     layout = find_template(template, tokenizer)
     stretches = [_join(layout(messages, learned_turns(messages, learn), tokenizer)) for messages in conversations]
-    texts = [(part.text, place > 0) for some in stretches for place, part in enumerate(some) if not part.special]
+    continues = not tokenizer.prefixes_after_special
+    texts = [
+        (part.text, continues and place > 0)
+        for some in stretches
+        for place, part in enumerate(some)
+        if not part.special
+    ]
     encoded = iter(tokenizer.encode_with_offsets([text for text, _ in texts], [later for _, later in texts]))
     rendered = []
     for some in stretches:
