@@ -1,6 +1,7 @@
 """Supervised fine-tuning on several ranks: loss and gradient norm of one process, at any accumulation."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,19 @@ def test_the_losses_of_one_process(
     ranks: Ranks, tiny_spec: Spec, talks: Path, degrees: dict[str, int], micro_batch: int
 ) -> None:
     records = []
+    noise = None if {"cp", "tp"} & degrees.keys() else {"neftune": 5.0}  # which needs complete embeddings
+    model = {"width": 32, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 64}
     for name, layout, rows in (("one", {}, 4), ("several", degrees, micro_batch)):
         spec = tiny_spec(
-            name, objective="sft", tokenizer={"kind": "char", "vocab": 300}, sft={"neftune": 5.0},
+            name, objective="sft", tokenizer={"kind": "char", "vocab": 300}, sft=noise, model=model,
             data={"sources": {"talks": {"path": [str(talks)]}}, "context": 128, "validation": 0},
             budget={"steps": 4, "batch": 1024, "micro_batch": rows}, optimizer={"lr": 1e-3},
             parallel={"device": "cpu", "threads": 1, **layout},
         )  # fmt: skip
-        size = 1
-        for degree in layout.values():
-            size *= degree
+        size = math.prod(layout.values())
         assert ranks(size, lambda spec=spec: train(spec).kind) == ["finished"] * size
         records.append([(record["loss"], record["grad_norm"]) for record in Run(run_folder(spec)).metrics()])
-    for one, several in zip(*records, strict=True):
-        print([abs(b / a - 1) for a, b in zip(one, several, strict=True)])
-        assert several == pytest.approx(one, rel=1e-6)
+    values = [[value for record in each for value in record] for each in records]
+    difference = max(abs(several / one - 1) for one, several in zip(*values, strict=True))
+    print(f"{degrees}, micro-batch {micro_batch}: losses and norms differ by {difference:.1e}")
+    assert len(values[0]) == 8 and difference < 1e-6

@@ -1,6 +1,6 @@
 """What TRL's SFTTrainer computes of one step: the tokens and labels of the rows, the loss, and every gradient.
 
-Loaded by tests that compare Bessemer with it; offline, on the CPU, in fp32.
+Offline, on the CPU, in fp32. Imports TRL only where it is called: other tests are collected beside this file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -19,18 +18,14 @@ from bessemer.model.families.folder import HfFolder, load_weights
 from bessemer.model.families.registry import read_shape
 from bessemer.model.transformer import build_model
 
-pytest.importorskip("trl", reason="pip install -c constraints.txt 'bessemer[bench]'")
-import datasets  # noqa: E402
-import transformers  # noqa: E402
-import trl  # noqa: E402
-
 IGNORED = -100
 Labelled = tuple[list[int], list[int]]  # the ids of a document, and its labels
 
 # A turn of the assistant up to its end is learned; the line break after it is the template's.
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>"
+    "{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -56,10 +51,11 @@ class ReferenceStep:
 
 
 def write_folder(
-    folder: Path, texts: Sequence[str], template: str = MARKED, bos: bool = False, metaspace: bool = False,
-    tied: bool = False,
+    folder: Path, texts: Sequence[str], template: str = MARKED, bos: bool = False, bos_token: str = "<s>",
+    metaspace: bool = False, tied: bool = False,
 ) -> Path:  # fmt: skip
     """A tiny Llama with a tokenizer trained on the texts. With `bos` the tokenizer begins texts with it."""
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -74,7 +70,7 @@ def write_folder(
         inner.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
         )
-    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    names = {"bos_token": bos_token, "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -92,6 +88,10 @@ def reference_step(
     folder: Path, rows: Sequence[dict[str, Any]], work: Path, accumulation: int = 1, **settings: Any
 ) -> ReferenceStep:
     """One step of TRL over all rows, without clipping."""
+    import datasets
+    import transformers
+    import trl
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     gradients: dict[str, Tensor] = {}

@@ -105,9 +105,7 @@ def test_the_space_that_a_tokenizer_adds_is_that_of_transformers(kind: str) -> N
             setattr(inner, part, value)
     pieces = ["</s>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "byte-level" else []
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=pieces, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=pieces, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator(TEXT.splitlines(), trainer)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=Inner.from_str(inner.to_str()), eos_token="</s>")
     ours, rng = Tokenizer(inner, "</s>"), random.Random(1)
