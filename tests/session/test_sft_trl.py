@@ -21,7 +21,16 @@ from bessemer.spec.schema import RunSpec
 from bessemer.train.job import Job
 
 from .conftest import Faults, spec_data
-from .trl_reference import IGNORED, UNMARKED, Labelled, ReferenceStep, learned_part, reference_step, write_folder
+from .trl_reference import (
+    IGNORED,
+    UNMARKED,
+    Labelled,
+    ReferenceStep,
+    learned_part,
+    reference_step,
+    write_adapter,
+    write_folder,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CONTEXT = 144
@@ -77,8 +86,9 @@ class Recording(Faults):
             assert isinstance(batch, Batch)
             self.own.documents = documents_of(batch)
             for name, parameter in job.engine.model.named_parameters():
-                assert parameter.grad is not None, name
-                self.own.gradients[name] = parameter.grad.clone()
+                if parameter.requires_grad:
+                    assert parameter.grad is not None, name
+                    self.own.gradients[name] = parameter.grad.clone()
 
 
 def documents_of(batch: Batch) -> list[Labelled]:
@@ -176,6 +186,17 @@ def test_a_step_is_that_of_trl(tmp_path: Path, name: str) -> None:
     folder = write_folder(tmp_path / "model", TEXTS, **case.folder)
     reference = reference_step(folder, ROWS[case.rows], tmp_path / "trl", max_length=CONTEXT, **case.reference)
     check(own_step(folder, ROWS[case.rows], tmp_path / "own", reference.rows, **case.own), reference, name)
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+def test_a_step_of_an_adapter_is_that_of_trl_and_peft(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("peft")
+    folder, rows = write_folder(tmp_path / "model", TEXTS), ROWS["messages"]
+    adapter = write_adapter(tmp_path / "adapter", folder, kind)
+    reference = reference_step(folder, rows, tmp_path / "trl", 2, adapter, max_length=CONTEXT, assistant_only_loss=True)
+    own = own_step(folder, rows, tmp_path / "own", 8, adapter={"path": str(adapter)}, **PADDED)
+    assert len(own.gradients) == 14 * (3 if kind == "dora" else 2)
+    check(own, reference, kind)
 
 
 def test_where_documents_differ(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bessemer.model.families.adapter import ADAPTER_CONFIG, read_adapter
 from bessemer.model.families.folder import HfFolder, load_weights
 from bessemer.model.families.registry import read_shape
 from bessemer.model.transformer import build_model
@@ -84,15 +85,39 @@ def write_folder(
     return folder
 
 
+def write_adapter(folder: Path, model: Path, kind: str) -> Path:
+    """An adapter of PEFT as after some training."""
+    import peft
+    import transformers
+
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, use_dora=kind == "dora", use_rslora=kind == "rslora", target_modules=names,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    adapted = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(model), config)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder)
+    return folder
+
+
 def reference_step(
-    folder: Path, rows: Sequence[dict[str, Any]], work: Path, accumulation: int = 1, **settings: Any
-) -> ReferenceStep:
-    """One step of TRL over all rows, without clipping."""
+    folder: Path, rows: Sequence[dict[str, Any]], work: Path, accumulation: int = 1, adapter: Path | None = None,
+    **settings: Any,
+) -> ReferenceStep:  # fmt: skip
+    """One step of TRL over all rows, without clipping; with an adapter's folder, of that adapter."""
     import datasets
     import transformers
     import trl
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    if adapter is not None:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     gradients: dict[str, Tensor] = {}
     losses: list[float] = []
@@ -105,7 +130,8 @@ def reference_step(
 
     class Gradients(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-            gradients.update({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+            trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+            gradients.update({name: parameter.grad.clone() for name, parameter in trained})
 
     size = len(rows) if not settings.get("packing") else 1
     config = trl.SFTConfig(
@@ -147,9 +173,12 @@ def native_gradients(folder: Path, model: Any, gradients: dict[str, Tensor], wor
     """Gradients under Bessemer's names: saved as if they were weights, and loaded as such."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(gradients[name])
+            if name in gradients:
+                parameter.copy_(gradients[name])
     model.save_pretrained(work)
     family, shape = read_shape(json.loads((folder / "config.json").read_text()))
+    if (work / ADAPTER_CONFIG).is_file():
+        return {name: part for name, part in read_adapter(work, shape).items() if not name.endswith("lora_scale")}
     native = build_model(shape, "cpu", 0)
     load_weights(native, HfFolder(work), family)
     return {name: parameter.detach().clone() for name, parameter in native.named_parameters()}
