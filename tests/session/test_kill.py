@@ -42,8 +42,9 @@ def losses(run: Run) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in run.metrics()]
 
 
-def kill_at_random(path: Path, run: Run, kills: int) -> list[int]:
-    """Starts the run and kills it, several times. Returns the number of its steps after each kill."""
+def kill_at_random(path: Path, run: Run, kills: int, least: int = -20) -> list[int]:
+    """Starts the run and kills it, several times: after `least` to `least` + 40 further steps, from -20 also in the
+    start. Returns the number of its steps after each kill."""
     draw, killed_at = random.Random(kills), []
     for _ in range(kills):
         process = start(path)
@@ -51,7 +52,11 @@ def kill_at_random(path: Path, run: Run, kills: int) -> list[int]:
         began, already = time.monotonic(), len(losses(run)) if run.steps_path.exists() else 0
         steps = draw.randint(0, 40)
         while process.poll() is None and time.monotonic() - began < 60:
-            if run.steps_path.exists() and len(losses(run)) >= already - 20 + steps and time.monotonic() - began > 2.5:
+            if (
+                run.steps_path.exists()
+                and len(losses(run)) >= already + least + steps
+                and time.monotonic() - began > 2.5
+            ):
                 break
             time.sleep(0.05)
         time.sleep(draw.random() * 0.3)
@@ -104,7 +109,7 @@ def test_killed_fine_tuning_resumes_with_the_same_losses(tmp_path: Path, kind: s
     specs = []
     for name in ("whole", "broken"):
         parts = spec_data(
-            name, corpus, tmp_path / "runs", budget={"steps": 180, "batch": 512, "micro_batch": 2},
+            name, corpus, tmp_path / "runs", budget={"steps": 240, "batch": 512, "micro_batch": 2},
             checkpoint={"every": 20}, data={"context": 64}, objective="sft",
         )  # fmt: skip
         specs.append(
@@ -114,7 +119,7 @@ def test_killed_fine_tuning_resumes_with_the_same_losses(tmp_path: Path, kind: s
     path.write_text(dump_spec(specs[1]))
     assert train(whole).kind == "finished"
     broken = Run(tmp_path / "runs" / "broken")
-    print("killed after steps", kill_at_random(path, broken, 3))
+    print("killed after steps", kill_at_random(path, broken, 2, least=5))
     assert train(load_spec(path)).kind == "finished"
     expected, actual = (
         [
@@ -123,7 +128,7 @@ def test_killed_fine_tuning_resumes_with_the_same_losses(tmp_path: Path, kind: s
         ]
         for run in (Run(tmp_path / "runs" / "whole"), broken)
     )
-    assert actual == expected and len(expected) == 180
+    assert actual == expected and len(expected) == 240
 
 
 @pytest.mark.parametrize(
