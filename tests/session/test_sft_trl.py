@@ -23,6 +23,7 @@ from bessemer.train.job import Job
 from .conftest import Faults, spec_data
 from .trl_reference import (
     IGNORED,
+    TOOLS,
     UNMARKED,
     Labelled,
     ReferenceStep,
@@ -56,6 +57,20 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"prompt": talk(metal, 2)[:-1], "completion": talk(metal, 2)[-1:]} for metal in METALS
     ],
 }  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "find", "description": "Finds ore.", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "find", "arguments": {"metal": "zinc"}}}
+ROWS["tools"] = [
+    {
+        "messages": [
+            {"role": "user", "content": f"Where is {metal}?"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "in the hills"},
+            {"role": "assistant", "content": f"{metal} is in the hills."},
+        ],
+        "tools": [TOOL],
+    }
+    for metal in METALS
+]
 TEXTS = [json.dumps(row, ensure_ascii=False) for rows in ROWS.values() for row in rows]
 
 
@@ -176,6 +191,7 @@ CASES = {
     ),
     "assistant, padded": Case("messages", PADDED, ASSISTANT),
     "assistant, packed": Case("messages", {}, ASSISTANT | PACKED),
+    "assistant with tools, packed": Case("tools", {}, ASSISTANT | PACKED, {"template": TOOLS}),
     "assistant, metaspace": Case("messages", PADDED, ASSISTANT, {"metaspace": True}),
 }
 

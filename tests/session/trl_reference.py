@@ -35,6 +35,14 @@ UNMARKED = (
     "{{ bos_token }}{% for message in messages %}\n<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}"
 )
+# With tools and their calls.
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}<|im_end|>\n"
+    "{% endif %}"
+) + MARKED.replace(
+    "{% generation %}",
+    "{% generation %}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}",
+)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Inner
 
-from bessemer.data.tokenizer.chat import find_problems, render, render_batch, special_tokens
+from bessemer.data.tokenizer.chat import find_problems, read_template, render, render_batch, special_tokens
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 
@@ -243,6 +243,25 @@ def test_a_template_in_a_file(tmp_path: Path) -> None:
     config.write_text("{}")
     with pytest.raises(UserError, match="has no chat template"):
         render(TALK, TOKENIZER, str(config))
+
+
+@pytest.mark.parametrize("form", ["name", "object"])
+def test_a_template_in_a_folder_has_the_bos_of_its_tokenizer(tmp_path: Path, form: str) -> None:
+    """As transformers has it, also if that is the end of a document (OLMo 2)."""
+    file, config = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
+    file.write_text("\n{{ bos_token }}" + CHATML)
+    usual = render(TALK, TOKENIZER, str(file))[0].tolist()
+    assert TOKENIZER.decode(usual).startswith("\n<|begin_of_text|><|im_start|>")
+    config.write_text(json.dumps({"bos_token": TOKENIZER.eos if form == "name" else {"content": TOKENIZER.eos}}))
+    source = read_template(str(file), ())
+    ids = render(TALK, TOKENIZER, source)[0].tolist()
+    assert TOKENIZER.decode(ids) == TOKENIZER.decode(usual).replace("<|begin_of_text|>", TOKENIZER.eos)
+    file.write_text(source)  # an export, read again
+    assert read_template(str(file), ()) == source
+    for name in ("<|begin_of_text|>", None):  # found without the file
+        config.write_text(json.dumps({"bos_token": name}))
+        file.write_text("{{ bos_token }}" + CHATML)
+        assert read_template(str(file), ()) == "{{ bos_token }}" + CHATML
 
 
 def test_filters_of_published_templates() -> None:
