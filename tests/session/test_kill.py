@@ -109,7 +109,7 @@ def test_killed_fine_tuning_resumes_with_the_same_losses(tmp_path: Path, kind: s
     specs = []
     for name in ("whole", "broken"):
         parts = spec_data(
-            name, corpus, tmp_path / "runs", budget={"steps": 240, "batch": 512, "micro_batch": 2},
+            name, corpus, tmp_path / "runs", budget={"steps": 160, "batch": 512, "micro_batch": 2},
             checkpoint={"every": 20}, data={"context": 64}, objective="sft",
         )  # fmt: skip
         specs.append(
@@ -128,7 +128,7 @@ def test_killed_fine_tuning_resumes_with_the_same_losses(tmp_path: Path, kind: s
         ]
         for run in (Run(tmp_path / "runs" / "whole"), broken)
     )
-    assert actual == expected and len(expected) == 240
+    assert actual == expected and len(expected) == 160
 
 
 @pytest.mark.parametrize(
