@@ -321,7 +321,7 @@ def _name_bos(source: str, path: str) -> str:
     with open(config, encoding="utf-8") as file:
         token = json.load(file).get("bos_token")
     name = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(name, str) or name in _BOS:
+    if not isinstance(name, str) or name in BOS_NAMES:
         return source
     line = "{% set bos_token = " + json.dumps(name, ensure_ascii=False) + " +%}"  # "+": the line break after it stays
     return source if source.startswith(line) else line + source
