@@ -44,9 +44,9 @@ def with_sft_defaults(spec: RunSpec) -> RunSpec:
     if "packing" not in spec.data.model_fields_set:
         data["packing"] = "best_fit"
     changes: dict[str, Any] = {"data": spec.data.model_copy(update=data)}
-    folder = HfFolder(spec.model.hf).path if spec.model.hf else None
-    if folder and "chat" not in spec.tokenizer.model_fields_set and (template := folder_template_file(folder)):
-        changes["tokenizer"] = spec.tokenizer.model_copy(update={"chat": str(template)})
+    if "chat" not in spec.tokenizer.model_fields_set:
+        template = folder_template_file(HfFolder(spec.model.hf).path) if spec.model.hf else None
+        changes["tokenizer"] = spec.tokenizer.model_copy(update={"chat": str(template or spec.tokenizer.chat)})
     return spec.model_copy(update=changes)
 
 

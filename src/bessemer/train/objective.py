@@ -225,12 +225,16 @@ class Objective:
         return hidden_BTW, weight_VW, bias_V, words
 
     def logits(self, model: Decoder, hidden_BTW: Tensor) -> Tensor:
-        """All logits, in at least float32. Only for small heads."""
+        """All logits, in at least float32. Only for small heads: tensor-parallel ranks gather theirs."""
         hidden_BTW, weight_VW, bias_V, words = self.head(model, hidden_BTW)
-        assert words is None, "a head that ranks share gives its logits to linear_cross_entropy alone"
         logits_BTV = F.linear(hidden_BTW, weight_VW.to(hidden_BTW.dtype), None)
         exact_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        return exact_BTV if bias_V is None else exact_BTV + bias_V
+        exact_BTV = exact_BTV if bias_V is None else exact_BTV + bias_V
+        if words is None:
+            return exact_BTV
+        from bessemer.parallel.tensor import gather_logits
+
+        return gather_logits(exact_BTV, words.group)
 
     def token_losses(self, model: Decoder, hidden_BTW: Tensor, targets_BT: Tensor) -> Tensor:
         """The cross-entropy of each target, differentiable, without the logits in memory."""

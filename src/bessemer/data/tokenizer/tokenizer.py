@@ -180,6 +180,13 @@ class Tokenizer:
         """The tokenizer for later pieces of a document: it adds no space before the text."""
         return without_prefix(self._inner)
 
+    @cached_property
+    def prefixes_after_special(self) -> bool:
+        """Whether the tokenizer adds its space also to text after a special token, not only at the beginning of a text
+        (Llama 2, Mistral 7B v0.1, TinyLlama)."""
+        first, *rest = self._parsing.encode(f"{self.eos}a", add_special_tokens=False).ids
+        return first == self.eos_id and rest != self._rest.encode("a", add_special_tokens=False).ids
+
     def _encodings(self, texts: Sequence[str], continues: Sequence[bool] | None, fast: bool) -> list[Any]:
         rest = self._rest if continues and any(continues) else self._inner
         if rest is self._inner:
