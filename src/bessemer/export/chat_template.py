@@ -22,7 +22,14 @@ _CALLS = (
     "{%- if key == 'arguments' -%}{{ ('' if loop.first and not text(m) else '\\n') + "
     "'<tool_call>\\n' + body + '\\n</tool_call>' }}{%- else -%}{{ body }}{%- endif -%}{%- endfor -%}{%- endmacro -%}"
 )
-_EACH = _TEXT + _CALLS + "{%- for m in messages -%}"
+# Tools go into the system message.
+_TOOLS = (
+    "{%- macro declared() -%}{{ '<tools>' }}{%- for tool in tools -%}{{ '\\n' + tool|tojson }}{%- endfor -%}"
+    "{{ '\\n</tools>' }}{%- endmacro -%}{%- if tools and messages[0].role == 'system' -%}{%- set messages = "
+    "[{'role': 'system', 'content': text(messages[0]) + '\\n\\n' + declared()}] + messages[1:] -%}{%- elif tools -%}"
+    "{%- set messages = [{'role': 'system', 'content': declared()}] + messages -%}{%- endif -%}"
+)
+_EACH = _TEXT + _CALLS + _TOOLS + "{%- for m in messages -%}"
 _END = "{%- endfor -%}{%- if add_generation_prompt -%}"
 TEMPLATES = {
     "chatml": _EACH + "{{ '<|im_start|>' + m.role + '\\n' + text(m) + calls(m, 'arguments') + '<|im_end|>\\n' }}"

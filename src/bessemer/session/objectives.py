@@ -39,6 +39,7 @@ def make_sft(spec: RunSpec, tokenizer: Tokenizer) -> Sft:
     return Sft(
         spec.data.cross_documents, spec.loss, dropout_seed(spec), tokenizer.eos_id, begins,
         spec.sft.neftune if spec.sft else 0.0, spec.seed,
+        any(source.message_weights for source in spec.data.sources.values()),
     )  # fmt: skip
 
 

@@ -142,6 +142,8 @@ def check_conversations(spec: RunSpec) -> Iterator[Problem]:
         if "chosen" in (source.columns or {}) and spec.objective in OBJECTIVES:
             problem = f"objective: {spec.objective} would learn the rejected answers too"
             yield ("data", "sources", name, "columns"), f"{problem}: name an objective that compares them"
+        if source.message_weights and spec.objective != "sft":
+            yield ("data", "sources", name, "message_weights"), "only objective: sft weighs messages: remove the key"
     for path, steps in lists:
         for i, step in enumerate(steps):
             cuts = step.step in ("dedup_paragraphs", "dedup_substrings") or getattr(step, "action", "") == "cut"
