@@ -134,9 +134,9 @@ class EvaluateSpec(SpecSection):
 
 
 class LintsSpec(SpecSection):
-    """Warnings of `bessemer spec check` about settings that run but rarely work."""
+    """Warnings of `bessemer spec check` about settings that run but rarely work, and checks of fine-tuning rows."""
 
-    silence: list[str] = setting([], "warnings to silence for this run", ["no_warmup"])
+    silence: list[str] = setting([], "warnings and checks to silence for this run", ["no_warmup"])
 
 
 Degree = Annotated[int, Field(ge=1, le=1_000_000)]

@@ -152,6 +152,10 @@ def message_text(message: Message) -> str:
     raise TypeError("content is not text")
 
 
+def is_built_in(template: str) -> bool:
+    return template in _TEMPLATES
+
+
 def special_tokens(template: str) -> tuple[str, ...]:
     """The special tokens that a built-in template needs, besides the end of a document."""
     return _TEMPLATES[template][1] if template in _TEMPLATES else ()
@@ -369,7 +373,7 @@ def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool, Any], str]:
                 tools=tools,
                 documents=None,
                 eos_token=tokenizer.eos,
-                bos_token=next((name for name in _BOS if name in tokenizer.special), ""),
+                bos_token=next((name for name in BOS_NAMES if name in tokenizer.special), ""),
             )
         except TemplateError as error:
             raise UserError(f"chat template: {error}; correct the template or the conversation") from error
@@ -377,7 +381,7 @@ def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool, Any], str]:
     return run
 
 
-_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 
 
 def _protect(value: Any, names: Sequence[str]) -> Any:

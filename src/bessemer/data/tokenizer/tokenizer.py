@@ -373,9 +373,15 @@ def hf_prompt_format(folder: Path, tokenizer: Tokenizer, trained_here: bool = Fa
 
 def end_token(folder: Path) -> str | None:
     """The name of the end token in tokenizer_config.json, if it is there."""
-    token = _read(folder / "tokenizer_config.json").get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else None
+    return named_tokens(folder).get("eos")
+
+
+def named_tokens(folder: Path) -> dict[str, str]:
+    """The names of the bos, eos and pad tokens in tokenizer_config.json, as far as they are there."""
+    config = _read(folder / "tokenizer_config.json")
+    tokens = {role: config.get(f"{role}_token") for role in ("bos", "eos", "pad")}
+    names = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
+    return {role: name for role, name in names.items() if isinstance(name, str)}
 
 
 def added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
