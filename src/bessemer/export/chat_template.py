@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.tokenizer.chat import _BOS, read_template, special_tokens
+from bessemer.data.tokenizer.chat import BOS_NAMES, read_template, special_tokens
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.spec.load import load_spec
 
@@ -55,7 +55,9 @@ def tokenizer_files(
     Documents follow each other's end token, so it also starts a text if there is no BOS token. With `begins` the
     tokenizer puts the end token before every text, as `bessemer generate` does.
     """
-    bos, pad = (next((name for name in names if name in tokenizer.special), tokenizer.eos) for names in (_BOS, _PADS))
+    bos, pad = (
+        next((name for name in names if name in tokenizer.special), tokenizer.eos) for names in (BOS_NAMES, _PADS)
+    )
     names = {"eos": tokenizer.eos, "bos": bos, "pad": pad}
     config: dict[str, Any] = {f"{role}_token": name for role, name in names.items()}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}

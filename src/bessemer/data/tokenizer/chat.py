@@ -62,7 +62,13 @@ def render_batch(
     if template in _TEMPLATES:
         conversations = [write_tools(messages) for messages in conversations]
     stretches = [_join(layout(messages, learned_turns(messages, learn), tokenizer)) for messages in conversations]
-    texts = [(part.text, place > 0) for some in stretches for place, part in enumerate(some) if not part.special]
+    continues = not tokenizer.prefixes_after_special
+    texts = [
+        (part.text, continues and place > 0)
+        for some in stretches
+        for place, part in enumerate(some)
+        if not part.special
+    ]
     encoded = iter(tokenizer.encode_with_offsets([text for text, _ in texts], [later for _, later in texts]))
     rendered = []
     for some in stretches:
@@ -150,6 +156,10 @@ def message_text(message: Message) -> str:
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
     raise TypeError("content is not text")
+
+
+def is_built_in(template: str) -> bool:
+    return template in _TEMPLATES
 
 
 def special_tokens(template: str) -> tuple[str, ...]:
@@ -297,9 +307,24 @@ def read_template(template: str, others: Sequence[str]) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             source = file.read()
-        return json.loads(source)["chat_template"] if path.endswith(".json") else source
+        return _name_bos(json.loads(source)["chat_template"] if path.endswith(".json") else source, path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: has no chat template ({error}); give a Jinja file") from error
+
+
+def _name_bos(source: str, path: str) -> str:
+    """The template, with the BOS that the tokenizer_config.json beside it names (OLMo 2, DeepSeek) if it is none of the
+    usual ones."""
+    config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+    if "bos_token" not in source or not os.path.isfile(config):
+        return source
+    with open(config, encoding="utf-8") as file:
+        token = json.load(file).get("bos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(name, str) or name in BOS_NAMES:
+        return source
+    line = "{% set bos_token = " + json.dumps(name, ensure_ascii=False) + " +%}"  # "+": the line break after it stays
+    return source if source.startswith(line) else line + source
 
 
 @lru_cache(maxsize=8)
@@ -369,7 +394,7 @@ def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool, Any], str]:
                 tools=tools,
                 documents=None,
                 eos_token=tokenizer.eos,
-                bos_token=next((name for name in _BOS if name in tokenizer.special), ""),
+                bos_token=next((name for name in BOS_NAMES if name in tokenizer.special), ""),
             )
         except TemplateError as error:
             raise UserError(f"chat template: {error}; correct the template or the conversation") from error
@@ -377,7 +402,7 @@ def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool, Any], str]:
     return run
 
 
-_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 
 
 def _protect(value: Any, names: Sequence[str]) -> Any:
