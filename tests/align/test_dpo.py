@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,46 @@ def test_losses_of_tokens_are_those_of_the_logits() -> None:
     frozen = token_losses(hidden, head.detach(), targets, None, None)
     (only,) = torch.autograd.grad(frozen.sum(), (hidden,))
     assert only.shape == hidden.shape
+
+
+def row(number: int, good: str, bad: str) -> dict[str, str]:
+    return {"question": f"is it {number}", "good": good, "bad": bad}
+
+
+HEALTHY = [row(i, f"yes it is {i} " + "so " * (i % 4), f"no it is not {i} " + "so " * (3 - i % 4)) for i in range(80)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (HEALTHY, None),
+        ([*HEALTHY, row(99, "same", "same")],
+         r"pairs.jsonl:81: 1 of 81 pairs have two identical .*\[identical_answers\]"),
+        ([*HEALTHY, {**HEALTHY[3], "good": HEALTHY[3]["bad"], "bad": HEALTHY[3]["good"]}],
+         r"pairs.jsonl:81: 1 of 81 pairs contradict .*\[contradictory_pairs\]"),
+        ([*HEALTHY, *HEALTHY[:4]], r"pairs.jsonl:81: 4 of 84 pairs repeat another one \(5%\).*\[duplicate_pairs\]"),
+        ([row(i, "a long answer " * 2, "no") for i in range(60)],
+         r"the chosen answer is the longer one in 100% of 60 pairs, by 26 tokens .*\[length_bias\]"),
+    ],
+    ids=["healthy", "identical_answers", "contradictory_pairs", "duplicate_pairs", "length_bias"],
+)  # fmt: skip
+def test_mistakes_in_pairs_are_named_before_the_first_step(
+    base: tuple[Path, Path, Path], tmp_path: Path, rows: list[Any], message: str | None
+) -> None:
+    path = write_rows(tmp_path / "pairs.jsonl", rows)
+    data = {"sources": {"pairs": {"path": str(path), "columns": COLUMNS}}, "context": 128, "validation": 0}
+    tokenizer = {"kind": "char", "chat": "none"}
+    spec = make_spec(base, tmp_path.name, data=data, budget={"steps": 1}, dpo={"loss": "simpo"}, tokenizer=tokenizer)
+    spec = spec.model_copy(update={"start_from": None})
+    Session(spec).train()
+    notes = [event["reason"] for event in Run.existing(run_folder(spec)).events() if event["kind"] == "data_note"]
+    warnings = [note for note in notes if note.startswith("warning: data.sources.pairs: ")]
+    assert len(warnings) == (message is not None), notes
+    assert message is None or re.search(message, warnings[0]), warnings
+
+
+def test_pairs_of_identical_answers_alone_are_refused(base: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "pairs.jsonl", [row(i, "same", "same") for i in range(8)])
+    data = {"sources": {"pairs": {"path": str(path), "columns": COLUMNS}}, "context": 64, "validation": 0}
+    with pytest.raises(UserError, match=r"8 of 8 pairs have two identical answers.*silence: \[identical_answers\]"):
+        Session(make_spec(base, "refused", data=data)).train()

@@ -1,10 +1,18 @@
-"""What `objective: dpo` adds to a start: the reference model, which is the model that the run starts from."""
+"""What `objective: dpo` adds to a start: the reference model, which is the model that the run starts from, and the
+checks of its pairs."""
 
 from __future__ import annotations
 
 from bessemer.align.dpo import REFERENCE
+from bessemer.data.chat_checks import Mistake
+from bessemer.data.chat_rows import StoreReader, sample_numbers
+from bessemer.data.pair_checks import check_pairs, make_pair
+from bessemer.data.store.token_store import TokenStore
+from bessemer.data.stream.groups import GROUP
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
+from bessemer.plan.mixtures import sources_used
+from bessemer.session.data import Data
 from bessemer.spec.model import BASE, OtherModelSpec
 from bessemer.spec.schema import RunSpec
 
@@ -29,3 +37,19 @@ def log_preferences(spec: RunSpec, plan: Plan) -> None:
     if reference := spec.models.get(REFERENCE):
         reason = "the run's model with its adapter off" if reference.path == BASE else "frozen"
         plan.add(f"models.{REFERENCE}", reference.path, reason, "rule", "established")
+
+
+def check_pair_sources(spec: RunSpec, data: Data, context: int) -> dict[str, list[Mistake]]:
+    """The mistakes in the pairs of each source. Pairs beyond the context are refused when rows are made. A store holds
+    the chosen answer of a pair and then the rejected one."""
+    mistakes = {}
+    for name in sources_used(spec):
+        store = data.train[name]
+        if not isinstance(store, TokenStore) or GROUP not in store.fields:
+            continue
+        reader = StoreReader(store)
+        numbers = sample_numbers(reader.count // 2)
+        pairs = [make_pair(reader.row(2 * number), reader.row(2 * number + 1)) for number in numbers]
+        if some := check_pairs(pairs, store.documents // 2, spec.lints.silence):
+            mistakes[name] = some
+    return mistakes

@@ -23,6 +23,7 @@ from bessemer.plan.search.layout import check_processes
 from bessemer.run.directory import Run, RunReader, RunWriter
 from bessemer.session.build import attach_snapshots, build_job, fit_memory
 from bessemer.session.data import Data, describe_file_changes, exclude_documents, open_data, report_other_exclusions
+from bessemer.session.preferences import check_pair_sources
 from bessemer.session.record import SPEC_FILE, PlanComparison, record_start
 from bessemer.session.recovery.incident import IncidentResponder
 from bessemer.session.recovery.restart import HangResponse, is_relaunched, open_run, under_launcher
@@ -171,7 +172,7 @@ class Session:
             data, shape, context = self._prepare(plan)
         for note in getattr(data, "notes", ()):
             self._note_data(run, note)
-        if self.spec.objective == "sft" and previous.plan is None:
+        if self.spec.objective in ("sft", "dpo") and previous.plan is None:
             self._check_rows(run, data, context)
         return data, shape, context
 
@@ -181,7 +182,8 @@ class Session:
         mistakes: dict[str, list[Mistake]] = {}
         with self.world.main_process_first():
             if self.world.main:
-                mistakes = check_sources(self.spec, data, context)
+                check = check_pair_sources if self.spec.objective == "dpo" else check_sources
+                mistakes = check(self.spec, data, context)
         for line in refuse_mistakes(self.world.agree(mistakes)):
             self._note_data(run, f"warning: {line}")
 

@@ -436,6 +436,8 @@ SFT_CHECKS = (
     "template_tokens_missing", "bos_eos_mismatch", "special_tokens_split", "system_prompt_lost", "leaked_validation",
     "short_answers", "language_mixup", "rows_beyond_context",
 )  # fmt: skip
+# The same of `objective: dpo` (data/pair_checks.py).
+PAIR_CHECKS = ("identical_answers", "contradictory_pairs", "duplicate_pairs", "length_bias")
 
 RULES: dict[str, Callable[[LintFacts], Warnings]] = {
     rule.__name__: rule
@@ -453,11 +455,11 @@ def lint_spec(spec: RunSpec, folder: Path | None = Path(), gpu: str = "") -> lis
     """Warnings about a valid spec, except silenced ones. `folder` is the base of relative data paths; None if the files
     are not on this machine."""
     facts = LintFacts(spec, folder, gpu)
-    warnings = []
+    warnings, names = [], [*RULES, *SFT_CHECKS, *PAIR_CHECKS]
     for name in spec.lints.silence:
-        if name not in RULES and name not in SFT_CHECKS:
-            near = difflib.get_close_matches(name, [*RULES, *SFT_CHECKS], n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"rules are {', '.join([*RULES, *SFT_CHECKS])}"
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"rules are {', '.join(names)}"
             warnings.append(Lint("unknown_rule", ("lints", "silence"), f"no rule {name!r}: {hint}"))
     for name, rule in RULES.items():
         if name not in spec.lints.silence:
