@@ -1,8 +1,8 @@
 """Writes the small data sets of the fine-tuning recipes to recipes/data/: python recipes/make_data.py
 
-Lists of words, and three things to do with them: say them backwards, name the last one, count them. A tiny model learns
-this from exercises.jsonl in about a minute, and the recipes then teach it to answer questions in a chat format. No list
-of a held-out question (test.jsonl, prompts.jsonl) occurs anywhere else. The same seed always writes the same files.
+Lists of words, and three things to do with them: name the first, name the last, count them. A tiny model learns this from
+exercises.jsonl in about a minute, and the recipes then teach it to answer questions in a chat format. No list of a
+held-out question (test.jsonl, prompts.jsonl) occurs anywhere else. The same files are written each time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ WORDS = (
 ASPECTS = ("film", "story", "music", "cast", "ending")
 PRAISE = ("great", "lovely", "fine", "brilliant", "moving", "superb")
 BLAME = ("awful", "dull", "poor", "boring", "clumsy", "weak")
-TASKS = ("backwards", "last", "number")
+TASKS = ("first", "last", "number")
 TOOL = 'Tools: {"name": "count", "parameters": {"text": "string"}}'
 Row = dict[str, Any]
 
 
 def solve(task: str, words: list[str]) -> str:
-    return {"backwards": " ".join(reversed(words)), "last": words[-1], "number": str(len(words))}[task]
+    return {"first": words[0], "last": words[-1], "number": str(len(words))}[task]
 
 
 def exercise(draw: random.Random, words: list[str]) -> Row:
     """What the base model is trained on: no questions, no chat format."""
-    task = draw.choice(("backwards", *TASKS))
+    task = draw.choice(TASKS)
     prompt = f"Words: {' '.join(words)}. {task.capitalize()}:"
     return {"prompt": prompt, "completion": f" {solve(task, words)}."}
 
@@ -39,7 +39,7 @@ def exercise(draw: random.Random, words: list[str]) -> Row:
 def question(draw: random.Random, words: list[str]) -> Row:
     """A conversation as `objective: sft` reads it."""
     task = draw.choice(TASKS)
-    request = {"backwards": "say them backwards", "last": "say the last", "number": "give their number"}[task]
+    request = {"first": "say the first", "last": "say the last", "number": "give their number"}[task]
     return conversation(
         {"role": "user", "content": f"Take the words {' '.join(words)} and {request}."},
         {"role": "assistant", "content": f"Answer: {solve(task, words)}."},
@@ -83,7 +83,7 @@ def make(folder: Path, exercises: int = 20_000) -> None:
 
     def lists(count: int) -> Iterable[list[str]]:
         while count:
-            words = draw.sample(WORDS, draw.randint(2, 4))
+            words = draw.sample(WORDS, draw.randint(2, 5))
             if tuple(words) not in held_out:
                 count -= 1
                 yield words

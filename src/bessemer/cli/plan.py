@@ -298,17 +298,18 @@ def _request(spec: Path | None, model: str | None, tokens: str | None, settings:
     run = loaded.spec
     if "name" not in loaded.document.data:  # a spec that is written from this one gets the name of its own file
         run = run.model_copy(update={"name": "auto"})
-    sources = {}
-    if depends_on_data(run):
-        from bessemer.data.read.estimate import estimate_sizes
+    sources, vocab = {}, None
+    if depends_on_data(run) or run.tokenizer.path:
+        from bessemer.data.estimate import estimate_sizes, estimate_vocab
 
-        sources = estimate_sizes(run)
+        sources = estimate_sizes(run) if depends_on_data(run) else {}
+        vocab = estimate_vocab(run, sources)
     if run.model.hf is None and not run.models:
-        return replace(request_from_spec(run), sources=sources)
+        return replace(request_from_spec(run, None, vocab), sources=sources)
     from bessemer.export.describe import find_shape  # reads config.json, and loads torch for it
     from bessemer.plan.cost_model.memory import OtherModel
 
-    request = request_from_spec(run, find_shape(run.model.hf) if run.model.hf else None)
+    request = request_from_spec(run, find_shape(run.model.hf) if run.model.hf else None, vocab)
     others = (OtherModel(name, find_shape(other.path), other.train) for name, other in run.models.items())
     return replace(request, others=tuple(others), sources=sources)
 

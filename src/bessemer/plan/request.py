@@ -17,6 +17,7 @@ from bessemer.plan.hardware import parse_cluster
 from bessemer.plan.mixtures import SourceSize
 from bessemer.plan.recipe.pretraining import design_shape
 from bessemer.plan.search.search import FixedDegrees
+from bessemer.spec.classify import as_classifier
 from bessemer.spec.document import YamlDocument, apply_override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
@@ -92,13 +93,18 @@ def _apply(document: YamlDocument, settings: Sequence[str]) -> dict[str, Any]:
     return dict(document.data)
 
 
-def request_from_spec(spec: RunSpec, folder_shape: ModelShape | None = None) -> PlanRequest:
-    """From a spec. `folder_shape` is the shape of the model folder that the spec names."""
-    vocab = folder_shape.vocab if folder_shape else spec.tokenizer.vocab
+def request_from_spec(
+    spec: RunSpec, folder_shape: ModelShape | None = None, tokenizer_vocab: int | None = None
+) -> PlanRequest:
+    """From a spec. `folder_shape` is the shape of the model folder that the spec names, `tokenizer_vocab` the size of its
+    tokenizer if that is known."""
+    vocab = folder_shape.vocab if folder_shape else tokenizer_vocab or spec.tokenizer.vocab
     if vocab == "auto":
         preset = next((key for key in PRESETS if key.lower() == (spec.model.preset or "").lower()), "")
         vocab = PRESET_VOCAB.get(preset, LLAMA_3_VOCAB) if preset else DEFAULT_VOCAB
     shape = model_shape(spec.model, int(vocab), folder_shape)
+    if spec.objective == "classify" and spec.classify is not None:
+        shape = as_classifier(shape, spec.classify)
     return PlanRequest(spec, shape, f"the spec's, with a vocabulary of {vocab:,} tokens")
 
 

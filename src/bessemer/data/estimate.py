@@ -1,11 +1,19 @@
-"""Estimates the tokens and rows of sources from the sizes of their files, for plans of data that is not prepared yet."""
+"""Estimates the tokens and rows of sources from the sizes of their files, and the vocabulary, for plans of data that is not
+prepared yet."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
 
 from bessemer.data.read.compression import READ_ERRORS, detect_compression, open_bytes, open_decompressed
 from bessemer.data.read.entry import FileEntry
 from bessemer.data.read.files import list_files
+from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.errors import UserError
 from bessemer.plan.cost_model.cost import BYTES_PER_TOKEN
+from bessemer.plan.decide import decide_vocab
+from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize
 from bessemer.spec.data import SourceSpec
 from bessemer.spec.schema import RunSpec
@@ -22,6 +30,18 @@ def estimate_sizes(spec: RunSpec) -> dict[str, SourceSize]:
         return {}
     sizes = {name: estimate_size(source) for name, source in spec.data.sources.items() if source.path != ["python"]}
     return sizes if len(sizes) == len(spec.data.sources) else {}
+
+
+def estimate_vocab(spec: RunSpec, sources: Mapping[str, SourceSize]) -> int | None:
+    """Tokens of the spec's tokenizer file, or of the one that a run would train; None if neither is known."""
+    if spec.tokenizer.path is not None:
+        try:
+            return Tokenizer.load(Path(spec.tokenizer.path), spec.tokenizer.eos).vocab_size
+        except (UserError, OSError):  # the run may be for another machine
+            return None
+    if spec.tokenizer.vocab != "auto" or spec.model.preset is not None or not sources:
+        return None
+    return decide_vocab(spec, round(sum(size.tokens for size in sources.values()) * BYTES_PER_TOKEN), Plan())
 
 
 def estimate_size(source: SourceSpec) -> SourceSize:
