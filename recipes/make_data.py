@@ -1,8 +1,8 @@
 """Writes the small data sets of the fine-tuning recipes to recipes/data/: python recipes/make_data.py
 
-Lists of words, and three things to do with them: name the first, name the last, count them. A tiny model learns this from
-exercises.jsonl in about a minute, and the recipes then teach it to answer questions in a chat format. No list of a
-held-out question (test.jsonl, prompts.jsonl) occurs anywhere else. The same files are written each time.
+Lists of words, and three things to do with them: name the first, name the last, count them. A tiny model learns this
+from exercises.jsonl, and the recipes then teach it to answer questions in a chat format. No list of a held-out question
+(test.jsonl, prompts.jsonl) occurs anywhere else. The same files are written each time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-WORDS = (
-    "anvil bell book boot box candle chain clock coal cup door drum flag flute gate hat iron key lamp map nail oven pen "
-    "pipe pot rope saw ship spoon steel table wheel"
-).split()
+WORDS = [
+    "anvil", "bell", "book", "boot", "box", "candle", "chain", "clock", "coal", "cup", "door", "drum", "flag", "flute",
+    "gate", "hat", "iron", "key", "lamp", "map", "nail", "oven", "pen", "pipe", "pot", "rope", "saw", "ship", "spoon",
+    "steel", "table", "wheel",
+]  # fmt: skip
 ASPECTS = ("film", "story", "music", "cast", "ending")
 PRAISE = ("great", "lovely", "fine", "brilliant", "moving", "superb")
 BLAME = ("awful", "dull", "poor", "boring", "clumsy", "weak")
@@ -32,8 +33,9 @@ def solve(task: str, words: list[str]) -> str:
 def exercise(draw: random.Random, words: list[str]) -> Row:
     """What the base model is trained on: no questions, no chat format."""
     task = draw.choice(TASKS)
-    prompt = f"Words: {' '.join(words)}. {task.capitalize()}:"
-    return {"prompt": prompt, "completion": f" {solve(task, words)}."}
+    before = draw.choice(("Words:", "Take the words", "Here are"))
+    after = draw.choice((". The", ", now the", " and the"))
+    return {"prompt": f"{before} {' '.join(words)}{after} {task}:", "completion": f" {solve(task, words)}."}
 
 
 def question(draw: random.Random, words: list[str]) -> Row:
@@ -94,7 +96,7 @@ def make(folder: Path, exercises: int = 20_000) -> None:
     write(folder / "test.jsonl", tests)
     write(folder / "prompts.jsonl", ({"messages": row["messages"][:1]} for row in tests))
     write(folder / "exercises.jsonl", (exercise(draw, words) for words in lists(exercises)))
-    write(folder / "questions.jsonl", (question(draw, words) for words in lists(400)))
+    write(folder / "questions.jsonl", (question(draw, words) for words in lists(1500)))
     write(folder / "tools.jsonl", (tool_call(draw, words) for words in lists(400)))
     write(folder / "reviews.jsonl", (review(draw) for _ in range(600)))
 

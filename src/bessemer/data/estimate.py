@@ -1,5 +1,5 @@
-"""Estimates the tokens and rows of sources from the sizes of their files, and the vocabulary, for plans of data that is not
-prepared yet."""
+"""Estimates the tokens and rows of sources from the sizes of their files, and the vocabulary, for plans of data that is
+not prepared yet."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ def _apply(document: YamlDocument, settings: Sequence[str]) -> dict[str, Any]:
 def request_from_spec(
     spec: RunSpec, folder_shape: ModelShape | None = None, tokenizer_vocab: int | None = None
 ) -> PlanRequest:
-    """From a spec. `folder_shape` is the shape of the model folder that the spec names, `tokenizer_vocab` the size of its
-    tokenizer if that is known."""
+    """From a spec. `folder_shape` is the shape of the model folder that the spec names, `tokenizer_vocab` the size of
+    its tokenizer if that is known."""
     vocab = folder_shape.vocab if folder_shape else tokenizer_vocab or spec.tokenizer.vocab
     if vocab == "auto":
         preset = next((key for key in PRESETS if key.lower() == (spec.model.preset or "").lower()), "")
