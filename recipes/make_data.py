@@ -1,7 +1,7 @@
 """Writes the small data sets of the fine-tuning recipes to recipes/data/: python recipes/make_data.py
 
-Lists of words, and three things to do with them: name the first, name the last, count them. A tiny model learns this
-from exercises.jsonl, and the recipes then teach it to answer questions in a chat format. No list of a held-out question
+Lists of words, and two things to do with them: name the last, and count them. A tiny model learns this from
+exercises.jsonl, and the recipes then teach it to answer questions in a chat format. No list of a held-out question
 (test.jsonl, prompts.jsonl) occurs anywhere else. The same files are written each time.
 """
 
@@ -21,13 +21,13 @@ WORDS = [
 ASPECTS = ("film", "story", "music", "cast", "ending")
 PRAISE = ("great", "lovely", "fine", "brilliant", "moving", "superb")
 BLAME = ("awful", "dull", "poor", "boring", "clumsy", "weak")
-TASKS = ("first", "last", "number")
+TASKS = ("last", "number")
 TOOL = 'Tools: {"name": "count", "parameters": {"text": "string"}}'
 Row = dict[str, Any]
 
 
 def solve(task: str, words: list[str]) -> str:
-    return {"first": words[0], "last": words[-1], "number": str(len(words))}[task]
+    return {"last": words[-1], "number": str(len(words))}[task]
 
 
 def exercise(draw: random.Random, words: list[str]) -> Row:
@@ -41,7 +41,7 @@ def exercise(draw: random.Random, words: list[str]) -> Row:
 def question(draw: random.Random, words: list[str]) -> Row:
     """A conversation as `objective: sft` reads it."""
     task = draw.choice(TASKS)
-    request = {"first": "say the first", "last": "say the last", "number": "give their number"}[task]
+    request = {"last": "say the last", "number": "give their number"}[task]
     return conversation(
         {"role": "user", "content": f"Take the words {' '.join(words)} and {request}."},
         {"role": "assistant", "content": f"Answer: {solve(task, words)}."},
