@@ -26,6 +26,7 @@ from bessemer.data.stream.rows import PadRows
 from bessemer.data.tokenizer.chat import render, special_tokens
 from bessemer.data.tokenizer.encode import encode_documents
 from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.observe.format import short_path
 from bessemer.spec.data import SourceSpec
 
 TOKENIZER = Tokenizer.train(
@@ -293,7 +294,11 @@ def test_fields_that_the_source_reads_are_left_to_the_reader(tmp_path: Path) -> 
             "conversation: system message inside",
             "message 2",
         ),
-        (talk(("user", "Hello"), ("assistant", "Hi"), weight=0), "conversation: no token of it is learnt", ""),
+        (
+            talk(("user", "Hello"), ("assistant", "Hi"), weight=0),
+            "50% (1) of 2 rows have no trained token [nothing_trained]",
+            "",
+        ),
     ],
 )
 def test_conversations_that_cannot_be_learnt_from(tmp_path: Path, row: dict[str, Any], what: str, where: str) -> None:
@@ -323,14 +328,18 @@ def test_an_answer_past_the_context_is_one_that_truncated_rows_do_not_weigh(tmp_
         for _, ids, mask in encode_documents([document], TOKENIZER, 1, "chatml"):
             writer.add(ids, "f", 1, 0, 1, mask=mask)
     store = TokenStore(str(tmp_path / "store"))
-    first = int(np.flatnonzero(render(document.messages or [], TOKENIZER)[1])[0])
+    ids, mask = render(document.messages or [], TOKENIZER)
+    first, length = int(np.flatnonzero(mask)[0]), len(ids) + 1  # with the end of the document
     assert first > 20
     for context in (first - 1, first, first + 1, first + 2):
         weights = PadRows(store, context, "truncate").assemble(np.array([0])).weights
         assert weights is not None
         said = kinds(check(path, messages_field="messages", tokenizer=TOKENIZER, context=context))
-        past = {"conversation: the answer lies past the context": 1}
-        assert said == ({} if weights.any() else past)
+        late = [what for what in said if what.endswith("[answer_past_context]")]
+        assert late == [] if weights.any() else "in all of 1 rows the answer lies past the context" in late[0]
+        assert set(said) - set(late) == {
+            f"100% of 1 rows are cut at {context} tokens; the longest has {length} [rows_beyond_context]"
+        }
         assert bool(weights.any()) == (context > first)
 
 
@@ -372,7 +381,49 @@ def test_conversations_from_the_command_line(
 ) -> None:
     TOKENIZER.save(tmp_path / "tokenizer.json")
     path = lines(tmp_path / "a.jsonl", [talk(("user", "How do I? " * 40), ("assistant", "Heat it."))])
-    options = ("--messages", "messages", "--tokenizer", tmp_path / "tokenizer.json", "--context")
-    assert say(monkeypatch, capsys, path, *options, "4096")[0] == 0
-    code, out, _ = say(monkeypatch, capsys, path, *options, "64")
+    options = ("--tokenizer", tmp_path / "tokenizer.json", "--context")
+    assert say(monkeypatch, capsys, path, "--messages", "messages", *options, "4096")[0] == 0
+    code, out, _ = say(monkeypatch, capsys, path, *options, "64")  # the format is recognised
     assert code == 1 and "the answer lies past the context" in out and "raise data.context (now 64)" in out
+    code, out, _ = say(monkeypatch, capsys, path, *options, "64", "--show-masks")
+    assert out.splitlines()[0].startswith(f"{short_path(str(path))}:1, ") and "\n[[Heat it.<|im_end|>]]\n" in out
+    code, out, err = say(monkeypatch, capsys, path, "--show-masks")
+    assert (code, out) == (
+        2,
+        "",
+    ) and err == "--show-masks: which tokens are trained depends on the tokenizer: add --tokenizer FILE\n"
+
+
+@pytest.mark.parametrize("name", ["template_tokens_missing", "system_prompt_lost", "bos_eos_mismatch"])
+def test_the_template_of_the_tokenizers_folder_is_checked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Tokenizer.train(["user assistant Hello Hi there"], 300, special=["</s>"]).save(tmp_path / "tokenizer.json")
+    written = {"template_tokens_missing": "<|turn_end|>"}.get(name, "")
+    roles = "" if name == "system_prompt_lost" else "{{ m.content if m.role == 'system' }}"
+    template = (
+        "{% for m in messages %}"
+        + written
+        + roles
+        + "{{ m.content if m.role == 'user' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    eos = "</s>" if name == "bos_eos_mismatch" else "<|endoftext|>"
+    config = {"chat_template": template, "eos_token": eos}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    path = lines(tmp_path / "a.jsonl", [talk(("system", "Be kind"), ("user", "Hello"), ("assistant", "Hi there you"))])
+    code, out, _ = say(monkeypatch, capsys, path, "--tokenizer", tmp_path, "--json")
+    [problem] = json.loads(out)["problems"]
+    assert code == 1 and problem["what"].endswith(f"[{name}]") and problem["fix"]
+
+
+def test_a_template_whose_mask_is_unknown_is_a_problem_with_its_place(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "a.jsonl", [talk(("user", "Hello"), ("assistant", "Hi"), ("user", "So"), ("assistant", "?"))]
+    )
+    last = "{% if loop.last or m.role == 'user' %}{{ m.content }}{{ eos_token }}{% endif %}"
+    template = "{% for m in messages %}" + last + "{% endfor %}"
+    checked = check_files(SourceSpec(path=[str(path)], messages_field="messages"), TOKENIZER, None, template)
+    [problem] = checked.problems
+    assert "is rendered differently" in problem.what and problem.examples == [f"{path}:1"]
+    assert "put {% generation %}" in problem.fix and problem.fix.endswith("[template_without_marks]")

@@ -124,13 +124,14 @@ def test_bad_requests_are_told(tokenizer: Tokenizer) -> None:
         needle(model, tokenizer, [5])
     with pytest.raises(UserError, match="more than 4 different tokens"):
         needle(model, tokenizer, [64], filler=[1, 2, 3, 4] * 9)
-    reader = build_model(ModelShape(300, 32, 1, 2, 2, 16, 0, causal=False), "cpu", 0)
-    with pytest.raises(UserError, match="needs a causal model"):
-        needle(reader, tokenizer, [64])
+    for other in ({"causal": False}, {"labels": 2}):
+        reader = build_model(ModelShape(300, 32, 1, 2, 2, 16, 0, **other), "cpu", 0)
+        with pytest.raises(UserError, match="needs a causal model"):
+            needle(reader, tokenizer, [64])
     with pytest.raises(UserError, match="depths from 0 to 1"):
         needle(model, tokenizer, [64], depths=(1.5,))
     learned = build_model(ModelShape(300, 32, 1, 2, 2, 16, 0, positions="learned", max_positions=64), "cpu", 0)
-    with pytest.raises(UserError, match="the model has 64 learned positions"):
+    with pytest.raises(UserError, match="the model has 64 positions"):
         needle(learned, tokenizer, [128])
 
 

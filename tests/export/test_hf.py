@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bessemer.checkpoint.store import CheckpointStore
+from bessemer.data.read.chat_turns import with_tools
 from bessemer.data.tokenizer.chat import render
 from bessemer.errors import UserError
 from bessemer.export import hf
@@ -81,9 +82,13 @@ def test_the_jinja_layouts_are_those_of_training(run: Path, name: str) -> None:
         {"role": "assistant", "content": "Very.", "tool_calls": [call]},
     ]
     layout = chat.find_template(name, tokenizer)
-    said = "".join(part.text for part in layout(messages, chat.learned_turns(messages, "all"), tokenizer))
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.inner, eos_token=tokenizer.eos)
-    assert fast.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=False) == said
+    tool = {"type": "function", "function": {"name": "melt", "description": "schmilzt für dich"}}
+    for turns, tools in ((messages, None), (messages, [tool, tool]), (messages[1:], [tool])):
+        laid_out = chat.write_tools(with_tools(turns, tools))
+        text = "".join(part.text for part in layout(laid_out, chat.learned_turns(laid_out, "all"), tokenizer))
+        assert text == fast.apply_chat_template(turns, tools=tools, chat_template=TEMPLATES[name], tokenize=False)
+        assert ("schmilzt" in text) == bool(tools)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -23,7 +23,7 @@ from bessemer.model.adapters import (
     merge,
     using_adapter,
 )
-from bessemer.model.families.adapter import PREFIX, PeftAdapter, read_adapter
+from bessemer.model.families.adapter import PREFIX, PeftAdapter, read_adapter, with_folder
 from bessemer.model.families.folder import HfFolder, load_weights
 from bessemer.model.families.registry import read_shape
 from bessemer.model.transformer import Decoder, build_model
@@ -239,20 +239,26 @@ def test_fused_and_transposed_matrices(family: str, kind: str, tokens: Tensor, t
     assert (logits(merged, tokens) - logits(model, tokens)).abs().max() < 5e-5
 
 
-def peft_model(folder: Path, kind: str, seed: int) -> Any:
+def peft_model(folder: Path, kind: str, seed: int | None, **settings: Any) -> Any:
     peft = pytest.importorskip("peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     config = peft.LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=names, use_dora=kind == "dora", use_rslora=kind == "rslora",
-        task_type="CAUSAL_LM",
+        r=RANK, lora_alpha=ALPHA, use_dora=kind == "dora", use_rslora=kind == "rslora", task_type="CAUSAL_LM",
+        **{"target_modules": names, **settings},
     )  # fmt: skip
     model = peft.get_peft_model(base, config)
+    if seed is not None:
+        add_noise(model, seed)
+    return model
+
+
+def add_noise(model: Any, seed: int) -> None:
+    """As after some training."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "modules_to_save" in name:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
 
 
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
@@ -293,6 +299,59 @@ def test_peft_opens_what_is_written(folder: Path, tokens: Tensor, tmp_path: Path
     theirs.save_pretrained(tmp_path / "again")
     saved, again = (load_file(path / "adapter_model.safetensors") for path in (out, tmp_path / "again"))
     assert saved.keys() == again.keys() and all(torch.equal(saved[name], again[name]) for name in saved)
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "a pattern": {"target_modules": r".*\.1\..*(q|v)_proj"},
+    "some layers": {"target_modules": ["o_proj", "down_proj"], "layers_to_transform": [0]},
+    "all but some": {"target_modules": "all-linear", "exclude_modules": ["gate_proj"]},
+    "with the head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "orthogonal": {"target_modules": ["up_proj"], "init_lora_weights": "orthogonal"},
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_peft_saves_is_read_and_written_again(folder: Path, tokens: Tensor, tmp_path: Path, name: str) -> None:
+    theirs = peft_model(folder, "rslora", seed=7, **CHOICES[name])
+    theirs.save_pretrained(tmp_path / "theirs")
+    read = read_adapter(tmp_path / "theirs", load(folder).shape)
+    spec = with_folder(AdapterSpec(path=str(tmp_path / "theirs")), load(folder).shape)
+    model = load(folder)
+    add_adapters(model, spec, RANK, ALPHA)
+    init_adapters(model, spec, spec.scale(RANK, ALPHA), 0, read)
+    with torch.no_grad():
+        expected_BTV = theirs(tokens).logits
+        assert (logits(model, tokens) - expected_BTV).abs().max() < 1e-6 * expected_BTV.abs().max()
+    out = write_peft(model, folder, tmp_path / "ours", "rslora")
+    saved, again = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "theirs", out))
+    assert saved.keys() == again.keys() and all(torch.equal(saved[key], again[key]) for key in saved)
+    peft = pytest.importorskip("peft")
+    opened = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(folder), out).eval()
+    with torch.no_grad():
+        assert (opened(tokens).logits - expected_BTV).abs().max() < 1e-6 * expected_BTV.abs().max()
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_for_a_changed_base_is_refused_until_it_is_converted(
+    folder: Path, tokens: Tensor, tmp_path: Path, init: str
+) -> None:
+    theirs = peft_model(folder, "lora", seed=None, init_lora_weights=init)
+    initial, changed, converted = (tmp_path / name for name in ("initial", "changed", "converted"))
+    theirs.peft_config["default"].init_lora_weights = True  # of the factors as they begin
+    theirs.save_pretrained(initial)
+    theirs.peft_config["default"].init_lora_weights = init
+    add_noise(theirs, seed=9)
+    expected_BTV = theirs(tokens).logits
+    theirs.save_pretrained(changed)
+    with pytest.raises(UserError, match=f"init_lora_weights '{init}': the adapter is for a changed base"):
+        read_adapter(changed, load(folder).shape)
+    theirs.save_pretrained(converted, path_initial_model_for_weight_conversion=initial)
+    read = read_adapter(converted, load(folder).shape)
+    model, spec = load(folder), with_folder(AdapterSpec(path=str(converted)), load(folder).shape)
+    assert spec.rank == 2 * RANK
+    add_adapters(model, spec, 2 * RANK, 2 * ALPHA)
+    init_adapters(model, spec, spec.scale(2 * RANK, 2 * ALPHA), 0, read)
+    assert (logits(model, tokens) - expected_BTV).abs().max() < 1e-5 * expected_BTV.abs().max()
 
 
 def test_rows_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:

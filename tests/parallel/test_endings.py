@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import sys
 import time
@@ -54,6 +55,15 @@ def test_a_mistake_that_all_ranks_meet_later_is_one_line(ranks: Ranks, tiny_spec
     (code, line), other = train(ranks, tmp_path, tiny_spec("late", parallel=parallel))
     assert code == 2 and line.startswith("parallel.replicas.static_graph: a process takes 4 rows") and other == (2, "")
     assert line.count("\n") == 1
+
+
+def test_a_mistake_in_the_rows_that_rank_0_read_is_one_line(ranks: Ranks, tiny_spec: Spec, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "How hot?"}, {"role": "assistant", "content": "Very hot.", "weight": 0}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps({'messages': turns})}\n" * 8)
+    data = {"sources": {"chats": {"path": [str(rows)]}}, "context": 64, "validation": 0}
+    (code, line), other = train(ranks, tmp_path, tiny_spec("rows", objective="sft", data=data))
+    assert code == 2 and "[nothing_trained]" in line and line.count("\n") == 1 and other == (2, "")
 
 
 def test_a_mistake_that_one_rank_meets_is_said_by_it(

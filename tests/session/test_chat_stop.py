@@ -23,7 +23,7 @@ from bessemer.train.trained import LoadedModel, load_model
 from .conftest import spec_data
 
 transformers = pytest.importorskip("transformers")
-COLORS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red"}
+COLORS = {"sky": "blue", "grass": "green", "milk": "white", "coal": "black", "blood": "red"}
 GREEDY = AnswerSettings(max_tokens=24, sampling=Sampling(0.0))
 
 
@@ -94,7 +94,7 @@ def test_the_command(
 ) -> None:
     run, _ = trained
     (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"messages": question(t)}) + "\n" for t in ("sky", "snow"))
+        "".join(json.dumps({"messages": question(t)}) + "\n" for t in ("sky", "milk"))
     )
 
     def call(*options: str) -> tuple[int | str | None, str]:

@@ -1,6 +1,7 @@
 """A run in fp16 and one in fp8, from the spec to the checkpoint."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,3 +69,27 @@ def test_fp8_trains_plans_its_layers_and_saves_plain_weights(make_spec, monkeypa
     loaded = load_model(run_folder(spec), device="cpu")
     model, _ = loaded.model, loaded.tokenizer
     assert all(type(m) is torch.nn.Linear for m in model.modules() if isinstance(m, torch.nn.Linear))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["classify", "own"])
+def test_other_objectives_in_fp8_follow_fp32(objective, make_spec, monkeypatch, tmp_path):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(fp8.convert_to_fp8, "__defaults__", (1, 16, True))  # emulated
+    parts = {"model": {"layers": 3}, "optimizer": {"lr": 0.003}}
+    if objective == "own":
+        docs = Path(__file__).parents[2] / "docs" / "classify.md"
+        (tmp_path / "own.py").write_text(docs.read_text().split("```python\n")[1].split("```")[0])
+        parts["objective"] = f"{tmp_path / 'own.py'}:Confident"
+    else:
+        rows = [{"text": f"{'good' if i % 2 else 'bad'} work {i}", "label": ("no", "yes")[i % 2]} for i in range(400)]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        source = {"path": [str(tmp_path / "rows.jsonl")], "columns": {"label": "label"}}
+        parts |= {"objective": "classify", "classify": {"labels": ["no", "yes"]}}
+        parts["data"] = {"sources": {"rows": source}, "context": 32, "validation": 0.1}
+    low, full = make_spec("low", precision="fp8", **parts), make_spec("full", **parts)
+    for spec in (low, full):
+        assert train(spec).kind == "finished"
+    first, last = ([metrics(spec)[at]["loss"] for spec in (low, full)] for at in (0, -1))
+    assert first[0] != first[1] and first[0] == pytest.approx(first[1], rel=0.02)
+    assert last[1] < first[1] and abs(last[0] - last[1]) < 0.2 * (first[1] - last[1])

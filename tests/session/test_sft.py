@@ -11,6 +11,8 @@ import torch
 from tests.session.conftest import spec_data, train_until
 
 from bessemer.data.prepare import prepare
+from bessemer.data.stream.packing import open_best_fit
+from bessemer.data.stream.rows import ConcatRows, PadRows
 from bessemer.errors import UserError
 from bessemer.run.directory import Run
 from bessemer.session.session import Session, run_folder
@@ -156,9 +158,91 @@ def test_single_messages_are_left_out(tmp_path: Path) -> None:
         assert store_of(spec, tmp_path)[0][1] == f" {CALL}{EOS} d{EOS}"
     spec = sft_spec(path, tmp_path, tokenizer={"chat": "plain", "kind": "char", "learn": "everything"})
     assert store_of(spec, tmp_path)[0][1].startswith("User: a?\n\nAssistant:\n\nUser: c?")
-    path = write(tmp_path / "half.jsonl", [{"messages": [*TALK[:1], {**TALK[1], "weight": 0.5}]}])
-    with pytest.raises(UserError, match=r"half.jsonl:1: message 2: weight 0.5: .*write 0 or 1"):
+
+
+def weighted(weight: Any) -> list[dict[str, Any]]:
+    return [*TALK[:1], {**TALK[1], "weight": weight}, *TALK[2:]]
+
+
+def test_weights_of_messages(tmp_path: Path) -> None:
+    """Each token weighs what its message does, also where a row begins inside a conversation."""
+    path = write(tmp_path / "rows.jsonl", [{"messages": weighted(weight)} for weight in (0.25, 1, 4)])
+    spec = complete_spec(sft_spec(path, tmp_path, tokenizer={"chat": "plain", "kind": "char"}))
+    assert spec.data.sources["chat"].message_weights
+    prepared = prepare(spec.data, spec.tokenizer, tmp_path / "cache", 300, 0)
+    store, tokenizer = prepared.train["chat"], prepared.tokenizer
+    for rows in (open_best_fit(store, 40, tmp_path / "index"), ConcatRows(store, 40), PadRows(store, 40)):
+        block = rows.assemble(np.arange(rows.count))
+        weights = block.weights * np.nan_to_num(rows.fields(block.spans, rows.count)["message_weight"])
+        for weight in (0.25, 4):
+            ids = block.targets[weights == weight].tolist()
+            assert tokenizer.decode(ids) == f" b{EOS}"
+        count = (weights > 0).sum()
+        assert weights.sum() == pytest.approx(count + 3 * (0.25 - 1) + 3 * (4 - 1))
+
+
+def test_the_loss_is_a_weighted_mean(tmp_path: Path) -> None:
+    rows = [turns(*row) for row in zip(QUESTIONS, ANSWERS, strict=True)]
+
+    def first_loss(name: str, *weights: float) -> float:
+        marked = [{"messages": [*row[:2], {**row[2], "weight": w}]} for row, w in zip(rows, weights, strict=True)]
+        path, source = (
+            write(tmp_path / f"{name}.jsonl", marked),
+            {"messages_field": "messages", "message_weights": True},
+        )
+        data = {"sources": {"chat": {"path": [str(path)], **source}}, "context": 128, "validation": 0}
+        spec = sft_spec(path, tmp_path / "runs", data=data, budget={"steps": 1, "batch": 512})
+        spec = spec.model_copy(update={"name": name})
+        Session(spec).train()
+        return losses(spec)[0]
+
+    tokens = [len(answer) + 1 for answer in ANSWERS]  # characters, and the end of the turn
+    alone = [first_loss(f"alone-{i}", *(float(i == j) for j in range(4))) for i in range(2)]
+    expected = (3 * tokens[0] * alone[0] + 0.5 * tokens[1] * alone[1]) / (3 * tokens[0] + 0.5 * tokens[1])
+    assert first_loss("both", 3, 0.5, 0, 0) == pytest.approx(expected, rel=1e-5)
+    assert first_loss("twice", 2, 2, 2, 2) == pytest.approx(first_loss("once", 1, 1, 1, 1), rel=1e-6)
+
+
+def test_weights_that_the_first_rows_do_not_have_or_that_are_no_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path / "late.jsonl", [{"messages": TALK}] * 30 + [{"messages": weighted(0.5)}])
+    with pytest.raises(UserError, match=r"late.jsonl:31: message 2: weight 0.5: write message_weights: true"):
         store_of(sft_spec(path, tmp_path), tmp_path)
+    assert store_of(sft_spec(path, tmp_path, {"messages_field": "messages", "message_weights": True}), tmp_path)
+    for weight in (-1, "much", float("inf")):
+        path = write(tmp_path / "bad.jsonl", [{"messages": weighted(weight)}])
+        with pytest.raises(UserError, match=r"bad.jsonl:1: message 2: weight .*: write a number from 0 on"):
+            store_of(sft_spec(path, tmp_path), tmp_path)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALLS = [{"messages": TALK, "tools": [TOOL]}, {"messages": TALK, "tools": json.dumps([TOOL])}, {"messages": TALK}]
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    """As a list or as JSON; conversations without tools are as ever."""
+    path = write(tmp_path / "tools.jsonl", CALLS[::-1])
+    listed, spelled, without = store_of(sft_spec(path, tmp_path), tmp_path)[::-1]
+    [alone] = store_of(sft_spec(write(tmp_path / "none.jsonl", CALLS[2:]), tmp_path), tmp_path)
+    assert listed == spelled and without == alone
+    system = f"<tools>\n{json.dumps(TOOL)}\n</tools>"
+    assert listed[0].startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user")
+    assert listed[1] == without[1]
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{{ tools|length if tools else 0 }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    spec = sft_spec(path, tmp_path, tokenizer={"chat": str(template), "kind": "char"})
+    assert [text[0] for text, _ in store_of(spec, tmp_path)] == ["0", "1", "1"]
+    for value, problem in (
+        (3, "a int, not a list"),
+        ("{", "Expecting property name"),
+        (["f"], "a str, not a list of JSON"),
+    ):
+        path = write(tmp_path / "bad.jsonl", [{"messages": TALK, "tools": value}] * 2)
+        spec = sft_spec(path, tmp_path, {"messages_field": "messages", "columns": {"tools": "tools"}})
+        with pytest.raises(UserError, match=problem):
+            store_of(spec, tmp_path)
 
 
 def test_reasoning_is_learnt_before_the_answer(tmp_path: Path) -> None:

@@ -216,6 +216,15 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"objective": "distill", "models": {"teacher": {"path": "x", "train": True}}},
         {"models.teacher.train": "is frozen"},
     ),
+    ({"dpo": {"loss": "ipo"}}, {"dpo": "has no effect with objective: pretrain"}),
+    (
+        {"objective": "dpo", "data__sources": {"rows": {"path": "rows.jsonl"}}, "parallel__cp": 2, "tasks": ["infill"]},
+        {
+            "data.sources.rows": "dpo compares two answers",
+            "parallel.cp": "complete rows",
+            "tasks": "those of pre-training",
+        },
+    ),
     ({"adapter": "lora"}, {"adapter": "needs trained weights to adapt"}),
     ({"classify": {"labels": ["a", "b"]}}, {"classify": "has no effect with objective: pretrain"}),
     ({"objective": "classify"}, {"classify": "missing: write for example"}),

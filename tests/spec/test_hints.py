@@ -106,7 +106,11 @@ def test_a_value_of_another_unit_or_meaning_is_not_repeated(key: str) -> None:
         ("budget", "50M", "budget: {tokens: 50M}"),
         ("tokenizer", "gpt2", "tokenizer: {path: gpt2}"),
         ("guard", "off", "guard: {enabled: false}"),
-        ("lints", "off", "keys below it, such as lints: {silence: [no_warmup]} (warnings to silence for this run)"),
+        (
+            "lints",
+            "off",
+            "keys below it, such as lints: {silence: [no_warmup]} (warnings and checks to silence for this run)",
+        ),
     ],
 )
 def test_a_value_in_the_place_of_a_section_gets_its_key(key: str, value: str, written: str) -> None:

@@ -131,6 +131,31 @@ def test_a_written_spec_is_the_same_from_a_file() -> None:
         assert load_spec(path) == spec
 
 
+DECIDED_LATER: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "classify": {
+        "classify": {"labels": ["good", "bad"]},
+        "data": {"sources": {"reviews": {"path": ["*.jsonl"], "columns": {"text": "text", "label": "label"}}}},
+    },
+}
+
+
+@pytest.mark.parametrize("objective", DECIDED_LATER)
+def test_a_written_spec_leaves_open_what_a_start_decides(objective: str) -> None:
+    """Otherwise a launched run would cut conversations, and use another template than the model's own."""
+    spec = RunSpec.model_validate(MINIMAL | {"objective": objective, **DECIDED_LATER[objective]})
+    again = validate(parse_yaml(dump_spec(spec), "spec.yaml"))
+    assert again == spec and "packing" not in again.data.model_fields_set
+    assert "chat" not in again.tokenizer.model_fields_set or objective == "classify"
+    assert "long" not in again.data.padding.model_fields_set or objective == "sft"
+    data = {**spec.data.model_dump(exclude_unset=True), "packing": "best_fit"}
+    chosen = RunSpec.model_validate(
+        spec.model_dump(exclude_unset=True) | {"data": data, "tokenizer": {"chat": "plain"}}
+    )
+    again = validate(parse_yaml(dump_spec(chosen), "spec.yaml"))
+    assert again.data.packing == "best_fit" and again.tokenizer.chat == "plain"
+
+
 AUTO = [
     "tokenizer.vocab",
     "data.context",

@@ -17,6 +17,7 @@ from bessemer.cli.console import (
     print_table,
     table_console,
 )
+from bessemer.cli.data_check import check
 from bessemer.errors import UserError
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Prepare a corpus, report on it, check files.")
@@ -210,47 +211,7 @@ def _print_report(report: dict, page: Path, as_json: bool) -> None:  # type: ign
     print(f"report  {page}")
 
 
-@app.command()
-def check(
-    paths: list[str] = typer.Argument(help="Files, folders, globs or URLs."),
-    format: str = typer.Option("auto", "--format", help="As in a spec: auto, jsonl, parquet, text, ..."),
-    text_field: str = _TEXT_FIELD,
-    messages_field: str | None = typer.Option(None, "--messages", help="The field that holds a conversation."),
-    tokenizer: Path | None = typer.Option(None, "--tokenizer", help="Find answers that would be cut off."),
-    context: int | None = typer.Option(None, "--context", min=2, help="Tokens per training sequence."),
-    chat: str = typer.Option("chatml", "--chat", help="The chat template of conversations."),
-    as_json: bool = AS_JSON,
-) -> None:
-    """Check files for problems that would harm training; print how often, where, and the fix.
-
-    Exit code 1 if there are problems.
-
-    Example: bessemer data check data/*.jsonl --messages messages --tokenizer tokenizer.json --context 4096
-    """
-
-    from bessemer.data.check import check_files
-    from bessemer.data.tokenizer.tokenizer import Tokenizer
-    from bessemer.observe.progress import working
-    from bessemer.spec.load import source_spec
-
-    source = {"path": paths, "format": format, "text_field": text_field, "messages_field": messages_field}
-    loaded = Tokenizer.load(tokenizer) if tokenizer else None
-    with working("listing the files") as report:
-        result = check_files(source_spec(source), loaded, context, chat, report)
-    if as_json:
-        print_json(result.to_json(), ensure_ascii=False)
-    else:
-        print(f"{result.documents:,} documents, {result.characters:,} characters in {result.files:,} files")
-        for line in result.notes:
-            print(f"     note  {line}")
-        for problem in result.problems:
-            print(f"{problem.count:>9,}  {problem.what}\n           fix: {problem.fix}")
-            for example in problem.examples:
-                print(f"           {example}")
-        if not result.problems:
-            print("no problems found")
-    if result.problems:
-        raise typer.Exit(1)
+app.command()(check)
 
 
 @app.command()

@@ -27,7 +27,7 @@ def generate(
         None, "--template", help="Chat template if the model has none: chatml, llama3, plain, none or a Jinja file."
     ),
     max_tokens: int = typer.Option(200, min=1, help="Maximum number of new tokens."),
-    n: int = typer.Option(1, "--n", min=1, help="Answers to each prompt."),
+    n: int = typer.Option(1, "--n", min=1, max=100_000, help="Answers to each prompt."),
     temperature: float = typer.Option(0.8, help="0 always takes the most likely token."),
     top_k: int = typer.Option(0, help="Sample from the k most likely tokens; 0 for no limit."),
     top_p: float = typer.Option(0.95, help="Sample from the most likely tokens that reach this probability."),
@@ -65,6 +65,8 @@ def generate(
         check_rows_file(write, prompts)
     if prompts is not None and prompt:
         raise UserError("--prompt and --prompts: give one of them")
+    if system and not chat:
+        raise UserError('--system goes with --chat: leave it out, or write it into the "messages" of --prompts')
     sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
     settings = AnswerSettings(max_tokens, n, sampling, tuple(stop), parse_special)
     texts = [prompt] if prompts is None else read_prompts(prompts)
@@ -74,9 +76,10 @@ def generate(
         loaded = replace(loaded, template=template)
     if chat:
         converse(loaded, settings, system, _read_line, lambda piece: print(piece, end="", flush=True))
-    elif prompts is None and n == 1 and not as_json and not stop:
+    elif prompts is None and n == 1 and not as_json:
+        pieces = loaded.stream(loaded.prompt(prompt, parse_special), max_tokens, sampling, stop)
         print(prompt, end="", flush=True)
-        for piece in loaded.stream(loaded.prompt(prompt, parse_special), max_tokens, sampling):
+        for piece in pieces:
             print(piece, end="", flush=True)
         print()
     elif write is not None:
@@ -105,6 +108,9 @@ def _read_line() -> str | None:
     except EOFError:
         print()
         return None
+    except UnicodeDecodeError as error:
+        print()
+        raise UserError(f"the line is not valid UTF-8 at byte {error.start + 1}: correct its encoding") from None
 
 
 def _show(number: int, answer: dict[str, Any]) -> str:

@@ -74,24 +74,27 @@ def evaluate(
     from bessemer.evaluate.needle import needle as measure_needle
     from bessemer.observe.progress import working
     from bessemer.spec.quantity import Count
-    from bessemer.train.trained import load_model
+    from bessemer.train.trained import find_model, load_model
 
     if not needle:
         raise UserError("evaluate: name what to measure: --needle")
     with working("loading the model"):
         loaded = load_model(run, checkpoint, device)
+    place = find_model(run, checkpoint).place  # the run of a checkpoint
     try:
         if lengths == "auto":
-            settings = run / "settings.json"
+            settings, limit = place / "settings.json", loaded.model.shape.position_limit
             context = json.loads(settings.read_text())["context"] if settings.exists() else 2048
-            tokens = [context // 4, context // 2, context, 2 * context]
+            context = min(context, loaded.context or context)
+            candidates = [context // 4, context // 2, context, 2 * context][: 3 if limit else 4]
+            tokens = [length for length in candidates if length >= 16] or [context]  # room for a needle
         else:
             tokens = [TypeAdapter(Count).validate_python(length.strip()) for length in lengths.split(",")]
         needle_kind = None if kind == "auto" else TypeAdapter(Kind).validate_python(kind)
     except ValidationError:
         raise UserError(f"--lengths {lengths} --kind {kind}: write for example 512,4Ki; auto, key or copy") from None
     with working("measuring"):
-        filler = held_out_text(run, max(tokens)) if (run / "events.jsonl").exists() else None
+        filler = held_out_text(place, max(tokens)) if (place / "events.jsonl").exists() else None
         grid = measure_needle(
             loaded.model, loaded.tokenizer, tokens, trials=trials, seed=seed, kind=needle_kind, filler=filler
         )

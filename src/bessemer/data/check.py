@@ -9,16 +9,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bessemer.data.chat_checks import RowSource, TokenizerConfig, check_rows
+from bessemer.data.chat_rows import FIRST_CONVERSATIONS, ChatRow, RowCounts, RowSample, has_system, render_document
 from bessemer.data.curate.ledger import hash_text
 from bessemer.data.read import FileEntry, SourcePart, divide_source, list_files, read_part
 from bessemer.data.read.compression import READ_ERRORS, open_decompressed
 from bessemer.data.read.entry import BadRow, Document
 from bessemer.data.read.rows import detect_wide_encoding
+from bessemer.data.tokenizer.chat import find_problems, find_template
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
 
@@ -53,9 +56,10 @@ class CheckReport:
     characters: int = 0
     notes: list[str] = field(default_factory=list)  # which files are read and which are not
     problems: list[Problem] = field(default_factory=list)
+    rows: list[ChatRow] = field(default_factory=list)  # a sample of the rendered conversations
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(replace(self, rows=[])).items() if name != "rows"}
 
 
 class _Problems:
@@ -78,10 +82,12 @@ def check_files(
     context: int | None = None,
     template: str = "chatml",
     progress: Callable[[str], None] | None = None,
+    config: TokenizerConfig | None = None,
 ) -> CheckReport:
     """Reads all documents of a source and reports their problems.
 
-    With a tokenizer and a context, conversations are also rendered, to find those without a learned token.
+    With a tokenizer, conversations are also rendered and get the named checks of fine-tuning rows (`chat_checks`),
+    for rows of `context` tokens if that is given. `config` is of the model that they are for.
     """
     listing: list[str] = []
     notes = _Problems()
@@ -95,6 +101,7 @@ def check_files(
     unread = dict.fromkeys(file.name for file in files)
     _compare_schemas(files, source, notes)
     copies = _Copies()
+    conversations = _Conversations(tokenizer, context, template, config) if tokenizer else None
     for part in divide_source("", files, source):
         if progress:
             progress(f"reading {part.name}")
@@ -104,8 +111,10 @@ def check_files(
             copies.add(document)
             _check_text(document, notes)
             if document.messages is not None:
-                _check_conversation(document, tokenizer, context, template, notes)
+                _check_conversation(document, conversations, notes)
     copies.report(notes)
+    if conversations:
+        report.rows = conversations.report(notes)
     for name in unread:
         notes.add("file without a document", "fill it, leave it out, or set text_field or format", name)
     report.problems = sorted(notes.by_kind.values(), key=lambda problem: -problem.count)
@@ -175,25 +184,51 @@ def _around(text: str, at: int) -> str:
     return text[max(0, at - 30) : at + 30]
 
 
-def _check_conversation(
-    document: Document, tokenizer: Tokenizer | None, context: int | None, template: str, notes: _Problems
-) -> None:
-    from bessemer.data.tokenizer.chat import find_problems, render
-
+def _check_conversation(document: Document, conversations: _Conversations | None, notes: _Problems) -> None:
     assert document.messages is not None
     errors = find_problems(document.messages)
     for error in errors:
         name, _, where = error.partition(": ")
         notes.add(f"conversation: {name}", "correct or delete these conversations", document.place, where)
-    if errors or tokenizer is None:
-        return
-    _, mask = render(document.messages, tokenizer, template)
-    if not any(mask):
-        fix = "give it an answer by the assistant, or delete it"
-        notes.add("conversation: no token of it is learnt", fix, document.place)
-    elif context is not None and not any(mask[:context]):  # a row's first input is an end of document
-        fix = f"shorten the prompt or raise data.context (now {context})"
-        notes.add("conversation: the answer lies past the context", fix, document.place, f"{len(mask):,} tokens")
+    if not errors and conversations:
+        conversations.add(document, notes)
+
+
+class _Conversations:
+    """Renders conversations as they would be trained, for the named checks."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, context: int | None, template: str, config: TokenizerConfig | None
+    ) -> None:
+        self.tokenizer, self.context, self.template, self.config = tokenizer, context, template, config
+        self.sample, self.counts = RowSample(), RowCounts()
+        find_template(template, tokenizer)  # an unusable template is not a conversation's problem
+        self.system_places: list[str] = []
+
+    def add(self, document: Document, notes: _Problems) -> None:
+        if has_system(document.messages) and len(self.system_places) < FIRST_CONVERSATIONS:
+            self.system_places.append(document.place)
+        try:
+            rows = list(render_document(document, self.tokenizer, self.template, "all"))
+        except UserError as error:
+            what, _, fix = str(error).partition("; ")
+            notes.add(what, fix or "correct the template", document.place)
+            return
+        for row in rows:
+            self.sample.add(row)
+            self.counts.add(row, self.context)
+
+    def report(self, notes: _Problems) -> list[ChatRow]:
+        """Adds the mistakes; returns the sample."""
+        rows = self.sample.rows()
+        source = RowSource(
+            self.tokenizer, rows, self.sample.count, self.counts, self.context, self.template,
+            self.config or TokenizerConfig(), system_places=self.system_places,
+        )  # fmt: skip
+        for mistake in check_rows(source):
+            problem = Problem(f"{mistake.what} [{mistake.name}]", mistake.count, mistake.places, mistake.fix)
+            notes.by_kind[mistake.name] = problem
+        return rows
 
 
 class _Copies:

@@ -289,6 +289,8 @@ def _fingerprint(
         content.append({name: source.columns for name, source in data.sources.items()})
     if any(source.chat_format for source in data.sources.values()):
         content.append({name: [source.chat_format, source.columns] for name, source in data.sources.items()})
+    if weighted := [name for name, source in data.sources.items() if source.message_weights]:
+        content.append({"message_weights": weighted})
     return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()))
 
 

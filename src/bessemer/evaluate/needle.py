@@ -98,6 +98,8 @@ def needle(
 
     A trial of `copy` is one forward pass over the length without a cache, a trial of `key` two, the second with one.
     """
+    if not model.shape.causal or model.shape.decoder_layers or model.shape.labels:
+        raise UserError("needle: needs a causal model, which predicts what comes next")
     kind = kind or ("key" if model.shape.parameters >= READER else "copy")
     special = set(tokenizer.special.values())
     hay = [i for i in (filler or tokenizer.encode(FILLER)) if i not in special]
@@ -105,11 +107,9 @@ def needle(
         raise UserError("needle: give lengths and trials of at least 1, and depths from 0 to 1")
     if len(set(hay)) <= COPIED:
         raise UserError(f"needle: the text to hide it in needs more than {COPIED} different tokens; give another")
-    if not model.shape.causal or model.shape.decoder_layers:
-        raise UserError("needle: needs a causal model, which predicts what comes next")
-    most = model.shape.max_positions
-    if model.shape.positions == "learned" and max(lengths) > most:
-        raise UserError(f"--lengths {max(lengths)}: the model has {most} learned positions; ask for at most {most}")
+    most = model.shape.position_limit
+    if most and max(lengths) > most:
+        raise UserError(f"--lengths {max(lengths)}: the model has {most} positions; ask for at most {most}")
     cells = {}
     for length in lengths:
         for depth in depths:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.tokenizer.chat import _BOS, read_template, special_tokens
+from bessemer.data.tokenizer.chat import BOS_NAMES, read_template, special_tokens
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.spec.load import load_spec
 
@@ -22,7 +22,14 @@ _CALLS = (
     "{%- if key == 'arguments' -%}{{ ('' if loop.first and not text(m) else '\\n') + "
     "'<tool_call>\\n' + body + '\\n</tool_call>' }}{%- else -%}{{ body }}{%- endif -%}{%- endfor -%}{%- endmacro -%}"
 )
-_EACH = _TEXT + _CALLS + "{%- for m in messages -%}"
+# Tools go into the system message.
+_TOOLS = (
+    "{%- macro declared() -%}{{ '<tools>' }}{%- for tool in tools -%}{{ '\\n' + tool|tojson }}{%- endfor -%}"
+    "{{ '\\n</tools>' }}{%- endmacro -%}{%- if tools and messages[0].role == 'system' -%}{%- set messages = "
+    "[{'role': 'system', 'content': text(messages[0]) + '\\n\\n' + declared()}] + messages[1:] -%}{%- elif tools -%}"
+    "{%- set messages = [{'role': 'system', 'content': declared()}] + messages -%}{%- endif -%}"
+)
+_EACH = _TEXT + _CALLS + _TOOLS + "{%- for m in messages -%}"
 _END = "{%- endfor -%}{%- if add_generation_prompt -%}"
 TEMPLATES = {
     "chatml": _EACH + "{{ '<|im_start|>' + m.role + '\\n' + text(m) + calls(m, 'arguments') + '<|im_end|>\\n' }}"
@@ -48,7 +55,9 @@ def tokenizer_files(
     Documents follow each other's end token, so it also starts a text if there is no BOS token. With `begins` the
     tokenizer puts the end token before every text, as `bessemer generate` does.
     """
-    bos, pad = (next((name for name in names if name in tokenizer.special), tokenizer.eos) for names in (_BOS, _PADS))
+    bos, pad = (
+        next((name for name in names if name in tokenizer.special), tokenizer.eos) for names in (BOS_NAMES, _PADS)
+    )
     names = {"eos": tokenizer.eos, "bos": bos, "pad": pad}
     config: dict[str, Any] = {f"{role}_token": name for role, name in names.items()}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}

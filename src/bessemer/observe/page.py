@@ -36,6 +36,21 @@ class Code:
 
 
 @dataclass(frozen=True)
+class WeightedText:
+    """A text in pieces, each with its weight in the loss; those above 0 are marked."""
+
+    pieces: list[tuple[str, float]]
+    caption: str = ""
+
+    def plain(self) -> str:
+        """With the marked pieces in double brackets, after their weight if it is not 1."""
+        return "".join(f"[[{_weight(weight)}{text}]]" if weight > 0 else text for text, weight in self.visible())
+
+    def visible(self) -> list[tuple[str, float]]:
+        return [(_visible_lines(text), weight) for text, weight in self.pieces]
+
+
+@dataclass(frozen=True)
 class Table:
     """A cell such as `12.5%` also shows as a bar in HTML."""
 
@@ -52,7 +67,7 @@ class Details:
     blocks: list[Block]
 
 
-Block = Text | Items | Code | Table | Details | Figure
+Block = Text | Items | Code | WeightedText | Table | Details | Figure
 Section = tuple[str, list[Block]]  # heading (none if empty) and content
 
 
@@ -81,6 +96,10 @@ def _picture(letter: str) -> str:
 
 def _visible_lines(text: str) -> str:
     return "\n".join(make_visible(line) for line in text.split("\n"))
+
+
+def _weight(weight: float) -> str:
+    return "" if weight == 1 else f"{weight:g}: "
 
 
 def _clip(text: str) -> str:
@@ -118,10 +137,9 @@ def _block_markdown(block: Block) -> str:
         case Items():
             return "\n".join(f"- {_escape_markdown(item)}" for item in block.items)
         case Code():
-            runs = [len(run) for run in re.findall("`+", block.text)]
-            fence = "`" * max(3, 1 + max(runs, default=0))
-            code = f"{fence}text\n{_visible_lines(block.text)}\n{fence}"
-            return "\n\n".join(part for part in (_escape_markdown(block.caption), code) if part)
+            return _code_markdown(block.text, block.caption)
+        case WeightedText():
+            return _code_markdown(block.plain(), block.caption)
         case Table():
             return _table_markdown(block)
         case Details():
@@ -129,6 +147,13 @@ def _block_markdown(block: Block) -> str:
         case LineChart() | Histogram() | Heatmap():
             lines = block.sparklines() if isinstance(block, LineChart) else block.text().splitlines()
             return "\n".join(f"    {line}" for line in lines)
+
+
+def _code_markdown(text: str, caption: str) -> str:
+    runs = [len(run) for run in re.findall("`+", text)]
+    fence = "`" * max(3, 1 + max(runs, default=0))
+    code = f"{fence}text\n{_visible_lines(text)}\n{fence}"
+    return "\n\n".join(part for part in (_escape_markdown(caption), code) if part)
 
 
 def _table_markdown(table: Table) -> str:
@@ -157,6 +182,8 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .7rem .3rem 0; bo
 tr.bad td { color: var(--bad) }
 pre { background: var(--box); border: 1px solid var(--line); border-radius: 6px; padding: .7rem; margin: .3rem 0;
   font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere }
+mark { background: color-mix(in srgb, var(--bar) 30%, transparent); color: inherit; border-radius: 3px;
+  print-color-adjust: exact } sub { color: var(--soft); margin-right: .2rem }
 figure { margin: 1rem 0 } figcaption { color: var(--soft); overflow-wrap: anywhere }
 details { margin: .3rem 0 } summary { cursor: pointer; overflow-wrap: anywhere }
 svg { width: 100%; max-width: 60rem; height: auto; display: block; margin: .5rem 0 }
@@ -190,8 +217,15 @@ def _block_html(block: Block) -> str:
         case Items():
             return f"<ul>{''.join(f'<li>{_html(item)}</li>' for item in block.items)}</ul>"
         case Code():
-            caption = f"<figcaption>{_html(block.caption)}</figcaption>" if block.caption else ""
-            return f"<figure>{caption}<pre>{escape(_visible_lines(block.text))}</pre></figure>"
+            return _code_html(escape(_visible_lines(block.text)), block.caption)
+        case WeightedText():
+            marked = (
+                f"<mark>{f'<sub>{weight:g}</sub>' if weight != 1 else ''}{escape(text)}</mark>"
+                if weight > 0
+                else escape(text)
+                for text, weight in block.visible()
+            )
+            return _code_html("".join(marked), block.caption)
         case Table():
             return _table_html(block)
         case Details():
@@ -199,6 +233,10 @@ def _block_html(block: Block) -> str:
             return f"<details><summary>{_html(block.summary)}</summary>{content}</details>"
         case LineChart() | Histogram() | Heatmap():
             return block.svg()
+
+
+def _code_html(code: str, caption: str) -> str:
+    return f"<figure>{f'<figcaption>{_html(caption)}</figcaption>' if caption else ''}<pre>{code}</pre></figure>"
 
 
 def _table_html(table: Table) -> str:

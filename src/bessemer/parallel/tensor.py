@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
@@ -133,3 +135,23 @@ def replicate_hidden(hidden: Tensor, mesh: DeviceMesh, shard_vocab: bool) -> Ten
     if not isinstance(hidden, DTensor):
         hidden = DTensor.from_local(hidden, mesh, (Replicate(),), run_check=False)
     return hidden.to_local(grad_placements=(Partial(),) if shard_vocab else None)
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        ctx.size, ctx.start = part.shape[-1], dist.get_rank(group) * part.shape[-1]
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad[..., ctx.start : ctx.start + ctx.size], None
+
+
+def gather_logits(part: Tensor, group: Any) -> Tensor:
+    """All logits from every rank's part of the vocabulary. All ranks must compute the same loss from them: the
+    gradient of a part is its columns of that loss's gradient."""
+    gathered: Tensor = _GatherColumns.apply(part, group)  # type: ignore[no-untyped-call]
+    return gathered

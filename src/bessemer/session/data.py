@@ -286,7 +286,7 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
     sizes_by_source = {}
     for name, source in data.train.items():
         count = rows[name].count if name in rows else 0
-        padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective == "sft"
+        padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective in ("sft", "dpo")
         tokens = source.tokens if isinstance(source, TokenStore) and not padded else count * context
         if isinstance(data, UserData) and name not in rows:  # an iterable tells nothing of its length
             count = tokens = _ENDLESS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from bessemer.align.dpo import Dpo
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.rows import StoreRows
@@ -31,14 +32,22 @@ OBJECTIVES: dict[str, MakeObjective] = {
     "distill": lambda spec, stream, tokenizer, shape, context: Distill(
         spec.distill, spec.data.cross_documents, dropout_seed(spec)
     ),
+    "dpo": lambda spec, stream, tokenizer, shape, context: Dpo(
+        spec.dpo, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec)
+    ),
 }
 
 
+def first_tokens(spec: RunSpec, tokenizer: Tokenizer) -> tuple[int, ...] | None:
+    """What the folder's model reads before a text; None for models of Bessemer, which read the end of the last one."""
+    return hf_prompt_format(Path(spec.model.hf), tokenizer).prefix if spec.model.hf else None
+
+
 def make_sft(spec: RunSpec, tokenizer: Tokenizer) -> Sft:
-    begins = hf_prompt_format(Path(spec.model.hf), tokenizer).prefix if spec.model.hf else None
     return Sft(
-        spec.data.cross_documents, spec.loss, dropout_seed(spec), tokenizer.eos_id, begins,
+        spec.data.cross_documents, spec.loss, dropout_seed(spec), tokenizer.eos_id, first_tokens(spec, tokenizer),
         spec.sft.neftune if spec.sft else 0.0, spec.seed,
+        any(source.message_weights for source in spec.data.sources.values()),
     )  # fmt: skip
 
 

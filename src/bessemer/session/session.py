@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from bessemer.data.chat_checks import Mistake
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import RankError, UserError
 from bessemer.guard.watchdog import Watchdog
@@ -26,6 +27,7 @@ from bessemer.session.record import SPEC_FILE, PlanComparison, record_start
 from bessemer.session.recovery.incident import IncidentResponder
 from bessemer.session.recovery.restart import HangResponse, is_relaunched, open_run, under_launcher
 from bessemer.session.restore import PreviousStart, load_previous_start, prepare_checkpoints, restore
+from bessemer.session.sft import check_sources, refuse_mistakes
 from bessemer.session.start import ResolvedRun, choose_layout, complete_spec, decide_shape, open_source, resolve_run
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
@@ -160,7 +162,19 @@ class Session:
             data, shape, context = self._prepare(plan)
         for note in getattr(data, "notes", ()):
             self._note_data(run, note)
+        if self.spec.objective == "sft" and previous.plan is None:
+            self._check_rows(run, data, context)
         return data, shape, context
+
+    def _check_rows(self, run: RunWriter, data: Data, context: int) -> None:
+        """Refuses a new run whose rows make it worthless, and notes lesser mistakes."""
+        self.view.activity("checking the rows")
+        mistakes: dict[str, list[Mistake]] = {}
+        with self.world.main_process_first():
+            if self.world.main:
+                mistakes = check_sources(self.spec, data, context)
+        for line in refuse_mistakes(self.world.agree(mistakes)):
+            self._note_data(run, f"warning: {line}")
 
     def _prepare(self, plan: Plan) -> tuple[Data, ModelShape, int]:
         data = open_data(self.spec, plan, self.view.progress, self.datasets)

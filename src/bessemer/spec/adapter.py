@@ -22,6 +22,14 @@ AutoAlpha = Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"]
 Kind = Literal["lora", "rslora", "dora", "pissa"]
 
 
+# With these PEFT changes the base's weights, or computes more than W x + scale * B A x.
+_CHANGED_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+_OTHER_FUNCTIONS = (
+    "alora_invocation_tokens", "use_qalora", "layer_replication", "use_bdlora", "arrow_config", "kasa_config",
+    "monteclora_config",
+)  # fmt: skip
+
+
 class AdapterSpec(ShortSection, short="kind"):
     """Low-rank adapters (LoRA) beside the linear layers of a trained model, whose own weights are frozen. `adapter:
     lora` is short for `adapter: {kind: lora}`."""
@@ -79,6 +87,13 @@ def read_peft_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{file}: peft_type {kind!r}: only LORA can be read, with or without DoRA and rsLoRA")
     if config.get("bias", "none") != "none":
         raise UserError(f"{file}: bias {config['bias']!r}: only adapters without trained biases can be read")
+    if str(init := config.get("init_lora_weights")).startswith(_CHANGED_BASE):
+        raise UserError(
+            f"{file}: init_lora_weights {init!r}: the adapter is for a changed base: save it with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...), which makes it one for the base itself"
+        )
+    if other := next((key for key in _OTHER_FUNCTIONS if config.get(key)), None):
+        raise UserError(f"{file}: {other} {config[other]!r}: only plain LoRA, rsLoRA and DoRA can be read")
     return config
 
 

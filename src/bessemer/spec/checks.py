@@ -13,6 +13,7 @@ from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ModelSpec, ObjectiveSpec, model_shape
 from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
+from bessemer.spec.preference import DpoSpec
 from bessemer.spec.quantity import format_names
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 from bessemer.spec.shape import preset
@@ -139,9 +140,11 @@ def check_conversations(spec: RunSpec) -> Iterator[Problem]:
     if chats:
         lists.append((("data", "clean"), spec.data.clean))
     for name, source in spec.data.sources.items():
-        if "chosen" in (source.columns or {}) and spec.objective in OBJECTIVES:
+        if "chosen" in (source.columns or {}) and spec.objective in OBJECTIVES and spec.objective != "dpo":
             problem = f"objective: {spec.objective} would learn the rejected answers too"
             yield ("data", "sources", name, "columns"), f"{problem}: name an objective that compares them"
+        if source.message_weights and spec.objective != "sft":
+            yield ("data", "sources", name, "message_weights"), "only objective: sft weighs messages: remove the key"
     for path, steps in lists:
         for i, step in enumerate(steps):
             cuts = step.step in ("dedup_paragraphs", "dedup_substrings") or getattr(step, "action", "") == "cut"
@@ -403,13 +406,31 @@ def check_distill(spec: RunSpec) -> Iterator[Problem]:
         yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
 
 
+def check_dpo(spec: RunSpec) -> Iterator[Problem]:
+    if spec.objective != "dpo":
+        if spec.dpo != DpoSpec():
+            yield ("dpo",), f"has no effect with objective: {spec.objective}: write objective: dpo, or remove it"
+        return
+    for name, source in spec.data.sources.items():
+        if source.path != ["python"] and "chosen" not in (source.columns or {}):
+            fix = "columns: {prompt: question, chosen: good, rejected: bad}"
+            yield ("data", "sources", name), f"dpo compares two answers: name their columns, such as {fix}"
+    reference = spec.models.get("reference")
+    if reference and (reference.train or reference.head == "score"):
+        yield ("models", "reference"), "the reference is a frozen language model: remove train and head"
+    if spec.parallel.cp > 1:
+        yield ("parallel", "cp"), "the answers of a pair are summed over complete rows: write cp: 1"
+    if any(task != ObjectiveSpec() for task in spec.tasks):
+        yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
+
+
 def check_models(spec: RunSpec) -> Iterator[Problem]:
     for name, other in spec.models.items():
         if other.path == BASE and spec.adapter is None:
             yield ("models", name, "path"), "base is the run's model without its adapter: add adapter, or write a path"
         if other.path == BASE and (other.train or other.head == "score"):
             yield ("models", name, "path"), "base shares the frozen weights of the run's model: remove train and head"
-        if spec.objective in OBJECTIVES and spec.objective != "distill":
+        if spec.objective in OBJECTIVES and spec.objective not in ("distill", "dpo"):
             yield ("models", name), f"objective: {spec.objective} uses no other model: remove it"
         if spec.parallel.pp > 1:
             yield ("models", name), "pipeline stages have no place for another model: write parallel: {pp: 1}"
@@ -475,6 +496,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_rope_scaling, ("model", "data.context")),
     (check_wrapped, ("model", "optimizer", "dropout")),
     (check_distill, ("objective", "distill", "models", "parallel", "tasks")),
+    (check_dpo, ("objective", "dpo", "data", "models", "parallel", "tasks")),
     (check_models, ("models", "objective", "parallel", "adapter")),
     (check_sft, ("objective", "sft", "model", "tasks", "parallel")),
     (check_adapter, ("adapter", "model", "start_from", "parallel", "precision")),

@@ -121,8 +121,9 @@ Format = Literal[
 Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
 COLUMN_ROLES = (
     "text", "words", "label", "prompt", "completion", "chosen", "rejected", "instruction", "input", "output", "system",
+    "tools",
 )  # fmt: skip
-OPTIONAL_ROLES = ("input", "system")  # a row may lack them
+OPTIONAL_ROLES = ("input", "system", "tools")  # a row may lack them
 ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 
@@ -164,7 +165,7 @@ class SourceSpec(ShortSection, short="path"):
     columns: dict[str, str] | None = setting(
         None,
         "columns by what they are for: text (instead of text_field), words, label; prompt with completion, or with "
-        "chosen and rejected; instruction, input and output; system",
+        "chosen and rejected; instruction, input and output; system; tools (JSON schemas, for the chat template)",
         {"text": "review", "label": "sentiment"},
     )
     chat_format: ChatFormat | None = setting(
@@ -172,6 +173,12 @@ class SourceSpec(ShortSection, short="path"):
         "format of the rows: messages, sharegpt, alpaca, prompt_completion or text; objective: sft recognises it from "
         "the first rows",
         "sharegpt",
+    )
+    message_weights: bool = setting(
+        False,
+        "messages have a `weight`, by which the loss of their tokens is multiplied; objective: sft recognises it from "
+        "the first rows",
+        True,
     )
     include: Paths = setting([], "file patterns inside folders", "*.py")
     exclude: Paths = setting([], "file patterns to exclude inside folders", "tests/*")
@@ -197,8 +204,9 @@ class SourceSpec(ShortSection, short="path"):
             self.__dict__["text_field"] = text
         if "instruction" in self.columns or "output" in self.columns or "input" in self.columns:
             return self._check_instruction(text)
-        if "system" in self.columns and not self.messages_field and "prompt" not in self.columns:
-            raise ValueError("columns: system needs a prompt, an instruction or messages_field")
+        for role in ("system", "tools"):
+            if role in self.columns and not self.messages_field and "prompt" not in self.columns:
+                raise ValueError(f"columns: {role} needs a prompt, an instruction or messages_field")
         answers = [role for role in ("completion", "chosen", "rejected") if role in self.columns]
         if ("prompt" in self.columns or answers) and answers not in (["completion"], ["chosen", "rejected"]):
             raise ValueError("columns: a prompt needs completion, or both chosen and rejected")
@@ -213,7 +221,7 @@ class SourceSpec(ShortSection, short="path"):
         roles = set(self.columns or ())
         if not {"instruction", "output"} <= roles:
             raise ValueError("columns: instruction and output need each other, and input needs both")
-        if (others := roles - {"instruction", "input", "output", "system"}) or self.messages_field or text:
+        if (others := roles - {"instruction", "input", "output", "system", "tools"}) or self.messages_field or text:
             other = ", ".join(sorted(others)) or f"messages_field ({self.messages_field})"
             raise ValueError(f"columns: instruction and output, and {other}: name one of them")
         return self

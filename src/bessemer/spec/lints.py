@@ -433,8 +433,8 @@ def sft_from_scratch(facts: LintFacts) -> Warnings:
 # Named checks of the rows of `objective: sft`, made before its first step (data/chat_checks.py); silenced like rules.
 SFT_CHECKS = (
     "nothing_trained", "turn_end_untrained", "pad_is_eos", "double_bos", "answer_past_context",
-    "template_without_marks", "template_tokens_missing", "special_tokens_split", "leaked_validation", "short_answers",
-    "language_mixup", "system_prompt_lost", "rows_beyond_context",
+    "template_tokens_missing", "bos_eos_mismatch", "special_tokens_split", "system_prompt_lost", "leaked_validation",
+    "short_answers", "language_mixup", "rows_beyond_context",
 )  # fmt: skip
 
 RULES: dict[str, Callable[[LintFacts], Warnings]] = {
@@ -456,8 +456,8 @@ def lint_spec(spec: RunSpec, folder: Path | None = Path(), gpu: str = "") -> lis
     warnings = []
     for name in spec.lints.silence:
         if name not in RULES and name not in SFT_CHECKS:
-            near = difflib.get_close_matches(name, RULES, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"rules are {', '.join(RULES)}"
+            near = difflib.get_close_matches(name, [*RULES, *SFT_CHECKS], n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"rules are {', '.join([*RULES, *SFT_CHECKS])}"
             warnings.append(Lint("unknown_rule", ("lints", "silence"), f"no rule {name!r}: {hint}"))
     for name, rule in RULES.items():
         if name not in spec.lints.silence:

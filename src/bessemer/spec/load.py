@@ -354,7 +354,21 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 _Dumper.add_representer(str, _represent_text)
 
 
+# Settings that a start decides by the objective if the spec does not name them: their defaults are not written.
+_DECIDED_AT_START: dict[str, tuple[tuple[str, ...], ...]] = {
+    "sft": (("data", "packing"), ("tokenizer", "chat")),
+    "classify": (("data", "packing"), ("data", "padding", "long")),
+}
+
+
 def dump_spec(spec: RunSpec) -> str:
     """YAML that loads back to the same spec, in the order of the schema."""
     data = spec.model_dump(mode="json", exclude_none=True)
+    for *sections, key in _DECIDED_AT_START.get(spec.objective, ()):
+        section: Any = spec
+        written = data
+        for name in sections:
+            section, written = getattr(section, name), written[name]
+        if key not in section.model_fields_set:
+            del written[key]
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)

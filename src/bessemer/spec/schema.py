@@ -14,7 +14,7 @@ import re
 import typing
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -25,6 +25,7 @@ from bessemer.spec.distill import DistillSpec
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec, OtherModelSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
+from bessemer.spec.preference import DpoSpec
 from bessemer.spec.quantity import (
     AutoBatch,
     AutoCount,
@@ -134,9 +135,9 @@ class EvaluateSpec(SpecSection):
 
 
 class LintsSpec(SpecSection):
-    """Warnings of `bessemer spec check` about settings that run but rarely work."""
+    """Warnings of `bessemer spec check` about settings that run but rarely work, and checks of fine-tuning rows."""
 
-    silence: list[str] = setting([], "warnings to silence for this run", ["no_warmup"])
+    silence: list[str] = setting([], "warnings and checks to silence for this run", ["no_warmup"])
 
 
 Degree = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -219,7 +220,7 @@ class SftSpec(SpecSection):
     )
 
 
-OBJECTIVES = ("pretrain", "sft", "classify", "distill")
+OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo")
 
 
 class RunSpec(SpecSection):
@@ -229,13 +230,17 @@ class RunSpec(SpecSection):
     runs: str = setting("runs", "folder that holds the runs", "runs", min_length=1)
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
-        "pretrain", "pretrain, sft, classify, distill, or your own class: path/to/file.py:Class or module:Class", "sft"
+        "pretrain",
+        "pretrain, sft, classify, distill, dpo, or your own class: path/to/file.py:Class or module:Class; {dpo: {loss: "
+        "ipo}} is short for the objective and its section",
+        "sft",
     )
     classify: ClassifySpec | None = setting(
         None, "with objective: classify: what is classified", {"labels": ["negative", "positive"]}
     )
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
     distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
+    dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}
@@ -285,6 +290,17 @@ class RunSpec(SpecSection):
     observe: ObserveSpec = section(ObserveSpec, "progress output")
     evaluate: EvaluateSpec = section(EvaluateSpec, "validation during the run")
     lints: LintsSpec = section(LintsSpec, "warnings about common mistakes")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_objective(cls, value: Any) -> Any:
+        """`objective: {dpo: {loss: ipo}}` is `objective: dpo` and `dpo: {loss: ipo}`."""
+        objective = value.get("objective") if isinstance(value, dict) else None
+        if not isinstance(objective, dict) or len(objective) != 1:
+            return value
+        [(name, section)] = objective.items()
+        expands = name in OBJECTIVES[1:] and name not in value
+        return {**value, "objective": name, name: section} if expands else value
 
     @field_validator("objective")
     @classmethod

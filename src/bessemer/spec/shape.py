@@ -174,6 +174,11 @@ class ModelShape:
         return self.rope
 
     @property
+    def position_limit(self) -> int | None:
+        """Most positions that the model can compute at all; None for any number."""
+        return self.max_positions or None if self.positions == "learned" or self.wrapped else None
+
+    @property
     def outputs(self) -> int:
         """Rows of the head."""
         return self.labels or self.vocab

@@ -33,11 +33,13 @@ Prompt = str | Sequence[Message]  # a text to continue, or a conversation to ans
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a file: one per line, or one JSON object per line with `prompt` or `messages` (.jsonl)."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); correct the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is no UTF-8 text (byte {error.start}); convert it") from None
     prompts: list[Prompt] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would also cut at U+2028 inside JSON strings
         if not line.strip():
             continue
         prompts.append(_parse_prompt(line, f"{path}:{number}") if path.suffix == ".jsonl" else line)
@@ -66,18 +68,25 @@ def _parse_prompt(line: str, place: str) -> Prompt:
 
 
 def answer_all(loaded: LoadedModel, prompts: Sequence[Prompt], settings: AnswerSettings) -> Iterator[dict[str, Any]]:
-    """For each prompt, in order: the prompt and its samples with text, tokens and the reason of their end."""
+    """For each prompt, in order and as soon as it is answered: the prompt and its samples with text, tokens and the
+    reason of their end."""
     ids = [
         loaded.prompt(prompt, settings.parse_special) if isinstance(prompt, str) else loaded.chat_prompt(prompt)
         for prompt in prompts
     ]
+    for number, prompt_tokens in enumerate(ids, 1):
+        loaded.check_length(prompt_tokens, f"prompt {number}")
     slots = min(SLOTS, len(prompts) * settings.samples)
     generator = loaded.generator(slots, max(map(len, ids)) + settings.max_tokens)
-    requests = [
-        Request(prompt, settings.max_tokens, settings.sampling, loaded.stop_ids, settings.stop, settings.samples)
-        for prompt in ids
+    queued = [
+        generator.submit(
+            Request(tokens, settings.max_tokens, settings.sampling, loaded.stop_ids, settings.stop, settings.samples)
+        )
+        for tokens in ids
     ]
-    for prompt, completions in zip(prompts, generator.run(requests), strict=True):
+    for prompt, completions in zip(prompts, queued, strict=True):
+        while any(completion.reason is None for completion in completions):
+            generator.step()
         yield {
             ("prompt" if isinstance(prompt, str) else "messages"): prompt,
             "samples": [
@@ -117,8 +126,8 @@ def converse(
     """Answer one line after another until `read` returns None. `/reset` forgets the conversation. The slot keeps its
     contents, so only the new words of a turn are read."""
     start: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages, limit = list(start), loaded.model.shape.max_positions or None
-    generator = loaded.generator(1, limit or 32768)
+    messages = list(start)
+    generator = loaded.generator(1, loaded.context or 32768)
     loaded.chat_prompt([*start, {"role": "user", "content": "x"}])  # the template must work before the first question
     turn = 0
     while (line := read()) is not None:

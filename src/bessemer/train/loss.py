@@ -289,9 +289,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In fp16 a gradient divided by the step's tokens would underflow before the loss scale applies.
         ctx.later = scale if compute == torch.float16 else 1.0
         head = _Head(hidden_RW, head_VW, bias_V, targets_R, weights_R, scale / ctx.later, options, wants, words)
-        run = _by_kernel if _kernel_serves(head, compute) else _in_chunks
-        with torch.autocast(kind, enabled=False):
-            nll_R, loss_R, correct_R, gradients = run(head, compute)
+        nll_R, loss_R, correct_R, gradients = _run_head(head, compute)
         ctx.save_for_backward(*gradients)
         ctx.spent = False
         ctx.mark_non_differentiable(nll_R, correct_R)
@@ -309,6 +307,50 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for saved in ctx.saved_tensors
         )
         return *grads, None, None, None, None, None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Makes the logits twice: for the losses, and for the gradients once the weight of each token is known."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden_RW: Tensor, head_VW: Tensor, bias_V: Tensor | None, targets_R: Tensor, options: LossOptions,
+        words: VocabShard | None,
+    ) -> Tensor:  # fmt: skip
+        kind = hidden_RW.device.type
+        ctx.compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RW.dtype
+        ctx.options, ctx.words = options, words
+        ctx.save_for_backward(hidden_RW, head_VW, bias_V, targets_R)
+        ones_R = torch.ones(targets_R.shape, device=hidden_RW.device)
+        head = _Head(hidden_RW, head_VW, bias_V, targets_R, ones_R, 1.0, options, (False, False, False), words)
+        return _run_head(head, ctx.compute)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_RW, head_VW, bias_V, targets_R = ctx.saved_tensors
+        largest = grad_R.abs().max().clamp_min(1e-30)  # scaled to 1, so that fp16 does not underflow
+        wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        head = _Head(hidden_RW, head_VW, bias_V, targets_R, grad_R / largest, 1.0, ctx.options, wants, ctx.words)
+        grads = _run_head(head, ctx.compute)[3]
+        return *(None if grad is None else grad.mul_(largest) for grad in grads), None, None, None
+
+
+def _run_head(head: _Head, compute: torch.dtype) -> HeadResult:
+    with torch.autocast(head.hidden_RW.device.type, enabled=False):
+        return (_by_kernel if _kernel_serves(head, compute) else _in_chunks)(head, compute)
+
+
+def token_losses(
+    hidden_RW: Tensor, head_VW: Tensor, targets_R: Tensor, options: LossOptions | None = None,
+    bias_V: Tensor | None = None, words: VocabShard | None = None,
+) -> Tensor:  # fmt: skip
+    """The cross-entropy of each token, differentiable, without the logits in memory: for losses that are no sums over
+    tokens. Of the options only the scale and cap of the logits apply. Costs one more product with the head in the
+    backward pass than `linear_cross_entropy`."""
+    options = LossOptions((options or PLAIN).logit_scale, (options or PLAIN).logit_cap)
+    inputs = (hidden_RW, head_VW, bias_V, targets_R, options, words)
+    result: Tensor = _TokenLosses.apply(*inputs)  # type: ignore[no-untyped-call]
+    return result
 
 
 @cache

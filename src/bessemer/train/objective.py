@@ -32,7 +32,7 @@ from bessemer.parallel.shard import local
 from bessemer.spec.model import LossSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
-from bessemer.train.loss import LossOptions, VocabShard, linear_cross_entropy
+from bessemer.train.loss import LossOptions, VocabShard, linear_cross_entropy, token_losses
 from bessemer.train.objectives import Mix, ObjectiveBatch, Rewriting, make_rewriting
 
 Metric = tuple[Tensor, Tensor]  # a sum and its count, both without gradients
@@ -225,12 +225,23 @@ class Objective:
         return hidden_BTW, weight_VW, bias_V, words
 
     def logits(self, model: Decoder, hidden_BTW: Tensor) -> Tensor:
-        """All logits, in at least float32. Only for small heads."""
+        """All logits, in at least float32. Only for small heads: tensor-parallel ranks gather theirs."""
         hidden_BTW, weight_VW, bias_V, words = self.head(model, hidden_BTW)
-        assert words is None, "a head that ranks share gives its logits to linear_cross_entropy alone"
         logits_BTV = F.linear(hidden_BTW, weight_VW.to(hidden_BTW.dtype), None)
         exact_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        return exact_BTV if bias_V is None else exact_BTV + bias_V
+        exact_BTV = exact_BTV if bias_V is None else exact_BTV + bias_V
+        if words is None:
+            return exact_BTV
+        from bessemer.parallel.tensor import gather_logits
+
+        return gather_logits(exact_BTV, words.group)
+
+    def token_losses(self, model: Decoder, hidden_BTW: Tensor, targets_BT: Tensor) -> Tensor:
+        """The cross-entropy of each target, differentiable, without the logits in memory."""
+        hidden_BTW, head_VW, bias_V, words = self.head(model, hidden_BTW)
+        options = loss_options(model.shape, LossSpec())
+        losses_R = token_losses(hidden_BTW.flatten(0, 1), head_VW, targets_BT.flatten(), options, bias_V, words)
+        return losses_R.view_as(targets_BT)
 
     def compute_terms(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
         """The loss of a micro-batch from the model's last hidden states."""

@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from bessemer.data.read.chat_turns import MESSAGE_WEIGHT
 from bessemer.data.stream.batches import Batch
 from bessemer.model.transformer import Decoder
 from bessemer.spec.model import LossSpec
@@ -26,21 +27,27 @@ NOISE = "neftune"  # field: the amplitude of each token's noise
 class Sft(Pretrain):
     """Pre-training's loss on the tokens that the mask selects. `eos_id` comes before a document in the rows; a model
     that reads `begins` first (none, if empty) gets that instead. `neftune` is the noise's alpha, drawn from `seed` and
-    the row's position, so that a step replays exactly at any accumulation."""
+    the row's position, so that a step replays exactly at any accumulation. With `weighted` the messages of some sources
+    have weights."""
 
     def __init__(
         self, cross_documents: bool, loss: LossSpec | None = None, dropout_seed: int | None = None,
         eos_id: int = 0, begins: tuple[int, ...] | None = None, neftune: float = 0.0, seed: int = 0,
+        weighted: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(cross_documents, loss, None, dropout_seed)
         self.eos_id, self.neftune, self.noise_seed = eos_id, neftune, seed
         self.begins = None if begins is None or begins[-1:] == (eos_id,) else begins
-        self.counts_inputs = self.begins is not None
+        self.weighted = weighted
+        self.counts_inputs = weighted or self.begins is not None
 
     def on(self, source: str) -> Sft:
         return self
 
     def inputs(self, batch: Batch) -> Batch:
+        if self.weighted and MESSAGE_WEIGHT in batch.fields:
+            factors = np.nan_to_num(batch.fields[MESSAGE_WEIGHT], nan=1.0)  # other sources and padding have none
+            batch = replace(batch, weights=batch.weights * factors)
         return batch if self.begins is None else begin_documents(batch, self.eos_id, self.begins)
 
     def feed(self, batch: Batch, device: torch.device) -> ModelInputs:

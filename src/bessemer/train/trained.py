@@ -16,15 +16,16 @@ from bessemer.checkpoint.lineage import read_tags
 from bessemer.checkpoint.manifest import DamagedCheckpoint
 from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.data.prepare import chat_template
-from bessemer.data.tokenizer.chat import Message, prompt_ids, read_template, turn_end_ids
+from bessemer.data.tokenizer.chat import Message, message_text, prompt_ids, read_template, turn_end_ids
 from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, hf_prompt_format, native_prompt_format
 from bessemer.errors import UserError
 from bessemer.model.adapters import MergedWeights
 from bessemer.model.families.adapter import AdapterFolder
 from bessemer.model.families.folder import HfFolder, find_origin, load_weights
-from bessemer.model.families.registry import read_shape
+from bessemer.model.families.registry import needs_wrap, read_shape
 from bessemer.model.generate import Generator, Request, Sampling
 from bessemer.model.transformer import Decoder, make_module
+from bessemer.model.wrapped import wrap
 from bessemer.run.directory import Run
 from bessemer.spec.adapter import ADAPTER_CONFIG
 from bessemer.spec.load import load_spec
@@ -61,6 +62,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     format: PromptFormat
     template: str | None = None  # of conversations: a built-in name or Jinja source; None if it knows none
+    context: int | None = None  # most tokens of a prompt; None for any number
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -70,14 +72,22 @@ class LoadedModel:
 
     def prompt(self, text: str, parse_special: bool = False) -> list[int]:
         """Ids of a text to continue."""
+        _check_encodable(text)
         return self.format.encode(self.tokenizer, text, parse_special)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation that the assistant is to continue."""
         if self.template is None:
             raise UserError("the model has no chat template: it was trained on plain text; name one with --template")
+        for message in messages:
+            _check_encodable(message_text(message))
         ids = prompt_ids(messages, self.tokenizer, self.template)
         return ids if ids[: len(self.format.prefix)] == list(self.format.prefix) else [*self.format.prefix, *ids]
+
+    def check_length(self, ids: Sequence[int], name: str = "the prompt") -> None:
+        """Refuse a prompt that is longer than what the model was made to read."""
+        if self.context is not None and len(ids) > self.context:
+            raise UserError(f"{name} has {len(ids):,} tokens and the model's context is {self.context:,}: shorten it")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of an answer."""
@@ -85,16 +95,30 @@ class LoadedModel:
 
     def generator(self, slots: int = 1, max_length: int | None = None) -> Generator:
         """For many requests. On a GPU the weights are converted to bfloat16, in which the fast kernels compute."""
-        if self.model.shape.labels:
+        shape = self.model.shape
+        if shape.labels:
             raise UserError("a classifier writes no text: export it with `bessemer export --to hf` and run it there")
+        if not shape.causal and not shape.decoder_layers:
+            raise UserError("a model that attends to both sides writes no text: give one that predicts the next token")
         if self.model.head_weight.device.type == "cuda":
             self.model.to(torch.bfloat16)
         return Generator(self.model, slots, max_length, self.decode)
 
-    def stream(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling) -> Iterator[str]:
-        """Text that continues one prompt, in pieces of complete characters."""
+    def stream(
+        self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """Text that continues one prompt, in pieces of complete characters, up to a stop string."""
+        self.check_length(prompt)
         generator = self.generator(1, len(prompt) + max_tokens)
-        return generator.stream(Request(prompt, max_tokens, sampling, self.stop_ids))
+        return generator.stream(Request(prompt, max_tokens, sampling, self.stop_ids, tuple(stop)))
+
+
+def _check_encodable(text: str) -> None:
+    """Refuse a prompt with bytes that were no UTF-8, which Python holds as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt is not valid UTF-8 at character {error.start + 1}: correct its encoding") from None
 
 
 @dataclass(frozen=True)
@@ -119,8 +143,9 @@ def find_model(folder: str | Path, which: str = "last") -> ModelFiles:
     """The files of a run (its checkpoint `which`), one checkpoint's folder, an import or export, a Hugging Face folder
     or an adapter's folder."""
     path = Path(os.path.expanduser(folder))
-    if path.parent.name == "checkpoints" and os.path.exists(path.parent.parent / "events.jsonl"):
-        path, which = path.parent.parent, path.name
+    checkpoint = path if path.parent.name == "checkpoints" else Path(os.path.abspath(path))  # "." may be one
+    if checkpoint.parent.name == "checkpoints" and os.path.exists(checkpoint.parent.parent / "events.jsonl"):
+        path, which = checkpoint.parent.parent, checkpoint.name
     is_run = os.path.exists(path / "events.jsonl")
     adapter = os.path.exists(path / ADAPTER_CONFIG)
     if adapter or (not is_run and os.path.exists(path / "config.json") and not os.path.exists(path / "model.json")):
@@ -132,7 +157,7 @@ def find_model(folder: str | Path, which: str = "last") -> ModelFiles:
 
 def load_model(folder: str | Path, which: str = "last", device: str = "auto") -> LoadedModel:
     """Load a run (its checkpoint `which`), one checkpoint's folder, an import or export, a Hugging Face folder of a
-    native family, or a LoRA adapter's folder (merged into its base)."""
+    model (one without a native family is run by transformers), or a LoRA adapter's folder (merged into its base)."""
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"device {device!r}: write auto, cpu, cuda or mps")
     files = find_model(folder, which)
@@ -152,7 +177,19 @@ def load_model(folder: str | Path, which: str = "last", device: str = "auto") ->
     if not os.path.exists(path / "tokenizer.json"):
         raise UserError(f"{path}: has no tokenizer.json to read a prompt with")
     tokenizer = Tokenizer.load(path / "tokenizer.json", description["eos"] or None)
-    return LoadedModel(model.eval(), tokenizer, prompt_format(path, tokenizer), _run_template(path, tokenizer))
+    return LoadedModel(
+        model.eval(), tokenizer, prompt_format(path, tokenizer), _run_template(path, tokenizer), _context(model, path)
+    )
+
+
+def _context(model: Decoder, place: Path) -> int | None:
+    """The stated context of a model, else the trained one of its run. ALiBi and Mamba read any length."""
+    shape = model.shape
+    if shape.decoder_layers or (shape.positions not in ("rope", "learned") and not shape.wrapped):
+        return None
+    settings = place / "settings.json"
+    trained = json.loads(settings.read_text())["context"] if settings.exists() else None
+    return shape.max_positions or trained
 
 
 def _empty(shape: ModelShape, device: torch.device) -> Decoder:
@@ -171,12 +208,19 @@ def _imported_checkpoint(shelf: CheckpointStore, path: Path, which: str) -> Path
 
 
 def _load_folder(folder: HfFolder, device: torch.device) -> LoadedModel:
-    """A Hugging Face folder of a native family, in float32."""
-    family, shape = read_shape(folder.config)
-    model = _empty(shape, device)
-    load_weights(model, folder, family)
-    tokenizer = Tokenizer.load(folder.path, end_token(folder.path))
-    return LoadedModel(model.eval(), tokenizer, prompt_format(folder.path, tokenizer), _folder_template(folder.path))
+    """A Hugging Face folder in float32."""
+    path = folder.path
+    model: Decoder
+    if needs_wrap(folder.config):
+        model = wrap(path, device)
+    else:
+        family, shape = read_shape(folder.config)
+        model = _empty(shape, device)
+        load_weights(model, folder, family)
+    tokenizer = Tokenizer.load(path, end_token(path))
+    return LoadedModel(
+        model.eval(), tokenizer, prompt_format(path, tokenizer), _folder_template(path), _context(model, path)
+    )
 
 
 def _run_template(path: Path, tokenizer: Tokenizer) -> str | None:

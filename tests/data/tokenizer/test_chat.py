@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Inner
 
-from bessemer.data.tokenizer.chat import find_problems, render, render_batch, special_tokens
+from bessemer.data.tokenizer.chat import find_problems, read_template, render, render_batch, special_tokens
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 
@@ -83,6 +83,42 @@ def test_plain_needs_no_special_tokens_but_the_end() -> None:
     assert learned(ids, mask, tokenizer) == f" Hi there{end} Yes{end}"
     with pytest.raises(UserError, match=r"no <\|im_start\|>, <\|im_end\|>; set tokenizer\.special to \["):
         render(TALK, tokenizer, "chatml")
+
+
+PREFIXED: dict[str, tuple[Any, Any]] = {
+    "metaspace, first": (None, pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "metaspace, always": (None, pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "prepend": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None),
+    "byte-level": (None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+}
+DIRECT = CHATML.replace("role'] + '\n'", "role'] + '<|end_header_id|>'")  # learned text right after a special token
+
+
+@pytest.mark.parametrize("kind", PREFIXED)
+def test_the_space_that_a_tokenizer_adds_is_that_of_transformers(kind: str) -> None:
+    """Some add it at the beginning of a text, some (Llama 2, TinyLlama) also after each special token."""
+    transformers = pytest.importorskip("transformers")
+    inner = Inner(models.BPE(byte_fallback=True))
+    normalizer, pre_tokenizer = PREFIXED[kind]
+    for part, value in (("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer)):
+        if value is not None:
+            setattr(inner, part, value)
+    pieces = ["</s>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "byte-level" else []
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=pieces, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator(TEXT.splitlines(), trainer)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=Inner.from_str(inner.to_str()), eos_token="</s>")
+    ours, rng = Tokenizer(inner, "</s>"), random.Random(1)
+    assert ours.prefixes_after_special == (kind != "metaspace, first")
+    for _ in range(12):
+        talk = conversation(rng)
+        for source in (CHATML, DIRECT):
+            expected = theirs.apply_chat_template(
+                talk, chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, mask = render(talk, ours, source)
+            assert ids.tolist() == list(expected["input_ids"])
+            assert mask.tolist() == list(expected["assistant_masks"])
 
 
 @pytest.mark.parametrize("template", ["chatml", CHATML, UNMARKED])
@@ -207,6 +243,25 @@ def test_a_template_in_a_file(tmp_path: Path) -> None:
     config.write_text("{}")
     with pytest.raises(UserError, match="has no chat template"):
         render(TALK, TOKENIZER, str(config))
+
+
+@pytest.mark.parametrize("form", ["name", "object"])
+def test_a_template_in_a_folder_has_the_bos_of_its_tokenizer(tmp_path: Path, form: str) -> None:
+    """As transformers has it, also if that is the end of a document (OLMo 2)."""
+    file, config = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
+    file.write_text("\n{{ bos_token }}" + CHATML)
+    usual = render(TALK, TOKENIZER, str(file))[0].tolist()
+    assert TOKENIZER.decode(usual).startswith("\n<|begin_of_text|><|im_start|>")
+    config.write_text(json.dumps({"bos_token": TOKENIZER.eos if form == "name" else {"content": TOKENIZER.eos}}))
+    source = read_template(str(file), ())
+    ids = render(TALK, TOKENIZER, source)[0].tolist()
+    assert TOKENIZER.decode(ids) == TOKENIZER.decode(usual).replace("<|begin_of_text|>", TOKENIZER.eos)
+    file.write_text(source)  # an export, read again
+    assert read_template(str(file), ()) == source
+    for name in ("<|begin_of_text|>", None):  # found without the file
+        config.write_text(json.dumps({"bos_token": name}))
+        file.write_text("{{ bos_token }}" + CHATML)
+        assert read_template(str(file), ()) == "{{ bos_token }}" + CHATML
 
 
 def test_filters_of_published_templates() -> None:

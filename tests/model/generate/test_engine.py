@@ -239,3 +239,39 @@ def test_speculation_changes_no_greedy_token(drafter, shape_of, build_random):
         assert a.logprobs[: len(b.logprobs)] == pytest.approx(b.logprobs, abs=1e-9)
     if drafter == "same":
         assert generator.forwards < plain.forwards / 2
+
+
+def test_a_draft_model_fits_its_generator(shape_of, build_random):
+    """Any number of slots, any length, and more guesses than a slot has room for."""
+    model = build_random(shape_of()).eval()
+    work = [Request([1, 2, 3, i] * 12, 12, GREEDY) for i in range(18)]
+    plain = [done.tokens for (done,) in Generator(model, slots=18, max_length=64).run(work)]
+    for drafter in (ModelDrafter(model, model), ModelDrafter(model, model, length=40), NgramDrafter(length=60)):
+        generator = Generator(model, slots=18, max_length=64, drafter=drafter)
+        assert [done.tokens for (done,) in generator.run(work)] == plain
+        assert generator.forwards < 12
+
+
+def test_refusals(shape_of, build_random):
+    model = build_random(shape_of()).eval()
+    generator = Generator(model, slots=1, max_length=20, decode=str, drafter=NgramDrafter())
+    for request, message in (
+        (Request([1, 37]), "tokens outside of 0 to 36"),
+        (Request([1, -1]), "tokens outside of 0 to 36"),
+        (Request([1], stop_strings=("",)), "an empty stop string"),
+        (Request([1], sampling=Sampling(presence_penalty=1.0)), "speculative decoding has no penalties"),
+    ):
+        with pytest.raises(UserError, match=message):
+            generator.submit(request)
+    assert not generator.step()
+    with pytest.raises(UserError, match="0 slots"):
+        Generator(model, slots=0)
+
+
+def test_a_reader_that_leaves_frees_the_slot(shape_of, build_random):
+    generator = Generator(build_random(shape_of()).eval(), slots=1, max_length=64, decode=lambda ids: "x" * len(ids))
+    pieces = generator.stream(Request([1], 40, GREEDY))
+    next(pieces)
+    pieces.close()
+    assert not generator.rows and not generator.waiting
+    assert len("".join(generator.stream(Request([2], 7, GREEDY)))) == 7

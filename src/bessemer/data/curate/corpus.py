@@ -81,6 +81,7 @@ class Corpus:
             settings = [RULES_VERSION, source.text_field, source.id_field, source.url_field, source.messages_field]
             settings += [source.columns] if source.columns else []
             settings += [source.chat_format, source.columns] if source.chat_format else []
+            settings += ["weights"] if source.message_weights else []
             for part in divide_source(name, files[name], source, data.part, self.copies, self._each):
                 key = hash_key(["read", part.key, *settings])
                 self.parts.append(PartState(part, source, key, key))

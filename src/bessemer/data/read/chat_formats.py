@@ -45,7 +45,7 @@ def recognise_source(name: str, source: SourceSpec) -> SourceSpec:
             continue
         for record in records:
             if fields := recognise_row(record):
-                return _with(source, **fields)
+                return _with_optional(_with(source, **fields), records)
             columns |= dict.fromkeys(map(str, record))
     if not columns:
         return source
@@ -57,28 +57,39 @@ def recognise_source(name: str, source: SourceSpec) -> SourceSpec:
 
 def recognise_row(record: Mapping[str, Any]) -> dict[str, Any] | None:
     """The settings of a source with such rows; None for an unknown format."""
-    system = {"system": "system"} if isinstance(record.get("system"), str) else {}
+    more = {"system": "system"} if isinstance(record.get("system"), str) else {}
+    if isinstance(record.get("tools"), (list, str)):
+        more["tools"] = "tools"
     for field in _TURN_FIELDS:
         turns = record.get(field)
         first = turns[0] if isinstance(turns, list) and turns else None
         if isinstance(first, Mapping) and ("from" in first or "role" in first):
             settings = {"chat_format": "sharegpt" if "from" in first else "messages", "messages_field": field}
-            return settings | ({"columns": system} if system else {})
+            return settings | ({"columns": more} if more else {})
     if "instruction" in record and "output" in record:
         names = ("instruction", *(["input"] if "input" in record else []), "output")
-        return {"chat_format": "alpaca", "columns": {name: name for name in names} | system}
+        return {"chat_format": "alpaca", "columns": {name: name for name in names} | more}
     if "prompt" in record and "completion" in record:
-        return {
-            "chat_format": "prompt_completion",
-            "columns": {"prompt": "prompt", "completion": "completion"} | system,
-        }
+        return {"chat_format": "prompt_completion", "columns": {"prompt": "prompt", "completion": "completion"} | more}
     return {"chat_format": "text"} if isinstance(record.get("text"), str) else None
+
+
+def _with_optional(source: SourceSpec, records: list[dict[str, Any]]) -> SourceSpec:
+    """The source with the optional columns that only some of the rows have, and the weights of their messages."""
+    columns: dict[str, str] = {}
+    for record in records:
+        columns |= (recognise_row(record) or {}).get("columns", {})
+    turns = (record.get(source.messages_field or "") for record in records)
+    messages = (message for some in turns if isinstance(some, list) for message in some if isinstance(message, Mapping))
+    weighted = any(message.get("weight") not in (None, 0, 1) for message in messages)
+    return _with(source, columns=columns or None, message_weights=weighted or source.message_weights)
 
 
 def describe_format(source: SourceSpec) -> str:
     """For the plan and `data check`: alpaca (instruction, input, output)."""
     fields = [*([source.messages_field] if source.messages_field else []), *(source.columns or {}).values()]
-    return f"{source.chat_format or 'text'} ({', '.join(fields) or source.text_field})"
+    weights = ", with a weight per message" if source.message_weights else ""
+    return f"{source.chat_format or 'text'} ({', '.join(fields) or source.text_field}{weights})"
 
 
 def _named_format(source: SourceSpec) -> str:

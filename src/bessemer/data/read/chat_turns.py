@@ -1,8 +1,10 @@
-"""The dialects of conversations made one: names of roles, tool calls, reasoning, and which messages are learnt. Applied
-to sources with a `chat_format`."""
+"""The dialects of conversations made one: names of roles, tools and their calls, reasoning, and which messages are
+learnt. Applied to sources with a `chat_format`."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +20,30 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 REASONING_TURN = "reasoning_turn"  # key of a message: its reasoning, which built-in templates write
 
 
-def normalise_turns(messages: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    """One dialect: roles of OpenAI, `tool_calls`, the reasoning under one key, and `train` as a weight of 0 or 1."""
-    return [_normalise(message, f"{place}: message {number}") for number, message in enumerate(messages, start=1)]
+MESSAGE_WEIGHT = "message_weight"  # field of tokens in the store
+TOOLS = "tools"  # key of a conversation's first message: the JSON schemas of its tools
 
 
-def _normalise(message: dict[str, Any], place: str) -> dict[str, Any]:
+def normalise_turns(messages: list[dict[str, Any]], place: str, weighted: bool = False) -> list[dict[str, Any]]:
+    """One dialect: roles of OpenAI, `tool_calls`, the reasoning under one key, and `train` as a weight of 0 or 1. Other
+    weights are accepted if `weighted`."""
+    return [
+        _normalise(message, f"{place}: message {number}", weighted) for number, message in enumerate(messages, start=1)
+    ]
+
+
+def with_tools(messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+    """The conversation with its tools, given as a list of JSON schemas or as JSON. ValueError for anything else."""
+    if isinstance(tools, str):
+        tools = json.loads(tools) if tools.strip() else None
+    if not tools or not messages:
+        return messages
+    if wrong := [item for item in (tools if isinstance(tools, list) else [tools]) if not isinstance(item, Mapping)]:
+        raise ValueError(f"a {type(wrong[0]).__name__}, not a list of JSON schemas")
+    return [{**messages[0], TOOLS: tools}, *messages[1:]]
+
+
+def _normalise(message: dict[str, Any], place: str, weighted: bool) -> dict[str, Any]:
     turn = {**message, "role": _ROLES.get(message["role"], message["role"])}
     if isinstance(call := turn.pop("function_call", None), Mapping):
         turn.setdefault("tool_calls", [{"type": "function", "function": dict(call)}])
@@ -34,12 +54,11 @@ def _normalise(message: dict[str, Any], place: str) -> dict[str, Any]:
     weight = turn.get("weight", 1)
     if turn.pop("train", True) in (False, 0):
         weight = 0
-    if weight not in (0, 1):
-        raise UserError(
-            f"{place}: weight {weight!r}: a message is learnt or not: write 0 or 1, or put its rows into a source of "
-            "their own with a smaller weight in the mixture"
-        )
-    return {**turn, "weight": 0} if weight == 0 else {key: value for key, value in turn.items() if key != "weight"}
+    number = isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0
+    if not number or (weight not in (0, 1) and not weighted):
+        fix = "write message_weights: true under its source" if number else "write a number from 0 on"
+        raise UserError(f"{place}: weight {weight!r}: {fix}")
+    return {**turn, "weight": weight} if weight != 1 else {key: value for key, value in turn.items() if key != "weight"}
 
 
 def join_parts(turns: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bessemer.data.read.answers import UnusableAnswer, answer_messages
-from bessemer.data.read.chat_turns import join_parts, normalise_turns
+from bessemer.data.read.chat_turns import join_parts, normalise_turns, with_tools
 from bessemer.data.read.compression import open_bytes, open_decompressed
 from bessemer.data.read.entry import BadRow, Document, FilePiece
 from bessemer.errors import UserError
@@ -92,7 +92,12 @@ class PieceReader:
         else:
             return _text(record[self._content_field], self._content_field, record, self), None
         if self.source.chat_format:
-            messages = normalise_turns(messages, f"{self.file}:{row}")
+            messages = normalise_turns(messages, f"{self.file}:{row}", self.source.message_weights)
+        if "tools" in self._columns:
+            try:
+                messages = with_tools(messages, record.get(self._columns["tools"]))
+            except ValueError as error:
+                raise _Unusable(f"{self._columns['tools']!r} holds {error}; correct it") from error
         return "\n\n".join(message["content"] for message in messages if message["content"]), messages
 
     def text(self, row: int, text: str, document_id: str = "", url: str = "", messages: Any = None) -> Document | None:

@@ -349,7 +349,7 @@ class BestFitRows(StoreRows):
         row = np.repeat(np.arange(pieces.counts.size), pieces.counts)
         column = np.cumsum(pieces.length) - pieces.length - row * self.length
         weight = pieces.length * (pieces.document != PADDING) if self.index.info.padding else pieces.length
-        return Spans(row, column, pieces.length, pieces.document, weight)
+        return Spans(row, column, pieces.length, pieces.document, weight, pieces.place)
 
     @cached_property
     def _end_of_document(self) -> int:

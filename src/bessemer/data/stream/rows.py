@@ -51,6 +51,7 @@ class Spans:
     length: Ints
     document: Ints  # index in the source, or PADDING
     weight: npt.NDArray[Any]  # sum of the target weights: the length minus masked targets; 0 for padding
+    place: Ints | None = None  # position of the first target in the store; None: that of the document's first token
 
     @cached_property
     def number(self) -> Ints:
@@ -197,7 +198,7 @@ class StoreRows(ABC):
 
     def fields(self, spans: Spans, rows: int) -> dict[str, npt.NDArray[Any]]:
         """The fields of the documents in assembled rows: (rows, D, width) in the order of the row, or (rows, T) beside
-        the targets. Empty places hold NaN, or -100 in fields of integers. Spans must begin their documents."""
+        the targets. Empty places hold NaN, or -100 in fields of integers."""
         made: dict[str, npt.NDArray[Any]] = {}
         real = np.flatnonzero(spans.document != PADDING)
         row, number, document = spans.row[real], spans.number[real], spans.document[real]
@@ -208,7 +209,7 @@ class StoreRows(ABC):
             if width:
                 values[row, number] = self.store.document_field(name, document)
             else:
-                starts, _ = self.store.extents(document)
+                starts = self.store.extents(document)[0] if spans.place is None else spans.place[real]
                 at = row * self.length + spans.column[real]
                 self.store.copy_field(name, starts, spans.length[real], values.reshape(-1), at)
         return made
@@ -276,7 +277,7 @@ class ConcatRows(StoreRows):
         column[begins] = inner - np.repeat(targets, more)
         span_length = np.diff(row * length + column, append=sequences.size * length)
         document = np.arange(total) + np.repeat(first - leads, more + 1)
-        return Spans(row, column, span_length, document, span_length)
+        return Spans(row, column, span_length, document, span_length, targets[row] + column)
 
 
 def _inside(lengths: Ints, width: int, side: Side) -> Flags:
@@ -324,7 +325,9 @@ class PadRows(StoreRows):
         column = np.zeros((n, 2), np.int64)
         column[:, 1] = cells[:, 0]
         some = cells.ravel() > 0
-        return Spans(row[some], column.ravel()[some], cells.ravel()[some], owner.ravel()[some], weight.ravel()[some])
+        place = np.repeat(begin, 2)[some]
+        cells, column, owner, weight = (array.ravel()[some] for array in (cells, column, owner, weight))
+        return Spans(row[some], column, cells, owner, weight, place)
 
     def assemble(self, sequences: Ints) -> RowBlock:
         _, begin, stop = self._extents(sequences)

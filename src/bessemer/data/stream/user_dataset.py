@@ -170,6 +170,11 @@ class UserDatasetRows:
     def origin_of_document(self, document: int) -> Origin:
         return Origin(self.name, document + 1, f"item {document}", document, 0, self.length)
 
+    def item(self, index: int) -> tuple[Ints, Mask]:
+        """One item's ids, cut to T + 1, and which of them count as targets."""
+        [item] = self._rows(np.array([index]))
+        return item.ids, item.counts
+
     def _rows(self, sequences: Ints) -> list[_Item]:
         """The items of some rows, cut to T + 1 ids."""
         with self._lock:

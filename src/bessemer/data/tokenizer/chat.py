@@ -19,32 +19,33 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from bessemer.data.read.chat_turns import REASONING_TURN
+from bessemer.data.read.chat_turns import REASONING_TURN, TOOLS
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
 Message = Mapping[str, Any]
 Learn = Literal["all", "last", "completion", "everything"]
-Rendered = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]
+Rendered = tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSegment:
-    """A part of a conversation; with `special`, `text` is the name of a special token."""
+    """A part of a conversation; with `special`, `text` is the name of a special token. `learn` is its weight in the
+    loss."""
 
     text: str
-    learn: bool = False
+    learn: float = 0
     special: bool = False
 
 
-Layout = Callable[[Sequence[Message], Sequence[bool], Tokenizer], Iterable[ChatSegment]]
+Layout = Callable[[Sequence[Message], Sequence[float], Tokenizer], Iterable[ChatSegment]]
 
 
 def render(
     messages: Sequence[Message], tokenizer: Tokenizer, template: str = "chatml", learn: Learn = "all"
 ) -> Rendered:
-    """Ids of the conversation and a mask of the same length: 1 where the loss counts.
+    """Ids of the conversation and the weights of their loss, a mask of 0 and 1 unless messages have other weights.
 
     `template` is chatml, llama3, plain, none, a Jinja file or its source; `learn` selects all turns of the assistant,
     the last, those after the last message of the user (completion), or every token. A message with weight 0 is not
@@ -58,23 +59,33 @@ def render_batch(
 ) -> list[Rendered]:
     """`render` for many conversations, encoded together on all cores."""
     layout = find_template(template, tokenizer)
+    if template in _TEMPLATES:
+        conversations = [write_tools(messages) for messages in conversations]
     stretches = [_join(layout(messages, learned_turns(messages, learn), tokenizer)) for messages in conversations]
-    texts = [(part.text, place > 0) for some in stretches for place, part in enumerate(some) if not part.special]
+    continues = not tokenizer.prefixes_after_special
+    texts = [
+        (part.text, continues and place > 0)
+        for some in stretches
+        for place, part in enumerate(some)
+        if not part.special
+    ]
     encoded = iter(tokenizer.encode_with_offsets([text for text, _ in texts], [later for _, later in texts]))
     rendered = []
     for some in stretches:
         ids: list[int] = []
-        mask: list[int] = []
+        mask: list[float] = []
         for part in some:
             if part.special:
                 ids.append(tokenizer.special[part.text])
-                mask.append(int(bool(part.spans)))
+                mask.append(part.spans[0][2] if part.spans else 0)
             else:
                 text_ids, offsets = next(encoded)
                 ids += text_ids
                 mask += _mask(offsets, part.spans)
-        bits = np.array(mask, np.uint8)
-        rendered.append((np.array(ids, np.uint32), 1 - bits if learn == "everything" else bits))
+        weights = np.array(mask, np.float32)
+        weights = 1 - weights if learn == "everything" else weights
+        is_mask = np.isin(weights, (0, 1)).all()
+        rendered.append((np.array(ids, np.uint32), weights.astype(np.uint8) if is_mask else weights))
     return rendered
 
 
@@ -91,17 +102,17 @@ def turn_end_ids(template: str, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(int(i) for i in ids[mask == 1]) & frozenset(tokenizer.special.values())
 
 
-def learned_turns(messages: Sequence[Message], learn: Learn) -> list[bool]:
-    """For each message, whether it is learned; with everything, whether it is not."""
+def learned_turns(messages: Sequence[Message], learn: Learn) -> list[float]:
+    """The weight of each message in the loss; with everything, one minus it."""
     if learn == "everything":
-        return [message.get("weight", 1) == 0 for message in messages]
+        return [1 - message.get("weight", 1) for message in messages]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if learn == "last":
         turns = turns[-1:]
     if learn == "completion":
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
         turns = [i for i in turns if i > last]
-    return [i in set(turns) and message.get("weight", 1) != 0 for i, message in enumerate(messages)]
+    return [message.get("weight", 1) if i in set(turns) else 0 for i, message in enumerate(messages)]
 
 
 def find_problems(messages: Any) -> list[str]:
@@ -147,6 +158,10 @@ def message_text(message: Message) -> str:
     raise TypeError("content is not text")
 
 
+def is_built_in(template: str) -> bool:
+    return template in _TEMPLATES
+
+
 def special_tokens(template: str) -> tuple[str, ...]:
     """The special tokens that a built-in template needs, besides the end of a document."""
     return _TEMPLATES[template][1] if template in _TEMPLATES else ()
@@ -166,7 +181,7 @@ def find_template(template: str, tokenizer: Tokenizer) -> Layout:
     return layout
 
 
-def _chatml(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+def _chatml(messages: Sequence[Message], learned: Sequence[float], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
     for message, learn in zip(messages, learned, strict=True):
         yield ChatSegment("<|im_start|>", special=True)
         yield ChatSegment(f"{message['role']}\n")
@@ -175,7 +190,7 @@ def _chatml(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tok
         yield ChatSegment("\n")
 
 
-def _llama3(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+def _llama3(messages: Sequence[Message], learned: Sequence[float], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
     yield ChatSegment("<|begin_of_text|>", special=True)
     for message, learn in zip(messages, learned, strict=True):
         yield ChatSegment("<|start_header_id|>", special=True)
@@ -187,7 +202,7 @@ def _llama3(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tok
         yield ChatSegment("<|eot_id|>", learn, special=True)
 
 
-def _plain(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+def _plain(messages: Sequence[Message], learned: Sequence[float], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
     """Names and blank lines; the end of a document ends each turn of the assistant."""
     for place, (message, learn) in enumerate(zip(messages, learned, strict=True)):
         yield ChatSegment("\n\n" * (place > 0) + f"{message['role'].capitalize()}:")
@@ -196,12 +211,23 @@ def _plain(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Toke
             yield ChatSegment(tokenizer.eos, learn, special=True)
 
 
-def _none(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+def _none(messages: Sequence[Message], learned: Sequence[float], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
     """Only the texts; the end of a document ends each turn of the assistant."""
     for message, learn in zip(messages, learned, strict=True):
         yield ChatSegment(_reasoning(message) + message_text(message) + _calls(message, "arguments"), learn)
         if message["role"] == "assistant":
             yield ChatSegment(tokenizer.eos, learn, special=True)
+
+
+def write_tools(messages: Sequence[Message]) -> Sequence[Message]:
+    """The conversation with its tools in the system message, one JSON schema per line, as in Hermes' chatml."""
+    tools = messages[0].get(TOOLS) if messages else None
+    if not tools:
+        return messages
+    lines = "\n".join(["<tools>", *(json.dumps(tool, ensure_ascii=False) for tool in tools), "</tools>"])
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": lines}, *messages]
+    return [{**messages[0], "content": f"{message_text(messages[0])}\n\n{lines}"}, *messages[1:]]
 
 
 def _reasoning(message: Message) -> str:
@@ -234,7 +260,7 @@ class _Stretch:
     """Text between special tokens, encoded together, or a special token; `format_ranks` of characters are learned."""
 
     text: str
-    spans: list[tuple[int, int]]
+    spans: list[tuple[int, int, float]]
     special: bool
 
 
@@ -247,19 +273,20 @@ def _join(parts: Iterable[ChatSegment]) -> list[_Stretch]:
         start = len(last.text)
         last.text += part.text
         if part.learn and part.text:
-            last.spans.append((start, len(last.text)))
+            last.spans.append((start, len(last.text), part.learn))
     return [stretch for stretch in joined if stretch.text]
 
 
-def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """1 for each token with a character of a span. A token begins where the previous one ended: some tokenizers exclude
-    the space of a word from its offsets."""
-    mask, end, span = [], 0, 0
+def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int, float]]) -> list[float]:
+    """The weight of the first span that each token has a character of, else 0. A token begins where the previous one
+    ended: some tokenizers exclude the space of a word from its offsets."""
+    mask: list[float] = []
+    end = span = 0
     for start, stop in offsets:
         first, end = min(start, end), max(stop, end)
         while span < len(spans) and spans[span][1] <= first:
             span += 1
-        mask.append(int(span < len(spans) and spans[span][0] < max(end, first + 1)))
+        mask.append(spans[span][2] if span < len(spans) and spans[span][0] < max(end, first + 1) else 0)
     return mask
 
 
@@ -280,9 +307,24 @@ def read_template(template: str, others: Sequence[str]) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             source = file.read()
-        return json.loads(source)["chat_template"] if path.endswith(".json") else source
+        return _name_bos(json.loads(source)["chat_template"] if path.endswith(".json") else source, path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: has no chat template ({error}); give a Jinja file") from error
+
+
+def _name_bos(source: str, path: str) -> str:
+    """The template, with the BOS that the tokenizer_config.json beside it names (OLMo 2, DeepSeek) if it is none of the
+    usual ones."""
+    config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+    if "bos_token" not in source or not os.path.isfile(config):
+        return source
+    with open(config, encoding="utf-8") as file:
+        token = json.load(file).get("bos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(name, str) or name in BOS_NAMES:
+        return source
+    line = "{% set bos_token = " + json.dumps(name, ensure_ascii=False) + " +%}"  # "+": the line break after it stays
+    return source if source.startswith(line) else line + source
 
 
 @lru_cache(maxsize=8)
@@ -291,25 +333,26 @@ def jinja_template(source: str) -> Layout:
     run = _compile(source)
     marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
-    def layout(messages: Sequence[Message], learned: Sequence[bool], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
+    def layout(messages: Sequence[Message], learned: Sequence[float], tokenizer: Tokenizer) -> Iterable[ChatSegment]:
         names = sorted(tokenizer.special, key=len, reverse=True)
         safe = [_protect(message, names) for message in messages]
+        tools = safe[0].pop(TOOLS, None) if safe else None
         if marked:
             if any(learn and message["role"] != "assistant" for message, learn in zip(messages, learned, strict=True)):
                 raise UserError(
                     "chat template: learn: everything with a message of the user of weight 0: only turns of the "
                     "assistant are in {% generation %} blocks; remove the weight"
                 )
-            text = run(safe, tokenizer, False)
+            text = run(safe, tokenizer, False, tools)
             turns = [learn for message, learn in zip(messages, learned, strict=True) if message["role"] == "assistant"]
             return _parts(text, names, turns, tokenizer)
-        text = _mark_turns(safe, learned, names, lambda some, prompt: run(some, tokenizer, prompt))
-        return _parts(text, names, [True] * sum(learned), tokenizer)
+        text = _mark_turns(safe, learned, names, lambda some, prompt: run(some, tokenizer, prompt, tools))
+        return _parts(text, names, [weight for weight in learned if weight], tokenizer)
 
     return layout
 
 
-def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool], str]:
+def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool, Any], str]:
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension
@@ -343,15 +386,15 @@ def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool], str]:
     except TemplateError as error:
         raise UserError(f"chat template: {error}; correct the template") from error
 
-    def run(messages: list[Any], tokenizer: Tokenizer, prompt: bool) -> str:
+    def run(messages: list[Any], tokenizer: Tokenizer, prompt: bool, tools: Any) -> str:
         try:
             return template.render(
                 messages=messages,
                 add_generation_prompt=prompt,
-                tools=None,
+                tools=tools,
                 documents=None,
                 eos_token=tokenizer.eos,
-                bos_token=next((name for name in _BOS if name in tokenizer.special), ""),
+                bos_token=next((name for name in BOS_NAMES if name in tokenizer.special), ""),
             )
         except TemplateError as error:
             raise UserError(f"chat template: {error}; correct the template or the conversation") from error
@@ -359,7 +402,7 @@ def _compile(source: str) -> Callable[[list[Any], Tokenizer, bool], str]:
     return run
 
 
-_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 
 
 def _protect(value: Any, names: Sequence[str]) -> Any:
@@ -378,7 +421,7 @@ def _protect(value: Any, names: Sequence[str]) -> Any:
 
 
 def _mark_turns(
-    messages: list[Any], learned: Sequence[bool], names: Sequence[str], run: Callable[[list[Any], bool], str]
+    messages: list[Any], learned: Sequence[float], names: Sequence[str], run: Callable[[list[Any], bool], str]
 ) -> str:
     """The rendering, with marks around the text that each learned turn adds to its prompt."""
     text = run(messages, False)
@@ -403,19 +446,20 @@ def _mark_turns(
     return "".join([*pieces, text[done:]])
 
 
-def _parts(text: str, names: Sequence[str], turns: Sequence[bool], tokenizer: Tokenizer) -> list[ChatSegment]:
-    """Splits a rendering at marks and special tokens. `turns`: whether each marked stretch is learned."""
+def _parts(text: str, names: Sequence[str], turns: Sequence[float], tokenizer: Tokenizer) -> list[ChatSegment]:
+    """Splits a rendering at marks and special tokens. `turns`: the weight of each marked stretch."""
     if text.count(_BEGIN) != len(turns):
-        if not all(turns):
+        if len({*turns}) > 1:
             raise UserError(
                 f"chat template: {text.count(_BEGIN)} generation blocks for {len(turns)} turns of the assistant, so "
                 "a single turn cannot be chosen; write one block a turn or learn from all"
             )
-        turns = [True] * text.count(_BEGIN)
+        turns = [turns[0] if turns else 1] * text.count(_BEGIN)
     borders = re.compile("|".join([_BEGIN, _END, *map(re.escape, names)]))
     parts: list[ChatSegment] = []
     learned = iter(turns)
-    learn, done = False, 0
+    learn: float = 0
+    done = 0
     for border in [*borders.finditer(text), None]:
         stretch = text[done : border.start() if border else None]
         written = re.sub(f"{_NAME}(\\d+){_NAME}", lambda match: names[int(match[1])], stretch)
@@ -424,7 +468,7 @@ def _parts(text: str, names: Sequence[str], turns: Sequence[bool], tokenizer: To
             break
         done = border.end()
         if border.group() in (_BEGIN, _END):
-            learn = border.group() == _BEGIN and next(learned)
+            learn = next(learned) if border.group() == _BEGIN else 0
         else:
             parts.append(ChatSegment(border.group(), learn, special=True))
     return _swallow_spaces(parts, tokenizer)

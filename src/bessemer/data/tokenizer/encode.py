@@ -23,6 +23,7 @@ from bessemer.data.curate.ledger import byte_length, hash_text, name_in_errors, 
 from bessemer.data.curate.passes import read_curated_documents
 from bessemer.data.read import SourcePart
 from bessemer.data.read.answers import divide_answers
+from bessemer.data.read.chat_turns import MESSAGE_WEIGHT
 from bessemer.data.read.entry import Document
 from bessemer.data.store.format import read_info, token_dtype
 from bessemer.data.store.shard import Shard
@@ -35,7 +36,7 @@ from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.data import SourceSpec
 
 Ids = npt.NDArray[Any]  # of the store's type
-Mask = npt.NDArray[np.uint8]
+Mask = npt.NDArray[Any]  # 0 and 1, or weights of messages
 Encoded = tuple[Ids, Mask | None]
 
 # Encoding by `tokenizers` takes 50 times the memory of the text, so batches are only as large as a core needs.
@@ -83,7 +84,7 @@ def encode_documents(
             tokens = np.concatenate(begun if ended else [*begun, end])
             begun.clear()
             if mask is not None and not ended:
-                mask = np.append(mask, np.uint8(0))
+                mask = np.append(mask, mask.dtype.type(0))
             yield piece.document, tokens, mask
 
     waiting: deque[tuple[list[_Piece], Future[list[Encoded]]]] = deque()
@@ -226,7 +227,11 @@ def tokenize_part(task: TokenizeTask) -> int:
             None if task.alone else 1, task.template, task.learn,
         ):  # fmt: skip
             fields = document.fields if task.source.has_answers else {}
-            row = labelled.encode(document, tokens) if labelled else EncodedRow(tokens, mask, fields)
+            weights: dict[str, npt.NDArray[Any]] = {}
+            if task.source.message_weights:
+                weights[MESSAGE_WEIGHT] = np.ones(tokens.size, np.float32) if mask is None else mask.astype(np.float32)
+            mask = None if mask is None else (mask > 0).astype(np.uint8)
+            row = labelled.encode(document, tokens) if labelled else EncodedRow(tokens, mask, fields, weights)
             side = "validation" if hash_text(document.text, task.seed) < task.limit else "train"
             if side not in writers:
                 prefix = part_prefix(task.folder, task.number, side)

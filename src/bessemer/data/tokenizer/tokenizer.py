@@ -180,6 +180,13 @@ class Tokenizer:
         """The tokenizer for later pieces of a document: it adds no space before the text."""
         return without_prefix(self._inner)
 
+    @cached_property
+    def prefixes_after_special(self) -> bool:
+        """Whether the tokenizer adds its space also to text after a special token, not only at the beginning of a text
+        (Llama 2, Mistral 7B v0.1, TinyLlama)."""
+        first, *rest = self._parsing.encode(f"{self.eos}a", add_special_tokens=False).ids
+        return first == self.eos_id and rest != self._rest.encode("a", add_special_tokens=False).ids
+
     def _encodings(self, texts: Sequence[str], continues: Sequence[bool] | None, fast: bool) -> list[Any]:
         rest = self._rest if continues and any(continues) else self._inner
         if rest is self._inner:
@@ -373,9 +380,15 @@ def hf_prompt_format(folder: Path, tokenizer: Tokenizer, trained_here: bool = Fa
 
 def end_token(folder: Path) -> str | None:
     """The name of the end token in tokenizer_config.json, if it is there."""
-    token = _read(folder / "tokenizer_config.json").get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else None
+    return named_tokens(folder).get("eos")
+
+
+def named_tokens(folder: Path) -> dict[str, str]:
+    """The names of the bos, eos and pad tokens in tokenizer_config.json, as far as they are there."""
+    config = _read(folder / "tokenizer_config.json")
+    tokens = {role: config.get(f"{role}_token") for role in ("bos", "eos", "pad")}
+    names = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
+    return {role: name for role, name in names.items() if isinstance(name, str)}
 
 
 def added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

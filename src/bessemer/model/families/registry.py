@@ -63,6 +63,16 @@ def family_of(config: Config) -> Family:
     raise UserError(f"config.json: {value} is not supported ({supported}); {_suggest_fix(config, named)}")
 
 
+def needs_wrap(config: Config) -> bool:
+    """Whether the model has no native family, but transformers can run it as a causal model."""
+    try:
+        family_of(config)
+    except UserError:
+        named = config.get("architectures")
+        return _suggest_fix(config, named if isinstance(named, list) else []) == WRAP
+    return False
+
+
 def _suggest_fix(config: Config, named: list[Any]) -> str:
     """What to do with a model of no native family: transformers can run causal ones."""
     if not named or any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in named):

@@ -20,7 +20,7 @@ from bessemer.dtensor import is_dtensor
 from bessemer.errors import UserError
 from bessemer.model.generate.runner import PACKED_TOKENS, SPARE, Runner, make_runner
 from bessemer.model.generate.sampling import Sampling, SamplingBatch
-from bessemer.model.generate.speculate import Drafter, verify
+from bessemer.model.generate.speculate import Draft, Drafter, ModelDrafter, verify
 from bessemer.model.generate.text import StreamDecoder
 from bessemer.model.transformer import Decoder
 
@@ -98,16 +98,19 @@ class Generator:
                 "local_model` of bessemer.parallel.generate"
             )
         self.model, self.decode_text, self.drafter = model, decode, drafter
-        limit = model.shape.max_positions or None
-        self.max_length = max_length or limit or 2048
-        if limit and model.shape.positions == "learned":
+        self.max_length = max_length or model.shape.max_positions or 2048
+        if limit := model.shape.position_limit:
             self.max_length = min(self.max_length, limit)
+        if slots < 1 or self.max_length < 2:
+            raise UserError(f"a generator of {slots} slots of {self.max_length} positions: give at least 1 and 2")
         self.slots = slots
         self.runner: Runner = make_runner(model, slots, self.max_length + SPARE, compiled)
         if drafter is not None and not self.runner.reuses_prefixes:
             raise UserError(
                 "speculative decoding needs a cache that can be cut back: this model has none, use no draft"
             )
+        if isinstance(drafter, ModelDrafter):
+            drafter.reserve(slots, self.max_length + SPARE)
         self.in_flight = 1 if model.head_weight.device.type == "cuda" and drafter is None else 0
         self.rows: dict[int, _Row] = {}
         self.waiting: deque[tuple[Request, Completion]] = deque()
@@ -136,10 +139,18 @@ class Generator:
         longest = self.max_length - len(self.runner.first_tokens(list(request.prompt)))
         if not request.prompt:
             raise UserError("an empty prompt: give at least one token, such as the begin-of-text token")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.model.shape.vocab:
+            raise UserError(
+                f"a prompt with tokens outside of 0 to {self.model.shape.vocab - 1}: use the model's own ids"
+            )
         if longest < 1:
             raise UserError(f"a prompt of {len(request.prompt)} tokens leaves no room in {self.max_length}")
         if request.stop_strings and self.decode_text is None:
             raise UserError("stop strings need a generator that can decode: give `decode`")
+        if not all(request.stop_strings):
+            raise UserError("an empty stop string would end every answer at once: leave it out")
+        if self.drafter is not None and request.sampling.penalizes:
+            raise UserError("speculative decoding has no penalties: remove them or the draft")
         self._requests += 1
         completions = []
         for i in range(request.samples):
@@ -182,12 +193,19 @@ class Generator:
     def stream(self, request: Request) -> Iterator[str]:
         """Text of one sample, in pieces that do not change any more."""
         (completion,) = self.submit(replace(request, samples=1))
+        return self._pieces(completion)
+
+    def _pieces(self, completion: Completion) -> Iterator[str]:
         shown = 0
-        while completion.reason is None:
-            self.step()
-            if len(completion.text) > shown:
-                yield completion.text[shown:]
-                shown = len(completion.text)
+        try:
+            while completion.reason is None:
+                self.step()
+                if len(completion.text) > shown:
+                    yield completion.text[shown:]
+                    shown = len(completion.text)
+        finally:  # the reader may leave early
+            if completion.reason is None and not self.model.lockstep:
+                self.cancel(completion.request)
 
     @torch.inference_mode()
     def step(self) -> bool:
@@ -351,7 +369,9 @@ class Generator:
     def _speculate(self, rows: Sequence[_Row]) -> None:
         """Several tokens of every row: drafts are read in one pass, and kept as far as the model agrees."""
         assert self.drafter is not None
-        drafts = [self.drafter.propose(row.slot, row.context, row.request.sampling) for row in rows]
+        drafts = [
+            _shorten(self.drafter.propose(row.slot, row.context, row.request.sampling), SPARE - 1) for row in rows
+        ]
         longest = max(len(draft.tokens) for draft in drafts)
         fed = [[row.context[-1], *draft.tokens, *[0] * (longest - len(draft.tokens))]
                for row, draft in zip(rows, drafts, strict=True)]  # fmt: skip
@@ -369,6 +389,11 @@ class Generator:
                     _record_logprobs(row, [x[0, at].cpu() for x in logprobs])
                 if row.completion.reason is not None:
                     break
+
+
+def _shorten(draft: Draft, length: int) -> Draft:
+    shares = draft.probabilities
+    return Draft(draft.tokens[:length], None if shares is None else shares[:length])
 
 
 def _logprobs(rows: Sequence[_Row], tokens_BT: Tensor, logits_BTV: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

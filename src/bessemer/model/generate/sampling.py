@@ -7,6 +7,7 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -35,6 +36,9 @@ class Sampling:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise UserError(f"{name.replace('_', ' ')} {getattr(self, name)} must be a finite number")
         if self.temperature < 0:
             raise UserError(f"temperature {self.temperature} is negative: write 0 for greedy, or about 0.8")
         if not 0 < self.top_p <= 1:

@@ -55,13 +55,17 @@ class NgramDrafter:
 class ModelDrafter:
     """A smaller model with the same vocabulary."""
 
-    def __init__(self, model: Decoder, target: Decoder, length: int = 4, slots: int = 16, capacity: int = 4096) -> None:
+    def __init__(self, model: Decoder, target: Decoder, length: int = 4) -> None:
         if model.shape.vocab != target.shape.vocab:
             raise UserError(
                 f"the draft model has {model.shape.vocab} tokens, the model {target.shape.vocab}: use equal tokenizers"
             )
         self.model, self.length = model, length
-        self.runner = make_runner(model, slots, capacity + length + 1)
+        self.reserve(1, 64)
+
+    def reserve(self, slots: int, positions: int) -> None:
+        """Make room for the slots of a generator; memory is taken as they fill."""
+        self.runner = make_runner(self.model, slots, positions + self.length + 1)
         self.held: dict[int, list[int]] = {}
 
     def propose(self, slot: int, context: list[int], sampling: Sampling) -> Draft:
