@@ -22,7 +22,14 @@ ASPECTS = ("film", "story", "music", "cast", "ending")
 PRAISE = ("great", "lovely", "fine", "brilliant", "moving", "superb")
 BLAME = ("awful", "dull", "poor", "boring", "clumsy", "weak")
 TASKS = ("last", "number")
-TOOL = 'Tools: {"name": "count", "parameters": {"text": "string"}}'
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "description": "Counts words.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
 Row = dict[str, Any]
 
 
@@ -52,13 +59,13 @@ def tool_call(draw: random.Random, words: list[str]) -> Row:
     """The assistant counts with a tool instead of by itself."""
     text = " ".join(words)
     call = {"type": "function", "function": {"name": "count", "arguments": {"text": text}}}
-    return conversation(
-        {"role": "system", "content": TOOL},
+    messages = conversation(
         {"role": "user", "content": f"Take the words {text} and give their number."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": str(len(words))},
         {"role": "assistant", "content": f"Answer: {len(words)}."},
     )
+    return {**messages, "tools": [TOOL]}
 
 
 def conversation(*messages: Row) -> Row:

@@ -32,7 +32,7 @@ def test_tokens_and_rows_of_files(tmp_path: Path) -> None:
     assert estimate_vocab(spec_of(plain), estimate_sizes(spec_of(plain))) == 512
     assert estimate_vocab(spec_of(plain, tokenizer={"vocab": 999}), {}) is None
     assert estimate_vocab(spec_of(plain, tokenizer={"path": str(tmp_path / "none.json")}), {}) is None
-    with pytest.raises(UserError, match="none.jsonl"):
+    with pytest.raises(UserError, match=r"none\.jsonl"):
         estimate_sizes(spec_of(tmp_path / "none.jsonl"))
 
 

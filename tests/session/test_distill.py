@@ -75,7 +75,8 @@ def test_distillation_closes_half_of_the_gap_that_little_data_leaves(make_spec, 
     )  # fmt: skip
     little = {
         "budget": budget, "data": {"sources": {"chain": {"path": [str(few)]}}, "validation": 0.25},
-        "tokenizer": {"path": str(run_folder(large) / "tokenizer.json"), "vocab": "auto"}, "evaluate": {"every": 20, "tokens": 2048},
+        "tokenizer": {"path": str(run_folder(large) / "tokenizer.json"), "vocab": "auto"},
+        "evaluate": {"every": 20, "tokens": 2048},
     }  # fmt: skip
     plain = make_spec("plain", **little)
     distilled = make_spec("distilled", objective="distill", models={"teacher": str(run_folder(large))}, **little)
