@@ -1,7 +1,7 @@
 """Writes the small data sets of the fine-tuning recipes to recipes/data/: python recipes/make_data.py
 
-Lists of words, and two things to do with them: name the last, and count them. A tiny model learns this from
-exercises.jsonl, and the recipes then teach it to answer questions in a chat format. No list of a held-out question
+Lists of words, and things to do with them: name the first, name the last, count them. A tiny model learns this from
+exercises.jsonl, and the recipes then teach it to answer questions about the last two in a chat format. No list of a held-out question
 (test.jsonl, prompts.jsonl) occurs anywhere else. The same files are written each time.
 """
 
@@ -21,7 +21,7 @@ WORDS = [
 ASPECTS = ("film", "story", "music", "cast", "ending")
 PRAISE = ("great", "lovely", "fine", "brilliant", "moving", "superb")
 BLAME = ("awful", "dull", "poor", "boring", "clumsy", "weak")
-TASKS = ("last", "number")
+TASKS = ("first", "last", "number")
 TOOL = {
     "type": "function",
     "function": {
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def solve(task: str, words: list[str]) -> str:
-    return {"last": words[-1], "number": str(len(words))}[task]
+    return {"first": words[0], "last": words[-1], "number": str(len(words))}[task]
 
 
 def exercise(draw: random.Random, words: list[str]) -> Row:
@@ -47,7 +47,7 @@ def exercise(draw: random.Random, words: list[str]) -> Row:
 
 def question(draw: random.Random, words: list[str]) -> Row:
     """A conversation as `objective: sft` reads it."""
-    task = draw.choice(TASKS)
+    task = draw.choice(TASKS[1:])
     request = {"last": "say the last", "number": "give their number"}[task]
     return conversation(
         {"role": "user", "content": f"Take the words {' '.join(words)} and {request}."},
