@@ -1,8 +1,8 @@
 """Writes the small data sets of the fine-tuning recipes to recipes/data/: python recipes/make_data.py
 
 Lists of words, and things to do with them: name the first, name the last, count them. A tiny model learns this from
-exercises.jsonl, and the recipes then teach it to answer questions about the last two in a chat format. No list of a held-out question
-(test.jsonl, prompts.jsonl) occurs anywhere else. The same files are written each time.
+exercises.jsonl, and the recipes then teach it to answer questions about the last two in a chat format. No list of a
+held-out question (test.jsonl, prompts.jsonl) occurs anywhere else. The same files are written each time.
 """
 
 from __future__ import annotations
