@@ -70,7 +70,7 @@ def test_each_is_planned_on_this_machine(name: str, base: None) -> None:
     result = CliRunner().invoke(app, ["plan", path, "--set", "parallel.device=cpu"])
     assert result.exit_code == 0 and "this machine (" in result.output and "K parameters on " in result.output
     if name == "sft":
-        assert "K rows" in result.output and "6 passes over" in result.output
+        assert "data.size" in result.output and "6 passes" in result.output
     result = CliRunner().invoke(app, ["plan", path, "--gpus", "1xH100"])
     assert result.exit_code == 0, result.exception
 
