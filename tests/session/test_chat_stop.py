@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bessemer.cli import main
+from bessemer.data.read.chat_formats import recognise_row
 from bessemer.errors import UserError
 from bessemer.export.hf import open_native, to_hf
 from bessemer.model.generate import Sampling
@@ -110,6 +111,44 @@ def test_the_command(
     code, out = call(str(run), "--chat")
     assert not code and "red\n" in out
     assert call(str(run), "--chat", "--n", "2")[0] == 2
+
+
+def test_answers_become_rows_to_train_on(
+    trained: tuple[Path, LoadedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Sequence distillation: a model's answers, without those that have no end."""
+    run, _ = trained
+
+    def call(*options: str) -> tuple[int | str | None, str]:
+        monkeypatch.setattr(sys, "argv", ["bessemer", "generate", str(run), "--device", "cpu", *options])
+        with pytest.raises(SystemExit) as left:
+            main.run()
+        return left.value.code, "".join(capsys.readouterr())
+
+    prompts, rows = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    lines = [{"messages": question("sky")}, {"messages": question("coal")}, {"prompt": "color"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["--prompts", str(prompts), "--temperature", "0", "--write", str(rows)]
+    code, out = call(*command, "--max-tokens", "1")
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    left_out = 3 - len(written)
+    assert code == 0 and f"{len(written)} rows, {left_out} left out" in out and left_out
+    rows.unlink()
+    assert call(*command, "--max-tokens", "24", "--n", "2")[0] == 0
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    answers = [(row["messages"][-1]["content"], row["model"], row["sample"]) for row in written if "messages" in row]
+    assert answers == [(color, str(run), i) for color in ("blue", "black") for i in (0, 1)]
+    assert recognise_row(written[0]) == {"chat_format": "messages", "messages_field": "messages"}
+    for wrong, message in (
+        (command, "exists already"),
+        (["--write", "rows.txt"], "ends in .jsonl"),
+        (["--write", "rows.jsonl"], "add --prompts"),
+    ):
+        code, out = call(*wrong)
+        assert code == 2 and message in out
 
 
 def test_prompt_files(tmp_path: Path) -> None:

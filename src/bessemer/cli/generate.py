@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ def generate(
     stop: list[str] = typer.Option([], "--stop", help="End an answer before this text (repeatable)."),
     seed: int = typer.Option(0, help="The same seed gives the same text."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object per prompt, with all samples."),
+    write: Path | None = typer.Option(
+        None, "--write", help="Write the finished answers to this .jsonl, as rows to train on (objective: sft)."
+    ),
     checkpoint: str = CHECKPOINT,
     parse_special: bool = typer.Option(
         False, "--parse-special", help="Read special tokens in the prompt, such as <|im_start|>, as special tokens."
@@ -52,11 +56,13 @@ def generate(
 
     from bessemer.model.generate import Sampling
     from bessemer.observe.progress import working
-    from bessemer.train.answers import AnswerSettings, answer_all, converse, read_prompts
+    from bessemer.train.answers import AnswerSettings, answer_all, check_rows_file, converse, read_prompts
     from bessemer.train.trained import load_model
 
     if chat and (prompts is not None or prompt or as_json or n > 1):
         raise UserError("--chat reads its prompts from the terminal: leave out --prompt, --prompts, --n and --json")
+    if write is not None:
+        check_rows_file(write, prompts)
     if prompts is not None and prompt:
         raise UserError("--prompt and --prompts: give one of them")
     if system and not chat:
@@ -76,9 +82,24 @@ def generate(
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
+    elif write is not None:
+        _write_rows(write, answer_all(loaded, texts, settings), str(model), len(texts) * n)
     else:
         for number, answer in enumerate(answer_all(loaded, texts, settings), 1):
             print(json.dumps(answer, ensure_ascii=False) if as_json else _show(number, answer), flush=True)
+
+
+def _write_rows(path: Path, answers: Iterable[dict[str, Any]], model: str, samples: int) -> None:
+    from bessemer.train.answers import training_rows
+
+    count = 0
+    with path.open("x", encoding="utf-8", buffering=1) as file:  # whole rows: those of a killed command can be used
+        for answer in answers:
+            for row in training_rows(answer, model):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
+    left_out = f", {samples - count:,} left out: empty, or not ended within --max-tokens" if samples > count else ""
+    print(f"written  {path}  {count:,} rows{left_out}")
 
 
 def _read_line() -> str | None:

@@ -281,7 +281,9 @@ def _plan_answers(
 
 def _request(spec: Path | None, model: str | None, tokens: str | None, settings: list[str]) -> PlanRequest:
     """From a spec, over which the options count as `--set` does, or from the options alone."""
-    from bessemer.plan.request import parse_count_option, request_from_options, request_from_spec
+    from dataclasses import replace
+
+    from bessemer.plan.request import depends_on_data, parse_count_option, request_from_options, request_from_spec
 
     count = parse_count_option("--tokens", tokens)
     if spec is None:
@@ -296,16 +298,20 @@ def _request(spec: Path | None, model: str | None, tokens: str | None, settings:
     run = loaded.spec
     if "name" not in loaded.document.data:  # a spec that is written from this one gets the name of its own file
         run = run.model_copy(update={"name": "auto"})
-    if run.model.hf is None and not run.models:
-        return request_from_spec(run)
-    from dataclasses import replace
+    sources, vocab = {}, None
+    if depends_on_data(run) or run.tokenizer.path:
+        from bessemer.data.estimate import estimate_sizes, estimate_vocab
 
+        sources = estimate_sizes(run) if depends_on_data(run) else {}
+        vocab = estimate_vocab(run, sources)
+    if run.model.hf is None and not run.models:
+        return replace(request_from_spec(run, None, vocab), sources=sources)
     from bessemer.export.describe import find_shape  # reads config.json, and loads torch for it
     from bessemer.plan.cost_model.memory import OtherModel
 
-    request = request_from_spec(run, find_shape(run.model.hf) if run.model.hf else None)
+    request = request_from_spec(run, find_shape(run.model.hf) if run.model.hf else None, vocab)
     others = (OtherModel(name, find_shape(other.path), other.train) for name, other in run.models.items())
-    return replace(request, others=tuple(others))
+    return replace(request, others=tuple(others), sources=sources)
 
 
 def _propose(request: PlanRequest, gpus: str | None, network: str | None) -> Proposal:

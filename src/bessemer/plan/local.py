@@ -20,7 +20,7 @@ from bessemer.plan.expect import BAR, ExpectedRun, RunRecord, RunSetup, predict_
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize
 from bessemer.plan.present import WIDTH, decision_lines
-from bessemer.plan.request import PlanRequest, spec_tokens
+from bessemer.plan.request import DATA_SIZE, PlanRequest, log_estimate, spec_tokens
 from bessemer.plan.search.layout import ONE_PROCESS
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
@@ -168,7 +168,7 @@ def plan_local(request: PlanRequest, machine: Machine, rate_of: RateOf, records:
     plan.add("model", f"{human_count(shape.parameters)} parameters", request.reason, request.source, request.basis)
     machine = reserve_memory(spec, request.others, machine, 1, plan)
     context = decide_context(spec, shape, plan)
-    if spec.budget.epochs is not None:
+    if spec.budget.epochs is not None and not request.sources:
         spec_tokens(spec, context)  # refuses epochs, since no data is read
     if spec.precision == "auto" and machine.matmul.get("bf16", 0.0) > 1.3 * machine.matmul["fp32"]:
         short = replace(shape, layers=min(2, shape.layers))  # as a run does at its start
@@ -176,10 +176,10 @@ def plan_local(request: PlanRequest, machine: Machine, rate_of: RateOf, records:
         machine = replace(machine, training=rates if len(rates) == 2 else {})
     spec = choose_adapter(spec, shape, context, machine, plan)
     enough = SourceSize(1 << 60, (1 << 60) // context)
-    training = decide_training(
-        spec, shape, context, machine, dict.fromkeys(spec.data.sources, enough), enough.tokens, plan
-    )
-    for key in [key for key in plan.decisions if key.startswith(NEEDS_DATA) and key != "data.context"]:
+    sources = request.sources or dict.fromkeys(spec.data.sources, enough)
+    training = decide_training(spec, shape, context, machine, sources, enough.tokens, plan)
+    log_estimate(request, plan)
+    for key in [key for key in plan.decisions if key.startswith(NEEDS_DATA) and key not in ("data.context", DATA_SIZE)]:
         del plan.decisions[key]
     occasion = RunSetup(spec, shape, training, machine, ONE_PROCESS, 1, machine.peak(training.precision)[0])
     rate = rate_of(shape, context, training.precision)

@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.memory import OtherModel
-from bessemer.plan.decision import Basis, RecipeAnswer
+from bessemer.plan.decision import EMPIRICAL, Basis, Plan, RecipeAnswer
 from bessemer.plan.hardware import parse_cluster
+from bessemer.plan.mixtures import SourceSize
 from bessemer.plan.recipe.pretraining import design_shape
 from bessemer.plan.search.search import FixedDegrees
+from bessemer.spec.classify import as_classifier
 from bessemer.spec.document import YamlDocument, apply_override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
@@ -41,6 +43,7 @@ DEFAULT_DEADLINE_S = 30 * DAY  # if only a budget is given
 MONEY = re.compile(
     r"(?:usd|\$)?\s*([0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmb])?\s*(?:usd|dollars?|\$)?", re.I
 )
+DATA_SIZE = "data.size"  # decision: the estimated size of the data
 TRIES = 5  # answers to one question of the interview
 Prompt = Callable[[str, str], str]  # question and default -> answer
 
@@ -49,7 +52,8 @@ Prompt = Callable[[str, str], str]  # question and default -> answer
 class PlanRequest:
     """A spec with the user's settings, the shape of its model, and where that shape comes from. `answers` are choices
     made for the user on the way, by spec key. `from_options`: there is no spec file, and its data has no name yet.
-    `others` are the further models of the spec."""
+    `others` are the further models of the spec. `sources` are the estimated sizes of its data, if the plan depends on
+    them."""
 
     spec: RunSpec
     shape: ModelShape
@@ -59,6 +63,7 @@ class PlanRequest:
     answers: Mapping[str, RecipeAnswer[Any]] = field(default_factory=dict)
     from_options: bool = False
     others: tuple[OtherModel, ...] = ()
+    sources: Mapping[str, SourceSize] = field(default_factory=dict)
 
 
 def request_from_options(model: str, tokens: int | None = None, settings: Sequence[str] = ()) -> PlanRequest:
@@ -88,13 +93,18 @@ def _apply(document: YamlDocument, settings: Sequence[str]) -> dict[str, Any]:
     return dict(document.data)
 
 
-def request_from_spec(spec: RunSpec, folder_shape: ModelShape | None = None) -> PlanRequest:
-    """From a spec. `folder_shape` is the shape of the model folder that the spec names."""
-    vocab = folder_shape.vocab if folder_shape else spec.tokenizer.vocab
+def request_from_spec(
+    spec: RunSpec, folder_shape: ModelShape | None = None, tokenizer_vocab: int | None = None
+) -> PlanRequest:
+    """From a spec. `folder_shape` is the shape of the model folder that the spec names, `tokenizer_vocab` the size of
+    its tokenizer if that is known."""
+    vocab = folder_shape.vocab if folder_shape else tokenizer_vocab or spec.tokenizer.vocab
     if vocab == "auto":
         preset = next((key for key in PRESETS if key.lower() == (spec.model.preset or "").lower()), "")
         vocab = PRESET_VOCAB.get(preset, LLAMA_3_VOCAB) if preset else DEFAULT_VOCAB
     shape = model_shape(spec.model, int(vocab), folder_shape)
+    if spec.objective == "classify" and spec.classify is not None:
+        shape = as_classifier(shape, spec.classify)
     return PlanRequest(spec, shape, f"the spec's, with a vocabulary of {vocab:,} tokens")
 
 
@@ -141,6 +151,21 @@ def fixed_degrees(spec: RunSpec) -> FixedDegrees:
     mode = memory.activations if memory.activations in ("none", "selective", "full") else None
     rows = None if spec.budget.micro_batch == "auto" else int(spec.budget.micro_batch)
     return FixedDegrees(**degrees, micro_rows=rows, activations=mode, stages=stages)  # type: ignore[arg-type]
+
+
+def depends_on_data(spec: RunSpec) -> bool:
+    """Whether the length of the run follows from the size of its data."""
+    fine_tuning = spec.objective in ("sft", "classify") and spec.budget.steps is None and spec.budget.tokens == "auto"
+    return fine_tuning or spec.budget.epochs is not None
+
+
+def log_estimate(request: PlanRequest, plan: Plan) -> None:
+    """Adds the estimated size of the data to the plan."""
+    if request.sources:
+        tokens, documents = (sum(getattr(s, key) for s in request.sources.values()) for key in ("tokens", "documents"))
+        rows = f" in {human_count(documents)} rows" if documents else ""
+        reason = "by the sizes of its files, about 4 bytes a token; the run counts exactly"
+        plan.add(DATA_SIZE, f"{human_count(tokens)} tokens{rows}", reason, "rule", EMPIRICAL)
 
 
 def spec_tokens(spec: RunSpec, context: int) -> int | None:

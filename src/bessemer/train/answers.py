@@ -96,6 +96,29 @@ def answer_all(loaded: LoadedModel, prompts: Sequence[Prompt], settings: AnswerS
         }
 
 
+def check_rows_file(path: Path, prompts: Path | None) -> None:
+    """Refuses a file for `training_rows` that exists, before answers are made for it."""
+    if path.suffix != ".jsonl":
+        raise UserError(f"--write {path}: the rows are JSON lines: write a name that ends in .jsonl")
+    if prompts is None:
+        raise UserError("--write: the rows are the answers to a file of prompts: add --prompts FILE")
+    if path.exists():
+        raise UserError(f"--write {path}: exists already: remove it or write another name")
+
+
+def training_rows(answer: dict[str, Any], model: str) -> Iterator[dict[str, Any]]:
+    """The finished samples of an answer as rows that `objective: sft` reads, each with its model and sample number. An
+    answer without an end or a word would teach the same: there is no row for it."""
+    for number, sample in enumerate(answer["samples"]):
+        if sample["finish_reason"] == "length" or not sample["text"].strip():
+            continue
+        origin = {"model": model, "sample": number}
+        if "messages" in answer:
+            yield {"messages": [*answer["messages"], {"role": "assistant", "content": sample["text"]}], **origin}
+        else:
+            yield {"prompt": answer["prompt"], "completion": sample["text"], **origin}
+
+
 def converse(
     loaded: LoadedModel, settings: AnswerSettings, system: str, read: Callable[[], str | None],
     write: Callable[[str], None],

