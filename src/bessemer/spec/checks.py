@@ -9,17 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 
-from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
-from bessemer.spec.model import BASE, ModelSpec, ObjectiveSpec, model_shape
+from bessemer.spec.model import ModelSpec, model_shape
+from bessemer.spec.objective_checks import OBJECTIVE_CHECKS, Problem
 from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
-from bessemer.spec.preference import DpoSpec
 from bessemer.spec.quantity import format_names
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 from bessemer.spec.shape import preset
 from bessemer.spec.text_steps import StepSpec
 
-Problem = tuple[KeyPath, str]
 MIN_VOCABS = {"bpe": 257, "char": 257, "wordpiece": 258, "unigram": 279}
 
 
@@ -342,125 +340,6 @@ def check_wrapped(spec: RunSpec) -> Iterator[Problem]:
         yield ("dropout",), "a wrapped model trains without dropout: remove this, or wrap"
 
 
-def check_classify(spec: RunSpec) -> Iterator[Problem]:
-    if spec.objective != "classify":
-        if spec.classify is not None:
-            yield (
-                ("classify",),
-                f"has no effect with objective: {spec.objective}: write objective: classify, or remove it",
-            )
-        return
-    if spec.classify is None:
-        yield ("classify",), "missing: write for example classify: {labels: [negative, positive]}"
-        return
-    if spec.model.wrap:
-        yield ("model", "wrap"), "a wrapped model has no head of labels: remove wrap"
-    roles = ("words", "label") if spec.classify.kind == "token" else ("label",)
-    for name, source in spec.data.sources.items():
-        path: KeyPath = ("data", "sources", name, "columns")
-        if source.path != ["python"] and (missing := [role for role in roles if role not in (source.columns or {})]):
-            yield (
-                path,
-                f"does not name the column of {missing[0]}: write for example columns: {{text: text, label: label}}",
-            )
-    if spec.data.packing == "concat" and "packing" in spec.data.model_fields_set:
-        yield ("data", "packing"), "concat cuts documents, whose labels are of the whole: write pad or best_fit"
-    if spec.data.padding.long == "split" and "long" in spec.data.padding.model_fields_set:
-        yield ("data", "padding", "long"), "split cuts documents, whose labels are of the whole: write truncate"
-    if spec.data.cross_documents:
-        yield ("data", "cross_documents"), "a label is of its own document: remove this"
-    if any(task != ObjectiveSpec() for task in spec.tasks):
-        yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
-    if any(spec.loss.model_dump().values()):
-        yield ("loss",), "is that of pre-training: remove it"
-
-
-def check_sft(spec: RunSpec) -> Iterator[Problem]:
-    if spec.objective != "sft":
-        if spec.sft is not None:
-            yield ("sft",), f"has no effect with objective: {spec.objective}: write objective: sft, or remove it"
-        return
-    if any(task != ObjectiveSpec() for task in spec.tasks):
-        yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
-    if spec.model.causal is False:
-        yield ("model",), "sft predicts the next token: it needs a causal decoder"
-    degrees = [name for name in ("tp", "cp", "pp") if getattr(spec.parallel, name) > 1]
-    if spec.sft and spec.sft.neftune and (degrees or spec.model.wrap):
-        other = f"parallel.{degrees[0]}" if degrees else "model.wrap"
-        yield (("sft", "neftune"), f"the noise needs complete embeddings, which {other} does not have: remove one")
-
-
-def check_distill(spec: RunSpec) -> Iterator[Problem]:
-    if spec.objective != "distill":
-        if spec.distill != DistillSpec():
-            problem = f"has no effect with objective: {spec.objective}"
-            yield ("distill",), f"{problem}: write objective: distill, or remove it"
-        return
-    if "teacher" not in spec.models:
-        yield ("models",), "distillation needs a teacher: write models: {teacher: runs/large}"
-    elif spec.models["teacher"].train:
-        yield ("models", "teacher", "train"), "a teacher is frozen: remove train"
-    if spec.parallel.tp > 1:
-        yield ("parallel", "tp"), "distillation compares whole rows of logits: write tp: 1"
-    if any(task != ObjectiveSpec() for task in spec.tasks):
-        yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
-
-
-def check_dpo(spec: RunSpec) -> Iterator[Problem]:
-    if spec.objective != "dpo":
-        if spec.dpo != DpoSpec():
-            yield ("dpo",), f"has no effect with objective: {spec.objective}: write objective: dpo, or remove it"
-        return
-    for name, source in spec.data.sources.items():
-        if source.path != ["python"] and "chosen" not in (source.columns or {}):
-            fix = "columns: {prompt: question, chosen: good, rejected: bad}"
-            yield ("data", "sources", name), f"dpo compares two answers: name their columns, such as {fix}"
-    reference = spec.models.get("reference")
-    if reference and (reference.train or reference.head == "score"):
-        yield ("models", "reference"), "the reference is a frozen language model: remove train and head"
-    if spec.parallel.cp > 1:
-        yield ("parallel", "cp"), "the answers of a pair are summed over complete rows: write cp: 1"
-    if any(task != ObjectiveSpec() for task in spec.tasks):
-        yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
-
-
-def check_models(spec: RunSpec) -> Iterator[Problem]:
-    for name, other in spec.models.items():
-        if other.path == BASE and spec.adapter is None:
-            yield ("models", name, "path"), "base is the run's model without its adapter: add adapter, or write a path"
-        if other.path == BASE and (other.train or other.head == "score"):
-            yield ("models", name, "path"), "base shares the frozen weights of the run's model: remove train and head"
-        if spec.objective in OBJECTIVES and spec.objective not in ("distill", "dpo"):
-            yield ("models", name), f"objective: {spec.objective} uses no other model: remove it"
-        if spec.parallel.pp > 1:
-            yield ("models", name), "pipeline stages have no place for another model: write parallel: {pp: 1}"
-        if other.train and spec.parallel.engine == "deepspeed":
-            yield ("models", name, "train"), "DeepSpeed trains one model: remove train, or write engine: torch"
-
-
-def check_adapter(spec: RunSpec) -> Iterator[Problem]:
-    parallel = spec.parallel
-    if spec.adapter is None:
-        return
-    if spec.model.hf is None and spec.start_from is None:
-        yield ("adapter",), "needs trained weights to adapt: write model: {hf: FOLDER}, or start_from"
-    if spec.model.wrap:
-        yield ("adapter",), "adapts native models, and this one is run by transformers: remove model.wrap, or this"
-    for key, value in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
-        if value > 1:
-            yield ("parallel", key), "adapters are trained with dp_replicate, dp_shard and cp: write 1"
-    if parallel.engine == "deepspeed":
-        yield ("parallel", "engine"), "adapters are trained by torch's engine: write engine: torch"
-    if spec.precision.startswith("fp8"):
-        yield ("precision",), f"{spec.precision} converts the layers that are adapted: write bf16"
-    if spec.adapter.base == "nf4":
-        for key, degree in (("dp_shard", parallel.dp_shard), ("cp", parallel.cp)):
-            if degree not in ("auto", 1):
-                yield ("parallel", key), "weights in NF4 are not divided: write 1, and dp_replicate for more processes"
-        if parallel.shard.alone:
-            yield ("parallel", "shard", "alone"), "weights in NF4 are not divided: write false"
-
-
 def check_memory(spec: RunSpec) -> Iterator[Problem]:
     for key, message in memory_problems(spec.optimizer, spec.memory, spec.precision):
         yield ("memory", key), message
@@ -501,12 +380,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_archive, ("checkpoint",)),
     (check_rope_scaling, ("model", "data.context")),
     (check_wrapped, ("model", "optimizer", "dropout")),
-    (check_distill, ("objective", "distill", "models", "parallel", "tasks")),
-    (check_dpo, ("objective", "dpo", "data", "models", "parallel", "tasks")),
-    (check_models, ("models", "objective", "parallel", "adapter")),
-    (check_sft, ("objective", "sft", "model", "tasks", "parallel")),
-    (check_adapter, ("adapter", "model", "start_from", "parallel", "precision")),
-    (check_classify, ("objective", "classify", "model", "data", "tasks", "loss")),
+    *OBJECTIVE_CHECKS,
 )
 
 
