@@ -68,6 +68,18 @@ def tool_call(draw: random.Random, words: list[str]) -> Row:
     return {**messages, "tools": [TOOL]}
 
 
+def preference(draw: random.Random, words: list[str]) -> Row:
+    """A right and a wrong answer."""
+    task = draw.choice(TASKS[1:])
+    request = {"last": "say the last", "number": "give their number"}[task]
+    others = [*words[:-1]] if task == "last" else [str(n) for n in range(2, 6) if n != len(words)]
+    return {
+        "prompt": f"Take the words {' '.join(words)} and {request}.",
+        "chosen": f"Answer: {solve(task, words)}.",
+        "rejected": f"Answer: {draw.choice(others)}.",
+    }
+
+
 def conversation(*messages: Row) -> Row:
     return {"messages": list(messages)}
 
@@ -106,6 +118,7 @@ def make(folder: Path, exercises: int = 20_000) -> None:
     write(folder / "questions.jsonl", (question(draw, words) for words in lists(1500)))
     write(folder / "tools.jsonl", (tool_call(draw, words) for words in lists(400)))
     write(folder / "reviews.jsonl", (review(draw) for _ in range(600)))
+    write(folder / "preferences.jsonl", (preference(draw, words) for words in lists(600)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from bessemer.train.answers import AnswerSettings, answer_all, read_prompts
 from bessemer.train.trained import load_model
 
 ROOT = Path(__file__).parents[2]
-FINE_TUNING = ("sft", "lora", "tools", "classify", "distill")
+FAST = ("sft", "qlora", "classify", "dpo")
+FINE_TUNING = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "tools", "distill")))
 pytest.importorskip("transformers")
 
 
@@ -42,6 +43,8 @@ def make_base(exercises: int, **budget: int) -> None:
         base = base.model_copy(update={"schedule": base.schedule.model_copy(update={"warmup": "auto"})})
     assert Session(base).train().kind == "finished"
     to_hf(open_native(run_folder(base)), Path("runs/tiny-base/export/hf"))
+    Path("runs/sft").mkdir()
+    Path("runs/sft/export").symlink_to(Path("runs/tiny-base/export").absolute())  # that of recipes/sft.yaml
 
 
 @pytest.fixture(scope="module")
