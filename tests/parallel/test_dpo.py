@@ -55,6 +55,10 @@ def curves(spec: RunSpec) -> np.ndarray:
     return np.array([[record[name] for name in names] for record in Run.existing(run_folder(spec)).metrics()])
 
 
+def tokens_read(spec: RunSpec) -> list[float]:
+    return [record["tokens_per_s"] * record["step_s"] for record in Run.existing(run_folder(spec)).metrics()]
+
+
 @pytest.fixture(scope="module")
 def alone(ranks: Any, base: tuple[Path, dict[str, Any]]) -> np.ndarray:
     spec = spec_of(base[0], "one", {}, **base[1])
@@ -71,4 +75,5 @@ def test_losses_are_the_same(ranks: Any, base: tuple[Path, Any], alone: np.ndarr
     spec = spec_of(base[0], name, layout, **base[1])
     assert ranks(size, lambda: train(spec).kind) == ["finished"] * size
     np.testing.assert_allclose(curves(spec), alone, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(tokens_read(spec), tokens_read(spec_of(base[0], "one", {}, **base[1])), atol=1)
     assert alone[0, 0] == pytest.approx(np.log(2), abs=1e-5) and alone[-1, 0] < 0.69

@@ -274,6 +274,16 @@ def make_run(talks: Path, runs: Path, name: str = "sft", **budget: Any) -> RunSp
     return spec.model_copy(update={"name": name})
 
 
+def test_the_rate_is_of_all_tokens_that_a_step_reads(talks: Path, tmp_path: Path) -> None:
+    spec = make_run(talks, tmp_path / "runs", "rate", steps=2)
+    session = Session(spec)
+    session.train()
+    first, second = Run.existing(run_folder(spec)).metrics()
+    read = second["tokens_per_s"] * second["step_s"]
+    in_loss = second["tokens"] - first["tokens"]
+    assert in_loss < 0.5 * read and 0.9 * 1024 < read <= 1024.5
+
+
 def test_losses_are_the_same_at_any_accumulation_and_after_a_resume(talks: Path, tmp_path: Path) -> None:
     """With NEFTune's noise, which depends on a row's position alone."""
     curves = []

@@ -68,6 +68,7 @@ def attempt_of(
         losses=PassResult(torch.tensor(loss), torch.tensor([[correct, 64.0]]), losses),
         batches=batches,
         wait_s=0.001,
+        read=80,
         step_s=0.5,
     )
 
@@ -78,8 +79,8 @@ def test_throughput_and_utilisation_by_hand(job):
     # 100 x 8 embedding, 3 layers of 8 x (2 x 8 + 2 x 4) + 3 x 8 x 10: 2,096 in products; seven norms of 8 are in none.
     flops_per_token = 6 * 2096 + 12 * 3 * 8 * 16
     assert job.recorder.flops_per_token == flops_per_token
-    assert record["tokens_per_s"] == 128.0  # 64 tokens in half a second
-    assert record["mfu"] == round(128 * flops_per_token / 2e9, 4) == 0.0011
+    assert record["tokens_per_s"] == 160.0  # 80 tokens in half a second, 64 of them in the loss
+    assert record["mfu"] == round(160 * flops_per_token / 2e9, 4) == 0.0013
     assert record["accuracy"] == 0.25
     assert record["tokens"] == 1064
     assert record["step_s"] == 0.5 and record["data_wait_s"] == 0.001
@@ -90,7 +91,7 @@ def test_throughput_and_utilisation_by_hand(job):
 
 
 def test_utilisation_is_one_when_the_peak_is_reached(job):
-    job.recorder.peak_flops = 64 * job.recorder.flops_per_token / 0.5
+    job.recorder.peak_flops = 80 * job.recorder.flops_per_token / 0.5
     report_step(job, attempt_of(job))
     assert job.recorder.run[0]["mfu"] == 1.0
 

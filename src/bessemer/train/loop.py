@@ -265,7 +265,9 @@ def agree(job: Job, result: StepResult, due: Due) -> Due:
     if pace and pace.due(result.step):  # every few steps each rank's own times
         bubble_s = max(0.0, result.step_s - engine.pipeline.pipeline.busy_s) if engine.pipeline else 0.0
         stats = in_own_slot(world, [pace.read_own_s(), result.wait_s, result.memory_bytes, bubble_s])
-    sums = world.sums([*stats, *map(float, flags), *(number if world.main else 0.0 for number in of_main)])
+    own_read = result.read * world.layout.dp / world.size  # ranks that share rows have read the same
+    numbers = [own_read, *(number if world.main else 0.0 for number in of_main)]
+    sums = world.sums([*stats, *map(float, flags), *numbers])
     if stats:
         result.rank_stats, sums = by_rank(sums[: len(stats)]), sums[len(stats) :]
     sample, snapshot, leave, evaluate, saving, signalled, *by_name = (count > 0 for count in sums[: len(flags)])
@@ -273,7 +275,7 @@ def agree(job: Job, result: StepResult, due: Due) -> Due:
         signal = next((name for name, received in zip(SIGNALS, by_name, strict=True) if received), signal)
     else:  # it arrived after the message was sent: the next step's
         signal = None
-    result.step_s, result.wait_s, memory_bytes, wall_s, monotonic_s = sums[len(flags) :]
+    result.read, result.step_s, result.wait_s, memory_bytes, wall_s, monotonic_s = sums[len(flags) :]
     result.memory_bytes, result.clocks = int(memory_bytes), (wall_s, monotonic_s)
     return Due(sample, snapshot, leave, evaluate, saving, signal)
 

@@ -33,7 +33,7 @@ from bessemer.spec.model import LossSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.loss import LossOptions, VocabShard, linear_cross_entropy, token_losses
-from bessemer.train.objectives import Mix, ObjectiveBatch, Rewriting, make_rewriting
+from bessemer.train.objectives import Mix, ObjectiveBatch, Rewriting, count_read, make_rewriting
 
 Metric = tuple[Tensor, Tensor]  # a sum and its count, both without gradients
 
@@ -80,6 +80,7 @@ class ModelInputs:
     fields: dict[str, Tensor] = field(default_factory=dict)  # (B, T) per token or (B, D, ...) per document
     counts: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
+    read: int = 0  # columns that are not padding
     row_seeds: tuple[int, ...] = ()  # for noise: one for each row, wherever it is trained
 
     def without_weight(self) -> ModelInputs:
@@ -179,7 +180,7 @@ class Objective:
         if not read.all():
             mask.router_mask_BT = move(read)
         feed = ModelInputs(move(made.tokens), move(made.targets), move(made.weights), mask, made.count, seed=seed)
-        feed.counts = self.counts(batch)
+        feed.read, feed.counts = count_read(made, feed.count), self.counts(batch)
         feed.fields = {name: move(array) for name, array in (batch.fields | made.fields).items()}
         if not isinstance(made, Batch):
             feed.origin_BT = None if made.in_place else move(made.origin)

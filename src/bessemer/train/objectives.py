@@ -84,6 +84,16 @@ def pieces(batch: Batch) -> Pieces:
     return Pieces(row, begin, end, ~padding[row, begin], np.cumsum(begins).reshape(begins.shape) - 1, padding)
 
 
+def count_read(batch: Batch | ObjectiveBatch, count: float) -> int:
+    """The columns that are not padding, whatever their weights, which sum to `count`: what a step computes on."""
+    if count == batch.tokens.size or (isinstance(batch, ObjectiveBatch) and batch.encoder_tokens is not None):
+        return int(count)
+    if isinstance(batch, ObjectiveBatch) and batch.read is not None:
+        return int(batch.read.sum())
+    empty = (batch.tokens == 0) & (batch.targets == 0) & (batch.weights == 0)
+    return int(empty.size - np.logical_and.accumulate(empty[:, ::-1], axis=1).sum())
+
+
 def row_keys(batch: Batch, seed: int, purpose: int) -> Words:
     """(R,) A key for each row; padding rows share one."""
     return chain(seed % 2**64, purpose, np.maximum(batch.positions, 0))

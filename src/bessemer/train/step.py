@@ -38,6 +38,7 @@ class StepResult:
     losses: PassResult
     batches: list[Batch]
     wait_s: float  # for the data
+    read: float = 0.0  # tokens that are not padding, over all ranks; `tokens` are those in the loss
     step_s: float = 0.0
     memory_bytes: int = 0
     clocks: tuple[float, float] = (0.0, 0.0)  # wall and monotonic
@@ -72,7 +73,7 @@ def compute_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> St
     with job.span("data"):
         inputs = engine.inputs(batches)
     predicted = job.data.stream.step_count(step)
-    count = engine.token_count(inputs, predicted)
+    count, read = engine.token_count(inputs, predicted), sum(part.read for part in inputs)
     tokens = int(predicted if predicted is not None and count and not engine.objective.counts_tokens else count)
     view.micro_batch(step, 0, len(inputs), tokens)
     if step == job.start_step and engine.is_compiled:
@@ -81,7 +82,7 @@ def compute_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> St
     losses = engine.compute_gradients(inputs, count, scale=scale, hooks=StepHooks(job, step, tokens))
     if job.faults:
         job.faults.after_backward(job, step)
-    return StepResult(step, tokens, losses, batches, wait_s)
+    return StepResult(step, tokens, losses, batches, wait_s, read)
 
 
 def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> StepResult | str:
@@ -213,8 +214,8 @@ def step_record(job: Job, result: StepResult, numbers: StepNumbers) -> dict[str,
         "grad_norm": numbers.grad_norm, "lr": result.lr, "clip": result.clip, "clipped": numbers.clipped,
         "veto": REASONS[numbers.code] if numbers.vetoed else veto,
         "tokens": recorder.progress.tokens,
-        "tokens_per_s": round(result.tokens / step_s, 1),
-        "mfu": round(result.tokens * recorder.flops_per_token / step_s / recorder.peak_flops, 4),
+        "tokens_per_s": round(result.read / step_s, 1),
+        "mfu": round(result.read * recorder.flops_per_token / step_s / recorder.peak_flops, 4),
         "step_s": round(step_s, 5), "data_wait_s": round(result.wait_s, 5), "memory_bytes": result.memory_bytes,
     }  # fmt: skip
     if numbers.loss_scale is not None:
