@@ -133,7 +133,7 @@ def test_adapters_compare_with_the_model_without_them(base: tuple[Path, Path, Pa
         ({"dpo": {"loss": "exo_pair"}}, "exo_pair needs smoothing"),
         ({"objective": "pretrain", "dpo": {"loss": "ipo"}}, "has no effect with objective: pretrain"),
         ({"objective": {"dpo": {"loss": "ipo"}}, "dpo": {"loss": "ipo"}}, "objective: expected text"),
-        ({"data": {"sources": {"a": "x.jsonl"}}}, "dpo compares two answers: name their columns"),
+        ({"data": {"sources": {"a": {"path": "x.jsonl", "messages_field": "m"}}}}, "dpo compares two answers"),
         ({"models": {"reference": {"path": "runs/base", "train": True}}}, "the reference is a frozen language model"),
         ({"parallel": {"cp": 2}}, "summed over complete rows: write cp: 1"),
     ],
@@ -156,6 +156,17 @@ def test_the_short_form_and_a_model_without_a_start(tmp_path: Path, base: tuple[
     assert (loaded.objective, loaded.dpo.loss, loaded.dpo.beta_value) == ("dpo", "ipo", 0.1)
     with pytest.raises(UserError, match="compares with the model that training starts from"):
         complete_spec(loaded)
+
+
+def test_columns_of_trl_are_recognised(base: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "chosen": "yes", "rejected": "no"}] * 4
+    for sides in (("prompt", "chosen", "rejected"), ("chosen", "rejected")):
+        path = write_rows(tmp_path / "trl.jsonl", [{side: row[side] for side in sides} for row in rows])
+        spec = make_spec(base, "trl", data={"sources": {"a": {"path": [str(path)]}}})
+        assert complete_spec(spec).data.sources["a"].columns == {side: side for side in sides}
+    other = write_rows(tmp_path / "other.jsonl", [{"text": "a"}])
+    with pytest.raises(UserError, match=r"data.sources.a: dpo compares two answers: name their columns"):
+        complete_spec(make_spec(base, "other", data={"sources": {"a": {"path": [str(other)]}}}))
 
 
 def test_losses_of_tokens_are_those_of_the_logits() -> None:

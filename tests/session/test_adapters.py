@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -325,6 +326,18 @@ def test_the_base_is_a_reference_without_a_copy(make: Make, trained: Path, tmp_p
         assert train(spec) == "finished"
         records.append([(r["loss"], r["distance"]) for r in Run(run_folder(spec)).metrics()])
     assert records[0] == records[1] and records[0][0][1] == 0.0 < records[0][-1][1]
+
+
+def test_a_resume_with_another_base_is_refused(make: Make, trained: Path, tmp_path: Path) -> None:
+    spec = make(budget={"steps": 10, "batch": 128})
+    train(spec)
+    other = tmp_path / "other"
+    shutil.copytree(trained / "export" / "hf", other)
+    longer = {"budget": {"steps": 12, "batch": 128}}
+    with pytest.raises(UserError, match=r"model.hf: .*other: the frozen weights of this run are those of .*export/hf"):
+        train(make(model={"hf": str(other)}, **longer))
+    (tmp_path / "link").symlink_to(trained / "export" / "hf")
+    assert train(make(model={"hf": str(tmp_path / "link")}, **longer)) == "finished"
 
 
 def test_new_tokens_need_a_trained_embedding(make: Make) -> None:

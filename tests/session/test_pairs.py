@@ -175,6 +175,10 @@ def test_conversations_without_an_answer_are_refused(tmp_path: Path, make_spec) 
     [
         ({"messages": []}, "for conversations set messages_field: messages"),
         ({"prompt": "a", "completion": "b"}, r"set columns: {prompt: prompt, completion: completion}"),
+        (
+            {"instruction": "a", "input": "b", "output": "c"},
+            "set columns: {instruction: instruction, input: input, output: output}",
+        ),
         ({"question": "a", "chosen": "b", "rejected": "c"}, "set columns: {prompt: question, chosen: chosen, rejected"),
         ({"body": "a"}, "set text_field to the one that holds the text"),
     ],

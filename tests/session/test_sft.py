@@ -212,6 +212,9 @@ def test_weights_that_the_first_rows_do_not_have_or_that_are_no_numbers(tmp_path
         path = write(tmp_path / "bad.jsonl", [{"messages": weighted(weight)}])
         with pytest.raises(UserError, match=r"bad.jsonl:1: message 2: weight .*: write a number from 0 on"):
             store_of(sft_spec(path, tmp_path), tmp_path)
+    path = write(tmp_path / "flag.jsonl", [{"messages": [TALK[0], {**TALK[1], "train": "no"}]}])
+    with pytest.raises(UserError, match=r"flag.jsonl:1: message 2: train 'no': write true or false"):
+        store_of(sft_spec(path, tmp_path), tmp_path)
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -281,7 +284,7 @@ def test_the_rate_is_of_all_tokens_that_a_step_reads(talks: Path, tmp_path: Path
     first, second = Run.existing(run_folder(spec)).metrics()
     read = second["tokens_per_s"] * second["step_s"]
     in_loss = second["tokens"] - first["tokens"]
-    assert in_loss < 0.5 * read and 0.9 * 1024 < read <= 1024.5
+    assert in_loss < 0.5 * read and 0.7 * 1024 < read <= 1024.5
 
 
 def test_losses_are_the_same_at_any_accumulation_and_after_a_resume(talks: Path, tmp_path: Path) -> None:

@@ -218,7 +218,12 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ),
     ({"dpo": {"loss": "ipo"}}, {"dpo": "has no effect with objective: pretrain"}),
     (
-        {"objective": "dpo", "data__sources": {"rows": {"path": "rows.jsonl"}}, "parallel__cp": 2, "tasks": ["infill"]},
+        {
+            "objective": "dpo",
+            "data__sources": {"rows": {"path": "rows.jsonl", "messages_field": "m"}},
+            "parallel__cp": 2,
+            "tasks": ["infill"],
+        },
         {
             "data.sources.rows": "dpo compares two answers",
             "parallel.cp": "complete rows",

@@ -4,6 +4,7 @@ not prepared yet."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from bessemer.data.read.compression import READ_ERRORS, detect_compression, open_bytes, open_decompressed
@@ -29,6 +30,11 @@ def estimate_sizes(spec: RunSpec) -> dict[str, SourceSize]:
     if spec.data.store is not None:
         return {}
     sizes = {name: estimate_size(source) for name, source in spec.data.sources.items() if source.path != ["python"]}
+    if spec.objective == "dpo" and isinstance(spec.data.context, int):  # a padded row for each pair
+        sizes = {
+            name: replace(size, tokens=size.documents * spec.data.context, sequences=size.documents)
+            for name, size in sizes.items()
+        }
     return sizes if len(sizes) == len(spec.data.sources) else {}
 
 

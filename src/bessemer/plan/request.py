@@ -155,8 +155,10 @@ def fixed_degrees(spec: RunSpec) -> FixedDegrees:
 
 def depends_on_data(spec: RunSpec) -> bool:
     """Whether the length of the run follows from the size of its data."""
-    fine_tuning = spec.objective in ("sft", "classify") and spec.budget.steps is None and spec.budget.tokens == "auto"
-    return fine_tuning or spec.budget.epochs is not None
+    by_rows = (
+        spec.objective in ("sft", "classify", "dpo") and spec.budget.steps is None and spec.budget.tokens == "auto"
+    )
+    return by_rows or spec.budget.epochs is not None
 
 
 def log_estimate(request: PlanRequest, plan: Plan) -> None:

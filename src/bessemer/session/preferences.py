@@ -7,6 +7,7 @@ from bessemer.align.dpo import REFERENCE
 from bessemer.data.chat_checks import Mistake
 from bessemer.data.chat_rows import StoreReader, sample_numbers
 from bessemer.data.pair_checks import check_pairs, make_pair
+from bessemer.data.read.chat_formats import recognise_pairs
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.groups import GROUP
 from bessemer.errors import UserError
@@ -17,9 +18,22 @@ from bessemer.spec.model import BASE, OtherModelSpec
 from bessemer.spec.schema import RunSpec
 
 
+def with_preference_defaults(spec: RunSpec) -> RunSpec:
+    """The spec with the columns of its pairs and the reference, where it is silent. Reads first rows of each source."""
+    if spec.objective != "dpo":
+        return spec
+    sources = {}
+    for name, source in spec.data.sources.items():
+        sources[name] = source if not source.path or source.path == ["python"] else recognise_pairs(source)
+        if source.path != ["python"] and "chosen" not in (sources[name].columns or {}):
+            fix = "columns: {prompt: question, chosen: good, rejected: bad}"
+            raise UserError(f"data.sources.{name}: dpo compares two answers: name their columns, such as {fix}")
+    return with_reference(spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})}))
+
+
 def with_reference(spec: RunSpec) -> RunSpec:
     """The spec with `models.reference`, unless it names one or the loss needs none."""
-    if spec.objective != "dpo" or not spec.dpo.needs_reference or REFERENCE in spec.models:
+    if not spec.dpo.needs_reference or REFERENCE in spec.models:
         return spec
     path = BASE if spec.adapter else spec.model.hf or spec.start_from
     if path is None:

@@ -84,6 +84,8 @@ def restore(
         base = FrozenBase.of(read_manifest(run.checkpoints / restored))
         if spec.adapter:
             check_quantized(job.engine.model, base.quantized if base else (), restored)
+        if base:
+            check_base_path(base, spec, source)
         job.engine.base = still_frozen(base, job.engine.model, world)
     else:
         with job.engine.optimizer.writable_weights(job.engine.model):
@@ -108,6 +110,16 @@ def restore(
     return restored
 
 
+def check_base_path(base: FrozenBase, spec: RunSpec, source: WeightSource | None) -> None:
+    """Refuses a resume with other frozen weights than those that the run started from."""
+    key, path = ("start_from", spec.start_from) if spec.start_from else ("model.hf", source and str(source.folder.path))
+    if path and os.path.realpath(os.path.expanduser(path)) != os.path.realpath(base.path):
+        raise UserError(
+            f"{key}: {path}: the frozen weights of this run are those of {base.path}: write that path, or another name "
+            "for a new run"
+        )
+
+
 def start_from_folder(job: Job, source: WeightSource) -> None:
     """Loads the weights of a Hugging Face folder."""
     with job.engine.optimizer.writable_weights(job.engine.model):
@@ -116,7 +128,9 @@ def start_from_folder(job: Job, source: WeightSource) -> None:
     if added and job.spec.adapter and "embedding" not in saved:
         raise UserError(
             f"adapter.modules_to_save: {added} tokens are new, and the adapter freezes their embeddings: write "
-            "modules_to_save: [embedding]" + ("" if job.engine.model.shape.tied else ", or [embedding, head]")
+            "modules_to_save: [embedding]"
+            + ("" if job.engine.model.shape.tied else ", or [embedding, head]")
+            + ("; tokenizer.chat: plain needs no new tokens" if job.spec.tokenizer.chat in ("chatml", "llama3") else "")
         )
     if job.engine.ema:
         job.engine.ema.restart()

@@ -136,7 +136,8 @@ class Session:
             self.faults.attach(job, data.tokenizer)
         comparison = self._expect(job, resolved, machine)
         if job.start_step >= job.plan.total_steps and is_evaluated(job, job.start_step):
-            return Outcome("finished", "the budget was spent already; raise budget.tokens to train on", job.start_step)
+            key = next((key for key in ("steps", "epochs") if getattr(self.spec.budget, key) is not None), "tokens")
+            return Outcome("finished", f"the budget was spent already; raise budget.{key} to train on", job.start_step)
         with use_tf32(job.plan.precision):
             outcome = self._loop(job)
         comparison.record(keep=self.faults is None)

@@ -33,7 +33,7 @@ from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import ONE_PROCESS, Layout, decide_layout, record_replicas
 from bessemer.session.data import Data, held_out_rows, make_rows, open_data, sizes
 from bessemer.session.models import COMPANIONS, ModelSource, check_tokenizers, open_models
-from bessemer.session.preferences import log_preferences, with_reference
+from bessemer.session.preferences import log_preferences, with_preference_defaults
 from bessemer.session.sft import log_sft, with_sft_defaults
 from bessemer.spec.classify import as_classifier
 from bessemer.spec.model import model_shape
@@ -80,7 +80,7 @@ def complete_spec(spec: RunSpec) -> RunSpec:
     special = list(dict.fromkeys([*spec.tokenizer.special, *names]))
     if special != spec.tokenizer.special:
         spec = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"special": special})})
-    return with_folder_tokenizer(with_whole_documents(with_reference(with_sft_defaults(spec))))
+    return with_folder_tokenizer(with_whole_documents(with_preference_defaults(with_sft_defaults(spec))))
 
 
 def with_whole_documents(spec: RunSpec) -> RunSpec:

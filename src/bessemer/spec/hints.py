@@ -82,7 +82,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     ),
     "adapter.kind": ("lora peft qlora peft_config use_peft use_dora use_rslora init_lora_weights", ""),
     "adapter.base": ("load_in_4bit bnb_4bit_quant_type bnb_4bit_use_double_quant quantization_config", ""),
-    "adapter.rank": ("lora_r lora_rank", ""),
+    "adapter.rank": ("lora_r lora_rank r", ""),
     "adapter.alpha": ("lora_alpha", ""),
     "adapter.dropout": ("lora_dropout", ""),
     "adapter.targets": ("lora_target lora_target_modules lora_target_linear target_modules", ""),

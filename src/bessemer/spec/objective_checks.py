@@ -83,7 +83,7 @@ def check_dpo(spec: RunSpec) -> Iterator[Problem]:
             yield ("dpo",), f"has no effect with objective: {spec.objective}: write objective: dpo, or remove it"
         return
     for name, source in spec.data.sources.items():
-        if source.path != ["python"] and "chosen" not in (source.columns or {}):
+        if source.names_content and "chosen" not in (source.columns or {}):
             fix = "columns: {prompt: question, chosen: good, rejected: bad}"
             yield ("data", "sources", name), f"dpo compares two answers: name their columns, such as {fix}"
     reference = spec.models.get("reference")

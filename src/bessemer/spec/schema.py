@@ -9,6 +9,7 @@ The parallel section: device, degrees of each kind of parallelism, and how proce
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 import typing
@@ -306,8 +307,10 @@ class RunSpec(SpecSection):
     @classmethod
     def _known_objective(cls, value: str) -> str:
         if value not in OBJECTIVES and not re.fullmatch(r"[^:]+:[A-Za-z_]\w*", value):
+            near = difflib.get_close_matches(value.lower(), OBJECTIVES, n=1, cutoff=0.5)
+            meant = f" (did you mean {near[0]}?)" if near else ""
             own = "your own class as path/to/file.py:Class"
-            raise ValueError(f"no objective {value!r}; write {', '.join(OBJECTIVES)}, or {own}")
+            raise ValueError(f"no objective {value!r}{meant}; write {', '.join(OBJECTIVES)}, or {own}")
         return value
 
 

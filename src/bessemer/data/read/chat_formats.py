@@ -85,6 +85,20 @@ def _with_optional(source: SourceSpec, records: list[dict[str, Any]]) -> SourceS
     return _with(source, columns=columns or None, message_weights=weighted or source.message_weights)
 
 
+def recognise_pairs(source: SourceSpec) -> SourceSpec:
+    """The source with the columns of its preference pairs, if its first rows have TRL's and the spec names none."""
+    if source.names_content:
+        return source
+    for file in list_files(source)[:FIRST_ROWS]:
+        try:
+            record = next(_records(file, source), {})
+        except (*READ_ERRORS, ValueError):  # reading the source reports it, with its place
+            continue
+        if "chosen" in record and "rejected" in record:
+            return _with(source, columns={name: name for name in ("prompt", "chosen", "rejected") if name in record})
+    return source
+
+
 def describe_format(source: SourceSpec) -> str:
     """For the plan and `data check`: alpaca (instruction, input, output)."""
     fields = [*([source.messages_field] if source.messages_field else []), *(source.columns or {}).values()]

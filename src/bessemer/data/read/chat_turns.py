@@ -26,10 +26,14 @@ TOOLS = "tools"  # key of a conversation's first message: the JSON schemas of it
 
 def normalise_turns(messages: list[dict[str, Any]], place: str, weighted: bool = False) -> list[dict[str, Any]]:
     """One dialect: roles of OpenAI, `tool_calls`, the reasoning under one key, and `train` as a weight of 0 or 1. Other
-    weights are accepted if `weighted`."""
-    return [
-        _normalise(message, f"{place}: message {number}", weighted) for number, message in enumerate(messages, start=1)
-    ]
+    weights are accepted if `weighted`, and a UserError otherwise; ValueError for values that are no weights."""
+    turns = []
+    for number, message in enumerate(messages, start=1):
+        try:
+            turns.append(_normalise(message, f"{place}: message {number}", weighted))
+        except ValueError as error:
+            raise ValueError(f"message {number}: {error}") from error
+    return turns
 
 
 def with_tools(messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
@@ -52,12 +56,13 @@ def _normalise(message: dict[str, Any], place: str, weighted: bool) -> dict[str,
             turn |= {"reasoning_content": text, REASONING_TURN: text}
             break
     weight = turn.get("weight", 1)
-    if turn.pop("train", True) in (False, 0):
-        weight = 0
-    number = isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0
-    if not number or (weight not in (0, 1) and not weighted):
-        fix = "write message_weights: true under its source" if number else "write a number from 0 on"
-        raise UserError(f"{place}: weight {weight!r}: {fix}")
+    if (trains := turn.pop("train", True)) not in (True, False):
+        raise ValueError(f"train {trains!r}: write true or false")
+    if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight {weight!r}: write a number from 0 on")
+    weight = weight if trains else 0
+    if weight not in (0, 1) and not weighted:
+        raise UserError(f"{place}: weight {weight!r}: write message_weights: true under its source")
     return {**turn, "weight": weight} if weight != 1 else {key: value for key, value in turn.items() if key != "weight"}
 
 

@@ -92,7 +92,10 @@ class PieceReader:
         else:
             return _text(record[self._content_field], self._content_field, record, self), None
         if self.source.chat_format:
-            messages = normalise_turns(messages, f"{self.file}:{row}", self.source.message_weights)
+            try:
+                messages = normalise_turns(messages, f"{self.file}:{row}", self.source.message_weights)
+            except ValueError as error:
+                raise _Unusable(str(error)) from error
         if "tools" in self._columns:
             try:
                 messages = with_tools(messages, record.get(self._columns["tools"]))
@@ -142,6 +145,9 @@ def _chat_columns(names: Sequence[str]) -> str:
     """The setting for columns with the usual names of conversations; empty if there are none."""
     if chats := [name for name in names if name in ("messages", "conversations", "conversation")]:
         return f"set messages_field: {chats[0]}"
+    if "instruction" in names and "output" in names:
+        roles = [name for name in ("instruction", "input", "output") if name in names]
+        return f"set columns: {{{', '.join(f'{name}: {name}' for name in roles)}}}"
     if prompts := [name for name in names if name in ("prompt", "question", "instruction")]:
         answers = [name for name in names if name in ("completion", "answer", "response", "output", "chosen")]
         if answers and answers[0] != "chosen":
