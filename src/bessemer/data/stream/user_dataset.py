@@ -214,9 +214,8 @@ class UserDatasetRows:
         if not isinstance(item, Mapping) or not isinstance(item.get("text") or item.get(WORDS), (str, list)):
             raise UserError(f'{place}: a {type(item).__name__}; return {{"text": ..., "label": ...}}')
         text, eos = item.get("text") or " ".join(item[WORDS]), self.tokenizer.eos_id
-        document = Document(
-            text, self.name, index + 1, fields={key: item[key] for key in (LABEL, WORDS) if key in item}
-        )
+        columns = {key: item[key] for key in (LABEL, WORDS) if key in item}
+        document = Document(text, self.name, index + 1, fields=columns)
         row = self.labelled.encode(document, np.array([*self.tokenizer.encode(text), eos]))
         ids = np.concatenate([[eos], row.tokens])[: self.length + 1].astype(np.int64)
         token_fields = {name: values[: self.length] for name, values in row.token_fields.items()}
