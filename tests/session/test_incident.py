@@ -229,9 +229,9 @@ def test_after_two_rollbacks_a_run_resumes_with_the_same_past(make: Make, tmp_pa
         (tmp_path / "spec.yaml").write_text(dump_spec(broken))
         lines = (
             "import sys",
-            f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})",
+            f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})",
             "from bessemer.spec.load import load_spec",
-            "from supervise.test_incident import Die, Session, kill",
+            "from tests.session.test_incident import Die, Session, kill",
             f"Session(load_spec({str(tmp_path / 'spec.yaml')!r}), faults=Die(kill)).train()",
         )
         done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
