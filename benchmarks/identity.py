@@ -294,6 +294,8 @@ def check_spec(name: str, spec: dict[str, Any], trees: dict[str, Path], folder: 
 def check_continued(name: str, spec: dict[str, Any], trees: dict[str, Path], folder: Path) -> dict[str, Any]:
     """A run that the old code leaves half-way is finished by the new code, as the old code finishes it unstopped."""
     steps = int(spec["budget"]["steps"])
+    if not (folder / name / "before").exists():  # with --only
+        finish(trees["before"], new_place(folder / name / "before", spec), *TRAIN)
     place = new_place(folder / name / "continued", spec)
     stopped_at = stop_half_way(trees["before"], place, steps)
     finish(trees["after"], place, *TRAIN)
