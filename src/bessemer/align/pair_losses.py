@@ -1,6 +1,7 @@
 """Losses of pairs of answers as pure functions: log-probabilities in, one loss per pair out.
 
-All functions agree with TRL 1.13 (tests/align/test_pair_losses.py). Where toolkits disagree, these are TRL's, but for
+The functions agree with TRL 1.13, but for `ipo` and `sigmoid_norm` they were compared with formulas alone
+(tests/align/test_pair_losses.py). Where toolkits disagree, these are TRL's, but for
 label smoothing of `sigmoid`, which is conservative DPO as in its paper. P is the number of pairs.
 """
 
