@@ -4,8 +4,10 @@
     python benchmarks/gpu/fine_tune.py --cases tiny --systems bessemer trl --steps 4    # to try it without a GPU
 
 Prompts and completions of 64 to 2,048 tokens together, log-uniform. `trl` is its default: padded batches of 16
-conversations, activations computed again; `trl-packed` packs and has Liger's kernels; `trl-packed-keep` also keeps the
-activations. A batch holds about 16,384 tokens everywhere. tokens/s counts the tokens of conversations, no padding.
+conversations, activations computed again; `trl-packed` packs and has Liger's kernels; `trl-wrapped` packs by cutting
+the text anywhere, so that torch's own attention kernel is fast without flash-attn; a name that ends in `-keep` also
+keeps the activations. `bessemer-lean` recomputes all of them. A batch holds about 16,384 tokens everywhere. tokens/s
+counts the tokens of conversations, no padding.
 LoRA is of rank 16 on all linear layers; qlora holds the base in NF4 with double quantization (bitsandbytes for TRL).
 """
 
@@ -81,7 +83,7 @@ def write_rows(model: Model, folder: Path) -> Path:
     return path
 
 
-def bessemer(kind: str, place: Path, rows: Path, folder: Path, warmup: int, steps: int) -> dict[str, Any]:
+def bessemer(system: str, kind: str, place: Path, rows: Path, folder: Path, warmup: int, steps: int) -> dict[str, Any]:
     from bessemer.data.prepare import Prepared
     from bessemer.observe.view import RunView
     from bessemer.plan.decision import Plan
@@ -97,6 +99,8 @@ def bessemer(kind: str, place: Path, rows: Path, folder: Path, warmup: int, step
         "budget": {"steps": warmup + steps + 1, "batch": ROWS * CONTEXT},
         "checkpoint": {"every": 1_000_000}, "evaluate": {"every": 1_000_000}, "guard": {"copies": "off"},
     }  # fmt: skip
+    if system == "bessemer-lean":
+        spec["memory"] = {"activations": "full"}
     if kind != "full":
         spec["adapter"] = {"kind": kind, "rank": RANK, "alpha": 2 * RANK}
     path = folder / f"{spec['name']}.yaml"
@@ -139,10 +143,11 @@ def trl(system: str, kind: str, place: Path, rows: Path, folder: Path, warmup: i
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    cuda, packed = torch.cuda.is_available(), system.startswith("trl-packed")
+    cuda, packed = torch.cuda.is_available(), system.startswith(("trl-packed", "trl-wrapped"))
     config = SFTConfig(
         output_dir=str(folder / system), max_steps=warmup + steps, max_length=CONTEXT, packing=packed, bf16=cuda,
-        use_cpu=not cuda, use_liger_kernel=packed and cuda, gradient_checkpointing=system != "trl-packed-keep",
+        use_cpu=not cuda, use_liger_kernel=packed and cuda, gradient_checkpointing=not system.endswith("-keep"),
+        packing_strategy="wrapped" if "wrapped" in system else "bfd",
         per_device_train_batch_size=ROWS if packed else 2 * ROWS, report_to=[], save_strategy="no", disable_tqdm=True,
         logging_steps=1, optim="adamw_torch_fused",
     )  # fmt: skip
@@ -195,8 +200,8 @@ def measure_here(system: str, case: str, folder: Path, warmup: int, steps: int) 
     kind, model = CASES[case]
     folder.mkdir(parents=True, exist_ok=True)
     place, rows = write_model(model, folder), write_rows(model, folder)
-    if system == "bessemer":
-        return bessemer(kind, place, rows, folder, warmup, steps)
+    if system.startswith("bessemer"):
+        return bessemer(system, kind, place, rows, folder, warmup, steps)
     return trl(system, kind, place, rows, folder, warmup, steps)
 
 

@@ -209,8 +209,8 @@ class Decoder(nn.Module):
         """Whether all ranks that run in lockstep call this with the same number."""
         return True
 
-    def logits(self, hidden_BTW: Tensor) -> Tensor:
-        logits = F.linear(hidden_BTW, self.head_weight, self.head_bias)
+    def logits(self, hidden_BTW: Tensor, product: Callable[..., Tensor] = F.linear) -> Tensor:
+        logits = product(hidden_BTW, self.head_weight, self.head_bias)
         if self.shape.logit_scale != 1.0:
             logits = logits * self.shape.logit_scale
         cap = self.shape.logit_cap

@@ -7,7 +7,7 @@ the embedding, and a gather of the logits. Data-parallel ranks take as many step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,8 +55,8 @@ class TensorParallelDecoder(Decoder):
     group: Any
     lockstep = True
 
-    def logits(self, hidden_BTW: Tensor) -> Tensor:
-        logits = super().logits(hidden_BTW).contiguous()
+    def logits(self, hidden_BTW: Tensor, product: Callable[..., Tensor] = F.linear) -> Tensor:
+        logits = super().logits(hidden_BTW, product).contiguous()
         if logits.shape[-1] == self.shape.vocab:
             dist.broadcast(logits, group=self.group, group_src=0)
             return logits

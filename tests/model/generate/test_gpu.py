@@ -7,7 +7,6 @@ import torch
 
 from bessemer.model.attention import attend_reference
 from bessemer.model.generate import Generator, Request, Sampling
-from bessemer.model.generate import compiled as compiled_decoding
 from bessemer.model.generate.cache import SlotKV
 from bessemer.spec.shape import Mamba, Mla
 
@@ -45,6 +44,18 @@ def test_the_kernel_against_the_reference(heads, kv_heads, size, window, cap):
     torch.testing.assert_close(out.double(), expected[:, :, 0], rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (3000, 513), (128, 8192)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_product_of_a_single_row_against_fp64(outputs, inputs, dtype):
+    from bessemer.model.generate.kernels import single_row_product
+
+    torch.manual_seed(0)
+    x = torch.randn(inputs, device="cuda", dtype=dtype)
+    weight = torch.randn(outputs, 2 * inputs, device="cuda", dtype=dtype)[:, :inputs]  # rows apart
+    expected = (weight.double() @ x.double()).to(dtype)
+    torch.testing.assert_close(single_row_product(x, weight), expected, rtol=8e-3, atol=2e-3 * inputs**0.5)
+
+
 def requests(count, seed=0):
     draw = random.Random(seed)
     return [
@@ -59,9 +70,8 @@ def requests(count, seed=0):
 @pytest.mark.parametrize(
     ("name", "compiled"), [*((name, False) for name in SHAPES), ("grouped", True), ("learned", True)]
 )
-def test_answers_follow_the_models_own_distribution(name, compiled, shape_of, build_random, monkeypatch):
+def test_answers_follow_the_models_own_distribution(name, compiled, shape_of, build_random):
     """Every token's log-probability against a forward pass of the complete text in float64 on the CPU."""
-    monkeypatch.setattr(compiled_decoding, "SINGLE_ROW_OPTIONS", {})  # tuning takes half a minute
     reference = build_random(shape_of(**SHAPES[name])).eval().to(torch.bfloat16).double()
     model = build_random(shape_of(**SHAPES[name])).eval().to("cuda", torch.bfloat16)
     work, generator = requests(14), Generator(model, slots=4, max_length=128, compiled=compiled)
@@ -89,8 +99,7 @@ def test_decoding_runs_as_graphs_and_grows(shape_of, build_random):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_greedy_rows_alone_and_beside_sampled_ones(compiled, shape_of, build_random, monkeypatch):
-    monkeypatch.setattr(compiled_decoding, "SINGLE_ROW_OPTIONS", {})
+def test_greedy_rows_alone_and_beside_sampled_ones(compiled, shape_of, build_random):
     model = build_random(shape_of(**SHAPES["grouped"])).eval().to("cuda", torch.bfloat16)
     generator = Generator(model, slots=4, max_length=128, compiled=compiled)
     greedy = [Request([i + 1, 2, 3], 12, Sampling(0)) for i in range(3)]

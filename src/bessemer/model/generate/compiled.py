@@ -20,8 +20,7 @@ from bessemer.model.layers import FeedForward
 from bessemer.model.moe import MixtureOfExperts
 from bessemer.model.transformer import Decoder, TransformerBlock
 
-# Products of a single row become reductions that are tuned on the device: they read weights at nearly full bandwidth.
-SINGLE_ROW_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _Joined = tuple[nn.Parameter, nn.Parameter | None]  # weight and bias; parameters, whose sizes are fixed in a graph
 
 
@@ -42,11 +41,8 @@ class CompiledDecoding:
     def __init__(self, model: Decoder, backend: str = "inductor") -> None:
         self.model = model
         self.join()
-        tuned = SINGLE_ROW_OPTIONS if backend == "inductor" else None
-        many, single = (
-            torch.compile(fullgraph=True, dynamic=True, backend=backend, options=options) for options in (None, tuned)
-        )
-        self._compiled = {wrap is single: (wrap(_enter), wrap(_between), wrap(_finish)) for wrap in (many, single)}
+        compiled = torch.compile(fullgraph=True, dynamic=True, backend=backend)
+        self._enter, self._between, self._finish = compiled(_enter), compiled(_between), compiled(_finish)
 
     def join(self) -> None:
         """Make the weights views of joined tensors; those that are already stay."""
@@ -56,26 +52,24 @@ class CompiledDecoding:
         self.gate_up = [None if b.ffn.gate is None else join_weights([b.ffn.gate, b.ffn.up]) for b in blocks]
 
     def run(self, tokens_B1: Tensor, mask: AttentionMask, caches: list[SlotKV]) -> Tensor:
-        """Hidden states (B, 1, W) that the head multiplies."""
+        """Logits (B, 1, V)."""
         model = self.model
         mask.configure(model.shape)
         x_B1W = model.embed(tokens_B1, mask)
         inputs = model.attention_inputs(x_B1W, mask)
-        enter, between, finish = self._compiled[len(tokens_B1) == 1]
         blocks: Any = list(model.blocks)
 
         def entered(i: int) -> tuple[Any, ...]:
             return blocks[i], self.qkv[i], blocks[i].attention.rotary(inputs), *_written(caches[i])
 
-        h_B1W, q_B1ND = enter(x_B1W, *entered(0))
+        h_B1W, q_B1ND = self._enter(x_B1W, *entered(0))
         for i, block in enumerate(blocks):
             out_B1NE = block.attention.attend(q_B1ND, caches[i].keys, caches[i].values, inputs)
             left = (block, self.gate_up[i], x_B1W, h_B1W, out_B1NE)
             if i + 1 < len(blocks):
-                x_B1W, h_B1W, q_B1ND = between(*left, *entered(i + 1))
+                x_B1W, h_B1W, q_B1ND = self._between(*left, *entered(i + 1))
         norms = [module for name in ("norm", "transform") if (module := getattr(model, name, None)) is not None]
-        hidden_B1W: Tensor = finish(*left, norms)
-        return hidden_B1W
+        return model.logits(self._finish(*left, norms), _product)
 
 
 def join_weights(layers: list[nn.Linear]) -> _Joined | None:
@@ -111,6 +105,22 @@ def _written(cache: SlotKV) -> tuple[Tensor, ...]:
     return cache.keys, cache.values, cache.batch.slots_BT, cache.batch.positions_BT
 
 
+def _apply(layer: nn.Module, x_B1W: Tensor) -> Tensor:
+    if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter:
+        return _product(x_B1W, layer.weight, layer.bias)
+    return cast("Tensor", layer(x_B1W))  # an adapter, or weights divided over ranks
+
+
+def _product(x_B1W: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, with a kernel of its own for a single row on a GPU."""
+    if not x_B1W.is_cuda or len(x_B1W) > 1 or weight.dtype not in _KERNEL_TYPES:
+        return F.linear(x_B1W, weight, bias)
+    from bessemer.model.generate.kernels import single_row_product
+
+    y_B1W = single_row_product(x_B1W.reshape(-1), weight).view(1, 1, -1)
+    return y_B1W if bias is None else y_B1W + bias
+
+
 def _enter(
     x_B1W: Tensor, block: TransformerBlock, joined: _Joined | None, rotary: Rotary | None, keys: Tensor,
     values: Tensor, slots: Tensor, positions: Tensor,
@@ -122,7 +132,7 @@ def _enter(
         q_B1ND, k_B1KD, v_B1KE = attention.project(h_B1W, rotary)
     else:
         sizes = [layer.out_features for layer in (attention.query, attention.key, attention.value)]
-        q, k, v = F.linear(h_B1W, *joined).split(sizes, dim=-1)
+        q, k, v = _product(h_B1W, *joined).split(sizes, dim=-1)
         q_B1ND, k_B1KD, v_B1KE = attention.arrange(q, k, v, rotary)
     keys[slots, positions] = k_B1KD.to(keys.dtype)
     values[slots, positions] = v_B1KE.to(values.dtype)
@@ -137,10 +147,10 @@ def _leave(
     ffn = cast("FeedForward", block.ffn)
 
     def feed(x_B1W: Tensor, router_mask_BT: Tensor | None) -> Tensor:
-        gate, up = F.linear(x_B1W, *joined).chunk(2, dim=-1)
-        return ffn.down(ffn.activate(gate) * up)
+        gate, up = _product(x_B1W, *joined).chunk(2, dim=-1)
+        return _apply(ffn.down, ffn.activate(gate) * up)
 
-    return block.finish(x_B1W, h_B1W, block.attention.out(out_B1NE.flatten(2)), None, feed)
+    return block.finish(x_B1W, h_B1W, _apply(block.attention.out, out_B1NE.flatten(2)), None, feed)
 
 
 def _between(

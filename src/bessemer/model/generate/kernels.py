@@ -1,7 +1,7 @@
-"""Attention of one new token of every row to its cached keys, on a GPU: each row reads only the keys that it has.
+"""Decoding kernels for a GPU: attention of one new token of every row to its cached keys, and products of a single row.
 
-The keys of a row are divided among several programs (flash-decoding), so that few rows still fill the device; a second
-kernel combines their results. Query heads that share keys are computed together: keys and values are read once.
+Each row reads only the keys that it has. They are divided among several programs (flash-decoding), so that few rows
+still fill the device; a second kernel combines their results. Query heads that share keys are computed together: keys and values are read once.
 Legend: B rows, C cache rows, S cached positions, N query heads, K key-value heads, G = N / K, D and E sizes of a head's
 keys and values.
 """
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64  # keys that a program reads at a time
+WEIGHTS = 512  # weights of an output that a program reads at a time
 
 
 @triton.jit
@@ -94,3 +95,24 @@ def decode_attention(
     )  # fmt: skip
     _combine[(B * N,)](out, lse, result, E=E, E_PAD=sizes["E_PAD"], PARTS=parts)
     return result
+
+
+@triton.jit
+def _output(x, weight, out, row, K: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.program_id(0)
+    weight_row = weight + n.to(tl.int64) * row
+    sum_K = tl.zeros((STEP,), tl.float32)
+    for at in range(0, K, STEP):
+        k = at + tl.arange(0, STEP)
+        x_K = tl.load(x + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        weight_K = tl.load(weight_row + k, mask=k < K, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        sum_K += weight_K * x_K
+    tl.store(out + n, tl.sum(sum_K, 0))
+
+
+def single_row_product(x_K: Tensor, weight_NK: Tensor) -> Tensor:
+    """(N,). A program for each output reads the weights at nearly the memory's bandwidth; cuBLAS at half of it."""
+    N, K = weight_NK.shape
+    out_N = torch.empty(N, dtype=x_K.dtype, device=x_K.device)
+    _output[(N,)](x_K, weight_NK, out_N, weight_NK.stride(0), K=K, STEP=WEIGHTS, num_warps=4)
+    return out_N

@@ -8,6 +8,7 @@ Legend: B rows, T positions, S slots, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -229,7 +230,7 @@ class SlotRunner:
         batch.positions_BT = starts_B[:, None] + torch.arange(T, device=self.device)
         mask = AttentionMask(starts_B=starts_B, keys=reach, slots_B=slots_B if batch.direct else None)
         if self.compiled is not None and batch.direct and self.caches.allocated == batch.allocated:
-            return self.model.logits(self.compiled.run(tokens_BT, mask, self.caches.layers))
+            return self.compiled.run(tokens_BT, mask, self.caches.layers)
         return self.model.logits(self.model(tokens_BT, mask, caches=self.caches.layers))
 
     def read(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
@@ -274,6 +275,14 @@ def _cu_seqlens(lengths: Tensor) -> tuple[Tensor, int]:
     return torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int(), int(lengths.max())
 
 
+def two_step_argmax(logits_BV: Tensor) -> Tensor:
+    """argmax in two steps: a GPU reads a row with one block, which takes long for the few rows of a decoding step."""
+    parts = math.gcd(logits_BV.shape[1], 128)
+    best_BP, at_BP = logits_BV.unflatten(1, (parts, -1)).max(dim=-1)
+    part_B1 = best_BP.argmax(dim=-1, keepdim=True)
+    return (part_B1 * (logits_BV.shape[1] // parts) + at_BP.gather(1, part_B1))[:, 0]
+
+
 class DecodeGraph:
     """One token of up to `size` slots as a CUDA graph: a step costs one launch instead of hundreds. A greedy graph also
     chooses the tokens and appends them to their slots."""
@@ -287,7 +296,7 @@ class DecodeGraph:
             logits_BV = runner._decode(self.slots_B, self.slots_B, runner.batch.allocated)
             if not greedy:
                 return logits_BV
-            tokens_B = logits_BV.argmax(dim=-1)
+            tokens_B = two_step_argmax(logits_BV)
             runner.token_S[self.slots_B] = tokens_B
             runner.position_S[self.slots_B] += 1
             runner.position_S[self.null_slot :].zero_()  # or padding would run out of its slot
