@@ -1,7 +1,8 @@
 """Decoding kernels for a GPU: attention of one new token of every row to its cached keys, and products of a single row.
 
 Each row reads only the keys that it has. They are divided among several programs (flash-decoding), so that few rows
-still fill the device; a second kernel combines their results. Query heads that share keys are computed together: keys and values are read once.
+still fill the device; a second kernel combines their results. Query heads that share keys are computed together: keys
+and values are read once.
 Legend: B rows, C cache rows, S cached positions, N query heads, K key-value heads, G = N / K, D and E sizes of a head's
 keys and values.
 """
