@@ -15,6 +15,7 @@ from bessemer.export.hf import open_native, to_hf
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.families.registry import read_shape
 from bessemer.model.generate import Sampling, generate
+from bessemer.model.transformer import build_model
 from bessemer.model.wrapped import WrappedModel, check_wrapped, load_wrapped, read_wrapped, wrap
 from bessemer.run.directory import Run
 from bessemer.session.session import train
@@ -209,6 +210,16 @@ def test_a_head_that_was_misread_is_found_out(tmp_path: Path) -> None:
         load_wrapped(WrappedModel(replace(shape, logit_scale=1.0)), folder)
 
 
+def test_tables_that_no_file_holds_have_their_values(tmp_path: Path) -> None:
+    """A model is built without memory first; rotary frequencies are in no checkpoint."""
+    folder = save(tmp_path, "stablelm", CONFIGS["stablelm"])
+    built, expected = build_model(read_wrapped(folder), "cpu", 0), dict(theirs(folder).named_buffers())
+    buffers = dict(built.inner.named_buffers())
+    assert buffers.keys() == expected.keys() and "model.rotary_emb.inv_freq" in buffers
+    for name, buffer in buffers.items():
+        assert torch.equal(buffer, expected[name]), name
+
+
 def test_missing_weights_are_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -243,7 +254,8 @@ def test_a_run_trains_it_goes_on_and_generates(tmp_path: Path) -> None:
     }  # fmt: skip
     for steps in (8, 12):  # the second time from its own checkpoint
         spec = RunSpec.model_validate({**sections, "budget": {"steps": steps, "batch": 256}})
-        assert train(spec).kind == "finished"
+        outcome = train(spec)
+        assert outcome.kind == "finished", outcome.reason
     run = Run(tmp_path / "run")
     records = list(run.metrics())
     assert [record["step"] for record in records] == list(range(12))

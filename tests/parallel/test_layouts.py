@@ -247,6 +247,7 @@ def test_passes_without_an_update_leave_no_old_weights_behind(
         "schedule": {"kind": "constant", "warmup": 0},
     }  # fmt: skip
     parallel = {"device": "cpu", "threads": 1}
+    more["model"] = {"width": 32, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 64}
     alone, divided = tiny_spec("one", **more), tiny_spec("two", **more, parallel={**parallel, **asked})
     ranks(1, train, alone)
     ranks(2, train, divided)

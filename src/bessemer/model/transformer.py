@@ -250,10 +250,11 @@ def build_model(
             parameter.data = parameter.data.to(matrices)
     if str(device) == "meta":
         return model
+    if shape.wrapped:  # its weights are loaded later
+        return model.to_empty(device=device)
     # Like `to_empty`, whose `empty_like` of meta tensors imports sympy.
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-    if not shape.wrapped:  # transformers initialises those
-        init_weights(model, seed, init)
+    init_weights(model, seed, init)
     return model
 
 

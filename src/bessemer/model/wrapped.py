@@ -62,10 +62,21 @@ class WrappedModel(Decoder):
         self._packing_method: str | None = None
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> WrappedModel:
-        """Rebuilds the module: tables in non-persistent buffers would otherwise lose their values."""
-        with torch.device(device):
-            self.inner = _build_module(json.loads(self.shape.wrapped))
+        super().to_empty(device=device, recurse=recurse)
+        self.fill_buffers()
         return self
+
+    def fill_buffers(self) -> None:
+        """The values of buffers, such as rotary frequencies. No folder or checkpoint holds those that are not
+        persistent, and memory that is only allocated holds anything."""
+        _import_transformers()
+        from accelerate import init_empty_weights
+
+        with init_empty_weights(include_buffers=False):
+            module = _build_module(json.loads(self.shape.wrapped))
+        values = dict(module.named_buffers())
+        for name, buffer in self.inner.named_buffers():
+            buffer.copy_(values[name])
 
     @property
     def body(self) -> nn.Module:

@@ -122,6 +122,7 @@ class World:
     saving: Any = None
     columns: Any = None  # context-parallel group: ranks that share this rank's rows
     data_parallel_group: Any = None  # ranks with the same part of the model and other tokens; None: all
+    others_end: bool = False  # rank 0 failed first, and the other ranks end silently
 
     @property
     def main(self) -> bool:
@@ -231,6 +232,7 @@ class World:
             yield
         except BaseException as error:
             if self.main:
+                self.others_end = True
                 self.agree(2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1)
             raise
         if self.main:
@@ -240,7 +242,7 @@ class World:
     def rank_0_reports_same_error(self, error: str) -> bool:
         """Whether rank 0 ends with the same error and prints it for all. Every rank that ends with an error calls this;
         a rank that fails alone waits a few seconds and gets False."""
-        if self.size == 1:
+        if self.size == 1 or self.others_end:
             return False
         store = dist.distributed_c10d._get_default_store()
         try:
