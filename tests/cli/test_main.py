@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -350,6 +351,21 @@ def test_a_shell_completes_verbs_without_loading_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **COMPLETE})
     assert done.stdout.split() == ["prune", "pack"]
     assert done.stderr == "set()"
+
+
+def test_ctrl_c_while_modules_are_imported_prints_nothing() -> None:
+    code = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from bessemer.__main__ import run
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:

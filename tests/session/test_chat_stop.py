@@ -110,6 +110,9 @@ def test_the_command(
     monkeypatch.setattr(sys, "stdin", io.StringIO("color of blood?\n"))
     code, out = call(str(run), "--chat")
     assert not code and "red\n" in out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("color of blood?\n"))
+    code, out = call(str(run), "--chat", "--prompt", "color of sky?")
+    assert not code and out.startswith("> color of sky?\nblue\n") and out.index("blue") < out.index("red\n")
     assert call(str(run), "--chat", "--n", "2")[0] == 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ def generate(
     prompts: Path | None = typer.Option(
         None, "--prompts", help='Many prompts: one per line, or .jsonl with "prompt" or "messages".'
     ),
-    chat: bool = typer.Option(False, "--chat", help="Talk to the model: one line a turn, Ctrl-D ends, /reset forgets."),
+    chat: bool = typer.Option(
+        False, "--chat", help="Talk to the model: one line a turn, Ctrl-D ends, /reset forgets. --prompt is the first."
+    ),
     system: str = typer.Option("", "--system", help="With --chat: the system message."),
     template: str | None = typer.Option(
         None, "--template", help="Chat template if the model has none: chatml, llama3, plain, none or a Jinja file."
@@ -59,8 +61,8 @@ def generate(
     from bessemer.train.answers import AnswerSettings, answer_all, check_rows_file, converse, read_prompts
     from bessemer.train.trained import load_model
 
-    if chat and (prompts is not None or prompt or as_json or n > 1):
-        raise UserError("--chat reads its prompts from the terminal: leave out --prompt, --prompts, --n and --json")
+    if chat and (prompts is not None or as_json or n > 1):
+        raise UserError("--chat reads its prompts from the terminal: leave out --prompts, --n and --json")
     if write is not None:
         check_rows_file(write, prompts)
     if prompts is not None and prompt:
@@ -75,7 +77,7 @@ def generate(
     if template is not None:
         loaded = replace(loaded, template=template)
     if chat:
-        converse(loaded, settings, system, _read_line, lambda piece: print(piece, end="", flush=True))
+        converse(loaded, settings, system, _lines_after(prompt), lambda piece: print(piece, end="", flush=True))
     elif prompts is None and n == 1 and not as_json:
         pieces = loaded.stream(loaded.prompt(prompt, parse_special), max_tokens, sampling, stop)
         print(prompt, end="", flush=True)
@@ -100,6 +102,19 @@ def _write_rows(path: Path, answers: Iterable[dict[str, Any]], model: str, sampl
                 count += 1
     left_out = f", {samples - count:,} left out: empty, or not ended within --max-tokens" if samples > count else ""
     print(f"written  {path}  {count:,} rows{left_out}")
+
+
+def _lines_after(prompt: str) -> Callable[[], str | None]:
+    """The first turn, if the command has it, and then the terminal's lines."""
+    turns = [prompt] if prompt else []
+
+    def read() -> str | None:
+        if not turns:
+            return _read_line()
+        print(f"> {turns[0]}")
+        return turns.pop()
+
+    return read
 
 
 def _read_line() -> str | None:

@@ -115,6 +115,12 @@ def test_a_published_store_reads_as_the_local_one(tmp_path: Path, local: TokenSt
     cache.close()
 
 
+def test_a_mounted_folder_is_made(tmp_path: Path, local: TokenStore) -> None:
+    url = (tmp_path / "not" / "there").as_uri()
+    upload(local, url)
+    assert_same(open_remote(url, ShardCache(tmp_path / "cache")), local)
+
+
 def test_an_upload_goes_on_where_it_stopped(
     tmp_path: Path, local: TokenStore, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,8 @@ def file_system(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        return url_to_fs(url, **storage)
+        folders = {"auto_mkdir": True} if protocol == "file" else {}  # an object store has none
+        return url_to_fs(url, **folders, **storage)
     except ImportError as error:
         package = _INSTALL.get(protocol)
         fix = f"pip install {package}" if package else "install its package"
