@@ -22,7 +22,7 @@ def generate(
         None, "--prompts", help='Many prompts: one per line, or .jsonl with "prompt" or "messages".'
     ),
     chat: bool = typer.Option(
-        False, "--chat", help="Talk to the model: one line a turn, Ctrl-D ends, /reset forgets. --prompt is the first."
+        False, "--chat", help="Talk to the model: one line a turn (first --prompt), Ctrl-D ends, /reset forgets."
     ),
     system: str = typer.Option("", "--system", help="With --chat: the system message."),
     template: str | None = typer.Option(
