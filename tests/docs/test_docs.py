@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from bessemer.cli.main import app
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import configuration_markdown
+from bessemer.spec.stages import has_stages, load_chain
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,10 @@ def test_the_configuration_reference_is_current() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
 def test_recipes_are_valid(path: Path) -> None:
-    load_spec(path)
+    if has_stages(path):
+        load_chain(path)
+    else:
+        load_spec(path)
 
 
 def test_the_spec_in_the_readme_is_valid(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"model.heads": "width 512 is not divisible by 5 heads: write heads: 4"},
     ),
     ({"tokenizer__vocab": 256}, {"tokenizer.vocab": "256 is too small"}),
+    ({"model": {"hf": "base"}, "tokenizer__vocab": 300}, {"tokenizer.vocab": "model.hf has a fixed size"}),
     ({"tokenizer__vocab": 100, "tokenizer__path": "t.json"}, {"tokenizer.vocab": "has a fixed size: remove vocab"}),
     ({"data__context": 1}, {"data.context": "too short"}),
     (

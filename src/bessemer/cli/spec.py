@@ -32,7 +32,12 @@ def check(
     from bessemer.spec.lints import lint_spec
     from bessemer.spec.load import SpecError, load_document
     from bessemer.spec.paths import path_problems
+    from bessemer.spec.stages import has_stages, load_chain
 
+    if has_stages(spec):
+        chain = load_chain(spec, settings)
+        print(f"{spec}: fine, {len(chain.stages)} stages: {', '.join(stage.name for stage in chain.stages)}")
+        return
     loaded = load_document(spec, settings)
     if not skip_paths and (problems := loaded.locate(path_problems(loaded.spec, read_shape))):
         raise SpecError([*problems, f"{spec}: pass --skip-paths if its files are on another machine"])

@@ -109,7 +109,12 @@ def train(
     from bessemer.observe.progress import working
     from bessemer.session.recovery.restart import ended_before
     from bessemer.spec.load import load_spec
+    from bessemer.spec.stages import has_stages, load_chain
 
+    if has_stages(spec):
+        from bessemer.session.stages import train_chain
+
+        raise typer.Exit(train_chain(load_chain(spec, settings), ["--plain"] * plain, restart))
     run_spec = load_spec(spec, settings)
     if code := ended_before(Path(run_spec.runs) / run_spec.name):
         raise typer.Exit(code)

@@ -122,6 +122,8 @@ def check_vocab(spec: RunSpec) -> Iterator[Problem]:
         return
     if spec.tokenizer.path is not None:
         yield (("tokenizer", "vocab"), "a loaded tokenizer has a fixed size: remove vocab, or remove path to train one")
+    elif spec.model.hf is not None:
+        yield ("tokenizer", "vocab"), "the tokenizer of model.hf has a fixed size: remove vocab"
     else:
         minimum = MIN_VOCABS[spec.tokenizer.kind] + len(spec.tokenizer.special)
         if vocab < minimum:
@@ -359,7 +361,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_heads, ("model",)),
     (check_shape, ("model",)),
     (check_tasks, ("tasks", "data.cross_documents", "data.noise", "data.sources")),
-    (check_vocab, ("tokenizer",)),
+    (check_vocab, ("tokenizer", "model")),
     (check_conversations, ("data",)),
     (check_context, ("data.context",)),
     (check_batch, ("data.context", "budget.batch", "budget.batch_changes")),

@@ -304,6 +304,11 @@ def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ())
     """Read a file, apply overrides, validate."""
     path = Path(path)
     document = parse_yaml(read_text(path), str(path))
+    if "stages" in document.data:
+        raise UserError(
+            f"{document.place(('stages',))}: stages: is for `bessemer train` and `bessemer spec check`; for other "
+            "commands pass the spec of one stage, which train writes to RUNS/NAME/stages/"
+        )
     problems = []
     for setting in overrides:
         try:
