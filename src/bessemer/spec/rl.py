@@ -3,12 +3,12 @@ raft`."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from bessemer.spec.quantity import SpecSection, section, setting
+from bessemer.spec.rewards import Rewards
 
 RL_OBJECTIVES = ("grpo", "rloo", "reinforce", "ppo", "raft")
 PolicyLossName = Literal["auto", "clip", "gspo", "rloo", "reinforce", "cispo", "sapo", "vespo"]
@@ -22,44 +22,7 @@ DEFAULTS = {
     "ppo": ("clip", "gae", "token"),
     "raft": ("reinforce", "auto", "token"),
 }
-VERIFIERS = ("exact", "math", "regex", "json", "code")
-KINDS = ("function", "verifier", "model", "judge")
 Unit = Annotated[float, Field(ge=0, le=1)]
-
-
-class RewardSpec(SpecSection):
-    """One part of the reward: exactly one of function, verifier, model and judge. A name instead of a mapping is short
-    for a verifier, and `file.py:name` for a function."""
-
-    function: str | None = setting(
-        None, "your own f(prompts, completions, **columns) -> list of numbers: file.py:name or module:name", "r.py:f"
-    )
-    verifier: str | None = setting(None, ", ".join(VERIFIERS), "math")
-    model: str | None = setting(None, "folder of a reward model: a run or a Hugging Face classifier", "runs/rm")
-    judge: str | None = setting(None, "URL of an OpenAI-compatible endpoint that grades answers", "http://host:8000/v1")
-    weight: float = setting(1.0, "factor in the sum of rewards", 0.5, ge=-1e6, le=1e6)
-    options: dict[str, Any] = setting(
-        {}, "of the verifier or judge, such as column, pattern, schema, rubric, model", {"column": "answer"}
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {"function": value} if ":" in value else {"verifier": value}
-        return value
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> RewardSpec:
-        kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(kinds) != 1:
-            problem = f"{' and '.join(kinds)} are set" if kinds else "it names no kind"
-            raise ValueError(f"{problem}: write one of {', '.join(KINDS)}, such as verifier: exact")
-        if self.verifier is not None and self.verifier not in VERIFIERS:
-            raise ValueError(f"no verifier {self.verifier!r}; write {', '.join(VERIFIERS)}, or function: file.py:name")
-        if self.function is not None and not re.fullmatch(r"[^:]+:[A-Za-z_]\w*", self.function):
-            raise ValueError(f"function: {self.function!r}: write file.py:name or module:name")
-        return self
 
 
 class KlSpec(SpecSection):
@@ -128,7 +91,7 @@ class RlSpec(SpecSection):
     top_k: int = setting(0, "sample from this many most likely tokens; 0: all", 50, ge=0)
     minibatches: int = setting(1, "steps of one pass over a round", 4, ge=1, le=10_000)
     epochs: int = setting(1, "passes over a round", 2, ge=1, le=1000)
-    rewards: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], RewardSpec] = setting(
+    rewards: Rewards = setting(
         {}, "parts of the reward by name; each is logged as reward_NAME", {"right": {"verifier": "exact"}}
     )
     loss: PolicyLossName = setting("auto", "clip, gspo, rloo, reinforce, cispo, sapo or vespo", "clip")

@@ -43,6 +43,8 @@ def check_rl(spec: RunSpec) -> Iterator[Problem]:
     if rl.samples < 2 and (grouped or rl.dynamic_sampling):
         key = "advantage" if grouped else "dynamic_sampling"
         yield ("rl", "samples"), f"{key} compares the answers to a prompt: write 2 or more"
+    if rl.kl.target is not None and not rl.kl_in_reward(spec.objective):
+        yield ("rl", "kl", "target"), "an adaptive coefficient is that of a penalty in the reward: write where: reward"
     if rl.overlong.buffer is not None and rl.overlong.buffer >= rl.max_tokens:
         yield ("rl", "overlong", "buffer"), f"{rl.overlong.buffer} is not less than max_tokens ({rl.max_tokens})"
     if spec.objective == "raft" and rl.raft.top > rl.samples:
@@ -69,7 +71,7 @@ def _check_rest(spec: RunSpec) -> Iterator[Problem]:
         yield ("budget", "batch_changes"), "follows from rl.prompts: remove it"
     for key, is_set in (
         ("phases", data.phases), ("clean", data.clean), ("store", data.store), ("noise", data.noise != NoiseSpec()),
-        ("curriculum", data.curriculum != CurriculumSpec()), ("mix", data.mix == "auto"),
+        ("curriculum", data.curriculum != CurriculumSpec()), ("mix", data.mix == "auto"), ("exclude", data.exclude),
     ):  # fmt: skip
         if is_set:
             yield ("data", key), "is for token data, and RL reads prompts: remove it"
