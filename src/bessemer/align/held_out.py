@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bessemer.align.policy import REFERENCE, PolicyGradient
+from bessemer.align.policy import PolicyGradient
 from bessemer.align.policy_losses import k3
 from bessemer.align.prompts import PromptRows
 from bessemer.align.rollout_maker import sample_row
@@ -25,6 +25,7 @@ from bessemer.model.transformer import Decoder
 from bessemer.parallel.shard import free_gathered_weights
 from bessemer.parallel.world import World
 from bessemer.spec.mixture import quantise
+from bessemer.spec.rl import REFERENCE
 from bessemer.storage import write_atomic
 from bessemer.train.compile import compute_in
 from bessemer.train.engine import PipelineRunner
@@ -102,8 +103,8 @@ class HeldOutRollouts(Evaluator):
         for number, name in enumerate(self.names):
             own = [sample.reward for sample in samples if sample.source == number and not np.isnan(sample.reward)]
             if own:
-                per_source[name] = -float(np.mean(own))
-        loss = -float(np.nanmean(rewards))
+                per_source[name] = 0.0 - float(np.mean(own))
+        loss = 0.0 - float(np.nanmean(rewards))  # not -0.0
         metrics = {name: round(value, 6) for name, value in (numbers | kl).items()}
         return Validation(loss, metrics, int(sum(sample.tokens.size for sample in samples)), per_source)
 

@@ -29,15 +29,11 @@ from bessemer.errors import UserError
 from bessemer.guard.judge import JudgedNumber
 from bessemer.model.transformer import Decoder
 from bessemer.spec.model import LossSpec
-from bessemer.spec.rl import RlSpec
+from bessemer.spec.rl import ADVANTAGES, CRITIC, GENERATOR, OLD, REF, REFERENCE, RETURNS, VALUES, RlSpec
 from bessemer.train.loss import token_losses
 from bessemer.train.objective import ElementLosses, Metric, ModelInputs, Objective, loss_options
 from bessemer.train.objectives import ObjectiveBatch
 
-REFERENCE, CRITIC = "reference", "critic"  # names of further models
-OLD, GENERATOR, REF, VALUES, RETURNS, ADVANTAGES = (
-    "old_logps", "generator_logps", "ref_logps", "values", "returns", "advantages",
-)  # fmt: skip
 # The number that is judged is the mean of -log p of the sampled tokens: the loss is near zero and of either sign. A rise
 # of 2 nats is what sampling from a broken model gives; gradient norms below ten times the clipping limit are alike, since
 # they depend on how many groups have unequal rewards.
@@ -69,12 +65,12 @@ class PolicyGradient(Objective):
         self.judged = JudgedNumber(
             "entropy", row=BROKEN_NATS, level=1.0, least_norm=LEAST_NORM * clip_norm, examine=False
         )
-        self.scored = scored_arrays(objective, rl)
+        self.scored = rl.scored_arrays(objective)
 
     @property
     def arrays(self) -> tuple[str, ...]:
         """The numbers of each answer token that batches carry."""
-        return rollout_arrays(self.objective, self.rl)
+        return self.rl.arrays(self.objective)
 
     def inputs(self, batch: Batch) -> ObjectiveBatch:
         lengths_BT = torch.from_numpy(batch.fields[LENGTHS] * (batch.weights > 0))
@@ -162,16 +158,3 @@ class PolicyGradient(Objective):
             numbers["kl"] = k3(tokens.logps, tokens.ref_logps)
         return {name: value_BT.where(tokens.mask > 0, 0.0) for name, value_BT in numbers.items()}
 
-
-def scored_arrays(objective: str, rl: RlSpec) -> tuple[str, ...]:
-    """What a round needs besides the generator's own numbers, by passes without gradients."""
-    controlled = rl.kl_in_reward(objective) or rl.kl.target is not None or rl.kl.limit is not None
-    names = [OLD] if rl.round_steps > 1 or controlled or objective == "ppo" else []
-    names += [REF] if rl.kl.needs_reference else []
-    return (*names, VALUES) if objective == "ppo" else tuple(names)
-
-
-def rollout_arrays(objective: str, rl: RlSpec) -> tuple[str, ...]:
-    """The arrays of a round that batches carry."""
-    returns = (RETURNS,) if objective == "ppo" else ()
-    return (GENERATOR, *scored_arrays(objective, rl), ADVANTAGES, *returns)

@@ -25,7 +25,7 @@ from bessemer.align.advantages import (
     token_rewards,
     whiten,
 )
-from bessemer.align.policy import ADVANTAGES, GENERATOR, OLD, REF, RETURNS, VALUES, PolicyGradient
+from bessemer.align.policy import PolicyGradient
 from bessemer.align.policy_losses import KL_ESTIMATORS, KlController
 from bessemer.align.prompts import PromptRows
 from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
@@ -33,7 +33,7 @@ from bessemer.align.rollouts import Floats, Round, Sample, positions_key, sample
 from bessemer.align.sampler import Answers, Question, Sampler
 from bessemer.errors import UserError
 from bessemer.parallel.shard import free_gathered_weights
-from bessemer.spec.rl import RlSpec
+from bessemer.spec.rl import ADVANTAGES, GENERATOR, OLD, REF, RETURNS, VALUES, RlSpec
 from bessemer.train.compile import compute_in, use_tf32
 from bessemer.train.job import Job
 

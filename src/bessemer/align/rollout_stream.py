@@ -180,6 +180,16 @@ class RolloutStream:
             located.append((int(row), int(number), self.sources[self.names[source]].origin_of_document(sequence)))
         return located
 
+    def texts(self, step: int) -> Iterator[tuple[str, Origin, str]]:
+        """(source, origin of the prompt, answer with its reward) for every answer of a step."""
+        made = self.round_of(step)
+        for number in self.step_samples(step) if made else ():
+            assert made is not None
+            sample = made.samples[number]
+            name = self.names[sample.source]
+            text = f"reward {sample.reward:g}: {sample.text}"
+            yield name, self.sources[name].origin_of_document(sample.sequence), text
+
     def prefetch(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> None:
         """Prompts are in memory: there is nothing to fetch."""
 

@@ -60,6 +60,8 @@ from bessemer.trial.trial import run_trial
 def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
     """A function from weights, by native names, to the validation loss. A call costs one evaluation of the run."""
     _, spec = existing_run(folder)
+    if spec.objective in RL_OBJECTIVES:
+        raise UserError(f"{folder}: an average is chosen by its loss, and this run has rewards: omit --greedy")
     run, stream, data, plan = stream_of(folder)
     device = pick_device(ParallelSpec())
     held_out = held_out_rows(spec, data, plan.context)
@@ -124,7 +126,10 @@ def documents_of(folder: str | Path, step: int, texts: bool = False) -> list[dic
             "source": share.source, "file": share.file, "row": share.row, "document": share.document_id,
             "tokens": share.tokens,
         }  # fmt: skip
-    if texts:
+    if isinstance(stream, RolloutStream):
+        for source, origin, text in stream.texts(step) if texts else ():
+            documents[source, origin.file, origin.row].setdefault("texts", []).append(text)
+    elif texts:
         for source, origin, tokens in _parts(stream, step):
             text = prepared.tokenizer.decode(tokens)
             documents[source, origin.file, origin.row].setdefault("texts", []).append(text)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from bessemer.align.held_out import HeldOutRollouts
-from bessemer.align.policy import CRITIC, REFERENCE, rollout_arrays
 from bessemer.align.prompts import Prompt, PromptData, PromptRows, hold_out, prompt_column, prompts_of_dataset, read_prompts
 from bessemer.align.rewards.reward import make_rewards
 from bessemer.align.rollout_maker import RolloutMaker
@@ -26,14 +25,11 @@ from bessemer.errors import UserError
 from bessemer.model.families.folder import HfFolder
 from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
-from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import sources_used
 from bessemer.spec.load import load_spec
 from bessemer.spec.model import BASE, OtherModelSpec
-from bessemer.spec.quantity import human_bytes
-from bessemer.spec.rl import RL_OBJECTIVES
+from bessemer.spec.rl import CRITIC, REFERENCE, RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
-from bessemer.spec.shape import ModelShape
 from bessemer.train.evaluate import HeldOutSet
 from bessemer.train.trained import TextReader, folder_template_file
 
@@ -125,7 +121,7 @@ def rollout_stream(
     lengths = {name: source.count for name, source in prompts.items()}
     order = StreamOrder([MixturePhase(start, mixture) for start, mixture in plan.mixtures], lengths, spec.seed)
     rounds = CurrentRounds(RoundStore(folder / FOLDER, spec.rl.keep))
-    arrays = rollout_arrays(spec.objective, spec.rl)
+    arrays = spec.rl.arrays(spec.objective)
     return RolloutStream(prompts, order, plan.context, steps, spec.rl, arrays, rounds, vocab)
 
 
@@ -144,28 +140,3 @@ def attach_rollouts(
         world, folder,
     )  # fmt: skip
     return maker, evaluator
-
-
-def log_rl(spec: RunSpec, shape: ModelShape, context: int, plan: Plan) -> None:
-    """Adds the objective's choices, the size of a round and the generator's memory to the plan."""
-    if spec.objective not in RL_OBJECTIVES:
-        return
-    rl = spec.rl
-    loss, advantage, aggregate = rl.resolved(spec.objective)
-    if spec.objective != "raft":
-        plan.add("rl.advantage", advantage, f"usual for {spec.objective}", "asked" if rl.advantage != "auto" else "rule")
-    plan.add("rl.loss", loss, f"aggregated over {aggregate}", "asked" if rl.loss != "auto" else "rule")
-    answers = rl.prompts * rl.samples
-    plan.add("rl.round", f"{answers:,} answers", f"{rl.prompts} prompts x {rl.samples}, for {rl.round_steps} steps", "counted")
-    numbers = 8 + 4 * len(rollout_arrays(spec.objective, rl))
-    size = answers * rl.max_tokens * numbers
-    plan.add("rl.stored", human_bytes(size), f"at most, for a round: {numbers} bytes for each answer token", "counted")
-    cached = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    slots = min(rl.slots, answers)
-    cache = slots * context * cached * (2 if spec.precision not in ("fp32", "tf32") else 4)
-    reason = f"keys and values of {slots} answers of {context} tokens at a time, freed before the steps"
-    plan.add("memory.generation", human_bytes(cache), reason, "counted")
-    for name in (REFERENCE, CRITIC):
-        if other := spec.models.get(name):
-            reason = "the run's model with its adapter off" if other.path == BASE else "trained" if other.train else "frozen"
-            plan.add(f"models.{name}", other.path, reason, "rule", "established")

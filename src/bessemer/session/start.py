@@ -30,11 +30,12 @@ from bessemer.plan.cost_model.memory import reserve_memory
 from bessemer.plan.decide import TrainPlan, decide_context, decide_training
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
+from bessemer.plan.rollouts import log_rl
 from bessemer.plan.search.layout import ONE_PROCESS, Layout, decide_layout, record_replicas
 from bessemer.session.data import Data, held_out_rows, make_rows, open_data, sizes
 from bessemer.session.models import COMPANIONS, ModelSource, check_tokenizers, open_models
 from bessemer.session.preferences import log_preferences, with_preference_defaults
-from bessemer.session.rl import log_rl, with_rl_defaults
+from bessemer.session.rl import with_rl_defaults
 from bessemer.session.sft import log_sft, with_sft_defaults
 from bessemer.spec.classify import as_classifier
 from bessemer.spec.model import model_shape

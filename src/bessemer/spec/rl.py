@@ -11,6 +11,7 @@ from bessemer.spec.quantity import SpecSection, section, setting
 from bessemer.spec.rewards import Rewards
 
 RL_OBJECTIVES = ("grpo", "rloo", "reinforce", "ppo", "raft")
+REFERENCE, CRITIC = "reference", "critic"  # names of further models
 PolicyLossName = Literal["auto", "clip", "gspo", "rloo", "reinforce", "cispo", "sapo", "vespo"]
 AdvantageName = Literal["auto", "group_std", "group", "batch_std", "rloo", "global", "global_baseline", "gae"]
 AggregateName = Literal["auto", "token", "sequence", "constant", "sum"]
@@ -22,6 +23,10 @@ DEFAULTS = {
     "ppo": ("clip", "gae", "token"),
     "raft": ("reinforce", "auto", "token"),
 }
+# Arrays of a round with a number for each answer token.
+OLD, GENERATOR, REF, VALUES, RETURNS, ADVANTAGES = (
+    "old_logps", "generator_logps", "ref_logps", "values", "returns", "advantages",
+)  # fmt: skip
 Unit = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -152,3 +157,15 @@ class RlSpec(SpecSection):
         usual = DEFAULTS[objective]
         loss, advantage, aggregate = (own if value == "auto" else value for value, own in zip(given, usual, strict=True))
         return loss, advantage, aggregate
+
+    def scored_arrays(self, objective: str) -> tuple[str, ...]:
+        """What a round needs besides the generator's own numbers, by passes without gradients."""
+        controlled = self.kl_in_reward(objective) or self.kl.target is not None or self.kl.limit is not None
+        names = [OLD] if self.round_steps > 1 or controlled or objective == "ppo" else []
+        names += [REF] if self.kl.needs_reference else []
+        return (*names, VALUES) if objective == "ppo" else tuple(names)
+
+    def arrays(self, objective: str) -> tuple[str, ...]:
+        """The arrays of a round that batches carry."""
+        returns = (RETURNS,) if objective == "ppo" else ()
+        return (GENERATOR, *self.scored_arrays(objective), ADVANTAGES, *returns)
