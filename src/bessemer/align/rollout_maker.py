@@ -226,7 +226,8 @@ class RolloutMaker:
     def _group(self, made: Round, name: str, rewards_PG: Tensor) -> Tensor:
         """Advantages of answers, (P, G). For RAFT 1; which answers are imitated is in `made.used`."""
         if self.objective == "raft":
-            best_PG = torch.nan_to_num(rewards_PG, nan=-torch.inf).argsort(1, descending=True, stable=True)
+            known_PG = torch.nan_to_num(rewards_PG, nan=-torch.inf)
+            best_PG = torch.argsort(known_PG, dim=1, descending=True, stable=True)
             chosen_PG = torch.zeros_like(rewards_PG, dtype=torch.bool)
             chosen_PG.scatter_(1, best_PG[:, : self.rl.raft.top], True)
             chosen_PG &= torch.isfinite(rewards_PG)

@@ -239,7 +239,7 @@ class RolloutStream:
                 batch.tokens[r, column:end], batch.targets[r, column:end] = ids[:-1], ids[1:]
                 batch.weights[r, answer:end] = 1.0
                 batch.documents[r, column:] = number  # padding shares the last one's number
-                for name in self.arrays:
+                for name in made.arrays.keys() & set(self.arrays):  # the rest is not computed yet
                     batch.fields[name][r, answer:end] = made.tokens_of(sample_number, name)
                 batch.fields[LENGTHS][r, answer:end] = end - answer
                 batch.fields[SAMPLES][r, column:] = number
