@@ -131,6 +131,7 @@ def _supervise(config: Config, folder: str, uid: int | None) -> dict[str, Any]:
     """Starts the code and ends it and all its processes at the limits."""
     isolated = config["isolate"]
     enforced = ["time", "file size"] + (["network", "files", "processes"] if isolated else [])
+    code: int | None = None
     start_s, worker = time.monotonic(), os.fork()
     if worker == 0:
         try:
@@ -146,10 +147,10 @@ def _supervise(config: Config, folder: str, uid: int | None) -> dict[str, Any]:
             status = "timeout" if code == -signal.SIGXCPU else "ended"
             break
         if time.monotonic() - start_s > config["time_s"]:
-            status, code = "timeout", None
+            status = "timeout"
             break
         if isolated and _resident_bytes() > config["memory_bytes"]:
-            status, code = "memory", None
+            status = "memory"
             break
         time.sleep(min(_POLL_S, 0.002 + (time.monotonic() - start_s) / 10))
     _kill_all(worker, isolated)

@@ -205,7 +205,8 @@ def aggregation(name: Aggregation, lengths_BT: Tensor, max_tokens: int) -> tuple
     if name == "token":
         return used_BT, 1.0
     weights_BT = used_BT / lengths_BT.clamp_min(1)
-    return weights_BT, {"sequence": 1.0, "constant": lengths_BT / max_tokens, "sum": lengths_BT}[name]
+    scales: dict[str, Tensor | float] = {"sequence": 1.0, "constant": lengths_BT / max_tokens, "sum": lengths_BT}
+    return weights_BT, scales[name]
 
 
 class KlController:
