@@ -85,7 +85,7 @@ class RewardSpec(ShortSection):
     tests: Literal["all", "share"] = setting(
         "all", "code: all (1 if every test passes) or share (of tests that pass)", "share"
     )
-    time: Seconds = setting(5.0, "code: time limit of an answer's tests", "5s", gt=0, le=3600)
+    time: Seconds = setting(5.0, "code: processor time that the tests of an answer may take", "5s", gt=0, le=3600)
     memory: Bytes = setting(512 * 2**20, "code: memory limit", "512MiB")
     packages: bool = setting(False, "code: answers may import installed packages, not only Python's library", True)
     isolation: Literal["required", "limits"] = setting(
