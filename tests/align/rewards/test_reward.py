@@ -112,8 +112,8 @@ def test_regex_and_json(tmp_path: Path) -> None:
     file.write_text(json.dumps(schema))
     texts = ['{"a": 1}', 'Here:\n```json\n{"a": 2}\n```', '{"a": "x"}', "{a: 1}", "NaN", "[" * 100_000, "3"]
     pytest.importorskip("jsonschema")
-    for form in (schema, str(file)):
-        rewards = specs(any="json", fits={"verifier": "json", "json_schema": form})
+    for given in (schema, str(file)):
+        rewards = specs(any="json", fits={"verifier": "json", "json_schema": given})
         assert parts(rewards, *map(sample, texts)) == {
             "any": [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0], "fits": [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0],
         }  # fmt: skip
