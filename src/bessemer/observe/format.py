@@ -113,12 +113,21 @@ STEP_KEYS = {
 TOKEN_OBJECTIVES = ("pretrain", "sft")  # whose loss is nats per token
 
 
+# Metrics of reinforcement learning that are recorded but not shown in a line.
+NOT_SHOWN = (
+    "ratio_high", "ratio_low", "importance", "mismatch", "advantage_mean", "reward_std", "reward_s", "score_s", "beta",
+    "next_beta", "repetition",
+)  # fmt: skip
+
+
 def metrics_of(record: dict[str, Any]) -> dict[str, str]:
-    """The objective's metrics in a step's record, as text."""
+    """The objective's metrics in a step's record, as text. A reward of one part is shown once."""
+    parts = [name for name in record if name.startswith("reward_")]
+    hidden = (*STEP_KEYS, *NOT_SHOWN, *(parts if "reward" in record and len(set(parts) - {*NOT_SHOWN}) == 1 else ()))
     return {
         name: f"{value:.1%}" if "accuracy" in name else f"{value:.4g}"
         for name, value in record.items()
-        if name not in STEP_KEYS and isinstance(value, (int, float))
+        if name not in hidden and isinstance(value, (int, float))
     }
 
 

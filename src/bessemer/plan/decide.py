@@ -15,12 +15,13 @@ from bessemer.plan.decision import BASES, EMPIRICAL, Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
 from bessemer.plan.recipe.adapters import adapter_rate, decide_adapter
-from bessemer.plan.recipe.fine_tuning import SFT_SMALLEST, SFT_STEPS, classify, dpo, sft, sft_batch_rows
+from bessemer.plan.recipe.fine_tuning import SFT_SMALLEST, SFT_STEPS, classify, dpo, grpo, ppo, sft, sft_batch_rows
 from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count, human_time, span_steps
+from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
@@ -209,6 +210,10 @@ def decide_batch(
             reason += f", fewer if the run would have less than {SFT_STEPS} steps"
             value = max(1, round(conversations * length / context)) * context
             batch = plan.choose(key, spec.budget.batch, (value, reason, recipe.source), recipe.basis)
+        elif spec.objective in RL_OBJECTIVES:
+            rows = spec.rl.step_prompts * spec.rl.samples
+            reason = f"{spec.rl.step_prompts} prompts x {spec.rl.samples} answers; several share a row"
+            batch = plan.add(key, rows * context, reason, "asked")
         elif spec.objective == "dpo":
             recipe, pairs = dpo(shape.parameters), sft_batch_rows(tokens / context)
             reason = f"{pairs} pairs: at most {recipe.value.settings['batch_rows']}"
@@ -233,6 +238,9 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
     if budget.epochs is not None:
         reason = f"{budget.epochs:g} passes over {corpus_tokens:,} training tokens"
         return int(plan.add("budget.tokens", max(1, int(budget.epochs * corpus_tokens)), reason, "asked"))
+    if spec.objective in RL_OBJECTIVES and budget.tokens == "auto":
+        reason = "one pass over the prompts; budget.steps or epochs sets another length"
+        return int(plan.add("budget.tokens", corpus_tokens, reason, "rule", "open question"))
     if spec.objective in ("classify", "sft", "dpo"):
         recipe = dpo(shape.parameters) if spec.objective == "dpo" else sft(shape.parameters)
         if spec.objective == "classify":
@@ -260,6 +268,10 @@ def decide_lr(
         rate = (recipe.value.settings["learning_rate"], "usual for a new head on trained weights", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     released = spec.objective == "dpo" or (spec.objective == "sft" and shape.parameters >= SFT_SMALLEST)
+    if spec.objective in RL_OBJECTIVES and shape.parameters >= SFT_SMALLEST and name in ("adamw", "adam"):
+        recipe = ppo() if spec.objective == "ppo" else grpo(shape.parameters)
+        rate = (recipe.value.settings["learning_rate"], "usual for answers sampled from the model", recipe.source)
+        return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     if released and continued and name in ("adamw", "adam"):
         recipe = dpo(shape.parameters) if spec.objective == "dpo" else sft(shape.parameters)
         rate = (recipe.value.settings["learning_rate"], "of released models, by size", recipe.source)

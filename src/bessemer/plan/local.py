@@ -21,6 +21,7 @@ from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize
 from bessemer.plan.present import WIDTH, decision_lines
 from bessemer.plan.request import DATA_SIZE, PlanRequest, log_estimate, spec_tokens
+from bessemer.plan.rollouts import log_rl
 from bessemer.plan.search.layout import ONE_PROCESS
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
@@ -168,6 +169,7 @@ def plan_local(request: PlanRequest, machine: Machine, rate_of: RateOf, records:
     plan.add("model", f"{human_count(shape.parameters)} parameters", request.reason, request.source, request.basis)
     machine = reserve_memory(spec, request.others, machine, 1, plan)
     context = decide_context(spec, shape, plan)
+    log_rl(spec, shape, context, plan)
     if spec.budget.epochs is not None and not request.sources:
         spec_tokens(spec, context)  # refuses epochs, since no data is read
     if spec.precision == "auto" and machine.matmul.get("bf16", 0.0) > 1.3 * machine.matmul["fp32"]:

@@ -22,6 +22,7 @@ from bessemer.spec.document import YamlDocument, apply_override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count, human_time, parse_count, parse_duration
+from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
 
@@ -156,7 +157,7 @@ def fixed_degrees(spec: RunSpec) -> FixedDegrees:
 def depends_on_data(spec: RunSpec) -> bool:
     """Whether the length of the run follows from the size of its data."""
     by_rows = (
-        spec.objective in ("sft", "classify", "dpo") and spec.budget.steps is None and spec.budget.tokens == "auto"
+        spec.objective in ("sft", "classify", "dpo", *RL_OBJECTIVES) and spec.budget.steps is None and spec.budget.tokens == "auto"
     )
     return by_rows or spec.budget.epochs is not None
 
@@ -177,6 +178,8 @@ def spec_tokens(spec: RunSpec, context: int) -> int | None:
         raise UserError("budget.epochs: a plan reads no data: write --tokens, such as --tokens 20B")
     if budget.steps is None:
         return None if budget.tokens == "auto" else budget.tokens
+    if spec.objective in RL_OBJECTIVES:
+        return budget.steps * spec.rl.step_prompts * spec.rl.samples * context
     if budget.batch == "auto":
         raise UserError("budget.steps: a plan needs the length in tokens: write budget.batch too, or --tokens")
     return budget.steps * max(1, round(budget.batch / context)) * context

@@ -16,11 +16,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from bessemer.align.prompts import PromptData
+from bessemer.align.rollout_stream import RolloutStream
 from bessemer.checkpoint.remote import RemoteCheckpoints
 from bessemer.checkpoint.store import CheckpointStore
-from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import Segment
-from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.guard.detectors import Detectors
 from bessemer.guard.judge import Judge
@@ -55,9 +55,10 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import check_static_graph, stages_each
 from bessemer.run.directory import RunWriter
-from bessemer.session.data import build_stream, log_packing
+from bessemer.session.data import Stream, build_stream, log_packing
 from bessemer.session.models import ModelSource, attach_trained, companion, load_frozen, record_models
 from bessemer.session.objectives import make_objective
+from bessemer.session.rl import attach_rollouts
 from bessemer.session.start import ResolvedRun
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.load import dump_spec
@@ -99,7 +100,7 @@ def build_job(
     stages = decide_stages(spec, shape, training, world, plan)
     parts = JobParts(
         training, shape, stream, resolved.held_out, resolved.data.tokenizer, device, peak_flops, world, stages,
-        resolved.others,
+        resolved.others, resolved.data if isinstance(resolved.data, PromptData) else None,
     )  # fmt: skip
     with explain_build_out_of_memory(
         with_weights(spec, training.weights), shape, training, device, world.layout.dp_shard
@@ -152,7 +153,7 @@ class JobParts:
 
     plan: TrainPlan
     shape: ModelShape
-    stream: BatchStream | IterableStream
+    stream: Stream
     held_out: dict[str, HeldOutSet]
     tokenizer: Tokenizer
     device: torch.device
@@ -160,6 +161,7 @@ class JobParts:
     world: World = field(default_factory=World)
     stages: tuple[range, ...] = ()  # the layers of each pipeline stage
     others: Sequence[ModelSource] = ()  # further models of the run
+    prompts: PromptData | None = None  # of a run that makes rollouts
 
 
 def spec_fingerprint(spec: RunSpec) -> str:
@@ -261,7 +263,12 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None, runner,
         LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
     )  # fmt: skip
-    evaluator = Evaluator(
+    rollouts, evaluator = None, None
+    if parts.prompts is not None and isinstance(parts.stream, RolloutStream):
+        rollouts, evaluator = attach_rollouts(
+            spec, parts.prompts, parts.stream, parts.held_out, plan, device, world, run.folder
+        )
+    evaluator = evaluator or Evaluator(
         parts.held_out, plan.context, plan.evaluate_tokens, plan.micro_rows, plan.precision, device, world
     )
     # Apple's backend has no median that skips NaN: there the judge runs on the CPU, at the price of a sync.
@@ -276,7 +283,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     return Job(
         engine, DataFeed(parts.stream, evaluator, parts.tokenizer.decode), guard,
         Recorder(run, view, step_flops(model, parts.shape, plan.context), parts.peak_flops),
-        CheckpointSaver(CheckpointStore(run.checkpoints, world), fingerprint, remote),
+        CheckpointSaver(CheckpointStore(run.checkpoints, world), fingerprint, remote), rollouts=rollouts,
     )  # fmt: skip
 
 

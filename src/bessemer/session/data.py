@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from bessemer.align.prompts import PromptData
+from bessemer.align.rollout_stream import RolloutStream
 from bessemer.data.curate.engine import CurationEngine
 from bessemer.data.curate.report import format_some
 from bessemer.data.prepare import (
@@ -42,7 +44,9 @@ from bessemer.errors import UserError
 from bessemer.plan.decide import TrainPlan, decide_vocab
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize, sources_used
+from bessemer.session.rl import held_out_prompts, open_prompts, prompt_rows, rollout_stream
 from bessemer.spec.data import SourceSpec, StoreSpec
+from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.train.evaluate import HeldOutSet
 from bessemer.train.job import Job
@@ -79,7 +83,8 @@ class UserData:
     folder: Path
 
 
-Data = Prepared | UserData
+Data = Prepared | UserData | PromptData
+Stream = BatchStream | IterableStream | RolloutStream
 
 
 def open_published(spec: RunSpec) -> Prepared:
@@ -104,7 +109,9 @@ def publish_data(
 def open_data(
     spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, datasets: Mapping[str, Any] | None = None
 ) -> Data:
-    """The data that a run reads: prepared or published token stores, or the caller's datasets."""
+    """The data that a run reads: prepared or published token stores, prompts, or the caller's datasets."""
+    if spec.objective in RL_OBJECTIVES:
+        return open_prompts(spec, data_cache(spec), datasets or {})
     if datasets or any(_is_python_source(source) for source in spec.data.sources.values()):
         if spec.data.store is not None:
             raise UserError("data.store: cannot be mixed with datasets from Python: remove it, or the datasets")
@@ -205,6 +212,8 @@ _ENDLESS = 10**15
 
 def make_rows(spec: RunSpec, data: Data, context: int) -> dict[str, Rows]:
     """The rows of every source that the run draws from. Best-fit packing is computed once and kept with the data."""
+    if isinstance(data, PromptData):
+        return prompt_rows(spec, data, context)
     if isinstance(data, UserData):
         return {
             name: UserDatasetRows(dataset, data.tokenizer, context, spec.classify)
@@ -216,6 +225,8 @@ def make_rows(spec: RunSpec, data: Data, context: int) -> dict[str, Rows]:
 
 def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutSet]:
     """What the run is validated on. Labels are of whole documents: each has its own row."""
+    if isinstance(data, PromptData):
+        return held_out_prompts(spec, data, context)
     if isinstance(data, Prepared):
         if spec.objective == "classify":
             return {
@@ -288,6 +299,8 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
         count = rows[name].count if name in rows else 0
         padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective in ("sft", "dpo")
         tokens = source.tokens if isinstance(source, TokenStore) and not padded else count * context
+        if isinstance(data, PromptData):
+            tokens *= spec.rl.samples * spec.rl.epochs
         if isinstance(data, UserData) and name not in rows:  # an iterable tells nothing of its length
             count = tokens = _ENDLESS
         formats: tuple[str, ...] = ()
@@ -316,8 +329,11 @@ def log_packing(spec: RunSpec, rows: dict[str, Rows], training: TrainPlan, plan:
 
 def build_stream(
     spec: RunSpec, data: Data, rows: dict[str, Rows], plan: TrainPlan, segments: list[Segment]
-) -> BatchStream | IterableStream:
+) -> Stream:
     """The run's batches."""
+    if isinstance(data, PromptData):
+        folder = Path(spec.runs) / spec.name
+        return rollout_stream(spec, data.tokenizer.vocab_size, rows, plan, segments, folder)
     steps = StepPositions([BatchPhase(start, size) for start, size in plan.batch_rows], segments)
     if isinstance(data, UserData) and len(rows) < len(data.train):
         if len(data.train) > 1:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bessemer.align.dpo import Dpo
+from bessemer.align.policy import PolicyGradient
 from bessemer.data.curate.scores.user_function import load_function
-from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.rows import StoreRows
-from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.data.tokenizer.tokenizer import Tokenizer, hf_prompt_format
 from bessemer.errors import UserError
+from bessemer.session.data import Stream
+from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.classify import Classify, label_variance
@@ -19,7 +20,6 @@ from bessemer.train.distill import Distill
 from bessemer.train.objective import Objective, make_pretrain
 from bessemer.train.sft import Sft
 
-Stream = BatchStream | IterableStream
 MakeObjective = Callable[[RunSpec, Stream, Tokenizer, ModelShape, int], Objective]
 
 # A test compares the names with those that `spec/schema.py` accepts.
@@ -36,6 +36,14 @@ OBJECTIVES: dict[str, MakeObjective] = {
         spec.dpo, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec)
     ),
 }
+
+
+OBJECTIVES |= dict.fromkeys(
+    RL_OBJECTIVES,
+    lambda spec, stream, tokenizer, shape, context: PolicyGradient(
+        spec.objective, spec.rl, spec.optimizer.clip, dropout_seed(spec)
+    ),
+)
 
 
 def first_tokens(spec: RunSpec, tokenizer: Tokenizer) -> tuple[int, ...] | None:

@@ -23,6 +23,8 @@ from bessemer.data.prepare import chat_template, open_prepared
 from bessemer.data.read import BadRow, SourcePart, divide_source, list_files, read_part
 from bessemer.data.read.entry import Document
 from bessemer.data.store.token_store import Origin
+from bessemer.align.rollout_stream import RolloutStream
+from bessemer.align.rollouts import FOLDER as ROLLOUTS
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import Segment, StepPositions
 from bessemer.data.stream.rows import PADDING
@@ -39,9 +41,11 @@ from bessemer.session.build import JobParts, choose_attention, make_job
 from bessemer.session.data import PYTHON_SOURCE, Data, build_stream, held_out_rows, make_rows
 from bessemer.session.models import open_models
 from bessemer.session.objectives import make_objective
+from bessemer.session.rl import open_prompts
 from bessemer.session.restore import banned_documents_of, bitwise_since, normal_range, rounding_changes
 from bessemer.session.session import existing_run
 from bessemer.spec.data import SourceSpec
+from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import pick_device, use_threads
@@ -56,6 +60,8 @@ from bessemer.trial.trial import run_trial
 def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
     """A function from weights, by native names, to the validation loss. A call costs one evaluation of the run."""
     _, spec = existing_run(folder)
+    if spec.objective in RL_OBJECTIVES:
+        raise UserError(f"{folder}: an average is chosen by its loss, and this run has rewards: omit --greedy")
     run, stream, data, plan = stream_of(folder)
     device = pick_device(ParallelSpec())
     held_out = held_out_rows(spec, data, plan.context)
@@ -76,7 +82,7 @@ def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
     return loss
 
 
-def stream_of(folder: str | Path) -> tuple[Run, BatchStream, Data, TrainPlan]:
+def stream_of(folder: str | Path) -> tuple[Run, BatchStream | RolloutStream, Data, TrainPlan]:
     """An existing run with its data stream, data and training plan."""
     run, spec = existing_run(folder)
     settings = run.folder / "settings.json"
@@ -87,12 +93,18 @@ def stream_of(folder: str | Path) -> tuple[Run, BatchStream, Data, TrainPlan]:
             f"{folder}: was trained on a dataset from Python, which only the program that passed it can replay"
         )
     plan = TrainPlan.from_json(settings.read_text())
-    data = open_prepared(Path(json.loads((run.folder / "data.json").read_text())["folder"]))
+    data: Data
+    if spec.objective in RL_OBJECTIVES:
+        data = open_prompts(spec, run.folder, {})
+    else:
+        data = open_prepared(Path(json.loads((run.folder / "data.json").read_text())["folder"]))
     rows = make_rows(spec, data, plan.context)
     committed = CheckpointStore(run.checkpoints).committed()
     segments = [Segment.from_json(entry) for entry in committed[-1][1].segments] if committed else [Segment(0, 0)]
     stream = build_stream(spec, data, rows, plan, segments)
-    assert isinstance(stream, BatchStream), "files are replayable"
+    if isinstance(stream, RolloutStream):
+        stream.rounds.synthetic, stream.rounds.store.folder = False, run.folder / ROLLOUTS
+    assert isinstance(stream, (BatchStream, RolloutStream)), "files are replayable"
     if committed:
         stream = stream.replace(banned=banned_documents_of(committed[-1][1]))
     return run, stream, data, plan
@@ -114,7 +126,10 @@ def documents_of(folder: str | Path, step: int, texts: bool = False) -> list[dic
             "source": share.source, "file": share.file, "row": share.row, "document": share.document_id,
             "tokens": share.tokens,
         }  # fmt: skip
-    if texts:
+    if isinstance(stream, RolloutStream):
+        for source, origin, text in stream.texts(step) if texts else ():
+            documents[source, origin.file, origin.row].setdefault("texts", []).append(text)
+    elif texts:
         for source, origin, tokens in _parts(stream, step):
             text = prepared.tokenizer.decode(tokens)
             documents[source, origin.file, origin.row].setdefault("texts", []).append(text)

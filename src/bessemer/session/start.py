@@ -30,10 +30,12 @@ from bessemer.plan.cost_model.memory import reserve_memory
 from bessemer.plan.decide import TrainPlan, decide_context, decide_training
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
+from bessemer.plan.rollouts import log_rl
 from bessemer.plan.search.layout import ONE_PROCESS, Layout, decide_layout, record_replicas
 from bessemer.session.data import Data, held_out_rows, make_rows, open_data, sizes
 from bessemer.session.models import COMPANIONS, ModelSource, check_tokenizers, open_models
 from bessemer.session.preferences import log_preferences, with_preference_defaults
+from bessemer.session.rl import with_rl_defaults
 from bessemer.session.sft import log_sft, with_sft_defaults
 from bessemer.spec.classify import as_classifier
 from bessemer.spec.model import model_shape
@@ -80,7 +82,8 @@ def complete_spec(spec: RunSpec) -> RunSpec:
     special = list(dict.fromkeys([*spec.tokenizer.special, *names]))
     if special != spec.tokenizer.special:
         spec = spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update={"special": special})})
-    return with_folder_tokenizer(with_whole_documents(with_preference_defaults(with_sft_defaults(spec))))
+    spec = with_rl_defaults(with_preference_defaults(with_sft_defaults(spec)))
+    return with_folder_tokenizer(with_whole_documents(spec))
 
 
 def with_whole_documents(spec: RunSpec) -> RunSpec:
@@ -127,6 +130,7 @@ def decide_shape(spec: RunSpec, source: WeightSource | None, vocab: int, plan: P
     log_position_scaling(spec, shape, context, plan)
     log_sft(spec, plan)
     log_preferences(spec, plan)
+    log_rl(spec, shape, context, plan)
     return fit_positions(shape, context), context
 
 

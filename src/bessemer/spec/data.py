@@ -208,11 +208,11 @@ class SourceSpec(ShortSection, short="path"):
             if role in self.columns and not self.messages_field and "prompt" not in self.columns:
                 raise ValueError(f"columns: {role} needs a prompt, an instruction or messages_field")
         answers = [role for role in ("completion", "chosen", "rejected") if role in self.columns]
-        if ("prompt" in self.columns or answers) and answers not in (["completion"], ["chosen", "rejected"]):
+        if answers and answers not in (["completion"], ["chosen", "rejected"]):
             raise ValueError("columns: a prompt needs completion, or both chosen and rejected")
         if answers == ["completion"] and "prompt" not in self.columns:
             raise ValueError("columns: completion needs prompt")
-        if answers and (self.messages_field or text):
+        if (answers or "prompt" in self.columns) and (self.messages_field or text):
             other = f"messages_field ({self.messages_field})" if self.messages_field else f"the text ({text})"
             raise ValueError(f"columns: prompt and answers, and {other}: name one of them")
         return self
@@ -230,6 +230,11 @@ class SourceSpec(ShortSection, short="path"):
     def has_answers(self) -> bool:
         """Whether a row is a prompt with its answers."""
         return self.columns is not None and any(role in self.columns for role in ("completion", "chosen", "output"))
+
+    @property
+    def has_only_prompt(self) -> bool:
+        """Whether a row is a prompt whose answers are sampled."""
+        return "prompt" in (self.columns or {}) and not self.has_answers
 
     @property
     def names_content(self) -> bool:

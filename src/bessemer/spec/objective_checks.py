@@ -8,6 +8,8 @@ from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ObjectiveSpec
 from bessemer.spec.preference import DpoSpec
+from bessemer.spec.rl import RL_OBJECTIVES
+from bessemer.spec.rl_checks import check_prompt_columns, check_rl
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 
 Problem = tuple[KeyPath, str]
@@ -101,7 +103,7 @@ def check_models(spec: RunSpec) -> Iterator[Problem]:
             yield ("models", name, "path"), "base is the run's model without its adapter: add adapter, or write a path"
         if other.path == BASE and (other.train or other.head == "score"):
             yield ("models", name, "path"), "base shares the frozen weights of the run's model: remove train and head"
-        if spec.objective in OBJECTIVES and spec.objective not in ("distill", "dpo"):
+        if spec.objective in OBJECTIVES and spec.objective not in ("distill", "dpo", *RL_OBJECTIVES):
             yield ("models", name), f"objective: {spec.objective} uses no other model: remove it"
         if spec.parallel.pp > 1:
             yield ("models", name), "pipeline stages have no place for another model: write parallel: {pp: 1}"
@@ -135,6 +137,8 @@ def check_adapter(spec: RunSpec) -> Iterator[Problem]:
 OBJECTIVE_CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (
     (check_distill, ("objective", "distill", "models", "parallel", "tasks")),
     (check_dpo, ("objective", "dpo", "data", "models", "parallel", "tasks")),
+    (check_rl, ("objective", "rl", "data", "models", "parallel", "tasks", "budget", "loss", "model")),
+    (check_prompt_columns, ("objective", "data")),
     (check_models, ("models", "objective", "parallel", "adapter")),
     (check_sft, ("objective", "sft", "model", "tasks", "parallel")),
     (check_adapter, ("adapter", "model", "start_from", "parallel", "precision")),

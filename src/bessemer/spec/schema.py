@@ -45,6 +45,7 @@ from bessemer.spec.quantity import (
     section,
     setting,
 )
+from bessemer.spec.rl import RL_OBJECTIVES, RlSpec
 from bessemer.spec.text_steps import StepSpec
 
 
@@ -221,7 +222,7 @@ class SftSpec(SpecSection):
     )
 
 
-OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo")
+OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo", *RL_OBJECTIVES)
 
 
 class RunSpec(SpecSection):
@@ -232,8 +233,8 @@ class RunSpec(SpecSection):
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
         "pretrain",
-        "pretrain, sft, classify, distill, dpo, or your own class: path/to/file.py:Class or module:Class; {dpo: {loss: "
-        "ipo}} is short for the objective and its section",
+        "pretrain, sft, classify, distill, dpo, grpo, rloo, reinforce, ppo, raft, or your own class: "
+        "path/to/file.py:Class or module:Class; {dpo: {loss: ipo}} is short for the objective and its section",
         "sft",
     )
     classify: ClassifySpec | None = setting(
@@ -242,6 +243,7 @@ class RunSpec(SpecSection):
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
     distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
     dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
+    rl: RlSpec = section(RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}
@@ -295,13 +297,14 @@ class RunSpec(SpecSection):
     @model_validator(mode="before")
     @classmethod
     def _expand_objective(cls, value: Any) -> Any:
-        """`objective: {dpo: {loss: ipo}}` is `objective: dpo` and `dpo: {loss: ipo}`."""
+        """`objective: {dpo: {loss: ipo}}` is `objective: dpo` and `dpo: {loss: ipo}`; grpo and its kin have `rl`."""
         objective = value.get("objective") if isinstance(value, dict) else None
         if not isinstance(objective, dict) or len(objective) != 1:
             return value
         [(name, section)] = objective.items()
-        expands = name in OBJECTIVES[1:] and name not in value
-        return {**value, "objective": name, name: section} if expands else value
+        key = "rl" if name in RL_OBJECTIVES else name
+        expands = name in OBJECTIVES[1:] and key not in value
+        return {**value, "objective": name, key: section} if expands else value
 
     @field_validator("objective")
     @classmethod

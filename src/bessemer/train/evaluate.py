@@ -77,6 +77,9 @@ class Evaluator:
             wanted = min(sequences, tokens / context * part.tokens / available)
             self.parts[name] = (stream, max(1, int(wanted // rows)))
 
+    def begin(self, step: int) -> None:
+        """Called before each evaluation, after `step` steps."""
+
     @property
     def available(self) -> bool:
         return bool(self.parts)

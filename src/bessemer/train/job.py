@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from bessemer.data.stream.batches import Batch, BatchStream
-from bessemer.data.stream.user_dataset import IterableStream
+from bessemer.data.stream.batches import Batch
 from bessemer.dtensor import local
 from bessemer.guard.alarm import Alarm
 from bessemer.guard.detectors import Detectors
@@ -67,6 +66,22 @@ class Faults(Protocol):
 
     def lr(self, step: int, planned: float) -> float:
         """The learning rate that the update really uses."""
+        ...
+
+
+class Rollouts(Protocol):
+    """Makes the data of a run that trains on its own answers."""
+
+    def begins_round(self, job: Job, step: int) -> bool:
+        """Whether answers have to be sampled, or read, before a step."""
+        ...
+
+    def begin_round(self, job: Job, step: int) -> str | None:
+        """Provide the rollouts of a step, with the present weights; the reason if the run ends instead."""
+        ...
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """What a step's record says about its rollouts."""
         ...
 
 
@@ -153,7 +168,7 @@ class Clock:
 class DataFeed:
     """Training batches, the held-out evaluation, and the tokenizer's `decode`."""
 
-    stream: BatchStream | IterableStream
+    stream: Any  # BatchStream, IterableStream or RolloutStream
     evaluator: Evaluator
     decode: Callable[[list[int]], str]
 
@@ -254,6 +269,7 @@ class Job:
     start_step: int = 0
     interrupt: Interrupt = field(default_factory=Interrupt)
     faults: Faults | None = None
+    rollouts: Rollouts | None = None
     clocks: dict[str, Clock] = field(default_factory=dict)
 
     @property

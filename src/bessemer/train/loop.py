@@ -61,7 +61,8 @@ class TrainLoop:
         job, world = self.job, self.job.world
         self.start()
         pin = job.engine.device.type == "cuda"
-        with Prefetch(job.data.stream, job.plan.micro_rows, world.dp_rank, world.layout.dp, pin=pin) as prefetch:
+        depth = 0 if job.rollouts else 2  # the next round is not made yet
+        with Prefetch(job.data.stream, job.plan.micro_rows, world.dp_rank, world.layout.dp, depth, pin=pin) as prefetch:
             for step in range(job.start_step, self.total):
                 if outcome := self.run_step(step, prefetch):
                     return outcome
@@ -86,8 +87,11 @@ class TrainLoop:
 
     def run_step(self, step: int, prefetch: Prefetch) -> Outcome | None:
         """Compute, judge and update one step; an outcome if the loop ends in it."""
-        job, guard, optimizer, began_s = self.job, self.job.guard, self.job.engine.optimizer, time.perf_counter()
+        job, guard, optimizer = self.job, self.job.guard, self.job.engine.optimizer
         guard.phase_tracker.begin_step(step)
+        if job.rollouts and job.rollouts.begins_round(job, step) and (outcome := self.begin_round(step)):
+            return outcome
+        began_s = time.perf_counter()
         with job.span("data"):
             batches = prefetch.get(step)
         if self.due.snapshot:
@@ -118,6 +122,20 @@ class TrainLoop:
         self.pending = result
         self.check_after_update(step)
         return None
+
+    def begin_round(self, step: int) -> Outcome | None:
+        """Sample the answers that the next steps train on. Nothing may be pending: an incident changes the weights."""
+        job = self.job
+        assert job.rollouts is not None
+        if self.pending and (incident := report_step(job, self.pending)):
+            return self.stop_at(incident, step)
+        self.pending = None
+        try:
+            with job.span("rollouts"):
+                reason = job.rollouts.begin_round(job, step)
+        except Abandoned:
+            return self.abandon(step)
+        return self.leave(step, reason, save(job, step, None), None) if reason else None
 
     def settle(self, step: int) -> Incident | None:
         """Before the update of a step: read and record the previous one, which may be an incident; take a snapshot."""
@@ -297,6 +315,7 @@ def validate(job: Job, done: int) -> dict[str, Any] | None:
 
     began_s = time.perf_counter()
     job.guard.phase_tracker.enter_phase("evaluate")
+    job.data.evaluator.begin(done)
     try:
         with engine.ema.swap() if engine.ema else nullcontext():
             result = job.data.evaluator.evaluate(engine.model, engine.objective, engine.pipeline, on_batch)

@@ -218,6 +218,8 @@ def step_record(job: Job, result: StepResult, numbers: StepNumbers) -> dict[str,
         "mfu": round(result.read * recorder.flops_per_token / step_s / recorder.peak_flops, 4),
         "step_s": round(step_s, 5), "data_wait_s": round(result.wait_s, 5), "memory_bytes": result.memory_bytes,
     }  # fmt: skip
+    if job.rollouts:
+        record |= job.rollouts.numbers(result.step)
     if numbers.loss_scale is not None:
         record["loss_scale"] = numbers.loss_scale
     if result.rank_stats:

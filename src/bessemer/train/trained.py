@@ -29,6 +29,7 @@ from bessemer.model.wrapped import wrap
 from bessemer.run.directory import Run
 from bessemer.spec.adapter import ADAPTER_CONFIG
 from bessemer.spec.load import load_spec
+from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import ParallelSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import pick_device
@@ -54,15 +55,13 @@ def find_checkpoint(run: Run, which: str) -> Path:
     return names[which]
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model in evaluation mode with everything that is needed to talk to it."""
+class ReadsText:
+    """How a model reads prompts and ends answers. `template` is of conversations: a built-in name or Jinja source; None
+    if the model knows none."""
 
-    model: Decoder
     tokenizer: Tokenizer
     format: PromptFormat
-    template: str | None = None  # of conversations: a built-in name or Jinja source; None if it knows none
-    context: int | None = None  # most tokens of a prompt; None for any number
+    template: str | None
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -84,14 +83,34 @@ class LoadedModel:
         ids = prompt_ids(messages, self.tokenizer, self.template)
         return ids if ids[: len(self.format.prefix)] == list(self.format.prefix) else [*self.format.prefix, *ids]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of an answer."""
+        return self.tokenizer.decode(ids, continues=True)
+
+
+@dataclass(frozen=True)
+class TextReader(ReadsText):
+    """Encodes prompts and decodes answers of a model that is elsewhere."""
+
+    tokenizer: Tokenizer
+    format: PromptFormat
+    template: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadedModel(ReadsText):
+    """A model in evaluation mode with everything that is needed to talk to it."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    format: PromptFormat
+    template: str | None = None
+    context: int | None = None  # most tokens of a prompt; None for any number
+
     def check_length(self, ids: Sequence[int], name: str = "the prompt") -> None:
         """Refuse a prompt that is longer than what the model was made to read."""
         if self.context is not None and len(ids) > self.context:
             raise UserError(f"{name} has {len(ids):,} tokens and the model's context is {self.context:,}: shorten it")
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of an answer."""
-        return self.tokenizer.decode(ids, continues=True)
 
     def generator(self, slots: int = 1, max_length: int | None = None) -> Generator:
         """For many requests. On a GPU the weights are converted to bfloat16, in which the fast kernels compute."""
@@ -229,6 +248,8 @@ def _run_template(path: Path, tokenizer: Tokenizer) -> str | None:
     spec = load_spec(path / "spec.yaml") if (path / "spec.yaml").is_file() else None
     if spec is not None and any(source.is_chat for source in spec.data.sources.values()):
         return chat_template(spec.tokenizer)
+    if spec is not None and spec.objective in RL_OBJECTIVES:
+        return None if spec.tokenizer.chat == "none" else chat_template(spec.tokenizer)
     origin = find_origin(path)
     return _folder_template(origin.folder.path) if origin is not None and origin.own_tokenizer else None
 

@@ -176,16 +176,17 @@ _READERS: dict[Format, Callable[[PieceReader], Rows]] = {
 
 
 def read_part(
-    part: SourcePart, source: SourceSpec, cache: Path | None = None, tally: Counter[str] | None = None
-) -> Iterator[Document | BadRow]:
+    part: SourcePart, source: SourceSpec, cache: Path | None = None, tally: Counter[str] | None = None,
+    reader: type[PieceReader] = PieceReader,
+) -> Iterator[Document | BadRow]:  # fmt: skip
     """The documents of a part in order, and a BadRow for each unusable row. Rows without text yield nothing but count
     as rows and in `tally["empty"]`; records of web archives without text count in `tally["not text"]`. Memory is
-    bounded by the largest document. `cache` is a folder for fetched remote data. A file that cannot be read to its end
+    bounded by the largest document. `cache` is a folder for fetched remote data; `reader` turns rows into documents. A file that cannot be read to its end
     raises UserError: discard the documents read from the part before."""
     counts: Counter[str] = tally if tally is not None else Counter()
     for piece in part.pieces:
         try:
-            rows = _READERS[piece.file.format](PieceReader(piece, source, cache, counts))
+            rows = _READERS[piece.file.format](reader(piece, source, cache, counts))
             yield from (row for row in rows if row is not None)
         except READ_ERRORS as error:
             reason = redact_message(getattr(error, "strerror", None) or error) or type(error).__name__

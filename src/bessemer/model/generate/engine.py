@@ -55,6 +55,7 @@ class Completion:
     top: list[dict[int, float]] = field(default_factory=list)
     reason: str | None = None  # stop, length, time, cancelled; None while it runs
     stop: int | str | None = None
+    stop_logprob: float | None = None  # of the stop id, with `top_logprobs`
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, not read again
 
@@ -339,6 +340,8 @@ class Generator:
                     self._append(row, token)
                     if drawn.logprobs is not None and len(row.completion.tokens) > len(row.completion.logprobs):
                         _record_logprobs(row, [x[i, 0] for x in drawn.logprobs])
+                    elif drawn.logprobs is not None and row.completion.stop == token:
+                        row.completion.stop_logprob = float(drawn.logprobs[0][i, 0])
 
     def _append(self, row: _Row, token: int) -> None:
         """Take a drawn token into a row, and end the row if it was the last one."""

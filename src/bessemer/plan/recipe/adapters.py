@@ -7,10 +7,11 @@ from dataclasses import replace
 from bessemer.plan.decision import Plan, RecipeAnswer
 from bessemer.plan.recipe.fine_tuning import LORA_FACTOR, SCHULMAN, LoraSettings, Use, lora
 from bessemer.spec.adapter import read_peft
+from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
-USES: dict[str, Use] = {"pretrain": "domain", "classify": "style"}  # others learn to follow instructions
+USES: dict[str, Use] = {"pretrain": "domain", "classify": "style", **dict.fromkeys(RL_OBJECTIVES, "rl")}  # others learn to follow instructions
 RSLORA = "Kalajdzievski 2023, rsLoRA"
 PISSA = "Meng et al. 2024, PiSSA"
 IA3, IA3_RATE = "Liu et al. 2022, IA3", 3e-3

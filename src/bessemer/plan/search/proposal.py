@@ -162,6 +162,7 @@ def propose(request: PlanRequest, cluster: Cluster) -> Proposal:
     precision = _decide_precision(plan, spec, cluster.gpu)
     cluster = _beside_other_models(request, cluster, precision, plan)
     context = decide_context(spec, shape, plan)
+    log_rl(spec, shape, context, plan)
     machine = Machine("cuda", cluster.gpu.name, int(cluster.gpu.memory_bytes), 1)
     chosen = choose_adapter(spec.model_copy(update={"precision": precision}), shape, context, machine, plan, None,
                             cluster.count)  # fmt: skip

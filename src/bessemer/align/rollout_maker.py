@@ -1,0 +1,303 @@
+"""Makes the round of rollouts that the next steps train on: samples, rewards, log-probabilities, values, advantages.
+
+The loop calls `begin_round` before a round's first step, with the weights of that moment. A round that began before the
+step at which a run is resumed is read from disk; one that begins there is made again, with the same seeds and weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bessemer.align.advantages import (
+    equal_groups,
+    gae,
+    group_advantages,
+    overlong_penalty,
+    reinforce_pp_advantages,
+    rloo_advantages,
+    token_rewards,
+    whiten,
+)
+from bessemer.align.policy import PolicyGradient
+from bessemer.align.policy_losses import KL_ESTIMATORS, KlController
+from bessemer.align.prompts import PromptRows
+from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
+from bessemer.align.rollouts import Floats, Round, Sample, positions_key, sample_numbers
+from bessemer.align.sampler import Answers, Question, Sampler
+from bessemer.errors import UserError
+from bessemer.parallel.shard import free_gathered_weights
+from bessemer.spec.rl import ADVANTAGES, GENERATOR, OLD, REF, RETURNS, VALUES, RlSpec
+from bessemer.train.compile import compute_in, use_tf32
+from bessemer.train.job import Job
+
+FURTHER_DRAWS = 3  # rounds of further prompts with dynamic sampling
+FURTHER_POSITIONS = 1 << 40  # where these begin: no stream gets there
+SCALES = {"group_std": "group", "group": "none", "batch_std": "batch"}
+
+
+@dataclass
+class RolloutMaker:
+    """Owns the current round of a run. `sources` are the prompts to train on."""
+
+    objective: str
+    rl: RlSpec
+    sampler: Sampler
+    sources: dict[str, PromptRows]
+    rounds: CurrentRounds
+    numbers_of_step: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def begin_round(self, job: Job, step: int) -> str | None:
+        """Provides the round of a step. Returns why the run ends, if the KL limit is exceeded."""
+        stream = job.data.stream
+        assert isinstance(stream, RolloutStream)
+        first, positions = stream.first_step(step), stream.round_positions(step)
+        key = positions_key(positions)
+        made = self._stored(job, first, key) if step > first else None
+        if made is None:
+            made = self._make(job, stream, first, positions)
+            if job.world.main:
+                self.rounds.store.save(made, key, self._rows(stream, made))
+        self.rounds.set(made, key)
+        self.numbers_of_step = {
+            number: self._step_numbers(made, stream, number) for number in range(first, first + self.rl.round_steps)
+        }
+        kl, limit = made.numbers.get("answer_kl"), self.rl.kl.limit
+        if kl is not None and limit is not None and not kl <= limit:
+            return f"rl.kl.limit: answers are {kl:.2f} nats from the reference, more than {limit:g}"
+        return None
+
+    def begins_round(self, job: Job, step: int) -> bool:
+        """Whether the round of a step has to be provided."""
+        stream = job.data.stream
+        assert isinstance(stream, RolloutStream)
+        current, key = self.rounds.current, positions_key(stream.round_positions(step))
+        return stream.first_step(step) == step or current is None or self.rounds.key != key
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """What the record of a step says about its rollouts."""
+        return self.numbers_of_step.get(step, {})
+
+    def _stored(self, job: Job, first: int, key: str | None) -> Round | None:
+        """The round on disk, which rank 0 reads for all."""
+        made: Round | UserError | None = None
+        if job.world.main:
+            try:
+                made = self.rounds.store.load(first, key)
+            except UserError as error:
+                made = error
+        made = job.world.agree(made)
+        if isinstance(made, UserError):
+            raise made
+        return made
+
+    def _make(self, job: Job, stream: RolloutStream, first: int, positions: Any) -> Round:
+        rl, began_s = self.rl, time.perf_counter()
+        answers, drawn = self._sample(job, stream, first, positions)
+        samples = answers.samples
+        if all(np.isnan(sample.reward) for sample in samples):
+            names = ", ".join(samples[0].rewards)
+            raise UserError(f"rl.rewards: no reward ({names}) applied to any of the {len(samples)} answers: each gave None")
+        if rl.overlong.buffer is not None:
+            lengths = torch.tensor([sample.tokens.size for sample in samples])
+            penalties = rl.overlong.penalty * overlong_penalty(lengths, rl.max_tokens, rl.overlong.buffer)
+            for sample, penalty in zip(samples, penalties.tolist(), strict=True):
+                sample.reward += penalty
+        used = np.array([sample.tokens.size > 0 and not (rl.mask_truncated and not sample.finished) for sample in samples])
+        made = Round(first, samples, rl.samples, used, drawn=drawn)
+        made.arrays[GENERATOR] = np.concatenate([sample.logps for sample in samples])
+        scored_s = time.perf_counter()
+        made.arrays |= self._score(job, stream, made)
+        made.numbers |= {
+            "generate_s": round(answers.generate_s, 4), "reward_s": round(answers.reward_s, 4),
+            "score_s": round(time.perf_counter() - scored_s, 4), **answers.extras,
+        }  # fmt: skip
+        self._add_advantages(made, self._beta(job, first))
+        job.recorder.progress.elapsed_s += time.perf_counter() - began_s
+        return made
+
+    def _sample(self, job: Job, stream: RolloutStream, first: int, positions: Any) -> tuple[Answers, int]:
+        """Answers to the prompts at these positions, and how many prompts were sampled. With dynamic sampling, groups
+        whose rewards are all equal are replaced as far as a limited number of further prompts has others."""
+        answers, drawn = self._ask(job, stream, first, positions, ""), len(positions)
+        if not self.rl.dynamic_sampling:
+            return answers, drawn
+        group = self.rl.samples
+        groups = [answers.samples[at : at + group] for at in range(0, len(answers.samples), group)]
+        useful = [each for each in groups if not _all_equal(each)]
+        rest = [each for each in groups if _all_equal(each)]
+        for attempt in range(FURTHER_DRAWS):
+            if not (missing := len(positions) - len(useful)):
+                break
+            further = FURTHER_POSITIONS * (attempt + 1) + positions[:missing]
+            more = self._ask(job, stream, first, further, f"further {attempt}")
+            drawn += missing
+            answers.generate_s += more.generate_s
+            answers.reward_s += more.reward_s
+            made = [more.samples[at : at + group] for at in range(0, len(more.samples), group)]
+            useful += [each for each in made if not _all_equal(each)]
+        chosen = [*useful, *rest][: len(positions)]
+        answers.samples = [sample for each in chosen for sample in each]
+        return answers, drawn
+
+    def _ask(self, job: Job, stream: RolloutStream, first: int, positions: Any, salt: str) -> Answers:
+        questions = self.sampler.questions(stream.names, self.sources, positions, *stream.resolve(positions))
+        engine, recorder = job.engine, job.recorder
+        engine.release_memory()
+        job.guard.phase_tracker.enter_phase("generate")
+        if job.guard.watchdog:
+            job.guard.watchdog.beat(first - 1, long=True)
+
+        def on_step(done: int, total: int) -> None:
+            recorder.view.activity(f"sampling answers for step {first:,}", done, total)
+            job.check_interrupt()
+
+        try:
+            with use_tf32(engine.plan.precision):
+                return self.sampler.answer(
+                    engine.model, job.world, engine.plan.precision, questions, self.rl.samples, self.rl.temperature,
+                    first, salt, on_step,
+                )  # fmt: skip
+        finally:
+            engine.model.train()
+
+    def _score(self, job: Job, stream: RolloutStream, made: Round) -> dict[str, Floats]:
+        """Log-probabilities of the run's model and of the reference, and the critic's values, for every answer token, as
+        far as the round needs them. Each rank computes its share of the rows."""
+        engine, world = job.engine, job.world
+        objective = engine.objective
+        assert isinstance(objective, PolicyGradient)
+        names = objective.scored
+        if not names:
+            return {}
+        job.guard.phase_tracker.enter_phase("score")
+        numbers = list(range(len(made.samples)))
+        rows, batches = stream.rows_of(made, numbers, engine.plan.micro_rows, world.dp_rank, world.layout.dp)
+        local: dict[int, dict[str, Floats]] = {}
+        engine.model.eval()
+        try:
+            with torch.no_grad(), use_tf32(engine.plan.precision):
+                for batch, own in zip(batches, rows, strict=True):
+                    with compute_in(engine.plan.precision, engine.device):
+                        scored = objective.score(engine.model, objective.feed(batch, engine.device))
+                    for name, values_BT in scored.items():
+                        for number, values in stream.values_of(made, own, values_BT.float().cpu().numpy()):
+                            local.setdefault(number, {})[name] = values
+        finally:
+            engine.model.train()
+            free_gathered_weights(engine.model)
+        by_sample = {number: values for each in world.gather(local) for number, values in each.items()}
+        return {name: np.concatenate([by_sample[number][name] for number in numbers]) for name in names}
+
+    def _add_advantages(self, made: Round, beta: float) -> None:
+        """Advantages and, with a critic, returns; and the numbers of the KL penalty."""
+        rl, (_, name, _) = self.rl, self.rl.resolved(self.objective)
+        rewards_PG, mask_BT = made.rewards(), _padded(made, None)
+        penalty_BT = torch.zeros_like(mask_BT)
+        if REF in made.arrays and OLD in made.arrays:
+            made.numbers["answer_kl"] = float((_padded(made, OLD) - _padded(made, REF)).sum(1).mean())
+        if rl.kl_in_reward(self.objective):
+            estimate = KL_ESTIMATORS[rl.kl_estimator(self.objective)]
+            penalty_BT = beta * estimate(_padded(made, OLD), _padded(made, REF)) * mask_BT
+        if rl.kl.needs_reference:
+            controller = KlController(beta, rl.kl.target, rl.kl.horizon)
+            controller.update(made.numbers.get("answer_kl", 0.0), len(made.samples))
+            made.numbers |= {"beta": beta, "next_beta": controller.beta}
+        if name in ("global", "global_baseline"):
+            advantages_BT = reinforce_pp_advantages(rewards_PG, mask_BT, penalty_BT, baseline=name == "global_baseline")
+        elif name == "gae":
+            advantages_BT = self._with_critic(made, rewards_PG, mask_BT, penalty_BT)
+        else:
+            penalized_PG = rewards_PG - penalty_BT.sum(1).view_as(rewards_PG)
+            advantages_PG = self._group(made, name, penalized_PG)
+            advantages_BT = advantages_PG.reshape(-1, 1) * mask_BT
+        made.arrays[ADVANTAGES] = _flat(made, advantages_BT)
+
+    def _group(self, made: Round, name: str, rewards_PG: Tensor) -> Tensor:
+        """Advantages of answers, (P, G). For RAFT 1; which answers are imitated is in `made.used`."""
+        if self.objective == "raft":
+            best_PG = torch.nan_to_num(rewards_PG, nan=-torch.inf).argsort(1, descending=True, stable=True)
+            chosen_PG = torch.zeros_like(rewards_PG, dtype=torch.bool)
+            chosen_PG.scatter_(1, best_PG[:, : self.rl.raft.top], True)
+            chosen_PG &= torch.isfinite(rewards_PG)
+            if self.rl.raft.least is not None:
+                chosen_PG &= rewards_PG >= self.rl.raft.least
+            made.used &= chosen_PG.flatten().numpy()
+            return torch.ones_like(rewards_PG)
+        if name == "rloo":
+            return rloo_advantages(rewards_PG)
+        return group_advantages(rewards_PG, SCALES[name])  # type: ignore[arg-type]
+
+    def _with_critic(self, made: Round, rewards_PG: Tensor, mask_BT: Tensor, penalty_BT: Tensor) -> Tensor:
+        ppo, values_BT = self.rl.ppo, _padded(made, VALUES)
+        rewards_BT = token_rewards(rewards_PG.flatten(), mask_BT, penalty_BT)
+        advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, ppo.gamma, ppo.lam)
+        made.arrays[RETURNS] = _flat(made, returns_BT)
+        returns, values = made.arrays[RETURNS].astype(np.float64), made.arrays[VALUES].astype(np.float64)
+        spread = returns.var()
+        made.numbers["explained_variance"] = float(1 - (returns - values).var() / spread) if spread else 0.0
+        return whiten(advantages_BT, mask_BT) if ppo.whiten else advantages_BT
+
+    def _beta(self, job: Job, first: int) -> float:
+        """The KL coefficient of a round; an adaptive one follows from the round before."""
+        beta, before = self.rl.kl.beta, first - self.rl.round_steps
+        if self.rl.kl.target is None or before < 0:
+            return beta
+        earlier = self.rounds.current
+        if earlier is None or earlier.first != before:
+            earlier = self._stored(job, before, None)
+        return earlier.numbers.get("next_beta", beta) if earlier is not None else beta
+
+    def _step_numbers(self, made: Round, stream: RolloutStream, step: int) -> dict[str, float]:
+        """Of the answers of a step; those of the round are in its first step's record."""
+        share = len(made.samples) // made.group // self.rl.minibatches * made.group
+        at = (step - made.first) % self.rl.minibatches * share
+        numbers = sample_numbers(made.samples[at : at + share], made.group)
+        advantages = made.arrays[ADVANTAGES][made.starts[at] : made.starts[at + share]]
+        numbers["advantage_mean"] = float(advantages.mean(dtype=np.float64)) if advantages.size else 0.0
+        if step == made.first:
+            numbers |= {name: value for name, value in made.numbers.items() if name != "next_beta"}
+            if self.rl.dynamic_sampling:
+                numbers["prompts_drawn"] = float(made.drawn)
+        return {name: round(value, 6) for name, value in numbers.items()}
+
+    def _rows(self, stream: RolloutStream, made: Round) -> list[dict[str, Any]]:
+        """The samples for people who read the file."""
+        return [sample_row(stream.names, self.sources, sample, bool(made.used[n])) for n, sample in enumerate(made.samples)]
+
+
+def sample_row(names: Sequence[str], sources: dict[str, PromptRows], sample: Sample, used: bool = True) -> dict[str, Any]:
+    """One answer as a line of a .jsonl file."""
+    prompt = sources[names[sample.source]].prompts[sample.sequence]
+    return {
+        "prompt": prompt.content, "answer": sample.text, "reward": sample.reward, "rewards": sample.rewards,
+        "tokens": int(sample.tokens.size), "finished": sample.finished, "used": used, "position": sample.position,
+        "source": names[sample.source], "origin": prompt.place, "seed": sample.seed,
+    }  # fmt: skip
+
+
+def _all_equal(group: Sequence[Sample]) -> bool:
+    return bool(equal_groups(torch.tensor([[sample.reward for sample in group]], dtype=torch.float64))[0])
+
+
+def _padded(made: Round, name: str | None) -> Tensor:
+    """(N, T) of a flat array, or the mask of the tokens that exist, in float64."""
+    lengths_N = torch.from_numpy(made.lengths)
+    mask_BT = torch.arange(max(1, int(lengths_N.max()))) < lengths_N[:, None]
+    if name is None:
+        return mask_BT.double()
+    return torch.zeros(mask_BT.shape, dtype=torch.float64).masked_scatter(
+        mask_BT, torch.from_numpy(made.arrays[name]).double()
+    )
+
+
+def _flat(made: Round, values_BT: Tensor) -> Floats:
+    """The inverse of `_padded`."""
+    mask_BT = torch.arange(values_BT.shape[1]) < torch.from_numpy(made.lengths)[:, None]
+    return values_BT[mask_BT].float().numpy()
