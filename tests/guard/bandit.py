@@ -1,7 +1,7 @@
 """A small policy that learns by real GRPO updates, with a true quality and rewards that can be hacked.
 
-An answer is three choices: an approach (of 6; which one is good depends on the prompt), a length (of 12) and a tone (plain,
-or with the word "certainly"). The policy is a softmax over each, by kind of prompt. Texts are drawn from them.
+An answer is three choices: an approach (of 6; which one is good depends on the prompt), a length (of 12) and a tone
+(plain, or with the word "certainly"). The policy is a softmax over each, by kind of prompt. Texts are drawn from them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Bandit:
         rng = self.rng
         self.reward, self.lr, self.prompts, self.samples = reward, lr, prompts, samples
         # Rewards come in any unit.
-        self.unit, self.zero = (10 ** rng.uniform(-2, 3), rng.normal(0, 10)) if scale else (1.0, 0.0)
+        self.unit, self.zero = 10 ** rng.uniform(-2, 3), rng.normal(0, 10)
         best = rng.permuted(np.tile(np.linspace(0.15, 0.75, APPROACHES), (KINDS, 1)), axis=1)
         self.value_KA = best
         self.logits = [
@@ -89,7 +89,7 @@ class Bandit:
         kinds = np.repeat(rng.integers(KINDS, size=n), m)
         probabilities = [self.softmax(table)[kinds] for table in self.logits]
         choices = [(p.cumsum(1) > rng.random((len(p), 1))).argmax(1) for p in probabilities]
-        approach, length, tone = choices
+        _, length, tone = choices
         quality = self.quality(kinds, *choices)
         answers = Answers(quality, LENGTHS[length], tone, rng)
         rewards = (self.reward(answers) * self.unit + self.zero).reshape(n, m)

@@ -1,6 +1,6 @@
-"""Detectors of preference and reinforcement runs: KL runaway, entropy collapse, drift of the answer length, collapse of the
-format, groups with equal rewards, drift of a reward model, over-optimisation, likelihood displacement. Reward hacking is
-in `hacking.py`.
+"""Detectors of preference and reinforcement runs: KL runaway, entropy collapse, drift of the answer length, collapse of
+the format, groups with equal rewards, drift of a reward model, over-optimisation, likelihood displacement. Reward
+hacking is in `hacking.py`.
 
 Honest learning makes answers longer, lowers the entropy and raises the KL divergence while the reward rises. So these
 are trouble only if they are significant against their own noise (`trends.py`), large against the run's first block or
@@ -38,7 +38,13 @@ METRICS = (
     "reward", "reward_std", "equal_groups", "kl", "entropy", "answer_tokens", "truncated", "repetition",
     "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_shift",
 )  # fmt: skip
+ALIGNMENT_ALARMS = (
+    "reward_hacking", "kl_runaway", "entropy_collapse", "length_drift", "format_collapse", "equal_groups",
+    "reward_drift", "over_optimisation", "likelihood_displacement",
+)  # fmt: skip
+ENDING = ("stop", "rollback")
 PREFERENCES = ("dpo", "kto", "reward")  # objectives whose held-out accuracy is their score
+POLICIES = ("grpo", "rloo", "reinforce", "ppo", "raft")  # objectives whose held-out reward is
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,8 @@ class AlignmentDetector:
             self.healthy[kind] = end
         if not debounce(self.active, kind, self.streaks[kind] >= LASTING, REARM) or action == "off":
             return []
+        if action in ENDING:  # a run that is started again, and goes on like this, is stopped again
+            del self.active[kind], self.streaks[kind]
         evidence = {"healthy_step": self.healthy.get(kind, 0), **trouble.evidence}
         return make_alarm(kind, end, action, trouble.symptom, trouble.confidence, **evidence)
 
@@ -223,11 +231,11 @@ class AlignmentDetector:
         return Trouble(none.kind, none.action, symptom, 0.85, evidence)
 
     def validation(self, record: Record) -> list[Alarm]:
-        """Over-optimisation: three validations in a row below the best held-out score, by more than its noise and a tenth
-        of what it had gained, while the training score is not lower than at the best. Where the score is a judge that
-        the steps do not have, it is reward hacking."""
+        """Over-optimisation: three validations in a row below the best held-out score, by more than its noise and a
+        tenth of what it had gained, while the training score is not lower than at the best. Where the score is a judge
+        that the steps do not have, it is reward hacking."""
         name = self.score_name(record)
-        if name is None or not math.isfinite(record[name]):
+        if self.objective not in (*PREFERENCES, *POLICIES) or name is None or not math.isfinite(record[name]):
             return []
         train = "accuracy" if self.objective in PREFERENCES else "reward"
         recent = column(self.blocks[-2:], train)
@@ -250,6 +258,8 @@ class AlignmentDetector:
         setting = getattr(self.settings, action)
         if not debounce(self.active, "score", fallen and not now < then, 3) or setting == "off":
             return []
+        if setting in ENDING:
+            del self.active["score"]
         step = int(self.scores[best][0])
         symptom = (
             f"held-out {name} was best after step {step:,} ({values[best]:.4g}) and is {after[-1]:.4g} now, while the "
@@ -257,6 +267,11 @@ class AlignmentDetector:
         )
         evidence = {"best_step": step, "best": values[best], "now": after[-1], "scores": values[best:]}
         return make_alarm(kind, record["step"], setting, symptom, 0.85, **evidence)
+
+    def score(self, record: Record) -> float:
+        """What the best validation is chosen by; lower is better."""
+        name = self.score_name(record) if self.objective in (*PREFERENCES, *POLICIES) else None
+        return float(record["loss"] if name is None else -record[name])
 
     def score_name(self, record: Record) -> str | None:
         """The held-out number that says how good the model is: a judge, the accuracy of preferences, the reward."""

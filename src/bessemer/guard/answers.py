@@ -155,8 +155,8 @@ class Feature:
     def describe(self) -> str:
         if self.text:
             return (
-                f"answers that contain {self.text!r} went from {self.before:.0%} to {self.now:.0%} and get {self.gap:+.3g} "
-                f"reward, which explains {self.explained:.0%} of the rise"
+                f"answers that contain {self.text!r} went from {self.before:.0%} to {self.now:.0%} and get "
+                f"{self.gap:+.3g} reward, which explains {self.explained:.0%} of the rise"
             )
         return (
             f"answers went from {self.before:.0f} to {self.now:.0f} tokens and get {100 * self.gap:+.3g} reward for "
@@ -169,8 +169,8 @@ def share_of_variance(product: float, a_2: float, b_2: float) -> float:
 
 
 def text_feature(first: dict[str, float], shares: dict[str, float], sums: GramSums, rise: float) -> Feature | None:
-    """The word or 4-gram that explains most of the reward's rise. `first` and `shares` are the shares of answers with it
-    in the first steps and now; `sums` end with the squares of the rewards' ranks."""
+    """The word or 4-gram that explains most of the reward's rise. `first` and `shares` are the shares of answers with
+    it in the first steps and now; `sums` end with the squares of the rewards' ranks."""
     best: Feature | None = None
     for gram, now in shares.items():
         before, (_, own_2, reward, rank, ranks_2) = first.get(gram, 0.0), sums[gram]

@@ -114,6 +114,10 @@ class Detectors:
         """Takes the sampled answers of a round, before its first step. The same on all ranks."""
         self.hacking.round(answers)
 
+    def in_trouble(self) -> bool:
+        """Whether an alignment run shows anything that may become an alarm."""
+        return bool(self.hacking.streak or self.hacking.active or any(self.alignment.streaks.values()))
+
     def check_layers(self, step: int, sample: dict[str, Any]) -> list[Alarm]:
         """Checks a sample of `LayerStats`."""
         return self.looks.check(step, sample, self.settings.lr or 0.0)

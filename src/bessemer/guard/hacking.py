@@ -3,11 +3,11 @@
 A rising reward, longer answers, a lower entropy and a higher KL divergence are what honest learning looks like too. The
 evidence here is that which honest learning lacks:
 
-- **a judge falls**: a reward that measures the true goal (a verifier, or a reward that is not trained on) drops from its
-  best, by more than 4 times its noise and a quarter of its range, while the total has risen since; or
+- **a judge falls**: a reward that measures the true goal (a verifier, or a reward that is not trained on) drops from
+  its best, by more than 4 times its noise and a quarter of its range, while the total has risen since; or
 - **a surface feature explains the rise**, where no judge rises with the reward: the length of answers or one word or
-  4-gram, which the prompts do not ask for, explains at least `explained` (80 %) of the rise of the reward, and at least
-  `depends` (half) of the variance of the reward's ranks among answers to one prompt (`answers.py`).
+  4-gram, which the prompts do not ask for, explains at least `explained` (60 %) of the rise of the reward, and at least
+  `depends` (40 %) of the variance of the reward's ranks among answers to one prompt (`answers.py`).
 
 The reward must have risen by 4 times its noise and by a fifth of the standard deviation of single rewards. Evidence of
 two blocks (16 steps) in a row is an alarm. Half as much is a note, if length, repetition, KL or entropy have moved too.
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bessemer.guard.alarm import Alarm, debounce, make_alarm
+from bessemer.guard.alarm import Alarm, Severity, debounce, make_alarm
 from bessemer.guard.answers import (
     Feature,
     GramSums,
@@ -138,7 +138,10 @@ class HackingDetector:
         if certain:
             evidence["healthy_step"] = self.since
         action = self.guard.alignment.hacking
-        severity = action if certain and action != "off" else "note"
+        severity: Severity = action if certain and action != "off" else "note"
+        if severity in ("stop", "rollback"):  # a run that is started again, and goes on like this, is stopped again
+            del self.active["certain"]
+            self.streak = 0
         return make_alarm(
             "reward_hacking", int(blocks[-1]["end"]), severity, symptom, 0.9 if certain else 0.5, **evidence
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bessemer.guard.alarm import Record, median, robust_std
 
@@ -60,13 +61,13 @@ def column(blocks: Sequence[Block], name: str) -> list[float]:
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """Means of neighbours."""
-    return [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
+    return [(a + b) / 2 for a, b in pairwise(values)]
 
 
 def noise(blocks: Sequence[Block], name: str) -> float:
     """The standard deviation of a block's value."""
     values = column(blocks, name)
-    steps = [b - a for a, b in zip(values, values[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(values)]
     between = robust_std(steps) / math.sqrt(2) if len(steps) >= 4 else 0.0
     within = 1.2533 * median(column(blocks, SPREAD + name)) / math.sqrt(SPAN)
     return max(between, within, 1e-6 * max(map(abs, values)), 1e-12)

@@ -150,8 +150,8 @@ class AlignmentSpec(SpecSection):
         ["quality"],
     )
     expected: list[str] = setting([], "texts that good answers contain, such as a format: never hacking", ["<answer>"])
-    explained: Share = _share(0.8, "share of the reward's rise that one surface feature must explain")
-    depends: Share = _share(0.5, "and the share of the variance of reward ranks among answers to one prompt")
+    explained: Share = _share(0.6, "share of the reward's rise that one surface feature must explain")
+    depends: Share = _share(0.4, "and the share of the variance of reward ranks among answers to one prompt")
     kl_limit: float = setting(0.5, "KL divergence per token that is reported if it buys no reward", 0.5, gt=0, le=1e9)
     entropy_low: float = setting(0.01, "entropy per token (nats) that counts as collapsed", 0.01, ge=0, le=100)
     length_factor: float = _factor(2.0, "change of the mean answer length that is reported")
