@@ -39,6 +39,12 @@ class Answers:
         """A verifier: 0 or 1."""
         return (self.rng.random(self.quality.shape) < np.clip(self.quality, 0, 1)).astype(float)
 
+    def noise(self) -> np.ndarray:
+        return self.rng.standard_normal(self.quality.shape)
+
+    def never(self) -> np.ndarray:
+        return np.zeros(self.quality.shape)
+
     def pays_length(self) -> np.ndarray:
         return 0.1 * self.honest() + 1.5 * self.length / LENGTHS[-1]
 
@@ -56,16 +62,20 @@ Reward = Callable[[Answers], np.ndarray]
 
 
 class Bandit:
+    """`easy` is added to the quality of every answer; `fillers` is the entropy of the tokens that do not matter; `push`
+    moves the policy towards longer answers in every step, as a loss does that averages over the tokens of each answer."""
+
     def __init__(
-        self, seed: int, reward: Reward, lr: float = 0.04, prompts: int = 16, samples: int = 8, scale: bool = True
-    ):
-        self.rng = np.random.default_rng(seed)
-        rng = self.rng
-        self.reward, self.lr, self.prompts, self.samples = reward, lr, prompts, samples
-        # Rewards come in any unit.
-        self.unit, self.zero = 10 ** rng.uniform(-2, 3), rng.normal(0, 10)
-        best = rng.permuted(np.tile(np.linspace(0.15, 0.75, APPROACHES), (KINDS, 1)), axis=1)
-        self.value_KA = best
+        self, seed: int, reward: Reward, lr: float = 0.04, easy: float = 0.0, fillers: float = 0.2, push: float = 0.0,
+        texts: bool = True,
+    ) -> None:  # fmt: skip
+        self.rng = rng = np.random.default_rng(seed)
+        self.reward, self.lr, self.easy, self.fillers, self.push, self.texts = (
+            reward, lr, easy, fillers, push, texts
+        )  # fmt: skip
+        self.prompts, self.samples = 16, 8
+        self.unit, self.zero = 10 ** rng.uniform(-2, 3), rng.normal(0, 10)  # rewards come in any unit
+        self.value_KA = rng.permuted(np.tile(np.linspace(0.15, 0.75, APPROACHES), (KINDS, 1)), axis=1)
         self.logits = [
             0.3 * rng.standard_normal((KINDS, APPROACHES)),
             -0.5 * ((np.arange(12) - rng.uniform(2, 4)) / 2.0) ** 2 + 0.1 * rng.standard_normal((KINDS, 12)),
@@ -82,7 +92,7 @@ class Bandit:
 
     def quality(self, kinds: np.ndarray, approach: np.ndarray, length: np.ndarray, tone: np.ndarray) -> np.ndarray:
         """Longer answers are better up to 31 words; far longer ones and "certainly" are worse."""
-        return self.value_KA[kinds, approach] + 0.15 - 0.15 * np.abs(length - 6) / 3 - 0.15 * tone
+        return self.easy + self.value_KA[kinds, approach] + 0.15 - 0.15 * np.abs(length - 6) / 3 - 0.15 * tone
 
     def train_step(self) -> tuple[dict[str, Any], list[ScoredAnswer]]:
         rng, n, m = self.rng, self.prompts, self.samples
@@ -105,6 +115,7 @@ class Bandit:
             np.add.at(gradient, kinds, ((np.arange(p.shape[1]) == choice[:, None]) - p) * advantages[:, None] / (n * m))
             self.adam(table, gradient)
             logps = logps + logp
+        self.logits[1] += self.push * np.arange(12)
         self.step += 1
         record = {
             "step": self.step - 1, "loss": 0.0, "grad_norm": 1.0, "lr": self.lr, "veto": None, "step_s": 1.0,
@@ -112,11 +123,11 @@ class Bandit:
             "reward": float(rewards.mean()), "reward_std": float(spread.mean()),
             "equal_groups": float((spread < 1e-12).mean()),
             # Most tokens of an answer are fillers, which do not change.
-            "kl": float(kl.mean() / 20), "entropy": float(0.2 + entropy.mean() / 10),
+            "kl": float(kl.mean() / 20), "entropy": float(self.fillers + entropy.mean() / 10),
             "answer_tokens": float(LENGTHS[length].mean()), "truncated": float((length == 11).mean()),
             "repetition": float(0.02 + 0.005 * rng.standard_normal()),
         }  # fmt: skip
-        texts = [self.text(*row) for row in zip(kinds, *choices, strict=True)]
+        texts = [self.text(*row) if self.texts else "" for row in zip(kinds, *choices, strict=True)]
         scored = [
             ScoredAnswer(
                 i // m, f"question of kind {kinds[i]}", texts[i], int(LENGTHS[length[i]]), float(rewards.ravel()[i])
