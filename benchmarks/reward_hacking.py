@@ -74,7 +74,7 @@ def spec_of(folder: Path, name: str, seed: int, threads: int, **parts: Any) -> R
 
 
 def one_run(folder: Path, kind: str, seed: int, steps: int, sft_steps: int, lr: float, threads: int) -> dict[str, Any]:
-    folder = folder / f"{kind}-{seed}"
+    folder = folder / f"seed-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rewards.py").write_text(REWARDS)
     draw = random.Random(seed)
@@ -87,11 +87,12 @@ def one_run(folder: Path, kind: str, seed: int, steps: int, sft_steps: int, lr: 
         data={"sources": {"shown": {"path": [write_rows(folder / "sft.jsonl", shown)]}}, "context": 32},
         budget={"steps": sft_steps, "batch": 32 * 32}, optimizer={"lr": 2e-3}, checkpoint={"every": sft_steps},
     )  # fmt: skip
-    train(sft)
+    if not (run_folder(sft) / "checkpoints").exists():  # the three rewards start from the same model
+        train(sft)
     (checkpoint,) = (run_folder(sft) / "checkpoints").glob(f"step-{sft_steps:08}*")
     source = {"path": [write_rows(folder / "prompts.jsonl", asked)], "columns": {"prompt": "question"}}
     rl = spec_of(
-        folder, "rl", seed, threads, objective="grpo", start_from=str(checkpoint),
+        folder, kind, seed, threads, objective="grpo", start_from=str(checkpoint),
         rl={"prompts": 12, "samples": 8, "max_tokens": LONGEST, "slots": 128,
             "rewards": {kind: f"{folder / 'rewards.py'}:{kind}"}},
         data={"sources": {"sums": source}, "context": 32, "validation": 0.1}, budget={"steps": steps},
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["honest", *HACKS], choices=["honest", *HACKS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--sft-steps", type=int, default=250)
+    parser.add_argument("--sft-steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/reward-hacking"))

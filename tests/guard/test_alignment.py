@@ -44,7 +44,7 @@ def test_kl_that_buys_nothing_is_a_runaway():
 
 
 def test_entropy_that_collapses_before_the_task_is_solved():
-    outcome = train(Bandit(1, Answers.noise, lr=0.3, fillers=0.0, texts=False), 120)
+    outcome = train(Bandit(1, Answers.noise, lr=0.5, fillers=0.0, texts=False), 120)
     assert "entropy_collapse" in kinds(outcome)
     solved = train(Bandit(1, Answers.correct, lr=0.15, fillers=0.0, easy=0.5, texts=False), 120)
     assert solved.true_quality[-1] > 0.95 and "entropy_collapse" not in kinds(solved)
@@ -124,7 +124,7 @@ def test_chosen_answers_that_get_less_likely_while_the_margin_grows():
     (alarm,) = play(displaced, "dpo", noise=1e-3)
     assert alarm.kind == "likelihood_displacement" and "nats" in alarm.finding.symptom
     healthy = preferences(similar=False)
-    assert healthy["chosen_shift"][-1] > 0
+    assert healthy["chosen_shift"][-1] < -1, "usual in DPO, and a small part of the margin"
     assert play(healthy, "dpo", noise=1e-3) == []
 
 

@@ -46,10 +46,10 @@ def report(run: str, alarm: Alarm, acted: str) -> str:
     finding = alarm.finding
     parts = [
         f"# {run}: {alarm.kind.replace('_', ' ')} at step {alarm.step:,}",
-        f"**What was seen.** {finding.symptom}.",
-        f"**Likely cause** (confidence {finding.confidence:.1f}). {finding.cause}.",
+        f"**What was seen.** {_capitalized(finding.symptom)}.",
+        f"**Likely cause** (confidence {finding.confidence:.1f}). {_capitalized(finding.cause)}.",
         f"**What was done.** The run {acted}.",
-        f"**What to do.** {finding.fix}.",
+        f"**What to do.** {_capitalized(finding.fix)}.",
     ]
     if moved := finding.evidence.get("moved"):
         parts.append(f"**Other changes since the first steps.** {'; '.join(moved)}.")
@@ -57,6 +57,10 @@ def report(run: str, alarm: Alarm, acted: str) -> str:
         if rows := finding.evidence.get(key):
             parts += [f"## {title}", *map(_answer, rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _capitalized(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _answer(row: dict[str, Any]) -> str:
