@@ -32,6 +32,7 @@ from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
 from bessemer.align.rollouts import Floats, Round, Sample, positions_key, sample_numbers
 from bessemer.align.sampler import Answers, Sampler
 from bessemer.errors import UserError
+from bessemer.guard.answers import ScoredAnswer
 from bessemer.parallel.shard import free_gathered_weights
 from bessemer.spec.rl import ADVANTAGES, GENERATOR, OLD, REF, RETURNS, VALUES, RlSpec
 from bessemer.train.compile import compute_in, use_tf32
@@ -64,6 +65,7 @@ class RolloutMaker:
             made = self._make(job, stream, first, positions)
             if job.world.main:
                 self.rounds.store.save(made, key, self._rows(stream, made))
+            job.guard.detectors.round(self._scored_answers(stream, made))
         self.rounds.set(made, key)
         self.numbers_of_step = {
             number: self._step_numbers(made, stream, number) for number in range(first, first + self.rl.round_steps)
@@ -271,6 +273,16 @@ class RolloutMaker:
             if self.rl.dynamic_sampling:
                 numbers["prompts_drawn"] = float(made.drawn)
         return {name: round(value, 6) for name, value in numbers.items()}
+
+    def _scored_answers(self, stream: RolloutStream, made: Round) -> list[ScoredAnswer]:
+        """The round as the guard reads it."""
+        return [
+            ScoredAnswer(
+                number // made.group, self.sources[stream.names[sample.source]].prompts[sample.sequence].text,
+                sample.text, int(sample.tokens.size), sample.reward,
+            )
+            for number, sample in enumerate(made.samples)
+        ]  # fmt: skip
 
     def _rows(self, stream: RolloutStream, made: Round) -> list[dict[str, Any]]:
         """The samples for people who read the file."""

@@ -43,6 +43,7 @@ class Manifest:
     versions: dict[str, str]
     time: float
     validation_loss: float | None = None
+    validation_score: float | None = None  # what the best checkpoint is chosen by, lower is better
     stream_state: str | None = None  # of data that cannot be re-read from an arbitrary step
     guard: dict[str, Any] = field(default_factory=dict)  # active adjustments, detector windows
     content: str = "full"  # or "model": weights only
@@ -77,10 +78,13 @@ def _content_hash(data: dict[str, Any]) -> str:
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
-    """As written to disk: without `base` if the checkpoint holds every tensor, as in earlier versions."""
+    """As written to disk: without `base` if the checkpoint holds every tensor, as in earlier versions, and without a
+    score that is the loss."""
     data: dict[str, Any] = json.loads(json.dumps(asdict(manifest)))
     if not data["base"]:
         del data["base"]
+    if data["validation_score"] in (None, data["validation_loss"]):
+        del data["validation_score"]
     return data
 
 

@@ -103,16 +103,18 @@ class CheckpointEntry:
     bytes: int
     validation_loss: float | None = None
     confirmed: bool = False
+    validation_score: float | None = None  # by default the loss
 
 
 def best_checkpoint(entries: Sequence[CheckpointEntry]) -> CheckpointEntry | None:
-    """The lowest finite validation loss, the earliest of equals."""
-    scored = [
-        (entry.validation_loss, entry)
-        for entry in entries
-        if entry.validation_loss is not None and math.isfinite(entry.validation_loss)
-    ]
-    return min(scored, key=lambda pair: pair[0])[1] if scored else None
+    """The lowest validation score, of equal ones the lowest loss, and the earliest of these."""
+    scored = []
+    for entry in entries:
+        loss = entry.validation_loss
+        score = loss if entry.validation_score is None else entry.validation_score
+        if loss is not None and score is not None and math.isfinite(loss) and math.isfinite(score):
+            scored.append((score, loss, entry))
+    return min(scored, key=lambda each: each[:2])[2] if scored else None
 
 
 def keep(
@@ -206,7 +208,8 @@ def _key(folder: Path) -> tuple[int, int]:
 
 def entry_of(name: str, manifest: Manifest, confirmed: bool) -> CheckpointEntry:
     loss = manifest.validation_loss
-    return CheckpointEntry(name, manifest.step, manifest.attempt, manifest.time, manifest.bytes, loss, confirmed)
+    score = manifest.validation_score
+    return CheckpointEntry(name, manifest.step, manifest.attempt, manifest.time, manifest.bytes, loss, confirmed, score)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -412,7 +415,7 @@ class CheckpointStore:
         return (path for path in reversed(self._attempts()) if (path / NAME).exists())
 
     def best(self) -> Path | None:
-        """The checkpoint with the lowest finite validation loss."""
+        """The checkpoint with the best finite validation score."""
         best = best_checkpoint(self._entries())
         return self.folder / best.name if best else None
 

@@ -136,6 +136,26 @@ ADVICE = {
     "new run, lower optimizer.lr or raise weight decay in this one",
     "attention_entropy_collapse": "attention logits are so large that a query sees one key; lower optimizer.lr, set "
     "model.qk_norm: true in a new run",
+    "reward_hacking": "the reward pays for something other than good answers, and the model has learned to supply it; "
+    "read the best answers in the evidence, correct the reward, and continue from the best checkpoint (a "
+    "format that you want is listed under guard.alignment.expected)",
+    "kl_runaway": "updates move the policy away from its reference without gain; lower optimizer.lr or raise "
+    "rl.kl.beta (or set rl.kl.limit), and continue from the best checkpoint",
+    "entropy_collapse": "the policy has stopped exploring, so no answer is better than the others of its group; raise "
+    "rl.clip_high or rl.temperature, lower optimizer.lr, add rl.kl.beta, and continue from before the collapse",
+    "length_drift": "the loss or the reward pays for length; aggregate by token or constant (rl.aggregate), or "
+    "penalise length (rl.overlong)",
+    "format_collapse": "answers no longer end or keep their form; continue from the best checkpoint with a lower "
+    "optimizer.lr, penalise what is too long (rl.overlong), or weigh the format reward more",
+    "equal_groups": "all answers to a prompt get the same reward, so that most of the batch has no gradient; use "
+    "prompts of other difficulty or rl.dynamic_sampling, or stop if the task is solved",
+    "reward_drift": "pair losses leave the reward's level free, and it drifts; centre the rewards (center in the "
+    "reward section), or normalise them where they are used",
+    "over_optimisation": "the training score is gained at the cost of the held-out one; use the best checkpoint, stop "
+    "earlier (budget.stop.patience), or stay closer to the reference (beta)",
+    "likelihood_displacement": "the loss lowers the chosen answers and lowers the rejected ones more (Razin et al. "
+    "2024), which moves probability to answers that nobody chose; add dpo.sft_weight, raise dpo.beta, lower "
+    "optimizer.lr, or remove pairs whose answers are nearly the same",
     "router_collapse": "the router sends nearly everything to a few experts; raise the balance loss, roll back to "
     "before",
 }  # fmt: skip

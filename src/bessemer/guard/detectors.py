@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bessemer.guard.alarm import BLOCK, Alarm, Record, Severity, StepBlock, debounce, make_alarm
+from bessemer.guard.alignment import AlignmentDetector
+from bessemer.guard.answers import ScoredAnswer
+from bessemer.guard.hacking import HackingDetector
 from bessemer.guard.layer_stats import LayerDetector
 from bessemer.guard.losses import (
     DivergenceDetector,
@@ -27,17 +30,30 @@ SAVED_KEYS = (
     "step", "loss", "grad_norm", "lr", "veto", "tokens_per_s", "step_s", "data_wait_s", "memory_bytes", "rank_step_s",
 )  # fmt: skip
 FP16_SEARCH = 4  # times max_vetoes overflows are allowed: a loss scale falls from 65,536 to 1 in 16 steps
-FIXED = ("guard", "key", "limit_bytes", "total_steps", "hosts")  # fields of detectors that are not state
+FIXED = (
+    "guard",
+    "key",
+    "limit_bytes",
+    "total_steps",
+    "hosts",
+    "objective",
+    "judges",
+)  # fields of detectors that are not state
 
 
 class Detectors:
     """`memory_limit_bytes` is the memory of the device (of the host, on a CPU); None turns its detector off. `hosts`
-    are those of the ranks if there are several."""
+    are those of the ranks if there are several, `judges` the metrics of rewards that measure the true goal."""
 
     def __init__(
-        self, spec: GuardSpec, memory_limit_bytes: int | None, total_steps: int, hosts: Sequence[str] = ()
-    ) -> None:
+        self, spec: GuardSpec, memory_limit_bytes: int | None, total_steps: int, hosts: Sequence[str] = (),
+        objective: str = "", judges: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.hosts = list(hosts)
+        judges = tuple(judges if spec.alignment.judge is None else map("reward_{}".format, spec.alignment.judge))
+        # A known change of data or batch size is no reason to forget how answers were at first.
+        self.alignment = AlignmentDetector(spec, objective, judges)
+        self.hacking = HackingDetector(spec, judges)
         self.plan_gap: PlanGapDetector | None = None  # set if there is a plan to compare with
         self.spec, self.memory_limit_bytes, self.total_steps = spec, memory_limit_bytes, total_steps
         self._begin()
@@ -62,6 +78,7 @@ class Detectors:
         self._nonfinite = 0
         alarms += self.spike.step(record) + self.grad_spike.step(record)
         alarms += self.plan_gap.step(record) if self.plan_gap else []
+        alarms += self.alignment.step(record, self.hacking)
         self._attempts.append(record)
         if len(self._attempts) == BLOCK:
             alarms += self._evaluate()
@@ -91,7 +108,15 @@ class Detectors:
 
     def validation(self, record: Record) -> list[Alarm]:
         """Checks the record of a validation."""
-        return self.overfitting.validation(record, self.divergence.level())
+        return self.overfitting.validation(record, self.divergence.level()) + self.alignment.validation(record)
+
+    def round(self, answers: Sequence[ScoredAnswer]) -> None:
+        """Takes the sampled answers of a round, before its first step. The same on all ranks."""
+        self.hacking.round(answers)
+
+    def in_trouble(self) -> bool:
+        """Whether an alignment run shows anything that may become an alarm."""
+        return bool(self.hacking.streak or self.hacking.active or any(self.alignment.streaks.values()))
 
     def check_layers(self, step: int, sample: dict[str, Any]) -> list[Alarm]:
         """Checks a sample of `LayerStats`."""
@@ -121,5 +146,5 @@ class Detectors:
         state = json.loads(json.dumps(state))
         self._attempts, self._nonfinite, self._active = state["attempts"], state["nonfinite"], state["active"]
         for name, detector in self._detectors().items():
-            vars(detector).update(state["detectors"][name])
+            vars(detector).update(state["detectors"].get(name, {}))  # earlier versions had fewer
         self.settings.offset_s = None  # the monotonic clock differs between processes

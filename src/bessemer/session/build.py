@@ -58,7 +58,7 @@ from bessemer.run.directory import RunWriter
 from bessemer.session.data import Stream, build_stream, log_packing
 from bessemer.session.models import ModelSource, attach_trained, companion, load_frozen, record_models
 from bessemer.session.objectives import make_objective
-from bessemer.session.rl import attach_rollouts
+from bessemer.session.rl import attach_rollouts, judge_names
 from bessemer.session.start import ResolvedRun
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.load import dump_spec
@@ -276,7 +276,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     hosts, detected = world.gather(socket.gethostname()), with_loss_unit(spec.guard, objective)
     guard = Guard(
         Judge(spec.guard, judge_device, parts.stream.steps.rows(0), objective.judged),
-        Detectors(detected, memory_limit(device), plan.total_steps, hosts),
+        Detectors(detected, memory_limit(device), plan.total_steps, hosts, spec.objective, judge_names(spec)),
         LayerStats(model, optimizer.remainders(), world), Ladder(spec.guard),
     )  # fmt: skip
     remote = open_remote(spec, run.folder) if world.main else None

@@ -42,6 +42,7 @@ from bessemer.train.evaluate import HeldOutSet
 from bessemer.train.trained import TextReader, folder_template_file
 
 PYTHON_SOURCE = "python"
+TRUE_GOALS = ("exact", "math", "code")
 NO_TEMPLATE = "none"  # texts are read as they are
 
 
@@ -131,6 +132,12 @@ def rollout_stream(
     rounds = CurrentRounds(RoundStore(folder / FOLDER, spec.rl.keep))
     arrays = spec.rl.arrays(spec.objective)
     return RolloutStream(prompts, order, plan.context, steps, spec.rl, arrays, rounds, vocab)
+
+
+def judge_names(spec: RunSpec) -> list[str]:
+    """Metrics of rewards that measure the true goal: verifiers of answers, and rewards that nothing is trained on."""
+    rewards = spec.rl.rewards.items()
+    return [f"reward_{name}" for name, reward in rewards if reward.weight == 0 or reward.verifier in TRUE_GOALS]
 
 
 def attach_rollouts(

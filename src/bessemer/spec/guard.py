@@ -125,6 +125,41 @@ class ForgetSpec(SpecSection):
     )
 
 
+AlarmAction = Literal["off", "note", "warning", "stop", "rollback"]
+
+
+class AlignmentSpec(SpecSection):
+    """Detectors of preference and reinforcement runs, each with what its alarm does: note and warning only inform, stop
+    saves the state and ends the run, rollback ends it at the best checkpoint from before the trouble."""
+
+    hacking: AlarmAction = setting(
+        "stop", "the reward rises, and a held-out judge falls or a surface feature explains the rise", "rollback"
+    )
+    kl: AlarmAction = setting("warning", "the KL divergence to the reference runs away", "stop")
+    entropy: AlarmAction = setting("warning", "the entropy collapses before the task is solved", "stop")
+    length: AlarmAction = setting("warning", "answers get longer or shorter without more reward", "off")
+    format: AlarmAction = setting("warning", "answers are truncated or repetitive, or a format reward falls", "stop")
+    equal_groups: AlarmAction = setting("note", "nearly all groups have equal rewards: nothing is learned", "warning")
+    reward_drift: AlarmAction = setting("warning", "the level of a reward model shifts, its accuracy does not", "off")
+    over_optimisation: AlarmAction = setting("warning", "the held-out score is past its best", "rollback")
+    displacement: AlarmAction = setting("warning", "the margin grows while chosen answers get less likely", "stop")
+    judge: list[str] | None = setting(
+        None,
+        "rewards that measure the true goal (default: verifiers, and rewards with weight 0); hacking is a rising total "
+        "while one of them falls",
+        ["quality"],
+    )
+    expected: list[str] = setting([], "texts that good answers contain, such as a format: never hacking", ["<answer>"])
+    explained: Share = _share(0.6, "share of the reward's rise that one surface feature must explain")
+    depends: Share = _share(0.4, "and the share of the variance of reward ranks among answers to one prompt")
+    kl_limit: float = setting(0.5, "KL divergence per token that is reported if it buys no reward", 0.5, gt=0, le=1e9)
+    entropy_low: float = setting(0.01, "entropy per token (nats) that counts as collapsed", 0.01, ge=0, le=100)
+    length_factor: float = _factor(2.0, "change of the mean answer length that is reported")
+    truncated: Share = _share(0.3, "share of answers without an end that is reported")
+    repetition: Share = _share(0.2, "share of repeated 4-grams that is reported")
+    equal_share: Share = _share(0.8, "share of groups with equal rewards that is reported")
+
+
 class GuardSpec(SpecSection):
     """Checks every step before the update. A bad step is vetoed; what a veto cannot fix is rolled back."""
 
@@ -146,6 +181,7 @@ class GuardSpec(SpecSection):
     copies: Literal["auto", "off"] = setting("auto", "keep two recent states in memory for rollbacks", "off")
     copy_every: AutoInterval = setting("auto", "interval between snapshots in memory", "50 steps")
     detect: DetectSpec = section(DetectSpec, "thresholds of the detectors")
+    alignment: AlignmentSpec = section(AlignmentSpec, "preference and reinforcement runs")
     ladder: LadderSpec = section(LadderSpec, "rollbacks")
     trial: TrialSpec = section(TrialSpec, "trials of suspicious steps")
     forget: ForgetSpec | None = setting(None, "limit forgetting", {"sources": ["general"], "limit": "5%"})

@@ -63,23 +63,23 @@ def judge_forgetting(job: Job, done: int, changes: dict[int, str]) -> Alarm | No
         reason = "the run was not evaluated before step 0: there is nothing to compare with"
         job.recorder.event("forgetting_not_judged", step=done, reason=reason)
         return None
-    _write(job, PLOT, svg_file(curves(spec, records, changes).svg()))
+    write_report(job, PLOT, svg_file(curves(spec, records, changes).svg()))
     position = job.data.stream.steps.position(done - 1)
     mixture = [mixture for start, mixture in job.plan.mixtures if start <= position][-1]
     if spec.action == "rollback" and not any(standing.in_a_row for standing in forgetting_states(spec, records)):
-        _keep_newest(job)
+        tag_newest(job, REMEMBERS)
     return check_forgetting(spec, records, mixture.shares)
 
 
-def _keep_newest(job: Job) -> None:
-    """Tag the newest checkpoint as within the limit: retention keeps tagged ones."""
+def tag_newest(job: Job, tag: str) -> None:
+    """Tag the newest checkpoint as one from before any trouble: retention keeps tagged ones."""
     shelf = job.saver.store
     try:
         tags = read_tags(shelf.folder)
-        if (committed := shelf.committed()) and tags.get(REMEMBERS) != (newest := committed[-1][0].name):
-            write_atomic(shelf.folder / TAGS, json.dumps({**tags, REMEMBERS: newest}, indent=1, sort_keys=True))
+        if (committed := shelf.committed()) and tags.get(tag) != (newest := committed[-1][0].name):
+            write_atomic(shelf.folder / TAGS, json.dumps({**tags, tag: newest}, indent=1, sort_keys=True))
     except (OSError, UserError) as error:
-        job.recorder.event("save_failed", reason=f"the tag {REMEMBERS}: {error}")
+        job.recorder.event("save_failed", reason=f"the tag {tag}: {error}")
 
 
 def curves(spec: ForgetSpec, records: Sequence[Record], changes: dict[int, str]) -> LineChart:
@@ -96,22 +96,22 @@ def end_forgetting_run(job: Job, alarm: Alarm, validation: dict[str, Any]) -> Ou
     otherwise saved as it is. None if the alarm is only a note."""
     if alarm.severity == "note":
         return None
-    step, acted = _go_back(job, alarm) if alarm.severity == "rollback" else (0, "")
+    step, acted = go_back(job, alarm, alarm.finding.evidence["remembered"]) if alarm.severity == "rollback" else (0, "")
     if not step:
         step, name = alarm.step, job.saver.save(job, alarm.step, validation["loss"])
         saved = f"saved as {name}" if job.saver.wait(job, uploads=True) and name else "which could not be saved"
         acted = f"{acted}stopped at step {step:,}, {saved}"
-    _write(job, REPORT, report(job.recorder.run.name, alarm, _evaluations(job), acted))
+    write_report(job, REPORT, report(job.recorder.run.name, alarm, _evaluations(job), acted))
     where = short_path(str(job.recorder.run.folder / REPORT))
     return Outcome("stopped", f"{alarm.finding.symptom}; {acted}; see {where}", step, validation)
 
 
-def _go_back(job: Job, alarm: Alarm) -> tuple[int, str]:
-    """Make the last intact checkpoint within the limit the newest; its step, 0 for none, and a phrase for the
+def go_back(job: Job, alarm: Alarm, latest: int) -> tuple[int, str]:
+    """Make the last intact checkpoint of at most `latest` steps the newest; its step, 0 for none, and a phrase for the
     report."""
     job.saver.wait(job)
     for folder, manifest in reversed(job.saver.store.committed()):
-        if not 0 < manifest.step <= alarm.finding.evidence["remembered"]:
+        if not 0 < manifest.step <= latest:
             continue
         try:
             verify(folder)
@@ -141,7 +141,8 @@ def report(run: str, alarm: Alarm, records: Sequence[Record], acted: str) -> str
     ])  # fmt: skip
 
 
-def _write(job: Job, name: str, text: str) -> None:
+def write_report(job: Job, name: str, text: str) -> None:
+    """Write a file of the run."""
     try:
         job.recorder.run.write_file(name, text)
     except OSError as error:  # a full disk must not be what ends the run

@@ -116,6 +116,8 @@ class Progress:
     vetoes: int = 0
     clipped: int = 0
     best_validation: float | None = None
+    best_score: list[float] | None = None  # of the best validation: score and loss, lower is better
+    last_score: float | None = None
     evaluations_since_best: int = 0
     rollbacks: int = 0
     trial_s: float = 0.0
@@ -189,6 +191,7 @@ class Guard:
     examine: Callable[[Any, dict[str, float]], Any] | None = None  # documents of a suspect step; IncidentResponder
     adjustments: list[Adjustment] = field(default_factory=list)
     recovery_checks: list[RecoveryCheck] = field(default_factory=list)
+    held_out_alarm: Alarm | None = None  # of the last evaluation, if it ends the run
     last_incident_step: int = -1
     frequent_saves_until: int = 0  # step
 

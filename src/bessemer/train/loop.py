@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bessemer.data.stream.batches import Prefetch
+from bessemer.guard.alignment import ALIGNMENT_ALARMS
 from bessemer.run.journal import last_record
+from bessemer.train.alignment import end_alignment_run, keep_healthy_checkpoint
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import check_watched_sources, end_forgetting_run, judge_forgetting, rises
 from bessemer.train.job import Abandoned, Incident, Job, Outcome
@@ -197,7 +199,7 @@ class TrainLoop:
             self.validation = validate(job, done)
             evaluating = self.validation is not None
             self.evaluations.reset()
-            if outcome := self.check_forgetting():
+            if outcome := self.check_held_out():
                 return outcome
         reason = stop_reason(job, self.validation if evaluating else None)
         new_best = evaluating and job.spec.checkpoint.keep_best and job.recorder.progress.evaluations_since_best == 0
@@ -213,14 +215,18 @@ class TrainLoop:
         job = self.job
         signal = next((name for name in job.world.gather(job.interrupt.signal) if name), None)
         self.validation = validate(job, self.total) if job.data.evaluator.available and not signal else None
-        if outcome := self.check_forgetting():
+        if outcome := self.check_held_out():
             return outcome
         saved = save(job, self.total, self.validation["loss"] if self.validation else None)
         return self.leave(self.total, None, saved, signal)
 
-    def check_forgetting(self) -> Outcome | None:
-        """After an evaluation: how the run ends if it forgets what it began with."""
+    def check_held_out(self) -> Outcome | None:
+        """After an evaluation: how the run ends if it forgets what it began with, or if its held-out score falls."""
         job, validation = self.job, self.validation
+        if validation and (urgent := job.guard.held_out_alarm):
+            job.guard.held_out_alarm = None
+            return end_alignment_run(job, urgent, validation["step"], validation)
+        keep_healthy_checkpoint(job)
         alarm = judge_forgetting(job, validation["step"], self.changes) if validation else None
         if validation is None or alarm is None:
             return None
@@ -329,8 +335,10 @@ def validate(job: Job, done: int) -> dict[str, Any] | None:
         "per_source": result.per_source,
         "seconds": round(time.perf_counter() - began_s, 3),
     }
-    if progress.best_validation is None or result.loss < progress.best_validation:
-        progress.best_validation, progress.evaluations_since_best = result.loss, 0
+    progress.last_score = job.guard.detectors.alignment.score(record)
+    score = [progress.last_score, result.loss]
+    if progress.best_score is None or score < progress.best_score:
+        progress.best_score, progress.best_validation, progress.evaluations_since_best = score, result.loss, 0
     else:
         progress.evaluations_since_best += 1
     if done == 0:
@@ -341,6 +349,8 @@ def validate(job: Job, done: int) -> dict[str, Any] | None:
     recorder.view.validation(record)
     for alarm in job.guard.detectors.validation(record) if job.spec.guard.enabled else ():
         record_alarm(recorder, alarm)
+        if alarm.kind in ALIGNMENT_ALARMS and alarm.severity in ("stop", "rollback"):
+            job.guard.held_out_alarm = alarm
     return record
 
 

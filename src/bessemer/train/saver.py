@@ -79,6 +79,7 @@ class CheckpointSaver:
             batch_rows=[[phase.from_step, phase.rows] for phase in job.data.stream.steps.batch_phases],
             progress=job.recorder.progress.to_json(), threads=torch.get_num_threads(), device=job.engine.device.type,
             versions=package_versions(), time=time.time(), validation_loss=validation_loss,
+            validation_score=None if validation_loss is None else job.recorder.progress.last_score,
             stream_state=job.data.stream.state(step) if isinstance(job.data.stream, IterableStream) else None,
             guard=copy.deepcopy(job.guard_state()),  # written later, while the guard changes
             base=job.engine.base.to_json() if job.engine.base else {},

@@ -15,10 +15,12 @@ from bessemer.checkpoint.manifest import DamagedCheckpoint, discard, read_manife
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.exclusions import FILE_NAME, append_exclusions
 from bessemer.data.stream.user_dataset import IterableStream
+from bessemer.guard.alignment import ALIGNMENT_ALARMS
 from bessemer.guard.judge import NONFINITE, REASONS
 from bessemer.guard.ladder import LadderFacts, RecoveryCheck, Rung
 from bessemer.observe.format import short_path
 from bessemer.session.restore import bitwise_since, end_of_best_stretch, load_checkpoint, normal_range, recent_records
+from bessemer.train.alignment import end_alignment_run
 from bessemer.train.job import Adjustment, Incident, Job, Outcome
 from bessemer.train.memory.snapshots import CONFIRMED_STEPS
 from bessemer.train.step import StepResult
@@ -57,6 +59,8 @@ class IncidentResponder:
         incident, job = outcome.incident, self.job
         assert incident is not None
         job.start_step = outcome.step
+        if incident.alarm and incident.alarm.kind in ALIGNMENT_ALARMS:  # not the fault of a step: nothing to replay
+            return end_alignment_run(job, incident.alarm, outcome.step, outcome.validation)
         scene = self._capture_scene(incident)
         case = self._open_case(incident, scene)
         trial = incident.trial or (self._run_trial(scene) if self._is_trial_due(incident) else None)
