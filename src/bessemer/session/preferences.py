@@ -1,12 +1,13 @@
-"""What `objective: dpo` adds to a start: the reference model, which is the model that the run starts from, and the
-checks of its pairs."""
+"""What `objective: dpo` and `kto` add to a start: the reference model, which is the model that the run starts from,
+whether the prompt of a pair is shared, and the checks of its pairs."""
 
 from __future__ import annotations
 
-from bessemer.align.dpo import REFERENCE
+from bessemer.align.answers import REFERENCE
 from bessemer.data.chat_checks import Mistake
 from bessemer.data.chat_rows import StoreReader, sample_numbers
 from bessemer.data.pair_checks import check_pairs, make_pair
+from bessemer.data.prepare import Prepared
 from bessemer.data.read.chat_formats import recognise_pairs
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.groups import GROUP
@@ -14,43 +15,80 @@ from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import sources_used
 from bessemer.session.data import Data
+from bessemer.spec.data import NoiseSpec
 from bessemer.spec.model import BASE, OtherModelSpec
+from bessemer.spec.objective_checks import lacking_columns
+from bessemer.spec.preference import PREFERENCES
 from bessemer.spec.schema import RunSpec
+from bessemer.spec.shape import ModelShape
 
 
 def with_preference_defaults(spec: RunSpec) -> RunSpec:
     """The spec with the columns of its pairs and the reference, where it is silent. Reads first rows of each source."""
-    if spec.objective != "dpo":
+    if spec.objective not in PREFERENCES:
         return spec
     sources = {}
     for name, source in spec.data.sources.items():
         sources[name] = source if not source.path or source.path == ["python"] else recognise_pairs(source)
-        if source.path != ["python"] and "chosen" not in (sources[name].columns or {}):
-            fix = "columns: {prompt: question, chosen: good, rejected: bad}"
-            raise UserError(f"data.sources.{name}: dpo compares two answers: name their columns, such as {fix}")
+        if source.path != ["python"] and (problem := lacking_columns(spec.objective, sources[name])):
+            raise UserError(f"data.sources.{name}: {problem}")
     return with_reference(spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})}))
 
 
 def with_reference(spec: RunSpec) -> RunSpec:
     """The spec with `models.reference`, unless it names one or the loss needs none."""
-    if not spec.dpo.needs_reference or REFERENCE in spec.models:
+    needed = spec.objective == "kto" or spec.dpo.needs_reference
+    if not needed or REFERENCE in spec.models:
         return spec
     path = BASE if spec.adapter else spec.model.hf or spec.start_from
     if path is None:
         raise UserError(
-            "objective: dpo compares with the model that training starts from: write model: {hf: FOLDER} or start_from"
+            f"objective: {spec.objective} compares with the model that training starts from: write model: {{hf: "
+            "FOLDER} or start_from"
         )
     return spec.model_copy(update={"models": {**spec.models, REFERENCE: OtherModelSpec(path=path)}})
 
 
 def log_preferences(spec: RunSpec, plan: Plan) -> None:
     """Adds the loss and the reference to the plan."""
-    if spec.objective != "dpo":
+    if spec.objective not in PREFERENCES:
         return
-    plan.add("dpo.loss", spec.dpo.loss, f"beta {spec.dpo.beta_value:g}", "asked")
+    section = spec.dpo if spec.objective == "dpo" else spec.kto
+    beta = spec.dpo.beta_value if spec.objective == "dpo" else spec.kto.beta
+    plan.add(f"{spec.objective}.loss", section.loss, f"beta {beta:g}", "asked")
     if reference := spec.models.get(REFERENCE):
         reason = "the run's model with its adapter off" if reference.path == BASE else "frozen"
         plan.add(f"models.{REFERENCE}", reference.path, reason, "rule", "established")
+
+
+def decide_sharing(spec: RunSpec, shape: ModelShape, data: Data, plan: Plan) -> RunSpec:
+    """The spec with `dpo.share_prefix` decided. Positions of a shared prompt are not columns, so attention must know
+    them by their numbers alone: rotary or learned positions, no windows, and every layer attends."""
+    if spec.objective != "dpo":
+        return spec
+    key, value = "dpo.share_prefix", spec.dpo.share_prefix
+    reason = unshareable(shape, data) or ("pipeline stages" if spec.parallel.pp > 1 else "")
+    if value is True and reason:
+        raise UserError(f"{key}: not possible with {reason}: write auto or false")
+    share = value is True or (value == "auto" and not reason and spec.data.noise == NoiseSpec())
+    why = (
+        "the prompt of a pair is computed once" if share else f"each answer has its own prompt{reason and ': '}{reason}"
+    )
+    plan.add(key, share, why, "rule" if value == "auto" else "asked")
+    return spec.model_copy(update={"dpo": spec.dpo.model_copy(update={"share_prefix": share})})
+
+
+def unshareable(shape: ModelShape, data: Data) -> str:
+    """Why pairs cannot share their prompts; empty if they can."""
+    reasons = {
+        "a model that transformers runs": bool(shape.wrapped),
+        f"{shape.positions} positions": shape.positions in ("alibi", "relative"),
+        "attention windows": any(shape.windows) or shape.blocks[0] > 0 or shape.global_tokens > 0,
+        "Mamba layers": "mamba" in shape.mixers,
+        "experts, whose balance counts tokens": shape.moe is not None,
+        "data of another kind than prepared files": not isinstance(data, Prepared) or bool(data.url),
+    }
+    return next((reason for reason, true in reasons.items() if true), "")
 
 
 def check_pair_sources(spec: RunSpec, data: Data, context: int) -> dict[str, list[Mistake]]:
