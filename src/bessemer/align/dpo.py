@@ -60,8 +60,11 @@ class Dpo(AnswerObjective):
         fields = {LEARNED: batch.weights, DOCUMENT: documents, IMITATED: imitated, PAIRS: pairs, PLACES: places}
         branches = None
         if SHARED in batch.fields:
-            branches = np.where(batch.fields[SHARED] > 0, 0, 2 - chosen).astype(np.int32)
-            batch = replace(batch, documents=batch.documents // 2)
+            shared = batch.fields[SHARED] > 0
+            joined = np.stack([(shared & (documents // 2 == pair)).any(axis=1) for pair in range(count)], axis=1)
+            joined = np.take_along_axis(joined, documents // 2, axis=1)  # the others begin with different tokens
+            branches = np.where(shared | ~joined, 0, 2 - chosen).astype(np.int32)
+            batch = replace(batch, documents=(documents - (joined & ~chosen)).astype(np.int32))
         begun = self.begin(batch)
         return ObjectiveBatch(
             begun.tokens, begun.targets, weights, begun.documents, np.zeros_like(batch.tokens), in_place=True,

@@ -111,8 +111,8 @@ class Kto(AnswerObjective):
 def kto_losses(ratios_B: Tensor, good_B: Tensor, point: float, spec: KtoSpec) -> Tensor:
     """One loss per answer from its log-ratio to the reference (Eq. 7); `good_B` is 1 for desirable ones."""
     point = point if spec.needs_mismatched else 0.0
-    weights_B = torch.where(good_B > 0, spec.desirable_weight, spec.undesirable_weight)
-    signs_B = torch.where(good_B > 0, 1.0, -1.0)
+    weights_B = good_B * spec.desirable_weight + (1 - good_B) * spec.undesirable_weight
+    signs_B = 2 * good_B - 1
     return weights_B * (1 - torch.sigmoid(spec.beta * signs_B * (ratios_B - point)))
 
 
