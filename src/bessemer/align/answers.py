@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bessemer.data.stream.batches import Batch
+from bessemer.data.stream.groups import REFERENCE_LOGP
+from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder
 from bessemer.train.objective import ModelInputs, Objective
 from bessemer.train.objectives import pieces
@@ -19,7 +21,6 @@ from bessemer.train.sft import begin_documents
 
 LEARNED, DOCUMENT = "learned", "document"  # fields: (R, T) weights of answers, and the number of the document
 REFERENCE = "reference"
-STORED = "reference_logp"  # field: the reference's log-probability of each document's answer
 
 
 class AnswerObjective(Objective):
@@ -47,7 +48,9 @@ class AnswerObjective(Objective):
     def reference_logps(self, inputs: ModelInputs, count: int) -> Tensor:
         """(B, count) log-probabilities of the documents' answers under the reference."""
         if self.stored:
-            stored_BD = inputs.fields[STORED][..., 0].nan_to_num()
+            if REFERENCE_LOGP not in inputs.fields:
+                raise UserError("dpo.reference: nothing is stored for these rows: write live")
+            stored_BD = inputs.fields[REFERENCE_LOGP][..., 0].nan_to_num()
             return F.pad(stored_BD, (0, max(0, count - stored_BD.shape[1])))[:, :count].float()
         with torch.no_grad():
             hidden_BTW = self.other_hidden(REFERENCE, inputs)

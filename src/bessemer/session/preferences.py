@@ -3,6 +3,8 @@ whether the prompt of a pair is shared, and the checks of its pairs."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from bessemer.align.answers import REFERENCE
 from bessemer.data.chat_checks import Mistake
 from bessemer.data.chat_rows import StoreReader, sample_numbers
@@ -36,17 +38,37 @@ def with_preference_defaults(spec: RunSpec) -> RunSpec:
 
 
 def with_reference(spec: RunSpec) -> RunSpec:
-    """The spec with `models.reference`, unless it names one or the loss needs none."""
-    needed = spec.objective == "kto" or spec.dpo.needs_reference
-    if not needed or REFERENCE in spec.models:
+    """The spec with `models.reference`, unless it names one or the loss needs none, and whether its log-probabilities
+    are stored."""
+    if spec.objective == "dpo":
+        if not spec.dpo.needs_reference:
+            return spec
+        spec = spec.model_copy(update={"dpo": spec.dpo.model_copy(update={"reference": _reference_kind(spec)})})
+    if REFERENCE in spec.models:
         return spec
-    path = BASE if spec.adapter else spec.model.hf or spec.start_from
+    stored = spec.objective == "dpo" and spec.dpo.reference == "stored"
+    path = BASE if spec.adapter and not stored else spec.model.hf or spec.start_from
     if path is None:
         raise UserError(
             f"objective: {spec.objective} compares with the model that training starts from: write model: {{hf: "
             "FOLDER} or start_from"
         )
     return spec.model_copy(update={"models": {**spec.models, REFERENCE: OtherModelSpec(path=path)}})
+
+
+def _reference_kind(spec: RunSpec) -> Literal["stored", "live"]:
+    files = spec.data.store is None and all(source.path != ["python"] for source in spec.data.sources.values())
+    own = spec.models.get(REFERENCE)
+    base = own is not None and own.path == BASE
+    if spec.dpo.reference == "stored" and (base or not files):
+        why = "models.reference is the run's own model" if base else "the data is not prepared from files"
+        raise UserError(f"dpo.reference: cannot be stored: {why}: write live")
+    if spec.dpo.reference == "stored" and spec.adapter and spec.adapter.base == "nf4":
+        raise UserError("dpo.reference: the weights of the base are in NF4, the reference's are not: write live")
+    if spec.dpo.reference != "auto":
+        return spec.dpo.reference
+    plain = files and spec.adapter is None and not base and spec.data.noise == NoiseSpec()
+    return "stored" if plain else "live"
 
 
 def log_preferences(spec: RunSpec, plan: Plan) -> None:
@@ -56,7 +78,7 @@ def log_preferences(spec: RunSpec, plan: Plan) -> None:
     section = spec.dpo if spec.objective == "dpo" else spec.kto
     beta = spec.dpo.beta_value if spec.objective == "dpo" else spec.kto.beta
     plan.add(f"{spec.objective}.loss", section.loss, f"beta {beta:g}", "asked")
-    if reference := spec.models.get(REFERENCE):
+    if (reference := spec.models.get(REFERENCE)) and spec.dpo.reference != "stored":
         reason = "the run's model with its adapter off" if reference.path == BASE else "frozen"
         plan.add(f"models.{REFERENCE}", reference.path, reason, "rule", "established")
 

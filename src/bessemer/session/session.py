@@ -27,6 +27,7 @@ from bessemer.session.preferences import check_pair_sources, decide_sharing
 from bessemer.session.record import SPEC_FILE, PlanComparison, record_start
 from bessemer.session.recovery.incident import IncidentResponder
 from bessemer.session.recovery.restart import HangResponse, is_relaunched, open_run, under_launcher
+from bessemer.session.reference import store_reference
 from bessemer.session.restore import PreviousStart, load_previous_start, prepare_checkpoints, restore
 from bessemer.session.sft import check_sources, refuse_mistakes
 from bessemer.session.start import (
@@ -125,6 +126,7 @@ class Session:
         self.spec = decide_sharing(self.spec, shape, data, plan)
         machine = choose_layout(self.spec, world, shape, context, machine, plan, previous.plan)
         resolved = resolve_run(self.spec, data, shape, context, machine, plan, previous.plan, world.layout)
+        store_reference(self.spec, resolved, world, self.view, run.folder, previous.plan)
         job = build_job(self.spec, resolved, machine, world, run, self.view, previous.plan)
         job.interrupt = self.interrupt
         peak_bytes = fit_memory(job, plan, resumed=previous.plan is not None)

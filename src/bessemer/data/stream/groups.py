@@ -20,6 +20,7 @@ from bessemer.data.stream.rows import PADDING, Ints, RowBlock, Spans, StoreRows
 from bessemer.errors import UserError
 
 GROUP = "group"
+REFERENCE_LOGP = "reference_logp"  # field: the reference's log-probability of each document's answer
 SHARED = "shared"  # field: 1 in the columns of a beginning that is in the row once
 _DOCUMENTS = 1 << 20  # read together
 _COMPARED = 1 << 12  # groups whose beginnings are compared together
@@ -57,6 +58,7 @@ class GroupRows(StoreRows):
         self, store: TokenStore, length: int, share: bool = False, single: bool = False, pack: bool = False
     ) -> None:
         super().__init__(store, length)
+        self.reference: npt.NDArray[np.float32] | None = None  # log-probability of each document's answer
         self.share, groups = share, measure_groups(store, share, single)
         self._first, self._common = groups.first, groups.common
         _refuse_long(store, groups, length)
@@ -101,9 +103,12 @@ class GroupRows(StoreRows):
         return RowBlock(tokens, targets, weights, self.spans(sequences))
 
     def fields(self, spans: Spans, rows: int) -> dict[str, npt.NDArray[Any]]:
-        made = super().fields(spans, rows)
+        made, real = super().fields(spans, rows), np.flatnonzero(spans.document != PADDING)
+        if self.reference is not None:
+            width = int(spans.number[real].max(initial=0)) + 1
+            values = made[REFERENCE_LOGP] = np.zeros((rows, width, 1), np.float32)
+            values[spans.row[real], spans.number[real], 0] = self.reference[spans.document[real]]
         if self.share:
-            real = np.flatnonzero(spans.document != PADDING)
             group = np.searchsorted(self._first, spans.document[real], side="right") - 1
             length = np.where(self._first[group] == spans.document[real], self._common[group], 0)
             shared = made[SHARED] = np.zeros((rows, self.length), np.int32)
