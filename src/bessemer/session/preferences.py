@@ -3,26 +3,36 @@ whether the prompt of a pair is shared, and the checks of its pairs."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
+import numpy as np
+
 from bessemer.align.answers import REFERENCE
+from bessemer.data.agreement import Agreement, measure_agreement
 from bessemer.data.chat_checks import Mistake
 from bessemer.data.chat_rows import StoreReader, sample_numbers
-from bessemer.data.pair_checks import check_pairs, make_pair
+from bessemer.data.pair_checks import check_agreement, check_labels, check_lengths, check_pairs, make_pair
 from bessemer.data.prepare import Prepared
+from bessemer.data.read import Document, divide_source, list_files, read_part
+from bessemer.data.read.answers import ANNOTATORS, CHOSEN
 from bessemer.data.read.chat_formats import recognise_pairs
 from bessemer.data.store.token_store import TokenStore
-from bessemer.data.stream.groups import GROUP
+from bessemer.data.stream.groups import GROUP, measure_groups
+from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import sources_used
 from bessemer.session.data import Data
-from bessemer.spec.data import NoiseSpec
+from bessemer.spec.data import NoiseSpec, SourceSpec
 from bessemer.spec.model import BASE, OtherModelSpec
 from bessemer.spec.objective_checks import lacking_columns
 from bessemer.spec.preference import PREFERENCES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
+
+_READ = 1 << 20  # labels that are read together
+_VOTED_ROWS = 10_000  # rows whose votes are read
 
 
 def with_preference_defaults(spec: RunSpec) -> RunSpec:
@@ -113,17 +123,63 @@ def unshareable(shape: ModelShape, data: Data) -> str:
     return next((reason for reason, true in reasons.items() if true), "")
 
 
-def check_pair_sources(spec: RunSpec, data: Data, context: int) -> dict[str, list[Mistake]]:
-    """The mistakes in the pairs of each source. Pairs beyond the context are refused when rows are made. A store holds
-    the chosen answer of a pair and then the rejected one."""
+def check_pair_sources(spec: RunSpec, data: Data, context: int, lengths: bool = False) -> dict[str, list[Mistake]]:
+    """The mistakes in the pairs or labelled answers of each source. A store holds the chosen answer of a pair and then
+    the rejected one. With `lengths` those beyond the context too, which a run refuses when it makes its rows."""
     mistakes = {}
     for name in sources_used(spec):
         store = data.train[name]
-        if not isinstance(store, TokenStore) or GROUP not in store.fields:
+        if not isinstance(store, TokenStore) or CHOSEN not in store.fields:
             continue
-        reader = StoreReader(store)
-        numbers = sample_numbers(reader.count // 2)
-        pairs = [make_pair(reader.row(2 * number), reader.row(2 * number + 1)) for number in numbers]
-        if some := check_pairs(pairs, store.documents // 2, spec.lints.silence):
-            mistakes[name] = some
+        some = check_agreement(agreement) if (agreement := source_agreement(spec.data.sources[name])) else []
+        some += _check_lengths(spec, store, context) if lengths else []
+        some += _check_store(spec, store, data.tokenizer)
+        if listed := [one for one in some if one.name not in spec.lints.silence]:
+            mistakes[name] = listed
     return mistakes
+
+
+def _check_lengths(spec: RunSpec, store: TokenStore, context: int) -> list[Mistake]:
+    single = spec.objective == "kto"
+    groups = measure_groups(store, share=spec.dpo.share_prefix is True and not single, single=single)
+    return check_lengths(store, groups, context, "answers" if single else "pairs")
+
+
+def _check_store(spec: RunSpec, store: TokenStore, tokenizer: Tokenizer) -> list[Mistake]:
+    reader, mistakes = StoreReader(store), list[Mistake]()
+    if spec.objective == "kto":
+        good = sum(
+            int((store.document_field(CHOSEN, np.arange(first, min(first + _READ, store.documents))) > 0).sum())
+            for first in range(0, store.documents, _READ)
+        )
+        numbers = np.array(sample_numbers(reader.count), np.int64)
+        labels = store.document_field(CHOSEN, numbers)[:, 0] > 0
+        rows = [(reader.row(int(number)), bool(label)) for number, label in zip(numbers, labels, strict=True)]
+        mistakes += check_labels(rows, good, store.documents - good, spec.kto)
+    if GROUP in store.fields:
+        numbers_read = sample_numbers(reader.count // 2)
+        pairs = [make_pair(reader.row(2 * number), reader.row(2 * number + 1)) for number in numbers_read]
+        mistakes += check_pairs(pairs, store.documents // 2, spec.lints.silence, tokenizer.decode)
+    return mistakes
+
+
+def source_agreement(source: SourceSpec) -> Agreement | None:
+    """How far the annotators of a source's first rows agree, if it names their column."""
+    if ANNOTATORS not in (source.columns or {}) or not source.path or source.path == ["python"]:
+        return None
+    parts = divide_source("", list_files(source), source)
+    rows = itertools.islice((row for part in parts for row in read_part(part, source)), _VOTED_ROWS)
+    votes = [row.fields[ANNOTATORS] for row in rows if isinstance(row, Document) and ANNOTATORS in row.fields]
+    return measure_agreement(votes)
+
+
+def agreement_lines(spec: RunSpec) -> list[str]:
+    """The agreement of each source's annotators, for the notes of a run and `bessemer data check`."""
+    if spec.objective not in PREFERENCES:
+        return []
+    lines = []
+    for name, source in spec.data.sources.items():
+        agreement = source_agreement(source)
+        if agreement and not check_agreement(agreement):  # which is a warning otherwise
+            lines.append(f"data.sources.{name}: {agreement.line()}")
+    return lines

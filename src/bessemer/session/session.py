@@ -23,7 +23,7 @@ from bessemer.plan.search.layout import check_processes
 from bessemer.run.directory import Run, RunReader, RunWriter
 from bessemer.session.build import attach_snapshots, build_job, fit_memory
 from bessemer.session.data import Data, describe_file_changes, exclude_documents, open_data, report_other_exclusions
-from bessemer.session.preferences import check_pair_sources, decide_sharing
+from bessemer.session.preferences import agreement_lines, check_pair_sources, decide_sharing
 from bessemer.session.record import SPEC_FILE, PlanComparison, record_start
 from bessemer.session.recovery.incident import IncidentResponder
 from bessemer.session.recovery.restart import HangResponse, is_relaunched, open_run, under_launcher
@@ -189,6 +189,8 @@ class Session:
             if self.world.main:
                 check = check_pair_sources if self.spec.objective in PREFERENCES else check_sources
                 mistakes = check(self.spec, data, context)
+                for note in agreement_lines(self.spec):
+                    self._note_data(run, note)
         for line in refuse_mistakes(self.world.agree(mistakes)):
             self._note_data(run, f"warning: {line}")
 

@@ -46,7 +46,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "tokenizer.learn": ("train_on_inputs roles_to_train assistant_only_loss completion_only_loss mask_history", ""),
     "data.sources": (
         "datasets dataset dataset_name dataset_path dataset_dir train_file train_data data_path dataset_mixer "
-        "test_datasets pretraining_dataset",
+        "test_datasets pretraining_dataset remove_unused_columns",
         "",
     ),
     "data.context": (
@@ -194,6 +194,7 @@ _WITH_OBJECTIVE = {
 _NOTES = {
     "max_prompt_length": "of a prompt and its answers together; prompts alone have no limit, and nothing is cut",
     "max_completion_length": "of a prompt and its answers together; answers alone have no limit, and nothing is cut",
+    "remove_unused_columns": "only the columns that a source names are read: remove the key",
     "reference_free": "losses without a reference are simpo and orpo",
     "gamma_beta_ratio": "gamma itself: the ratio times beta",
 }

@@ -161,6 +161,7 @@ def _explain_unknown_key(path: KeyPath, value: Any, objective: str) -> str:
             fix = _example(known_path).replace("; write ", "; for example ", 1)
         return f"unknown key; in Bessemer it is {known}{note}{fix}"
     holders = [section for section in RunSpec.model_fields if key in (_fields_at((section,)) or {})]
+    holders = [objective] if objective in holders else holders
     if holders and (section := path[:-1]) != (holders[0],):
         sections = f"{holders[0]}:" + (f" (or {', '.join(holders[1:])})" if holders[1:] else "")
         place = f"in {'.'.join(map(str, section))}" if section else "here"
