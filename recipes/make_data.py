@@ -80,6 +80,13 @@ def preference(draw: random.Random, words: list[str]) -> Row:
     }
 
 
+def feedback(draw: random.Random, words: list[str]) -> Row:
+    """One answer with a thumb up or down, such as users leave."""
+    pair = preference(draw, words)
+    good = draw.random() < 0.5
+    return {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
+
+
 def conversation(*messages: Row) -> Row:
     return {"messages": list(messages)}
 
@@ -119,6 +126,7 @@ def make(folder: Path, exercises: int = 20_000) -> None:
     write(folder / "tools.jsonl", (tool_call(draw, words) for words in lists(400)))
     write(folder / "reviews.jsonl", (review(draw) for _ in range(600)))
     write(folder / "preferences.jsonl", (preference(draw, words) for words in lists(600)))
+    write(folder / "feedback.jsonl", (feedback(draw, words) for words in lists(900)))
 
 
 if __name__ == "__main__":
